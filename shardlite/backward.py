@@ -1,0 +1,101 @@
+"""One backward from its first event to its end: gradients come in, units are reduced, holds are ended.
+
+Autograd tells nobody that a backward starts. So whatever happens first in one (a handle is asked for its weight, a
+unit is recomputed, a gradient comes) opens it and asks the engine to call back at the end. Backwards nest: reentrant
+checkpointing runs one inside a node of another. The outer one sees the first event, since the recomputed forward runs
+in it, and so the end of the outermost one is what closes.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from shardlite.gather import Gatherer
+from shardlite.handles import Promises
+from shardlite.reduce import Reducer
+from shardlite.unit import Unit
+
+
+def in_backward() -> bool:
+    """Whether this code runs inside a backward."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class Backward:
+    """Follows the backwards of one wrapped model, one outermost backward at a time."""
+
+    def __init__(self, reducer: Reducer, gatherer: Gatherer | None, promises: Promises | None) -> None:
+        self._reducer = reducer
+        self._gatherer = gatherer
+        self._promises = promises
+        self._task: int | None = None
+        self._sync = True
+        self._got_gradients = False
+        self._hidden: dict[Unit, int] = {}
+        self._recomputed: dict[Unit, int] = {}
+
+    def event(self) -> None:
+        """Open the backward if this is its first event. To be called at every event, inside a backward."""
+        if self._task is None:
+            self._task = torch._C._current_graph_task_id()
+            torch.autograd.Variable._execution_engine.queue_callback(self._close)
+            if self._gatherer is not None:
+                self._gatherer.order.begin("backward")
+
+    def gradient(self, unit: Unit, flat: int, slot: int, param: nn.Parameter) -> None:
+        """Take the gradient that autograd has just put into `param.grad`."""
+        grad, param.grad = param.grad, None
+        assert grad is not None
+        self.event()
+        self._got_gradients = True
+        bucket = self._reducer.add(unit, flat, slot, grad)
+        if self._sync and bucket.complete and not self._more_expected(unit):
+            self._reducer.complete(unit)
+
+    def hidden_forward(self, unit: Unit) -> None:
+        """Note a forward of which autograd sees nothing: reentrant checkpointing will run it again in the backward."""
+        self._hidden[unit] = self._hidden.get(unit, 0) + 1
+
+    def recomputed(self, unit: Unit) -> None:
+        """Note that a unit's forward runs again, inside the backward."""
+        self._recomputed[unit] = self._recomputed.get(unit, 0) + 1
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients only accumulate."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def repair(self) -> None:
+        """Clean up after a backward that died of an exception: the engine never called back."""
+        if self._task is not None and not in_backward():
+            self._reducer.abandon()
+            self._end()
+
+    def _more_expected(self, unit: Unit) -> bool:
+        """Whether hidden forwards are still to be recomputed, each with gradients of its own."""
+        return self._recomputed.get(unit, 0) < self._hidden.get(unit, 0)
+
+    def _close(self) -> None:
+        """End the outermost backward. Without any gradient (`torch.autograd.grad`) there is nothing to reduce."""
+        try:
+            if self._got_gradients and self._sync:
+                self._reducer.flush()
+            else:
+                self._reducer.start_over()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self._task, self._got_gradients = None, False
+        self._hidden.clear()
+        self._recomputed.clear()
+        if self._promises is not None:
+            self._promises.end_backward()
+        if self._gatherer is not None:
+            self._gatherer.order.end()

@@ -1,0 +1,12 @@
+"""The environment variables that ShardLite knows. They are read here and nowhere else."""
+
+import os
+
+
+def poison_released_buffers() -> bool:
+    """Tell whether released buffers are to be filled with NaN (`SHARDLITE_POISON=1`).
+
+    Code that reads a weight after its release then computes NaN at once, instead of something plausible. The tests run
+    this way throughout.
+    """
+    return os.environ.get("SHARDLITE_POISON", "0") not in ("", "0")

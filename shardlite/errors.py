@@ -1,0 +1,25 @@
+"""The errors that ShardLite raises on purpose. Each says who, what was got, and what was expected or what to do."""
+
+
+class ShardLiteError(Exception):
+    """Base of every error below: `except ShardLiteError` catches what the library itself found wrong."""
+
+
+class LayoutError(ShardLiteError, ValueError):
+    """The caller's shapes, dtypes or models do not fit. Nothing was changed and nothing was sent."""
+
+
+class PhaseError(ShardLiteError, RuntimeError):
+    """An illegal move of a state, for example a step while gradients are still being reduced."""
+
+
+class CommError(ShardLiteError, RuntimeError):
+    """A peer failed, is late, or does something else than this rank.
+
+    The buffers of the operation hold undefined values afterwards, and the connection to the peer may be closed for
+    good: end the run and let `torchrun` restart it.
+    """
+
+
+class EscapedViewWarning(UserWarning):
+    """A view of gathered weights outlived their use. The result is right, but the memory is not ours to reuse."""

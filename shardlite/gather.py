@@ -1,0 +1,193 @@
+"""Gathering: who needs a unit's full weights holds it, and lets it go after use.
+
+    hold -> [gather] -> FULL, used -> let_go -> IDLE -> hold again: nothing to do
+                                              -> evicted: the buffer serves another unit
+
+Buffers are a cache. An idle unit keeps its buffer until another unit needs it, and a model of any depth runs through
+`1 + prefetch` of them.
+
+Legend: `W` ranks, `S` elements per shard; a full buffer has `W*S` elements per flat.
+"""
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardlite.config import poison_released_buffers
+from shardlite.errors import EscapedViewWarning
+from shardlite.lane import Lane
+from shardlite.ledger import Ledger
+from shardlite.order import Order
+from shardlite.phase import Weights
+from shardlite.ring import Operation, all_gather
+from shardlite.trace import Trace
+from shardlite.transport import Transport
+from shardlite.unit import Buffer, Unit, storage_key
+
+
+class Gatherer:
+    """Gathers the units of one wrapped model, and knows which buffer belongs to which unit."""
+
+    def __init__(
+        self, units: Sequence[Unit], transport: Transport, *, prefetch: int, instance: int, trace: Trace, ledger: Ledger
+    ) -> None:
+        self.order = Order()
+        self.lane = Lane("gather")
+        self._units = units
+        self._transport = transport
+        self._prefetch = prefetch
+        self._capacity = 1 + prefetch
+        self._instance = instance
+        self._trace = trace
+        self._ledger = ledger
+        self._poison = poison_released_buffers()
+        self._owners: dict[int, Unit] = {}  # by storage key
+        self._idle: dict[Unit, None] = {}  # least recently used first
+        self._warned = False
+
+    def owner(self, tensor: Tensor) -> Unit | None:
+        """Return the unit whose full buffer `tensor` views, if any."""
+        return self._owners.get(storage_key(tensor))
+
+    def hold(self, unit: Unit) -> None:
+        """Make the unit's full weights readable until `let_go`; holds count."""
+        if unit.users == 0:
+            self.order.need(unit.index)
+            self._request(unit)
+            self._idle.pop(unit, None)
+            self._look_ahead()
+            self._arrive(unit)
+        unit.users += 1
+
+    def let_go(self, unit: Unit) -> None:
+        """End one hold. After the last one the unit is idle, and may be evicted."""
+        unit.users -= 1
+        if unit.users == 0:
+            unit.move(Weights.IDLE)
+            self._trace.emit("release", unit.name)
+            self._rest(unit)
+
+    def invalidate(self, unit: Unit) -> None:
+        """Let the next hold gather anew, because the shards were changed through the full weights."""
+        unit.gathered_version = -1
+
+    def settle(self) -> None:
+        """Finish what was gathered ahead and never needed, so that it counts as idle."""
+        for unit in self._units:
+            if unit.phase is Weights.GATHERING:
+                self._arrive(unit)
+                unit.move(Weights.IDLE)
+                self._rest(unit)
+
+    def buffers_in_use(self) -> int:
+        """Return how many full buffers there are, those of idle units included."""
+        return len(self._owners)
+
+    def _look_ahead(self) -> None:
+        """Start the gathers that the recorded order expects next, as far as buffers allow without pushing out users."""
+        for index in self.order.upcoming(self._prefetch):
+            unit = self._units[index]
+            if unit.users == 0 and (self._held() < self._capacity or self._victim(unit) or unit.buffer):
+                self._request(unit)
+                if unit in self._idle:  # already there: let it be the last to be evicted
+                    del self._idle[unit]
+                    self._idle[unit] = None
+
+    def _request(self, unit: Unit) -> None:
+        """Start gathering `unit`, unless its weights are there, or on their way, and are those of now."""
+        if unit.buffer is not None and unit.gathered_version == unit.version():
+            return
+        if unit.phase is Weights.GATHERING:  # gathered ahead, then the weights were changed
+            self._arrive(unit)
+            unit.move(Weights.IDLE)
+        self._trace.emit("gather", unit.name)
+        with torch.inference_mode(False), torch.no_grad():
+            # A buffer born in inference mode could never be saved for a backward.
+            self._start(unit, self._buffer_for(unit))
+
+    def _start(self, unit: Unit, buffer: Buffer) -> None:
+        """Put this rank's shards in their rows and send them round."""
+        parts = unit.parts(buffer)
+        for flat, full in zip(unit.flats, parts, strict=True):
+            full[slice(*flat.layout.shard_range(self._transport.rank))].copy_(flat.local)
+        unit.gathers += 1
+        label = f"all-gather of unit {unit.name!r} of model {self._instance}"
+        operations = [Operation(f"{label}, part {i}", unit.gathers) for i in range(len(parts))]
+
+        def go_round() -> None:
+            for full, operation in zip(parts, operations, strict=True):
+                all_gather(full, self._transport, operation=operation)
+
+        self._owners[buffer.key] = unit
+        unit.buffer, unit.gathered_version = buffer, unit.version()
+        unit.move(Weights.GATHERING)
+        unit.flight = self.lane.submit(go_round)
+
+    def _arrive(self, unit: Unit) -> None:
+        """Wait for the weights, and let the module's parameters be views of them."""
+        if unit.phase is Weights.GATHERING:
+            assert unit.flight is not None
+            assert unit.buffer is not None
+            self._trace.emit("wait", unit.name)
+            unit.flight.wait()
+            unit.flight = None
+            with torch.inference_mode(False):
+                unit.bind(unit.buffer)
+        unit.move(Weights.FULL)
+
+    def _rest(self, unit: Unit) -> None:
+        """Keep an idle unit's weights for the next use, if there is room."""
+        self._idle[unit] = None
+        if self._held() > self._capacity and (victim := self._victim(unit)):
+            self._evict(victim)
+
+    def _held(self) -> int:
+        return sum(not unit.keep for unit in self._owners.values())
+
+    def _victim(self, unit: Unit) -> Unit | None:
+        """Choose the idle unit to evict: one of the same size if possible, for its buffer can be used as it is."""
+        candidates = [idle for idle in self._idle if not idle.keep]
+        alike = [idle for idle in candidates if idle.nbytes == unit.nbytes]
+        return next(iter(alike or candidates), None)
+
+    def _buffer_for(self, unit: Unit) -> Buffer:
+        """Find memory: the unit's own stale buffer, an idle unit's, or, while all are in use, new memory."""
+        victim = unit if unit.buffer is not None else None
+        if victim is None and not unit.keep and self._held() >= self._capacity:
+            victim = self._victim(unit)
+        buffer = self._evict(victim) if victim else None
+        if buffer is None or buffer.bytes.numel() != unit.nbytes:
+            buffer = Buffer(unit.nbytes, unit.flats[0].local.device)
+            self._ledger.track("gather buffers", buffer.bytes)
+        return buffer
+
+    def _evict(self, unit: Unit) -> Buffer | None:
+        """Take an idle unit's buffer away; return it if nobody else looks at it."""
+        assert unit.buffer is not None
+        buffer, unit.buffer = unit.buffer, None
+        self._idle.pop(unit, None)
+        unit.move(Weights.SHARDED)
+        self._trace.emit("evict", unit.name)
+        with torch.inference_mode(False):
+            unit.unbind()
+        del self._owners[buffer.key]
+        if buffer.escaped():
+            self._warn(unit)
+            return None
+        if self._poison:
+            buffer.poison()
+        return buffer
+
+    def _warn(self, unit: Unit) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"unit {unit.name!r}: a view of its gathered weights outlived their use, so the buffer was given up "
+                "instead of reused. Something keeps a weight, or a view of one, outside autograd's saved tensors "
+                "(`ctx.save_for_backward` is fine, an attribute is not). Results are right as long as that view is "
+                "only read; it costs memory, and it does not follow later steps. Reported once.",
+                EscapedViewWarning,
+                stacklevel=2,
+            )

@@ -1,0 +1,207 @@
+"""Handles: what the autograd graph holds in place of a gathered weight.
+
+A view of a full buffer must not be saved for backward, for the buffer will be another unit's by then. Saved-tensor hooks
+replace it by a `Handle`, a promise that the same view can be had again. The handles of one forward call of a unit belong
+to a `Call`:
+
+    forward   pack: view -> Handle(call, size, stride, offset)
+    backward  unpack: Handle -> the call holds its unit (which gathers it, if need be) -> view
+              autograd drops the handle with its node; with the last handle the call lets its unit go
+
+So a unit is released when the last weight was used, which is neither when its gradients are complete (with frozen weights
+they are complete too early) nor when its backward ran once (it may have been called twice).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardlite.gather import Gatherer
+from shardlite.unit import Unit
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""A pair of saved-tensor hooks, (pack, unpack)."""
+
+
+class Call:
+    """One forward call of a unit, as seen by backward."""
+
+    __slots__ = ("handles", "held", "promises", "unit", "version")
+
+    def __init__(self, unit: Unit, promises: "Promises") -> None:
+        self.unit = unit
+        self.promises = promises
+        self.version = unit.gathered_version
+        self.handles = 0
+        self.held = False
+
+    def hold(self) -> None:
+        """Hold the unit until the last handle is gone or the backward ends.
+
+        Raises:
+            RuntimeError: the weights have changed since the forward, in the words of PyTorch's own error.
+        """
+        if not self.held:
+            self.check_version()
+            self.promises.gatherer.hold(self.unit)
+            self.held = True
+            self.promises.holding.append(self)
+
+    def check_version(self) -> None:
+        """Raise if a step, or anything else, has changed the weights since the forward."""
+        now = self.unit.version()
+        if now != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"weights of unit {self.unit.name!r} are at version {now}; expected version {self.version} instead. "
+                "Was the optimizer stepped, or were weights loaded, between this forward and its backward?"
+            )
+
+    def let_go(self) -> None:
+        """End the hold."""
+        if self.held:
+            self.held = False
+            self.promises.gatherer.let_go(self.unit)
+
+    def forget_handle(self) -> None:
+        """Note that autograd has dropped a handle."""
+        self.handles -= 1
+        if self.handles == 0:
+            self.promises.live[self.unit].remove(self)
+            self.let_go()
+
+
+class Handle:
+    """A promise of one view of a unit's full weights."""
+
+    __slots__ = ("call", "dtype", "offset", "size", "stride")
+
+    def __init__(self, call: Call, view: Tensor) -> None:
+        self.size = view.size()
+        self.stride = view.stride()
+        self.offset = view.storage_offset()
+        self.dtype = view.dtype
+        self.call = call
+        if call.handles == 0:
+            call.promises.live[call.unit].append(call)
+        call.handles += 1
+
+    def __del__(self) -> None:
+        self.call.forget_handle()
+
+    def view(self) -> Tensor:
+        """Return the view, of weights gathered again if need be.
+
+        Raises:
+            RuntimeError: the weights have changed since the forward.
+        """
+        self.call.promises.event()
+        self.call.hold()
+        return self._of_buffer()
+
+    def copy(self) -> Tensor:
+        """Return the view's values, for somebody who looks at the graph outside a backward."""
+        self.call.check_version()
+        gatherer = self.call.promises.gatherer
+        gatherer.hold(self.call.unit)
+        try:
+            return self._of_buffer().clone()
+        finally:
+            gatherer.let_go(self.call.unit)
+
+    def _of_buffer(self) -> Tensor:
+        buffer = self.call.unit.buffer
+        assert buffer is not None, "a held unit has a buffer"
+        with torch.inference_mode(False):
+            view = torch.empty(0, dtype=self.dtype, device=buffer.bytes.device)
+            return view.set_(buffer.bytes.untyped_storage(), self.offset, self.size, self.stride)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Any other saved tensor, with the version that it must still have in backward.
+
+    Hooks switch PyTorch's own check off. The tensor is detached: packing the tensor itself would tie the graph to itself.
+    """
+
+    tensor: Tensor
+    version: int
+
+    def checked(self) -> Tensor:
+        """Return the tensor.
+
+        Raises:
+            RuntimeError: it was modified in place since it was saved, in the words of PyTorch's own error.
+        """
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {self.tensor._version}; "
+                f"expected version {self.version} instead"
+            )
+        return self.tensor
+
+
+class Promises:
+    """All calls of one wrapped model, and the hooks that make handles of weights."""
+
+    def __init__(self, gatherer: Gatherer, units: list[Unit]) -> None:
+        self.gatherer = gatherer
+        self.event: Callable[[], None] = lambda: None
+        """To be called before anything else that happens in a backward."""
+
+        self.live: dict[Unit, list[Call]] = {unit: [] for unit in units}
+        """Calls with handles, oldest first."""
+
+        self.holding: list[Call] = []
+        """Calls that this backward has made hold their units."""
+
+        self.current: dict[Unit, Call] = {}
+        """The calls whose forward is running."""
+
+    def hooks(self, outer: Hooks | None) -> Hooks:
+        """Return saved-tensor hooks that take our weights, and leave every other tensor to the hooks in force before."""
+
+        def pack(tensor: Tensor) -> Any:
+            unit = self._owner(tensor)
+            if unit is not None:
+                return Handle(self.current.get(unit) or Call(unit, self), tensor)
+            if outer is not None:
+                return outer[0](tensor)
+            return Kept(tensor.detach(), tensor._version)
+
+        def unpack(packed: Any) -> Tensor:
+            if isinstance(packed, Handle):
+                return packed.view() if torch._C._current_graph_task_id() != -1 else packed.copy()
+            if outer is not None:
+                return outer[1](packed)
+            assert isinstance(packed, Kept)
+            return packed.checked()
+
+        return pack, unpack
+
+    def expect_backward(self, call: Call) -> None:
+        """Keep a unit that was recomputed inside a backward until the nodes that asked for it have run.
+
+        Those are the nodes of this call or, if the recomputed graph is thrown away (non-reentrant checkpointing), those of
+        the last earlier call: last forward, first backward.
+        """
+        if call.handles:
+            call.hold()
+        earlier = [each for each in self.live[call.unit] if each is not call]
+        if earlier:
+            earlier[-1].hold()
+
+    def end_backward(self) -> None:
+        """End the holds of handles that outlive the backward (`retain_graph=True`, or it died)."""
+        for call in self.holding:
+            call.let_go()
+        self.holding.clear()
+
+    def _owner(self, tensor: Tensor) -> Unit | None:
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            return None  # sparse tensors and many subclasses have no storage to look at; our weights are neither
+        return self.gatherer.owner(tensor)

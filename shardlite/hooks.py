@@ -1,0 +1,168 @@
+"""Module hooks: entering a module's forward holds the units whose weights it needs, leaving it lets them go.
+
+Every module that owns parameters has them, not only the roots of units. So a block that is called directly, a method
+other than `forward`, or a module recomputed by activation checkpointing finds its weights, and finds our saved-tensor
+hooks innermost even where a user's own (`save_on_cpu`, a checkpoint) were entered after ours.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardlite.backward import Backward, in_backward
+from shardlite.errors import LayoutError
+from shardlite.gather import Gatherer
+from shardlite.handles import Call, Hooks, Promises
+from shardlite.unit import Unit
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where the model keeps a parameter: `module._parameters[attribute]`."""
+
+    name: str
+    module: nn.Module
+    attribute: str
+    param: nn.Parameter
+
+
+@dataclass(eq=False)
+class _Frame:
+    """One module whose forward is running."""
+
+    module: nn.Module
+    entered: list[Unit] = field(default_factory=list)
+    pushed: Hooks | None = None
+
+
+class ModuleHooks:
+    """The hooks of one wrapped model whose parameters are sharded."""
+
+    def __init__(self, gatherer: Gatherer, promises: Promises, backward: Backward) -> None:
+        self._gatherer = gatherer
+        self._promises = promises
+        self._backward = backward
+        self._needs: Mapping[nn.Module, Sequence[Unit]] = {}
+        self._sites: Mapping[Unit, Sequence[Site]] = {}
+        self._frames: list[_Frame] = []
+        self._depth: dict[Unit, int] = {}
+        self._mine: Hooks | None = None
+        self._evaluating = False
+
+    def install(
+        self, needs: Mapping[nn.Module, Sequence[Unit]], sites: Mapping[Unit, Sequence[Site]], roots: Sequence[nn.Module]
+    ) -> None:
+        """Register the hooks: `needs` tells which units each module uses, `roots` are those that a unit starts at.
+
+        A compiled function is traced through its modules' hooks. At the root of a unit the graph is broken, since the
+        gather must happen before what follows; below it the unit is held already and the hooks vanish.
+        """
+        self._needs, self._sites = needs, sites
+        for module in needs:
+            enter, leave = self._enter, self._leave
+            if module in roots:
+                enter, leave = torch.compiler.disable(enter), torch.compiler.disable(leave)
+            else:
+                enter, leave = _unless_compiling(enter), _unless_compiling(leave)
+            module.register_forward_pre_hook(enter, prepend=True)
+            # `always_call`: an early-stopped recomputation leaves its modules by an exception.
+            module.register_forward_hook(leave, always_call=True)
+
+    def reset(self) -> None:
+        """Forget frames that were left by something stronger than an exception (an interrupt)."""
+        while self._frames:
+            self._leave(self._frames[-1].module)
+
+    def push(self) -> Hooks | None:
+        """Put our saved-tensor hooks innermost, unless they are; return what `pop` needs."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top is not None and self._mine is not None and top[0] is self._mine[0]:
+            return None
+        before = self._mine
+        self._mine = self._promises.hooks(top)
+        torch._C._autograd._push_saved_tensors_default_hooks(*self._mine)
+        return before or _NONE
+
+    def pop(self, pushed: Hooks | None) -> None:
+        """Undo `push`."""
+        if pushed is not None:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            self._mine = None if pushed is _NONE else pushed
+
+    def _enter(self, module: nn.Module, *_: Any) -> None:
+        frame = _Frame(module)
+        if not self._frames and not in_backward():
+            self._begin_pass(module)
+        self._frames.append(frame)  # before anything can fail: `_leave` runs in any case
+        for unit in self._needs[module]:
+            self._enter_unit(unit)
+            frame.entered.append(unit)
+        frame.pushed = self.push()
+
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        if not self._frames or self._frames[-1].module is not module:
+            return  # an earlier hook of somebody else failed, and ours never ran
+        frame = self._frames.pop()
+        self.pop(frame.pushed)
+        for unit in reversed(frame.entered):
+            self._leave_unit(unit)
+
+    def _begin_pass(self, module: nn.Module) -> None:
+        self._backward.repair()
+        self._gatherer.settle()
+        self._evaluating = not torch.is_grad_enabled()
+        self._gatherer.order.begin(("forward", module.training, self._evaluating))
+
+    def _enter_unit(self, unit: Unit) -> None:
+        depth = self._depth.get(unit, 0)
+        if depth == 0:
+            self._check_sites(unit)
+            if in_backward():
+                self._backward.event()
+                self._backward.recomputed(unit)
+            elif not torch.is_grad_enabled() and not self._evaluating:
+                self._backward.hidden_forward(unit)
+            self._gatherer.hold(unit)
+            self._promises.current[unit] = Call(unit, self._promises)
+        self._depth[unit] = depth + 1
+
+    def _leave_unit(self, unit: Unit) -> None:
+        self._depth[unit] -= 1
+        if self._depth[unit] == 0:
+            call = self._promises.current.pop(unit)
+            if in_backward():
+                self._promises.expect_backward(call)
+            self._gatherer.let_go(unit)
+
+    def _check_sites(self, unit: Unit) -> None:
+        """Raise if the model no longer holds the parameters that were wrapped."""
+        for site in self._sites[unit]:
+            if site.module._parameters.get(site.attribute) is not site.param:
+                raise LayoutError(
+                    f"parameter {site.name!r} was replaced after wrapping, so the sharded one would never be used. "
+                    "Write into it inside `gathered()` or with `load_full_state_dict()`, or change the module "
+                    "before wrapping it"
+                )
+            if site.param.requires_grad and not _trainable(unit, site.param):
+                raise LayoutError(
+                    f"parameter {site.name!r} was frozen when it was wrapped and is not any more, so it has no "
+                    "gradient shard and no place in the optimizer. Set requires_grad before wrapping"
+                )
+
+
+_NONE: Hooks = (lambda tensor: tensor, lambda packed: packed)  # stands for "there were no hooks of ours"
+
+
+def _unless_compiling(hook: Any) -> Any:
+    def eager(module: nn.Module, *arguments: Any) -> None:
+        if not torch.compiler.is_compiling():
+            hook(module, *arguments)
+
+    return eager
+
+
+def _trainable(unit: Unit, param: nn.Parameter) -> bool:
+    return any(flat.layout.trainable for flat in unit.flats if any(each is param for each in flat.params))

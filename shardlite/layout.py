@@ -1,0 +1,108 @@
+"""Where each parameter lies in a flat buffer, and which part of it is this rank's. Integers and names only.
+
+A unit's parameters of one kind (dtype, trainable or not) lie one after the other in a full buffer of `W*S` elements,
+which is cut into `W` shards of equal length. Cuts fall where they fall, also inside a parameter:
+
+    W=2   full    | embed............ norm. |. head.......... pad |
+          shard   |-------- rank 0 ---------|-------- rank 1 ------|
+
+Legend: `W` ranks, `r` this rank, `S` elements per shard.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+ALIGN = 32
+"""Elements: every parameter and every shard starts at a multiple of it.
+
+Vector loops of the optimizer step treat a tail of up to 16 elements with another rounding, and low-bit formats keep one
+scale per 32. With cuts at multiples of 32 neither depends on where the cut is, so no result depends on `W`.
+"""
+
+ARENA_ALIGN = 1024
+"""Elements: the length of an arena is a multiple of it, the block of our kernels."""
+
+
+def round_up(numel: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `numel`."""
+    return -(-numel // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one parameter in a full buffer: elements `[start, stop)`."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter, without padding."""
+        return prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        """One past the last element."""
+        return self.start + self.numel
+
+    def within(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the part of this parameter that lies in `[start, stop)`, relative to `start`; it may be empty."""
+        first = min(max(self.start, start), stop)
+        return first - start, max(min(self.stop, stop), first) - start
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the parameters of one kind in one unit share a full buffer."""
+
+    dtype: torch.dtype
+    """Of the parameters and of the full buffer."""
+
+    trainable: bool
+    """Whether the parameters have gradients and optimizer state."""
+
+    slots: tuple[Slot, ...]
+    """In the order of registration, at ascending starts."""
+
+    world_size: int
+    """`W`."""
+
+    shard_numel: int
+    """`S`, a multiple of `ALIGN`."""
+
+    @property
+    def full_numel(self) -> int:
+        """`W*S`."""
+        return self.world_size * self.shard_numel
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes of the full buffer."""
+        return self.full_numel * self.dtype.itemsize
+
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        """Return which elements of the full buffer are `rank`'s."""
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def describe(self) -> list[str]:
+        """Return one line per parameter, by which ranks compare what they have wrapped."""
+        kind = f"{self.dtype}, {'trainable' if self.trainable else 'frozen'}"
+        return [f"{slot.name} {list(slot.shape)} ({kind})" for slot in self.slots]
+
+
+def plan(
+    parameters: Iterable[tuple[str, Sequence[int]]], *, dtype: torch.dtype, trainable: bool, world_size: int
+) -> Layout:
+    """Lay out named shapes one after the other, each at a multiple of `ALIGN`, and cut the whole in `world_size`."""
+    slots, end = [], 0
+    for name, shape in parameters:
+        slots.append(Slot(name, tuple(shape), end))
+        end = round_up(slots[-1].stop, ALIGN)
+    shard_numel = round_up(-(-end // world_size), ALIGN)
+    return Layout(
+        dtype=dtype, trainable=trainable, slots=tuple(slots), world_size=world_size, shard_numel=shard_numel
+    )

@@ -1,0 +1,117 @@
+"""What this rank holds, in bytes, by purpose.
+
+A `Ledger` counts storages, not tensors: views of one buffer are one entry, and an entry ends with the storage itself,
+however many views came and went before. It knows nothing of units, ranks or devices; the owner of a buffer says what
+it is for.
+
+PyTorch keeps one Python object per storage for as long as the storage lives, even while only views or the autograd
+graph hold it, so a weak reference to that object tells the storage's end. `tests/test_ledger.py` holds PyTorch to this.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from threading import RLock
+
+import torch
+from torch import Tensor
+
+
+def format_bytes(nbytes: int) -> str:
+    """`nbytes` in MiB with one decimal: `format_bytes(3 << 19)` is `"1.5 MiB"`."""
+    return f"{nbytes / 2**20:.1f} MiB"
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One living storage."""
+
+    purpose: str
+    nbytes: int
+
+
+class Ledger:
+    """Bytes by purpose, now and at most.
+
+    Storages that died are queued by their finalizers, which may run at any moment and in any thread, and are
+    subtracted at the start of the next call: no addition ever meets a stale total, so peaks are exact.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, _Entry] = {}  # by id(storage): an id returns only after its death was queued
+        self._dead: deque[int] = deque()
+        self._current: dict[str, int] = {}
+        self._peak: dict[str, int] = {}
+        self._lock = RLock()
+
+    def track(self, purpose: str, tensor: Tensor) -> None:
+        """Count the whole storage of `tensor` under `purpose` until the storage is freed.
+
+        Tracking it again changes nothing, except that a resized storage counts with its new size, and that a storage
+        which got another purpose moves there.
+        """
+        self.track_storage(purpose, tensor.untyped_storage())
+
+    def track_storage(self, purpose: str, storage: torch.UntypedStorage) -> None:
+        """`track` for a storage at hand."""
+        entry = _Entry(purpose, storage.nbytes())
+        with self._lock:
+            self._settle()
+            known = self._entries.get(id(storage))
+            if known == entry:
+                return
+            if known is None:
+                weakref.finalize(storage, self._dead.append, id(storage))
+            else:
+                self._move(known.purpose, -known.nbytes)
+            self._entries[id(storage)] = entry
+            self._move(purpose, entry.nbytes)
+
+    def add(self, purpose: str, nbytes: int) -> None:
+        """Count `nbytes` that no tensor storage stands for, such as mapped memory, until `remove`."""
+        with self._lock:
+            self._settle()
+            self._move(purpose, nbytes)
+
+    def remove(self, purpose: str, nbytes: int) -> None:
+        """Take back what `add` counted.
+
+        Raises:
+            ValueError: `purpose` does not hold `nbytes`.
+        """
+        with self._lock:
+            self._settle()
+            held = self._current.get(purpose, 0)
+            if nbytes > held:
+                raise ValueError(f"cannot remove {nbytes} bytes from {purpose!r}, which holds {held}")
+            self._move(purpose, -nbytes)
+
+    def current(self) -> dict[str, int]:
+        """Bytes held now, for every purpose ever used."""
+        with self._lock:
+            self._settle()
+            return dict(self._current)
+
+    def peak(self) -> dict[str, int]:
+        """The most bytes each purpose has held since the last `reset_peak`; purposes peak at different moments."""
+        with self._lock:
+            return dict(self._peak)
+
+    def reset_peak(self) -> None:
+        """Let every purpose's peak start again from what it holds now."""
+        with self._lock:
+            self._settle()
+            self._peak = dict(self._current)
+
+    def _settle(self) -> None:
+        """Subtract the storages that died since the last call."""
+        while self._dead:
+            entry = self._entries.pop(self._dead.popleft())
+            self._move(entry.purpose, -entry.nbytes)
+
+    def _move(self, purpose: str, nbytes: int) -> None:
+        total = self._current.get(purpose, 0) + nbytes
+        self._current[purpose] = total
+        self._peak[purpose] = max(self._peak.get(purpose, 0), total)

@@ -1,0 +1,45 @@
+"""The order in which units are needed: recorded in one pass, replayed in the next to gather ahead of the need."""
+
+from collections.abc import Hashable
+
+
+class Order:
+    """One recorded sequence of units per kind of pass (a forward in training, a backward, an evaluation, ...).
+
+    A pass that leaves the recorded path is simply recorded anew; nothing is predicted for the rest of it.
+    """
+
+    def __init__(self) -> None:
+        self._recorded: dict[Hashable, list[int]] = {}
+        self._kind: Hashable = None
+        self._now: list[int] = []
+        self._on_path = False
+
+    def begin(self, kind: Hashable) -> None:
+        """Start a pass; what the pass before needed is what the next of its kind will be expected to need."""
+        self.end()
+        self._kind = kind
+        self._on_path = kind in self._recorded
+
+    def end(self) -> None:
+        """Finish the pass in progress, if there is one."""
+        if self._kind is not None and self._now:
+            self._recorded[self._kind] = self._now
+        self._kind, self._now, self._on_path = None, [], False
+
+    def need(self, unit: int) -> None:
+        """Note that the pass needs `unit` now."""
+        if self._kind is None:
+            return
+        place = len(self._now)
+        self._now.append(unit)
+        if self._on_path:
+            recorded = self._recorded[self._kind]
+            self._on_path = place < len(recorded) and recorded[place] == unit
+
+    def upcoming(self, count: int) -> list[int]:
+        """Return the next `count` units that the pass is expected to need: none where it has left the path."""
+        if not self._on_path:
+            return []
+        place = len(self._now)
+        return self._recorded[self._kind][place : place + count]

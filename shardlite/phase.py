@@ -1,0 +1,40 @@
+"""The states of a unit's weights and of its gradients, and which moves between them are legal."""
+
+from enum import Enum
+
+from shardlite.errors import PhaseError
+
+
+class Weights(Enum):
+    """Where a unit's full weights are."""
+
+    SHARDED = "sharded"  # only this rank's shard exists; the module's parameters are placeholders
+    GATHERING = "gathering"  # all-gather in flight: the full buffer must not be read
+    FULL = "full"  # the module's parameters are views of the full buffer, and somebody uses them
+    IDLE = "idle"  # still full, but unused: may be read, may be evicted
+
+
+class Gradients(Enum):
+    """What a unit's gradient bucket holds."""
+
+    EMPTY = "empty"  # nothing since the last reduction
+    FILLING = "filling"  # this rank's own gradients, of one or more backwards
+    REDUCING = "reducing"  # reduce-scatter in flight: bucket and gradient shard must not be touched
+
+
+_LEGAL: dict[Enum, tuple[Enum, ...]] = {
+    Weights.SHARDED: (Weights.GATHERING,),
+    Weights.GATHERING: (Weights.FULL,),
+    Weights.FULL: (Weights.IDLE,),
+    Weights.IDLE: (Weights.FULL, Weights.SHARDED),
+    Gradients.EMPTY: (Gradients.FILLING, Gradients.REDUCING),
+    Gradients.FILLING: (Gradients.REDUCING, Gradients.EMPTY),
+    Gradients.REDUCING: (Gradients.EMPTY,),
+}
+
+
+def check_move(unit: str, now: Enum, to: Enum) -> None:
+    """Raise `PhaseError` unless a unit may go from `now` to `to`."""
+    if to not in _LEGAL[now]:
+        legal = ", ".join(str(phase.value) for phase in _LEGAL[now])
+        raise PhaseError(f"unit {unit!r}: cannot go from {now.value} to {to.value}; allowed: {legal}")

@@ -1,0 +1,247 @@
+"""Reducing: a unit's gradients go straight to its bucket, and from there round the ring into this rank's shard.
+
+    gradient -> bucket [W*S] -> reduce-scatter -> gradient shard [S], of which the shards' `.grad` are views
+
+Units are reduced in one fixed order, so that every rank reduces every unit once per backward, whatever branches its
+forward took: what did not come counts as zero. A count of who used each parameter travels along, and a parameter that
+no rank used keeps its `.grad` as it was.
+
+Legend: `W` ranks, `S` elements per shard, `F` trainable parameters in a unit.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardlite.bucket import Bucket
+from shardlite.errors import PhaseError
+from shardlite.lane import Flight, Lane
+from shardlite.layout import Layout
+from shardlite.ledger import Ledger
+from shardlite.phase import Gradients
+from shardlite.ring import Operation, all_reduce, broadcast, reduce_scatter, staging_numel
+from shardlite.trace import Trace
+from shardlite.transport import Transport
+from shardlite.unit import Unit
+
+PATIENCE = 1.0
+"""Seconds that a backward waits for an earlier reduction before it takes another bucket.
+
+Waiting bounds the memory. It must not be unconditional: a peer that took another branch may start that reduction only
+at the end of its own backward, and to get there it may need our next gather.
+"""
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """A reduction on its way, and where its results will be."""
+
+    bucket: Bucket
+    flight: Flight
+    sums: Sequence[Tensor]
+    """[S] for each trainable flat; [W*S], the bucket's own memory, where gradients are not sharded."""
+
+    users: Tensor
+    """[F]: how many ranks used each parameter."""
+
+    def hand_over(self) -> None:
+        """Give each shard its gradient: a view of the sum, or that added to what is there."""
+        users = iter(self.users.tolist())
+        for flat, total in zip(self.bucket.unit.trainable, self.sums, strict=True):
+            for shard, grad in zip(flat.shards, flat.shard_views(total), strict=True):
+                if next(users) == 0:
+                    continue
+                if shard.grad is None:
+                    shard.grad = grad
+                else:
+                    shard.grad.add_(grad)
+
+
+class Reducer:
+    """Reduces the gradients of one wrapped model; `sharded` tells whether a rank keeps its shard of them or all."""
+
+    def __init__(
+        self, units: Sequence[Unit], transport: Transport, *, sharded: bool, instance: int, trace: Trace, ledger: Ledger
+    ) -> None:
+        self.lane = Lane("reduce")
+        self.buckets = {unit: Bucket(unit) for unit in units if unit.trainable}
+        self._transport = transport
+        self._sharded = sharded
+        self._label = f"of model {instance}"
+        self._trace = trace
+        self._ledger = ledger
+        self._staging = self._make_staging()
+        self._order = list(reversed(self.buckets))  # a guess, until the first backward has shown how gradients come
+        self._observed: list[Unit] | None = []
+        self._backwards = 0
+        self._ready: set[Unit] = set()
+        self._started: list[_Reduction] = []
+        self._landed = 0
+        self._spare: list[Tensor] = []
+        self._patient = True
+
+    def add(self, unit: Unit, flat: int, slot: int, grad: Tensor) -> Bucket:
+        """Take in the gradient of one parameter, and return the bucket that it went to.
+
+        Raises:
+            PhaseError: the unit was already reduced in this backward.
+        """
+        bucket = self.buckets[unit]
+        if any(reduction.bucket is bucket for reduction in self._started):
+            name = unit.trainable[flat].layout.slots[slot].name
+            raise PhaseError(
+                f"unit {unit.name!r}: a gradient of {name!r} came after the unit had been reduced in this backward. "
+                "A reentrant backward reached the unit outside the wrapped model's forward; use "
+                "`checkpoint(..., use_reentrant=False)`"
+            )
+        if bucket.phase is Gradients.EMPTY:
+            self._fill(bucket)
+        bucket.add(flat, slot, grad)
+        return bucket
+
+    def complete(self, unit: Unit) -> None:
+        """Note that a unit's gradients are all there, and start every reduction whose turn has come."""
+        if self._observed is not None and unit not in self._observed:
+            self._observed.append(unit)
+        self._ready.add(unit)
+        while (turn := self._turn()) in self._ready:
+            assert turn is not None
+            self._reduce(turn)
+
+    def flush(self) -> None:
+        """Reduce what is left, wait for all reductions, and hand the gradients to the shards.
+
+        Raises:
+            CommError: a peer failed, is late or does another operation.
+        """
+        while (turn := self._turn()) is not None:
+            self._reduce(turn)
+        self._land(len(self._started))
+        for reduction in self._started:
+            reduction.hand_over()
+        self._agree_on_order()
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Be ready for the next backward."""
+        for bucket in self.buckets.values():
+            bucket.arrived.clear()
+        self._ready.clear()
+        self._started.clear()
+        self._spare.clear()
+        self._backwards += 1
+        self._landed, self._patient = 0, True
+
+    def abandon(self) -> None:
+        """Forget a backward that died: its gradients, and what was accumulated before it in the same buckets."""
+        self._land(len(self._started))
+        self.discard()
+        self.start_over()
+
+    def discard(self) -> None:
+        """Forget what was accumulated and not yet reduced."""
+        for bucket in self.buckets.values():
+            if bucket.phase is Gradients.FILLING:
+                bucket.clear()
+
+    def _turn(self) -> Unit | None:
+        """Return the unit that is to be reduced next in this backward."""
+        place = len(self._started)
+        return self._order[place] if place < len(self._order) else None
+
+    def _reduce(self, unit: Unit) -> None:
+        """Send a unit's bucket round."""
+        bucket = self.buckets[unit]
+        if bucket.phase is Gradients.EMPTY:
+            self._fill(bucket)  # with nothing: the other ranks count on our zeros
+        bucket.zero_the_rest()
+        bucket.move(Gradients.REDUCING)
+        self._trace.emit("reduce", unit.name)
+        self._started.append(self._launch(bucket))
+
+    def _launch(self, bucket: Bucket) -> _Reduction:
+        unit, transport = bucket.unit, self._transport
+        flags = bucket.flags(transport.world_size)
+        sums = [self._sum_of(full, flat.layout) for full, flat in zip(bucket.full, unit.trainable, strict=True)]
+        jobs = [
+            self._job(full, total, f"reduce-scatter of unit {unit.name!r} {self._label}, part {i}")
+            for i, (full, total) in enumerate(zip(bucket.full, sums, strict=True))
+        ]
+        users = torch.empty(flags.numel() // transport.world_size, dtype=flags.dtype)
+        counting = Operation(f"who used unit {unit.name!r} {self._label}", self._backwards)
+
+        def go_round() -> None:
+            reduce_scatter(flags, transport, out=users, operation=counting)
+            for job in jobs:
+                job()
+
+        return _Reduction(bucket, self.lane.submit(go_round), sums, users)
+
+    def _job(self, full: Tensor, total: Tensor, label: str) -> Callable[[], None]:
+        """Return what the lane has to do for one flat: the mean over the ranks, sharded or not."""
+        operation = Operation(label, self._backwards)
+        transport, staging = self._transport, self._staging.view(full.dtype)
+        divisor = transport.world_size
+
+        def mean() -> None:
+            if self._sharded:
+                reduce_scatter(full, transport, out=total, divisor=divisor, staging=staging, operation=operation)
+            else:
+                all_reduce(full, transport, divisor=divisor, staging=staging, operation=operation)
+
+        return mean
+
+    def _sum_of(self, full: Tensor, layout: Layout) -> Tensor:
+        """Return where a flat's reduced gradient will be. It lives as long as a `.grad` views it."""
+        total = full.new_empty(layout.shard_numel) if self._sharded else full
+        self._ledger.track("gradients", total)
+        return total
+
+    def _fill(self, bucket: Bucket) -> None:
+        """Give a bucket its memory."""
+        while self._patient and len(self._started) - self._landed > 1:
+            self._patient = self._started[self._landed].flight.wait_up_to(PATIENCE)
+            if self._patient:
+                self._land(self._landed + 1)
+        bucket.full = [self._take(flat.layout) for flat in bucket.unit.trainable]
+        bucket.move(Gradients.FILLING)
+
+    def _take(self, layout: Layout) -> Tensor:
+        """Return memory for one flat [W*S]: that of a reduction that has landed, if some fits."""
+        for i, spare in enumerate(self._spare):
+            if (spare.numel(), spare.dtype) == (layout.full_numel, layout.dtype):
+                return self._spare.pop(i)
+        full = torch.empty(layout.full_numel, dtype=layout.dtype)
+        self._ledger.track("gradient buckets", full)
+        return full
+
+    def _land(self, count: int) -> None:
+        """Wait until the first `count` reductions are done, and take their buckets back."""
+        for reduction in self._started[self._landed : count]:
+            reduction.flight.wait()
+            memory = reduction.bucket.clear()
+            if self._sharded:
+                self._spare += memory
+            self._landed += 1
+
+    def _agree_on_order(self) -> None:
+        """After the first backward, take the order in which rank 0's units were complete as everybody's order."""
+        if self._observed is None:
+            return
+        units = list(self.buckets)
+        seen = [*self._observed, *(unit for unit in self._order if unit not in self._observed)]
+        order = torch.tensor([units.index(unit) for unit in seen], dtype=torch.int64)
+        broadcast(order, self._transport, operation=Operation(f"the order of reductions {self._label}"))
+        self._order = [units[i] for i in order.tolist()]
+        self._observed = None
+
+    def _make_staging(self) -> Tensor:
+        """Allocate, once, where partial sums arrive."""
+        world_size = self._transport.world_size
+        layouts = [flat.layout for unit in self.buckets for flat in unit.trainable]
+        needed = [staging_numel(each.full_numel, world_size, each.dtype) * each.dtype.itemsize for each in layouts]
+        staging = torch.empty(max(needed, default=0) if world_size > 1 else 0, dtype=torch.uint8)
+        self._ledger.track("staging", staging)
+        return staging
