@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from shardlite.gather import Gatherer
 from shardlite.handles import Promises
@@ -44,7 +44,7 @@ class Backward:
             if self._gatherer is not None:
                 self._gatherer.order.begin("backward")
 
-    def gradient(self, unit: Unit, flat: int, slot: int, param: nn.Parameter) -> None:
+    def gradient(self, unit: Unit, flat: int, slot: int, param: Tensor) -> None:
         """Take the gradient that autograd has just put into `param.grad`."""
         grad, param.grad = param.grad, None
         assert grad is not None
@@ -71,9 +71,13 @@ class Backward:
         finally:
             self._sync = before
 
+    def died(self) -> bool:
+        """Whether the last backward ended in an exception: the engine never called back."""
+        return self._task is not None and not in_backward()
+
     def repair(self) -> None:
-        """Clean up after a backward that died of an exception: the engine never called back."""
-        if self._task is not None and not in_backward():
+        """Clean up after a backward that died."""
+        if self.died():
             self._reducer.abandon()
             self._end()
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from shardlite.gather import Gatherer
 from shardlite.unit import Unit
 
-Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """A pair of saved-tensor hooks, (pack, unpack)."""
 
 
@@ -162,27 +162,6 @@ class Promises:
         self.current: dict[Unit, Call] = {}
         """The calls whose forward is running."""
 
-    def hooks(self, outer: Hooks | None) -> Hooks:
-        """Return saved-tensor hooks that take our weights, and leave every other tensor to the hooks in force before."""
-
-        def pack(tensor: Tensor) -> Any:
-            unit = self._owner(tensor)
-            if unit is not None:
-                return Handle(self.current.get(unit) or Call(unit, self), tensor)
-            if outer is not None:
-                return outer[0](tensor)
-            return Kept(tensor.detach(), tensor._version)
-
-        def unpack(packed: Any) -> Tensor:
-            if isinstance(packed, Handle):
-                return packed.view() if torch._C._current_graph_task_id() != -1 else packed.copy()
-            if outer is not None:
-                return outer[1](packed)
-            assert isinstance(packed, Kept)
-            return packed.checked()
-
-        return pack, unpack
-
     def expect_backward(self, call: Call) -> None:
         """Keep a unit that was recomputed inside a backward until the nodes that asked for it have run.
 
@@ -201,7 +180,54 @@ class Promises:
             call.let_go()
         self.holding.clear()
 
-    def _owner(self, tensor: Tensor) -> Unit | None:
+    def owner(self, tensor: Tensor) -> Unit | None:
+        """Return the unit whose full weights `tensor` views, if any."""
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return None  # sparse tensors and many subclasses have no storage to look at; our weights are neither
         return self.gatherer.owner(tensor)
+
+    def call_of(self, unit: Unit) -> Call:
+        """Return the call that a view saved now belongs to; a view saved outside any forward is a call of its own."""
+        return self.current.get(unit) or Call(unit, self)
+
+
+class SavedTensorHooks:
+    """Saved-tensor hooks that take our weights, and leave every other tensor to the hooks in force before."""
+
+    def __init__(self, promises: Promises) -> None:
+        self.promises = promises
+        self._outer: Pair | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Return what the graph keeps instead of `tensor`."""
+        unit = self.promises.owner(tensor)
+        if unit is not None:
+            return Handle(self.promises.call_of(unit), tensor)
+        if self._outer is not None:
+            return self._outer[0](tensor)
+        return Kept(tensor.detach(), tensor._version)
+
+    def unpack(self, packed: Any) -> Tensor:
+        """Return what was packed."""
+        if isinstance(packed, Handle):
+            return packed.view() if torch._C._current_graph_task_id() != -1 else packed.copy()
+        if self._outer is not None:
+            return self._outer[1](packed)
+        assert isinstance(packed, Kept)
+        return packed.checked()
+
+
+def push_hooks(promises: Promises) -> bool:
+    """Put our saved-tensor hooks innermost, unless they are; return whether `pop_hooks` is due."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    innermost = getattr(top[0], "__self__", None) if top is not None else None
+    if isinstance(innermost, SavedTensorHooks) and innermost.promises is promises:
+        return False
+    ours = SavedTensorHooks(promises)
+    torch._C._autograd._push_saved_tensors_default_hooks(ours.pack, ours.unpack)
+    return True
+
+
+def pop_hooks() -> None:
+    """Undo a `push_hooks` that returned true."""
+    torch._C._autograd._pop_saved_tensors_default_hooks()

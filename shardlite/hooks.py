@@ -15,7 +15,7 @@ from torch import nn
 from shardlite.backward import Backward, in_backward
 from shardlite.errors import LayoutError
 from shardlite.gather import Gatherer
-from shardlite.handles import Call, Hooks, Promises
+from shardlite.handles import Call, Promises, pop_hooks, push_hooks
 from shardlite.unit import Unit
 
 
@@ -27,6 +27,8 @@ class Site:
     module: nn.Module
     attribute: str
     param: nn.Parameter
+    trainable: bool
+    """Whether it was when it was wrapped."""
 
 
 @dataclass(eq=False)
@@ -35,7 +37,7 @@ class _Frame:
 
     module: nn.Module
     entered: list[Unit] = field(default_factory=list)
-    pushed: Hooks | None = None
+    pushed: bool = False
 
 
 class ModuleHooks:
@@ -49,11 +51,13 @@ class ModuleHooks:
         self._sites: Mapping[Unit, Sequence[Site]] = {}
         self._frames: list[_Frame] = []
         self._depth: dict[Unit, int] = {}
-        self._mine: Hooks | None = None
         self._evaluating = False
 
     def install(
-        self, needs: Mapping[nn.Module, Sequence[Unit]], sites: Mapping[Unit, Sequence[Site]], roots: Sequence[nn.Module]
+        self,
+        needs: Mapping[nn.Module, Sequence[Unit]],
+        sites: Mapping[Unit, Sequence[Site]],
+        roots: Sequence[nn.Module],
     ) -> None:
         """Register the hooks: `needs` tells which units each module uses, `roots` are those that a unit starts at.
 
@@ -76,22 +80,6 @@ class ModuleHooks:
         while self._frames:
             self._leave(self._frames[-1].module)
 
-    def push(self) -> Hooks | None:
-        """Put our saved-tensor hooks innermost, unless they are; return what `pop` needs."""
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if top is not None and self._mine is not None and top[0] is self._mine[0]:
-            return None
-        before = self._mine
-        self._mine = self._promises.hooks(top)
-        torch._C._autograd._push_saved_tensors_default_hooks(*self._mine)
-        return before or _NONE
-
-    def pop(self, pushed: Hooks | None) -> None:
-        """Undo `push`."""
-        if pushed is not None:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-            self._mine = None if pushed is _NONE else pushed
-
     def _enter(self, module: nn.Module, *_: Any) -> None:
         frame = _Frame(module)
         if not self._frames and not in_backward():
@@ -100,13 +88,14 @@ class ModuleHooks:
         for unit in self._needs[module]:
             self._enter_unit(unit)
             frame.entered.append(unit)
-        frame.pushed = self.push()
+        frame.pushed = push_hooks(self._promises)
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
         if not self._frames or self._frames[-1].module is not module:
             return  # an earlier hook of somebody else failed, and ours never ran
         frame = self._frames.pop()
-        self.pop(frame.pushed)
+        if frame.pushed:
+            pop_hooks()
         for unit in reversed(frame.entered):
             self._leave_unit(unit)
 
@@ -146,14 +135,11 @@ class ModuleHooks:
                     "Write into it inside `gathered()` or with `load_full_state_dict()`, or change the module "
                     "before wrapping it"
                 )
-            if site.param.requires_grad and not _trainable(unit, site.param):
+            if site.param.requires_grad and not site.trainable:
                 raise LayoutError(
                     f"parameter {site.name!r} was frozen when it was wrapped and is not any more, so it has no "
                     "gradient shard and no place in the optimizer. Set requires_grad before wrapping"
                 )
-
-
-_NONE: Hooks = (lambda tensor: tensor, lambda packed: packed)  # stands for "there were no hooks of ours"
 
 
 def _unless_compiling(hook: Any) -> Any:
@@ -162,7 +148,3 @@ def _unless_compiling(hook: Any) -> Any:
             hook(module, *arguments)
 
     return eager
-
-
-def _trainable(unit: Unit, param: nn.Parameter) -> bool:
-    return any(flat.layout.trainable for flat in unit.flats if any(each is param for each in flat.params))

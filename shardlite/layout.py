@@ -103,6 +103,4 @@ def plan(
         slots.append(Slot(name, tuple(shape), end))
         end = round_up(slots[-1].stop, ALIGN)
     shard_numel = round_up(-(-end // world_size), ALIGN)
-    return Layout(
-        dtype=dtype, trainable=trainable, slots=tuple(slots), world_size=world_size, shard_numel=shard_numel
-    )
+    return Layout(dtype=dtype, trainable=trainable, slots=tuple(slots), world_size=world_size, shard_numel=shard_numel)

@@ -20,8 +20,13 @@ from torch import Tensor
 from shardlite.errors import CommError, LayoutError
 from shardlite.transport import Pending, Transport
 
-CHUNK_BYTES = 1 << 20
-"""Bytes per message. Must be equal on all ranks."""
+CHUNK_BYTES = 4 << 20
+"""Bytes per message, equal on all ranks.
+
+A gloo message costs a rendezvous. Measured on 2 shared x86 cores over gloo, 16 MB of fp32, median ms of 40 interleaved
+runs: a reduce-scatter of 2 / 4 processes takes 21.6 / 111.6 with 128 KiB, 11.5 / 38.4 with 1 MiB, 8.1 / 31.7 with 4 MiB
+and 8.6 / 31.0 with 8 MiB; an all-gather 16.8 / 39.6, 6.2 / 25.0, 6.6 / 23.3 and 6.8 / 23.4.
+"""
 
 _SLOTS = 2  # staging chunks of a reduction: one is being added while the other is being filled
 

@@ -1,0 +1,70 @@
+"""How kernels are compiled and launched: the one place that knows whether Triton is there and which path runs.
+
+Triton has wheels for Linux only. Without it this package still imports and still serves CPU tensors.
+With `TRITON_INTERPRET=1` in the environment (read once, by Triton, at import) kernels run in Triton's interpreter on
+CPU tensors: slow, but the bits are those of the compiled kernel, so kernels are tested without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = tl = None
+
+__all__ = ["INTERPRET", "block_size", "jit", "launch", "tl", "use_triton"]
+
+INTERPRET: bool = triton is not None and bool(triton.knobs.runtime.interpret)
+
+_THREADS = 256  # of a program
+_THREADS_PER_WARP = 64 if torch.version.hip else 32
+_BYTES_PER_ACCESS = 16  # the widest access of a thread
+_INTERPRETED_BLOCK = 16384  # the interpreter pays about 1 ms per program, whatever its size
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """`triton.jit`, or the plain function where there is no Triton: `launch` then refuses it."""
+    return function if triton is None else triton.jit(function)
+
+
+def use_triton(tensor: Tensor) -> bool:
+    """Whether `tensor` is worked on by a Triton kernel, and not by PyTorch's own CPU operators."""
+    return INTERPRET or tensor.device.type != "cpu"
+
+
+def block_size(*tensors: Tensor) -> int:
+    """Elements per program such that each thread moves 16 bytes of the widest of `tensors` at a time.
+
+    More elements per thread would make Triton exchange values between threads through shared memory, because the
+    layouts that suit the narrow and the wide tensors differ; fewer would waste bandwidth.
+    """
+    if INTERPRET:
+        return _INTERPRETED_BLOCK
+    return _THREADS * _BYTES_PER_ACCESS // max(tensor.element_size() for tensor in tensors)
+
+
+def launch(kernel: Any, *args: Any, n: int, block: int, **constexprs: Any) -> None:
+    """Run `kernel(*args, n, BLOCK=block, ...)` with one program per `block` of the `n` elements.
+
+    `args[0]` is a tensor on the device to run on. Triton compiles `n` divisible by 16 and 16-byte aligned tensors to
+    vector accesses, everything else to scalar ones: the same bits, only slower.
+
+    Raises:
+        RuntimeError: Triton is not installed.
+    """
+    if triton is None:
+        raise RuntimeError(f"tensors on {args[0].device} need Triton, which is not installed: pip install triton")
+    if n == 0:
+        return
+    device = args[0].device
+    with torch.cuda.device(device if device.type == "cuda" else -1):  # -1: leave the current device as it is
+        # Fusing a multiplication with an addition changes bits; the default differs between versions of Triton.
+        options = {"num_warps": _THREADS // _THREADS_PER_WARP, "enable_fp_fusion": False}
+        kernel[(triton.cdiv(n, block),)](*args, n, BLOCK=block, **constexprs, **options)

@@ -1,0 +1,8 @@
+"""ShardLite: train a PyTorch model that does not fit beside its optimizer on one device."""
+
+from shardlite.errors import CommError, EscapedViewWarning, LayoutError, PhaseError, ShardLiteError
+from shardlite.optim import AdamW
+from shardlite.wrapper import ShardLite
+
+__all__ = ["AdamW", "CommError", "EscapedViewWarning", "LayoutError", "PhaseError", "ShardLite", "ShardLiteError"]
+__version__ = "0.1.0"

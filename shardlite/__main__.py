@@ -1,0 +1,8 @@
+"""`python -m shardlite`."""
+
+import sys
+
+from shardlite.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

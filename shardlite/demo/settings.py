@@ -1,0 +1,85 @@
+"""What a run of the demo is told. Light to import: the command line takes its defaults from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """The shape of a GPT.
+
+    Raises:
+        ValueError: a number is not positive, or the heads do not share the width evenly.
+    """
+
+    layers: int = 6
+    """Blocks, one after the other."""
+
+    width: int = 384
+    """Numbers that stand for one byte between the blocks."""
+
+    heads: int = 6
+    """Parts of the width that attend separately."""
+
+    context: int = 128
+    """The most bytes that the model sees at once."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ValueError(f"GPT {name} must be at least 1, got {value}")
+        if self.width % self.heads:
+            raise ValueError(f"GPT heads must divide the width: {self.heads} heads, width {self.width}")
+
+
+SIZES = {
+    "tiny": GPTConfig(layers=2, width=64, heads=2, context=64),
+    "demo": GPTConfig(),
+    "gpt2": GPTConfig(layers=12, width=768, heads=12, context=1024),
+}
+"""Models by name: 0.1, 10.8 and 86 million parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One run of the demo.
+
+    Raises:
+        ValueError: a number is out of its range.
+    """
+
+    gpt: GPTConfig = field(default_factory=GPTConfig)
+    """The model."""
+
+    stage: int = 3
+    """0: every rank holds all; 3: parameters, gradients and optimizer state are sharded."""
+
+    steps: int = 220
+    """Optimizer steps."""
+
+    batch: int = 4
+    """Sequences per rank in one forward."""
+
+    accumulate: int = 1
+    """Forwards and backwards per optimizer step."""
+
+    lr: float = 2e-3
+    """The highest learning rate, reached after a tenth of the steps; a cosine leads down to a tenth of it."""
+
+    seed: int = 0
+    """Decides the first weights and which text is drawn."""
+
+    data: Path | None = None
+    """A text file or a folder of text files; `None` is Python's own standard library."""
+
+    out: Path = Path("outputs")
+    """The folder for the loss curve."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "accumulate", "lr"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}")

@@ -1,0 +1,127 @@
+"""Text to train on: bytes from files, two parts, and batches that every rank draws for itself.
+
+A byte is a token. The text stays in numpy, so that no measurement of tensor memory counts it.
+
+Legend: `b` sequences, `t` bytes in a sequence.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from einops import rearrange
+from numpy.typing import NDArray
+from torch import Tensor
+
+Bytes = NDArray[np.uint8]
+
+TEXT_LIMIT = 4 << 20
+"""Bytes that are read at most: some minutes of training see less than that once."""
+
+_STRETCHES = 20
+_VALIDATION_SHARE = 0.1
+
+# Other people's packages, and modules that are tables and test data rather than code.
+_NOT_PYTHON_CODE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """A text in two parts."""
+
+    source: str
+    """Where the text is from, for people to read."""
+
+    train: Bytes
+    """What the model learns from."""
+
+    validation: Bytes
+    """What it never sees while it learns: a tenth of the text."""
+
+
+def read_corpus(source: Path | None, *, context: int, limit: int = TEXT_LIMIT) -> Corpus:
+    """Read up to `limit` bytes of the file or folder `source`, or of Python's standard library if `None`.
+
+    Validation takes the end of each of 20 equal stretches, so both parts hold text from everywhere.
+
+    Raises:
+        ValueError: `source` does not exist, holds no text, or not enough for one sequence of `context` bytes.
+    """
+    files = list(_standard_library() if source is None else _text_files(source))
+    text = _read(files, limit)
+    if not len(text):
+        raise ValueError(f"no text in {source or 'the standard library'}: give a text file or a folder with text files")
+    stretches = rearrange(text[: len(text) // _STRETCHES * _STRETCHES], "(s n) -> s n", s=_STRETCHES)
+    cut = round(stretches.shape[1] * (1 - _VALIDATION_SHARE))
+    name = "the source of Python's standard library" if source is None else str(source)
+    corpus = Corpus(source=name, train=stretches[:, :cut].flatten(), validation=stretches[:, cut:].flatten())
+    _check_length(corpus, context)
+    return corpus
+
+
+def unigram_entropy(text: Bytes) -> float:
+    """Nats per byte that the best model which ignores all context would lose on `text`."""
+    counts = np.bincount(text)
+    share = counts[counts > 0] / len(text)
+    return float(-(share * np.log(share)).sum())
+
+
+def draw_batch(text: Bytes, *, shape: tuple[int, int], key: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Draw `shape` = (b, t) sequences from `text`: the bytes x [b t] and the bytes y [b t] that follow each of them.
+
+    `key`, such as (seed, rank, step), decides which: the same key draws the same, every other key draws anew.
+    """
+    b, t = shape
+    starts = np.random.default_rng(key).integers(0, len(text) - t, size=b)
+    windows = torch.from_numpy(text[starts[:, None] + np.arange(t + 1)].astype(np.int64))
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def _standard_library() -> Iterator[Path]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        if not _NOT_PYTHON_CODE & set(path.relative_to(root).parts):
+            yield path
+
+
+def _text_files(source: Path) -> Iterator[Path]:
+    """`source` itself, or the files below it in the order of their names, without hidden ones."""
+    if source.is_file():
+        yield source
+    elif source.is_dir():
+        for path in sorted(source.rglob("*")):
+            hidden = any(part.startswith(".") for part in path.relative_to(source).parts)
+            if path.is_file() and not hidden and _looks_like_text(path):
+                yield path
+    else:
+        raise ValueError(f"{source} does not exist: give a text file or a folder with text files")
+
+
+def _looks_like_text(path: Path) -> bool:
+    with path.open("rb") as file:
+        return b"\0" not in file.read(8192)
+
+
+def _check_length(corpus: Corpus, context: int) -> None:
+    """Both parts must hold a sequence of `context` bytes and the byte that follows it."""
+    for part, text in (("training", corpus.train), ("validation", corpus.validation)):
+        if len(text) <= context:
+            raise ValueError(
+                f"the {part} part of {corpus.source} has {len(text)} bytes, but a context of {context} needs at least"
+                f" {context + 1}: give a longer text or a smaller context"
+            )
+
+
+def _read(files: list[Path], limit: int) -> Bytes:
+    text = bytearray()
+    for path in files:
+        with path.open("rb") as file:
+            text += file.read(limit - len(text))
+        if len(text) >= limit:
+            break
+    return np.frombuffer(bytes(text), dtype=np.uint8)

@@ -1,0 +1,77 @@
+"""Watching every optimizer's step, through PyTorch's global hooks.
+
+An optimizer that was built before wrapping holds the module's own parameters, which have no gradients: it would train
+nothing, in silence. So its first step is an error. And wrapped models hear of the steps that change them.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from shardlite.errors import LayoutError
+
+
+class Stepped(Protocol):
+    """A wrapped model, as far as optimizers concern it."""
+
+    def names_of_unsharded(self) -> dict[int, str]:
+        """Return the names of the module's own parameters, by id."""
+
+    def shard_ids(self) -> set[int]:
+        """Return the ids of the parameters that an optimizer should hold."""
+
+    def before_step(self) -> None:
+        """Raise if a step would use wrong gradients."""
+
+    def after_step(self) -> None:
+        """Take note that the weights have changed."""
+
+
+_models: "WeakSet[Any]" = WeakSet()
+_stepping: "WeakKeyDictionary[Optimizer, tuple[int, int, list[ref[Any]]]]" = WeakKeyDictionary()
+
+
+def watch(model: nn.Module) -> None:
+    """Let `model`, which is a `Stepped`, hear of the steps of all optimizers that hold its shards."""
+    _models.add(model)
+
+
+def _before(optimizer: Optimizer, *_: Any) -> None:
+    for model in _models_of(optimizer):
+        model.before_step()
+
+
+def _after(optimizer: Optimizer, *_: Any) -> None:
+    for model in _models_of(optimizer):
+        model.after_step()
+
+
+def _models_of(optimizer: Optimizer) -> list[Any]:
+    """Return the wrapped models that an optimizer steps, looked up again when its parameters or the models change."""
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    known = _stepping.get(optimizer)
+    if known is None or known[:2] != (count, len(_models)):
+        known = (count, len(_models), [ref(model) for model in _find(optimizer)])
+        _stepping[optimizer] = known
+    return [model for each in known[2] if (model := each()) is not None]
+
+
+def _find(optimizer: Optimizer) -> Iterable[Any]:
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for model in list(_models):
+        unsharded = model.names_of_unsharded()
+        for wrong in held & unsharded.keys():
+            raise LayoutError(
+                f"{type(optimizer).__name__} holds the unsharded parameter {unsharded[wrong]!r}, which gets no gradient: "
+                "it was built before the model was wrapped. Build it from `model.parameters()` of the ShardLite model"
+            )
+        if held & model.shard_ids():
+            yield model
+
+
+register_optimizer_step_pre_hook(_before)
+register_optimizer_step_post_hook(_after)

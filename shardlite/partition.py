@@ -1,0 +1,136 @@
+"""Cutting a model into units: which modules start one, and to which unit each parameter belongs.
+
+A unit is what is gathered at once, so it should be what is computed at once: one of the repeated blocks of the model.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from shardlite.errors import LayoutError
+
+UnitPolicy = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | None
+"""A module class, several, a predicate of (name, module), or `None` to find the units."""
+
+BLOCKS_SHARE = 0.1
+"""Like modules in a row are the model's blocks if together they hold at least this share of its parameters."""
+
+TABLE_SHARE = 0.5
+"""An embedding or a head is a unit of its own from this share of the largest block on: else it stays with the root."""
+
+
+@dataclass(eq=False)
+class Part:
+    """One unit to be: the module it starts at, and the parameters that belong to it."""
+
+    name: str
+    module: nn.Module
+    params: dict[nn.Parameter, str] = field(default_factory=dict)
+    """With the first name of each, in the order of registration."""
+
+
+def cut(model: nn.Module, policy: UnitPolicy) -> list[Part]:
+    """Assign every parameter of `model` to a part; the first part is the root, and parts may turn out empty.
+
+    A parameter belongs to the innermost part around it. One that occurs in several belongs to the innermost part around
+    all of its occurrences: tied weights need no setting.
+
+    Raises:
+        LayoutError: `policy` is none of what it may be.
+    """
+    starts = _starts(model, policy)
+    parts = {model: Part("", model)}
+    chains: dict[nn.Parameter, list[Part]] = {}
+    names: dict[nn.Parameter, str] = {}
+    for path, chain, module in _walk(model, starts, parts):
+        for attribute, param in module._parameters.items():
+            if param is not None:
+                names.setdefault(param, f"{path}.{attribute}".lstrip("."))
+                chains[param] = _common(chains.get(param, chain), chain)
+    for param, name in names.items():
+        chains[param][-1].params[param] = name
+    return list(parts.values())
+
+
+def _walk(
+    model: nn.Module, starts: set[nn.Module], parts: dict[nn.Module, Part]
+) -> Iterator[tuple[str, list[Part], nn.Module]]:
+    """Yield every module under every path that leads to it, with the parts around it, outermost first."""
+
+    def visit(path: str, chain: list[Part], module: nn.Module) -> Iterator[tuple[str, list[Part], nn.Module]]:
+        if module in starts and module is not model:
+            part = parts.setdefault(module, Part(path, module))
+            chain = [*chain, part] if part not in chain else chain
+        yield path, chain, module
+        for name, child in module.named_children():
+            yield from visit(f"{path}.{name}".lstrip("."), chain, child)
+
+    return visit("", [parts[model]], model)
+
+
+def _common(first: list[Part], second: list[Part]) -> list[Part]:
+    """Return the parts that two chains begin with."""
+    same = [a is b for a, b in zip(first, second, strict=False)]
+    return first[: same.index(False) if False in same else len(same)]
+
+
+def _starts(model: nn.Module, policy: UnitPolicy) -> set[nn.Module]:
+    if policy is None:
+        return _automatic(model)
+    classes = policy if isinstance(policy, tuple) else (policy,)
+    if all(isinstance(each, type) and issubclass(each, nn.Module) for each in classes):
+        found = {module for module in model.modules() if isinstance(module, classes)}  # type: ignore[arg-type]
+        if not found - {model}:
+            raise LayoutError(f"units={policy!r}: the model has no module of this class inside it")
+        return found
+    if not callable(policy):
+        raise LayoutError(
+            f"units must be a module class, a tuple of them, callable(name, module) or None, got {policy!r}"
+        )
+    predicate: Callable[[str, nn.Module], bool] = policy  # type: ignore[assignment]
+    return {module for name, module in model.named_modules() if predicate(name, module)}
+
+
+def _automatic(model: nn.Module) -> set[nn.Module]:
+    """Find the repeated blocks, and the embeddings and heads that are large beside them."""
+    total = _numel(model.parameters())
+    blocks = list(_blocks(model, total))
+    enough = TABLE_SHARE * max((_numel(block.parameters()) for block in blocks), default=total)
+    return {*blocks, *(table for table in _tables(model, blocks) if _numel(table.parameters()) >= enough)}
+
+
+def _blocks(module: nn.Module, total: int) -> Iterator[nn.Module]:
+    """Yield the outermost repeated blocks."""
+    repeated = _repeated(module, total)
+    yield from repeated
+    for child in module.children():
+        if child not in repeated:
+            yield from _blocks(child, total)
+
+
+def _repeated(module: nn.Module, total: int) -> Sequence[nn.Module]:
+    """Return the children of a list or a sequence that are of a class which occurs there more than once."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
+        return []
+    children = [child for child in module if _numel(child.parameters())]
+    classes = [type(child) for child in children]
+    alike = [child for child in children if classes.count(type(child)) > 1]
+    share = _numel({param for child in alike for param in child.parameters()})
+    return alike if share >= BLOCKS_SHARE * total else []
+
+
+def _tables(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the embeddings and linear layers outside of blocks that share no parameter with anything."""
+    inside = {module for block in blocks for module in block.modules()}
+    uses = Counter(param for _, param in model.named_parameters(remove_duplicate=False))
+    shared = {param for param, times in uses.items() if times > 1}
+    for module in model.modules():
+        is_table = isinstance(module, nn.Embedding | nn.Linear) and module not in inside and module is not model
+        if is_table and not shared.intersection(module.parameters()):
+            yield module
+
+
+def _numel(params: Iterable[nn.Parameter]) -> int:
+    return sum(param.numel() for param in params)

@@ -1,0 +1,402 @@
+"""`ShardLite`: a model whose parameters, gradients and optimizer state are sharded over the ranks of a process group."""
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardlite import build, guard
+from shardlite.backward import Backward
+from shardlite.clip import clip_grad_norm
+from shardlite.errors import LayoutError, PhaseError
+from shardlite.gather import Gatherer
+from shardlite.handles import Promises, pop_hooks, push_hooks
+from shardlite.hooks import ModuleHooks
+from shardlite.ledger import Ledger
+from shardlite.partition import Part, UnitPolicy, cut
+from shardlite.reduce import Reducer
+from shardlite.ring import Operation, all_reduce
+from shardlite.trace import Trace
+from shardlite.transport import GroupTransport
+from shardlite.unit import Unit
+
+STAGES = (0, 3)
+"""0: plain data parallel, nothing is sharded. 3: parameters, gradients and optimizer state are."""
+
+
+class ShardLite(nn.Module):
+    """Wrap `module` so that each rank keeps `1/W` of its parameters, gradients and optimizer state.
+
+    Every rank calls this with the same module; rank 0's values are used. Afterwards train as before, with an optimizer
+    on `parameters()` of the wrapped model, each rank on its own part of the batch: gradients are means over the ranks.
+
+    Args:
+        module: on the CPU. It is changed in place; its forward, and any of its submodules', may be called.
+        stage: 3 shards everything, 0 nothing (plain data parallel, for comparison).
+        units: what is gathered together: a module class, a tuple of classes, or `callable(name, module) -> bool`.
+            `None` takes the repeated blocks of the model, and embeddings and heads that are large beside them.
+        group: the ranks to shard over; `None` is the default group.
+        prefetch: how many units are gathered ahead, each in a buffer of its own.
+        timeout: how long a rank waits for another one, at any point.
+
+    Raises:
+        LayoutError: there is no process group, nothing to train, a wrapped model inside, or another model on another rank.
+        CommError: a peer failed or is late.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        stage: int = 3,
+        units: UnitPolicy = None,
+        group: dist.ProcessGroup | None = None,
+        prefetch: int = 1,
+        timeout: timedelta = timedelta(minutes=10),
+    ) -> None:
+        super().__init__()
+        _check_process_group()
+        self.stage = stage
+        self.ledger = Ledger()
+        self.trace = Trace()
+        self._group = group
+        self._transport = GroupTransport(group, timeout)
+        self._collectives = count()
+        parts = self._agree(module, units, prefetch)
+        self.module = module
+        self._build(parts)
+        self._connect(parts, prefetch)
+        guard.watch(self)
+
+    # ---- what a module does -------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        if self._hooks is not None:
+            self._hooks.reset()
+        self._backward.repair()
+        return self.module(*args, **kwargs)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's shards under the original names: `[k, 1, ...]` views of the arena, `k` may be 0."""
+        for name, param in self.module.named_parameters(prefix, recurse, remove_duplicate):
+            yield name, self._shards[param]
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the module's buffers under the original names. They are not sharded."""
+        yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, and those that were accumulated under `no_sync()` and not yet reduced.
+
+        (`optimizer.zero_grad()` does not know of the latter.)
+        """
+        super().zero_grad(set_to_none)
+        self._reducer.discard()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the wrapped module where this one has none."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def extra_repr(self) -> str:
+        """Say how the model is cut."""
+        return f"stage={self.stage}, ranks={self._transport.world_size}, units={self.unit_names}"
+
+    @property
+    def unit_names(self) -> list[str]:
+        """The names of the units, in the order of registration; what no other unit holds is in `(root)`."""
+        return [unit.name for unit in self._units]
+
+    # ---- training -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate: backwards inside keep their full gradients on this rank, the next one outside reduces the sum."""
+        with self._backward.no_sync():
+            yield
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients of all ranks to a global norm of at most `max_norm`, and return what the norm was, [].
+
+        To be called by every rank.
+        """
+        flats = [flat for unit in self._units for flat in unit.trainable]
+        operation = Operation("the norm of gradients", next(self._collectives))
+        return clip_grad_norm(flats, self._transport, max_norm, norm_type, operation)
+
+    # ---- full parameters ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def gathered(self, *names: str, writeback: bool = True) -> Iterator[None]:
+        """Let the module's own parameters be full inside: those of the units that hold `names`, or all.
+
+        They can be read, used in computations with gradients and, with `writeback`, changed in place under
+        `torch.no_grad()`. Every rank must make the same changes: of the full parameters each writes its own shard back.
+        After an exception inside nothing is written. To be called by every rank.
+
+        Raises:
+            LayoutError: there is no parameter of such a name.
+        """
+        units = self._units_with(names)
+        if self._gatherer is None or self._promises is None:
+            yield
+            return
+        with ExitStack() as held:
+            for unit in units:
+                self._gatherer.hold(unit)
+                held.callback(self._gatherer.let_go, unit)
+            if push_hooks(self._promises):
+                held.callback(pop_hooks)
+            yield
+            if writeback:
+                self._write_back(units)
+
+    def full_state_dict(self, *, rank: int | None = None) -> dict[str, Tensor]:
+        """Return copies of all parameters and persistent buffers, with original names and shapes.
+
+        Units are gathered one after the other. To be called by every rank.
+
+        Args:
+            rank: the only rank that gets them; the others get an empty dict. `None`: every rank.
+        """
+        wanted = rank is None or rank == self._transport.rank
+        full: dict[Tensor, Tensor] = {}
+        for unit in self._units:
+            with self.gathered(*self._names_in(unit), writeback=False):
+                if wanted:
+                    full.update({param: param.detach().clone() for param in unit.params()})
+        if not wanted:
+            return {}
+        return {name: full[value] if value in full else value.clone() for name, value in self._entries().items()}
+
+    def load_full_state_dict(self, state_dict: Mapping[str, Tensor] | None) -> None:
+        """Take over rank 0's `state_dict`, as `full_state_dict` or an unsharded model gives it; other ranks' is ignored.
+
+        To be called by every rank. The optimizer state stays as it is.
+
+        Raises:
+            LayoutError: on every rank, if names or shapes do not fit; nothing is changed then.
+        """
+        entries = self._entries()
+        problem = _misfit(entries, state_dict or {}) if self._transport.rank == 0 else None
+        build.agree(self._group, [], problem)
+        source = {entry: (state_dict or {}).get(name, entry) for name, entry in entries.items()}
+        for unit in self._units:
+            build.spread(unit, self._transport, lambda param: source[param])
+        with torch.no_grad():
+            for entry, value in source.items():
+                if not isinstance(entry, nn.Parameter) and self._transport.rank == 0:
+                    entry.copy_(value)
+        build.spread_buffers(self.module, self._transport)
+        self.after_step()
+
+    def state_dict(self, *_: Any, **__: Any) -> Any:
+        """Raise: the module's own parameters are placeholders. Use `full_state_dict()`."""
+        raise LayoutError("state_dict() would hold placeholders: use full_state_dict(), which gathers the parameters")
+
+    def load_state_dict(self, *_: Any, **__: Any) -> Any:
+        """Raise: the module's own parameters are placeholders. Use `load_full_state_dict()`."""
+        raise LayoutError("load_state_dict() would fill placeholders: use load_full_state_dict()")
+
+    def _apply(self, *_: Any, **__: Any) -> Any:
+        raise LayoutError(
+            "a wrapped model cannot be moved or converted: call .to(), .half() and the like on the module before wrapping"
+        )
+
+    # ---- what the guard of optimizers asks ----------------------------------------------------------------------
+
+    def names_of_unsharded(self) -> dict[int, str]:
+        """Return the names of the module's own parameters, by id."""
+        return {id(param): name for name, param in self.module.named_parameters()}
+
+    def shard_ids(self) -> set[int]:
+        """Return the ids of the shards."""
+        return {id(shard) for shard in self._shards.values()}
+
+    def before_step(self) -> None:
+        """Raise if the last backward never ended."""
+        if self._backward.died():
+            raise PhaseError(
+                "the last backward ended in an exception, so its gradients are incomplete: call zero_grad() and run "
+                "forward and backward again before the step"
+            )
+
+    def after_step(self) -> None:
+        """Let autograd see that weights have changed which it knows by other names (views of the arena, at stage 0)."""
+        self.trace.emit("step")
+        if self.stage == 0:
+            torch.autograd.graph.increment_version(list(self._shards))
+
+    # ---- construction -------------------------------------------------------------------------------------------
+
+    def _agree(self, module: nn.Module, units: UnitPolicy, prefetch: int) -> list[Part]:
+        """Cut the model and make sure that every rank cuts the same."""
+        problem, parts, facts = None, [], []
+        try:
+            _check(module, self.stage, prefetch)
+            parts = cut(module, units)
+            self._layouts = build.plan_parts(parts, self._transport.world_size)
+            facts = [f"stage {self.stage}", f"prefetch {prefetch}", *_describe(parts, self._layouts)]
+        except (LayoutError, TypeError) as error:
+            problem = error
+        self._instance = build.agree(self._group, facts, problem)
+        return parts
+
+    def _build(self, parts: list[Part]) -> None:
+        """Move the parameters into arenas."""
+        self._units = build.build_units(parts, self._layouts, self._transport, sharded=self.stage == 3)
+        build.spread_buffers(self.module, self._transport)
+        flats = build.flats_of(self._units)
+        self._shards = {param: shard for flat in flats for _, param, shard in flat.slots()}
+        for flat in flats:
+            self.ledger.track("parameters", flat.local)
+        for buffer in self.module.buffers():
+            self.ledger.track("buffers", buffer)
+
+    def _connect(self, parts: list[Part], prefetch: int) -> None:
+        """Let hooks drive the units."""
+        services = {"instance": self._instance, "trace": self.trace, "ledger": self.ledger}
+        self._reducer = Reducer(self._units, self._transport, sharded=self.stage == 3, **services)
+        self._gatherer: Gatherer | None = None
+        self._promises: Promises | None = None
+        self._hooks: ModuleHooks | None = None
+        if self.stage == 3:
+            self._gatherer = Gatherer(self._units, self._transport, prefetch=prefetch, **services)
+            self._promises = Promises(self._gatherer, self._units)
+        self._backward = Backward(self._reducer, self._gatherer, self._promises)
+        if self._gatherer is not None and self._promises is not None:
+            self._promises.event = self._backward.event
+            self._hooks = ModuleHooks(self._gatherer, self._promises, self._backward)
+            self._hooks.install(
+                build.needs(self.module, parts, self._units),
+                build.sites(self.module, self._units),
+                [part.module for part in parts],
+            )
+            self._guard_state_dict()
+        self._catch_gradients()
+        for lane in [self._reducer.lane, *([self._gatherer.lane] if self._gatherer else [])]:
+            weakref.finalize(self, lane.close)
+
+    def _catch_gradients(self) -> None:
+        for unit in self._units:
+            for i, flat in enumerate(unit.trainable):
+                for j, param in enumerate(flat.params):
+                    param.grad = None
+                    param.register_post_accumulate_grad_hook(partial(self._backward.gradient, unit, i, j))
+
+    def _guard_state_dict(self) -> None:
+        """Let `state_dict()` of the module itself raise: it would write placeholders into a file."""
+        self._reading = False
+        me = weakref.ref(self)
+
+        def refuse(*_: Any) -> None:
+            wrapper = me()
+            if wrapper is not None and not wrapper._reading:
+                raise LayoutError("the module's parameters are sharded: use full_state_dict() of the ShardLite model")
+
+        for each in self.module.modules():
+            each.register_state_dict_pre_hook(refuse)
+
+    # ---- names --------------------------------------------------------------------------------------------------
+
+    def _entries(self) -> dict[str, Tensor]:
+        """Return the module's own parameters and persistent buffers by all of their names."""
+        self._reading = True
+        try:
+            entries = self.module.state_dict(keep_vars=True)
+        finally:
+            self._reading = False
+        return {name: value for name, value in entries.items() if isinstance(value, Tensor)}
+
+    def _names_in(self, unit: Unit) -> list[str]:
+        return [slot.name for flat in unit.flats for slot in flat.layout.slots]
+
+    def _units_with(self, names: Iterable[str]) -> list[Unit]:
+        homes = {param: unit for unit in self._units for param in unit.params()}
+        known = {name: homes[param] for name, param in self.module.named_parameters(remove_duplicate=False)}
+        for name in names:
+            if name not in known:
+                raise LayoutError(f"there is no parameter {name!r}; there are {', '.join(known)}")
+        return [unit for unit in self._units if not names or unit in {known[name] for name in names}]
+
+    def _write_back(self, units: list[Unit]) -> None:
+        """Copy this rank's rows of changed full buffers into its shards.
+
+        A unit counts as changed if it is on any rank: all must agree on whether it has to be gathered again.
+        """
+        assert self._gatherer is not None
+        rank = self._transport.rank
+        rows = {
+            flat: full[slice(*flat.layout.shard_range(rank))]
+            for unit in units
+            if unit.buffer is not None
+            for flat, full in zip(unit.flats, unit.parts(unit.buffer), strict=True)
+        }
+        changed = torch.tensor([any(not torch.equal(rows[f], f.local) for f in unit.flats) for unit in units]).int()
+        all_reduce(changed, self._transport, operation=Operation("what was changed", next(self._collectives)))
+        with torch.no_grad():
+            for unit in (unit for unit, ranks in zip(units, changed.tolist(), strict=True) if ranks):
+                for flat in unit.flats:
+                    flat.local.copy_(rows[flat])
+
+
+def _check_process_group() -> None:
+    if not dist.is_available() or not dist.is_initialized():
+        raise LayoutError(
+            "there is no process group: call torch.distributed.init_process_group() first, and start the ranks with "
+            "`torchrun --nproc-per-node N script.py`"
+        )
+
+
+def _check(module: nn.Module, stage: int, prefetch: int) -> None:
+    """Raise what is wrong with a module before anything is done to it."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"ShardLite wraps an nn.Module, got {type(module).__name__}")
+    if stage not in STAGES:
+        raise LayoutError(f"stage must be one of {STAGES}, got {stage!r}")
+    if prefetch < 0:
+        raise LayoutError(f"prefetch counts units and must be at least 0, got {prefetch}")
+    inner = [name or "(the module itself)" for name, each in module.named_modules() if isinstance(each, ShardLite)]
+    if inner:
+        raise LayoutError(f"{inner[0]!r} is wrapped already: wrap the whole model once, and name its parts by `units`")
+    if not any(param.requires_grad for param in module.parameters()):
+        raise LayoutError(f"{type(module).__name__} has no parameter with requires_grad: there is nothing to train")
+    for name, param in module.named_parameters():
+        if param.device.type != "cpu":
+            raise LayoutError(f"parameter {name!r} is on {param.device}: this version shards models on the CPU")
+
+
+def _describe(parts: Iterable[Part], layouts: Iterable[Iterable[Any]]) -> list[str]:
+    return [
+        f"parameter {line} in unit {part.name or build.ROOT!r}"
+        for part, mine in zip(parts, layouts, strict=True)
+        for layout in mine
+        for line in layout.describe()
+    ]
+
+
+def _misfit(entries: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> LayoutError | None:
+    """Return what is wrong with a state dict for a model with these entries."""
+    missing, unknown = entries.keys() - given.keys(), given.keys() - entries.keys()
+    if missing or unknown:
+        return LayoutError(f"the state dict lacks {sorted(missing)} and has unknown {sorted(unknown)}")
+    for name, entry in entries.items():
+        if entry.shape != given[name].shape:
+            return LayoutError(f"{name!r} has shape {list(given[name].shape)}, the model's is {list(entry.shape)}")
+    return None
