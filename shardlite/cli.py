@@ -6,7 +6,7 @@ Nothing heavy is imported before a subcommand runs, so `--help` answers at once.
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -34,7 +34,6 @@ def _add_train(commands: Any) -> None:
         help="train a small GPT on text, sharded over processes of this machine",
         description="Train a byte-level GPT on text, sharded over the ranks. Starts the ranks itself, or is started by"
         " torchrun. Prints the loss, the memory held beside that of plain data parallel, and some text by the model.",
-        formatter_class=ArgumentDefaultsHelpFormatter,
     )
     parser.set_defaults(run=lambda options, arguments: _train(parser, options, arguments))
     _add_run_options(parser)
@@ -43,29 +42,27 @@ def _add_train(commands: Any) -> None:
 
 def _add_run_options(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("run")
-    group.add_argument("--ranks", type=int, metavar="N", help="processes; 2 unless torchrun started them")
-    group.add_argument(
-        "--stage", type=int, choices=(0, 3), default=Settings.stage, help="0 shards nothing, 3 shards all"
-    )
-    group.add_argument("--steps", type=int, default=Settings.steps, metavar="N", help="optimizer steps")
-    group.add_argument(
-        "--batch", type=int, default=Settings.batch, metavar="N", help="sequences per rank in one forward"
-    )
-    group.add_argument(
-        "--accumulate", type=int, default=Settings.accumulate, metavar="N", help="backwards per optimizer step"
-    )
-    group.add_argument("--lr", type=float, default=Settings.lr, metavar="RATE", help="highest learning rate")
-    group.add_argument("--seed", type=int, default=Settings.seed, metavar="N", help="decides weights and batches")
-    group.add_argument("--data", type=Path, metavar="PATH", help="text file or folder; else Python's standard library")
-    group.add_argument("--out", type=Path, default=Settings.out, metavar="FOLDER", help="where the loss curve goes")
+    group.add_argument("--ranks", type=int, metavar="N", help="processes (2, or what torchrun started)")
+    for name, kind, metavar, meaning in (
+        ("steps", int, "N", "optimizer steps"),
+        ("batch", int, "N", "sequences per rank in one forward"),
+        ("accumulate", int, "N", "forwards and backwards per optimizer step"),
+        ("lr", float, "RATE", "highest learning rate"),
+        ("seed", int, "N", "decides the first weights and the batches"),
+        ("out", Path, "FOLDER", "where the loss curve goes"),
+    ):
+        default = getattr(Settings, name)
+        group.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=f"{meaning} ({default})")
+    group.add_argument("--data", type=Path, metavar="PATH", help="text file or folder (the source of Python itself)")
+    group.add_argument("--stage", type=int, choices=(0, 3), default=3, help="0 shards nothing, 3 shards all (3)")
 
 
 def _add_model_options(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("model", "a size, of which each number can be changed")
-    group.add_argument("--size", choices=SIZES, default="demo", help="where the numbers below come from")
+    group = parser.add_argument_group("model", "A size by name, of which each number can be changed.")
+    group.add_argument("--size", choices=SIZES, default="demo", help="(demo)")
     group.add_argument("--layers", type=int, metavar="N", help="blocks")
-    group.add_argument("--width", type=int, metavar="N", help="numbers that stand for a byte between blocks")
-    group.add_argument("--heads", type=int, metavar="N", help="attention heads")
+    group.add_argument("--width", type=int, metavar="N", help="numbers that stand for one byte between the blocks")
+    group.add_argument("--heads", type=int, metavar="N", help="parts of the width that attend separately")
     group.add_argument("--context", type=int, metavar="N", help="bytes that the model sees at once")
 
 

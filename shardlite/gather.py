@@ -10,6 +10,7 @@ Legend: `W` ranks, `S` elements per shard; a full buffer has `W*S` elements per 
 """
 
 import warnings
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -114,11 +115,12 @@ class Gatherer:
             full[slice(*flat.layout.shard_range(self._transport.rank))].copy_(flat.local)
         unit.gathers += 1
         label = f"all-gather of unit {unit.name!r} of model {self._instance}"
-        operations = [Operation(f"{label}, part {i}", unit.gathers) for i in range(len(parts))]
+        jobs = deque((full, Operation(f"{label}, part {i}", unit.gathers)) for i, full in enumerate(parts))
 
         def go_round() -> None:
-            for full, operation in zip(parts, operations, strict=True):
-                all_gather(full, self._transport, operation=operation)
+            while jobs:  # emptied, so that nothing of ours views the buffer once the flight is over
+                all_gather(jobs[0][0], self._transport, operation=jobs[0][1])
+                jobs.popleft()
 
         self._owners[buffer.key] = unit
         unit.buffer, unit.gathered_version = buffer, unit.version()

@@ -1,15 +1,15 @@
-"""AdamW for parameters that lie in flat arenas: neighbours are stepped together, by one kernel call for each run of them.
+"""AdamW for parameters that lie in flat arenas: neighbours are stepped together, each run of them by one kernel call.
 
-A parameter of `ShardLite` is a view into a flat buffer, the arena. It starts at a multiple of 32 elements, and the zeros
-up to the next multiple of 32 belong to it, in the arena and in the gradient buffer alike. The moments lie in arenas too:
+A parameter of `ShardLite` is a view into a flat buffer, the arena. It starts at a multiple of 32 elements, and the
+zeros up to the next multiple belong to it, in the arena and in the gradient buffer alike. The moments have arenas too:
 
     parameters  [ p0 p0 p0 0 | p1 p1 0 0 | p2 p2 p2 p2 | p3 ... ]     padded to 32, drawn as 4
     gradient         yes          yes          None       yes
     runs        [       first run        ]             [ second ]     one kernel call each
 
 A run is updated element by element, so bits would not depend on how an arena is cut into runs but for one thing:
-PyTorch's CPU code rounds the last `n % 16` elements of a tensor in another way than the rest. Hence runs end at multiples
-of 32 wherever the arena reaches so far. A parameter with a storage of its own is a run of its own.
+PyTorch's CPU code rounds the last `n % 16` elements of a tensor in another way than the rest. Hence runs end at
+multiples of 32 wherever the arena reaches so far. A parameter with a storage of its own is a run of its own.
 
 Nothing here knows about units, ranks or communication.
 """
@@ -30,7 +30,7 @@ ALIGNMENT = 32  # elements: parameters in an arena start at a multiple of it
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _STATE = ("step", *_MOMENTS)
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-# Options of torch.optim.AdamW: those that change the result, with the one value that is implemented here, and the others.
+# Options of torch.optim.AdamW: those that change the result, with the one value that is supported, and the others.
 _FIXED_OPTIONS = {"amsgrad": False, "maximize": False, "differentiable": False, "decoupled_weight_decay": True}
 _FREE_OPTIONS = ("foreach", "fused", "capturable")
 
@@ -119,12 +119,13 @@ class _Slot:
         self.param = param
         self.address = param.data_ptr()
         self.row = row  # of the step counts
-        self.start = param.storage_offset()
+        self.start = int(param.storage_offset())
         self.end = self.stop = self.start + param.numel()  # `stop` may grow to include padding
 
     def adopt(self, states: dict[Tensor, Any]) -> None:
-        """Make the entry of `states` for this parameter refer to the arenas, after copying its values (or zeros) there."""
+        """Copy the entry of `states` for this parameter (or zeros) into the arenas, and make it refer to them."""
         given = states.get(self.param)
+        _check_state(self.param, given)
         for name, mine in self.state.items():
             value = given[name] if given else 0.0
             if value is not mine:
@@ -137,14 +138,14 @@ class _Slot:
         return bool(state) and all(state.get(name) is mine[name] for name in _STATE)  # type: ignore[union-attr]
 
     def include_padding(self, next_start: int) -> None:
-        """Move `stop` to the next multiple of 32, if the elements up to there are nobody's: zero, and in the storage."""
+        """Move `stop` to the next multiple of 32, if what lies up to there is in the storage and is nobody's: zero."""
         stop = min(_round_up(self.end), next_start, _storage_numel(self.param))
         if self.start % ALIGNMENT == 0 and stop > self.end and not _flat(self.param, self.end, stop).any():
             self.stop = stop
 
 
 class _Arena:
-    """The moments of the parameters in one storage: one buffer each, from the first parameter to the end of the last."""
+    """The moments of the parameters in one storage: one buffer each, from the first parameter to the last one's end."""
 
     def __init__(self, slots: list[_Slot]) -> None:
         self._slots = slots
@@ -188,10 +189,10 @@ class _Plan:
     def fits(self, groups: list[Group]) -> bool:
         """Whether `groups` have the parameters that this plan was made for, and none of them has moved."""
         params = [param for group in groups for param in group["params"]]
-        sizes = [len(group["params"]) for group in groups] == [len(slots) for slots in self.groups]
-        return sizes and all(
-            s.param is p and s.address == p.data_ptr() for s, p in zip(self._slots, params, strict=True)
-        )
+        if [len(group["params"]) for group in groups] != [len(slots) for slots in self.groups]:
+            return False
+        pairs = zip(self._slots, params, strict=True)
+        return all(slot.param is param and slot.address == param.data_ptr() for slot, param in pairs)
 
     @torch.no_grad()
     def adopt(self, states: dict[Tensor, Any]) -> None:
@@ -223,7 +224,8 @@ class _Run:
         self._grad = grad.contiguous()
         self._address, self._itemsize = self._grad.data_ptr(), self._grad.element_size()
         # Elements from the start of the first gradient to the end of its storage: what lies there is one buffer.
-        self._reach = _storage_numel(self._grad) - self._grad.storage_offset()
+        self._offset = int(self._grad.storage_offset())
+        self._reach = _storage_numel(self._grad) - self._offset
 
     def extend(self, slot: _Slot, grad: Tensor, count: float) -> bool:
         """Take `slot` in if it belongs here."""
@@ -247,8 +249,8 @@ class _Run:
         if stop - start > self._reach:
             stop = self._last.end  # the gradient has no padding
         param, exp_avg, exp_avg_sq = self._first.arena.run(start, stop)
-        offset = self._grad.storage_offset()
-        return param, _flat(self._grad, offset, offset + stop - start), exp_avg, exp_avg_sq
+        grad = _flat(self._grad, self._offset, self._offset + stop - start)
+        return param, grad, exp_avg, exp_avg_sq
 
 
 def _active(slots: list[_Slot], states: dict[Tensor, Any]) -> list[_Slot]:
@@ -299,7 +301,8 @@ def _settle_borders(neighbours: list[_Slot]) -> None:
     for slot, following in pairwise(neighbours):
         if following.start < slot.end:
             raise ValueError(
-                f"AdamW: parameters of shapes {tuple(slot.param.shape)} and {tuple(following.param.shape)} overlap in memory"
+                f"AdamW: the parameters of shapes {tuple(slot.param.shape)} and {tuple(following.param.shape)} "
+                "share memory; give the optimizer one of them"
             )
         slot.include_padding(following.start)
     neighbours[-1].include_padding(_round_up(neighbours[-1].end))
@@ -317,8 +320,8 @@ def _check_group(group: Group) -> None:
     for index, param in enumerate(group["params"]):
         if not param.is_contiguous() or param.dtype not in _DTYPES:
             raise ValueError(
-                f"AdamW: parameter {group.get('param_names', range(index + 1))[index]} of the group must be contiguous and of "
-                f"a floating dtype, got {param.dtype} with shape {tuple(param.shape)} and strides {param.stride()}"
+                f"AdamW: parameter {group.get('param_names', range(index + 1))[index]} of the group must be contiguous "
+                f"and of a floating dtype, got {param.dtype}, shape {tuple(param.shape)}, strides {param.stride()}"
             )
 
 
@@ -329,15 +332,19 @@ def _check_loaded(state: dict[str, Any]) -> None:
             if group.get(option, value) != value:
                 raise ValueError(f"AdamW: the state was saved with {option}={group[option]}, only {value} is supported")
     for param, entry in state["state"].items():
-        if not isinstance(param, Tensor) or not entry:
-            continue
-        if set(entry) != set(_STATE):
-            raise ValueError(f"AdamW: the state of a parameter must be {', '.join(_STATE)}, got {', '.join(entry)}")
-        for name in _MOMENTS:
-            if entry[name].shape != param.shape:
-                raise ValueError(
-                    f"AdamW: {name} has shape {tuple(entry[name].shape)}, its parameter has {tuple(param.shape)}"
-                )
+        if isinstance(param, Tensor):
+            _check_state(param, entry)
+
+
+def _check_state(param: Tensor, state: dict[str, Any] | None) -> None:
+    """An empty state is right: it is that of a parameter before its first step."""
+    if not state:
+        return
+    if set(state) != set(_STATE):
+        raise ValueError(f"AdamW: the state of a parameter must be {', '.join(_STATE)}, got {', '.join(state)}")
+    for name in _MOMENTS:
+        if state[name].shape != param.shape:
+            raise ValueError(f"AdamW: {name} has shape {tuple(state[name].shape)}, its parameter {tuple(param.shape)}")
 
 
 def _flat(tensor: Tensor, start: int, stop: int) -> Tensor:
@@ -346,7 +353,7 @@ def _flat(tensor: Tensor, start: int, stop: int) -> Tensor:
 
 
 def _storage_numel(tensor: Tensor) -> int:
-    return tensor.untyped_storage().nbytes() // tensor.element_size()
+    return int(tensor.untyped_storage().nbytes()) // tensor.element_size()
 
 
 def _round_up(numel: int) -> int:

@@ -28,6 +28,9 @@ runs: a reduce-scatter of 2 / 4 processes takes 21.6 / 111.6 with 128 KiB, 11.5 
 and 8.6 / 31.0 with 8 MiB; an all-gather 16.8 / 39.6, 6.2 / 25.0, 6.6 / 23.3 and 6.8 / 23.4.
 """
 
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_SUMMABLE = (*_FLOATS, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)  # what `hop` adds
+
 _SLOTS = 2  # staging chunks of a reduction: one is being added while the other is being filled
 
 
@@ -119,7 +122,7 @@ def reduce_scatter(
     overwritten with partial sums. `staging` [`staging_numel(...)` or more] is allocated if not given.
 
     Raises:
-        LayoutError: a buffer is not 1-D and contiguous or does not fit `full`; `full` is bool; integers are divided.
+        LayoutError: a buffer is not 1-D and contiguous or does not fit `full`; a dtype without a sum; integers divided.
         CommError: a peer failed, is late or does another operation; `full` and `out` are then undefined.
     """
     _check_flat("full", full)
@@ -290,10 +293,11 @@ def _check_like(full: Tensor, buffer: Tensor, least: int, most: int, name: str) 
 
 
 def _check_arithmetic(full: Tensor, divisor: int) -> None:
-    if full.dtype == torch.bool:
-        raise LayoutError("bool has no sum: reduce it as uint8")
-    if divisor != 1 and not full.is_floating_point():
-        raise LayoutError(f"cannot divide a sum of {full.dtype} by {divisor}: give divisor=1 and divide yourself")
+    """Refuse here what `hop` would refuse when messages are already on their way."""
+    if full.dtype not in _SUMMABLE:
+        raise LayoutError(f"{full.dtype} cannot be summed: convert it first (bool to uint8, for example)")
+    if divisor < 1 or (divisor != 1 and full.dtype not in _FLOATS):
+        raise LayoutError(f"cannot divide a sum of {full.dtype} by {divisor}: integers take 1, floats 1 or more")
 
 
 @contextmanager

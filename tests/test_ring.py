@@ -226,7 +226,9 @@ def test_buffers_that_do_not_fit_are_refused_before_anything_is_sent():
     refuses("out has 3 elements, expected exactly 4", reduce_scatter, full, out=torch.zeros(3))
     refuses(r"out is torch\.float64 on cpu, full is torch\.float32", reduce_scatter, full, out=torch.zeros(4).double())
     refuses("staging has 7 elements, expected at least 8", reduce_scatter, full, staging=torch.zeros(7))
-    refuses("bool has no sum", reduce_scatter, full.bool())
+    refuses(r"torch\.bool cannot be summed", reduce_scatter, full.bool())
+    refuses(r"torch\.float8_e4m3fn cannot be summed", all_reduce, full.to(torch.float8_e4m3fn))
+    refuses(r"cannot divide a sum of torch\.float32 by 0", reduce_scatter, full, divisor=0)
     refuses("cannot divide", all_reduce, full.int(), divisor=2)
     refuses("no rank 2 in a world of 2", broadcast, full, source=2)
 

@@ -31,15 +31,16 @@ class Progress:
     def __init__(self, steps: int, bytes_per_step: int, out: TextIO = sys.stdout) -> None:
         self._steps, self._bytes_per_step, self._out = steps, bytes_per_step, out
         self._begin = time.perf_counter()
-        self._validation = math.nan
+        self._validation = ""
 
     def show(self, point: Point, held: int) -> None:
         """Show `point`, the text read per second since the begin, and the bytes `held` by the library on a rank."""
-        self._validation = self._validation if point.validation is None else point.validation
+        if point.validation is not None:
+            self._validation = f"  validation {point.validation:.3f}"
         speed = point.step * self._bytes_per_step / (time.perf_counter() - self._begin)
         line = (
             f"step {point.step:>{len(str(self._steps))}}/{self._steps}  loss {point.train:.3f}"
-            f"  validation {self._validation:.3f}  {speed:,.0f} tokens/s  {format_bytes(held)} held per rank"
+            f"{self._validation}  {speed:,.0f} tokens/s  {format_bytes(held)} held per rank"
         )
         if self._out.isatty():
             print(f"\r\033[K{line}", end="\n" if point.step == self._steps else "", file=self._out, flush=True)
@@ -58,7 +59,7 @@ def describe_result(loss: float, entropy: float) -> str:
 def footprint_table(sharded: Sequence[Footprint], plain: Footprint) -> str:
     """Bytes by purpose: a column per rank of the sharded run, and one for plain data parallel."""
     columns = {f"rank {rank}": footprint for rank, footprint in enumerate(sharded)} | {"data parallel": plain}
-    purposes = list(dict.fromkeys(purpose for footprint in columns.values() for purpose in footprint.held))
+    purposes = dict.fromkeys(purpose for footprint in (plain, *sharded) for purpose in footprint.held)
     rows = [["", *columns]]
     for purpose in purposes:
         rows.append([purpose, *(format_bytes(footprint.held.get(purpose, 0)) for footprint in columns.values())])
@@ -91,13 +92,13 @@ def _write_csv(path: Path, curve: Sequence[Point]) -> None:
 def _write_png(path: Path, curve: Sequence[Point], entropy: float) -> None:
     from matplotlib.figure import Figure  # slow to import, and not everybody has it
 
-    validated = {point.step: point.validation for point in curve if point.validation is not None}
+    validated = [(point.step, point.validation) for point in curve if point.validation is not None]
     figure = Figure(figsize=(7.2, 4.2), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     axes.plot([p.step for p in curve], [p.train for p in curve], color="#7aa6d6", linewidth=1, label="training")
-    axes.plot(list(validated), list(validated.values()), "o-", color="#c44e2b", markersize=4, label="validation")
+    axes.plot(*zip(*validated, strict=True), "o-", color="#c44e2b", markersize=4, clip_on=False, label="validation")
     axes.axhline(entropy, color="#555555", linestyle="--", linewidth=1, label=f"unigram entropy, {entropy:.2f}")
-    axes.set(xlabel="step", ylabel="loss, nats per byte", xlim=(0, curve[-1].step), title="Byte-level GPT")
+    axes.set(xlabel="step", ylabel="loss, nats per byte", xlim=(0, curve[-1].step), title="A byte-level GPT learns")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
