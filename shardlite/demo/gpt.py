@@ -1,4 +1,4 @@
-"""A GPT that reads bytes: pre-norm blocks, causal attention, one matrix for embedding and head.
+"""A GPT that reads bytes: pre-norm blocks, causal attention over rotated heads, one matrix for embedding and head.
 
 It is an ordinary PyTorch module and knows nothing of sharding.
 
@@ -29,9 +29,23 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[b t c] -> [b t c]."""
         q, k, v = rearrange(self.qkv(x), "b t (three h d) -> three b h t d", three=3, h=self.heads)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        attended = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
         mixed: Tensor = self.out(rearrange(attended, "b h t d -> b t (h d)"))
         return mixed
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Turn each pair of numbers of `x` [... t d] by an angle that grows with its place in the text.
+
+    A product of two rotated vectors depends on how far they are apart, not on where they are, so blocks need no other
+    sense of place (Su et al. 2021, "RoFormer"). Pair `i` is (i, i + d/2); its angle per place is 10000^(-2i/d).
+    """
+    t, d = x.shape[-2:]
+    speed = 10000.0 ** (torch.arange(0, d, 2, device=x.device) / -d)
+    angle = torch.outer(torch.arange(t, device=x.device), speed)
+    first, second = x.chunk(2, dim=-1)
+    turned = first * angle.cos() - second * angle.sin(), first * angle.sin() + second * angle.cos()
+    return torch.cat(turned, dim=-1)
 
 
 class Block(nn.Module):
@@ -60,7 +74,6 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(BYTE_VALUES, config.width)
-        self.position = nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, BYTE_VALUES, bias=False)
@@ -77,7 +90,7 @@ class GPT(nn.Module):
         """
         if x.shape[1] > self.config.context:
             raise ValueError(f"GPT got {x.shape[1]} bytes, but its context is {self.config.context}")
-        hidden = self.embedding(x) + self.position.weight[: x.shape[1]]
+        hidden = self.embedding(x)
         for block in self.blocks:
             hidden = block(hidden)
         logits: Tensor = self.head(self.norm(hidden))

@@ -11,7 +11,7 @@ class GPTConfig:
     """The shape of a GPT.
 
     Raises:
-        ValueError: a number is not positive, or the heads do not share the width evenly.
+        ValueError: a number is not positive, or the heads do not share the width in even parts.
     """
 
     layers: int = 6
@@ -30,8 +30,8 @@ class GPTConfig:
         for name, value in vars(self).items():
             if value < 1:
                 raise ValueError(f"GPT {name} must be at least 1, got {value}")
-        if self.width % self.heads:
-            raise ValueError(f"GPT heads must divide the width: {self.heads} heads, width {self.width}")
+        if self.width % (2 * self.heads):
+            raise ValueError(f"GPT width must be a multiple of twice the heads: width {self.width}, heads {self.heads}")
 
 
 SIZES = {
@@ -65,7 +65,7 @@ class Settings:
     accumulate: int = 1
     """Forwards and backwards per optimizer step."""
 
-    lr: float = 2e-3
+    lr: float = 1e-3
     """The highest learning rate, reached after a tenth of the steps; a cosine leads down to a tenth of it."""
 
     seed: int = 0

@@ -27,4 +27,6 @@ def assert_same_bits(got: Tensor, expected: Tensor) -> None:
         assert torch.equal(got, expected)
         return
     same = ((got == expected) & (got.signbit() == expected.signbit())) | (got.isnan() & expected.isnan())
-    assert same.all(), f"{int((~same).sum())} of {same.numel()} differ, first {got[~same][:3]} for {expected[~same][:3]}"
+    assert same.all(), (
+        f"{int((~same).sum())} of {same.numel()} differ, first {got[~same][:3]} for {expected[~same][:3]}"
+    )

@@ -27,7 +27,9 @@ def _floor_log2(x: Fraction) -> int:
 
 
 def assert_rounded(a, b, c):
-    exact = [Fraction(x) * Fraction(y) + Fraction(z) for x, y, z in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)]
+    exact = [
+        Fraction(x) * Fraction(y) + Fraction(z) for x, y, z in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)
+    ]
     expected = torch.tensor([nearest_even(e) for e in exact])
     torch.testing.assert_close(fma_reference(a, b, c), expected, rtol=0, atol=0)
 
