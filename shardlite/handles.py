@@ -100,6 +100,10 @@ class Handle:
         """
         self.call.promises.event()
         self.call.hold()
+        if torch.is_grad_enabled():
+            # `create_graph=True`: this node is recorded too, and what it saves must be handles again. No pop is due, for
+            # the engine restores its thread's state, of which the hooks are part, after every node.
+            push_hooks(self.call.promises)
         return self._of_buffer()
 
     def copy(self) -> Tensor:

@@ -78,7 +78,7 @@ def interpreted_fma_rounds_once():
     return out.item() == 2.0**-24
 
 
-@pytest.fixture()
+@pytest.fixture
 def fused():
     if not interpreted_fma_rounds_once():
         pytest.skip(f"the interpreter of Triton {triton.__version__} rounds a fused multiply-add twice")

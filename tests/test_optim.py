@@ -1,0 +1,496 @@
+"""`AdamW` against PyTorch's: bits on flat tensors, state that is exchanged, and independence of how a model is sharded."""
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardlite.optim import AdamW
+
+HYPER = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+NUMELS = [100, 32, 1, 0, 500, 33]
+
+
+@dataclass
+class Arena:
+    """Parameters in one padded buffer and their gradients in another, as `ShardLite` lays them out."""
+
+    flat: Tensor
+    flat_grad: Tensor
+    params: list[nn.Parameter]
+
+    def new_grads(self, seed: int) -> None:
+        """Fresh gradients in a fresh buffer, with zeros between them."""
+        self.flat_grad = torch.zeros_like(self.flat)
+        generator = torch.Generator().manual_seed(seed)
+        for param in self.params:
+            here = slice(param.storage_offset(), param.storage_offset() + param.numel())
+            self.flat_grad[here] = torch.randn(param.numel(), generator=generator)
+            param.grad = self.flat_grad[here].view(param.shape)
+
+
+def make_arena(numels=NUMELS, dtype=torch.float32) -> Arena:
+    torch.manual_seed(0)
+    offsets = [0]
+    for numel in numels:
+        offsets.append(offsets[-1] + -(-numel // 32) * 32)
+    flat, params = torch.zeros(-(-offsets[-1] // 1024) * 1024, dtype=dtype), []
+    for numel, offset in zip(numels, offsets, strict=False):
+        flat[offset : offset + numel].normal_()
+        params.append(nn.Parameter(flat[offset : offset + numel].view(numel, 1)))
+    arena = Arena(flat, flat, params)
+    arena.new_grads(seed=0)
+    return arena
+
+
+def fused_twin(arena):
+    """PyTorch's fused optimizer on the whole padded buffer as one parameter."""
+    twin = nn.Parameter(arena.flat.clone())
+    return twin, torch.optim.AdamW([twin], **HYPER, fused=True)
+
+
+def run(arena, optimizer, steps, twin=None, twin_optimizer=None):
+    for seed in range(steps):
+        arena.new_grads(seed)
+        optimizer.step()
+        if twin is not None:
+            twin.grad = arena.flat_grad.clone()
+            twin_optimizer.step()
+
+
+def plain_params():
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(shape)) for shape in [(5, 7), (33,), (), (0, 3), (4, 4, 4)]]
+
+
+def set_grads(params, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator)
+
+
+def assert_same(got, expected):
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The number of elements of each kernel call."""
+    import shardlite.optim
+
+    numels, kernel = [], shardlite.optim.adamw
+
+    def counting(param, *args, **kwargs):
+        numels.append(param.numel())
+        kernel(param, *args, **kwargs)
+
+    monkeypatch.setattr(shardlite.optim, "adamw", counting)
+    return numels
+
+
+# Bits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_an_arena_has_the_bits_of_torch_fused_on_the_flat_buffer(dtype):
+    arena = make_arena(dtype=dtype)
+    twin, twin_optimizer = fused_twin(arena)
+    run(arena, AdamW(arena.params, **HYPER), 5, twin, twin_optimizer)
+    assert_same(arena.flat, twin.data)
+
+
+def test_one_kernel_call_steps_a_whole_arena(launches):
+    arena = make_arena()
+    run(arena, AdamW(reversed(arena.params), **HYPER), 2)
+    assert launches == [sum(-(-numel // 32) * 32 for numel in NUMELS)] * 2
+
+
+def test_plain_parameters_have_the_bits_of_torch_fused():
+    ours, theirs = plain_params(), plain_params()
+    mine, torchs = AdamW(ours, **HYPER), torch.optim.AdamW(theirs, **HYPER, fused=True)
+    for seed in range(5):
+        for params, optimizer in ((ours, mine), (theirs, torchs)):
+            set_grads(params, seed)
+            optimizer.step()
+    assert_same(ours, theirs)
+
+
+def test_the_default_of_torch_is_close():
+    """Each of the 5 steps moves a weight by about `lr`, computed with a handful of roundings in both."""
+    ours, theirs = plain_params(), plain_params()
+    mine, torchs = AdamW(ours, **HYPER), torch.optim.AdamW(theirs, **HYPER)
+    for seed in range(5):
+        for params, optimizer in ((ours, mine), (theirs, torchs)):
+            set_grads(params, seed)
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs, rtol=5 * 2**-23, atol=5 * 10 * 2**-23 * HYPER["lr"])
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_bits_do_not_depend_on_how_the_buffer_is_cut(world_size):
+    whole = make_arena([2048])
+    run(whole, AdamW(whole.params, **HYPER), 3)
+    shards = []
+    for rank in range(world_size):
+        start, stop = rank * 2048 // world_size, (rank + 1) * 2048 // world_size
+        cuts = [start, start + 70, start + 70 + 32 * rank, stop]  # parameters end where the cut falls
+        full = make_arena([2048])
+        arena = make_arena([b - a for a, b in zip(cuts, cuts[1:], strict=False)])
+        optimizer = AdamW(arena.params, **HYPER)
+        for param, a, b in zip(arena.params, cuts, cuts[1:], strict=False):
+            param.data.copy_(full.flat[a:b].view(-1, 1))
+        for seed in range(3):
+            full.new_grads(seed)
+            arena.new_grads(seed)
+            for param, a, b in zip(arena.params, cuts, cuts[1:], strict=False):
+                param.grad.copy_(full.flat_grad[a:b].view(-1, 1))
+            optimizer.step()
+        shards += [param.data.flatten() for param in arena.params]
+    assert_same(torch.cat(shards), whole.flat)
+
+
+def test_padding_stays_zero():
+    arena = make_arena()
+    run(arena, AdamW(arena.params, **HYPER), 2)
+    owned = torch.zeros_like(arena.flat, dtype=torch.bool)
+    for param in arena.params:
+        owned[param.storage_offset() : param.storage_offset() + param.numel()] = True
+    assert not arena.flat[~owned].any()
+
+
+# What does not belong together
+
+
+def test_what_lies_behind_a_parameter_is_left_alone_if_it_is_not_zero():
+    flat, flat_grad = torch.ones(64), torch.ones(64)
+    param = nn.Parameter(flat[:10])
+    param.grad = flat_grad[:10]
+    AdamW([param], **HYPER).step()
+    assert not (flat[:10] == 1).any()
+    assert (flat[10:] == 1).all()
+
+
+def test_gradients_that_are_not_laid_out_alike_end_a_run(launches):
+    arena = make_arena([64, 64, 64])
+    twin, twin_optimizer = fused_twin(arena)
+    arena.params[1].grad = arena.params[1].grad.clone()
+    twin.grad = arena.flat_grad.clone()
+    AdamW(arena.params, **HYPER).step()
+    twin_optimizer.step()
+    assert launches == [64, 64, 64]
+    assert_same(arena.flat, twin.data)
+
+
+def test_gradients_that_lie_side_by_side_in_two_storages_are_two_runs(launches):
+    arena = make_arena([64, 64])
+    memory = torch.randn(128)
+    halves = [torch.frombuffer(memory.numpy(), dtype=torch.float32, count=64, offset=offset) for offset in (0, 256)]
+    assert halves[1].data_ptr() - halves[0].data_ptr() == 256
+    for param, half in zip(arena.params, halves, strict=True):
+        param.grad = half.view(64, 1)
+    AdamW(arena.params, **HYPER).step()
+    assert launches == [64, 64]
+
+
+def test_groups_have_their_own_hyper_parameters(launches):
+    arena = make_arena([64, 64, 64])
+    before = arena.flat.clone()
+    groups = [{"params": arena.params[::2], "weight_decay": 0.5}, {"params": arena.params[1:2], "lr": 0.0}]
+    AdamW(groups, lr=0.1, weight_decay=0.0).step()
+    assert launches == [64, 64, 64]
+    # The first step moves a weight by lr, after a decay by lr * weight_decay.
+    sign = arena.flat_grad.sign()
+    expected = before * torch.tensor([0.95, 1.0, 0.95]).repeat_interleave(64)
+    expected -= 0.1 * sign * torch.tensor([1.0, 0.0, 1.0]).repeat_interleave(64)
+    torch.testing.assert_close(
+        arena.flat[:192], expected[:192] if expected.numel() > 192 else expected, rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("unused", [0, 1, 2])
+def test_a_parameter_without_a_gradient_is_left_alone_and_keeps_its_step_count(unused):
+    arena = make_arena([64, 33, 64])
+    twins = [nn.Parameter(p.detach().clone().flatten()) for p in arena.params]
+    optimizer, twin_optimizer = AdamW(arena.params, **HYPER), torch.optim.AdamW(twins, **HYPER)
+    for seed in range(4):
+        arena.new_grads(seed)
+        if seed in (0, 2):
+            arena.params[unused].grad = None
+        for param, twin in zip(arena.params, twins, strict=True):
+            twin.grad = None if param.grad is None else param.grad.clone().flatten()
+        optimizer.step()
+        twin_optimizer.step()
+        assert (arena.params[unused] in optimizer.state) == (seed > 0)
+    counts = [optimizer.state[param]["step"].item() for param in arena.params]
+    assert counts == [2 if index == unused else 4 for index in range(3)]
+    got = torch.cat([param.data.flatten() for param in arena.params])
+    torch.testing.assert_close(got, torch.cat([t.data for t in twins]), rtol=1e-6, atol=1e-6)
+
+
+def test_no_gradient_at_all_is_no_step():
+    arena = make_arena()
+    before = arena.flat.clone()
+    optimizer = AdamW(arena.params, **HYPER)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert_same(arena.flat, before)
+    assert len(optimizer.state) == 0
+
+
+# The ways of torch.optim
+
+
+def test_versions_tell_that_a_parameter_was_stepped():
+    arena = make_arena()
+    arena.params[1].grad = None
+    before = [param._version for param in arena.params]
+    AdamW(arena.params, **HYPER).step()
+    grown = [param._version - version for param, version in zip(arena.params, before, strict=True)]
+    assert grown == [0 if index == 1 else 1 for index in range(len(NUMELS))]
+
+
+def test_backward_through_a_stepped_weight_is_pytorchs_error():
+    weight = nn.Parameter(torch.ones(3))
+    loss = (weight * weight).sum()
+    weight.grad = torch.ones(3)
+    AdamW([weight]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_schedulers_and_tensor_lr(as_tensor):
+    arena = make_arena()
+    twin = nn.Parameter(arena.flat.clone())
+    hyper = HYPER | {"lr": torch.tensor(1e-2) if as_tensor else 1e-2}
+    pairs = []
+    for make, params, extra in ((AdamW, arena.params, {}), (torch.optim.AdamW, [twin], {"fused": True})):
+        optimizer = make(params, **copy.deepcopy(hyper), **extra)
+        pairs.append((optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)))
+    for seed in range(4):
+        arena.new_grads(seed)
+        twin.grad = arena.flat_grad.clone()
+        for optimizer, scheduler in pairs:
+            optimizer.step()
+            scheduler.step()
+    assert_same(arena.flat, twin.data)
+
+
+def test_closure_runs_with_gradients_enabled():
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = AdamW([weight], lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (weight**2).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 3.0
+    assert (weight < 1).all()
+
+
+# State
+
+
+def continue_and_compare(arena, optimizer, twin_arena, twin_optimizer):
+    for seed in (10, 11):
+        for a, o in ((arena, optimizer), (twin_arena, twin_optimizer)):
+            a.new_grads(seed)
+            o.step()
+    assert_same(arena.flat, twin_arena.flat)
+
+
+def trained(steps=3):
+    arena = make_arena([64, 32, 96])
+    optimizer = AdamW(arena.params, **HYPER)
+    run(arena, optimizer, steps)
+    return arena, optimizer
+
+
+def copy_of(arena):
+    twin = make_arena([64, 32, 96])
+    twin.flat.copy_(arena.flat)
+    return twin
+
+
+def test_state_lies_in_one_buffer_at_the_offsets_of_the_parameters():
+    arena, optimizer = trained()
+    for name in ("exp_avg", "exp_avg_sq"):
+        views = [optimizer.state[param][name] for param in arena.params]
+        assert len({view.untyped_storage().data_ptr() for view in views}) == 1
+        assert [view.storage_offset() for view in views] == [param.storage_offset() for param in arena.params]
+        assert [view.shape for view in views] == [param.shape for param in arena.params]
+    step = optimizer.state[arena.params[0]]["step"]
+    assert (step.shape, step.dtype, step.item()) == ((), torch.float32, 3.0)
+
+
+def test_state_dict_round_trip_copies_into_the_arenas():
+    arena, optimizer = trained()
+    twin = copy_of(arena)
+    twin_optimizer = AdamW(twin.params, lr=1.0)
+    twin_optimizer.load_state_dict(optimizer.state_dict())
+    assert twin_optimizer.param_groups[0]["lr"] == HYPER["lr"]
+    mine, theirs = (o.state[a.params[0]]["exp_avg"] for a, o in ((arena, optimizer), (twin, twin_optimizer)))
+    assert mine.data_ptr() != theirs.data_ptr()
+    continue_and_compare(arena, optimizer, twin, twin_optimizer)
+
+
+def test_loading_keeps_the_arenas_that_are_there():
+    arena, optimizer = trained()
+    saved = copy.deepcopy(optimizer.state_dict())
+    before = {name: value.data_ptr() for name, value in optimizer.state[arena.params[1]].items()}
+    weights = arena.flat.clone()
+    run(arena, optimizer, 2)
+    first = arena.flat.clone()
+    arena.flat.copy_(weights)
+    optimizer.load_state_dict(saved)
+    assert {name: value.data_ptr() for name, value in optimizer.state[arena.params[1]].items()} == before
+    run(arena, optimizer, 2)
+    assert_same(arena.flat, first)
+
+
+def test_torch_continues_our_state():
+    arena, optimizer = trained()
+    twin = copy_of(arena)
+    twin_optimizer = torch.optim.AdamW(twin.params)
+    twin_optimizer.load_state_dict(optimizer.state_dict())
+    for group in twin_optimizer.param_groups:
+        group["fused"] = True
+    continue_and_compare(arena, optimizer, twin, twin_optimizer)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_we_continue_the_state_of_torch(fused):
+    twin = make_arena([64, 32, 96])
+    twin_optimizer = torch.optim.AdamW(twin.params, **HYPER, fused=fused)
+    run(twin, twin_optimizer, 3)
+    arena = copy_of(twin)
+    optimizer = AdamW(arena.params)
+    optimizer.load_state_dict(twin_optimizer.state_dict())
+    assert set(optimizer.param_groups[0]) == {"params", *HYPER}
+    for group in twin_optimizer.param_groups:
+        group["fused"] = True
+    continue_and_compare(arena, optimizer, twin, twin_optimizer)
+
+
+def test_a_cleared_state_starts_anew():
+    arena, optimizer = trained()
+    optimizer.state.clear()
+    twin = copy_of(arena)
+    continue_and_compare(arena, optimizer, twin, AdamW(twin.params, **HYPER))
+
+
+def test_parameters_that_moved_take_their_state_along():
+    arena, optimizer = trained()
+    twin, old = copy_of(arena), arena.flat
+    arena.flat = old.clone()
+    for param in arena.params:
+        param.data = arena.flat.as_strided(param.shape, param.stride(), param.storage_offset())
+    twin_optimizer = AdamW(twin.params)
+    twin_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    old.fill_(float("nan"))
+    continue_and_compare(arena, optimizer, twin, twin_optimizer)
+
+
+def test_a_deep_copy_trains_its_own_parameters():
+    params = plain_params()
+    set_grads(params, 0)
+    optimizer = AdamW(params, **HYPER)
+    optimizer.step()
+    twin = copy.deepcopy(optimizer)
+    twin_params = twin.param_groups[0]["params"]
+    for seed in (1, 2):
+        for ps, o in ((params, optimizer), (twin_params, twin)):
+            set_grads(ps, seed)
+            o.step()
+    assert params[0] is not twin_params[0]
+    assert_same(params, twin_params)
+
+
+def test_a_group_can_be_added_later():
+    arena, optimizer = trained()
+    extra = nn.Parameter(torch.ones(5))
+    optimizer.add_param_group({"params": [extra], "lr": 0.1})
+    extra.grad = torch.ones(5)
+    run(arena, optimizer, 1)
+    assert optimizer.state[arena.params[0]]["step"].item() == 4.0
+    assert optimizer.state[extra]["step"].item() == 1.0
+    torch.testing.assert_close(extra.data, torch.full((5,), 1 - 0.1 * 0.1 - 0.1))
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("hyper", "message"),
+    [
+        ({"lr": -1.0}, "lr must be at least 0, got -1.0"),
+        ({"lr": torch.ones(2)}, "lr must have one element"),
+        ({"eps": float("nan")}, "eps must be at least 0, got nan"),
+        ({"weight_decay": -0.1}, "weight_decay must be at least 0"),
+        ({"betas": (0.9, 1.0)}, r"betas must be two numbers from 0 to below 1, got \(0.9, 1.0\)"),
+        ({"betas": (0.9,)}, "betas must be two numbers"),
+    ],
+)
+def test_bad_hyper_parameters(hyper, message):
+    with pytest.raises(ValueError, match=message):
+        AdamW([nn.Parameter(torch.ones(1))], **hyper)
+
+
+@pytest.mark.parametrize("bad", [torch.ones(3, 4).t(), torch.ones(3, dtype=torch.complex64)])
+def test_bad_parameters(bad):
+    good, bad = nn.Parameter(torch.ones(1)), nn.Parameter(bad)
+    with pytest.raises(ValueError, match="parameter 1 of the group must be contiguous"):
+        AdamW([good, bad])
+    optimizer = AdamW([good])
+    with pytest.raises(ValueError, match="parameter named of the group"):
+        AdamW([("named", bad)])
+    with pytest.raises(ValueError, match="must be contiguous"):
+        optimizer.add_param_group({"params": [bad]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_parameters_that_share_memory():
+    flat = torch.zeros(64)
+    optimizer = AdamW([nn.Parameter(flat), nn.Parameter(flat[32:])])
+    with pytest.raises(ValueError, match=r"shapes \(64,\) and \(32,\) share memory"):
+        optimizer.step()
+
+
+def test_a_sparse_gradient_is_refused_before_anything_is_updated():
+    arena, sparse = make_arena(), nn.Parameter(torch.ones(4, 4))
+    before = arena.flat.clone()
+    sparse.grad = torch.eye(4).to_sparse()
+    with pytest.raises(ValueError, match="gradients must be dense"):
+        AdamW([*arena.params, sparse]).step()
+    assert_same(arena.flat, before)
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
+def test_a_state_that_we_would_continue_otherwise_is_refused(option):
+    params = plain_params()
+    set_grads(params, 0)
+    other = torch.optim.AdamW(params, **{option: True})
+    other.step()
+    optimizer = AdamW(params, lr=0.5)
+    with pytest.raises(ValueError, match=f"{option}=True"):
+        optimizer.load_state_dict(other.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_a_state_of_another_optimizer_or_shape_is_refused():
+    params = plain_params()
+    set_grads(params, 0)
+    sgd = torch.optim.SGD(params, momentum=0.9)
+    sgd.step()
+    optimizer = AdamW(params)
+    with pytest.raises(ValueError, match="must be step, exp_avg, exp_avg_sq, got momentum_buffer"):
+        optimizer.load_state_dict(sgd.state_dict())
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["exp_avg"] = torch.ones(1)
+    with pytest.raises(ValueError, match=r"exp_avg has shape \(1,\), its parameter \(5, 7\)"):
+        optimizer.load_state_dict(saved)
