@@ -21,7 +21,8 @@ def carve(layouts: Sequence[Layout], *, sharded: bool, device: torch.device) -> 
         members = [i for i, layout in enumerate(layouts) if (layout.dtype, layout.trainable) == kind]
         lengths = [layouts[i].shard_numel if sharded else layouts[i].full_numel for i in members]
         arena = torch.zeros(round_up(sum(lengths), ARENA_ALIGN), dtype=kind[0], device=device)
-        used = arena[: sum(lengths)]
-        for i, part in zip(members, used.split(lengths), strict=True):
-            parts[i] = part
+        start = 0
+        for i, length in zip(members, lengths, strict=True):
+            parts[i] = arena[start : start + length]
+            start += length
     return [part for part in parts if part is not None]

@@ -33,8 +33,8 @@ class Backward:
         self._task: int | None = None
         self._sync = True
         self._got_gradients = False
+        self._recorded: set[Unit] = set()
         self._hidden: dict[Unit, int] = {}
-        self._recomputed: dict[Unit, int] = {}
 
     def event(self) -> None:
         """Open the backward if this is its first event. To be called at every event, inside a backward."""
@@ -51,16 +51,19 @@ class Backward:
         self.event()
         self._got_gradients = True
         bucket = self._reducer.add(unit, flat, slot, grad)
-        if self._sync and bucket.complete and not self._more_expected(unit):
+        if self._sync and bucket.complete(self._rounds(unit)):
             self._reducer.complete(unit)
 
-    def hidden_forward(self, unit: Unit) -> None:
-        """Note a forward of which autograd sees nothing: reentrant checkpointing will run it again in the backward."""
-        self._hidden[unit] = self._hidden.get(unit, 0) + 1
+    def forward(self, unit: Unit, *, recorded: bool) -> None:
+        """Note a forward of a unit, from which gradients are to be expected.
 
-    def recomputed(self, unit: Unit) -> None:
-        """Note that a unit's forward runs again, inside the backward."""
-        self._recomputed[unit] = self._recomputed.get(unit, 0) + 1
+        One that autograd has not recorded is run again in the backward by reentrant checkpointing, and that brings
+        gradients of its own.
+        """
+        if recorded:
+            self._recorded.add(unit)
+        else:
+            self._hidden[unit] = self._hidden.get(unit, 0) + 1
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -81,9 +84,12 @@ class Backward:
             self._reducer.abandon()
             self._end()
 
-    def _more_expected(self, unit: Unit) -> bool:
-        """Whether hidden forwards are still to be recomputed, each with gradients of its own."""
-        return self._recomputed.get(unit, 0) < self._hidden.get(unit, 0)
+    def _rounds(self, unit: Unit) -> int:
+        """Return how often each parameter's gradient comes: once for all recorded forwards, once for each hidden one.
+
+        Where that is too many (a forward whose loss was never used), the unit is reduced at the end of the backward.
+        """
+        return max(1, (unit in self._recorded) + self._hidden.get(unit, 0))
 
     def _close(self) -> None:
         """End the outermost backward. Without any gradient (`torch.autograd.grad`) there is nothing to reduce."""
@@ -97,8 +103,8 @@ class Backward:
 
     def _end(self) -> None:
         self._task, self._got_gradients = None, False
+        self._recorded.clear()
         self._hidden.clear()
-        self._recomputed.clear()
         if self._promises is not None:
             self._promises.end_backward()
         if self._gatherer is not None:

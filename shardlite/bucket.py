@@ -26,8 +26,8 @@ class Bucket:
     used: set[tuple[int, int]] = field(default_factory=set)
     """(flat, slot) of the gradients that the bucket holds."""
 
-    arrived: set[tuple[int, int]] = field(default_factory=set)
-    """Those of the backward that is running; fewer than `used` after accumulation."""
+    arrivals: int = 0
+    """How many gradients came in the backward that is running; a reentrant backward brings several per parameter."""
 
     def move(self, to: Gradients) -> None:
         """Change the phase.
@@ -38,10 +38,9 @@ class Bucket:
         check_move(self.unit.name, self.phase, to)
         self.phase = to
 
-    @property
-    def complete(self) -> bool:
-        """Whether every parameter has got its gradient in the backward that is running."""
-        return len(self.arrived) == sum(len(flat.params) for flat in self.unit.trainable)
+    def complete(self, rounds: int) -> bool:
+        """Whether every parameter has got `rounds` gradients in the backward that is running."""
+        return self.arrivals == rounds * sum(len(flat.params) for flat in self.unit.trainable)
 
     def add(self, flat: int, slot: int, grad: Tensor) -> None:
         """Put a gradient in its place, or on top of what is there already."""
@@ -53,7 +52,7 @@ class Bucket:
         else:
             target.copy_(dense)
         self.used.add((flat, slot))
-        self.arrived.add((flat, slot))
+        self.arrivals += 1
 
     def zero_the_rest(self) -> None:
         """Zero the padding and the places of gradients that did not come: the memory comes as the last user left it."""

@@ -28,8 +28,8 @@ _instances = count()
 def agree(group: dist.ProcessGroup | None, facts: Sequence[str], problem: Exception | None) -> int:
     """Compare what each rank is about to wrap, and return a number for the model that all ranks share.
 
-    A control message, not tensors: it goes by `torch.distributed`. A rank with a `problem` of its own takes part, so that
-    no other rank waits for it in vain.
+    A control message, not tensors: it goes by `torch.distributed`. A rank with a `problem` of its own takes part, so
+    that no other rank waits for it in vain.
 
     Raises:
         LayoutError: on every rank, if any rank has a problem or differs from rank 0.

@@ -46,7 +46,8 @@ def total_norm(flats: Sequence[Flat], transport: Transport, norm_type: float, op
             partials[rank] = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if sharded:
         all_gather(partials, transport, operation=operation)
-    return torch.linalg.vector_norm(partials, norm_type)
+    total: Tensor = torch.linalg.vector_norm(partials, norm_type)
+    return total
 
 
 def _pieces(flat: Flat, rank: int) -> Iterator[Tensor]:

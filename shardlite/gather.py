@@ -19,30 +19,25 @@ from torch import Tensor
 from shardlite.config import poison_released_buffers
 from shardlite.errors import EscapedViewWarning
 from shardlite.lane import Lane
-from shardlite.ledger import Ledger
 from shardlite.order import Order
 from shardlite.phase import Weights
 from shardlite.ring import Operation, all_gather
-from shardlite.trace import Trace
-from shardlite.transport import Transport
-from shardlite.unit import Buffer, Unit, storage_key
+from shardlite.unit import Buffer, Model, Unit, storage_key
 
 
 class Gatherer:
     """Gathers the units of one wrapped model, and knows which buffer belongs to which unit."""
 
-    def __init__(
-        self, units: Sequence[Unit], transport: Transport, *, prefetch: int, instance: int, trace: Trace, ledger: Ledger
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], model: Model, *, prefetch: int) -> None:
         self.order = Order()
         self.lane = Lane("gather")
         self._units = units
-        self._transport = transport
+        self._label = f"of model {model.instance}"
+        self._transport = model.transport
+        self._trace = model.trace
+        self._ledger = model.ledger
         self._prefetch = prefetch
         self._capacity = 1 + prefetch
-        self._instance = instance
-        self._trace = trace
-        self._ledger = ledger
         self._poison = poison_released_buffers()
         self._owners: dict[int, Unit] = {}  # by storage key
         self._idle: dict[Unit, None] = {}  # least recently used first
@@ -114,7 +109,7 @@ class Gatherer:
         for flat, full in zip(unit.flats, parts, strict=True):
             full[slice(*flat.layout.shard_range(self._transport.rank))].copy_(flat.local)
         unit.gathers += 1
-        label = f"all-gather of unit {unit.name!r} of model {self._instance}"
+        label = f"all-gather of unit {unit.name!r} {self._label}"
         jobs = deque((full, Operation(f"{label}, part {i}", unit.gathers)) for i, full in enumerate(parts))
 
         def go_round() -> None:

@@ -66,8 +66,9 @@ def _find(optimizer: Optimizer) -> Iterable[Any]:
         unsharded = model.names_of_unsharded()
         for wrong in held & unsharded.keys():
             raise LayoutError(
-                f"{type(optimizer).__name__} holds the unsharded parameter {unsharded[wrong]!r}, which gets no gradient: "
-                "it was built before the model was wrapped. Build it from `model.parameters()` of the ShardLite model"
+                f"{type(optimizer).__name__} holds the unsharded parameter {unsharded[wrong]!r}, which gets no "
+                "gradient: it was built before the model was wrapped. Build it from `model.parameters()` of the "
+                "ShardLite model"
             )
         if held & model.shard_ids():
             yield model

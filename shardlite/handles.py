@@ -1,15 +1,15 @@
 """Handles: what the autograd graph holds in place of a gathered weight.
 
-A view of a full buffer must not be saved for backward, for the buffer will be another unit's by then. Saved-tensor hooks
-replace it by a `Handle`, a promise that the same view can be had again. The handles of one forward call of a unit belong
-to a `Call`:
+A view of a full buffer must not be saved for backward, for the buffer will be another unit's by then. Saved-tensor
+hooks replace it by a `Handle`, a promise that the same view can be had again. The handles of one forward call of a unit
+belong to a `Call`:
 
     forward   pack: view -> Handle(call, size, stride, offset)
     backward  unpack: Handle -> the call holds its unit (which gathers it, if need be) -> view
               autograd drops the handle with its node; with the last handle the call lets its unit go
 
-So a unit is released when the last weight was used, which is neither when its gradients are complete (with frozen weights
-they are complete too early) nor when its backward ran once (it may have been called twice).
+So a unit is released when the last weight was used, which is neither when its gradients are complete (with frozen
+weights they are complete too early) nor when its backward ran once (it may have been called twice).
 """
 
 from collections.abc import Callable
@@ -101,7 +101,7 @@ class Handle:
         self.call.promises.event()
         self.call.hold()
         if torch.is_grad_enabled():
-            # `create_graph=True`: this node is recorded too, and what it saves must be handles again. No pop is due, for
+            # `create_graph=True`: this node is recorded too, and what it saves must be handles again. No pop is due:
             # the engine restores its thread's state, of which the hooks are part, after every node.
             push_hooks(self.call.promises)
         return self._of_buffer()
@@ -128,7 +128,8 @@ class Handle:
 class Kept:
     """Any other saved tensor, with the version that it must still have in backward.
 
-    Hooks switch PyTorch's own check off. The tensor is detached: packing the tensor itself would tie the graph to itself.
+    Hooks switch PyTorch's own check off. The tensor is detached: packing the tensor itself would tie the graph to
+    itself, and it would never be freed.
     """
 
     tensor: Tensor
@@ -169,8 +170,8 @@ class Promises:
     def expect_backward(self, call: Call) -> None:
         """Keep a unit that was recomputed inside a backward until the nodes that asked for it have run.
 
-        Those are the nodes of this call or, if the recomputed graph is thrown away (non-reentrant checkpointing), those of
-        the last earlier call: last forward, first backward.
+        Those are the nodes of this call or, if the recomputed graph is thrown away (non-reentrant checkpointing), those
+        of the last earlier call: last forward, first backward.
         """
         if call.handles:
             call.hold()

@@ -5,7 +5,7 @@ other than `forward`, or a module recomputed by activation checkpointing finds i
 hooks innermost even where a user's own (`save_on_cpu`, a checkpoint) were entered after ours.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,12 +41,12 @@ class _Frame:
 
 
 class ModuleHooks:
-    """The hooks of one wrapped model whose parameters are sharded."""
+    """The hooks of one wrapped model; without a gatherer the weights are always there, and autograd may save them."""
 
-    def __init__(self, gatherer: Gatherer, promises: Promises, backward: Backward) -> None:
+    def __init__(self, backward: Backward, gatherer: Gatherer | None, promises: Promises | None) -> None:
+        self._backward = backward
         self._gatherer = gatherer
         self._promises = promises
-        self._backward = backward
         self._needs: Mapping[nn.Module, Sequence[Unit]] = {}
         self._sites: Mapping[Unit, Sequence[Site]] = {}
         self._frames: list[_Frame] = []
@@ -66,14 +66,10 @@ class ModuleHooks:
         """
         self._needs, self._sites = needs, sites
         for module in needs:
-            enter, leave = self._enter, self._leave
-            if module in roots:
-                enter, leave = torch.compiler.disable(enter), torch.compiler.disable(leave)
-            else:
-                enter, leave = _unless_compiling(enter), _unless_compiling(leave)
-            module.register_forward_pre_hook(enter, prepend=True)
+            around = _breaking_graphs if module in roots else _unless_compiling
+            module.register_forward_pre_hook(around(self._enter), prepend=True)
             # `always_call`: an early-stopped recomputation leaves its modules by an exception.
-            module.register_forward_hook(leave, always_call=True)
+            module.register_forward_hook(around(self._leave), always_call=True)
 
     def reset(self) -> None:
         """Forget frames that were left by something stronger than an exception (an interrupt)."""
@@ -88,7 +84,7 @@ class ModuleHooks:
         for unit in self._needs[module]:
             self._enter_unit(unit)
             frame.entered.append(unit)
-        frame.pushed = push_hooks(self._promises)
+        frame.pushed = self._promises is not None and push_hooks(self._promises)
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
         if not self._frames or self._frames[-1].module is not module:
@@ -101,9 +97,10 @@ class ModuleHooks:
 
     def _begin_pass(self, module: nn.Module) -> None:
         self._backward.repair()
-        self._gatherer.settle()
         self._evaluating = not torch.is_grad_enabled()
-        self._gatherer.order.begin(("forward", module.training, self._evaluating))
+        if self._gatherer is not None:
+            self._gatherer.settle()
+            self._gatherer.order.begin(("forward", module.training, self._evaluating))
 
     def _enter_unit(self, unit: Unit) -> None:
         depth = self._depth.get(unit, 0)
@@ -111,16 +108,23 @@ class ModuleHooks:
             self._check_sites(unit)
             if in_backward():
                 self._backward.event()
-                self._backward.recomputed(unit)
-            elif not torch.is_grad_enabled() and not self._evaluating:
-                self._backward.hidden_forward(unit)
-            self._gatherer.hold(unit)
-            self._promises.current[unit] = Call(unit, self._promises)
+            elif not self._evaluating:
+                self._backward.forward(unit, recorded=torch.is_grad_enabled())
+            self._hold(unit)
         self._depth[unit] = depth + 1
 
     def _leave_unit(self, unit: Unit) -> None:
         self._depth[unit] -= 1
         if self._depth[unit] == 0:
+            self._let_go(unit)
+
+    def _hold(self, unit: Unit) -> None:
+        if self._gatherer is not None and self._promises is not None:
+            self._gatherer.hold(unit)
+            self._promises.current[unit] = Call(unit, self._promises)
+
+    def _let_go(self, unit: Unit) -> None:
+        if self._gatherer is not None and self._promises is not None:
             call = self._promises.current.pop(unit)
             if in_backward():
                 self._promises.expect_backward(call)
@@ -142,7 +146,15 @@ class ModuleHooks:
                 )
 
 
-def _unless_compiling(hook: Any) -> Any:
+_Hook = Callable[..., None]
+
+
+def _breaking_graphs(hook: _Hook) -> _Hook:
+    disabled: _Hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+def _unless_compiling(hook: _Hook) -> _Hook:
     def eager(module: nn.Module, *arguments: Any) -> None:
         if not torch.compiler.is_compiling():
             hook(module, *arguments)

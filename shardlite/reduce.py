@@ -19,12 +19,9 @@ from shardlite.bucket import Bucket
 from shardlite.errors import PhaseError
 from shardlite.lane import Flight, Lane
 from shardlite.layout import Layout
-from shardlite.ledger import Ledger
 from shardlite.phase import Gradients
 from shardlite.ring import Operation, all_reduce, broadcast, reduce_scatter, staging_numel
-from shardlite.trace import Trace
-from shardlite.transport import Transport
-from shardlite.unit import Unit
+from shardlite.unit import Model, Unit
 
 PATIENCE = 1.0
 """Seconds that a backward waits for an earlier reduction before it takes another bucket.
@@ -62,16 +59,14 @@ class _Reduction:
 class Reducer:
     """Reduces the gradients of one wrapped model; `sharded` tells whether a rank keeps its shard of them or all."""
 
-    def __init__(
-        self, units: Sequence[Unit], transport: Transport, *, sharded: bool, instance: int, trace: Trace, ledger: Ledger
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], model: Model, *, sharded: bool) -> None:
         self.lane = Lane("reduce")
         self.buckets = {unit: Bucket(unit) for unit in units if unit.trainable}
-        self._transport = transport
+        self._label = f"of model {model.instance}"
+        self._transport = model.transport
+        self._trace = model.trace
+        self._ledger = model.ledger
         self._sharded = sharded
-        self._label = f"of model {instance}"
-        self._trace = trace
-        self._ledger = ledger
         self._staging = self._make_staging()
         self._order = list(reversed(self.buckets))  # a guess, until the first backward has shown how gradients come
         self._observed: list[Unit] | None = []
@@ -127,7 +122,7 @@ class Reducer:
     def start_over(self) -> None:
         """Be ready for the next backward."""
         for bucket in self.buckets.values():
-            bucket.arrived.clear()
+            bucket.arrivals = 0
         self._ready.clear()
         self._started.clear()
         self._spare.clear()

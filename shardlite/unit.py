@@ -15,10 +15,25 @@ from torch import Tensor, nn
 
 from shardlite.lane import Flight
 from shardlite.layout import Layout, Slot, round_up
+from shardlite.ledger import Ledger
 from shardlite.phase import Weights, check_move
+from shardlite.trace import Trace
+from shardlite.transport import Transport
 
 _PART_ALIGN = 128
 """Bytes: where the parts of different dtypes start in a buffer, so that every access can be a wide one."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What all units of one wrapped model share."""
+
+    instance: int
+    """A number that tells wrapped models apart, the same on every rank."""
+
+    transport: Transport
+    trace: Trace
+    ledger: Ledger
 
 
 class Buffer:

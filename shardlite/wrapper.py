@@ -25,7 +25,7 @@ from shardlite.reduce import Reducer
 from shardlite.ring import Operation, all_reduce
 from shardlite.trace import Trace
 from shardlite.transport import GroupTransport
-from shardlite.unit import Unit
+from shardlite.unit import Model, Unit
 
 STAGES = (0, 3)
 """0: plain data parallel, nothing is sharded. 3: parameters, gradients and optimizer state are."""
@@ -47,7 +47,8 @@ class ShardLite(nn.Module):
         timeout: how long a rank waits for another one, at any point.
 
     Raises:
-        LayoutError: there is no process group, nothing to train, a wrapped model inside, or another model on another rank.
+        LayoutError: there is no process group, nothing to train, a wrapped model inside, or another model on another
+            rank.
         CommError: a peer failed or is late.
     """
 
@@ -69,6 +70,7 @@ class ShardLite(nn.Module):
         self._group = group
         self._transport = GroupTransport(group, timeout)
         self._collectives = count()
+        self._reading = False
         parts = self._agree(module, units, prefetch)
         self.module = module
         self._build(parts)
@@ -79,8 +81,7 @@ class ShardLite(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        if self._hooks is not None:
-            self._hooks.reset()
+        self._hooks.reset()
         self._backward.repair()
         return self.module(*args, **kwargs)
 
@@ -186,8 +187,9 @@ class ShardLite(nn.Module):
         return {name: full[value] if value in full else value.clone() for name, value in self._entries().items()}
 
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor] | None) -> None:
-        """Take over rank 0's `state_dict`, as `full_state_dict` or an unsharded model gives it; other ranks' is ignored.
+        """Take over rank 0's `state_dict`, as `full_state_dict` or an unsharded model gives it.
 
+        What other ranks pass is ignored.
         To be called by every rank. The optimizer state stays as it is.
 
         Raises:
@@ -216,7 +218,7 @@ class ShardLite(nn.Module):
 
     def _apply(self, *_: Any, **__: Any) -> Any:
         raise LayoutError(
-            "a wrapped model cannot be moved or converted: call .to(), .half() and the like on the module before wrapping"
+            "a wrapped model cannot be moved or converted: call .to(), .half() and the like before wrapping"
         )
 
     # ---- what the guard of optimizers asks ----------------------------------------------------------------------
@@ -238,7 +240,7 @@ class ShardLite(nn.Module):
             )
 
     def after_step(self) -> None:
-        """Let autograd see that weights have changed which it knows by other names (views of the arena, at stage 0)."""
+        """Let autograd see that weights have changed which it knows by other names (views of the arena)."""
         self.trace.emit("step")
         if self.stage == 0:
             torch.autograd.graph.increment_version(list(self._shards))
@@ -271,23 +273,19 @@ class ShardLite(nn.Module):
 
     def _connect(self, parts: list[Part], prefetch: int) -> None:
         """Let hooks drive the units."""
-        services = {"instance": self._instance, "trace": self.trace, "ledger": self.ledger}
-        self._reducer = Reducer(self._units, self._transport, sharded=self.stage == 3, **services)
-        self._gatherer: Gatherer | None = None
-        self._promises: Promises | None = None
-        self._hooks: ModuleHooks | None = None
-        if self.stage == 3:
-            self._gatherer = Gatherer(self._units, self._transport, prefetch=prefetch, **services)
-            self._promises = Promises(self._gatherer, self._units)
+        model = Model(self._instance, self._transport, self.trace, self.ledger)
+        self._reducer = Reducer(self._units, model, sharded=self.stage == 3)
+        self._gatherer = Gatherer(self._units, model, prefetch=prefetch) if self.stage == 3 else None
+        self._promises = Promises(self._gatherer, self._units) if self._gatherer is not None else None
         self._backward = Backward(self._reducer, self._gatherer, self._promises)
-        if self._gatherer is not None and self._promises is not None:
+        self._hooks = ModuleHooks(self._backward, self._gatherer, self._promises)
+        self._hooks.install(
+            build.needs(self.module, parts, self._units),
+            build.sites(self.module, self._units),
+            [part.module for part in parts],
+        )
+        if self._promises is not None:
             self._promises.event = self._backward.event
-            self._hooks = ModuleHooks(self._gatherer, self._promises, self._backward)
-            self._hooks.install(
-                build.needs(self.module, parts, self._units),
-                build.sites(self.module, self._units),
-                [part.module for part in parts],
-            )
             self._guard_state_dict()
         self._catch_gradients()
         for lane in [self._reducer.lane, *([self._gatherer.lane] if self._gatherer else [])]:
@@ -298,11 +296,11 @@ class ShardLite(nn.Module):
             for i, flat in enumerate(unit.trainable):
                 for j, param in enumerate(flat.params):
                     param.grad = None
-                    param.register_post_accumulate_grad_hook(partial(self._backward.gradient, unit, i, j))
+                    arrived = partial(self._backward.gradient, unit, i, j)
+                    param.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
 
     def _guard_state_dict(self) -> None:
         """Let `state_dict()` of the module itself raise: it would write placeholders into a file."""
-        self._reading = False
         me = weakref.ref(self)
 
         def refuse(*_: Any) -> None:
@@ -311,7 +309,7 @@ class ShardLite(nn.Module):
                 raise LayoutError("the module's parameters are sharded: use full_state_dict() of the ShardLite model")
 
         for each in self.module.modules():
-            each.register_state_dict_pre_hook(refuse)
+            each.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
 
     # ---- names --------------------------------------------------------------------------------------------------
 

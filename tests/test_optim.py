@@ -1,7 +1,8 @@
-"""`AdamW` against PyTorch's: bits on flat tensors, state that is exchanged, and independence of how a model is sharded."""
+"""`AdamW` against PyTorch's: bits on flat tensors, exchange of state, independence of how a model is sharded."""
 
 import copy
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import torch
@@ -39,7 +40,8 @@ def make_arena(numels=NUMELS, dtype=torch.float32) -> Arena:
     flat, params = torch.zeros(-(-offsets[-1] // 1024) * 1024, dtype=dtype), []
     for numel, offset in zip(numels, offsets, strict=False):
         flat[offset : offset + numel].normal_()
-        params.append(nn.Parameter(flat[offset : offset + numel].view(numel, 1)))
+        # Through `.data` each parameter gets a version counter of its own.
+        params.append(nn.Parameter(flat.data[offset : offset + numel].view(numel, 1)))
     arena = Arena(flat, flat, params)
     arena.new_grads(seed=0)
     return arena
@@ -131,24 +133,43 @@ def test_the_default_of_torch_is_close():
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_bits_do_not_depend_on_how_the_buffer_is_cut(world_size):
     whole = make_arena([2048])
+    start_values, shards = whole.flat.clone(), []
     run(whole, AdamW(whole.params, **HYPER), 3)
-    shards = []
     for rank in range(world_size):
         start, stop = rank * 2048 // world_size, (rank + 1) * 2048 // world_size
-        cuts = [start, start + 70, start + 70 + 32 * rank, stop]  # parameters end where the cut falls
-        full = make_arena([2048])
-        arena = make_arena([b - a for a, b in zip(cuts, cuts[1:], strict=False)])
-        optimizer = AdamW(arena.params, **HYPER)
-        for param, a, b in zip(arena.params, cuts, cuts[1:], strict=False):
-            param.data.copy_(full.flat[a:b].view(-1, 1))
+        ranges = list(pairwise([start, start + 64, start + 96 + 32 * rank, stop]))
+        shard = make_arena([b - a for a, b in ranges])
+        shard.flat[: stop - start] = start_values[start:stop]
+        optimizer = AdamW(shard.params, **HYPER)
         for seed in range(3):
-            full.new_grads(seed)
-            arena.new_grads(seed)
-            for param, a, b in zip(arena.params, cuts, cuts[1:], strict=False):
-                param.grad.copy_(full.flat_grad[a:b].view(-1, 1))
+            whole.new_grads(seed)
+            shard.new_grads(seed)
+            shard.flat_grad[: stop - start] = whole.flat_grad[start:stop]
             optimizer.step()
-        shards += [param.data.flatten() for param in arena.params]
+        shards.append(shard.flat[: stop - start])
     assert_same(torch.cat(shards), whole.flat)
+
+
+def test_bits_do_not_depend_on_where_parameters_end():
+    """A parameter of 33 elements on its own ends in PyTorch's other rounding; as part of an arena it must not."""
+    arena = make_arena([33, 47])
+    twin, twin_optimizer = fused_twin(arena)
+    optimizer = AdamW(arena.params, **HYPER)
+    for seed in range(4):
+        arena.new_grads(seed)
+        twin.grad = arena.flat_grad.clone()
+        arena.params[seed % 2].grad = None  # so each parameter is a run of its own, which ends at its padding
+        optimizer.step()
+        arena.params[1 - seed % 2].grad = None
+        arena.params[seed % 2].grad = _grad_view(arena, seed % 2)
+        optimizer.step()
+        twin_optimizer.step()
+    assert_same(arena.flat, twin.data)
+
+
+def _grad_view(arena, index):
+    param = arena.params[index]
+    return arena.flat_grad.as_strided(param.shape, param.stride(), param.storage_offset())
 
 
 def test_padding_stays_zero():
@@ -201,12 +222,9 @@ def test_groups_have_their_own_hyper_parameters(launches):
     AdamW(groups, lr=0.1, weight_decay=0.0).step()
     assert launches == [64, 64, 64]
     # The first step moves a weight by lr, after a decay by lr * weight_decay.
-    sign = arena.flat_grad.sign()
-    expected = before * torch.tensor([0.95, 1.0, 0.95]).repeat_interleave(64)
-    expected -= 0.1 * sign * torch.tensor([1.0, 0.0, 1.0]).repeat_interleave(64)
-    torch.testing.assert_close(
-        arena.flat[:192], expected[:192] if expected.numel() > 192 else expected, rtol=1e-5, atol=1e-5
-    )
+    decayed = before[:192] * torch.tensor([0.95, 1.0, 0.95]).repeat_interleave(64)
+    moved = 0.1 * arena.flat_grad[:192].sign() * torch.tensor([1.0, 0.0, 1.0]).repeat_interleave(64)
+    torch.testing.assert_close(arena.flat[:192], decayed - moved, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("unused", [0, 1, 2])
@@ -356,7 +374,7 @@ def test_torch_continues_our_state():
     arena, optimizer = trained()
     twin = copy_of(arena)
     twin_optimizer = torch.optim.AdamW(twin.params)
-    twin_optimizer.load_state_dict(optimizer.state_dict())
+    twin_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # PyTorch does not copy
     for group in twin_optimizer.param_groups:
         group["fused"] = True
     continue_and_compare(arena, optimizer, twin, twin_optimizer)
