@@ -10,11 +10,15 @@ Legend: `W` ranks, `S` elements per shard; a full buffer has `W*S` elements per 
 """
 
 import warnings
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from shardlite.config import poison_released_buffers
 from shardlite.errors import EscapedViewWarning
@@ -23,6 +27,17 @@ from shardlite.order import Order
 from shardlite.phase import Weights
 from shardlite.ring import Operation, all_gather
 from shardlite.unit import Buffer, Model, Unit, storage_key
+
+
+@contextmanager
+def _unseen_by_checkpoints() -> Iterator[None]:
+    """Hide what a gather computes from selective checkpointing, which would replay it as a part of the forward."""
+    modes = _get_current_dispatch_mode_stack()
+    if any(isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode) for mode in modes):
+        with _disable_current_modes():
+            yield
+    else:
+        yield
 
 
 class Gatherer:
@@ -51,10 +66,11 @@ class Gatherer:
         """Make the unit's full weights readable until `let_go`; holds count."""
         if unit.users == 0:
             self.order.need(unit.index)
-            self._request(unit)
-            self._idle.pop(unit, None)
-            self._look_ahead()
-            self._arrive(unit)
+            with _unseen_by_checkpoints():
+                self._request(unit)
+                self._idle.pop(unit, None)
+                self._look_ahead()
+                self._arrive(unit)
         unit.users += 1
 
     def let_go(self, unit: Unit) -> None:
@@ -63,7 +79,8 @@ class Gatherer:
         if unit.users == 0:
             unit.move(Weights.IDLE)
             self._trace.emit("release", unit.name)
-            self._rest(unit)
+            with _unseen_by_checkpoints():
+                self._rest(unit)
 
     def invalidate(self, unit: Unit) -> None:
         """Let the next hold gather anew, because the shards were changed through the full weights."""
@@ -170,12 +187,27 @@ class Gatherer:
         with torch.inference_mode(False):
             unit.unbind()
         del self._owners[buffer.key]
-        if buffer.escaped():
+        escaped = buffer.escaped()
+        if escaped:
+            unit.escapes.append(weakref.ref(buffer.bytes.untyped_storage()))
             self._warn(unit)
+        self._expire(unit)
+        if escaped:
             return None
         if self._poison:
             buffer.poison()
         return buffer
+
+    @staticmethod
+    def _expire(unit: Unit) -> None:
+        """Let autograd's own in-place check find parameters that were saved around our hooks.
+
+        Not while a view of them lives: autograd would take the view for modified, and derive its gradient anew from the
+        strides of the placeholder, in silence. The view itself is right, for it has kept its buffer.
+        """
+        unit.escapes = [each for each in unit.escapes if each() is not None]
+        if not unit.escapes:
+            torch.autograd.graph.increment_version(unit.params())
 
     def _warn(self, unit: Unit) -> None:
         if not self._warned:

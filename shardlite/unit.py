@@ -7,6 +7,7 @@ original name. The slot says where both lie.
 Legend: `W` ranks, `r` this rank, `S` elements per shard; a full buffer has `W*S` elements, a shard `[k, 1, ...]`.
 """
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -134,6 +135,9 @@ class Unit:
     flight: Flight | None = None
     gathered_version: int = -1
     gathers: int = 0
+    escapes: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)
+    """Buffers that were given up because somebody else viewed them."""
+
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -178,16 +182,11 @@ class Unit:
                 param.data = view
 
     def unbind(self) -> None:
-        """Let the module's parameters be placeholders, and whoever saved a raw view of them hear of it.
-
-        A placeholder has the shape of the parameter and the memory of one NaN. Autograd's own in-place check compares
-        version counters, so raising them turns a view that was saved around our hooks into PyTorch's error.
-        """
+        """Let the module's parameters be placeholders: the shape of the parameter, the memory of one NaN."""
         for flat in self.flats:
             nothing = _placeholder(flat.layout.dtype, flat.local.device)
             for slot, param in zip(flat.layout.slots, flat.params, strict=True):
                 param.data = nothing.expand(slot.shape)
-        torch.autograd.graph.increment_version(self.params())
 
 
 def _placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:

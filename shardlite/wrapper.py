@@ -1,4 +1,4 @@
-"""`ShardLite`: a model whose parameters, gradients and optimizer state are sharded over the ranks of a process group."""
+"""`ShardLite`: a model whose parameters, gradients and optimizer state are sharded over ranks."""
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping

@@ -56,7 +56,7 @@ def test_the_standard_library_is_always_there_and_the_same():
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "does not exist"), (b"", "no text in"), (b"x" * 100, "has 0 bytes, but a context of 8 needs at least 9")],
+    [(None, "does not exist"), (b"", "no text in"), (b"x" * 60, "has 0 bytes, but a context of 8 needs at least 9")],
 )
 def test_unusable_text_is_refused_with_a_remedy(tmp_path, content, message):
     file = tmp_path / "text"

@@ -71,5 +71,5 @@ def _round_to_odd(total: Tensor, error: Tensor) -> Tensor:
     bits = total.view(torch.int64)
     outwards = (error > 0) == (total > 0)  # bits of a float grow away from zero
     neighbour = torch.where(outwards, bits + 1, bits - 1)
-    must_move = (error != error) & total.isfinite() & (bits & 1 == 0)
+    must_move = (error != 0) & total.isfinite() & (bits & 1 == 0)
     return torch.where(must_move, neighbour, bits).view(torch.float64)

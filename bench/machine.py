@@ -1,0 +1,35 @@
+"""Where and when a row was measured."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+
+def machine() -> dict[str, str]:
+    """Processor, cores, versions and date: what every row carries."""
+    return {
+        "machine": f"{_processor()}, {_usable_cores()} cores",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+    }
+
+
+def _processor() -> str:
+    """The name that Linux gives it, else what Python knows."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _usable_cores() -> int:
+    """The cores that this process may use: in a container fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

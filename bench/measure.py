@@ -1,0 +1,89 @@
+"""Step times, taken in turn so that a busy machine is busy for all, and memory, taken one system at a time.
+
+Legend: `W` ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from bench.systems import Build
+from bench.workloads import Workload
+from shardlite.memory import Meter
+
+WARM_UP = 3
+"""Steps that are not counted: by then optimizers have their state, and orders are recorded."""
+
+
+def time_steps(
+    workload: Workload, systems: Mapping[str, Build], rounds: int, group: dist.ProcessGroup
+) -> dict[str, list[float]]:
+    """Return the seconds of `rounds` steps of each system, each on the rank that took longest.
+
+    Each round takes one step of every system, and the next round starts with the next system. All ranks start a step
+    together.
+    """
+    trainers = {name: build(workload, group) for name, build in systems.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in trainers}
+    for turn in range(WARM_UP + rounds):
+        batch = workload.draw(group.rank(), turn)
+        for name in _rotated(list(trainers), turn):
+            dist.barrier(group)
+            start = perf_counter()
+            trainers[name].step(batch)
+            seconds[name].append(perf_counter() - start)
+    return {name: _largest(times[WARM_UP:], group) for name, times in seconds.items()}
+
+
+def peak_bytes(workload: Workload, build: Build, group: dist.ProcessGroup) -> int:
+    """Return the most bytes in tensors during a step on the rank that holds most, above those there before."""
+    before = _live_bytes()
+    trainer = build(workload, group)
+    for step in range(WARM_UP):
+        trainer.step(workload.draw(group.rank(), step))
+    batch = workload.draw(group.rank(), WARM_UP)
+    gc.collect()
+    with Meter() as meter:
+        trainer.step(batch)
+    return int(_largest([meter.peak - before], group)[0])
+
+
+def activation_bytes(workload: Workload) -> int:
+    """Return what the forward of the plain model leaves behind for its backward."""
+    model, batch = workload.make(), workload.draw(0, 0)
+    gc.collect()
+    with Meter() as meter:
+        before = meter.live
+        loss = model(*batch)
+        after = meter.live
+    del loss
+    return after - before
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The value below which `percent` of all lie, interpolated."""
+    return torch.quantile(torch.tensor(values, dtype=torch.float64), percent / 100).item()
+
+
+def _live_bytes() -> int:
+    gc.collect()
+    with Meter() as meter:
+        return meter.live
+
+
+def _rotated(names: Sequence[str], turn: int) -> Sequence[str]:
+    first = turn % len(names)
+    return [*names[first:], *names[:first]]
+
+
+def _largest(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
+    """The largest of all ranks, one by one."""
+    most = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    largest: list[float] = most.tolist()
+    return largest

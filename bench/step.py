@@ -1,0 +1,146 @@
+"""Step time and peak memory of ShardLite, FSDP2, DDP and the floor without communication, on CPU ranks over gloo.
+
+    python -m bench.step --ranks 2 --model all
+
+starts its ranks itself. Each model's rows go to `bench/results/step-MODEL-Nranks.jsonl`, one JSON object a system:
+
+| key | what it is |
+|---|---|
+| `ms_p20`, `ms_p50`, `ms_p80` | milliseconds of a step, on the slowest rank |
+| `ms_above_floor` | `ms_p50` less the floor's: what communication and sharding cost |
+| `above_floor_vs_fsdp2`, `ms_vs_ddp` | that as a part of FSDP2's; `ms_p50` as a part of DDP's |
+| `peak_bytes` | the most bytes in tensors during a step, on the rank that holds most |
+| `activation_bytes` | what the forward of the plain model leaves for its backward |
+| `held_vs_fsdp2` | `peak_bytes - activation_bytes` as a part of FSDP2's |
+| `tolerance_used` | the largest difference found by `bench.check`, 1 is as much as is allowed |
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from bench.check import verify
+from bench.machine import machine
+from bench.measure import activation_bytes, peak_bytes, percentile, time_steps
+from bench.systems import OPTIMIZER, SYSTEMS, Build
+from bench.table import RESULTS, Row, render
+from bench.workloads import MEASURED, WORKLOADS, Workload
+
+
+def measure(workload: Workload, systems: Mapping[str, Build], rounds: int, group: dist.ProcessGroup) -> list[Row]:
+    """Verify, meter and time all systems on one workload; return a row for each. To be called by every rank."""
+    checked = verify(workload, systems, group)
+    activations = activation_bytes(workload)
+    peaks = {name: peak_bytes(workload, build, group) for name, build in systems.items()}
+    seconds = time_steps(workload, systems, rounds, group)
+    common = _common(workload, rounds, group)
+    rows = []
+    for name, times in seconds.items():
+        memory = {"peak_bytes": peaks[name], "activation_bytes": activations}
+        rows.append({**common, "system": name, **_milliseconds(times), **memory, "tolerance_used": checked[name]})
+    return _compared(rows)
+
+
+def _common(workload: Workload, rounds: int, group: dist.ProcessGroup) -> Row:
+    """What all rows of a run share."""
+    return {
+        "bench": "step",
+        "model": workload.name,
+        "words": workload.words,
+        "parameters": workload.parameters(),
+        "units": "one per block, one for the rest",
+        "optimizer": OPTIMIZER,
+        "ranks": group.size(),
+        "threads": torch.get_num_threads(),
+        "transport": dist.get_backend(group),
+        "rounds": rounds,
+        **machine(),
+    }
+
+
+def _milliseconds(seconds: Sequence[float]) -> Row:
+    return {f"ms_p{percent}": round(1e3 * percentile(seconds, percent), 2) for percent in (20, 50, 80)}
+
+
+def _compared(rows: list[Row]) -> list[Row]:
+    """Add to each row how it compares with the floor, FSDP2 and DDP."""
+    floor, fsdp2, ddp = (next(row for row in rows if row["system"] == name) for name in ("floor", "fsdp2", "ddp"))
+    above = fsdp2["ms_p50"] - floor["ms_p50"]
+    held = fsdp2["peak_bytes"] - fsdp2["activation_bytes"]
+    for row in rows:
+        row["ms_above_floor"] = round(row["ms_p50"] - floor["ms_p50"], 2)
+        row["above_floor_vs_fsdp2"] = round(row["ms_above_floor"] / above, 3)
+        row["ms_vs_ddp"] = round(row["ms_p50"] / ddp["ms_p50"], 3)
+        row["held_vs_fsdp2"] = round((row["peak_bytes"] - row["activation_bytes"]) / held, 3)
+    return rows
+
+
+def _report(rows: list[Row], folder: Path) -> None:
+    """Write the rows of one run, and print them for people."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(row) for row in rows]
+    file = folder / f"step-{rows[0]['model']}-{rows[0]['ranks']}ranks.jsonl"
+    file.write_text("\n".join(lines) + "\n")
+    worst = max(rows, key=lambda row: row["tolerance_used"])
+    print(*lines, sep="\n")
+    print(f"\n{render(rows, markdown=False)}")
+    print(
+        f"\nVerified: {worst['system']} needs most of the tolerance, {worst['tolerance_used']:.2f} of it.\n", flush=True
+    )
+
+
+def _run_rank(options: argparse.Namespace) -> None:
+    """Be one of the ranks."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    assert group is not None
+    if group.rank() == 0:
+        print(json.dumps(machine()), flush=True)
+    for name in _chosen(options.model):
+        rows = measure(WORKLOADS[name], SYSTEMS, options.steps, group)
+        if group.rank() == 0:
+            _report(rows, options.out)
+    dist.destroy_process_group()
+
+
+def _chosen(model: str) -> Sequence[str]:
+    return MEASURED if model == "all" else (model,)
+
+
+def _launch(ranks: int, arguments: Sequence[str]) -> int:
+    """Start this module once per rank, and return the exit status."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*launcher, "-m", "bench.step", *arguments], env=environment, check=False).returncode
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.step", description="step time and peak memory, side by side")
+    parser.add_argument("--ranks", type=int, default=2, help="processes on this machine (%(default)s)")
+    parser.add_argument("--model", choices=["all", *WORKLOADS], default="all", help="(%(default)s)")
+    parser.add_argument("--steps", type=int, default=30, help="timed steps of each system (%(default)s)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, as one rank if a launcher started this process, else by starting the ranks."""
+    options = _options(arguments)
+    if "RANK" not in os.environ:
+        return _launch(options.ranks, arguments)
+    _run_rank(options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

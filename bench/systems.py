@@ -1,0 +1,154 @@
+"""The systems that are compared, each built from the same plain model and stepped by the same optimizer.
+
+| name | what it is |
+|---|---|
+| `floor` | forward and backward of the plain model, then AdamW on `1/W` of the parameters: no communication |
+| `ddp` | `DistributedDataParallel`, gradients as views of its buckets |
+| `fsdp2` | `fully_shard` on every block, then on the root |
+| `stage0`, `stage3` | ShardLite, which finds the same units by itself |
+
+All use fused AdamW without clipping, and drop gradients after the step, which is PyTorch's default.
+
+Legend: `W` ranks, `n` elements in all parameters, `k` elements of one parameter on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from bench.workloads import Batch, Workload
+from shardlite import AdamW, ShardLite
+
+LR = 1e-3
+BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.1
+OPTIMIZER = f"fused AdamW, lr {LR:g}, betas {BETAS}, weight decay {WEIGHT_DECAY}, no clipping"
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """One system, ready to train: `model(x, y)` is the loss."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    whole: Callable[[Tensor], Tensor]
+    """Makes a parameter or a gradient of this rank whole and flat. To be called by every rank."""
+
+    def backward(self, batch: Batch) -> Tensor:
+        """Forward and backward; returns the loss of this rank's batch, []."""
+        loss: Tensor = self.model(*batch)
+        loss.backward()
+        return loss.detach()
+
+    def update(self) -> None:
+        """Step the parameters and drop the gradients."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self, batch: Batch) -> Tensor:
+        """One step of training; returns the loss."""
+        loss = self.backward(batch)
+        self.update()
+        return loss
+
+    def weights(self) -> dict[str, Tensor]:
+        """All parameters by their names in the plain model, whole and flat."""
+        return {name: self.whole(param.detach()) for name, param in self._named()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """All gradients by the names of their parameters, whole and flat."""
+        return {name: self.whole(param.grad) for name, param in self._named() if param.grad is not None}
+
+    def _named(self) -> Iterable[tuple[str, Tensor]]:
+        """(DDP puts its own name before all others.)"""
+        return [(name.removeprefix("module."), param) for name, param in self.model.named_parameters()]
+
+
+class Floor(Trainer):
+    """Takes the steps of one rank as if communication cost nothing: gradients that it steps by lie ready."""
+
+    def update(self) -> None:
+        """Step `1/W` of the parameters, and drop the gradients of the model."""
+        self.optimizer.step()
+        self.model.zero_grad()
+
+
+Build = Callable[[Workload, dist.ProcessGroup], Trainer]
+
+
+def build_floor(workload: Workload, group: dist.ProcessGroup) -> Trainer:
+    """The plain model, and one parameter [n/W] that stands for this rank's part of all."""
+    share = nn.Parameter(torch.full((-(-workload.parameters() // group.size()),), 0.02))
+    share.grad = torch.full_like(share, 1e-3)
+    return Floor(workload.make(), _torch_adamw([share]), _flat)
+
+
+def build_ddp(workload: Workload, group: dist.ProcessGroup) -> Trainer:
+    """PyTorch's data parallel: nothing is sharded."""
+    model = DistributedDataParallel(workload.make(), process_group=group, gradient_as_bucket_view=True)
+    return Trainer(model, _torch_adamw(model.parameters()), _flat)
+
+
+def build_fsdp2(workload: Workload, group: dist.ProcessGroup) -> Trainer:
+    """PyTorch's own full sharding."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = workload.make()
+    for block in model.blocks.children():
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return Trainer(model, _torch_adamw(model.parameters()), _whole_of_dtensor)
+
+
+def build_stage0(workload: Workload, group: dist.ProcessGroup) -> Trainer:
+    """ShardLite that shards nothing."""
+    model = ShardLite(workload.make(), stage=0, group=group)
+    return Trainer(model, _sharded_adamw(model), _flat)
+
+
+def build_stage3(workload: Workload, group: dist.ProcessGroup) -> Trainer:
+    """ShardLite that shards everything."""
+    model = ShardLite(workload.make(), stage=3, group=group)
+    return Trainer(model, _sharded_adamw(model), lambda local: _join(local, group))
+
+
+SYSTEMS: dict[str, Build] = {
+    "floor": build_floor,
+    "ddp": build_ddp,
+    "fsdp2": build_fsdp2,
+    "stage0": build_stage0,
+    "stage3": build_stage3,
+}
+
+
+def _torch_adamw(params: Iterable[nn.Parameter]) -> Optimizer:
+    return torch.optim.AdamW(params, lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+
+
+def _sharded_adamw(model: ShardLite) -> Optimizer:
+    return AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).clone()
+
+
+def _whole_of_dtensor(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return _flat(tensor.full_tensor())
+
+
+def _join(local: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Put the shards [k] of all ranks, which follow each other in the order of ranks, into one tensor."""
+    parts: list[Tensor] = [local] * group.size()
+    dist.all_gather_object(parts, local.clone(), group=group)
+    return torch.cat([part.reshape(-1) for part in parts])

@@ -1,0 +1,89 @@
+"""Tables made of rows: `python -m bench.table` prints those of the README, from all rows under `bench/results/`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+RESULTS = Path(__file__).parent / "results"
+
+_NAMES = {
+    "floor": "floor: no communication",
+    "ddp": "DDP",
+    "fsdp2": "FSDP2",
+    "stage0": "ShardLite, stage 0",
+    "stage3": "ShardLite, stage 3",
+}
+
+_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "system": lambda row: _NAMES.get(row["system"], row["system"]),
+    "step, ms": lambda row: f"{row['ms_p50']:.0f}",
+    "p20 to p80": lambda row: f"{row['ms_p20']:.0f} to {row['ms_p80']:.0f}",
+    "above floor, ms": lambda row: f"{row['ms_above_floor']:.0f}",
+    "/ FSDP2's": lambda row: f"{row['above_floor_vs_fsdp2']:.2f}",
+    "step / DDP's": lambda row: f"{row['ms_vs_ddp']:.2f}",
+    "peak, MiB": lambda row: f"{row['peak_bytes'] / 2**20:.0f}",
+    "less activations": lambda row: f"{(row['peak_bytes'] - row['activation_bytes']) / 2**20:.0f}",
+    "/ FSDP2's ": lambda row: f"{row['held_vs_fsdp2']:.2f}",
+}
+
+
+def read_rows(files: Iterable[Path]) -> list[Row]:
+    """All rows of some files, in the order of their names."""
+    return [json.loads(line) for file in sorted(files) for line in file.read_text().splitlines() if line.strip()]
+
+
+def render(rows: Sequence[Row], *, markdown: bool = True) -> str:
+    """One table for each model and number of ranks, headed by what was measured and where."""
+    return "\n\n".join(_render_run(list(run), markdown) for _, run in groupby(rows, key=_run))
+
+
+def _run(row: Row) -> tuple[str, int]:
+    return row["model"], row["ranks"]
+
+
+def _render_run(rows: list[Row], markdown: bool) -> str:
+    cells = [list(_COLUMNS), *([cell(row) for cell in _COLUMNS.values()] for row in rows)]
+    return f"{_heading(rows[0])}\n\n{_markdown(cells) if markdown else _aligned(cells)}"
+
+
+def _heading(row: Row) -> str:
+    """What is common to all rows of a run."""
+    return (
+        f"{row['words']} per rank, {row['parameters'] / 1e6:.1f}M parameters in fp32, units {row['units']}; "
+        f"{row['optimizer']}; {row['ranks']} ranks over {row['transport']}, {row['threads']} thread each; "
+        f"medians of {row['rounds']} interleaved steps; {row['machine']}, torch {row['torch']}, {row['date']}."
+    )
+
+
+def _markdown(cells: Sequence[Sequence[str]]) -> str:
+    header, *body = cells
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [header, rule, *body])
+
+
+def _aligned(cells: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for first, *others in cells:
+        numbers = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+        lines.append("  ".join([first.ljust(widths[0]), *numbers]))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the tables of the files given, or of all."""
+    parser = argparse.ArgumentParser(prog="python -m bench.table", description=main.__doc__)
+    parser.add_argument("files", nargs="*", type=Path, help="rows, one JSON object a line")
+    files = parser.parse_args().files or list(RESULTS.glob("step-*.jsonl"))
+    print(render(read_rows(files)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""What is trained in the benches: models whose forward returns the loss, and their batches.
+
+Legend: `b` sequences or examples per rank, `t` bytes in a sequence, `c` width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from shardlite.demo.gpt import BYTE_VALUES, GPT
+from shardlite.demo.settings import GPTConfig
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One model and its batches. Every system cuts the model at the same places: the children of `model.blocks`."""
+
+    name: str
+    """As on the command line."""
+
+    words: str
+    """Model and batch, for the reader of a table."""
+
+    make: Callable[[], nn.Module]
+    """Builds the model, with the same weights each time."""
+
+    draw: Callable[[int, int], Batch]
+    """`draw(rank, step)` is a batch, the same each time."""
+
+    terms: int
+    """How many numbers the loss is a mean of."""
+
+    def parameters(self) -> int:
+        """Elements in all parameters."""
+        with torch.device("meta"):
+            return sum(param.numel() for param in self.make().parameters())
+
+
+class Perceptron(nn.Module):
+    """Adds to its input what two matrices make of it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.rise = nn.Linear(width, 4 * width)
+        self.fall = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b c] -> [b c]."""
+        rise: Tensor = self.fall(F.gelu(self.rise(self.norm(x))))
+        return x + rise
+
+
+class Perceptrons(nn.Module):
+    """Residual blocks; the loss is the mean squared distance from a target."""
+
+    def __init__(self, blocks: int, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Perceptron(width) for _ in range(blocks))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """[b c], [b c] -> []."""
+        for block in self.blocks:
+            x = block(x)
+        return F.mse_loss(x, y)
+
+
+def perceptrons(name: str, *, blocks: int, width: int, batch: int) -> Workload:
+    """Residual perceptrons that learn noise."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Perceptrons(blocks, width)
+
+    def draw(rank: int, step: int) -> Batch:
+        chance = _chance(rank, step)
+        return torch.randn(batch, width, generator=chance), torch.randn(batch, width, generator=chance)
+
+    words = f"{blocks} residual MLP blocks of width {width}, batch {batch}"
+    return Workload(name=name, words=words, make=make, draw=draw, terms=batch * width)
+
+
+def gpt(name: str, config: GPTConfig, *, batch: int) -> Workload:
+    """The demo's model, on random bytes."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return GPT(config)
+
+    def draw(rank: int, step: int) -> Batch:
+        text = torch.randint(BYTE_VALUES, (batch, config.context + 1), generator=_chance(rank, step))
+        return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+    words = f"GPT of {config.layers} blocks of width {config.width}, batch {batch} x {config.context}"
+    return Workload(name=name, words=words, make=make, draw=draw, terms=batch * config.context)
+
+
+def _chance(rank: int, step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1_000_003 * step + rank)
+
+
+MEASURED = ("mlp", "gpt")
+"""What `--model all` means."""
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        perceptrons("mlp", blocks=8, width=512, batch=64),
+        gpt("gpt", GPTConfig(), batch=8),
+        gpt("deep", GPTConfig(layers=20, width=512, heads=8), batch=2),
+        perceptrons("tiny", blocks=2, width=32, batch=4),
+    )
+}
+"""By name. `deep` has 63 million parameters and few tokens, to compare memory; `tiny` is for trying out."""

@@ -1,0 +1,221 @@
+"""Small models for tests; each has something that is easily got wrong when parameters are sharded.
+
+Sizes are odd on purpose: almost no parameter is a multiple of 32 elements, so cuts between ranks fall inside parameters.
+
+Legend: `B` rows of a batch, `T` tokens in a row, `D` width.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+VOCABULARY = 37
+WIDTH = 20
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block, [B, T, D] -> [B, T, D]."""
+
+    def __init__(self, width: int = WIDTH, heads: int = 2, dropout: float = 0.0):
+        super().__init__()
+        self.heads = heads
+        self.dropout = dropout
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width, bias=False)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width + 3)
+        self.down = nn.Linear(2 * width + 3, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.out(self.attend(self.qkv(self.norm(x))))
+        hidden = functional.gelu(self.up(self.mlp_norm(x)))
+        return x + functional.dropout(self.down(hidden), self.dropout, self.training)
+
+    def attend(self, qkv: Tensor) -> Tensor:
+        q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return mixed.transpose(1, 2).flatten(2)
+
+
+class LanguageModel(nn.Module):
+    """Tokens [B, T] -> logits [B, T, VOCABULARY]. `reentrant` chooses a kind of activation checkpointing, or `None`.
+
+    With checkpointing every `span` blocks are recomputed together.
+    """
+
+    def __init__(
+        self,
+        blocks: int = 3,
+        *,
+        tied: bool = True,
+        dropout: float = 0.0,
+        reentrant: bool | None = None,
+        span: int = 1,
+    ):
+        super().__init__()
+        self.reentrant = reentrant
+        self.span = span
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block(dropout=dropout) for _ in range(blocks)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        if self.reentrant is None:
+            for block in self.blocks:
+                x = block(x)
+        else:
+            x = self.run_checkpointed(x)
+        return self.head(self.norm(x))
+
+    def run_checkpointed(self, x: Tensor) -> Tensor:
+        if not x.requires_grad:
+            x.requires_grad_()  # a frozen embedding: reentrant checkpointing cuts the graph without it
+        for start in range(0, len(self.blocks), self.span):
+            x = checkpoint(run_all, self.blocks[start : start + self.span], x, use_reentrant=self.reentrant)
+        return x
+
+
+def run_all(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
+    for module in modules:
+        x = module(x)
+    return x
+
+
+class LoRALinear(nn.Module):
+    """A frozen linear layer with a trainable update of low rank."""
+
+    def __init__(self, base: nn.Linear, rank: int):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(rank, base.in_features) * 0.2)
+        self.b = nn.Parameter(torch.randn(base.out_features, rank) * 0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.a.t() @ self.b.t()
+
+
+def with_lora(model: LanguageModel, rank: int = 2) -> LanguageModel:
+    """Freeze all of `model` and give every block trainable adapters."""
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block.qkv = LoRALinear(block.qkv, rank)
+        block.down = LoRALinear(block.down, rank)
+    return model
+
+
+class MLP(nn.Sequential):
+    """Linear layers of these widths with GELU between, [B, widths[0]] -> [B, widths[-1]]."""
+
+    def __init__(self, widths: Sequence[int]):
+        layers: list[nn.Module] = []
+        for inputs, outputs in zip(widths, widths[1:], strict=False):
+            layers += [nn.Linear(inputs, outputs), nn.GELU()]
+        super().__init__(*layers[:-1])
+
+
+class MixedBlock(nn.Module):
+    """Parameters of three dtypes, frozen and not, of 0 to 3 dimensions, of 0 and more elements. [B, 7] -> [B, 7]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.randn(7, 11, dtype=torch.float64) / 3)
+        self.gain = nn.Parameter(torch.ones(()))
+        self.low = nn.Parameter(torch.randn(11, 33).bfloat16() / 4)
+        self.frozen = nn.Parameter(torch.randn(33, 5), requires_grad=False)
+        self.shift = nn.Parameter(torch.zeros(1, 1, 1, dtype=torch.bfloat16))
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.nothing = nn.Parameter(torch.empty(0, 7))
+        self.back = nn.Parameter(torch.randn(5, 7) / 6)
+        self.bias = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.tanh(x.double() @ self.wide * self.scale)
+        low = torch.tanh(wide.bfloat16() @ self.low + self.shift.view(1))
+        narrow = low.float() @ (self.frozen / 6) * self.gain
+        narrow = torch.cat([narrow[:, :3] + self.bias, narrow[:, 3:]], dim=1)
+        return x + narrow @ self.back + self.nothing.sum()
+
+
+class MixedDtypes(nn.Sequential):
+    """Two units of mixed dtypes, and a root. [B, 7] -> [B, 1]."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(MixedBlock(), MixedBlock()), nn.Linear(7, 1))
+
+
+class Scale(nn.Module):
+    """One parameter with one element and, if `bias`, a second with two. [B, 2] -> [B, 2]."""
+
+    def __init__(self, bias: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(()) + 1)
+        self.bias = nn.Parameter(torch.randn(2)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.sin(x * self.weight)
+        return x if self.bias is None else x + self.bias
+
+
+class Shared(nn.Module):
+    """A block that is called twice, with another one between, and a block that is never called. [B, 6] -> [B, 6]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([MLP([6, 9, 6]) for _ in range(3)])
+        self.spare = nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        twice, once, _never = self.blocks
+        return twice(once(twice(x)))
+
+
+class Branches(nn.Module):
+    """One unit with several branches, of which a forward takes one or none. [B, 6] -> [B, 6]."""
+
+    def __init__(self, branches: int = 3):
+        super().__init__()
+        self.choices = nn.ModuleDict({f"branch{i}": nn.Linear(6, 6) for i in range(branches)})
+        self.out = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, branch: int | None) -> Tensor:
+        if branch is not None:
+            x = torch.tanh(self.choices[f"branch{branch}"](x))
+        return self.out(x)
+
+
+class Branching(nn.Module):
+    """Units that every rank runs, each with branches of its own. [B, 6] -> [B, 6]."""
+
+    def __init__(self, units: int = 2):
+        super().__init__()
+        self.blocks = nn.ModuleList([Branches() for _ in range(units)])
+
+    def forward(self, x: Tensor, branch: int | None) -> Tensor:
+        for block in self.blocks:
+            x = block(x, branch)
+        return x
+
+
+def compiled(model: LanguageModel, *, in_place: bool, **options: object) -> LanguageModel:
+    """Compile each block: by `block.compile()`, or by `torch.compile(block)` in its place."""
+    for i, block in enumerate(model.blocks):
+        if in_place:
+            block.compile(**options)
+        else:
+            model.blocks[i] = torch.compile(block, **options)
+    return model
+
+
+def frozen(model: nn.Module, which: Callable[[str], bool]) -> nn.Module:
+    """Freeze the parameters whose names `which` chooses."""
+    for name, param in model.named_parameters():
+        param.requires_grad_(not which(name))
+    return model

@@ -1,0 +1,397 @@
+"""Sharded training gives the bits of plain data parallel: losses, gradients, norms and weights, step after step.
+
+Every rank trains a plain twin of its own (see `twins.py`) on the batches of all ranks, then a sharded model on its own
+batches, at every stage, and compares.
+
+Legend: `W` ranks.
+"""
+
+import copy
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
+
+from shardlite import AdamW, ShardLite
+from shardlite.partition import UnitPolicy
+from tests.models import (
+    MLP,
+    VOCABULARY,
+    Branches,
+    Branching,
+    LanguageModel,
+    MixedDtypes,
+    Scale,
+    Shared,
+    compiled,
+    frozen,
+    with_lora,
+)
+from tests.twins import Mean, PaddedAdamW, Twin, ring_mean, simple_mean
+
+STAGES = (0, 3)
+WORLDS = (1, 2, 3, 4)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One forward and backward of one rank. All batches follow from it, so any rank knows those of the others."""
+
+    step: int
+    rank: int
+    micro: int
+
+    def generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(10_000 * self.step + 100 * self.rank + self.micro)
+
+
+Loss = Callable[[nn.Module, Turn], Tensor]
+
+
+def on_tokens(model: nn.Module, turn: Turn) -> Tensor:
+    """Predict the next token. The seed is for dropout."""
+    tokens = torch.randint(0, VOCABULARY, (2, 8), generator=turn.generator())
+    torch.manual_seed(turn.generator().initial_seed())
+    return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def on_rows(width: int, numel: int = 5) -> Loss:
+    """Fit random rows of this width."""
+
+    def loss(model: nn.Module, turn: Turn) -> Tensor:
+        y = model(torch.randn(numel, width, generator=turn.generator()))
+        return functional.mse_loss(y, torch.randn(y.shape, generator=turn.generator()))
+
+    return loss
+
+
+def on_branches(model: nn.Module, turn: Turn) -> Tensor:
+    """Branch 0 is used by the last rank only, branch 1 by the others and not at every step, branch 2 by none."""
+    x = torch.randn(5, 6, generator=turn.generator())
+    others = 1 if turn.step % 2 == 0 else None
+    return model(x, 0 if turn.rank == 1 else others).square().mean()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and how it is trained."""
+
+    make: Callable[[], nn.Module]
+    loss: Loss
+    units: UnitPolicy = None
+    steps: int = 3
+    micros: int = 1
+    """Backwards that are reduced together: all but the last run under `no_sync()`."""
+
+    rounds: int = 1
+    """How often that happens before a step."""
+
+    worlds: Sequence[int] = WORLDS
+    recipes: Sequence[str] = ("sgd", "adamw")
+    disturb: Callable[[nn.Module, int], None] | None = None
+    """Does something to the sharded model of a rank, not to the twin."""
+
+
+def sleepy(module: nn.Module, rank: int) -> None:
+    """Let each rank be late at other modules, in forward and in backward."""
+
+    def sleep(place: int) -> None:
+        time.sleep(0.03 * ((5 * place + 3 * rank) % 4))
+
+    for place, each in enumerate(module.children()):
+
+        def late(_: nn.Module, __: Any, y: Tensor, place: int = place) -> None:
+            sleep(place)
+            if y.requires_grad:
+                y.register_hook(lambda _: sleep(place + 1))
+
+        each.register_forward_hook(late)
+
+
+def language_model(**options: Any) -> Callable[[], nn.Module]:
+    return lambda: LanguageModel(**options)
+
+
+def lora(**options: Any) -> Callable[[], nn.Module]:
+    return lambda: with_lora(LanguageModel(tied=False, **options))
+
+
+def compiled_blocks(**options: Any) -> Callable[[], nn.Module]:
+    return lambda: compiled(LanguageModel(blocks=2), **options)
+
+
+CASES = {
+    "tied": Case(language_model(), on_tokens),
+    "untied": Case(language_model(tied=False), on_tokens),
+    "frozen": Case(lambda: frozen(LanguageModel(), lambda name: "qkv" in name or "blocks.1" in name), on_tokens),
+    "lora": Case(lora(), on_tokens),
+    **{
+        f"{name}-{'reentrant' if reentrant else 'nonreentrant'}-{span}": Case(
+            make(blocks=4, dropout=0.1, reentrant=reentrant, span=span), on_tokens
+        )
+        for name, make in (("tied", language_model), ("lora", lora))
+        for reentrant in (True, False)
+        for span in (1, 2)
+    },
+    "mixed-dtypes": Case(MixedDtypes, on_rows(7)),
+    "mixed-dtypes-one-unit": Case(MixedDtypes, on_rows(7), units=lambda name, module: False),
+    "below-world-size": Case(
+        lambda: nn.Sequential(Scale(False), Scale(True), Scale(True), nn.Linear(2, 1)), on_rows(2), units=Scale
+    ),
+    "called-twice-or-never": Case(Shared, on_rows(6)),
+    "used-on-one-rank": Case(Branching, on_branches, units=Branches, steps=4),
+    "no-sync": Case(language_model(), on_tokens, micros=3),
+    "no-sync-checkpointed": Case(language_model(reentrant=True, span=2), on_tokens, micros=2),
+    "no-sync-branches": Case(Branching, on_branches, units=Branches, micros=2),
+    "two-backwards": Case(language_model(), on_tokens, rounds=2),
+    "two-backwards-no-sync": Case(MixedDtypes, on_rows(7), micros=2, rounds=2),
+    "compiled": Case(compiled_blocks(in_place=True, backend="aot_eager"), on_tokens, worlds=(1, 2)),
+    "compiled-children": Case(compiled_blocks(in_place=False, backend="aot_eager"), on_tokens, worlds=(1, 2)),
+    "inductor": Case(compiled_blocks(in_place=True), on_tokens, steps=2, worlds=(2,), recipes=("adamw",)),
+    "large-and-late": Case(
+        lambda: MLP([1024, 3072, 1024]),
+        on_rows(1024),
+        units=nn.Linear,
+        worlds=(2, 3),
+        recipes=("adamw",),
+        disturb=sleepy,
+    ),
+}
+"""In the large one a segment has two chunks, at three ranks a long and a very short one."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to make an optimizer: the same for shards and for whole parameters, if `twin` does not say otherwise."""
+
+    make: Callable[..., Optimizer]
+    twin: Callable[..., Optimizer] | None = None
+    groups: Callable[[Iterable[nn.Parameter]], Any] = list
+    schedule: Callable[[Optimizer], Any] | None = None
+
+
+def of(kind: Callable[..., Optimizer], **options: Any) -> Callable[..., Optimizer]:
+    return lambda params: kind(params, **copy.deepcopy(options))  # a scheduler changes a tensor lr in place
+
+
+def decayed_by_ndim(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    params = list(params)
+    return [
+        {"params": [p for p in params if p.ndim >= 2], "weight_decay": 0.3},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def ours(**options: Any) -> dict[str, Any]:
+    options = {"lr": 0.02, "weight_decay": 0.1, **options}
+    return {"make": of(AdamW, **options), "twin": of(PaddedAdamW, **options)}
+
+
+OPTIM = torch.optim
+RECIPES = {
+    "sgd": Recipe(of(OPTIM.SGD, lr=0.1, momentum=0.9, foreach=True)),
+    "adamw": Recipe(**ours()),
+    "adamw-groups": Recipe(**ours(), groups=decayed_by_ndim),
+    "adamw-cosine": Recipe(**ours(), schedule=lambda o: CosineAnnealingLR(o, T_max=5)),
+    "adamw-tensor-lr": Recipe(**ours(lr=torch.tensor(0.02)), schedule=lambda o: LambdaLR(o, lambda t: 0.5**t)),
+    "sgd-plain": Recipe(of(OPTIM.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, foreach=False)),
+    "sgd-groups": Recipe(of(OPTIM.SGD, lr=0.1, momentum=0.9), groups=decayed_by_ndim),
+    "sgd-one-cycle": Recipe(
+        of(OPTIM.SGD, lr=0.1, momentum=0.9), schedule=lambda o: OneCycleLR(o, max_lr=0.2, total_steps=8)
+    ),
+    "sgd-fused": Recipe(of(OPTIM.SGD, lr=0.1, momentum=0.9, fused=True)),
+    "torch-adamw": Recipe(of(OPTIM.AdamW, lr=0.02, foreach=True)),
+    "torch-adamw-fused": Recipe(of(OPTIM.AdamW, lr=0.02, fused=True)),
+    "torch-adamw-tensor-lr": Recipe(of(OPTIM.AdamW, lr=torch.tensor(0.02), foreach=False), groups=decayed_by_ndim),
+    "adam": Recipe(of(OPTIM.Adam, lr=0.02, amsgrad=True, foreach=True)),
+    "rmsprop": Recipe(of(OPTIM.RMSprop, lr=0.01, momentum=0.5, centered=True, foreach=True)),
+    "adagrad": Recipe(of(OPTIM.Adagrad, lr=0.05, foreach=True)),
+    "adadelta": Recipe(of(OPTIM.Adadelta, lr=1.0, foreach=True)),
+    "adamax": Recipe(of(OPTIM.Adamax, lr=0.02, foreach=True)),
+    "nadam": Recipe(of(OPTIM.NAdam, lr=0.02, foreach=True)),
+    "radam": Recipe(of(OPTIM.RAdam, lr=0.02, foreach=True)),
+    "rprop": Recipe(of(OPTIM.Rprop, lr=0.01, foreach=True)),
+    "asgd": Recipe(of(OPTIM.ASGD, lr=0.1, t0=1.0, foreach=True)),
+}
+
+CLIPPING = {1: (0.02, 2.0), 2: (0.002, float("inf"))}
+"""At which steps gradients are clipped: `(max_norm, norm_type)`. The norms of all cases are larger before."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step of the twin was: losses by rank, the norm if it was clipped, gradients, and weights after it."""
+
+    losses: list[list[Tensor]]
+    norm: Tensor | None
+    grads: dict[str, Tensor | None]
+    weights: dict[str, Tensor]
+
+
+class Training:
+    """A model with its optimizer; `schedule` is stepped with it."""
+
+    def __init__(self, params: Iterable[nn.Parameter], recipe: Recipe, make: Callable[..., Optimizer]):
+        self.optimizer = make(recipe.groups(params))
+        self.schedule = recipe.schedule(self.optimizer) if recipe.schedule else None
+
+    def step(self) -> None:
+        self.optimizer.step()
+        if self.schedule is not None:
+            self.schedule.step()
+
+
+def backwards(case: Case, model: nn.Module, step: int, round_: int, rank: int) -> list[Tensor]:
+    """Run the micro-batches of one rank that are reduced together, and return their losses."""
+    losses = []
+    for micro in range(case.micros):
+        more = micro < case.micros - 1 and isinstance(model, ShardLite)
+        with model.no_sync() if more else nullcontext():
+            loss = case.loss(model, Turn(step, rank, 10 * round_ + micro))
+            loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def train_twin(twin: Twin, case: Case, recipe: Recipe) -> list[Step]:
+    training = Training(twin.params.values(), recipe, recipe.twin or recipe.make)
+    steps = []
+    for step in range(case.steps):
+        losses: list[list[Tensor]] = [[] for _ in range(twin.world_size)]
+        for round_ in range(case.rounds):
+            results = twin.backward(lambda model, rank, s=step, r=round_: backwards(case, model, s, r, rank))
+            losses = [before + new for before, new in zip(losses, results, strict=True)]
+        norm = twin.clip_grad_norm(*CLIPPING[step]) if step in CLIPPING else None
+        grads = {name: copied(param.grad) for name, param in twin.params.items()}
+        training.step()
+        training.optimizer.zero_grad()
+        weights = {name: param.detach().clone() for name, param in twin.params.items()}
+        steps.append(Step(losses, norm, grads, weights))
+    return steps
+
+
+def train_sharded(model: ShardLite, case: Case, recipe: Recipe, twin: Twin, steps: Sequence[Step], rank: int) -> None:
+    """Train like the twin, and compare all along what this rank has: nothing is gathered for the comparison."""
+
+    def check(what: str, name: str, got: Tensor, whole: Tensor) -> None:
+        expected = whole.reshape(-1) if model.stage == 0 else twin.part(name, whole, rank)
+        same_bits(f"stage {model.stage}, step {step}: {what} of {name!r}", got.reshape(-1), expected)
+
+    training = Training(model.parameters(), recipe, recipe.make)
+    for step, expected in enumerate(steps):
+        losses = [each for r in range(case.rounds) for each in backwards(case, model, step, r, rank)]
+        for got, loss in zip(losses, expected.losses[rank], strict=True):
+            same_bits(f"stage {model.stage}, step {step}: the loss", got, loss)
+        if expected.norm is not None:
+            norm = model.clip_grad_norm_(*CLIPPING[step])
+            same_bits(f"stage {model.stage}, step {step}: the norm", norm, expected.norm)
+        for name, shard in model.named_parameters():
+            grad = expected.grads[name]
+            assert (shard.grad is None) == (grad is None), f"step {step}: {name!r}: {shard.grad=}, the twin has {grad}"
+            if grad is not None:
+                check("gradient", name, shard.grad, grad)
+        training.step()
+        training.optimizer.zero_grad()
+        for name, shard in model.named_parameters():
+            check("weight", name, shard, expected.weights[name])
+
+
+def copied(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
+
+
+def same_bits(what: str, got: Tensor, expected: Tensor) -> None:
+    """Tell 0 from -0, and never take a NaN for right."""
+    assert got.dtype == expected.dtype, f"{what}: {got.dtype} instead of {expected.dtype}"
+    assert got.shape == expected.shape, f"{what}: shape {list(got.shape)} instead of {list(expected.shape)}"
+    wrong = (got != expected) | (torch.signbit(got) != torch.signbit(expected))
+    if wrong.any():
+        pairs = list(zip(got[wrong][:3].tolist(), expected[wrong][:3].tolist(), strict=True))
+        raise AssertionError(f"{what}: {int(wrong.sum())} of {got.numel()} elements differ, (got, expected): {pairs}")
+
+
+def check_twin(steps: Sequence[Step], start: dict[str, Tensor]) -> None:
+    """Make sure that the comparison means something: what had a gradient has moved, the rest has not; norms are norms."""
+    for name, first in start.items():
+        trained = any(step.grads[name] is not None for step in steps) and first.numel() > 0
+        moved = not torch.equal(first, steps[-1].weights[name])
+        assert moved == trained, f"{name}: the twin has {'changed' if moved else 'not changed'} it"
+    for i, step in enumerate(steps):
+        if i in CLIPPING:
+            check_norm(step, *CLIPPING[i])
+
+
+def check_norm(step: Step, max_norm: float, norm_type: float) -> None:
+    """The clipped gradients have the norm that was asked for.
+
+    The bound: `n` additions of fp32 numbers, and for bf16 gradients a rounding of norms, factor and products each.
+    """
+    grads = [grad.reshape(-1) for grad in step.grads.values() if grad is not None]
+    low = any(grad.dtype == torch.bfloat16 for grad in grads)
+    rtol = sum(grad.numel() for grad in grads) * 2**-24 + (3 * 2**-9 if low else 0)
+    clipped = torch.linalg.vector_norm(torch.cat([grad.double() for grad in grads]), norm_type)
+    assert step.norm > max_norm, f"nothing to clip, the norm is {step.norm}"
+    torch.testing.assert_close(clipped.item(), max_norm / (1 + 1e-6 / step.norm.item()), rtol=rtol, atol=0)
+
+
+def follows_its_twin(group: Any, name: str, recipe_name: str, mean: Mean = ring_mean) -> None:
+    """Body of a rank: train the twin, then the sharded model at every stage."""
+    case, recipe = CASES[name], RECIPES[recipe_name]
+    rank, world_size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    twin = Twin(made(case, seed=0), world_size, case.units, mean)
+    start = {name: param.detach().clone() for name, param in twin.params.items()}
+    steps = train_twin(twin, case, recipe)
+    check_twin(steps, start)
+    for stage in STAGES:
+        module = made(case, seed=rank)  # only rank 0's values count
+        if case.disturb is not None:
+            case.disturb(module, rank)
+        model = ShardLite(module, stage=stage, units=case.units, group=group)
+        train_sharded(model, case, recipe, twin, steps, rank)
+        full = model.full_state_dict()
+        expected = twin.module.state_dict()
+        assert full.keys() == expected.keys()
+        for key, value in expected.items():
+            same_bits(f"stage {stage}, full_state_dict()[{key!r}]", full[key], value)
+
+
+def made(case: Case, seed: int) -> nn.Module:
+    torch.compiler.reset()
+    torch.manual_seed(seed)
+    return case.make()
+
+
+def all_recipes(group: Any, name: str, recipes: Sequence[str]) -> None:
+    """Body of a rank: one case after another, so that the ranks are called only once."""
+    for recipe in recipes:
+        try:
+            follows_its_twin(group, name, recipe)
+        except AssertionError as error:
+            raise AssertionError(f"{recipe}: {error}") from error
+
+
+ALL = [(name, world_size) for name, case in CASES.items() for world_size in case.worlds]
+
+
+@pytest.mark.parametrize(("name", "world_size"), ALL)
+def test_training_gives_the_bits_of_its_twin(cluster, name, world_size):
+    cluster.run(all_recipes, world_size, name, CASES[name].recipes)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", ["tied", "mixed-dtypes", "used-on-one-rank"])
+def test_elementwise_optimizers_train_shards_like_whole_parameters(cluster, name, world_size):
+    cluster.run(all_recipes, world_size, name, list(RECIPES))
+
+
+@pytest.mark.parametrize("name", ["tied", "mixed-dtypes", "no-sync"])
+def test_two_ranks_give_the_bits_of_the_simplest_average(cluster, name):
+    cluster.run(follows_its_twin, 2, name, "adamw", simple_mean)
