@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -16,16 +16,17 @@ from shardlite import build, guard
 from shardlite.backward import Backward
 from shardlite.clip import clip_grad_norm
 from shardlite.errors import LayoutError, PhaseError
+from shardlite.full import FullParameters
 from shardlite.gather import Gatherer
-from shardlite.handles import Promises, pop_hooks, push_hooks
+from shardlite.handles import Promises
 from shardlite.hooks import ModuleHooks
 from shardlite.ledger import Ledger
 from shardlite.partition import Part, UnitPolicy, cut
 from shardlite.reduce import Reducer
-from shardlite.ring import Operation, all_reduce
+from shardlite.ring import Operation
 from shardlite.trace import Trace
 from shardlite.transport import GroupTransport
-from shardlite.unit import Model, Unit
+from shardlite.unit import Model
 
 STAGES = (0, 3)
 """0: plain data parallel, nothing is sharded. 3: parameters, gradients and optimizer state are."""
@@ -70,7 +71,6 @@ class ShardLite(nn.Module):
         self._group = group
         self._transport = GroupTransport(group, timeout)
         self._collectives = count()
-        self._reading = False
         parts = self._agree(module, units, prefetch)
         self.module = module
         self._build(parts)
@@ -154,19 +154,8 @@ class ShardLite(nn.Module):
         Raises:
             LayoutError: there is no parameter of such a name.
         """
-        units = self._units_with(names)
-        if self._gatherer is None or self._promises is None:
+        with self._full.gathered(names, writeback=writeback):
             yield
-            return
-        with ExitStack() as held:
-            for unit in units:
-                self._gatherer.hold(unit)
-                held.callback(self._gatherer.let_go, unit)
-            if push_hooks(self._promises):
-                held.callback(pop_hooks)
-            yield
-            if writeback:
-                self._write_back(units)
 
     def full_state_dict(self, *, rank: int | None = None) -> dict[str, Tensor]:
         """Return copies of all parameters and persistent buffers, with original names and shapes.
@@ -176,15 +165,7 @@ class ShardLite(nn.Module):
         Args:
             rank: the only rank that gets them; the others get an empty dict. `None`: every rank.
         """
-        wanted = rank is None or rank == self._transport.rank
-        full: dict[Tensor, Tensor] = {}
-        for unit in self._units:
-            with self.gathered(*self._names_in(unit), writeback=False):
-                if wanted:
-                    full.update({param: param.detach().clone() for param in unit.params()})
-        if not wanted:
-            return {}
-        return {name: full[value] if value in full else value.clone() for name, value in self._entries().items()}
+        return self._full.state_dict(rank)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor] | None) -> None:
         """Take over rank 0's `state_dict`, as `full_state_dict` or an unsharded model gives it.
@@ -195,9 +176,8 @@ class ShardLite(nn.Module):
         Raises:
             LayoutError: on every rank, if names or shapes do not fit; nothing is changed then.
         """
-        entries = self._entries()
-        problem = _misfit(entries, state_dict or {}) if self._transport.rank == 0 else None
-        build.agree(self._group, [], problem)
+        build.agree(self._group, [], self._full.misfit(state_dict or {}) if self._transport.rank == 0 else None)
+        entries = self._full.entries()
         source = {entry: (state_dict or {}).get(name, entry) for name, entry in entries.items()}
         for unit in self._units:
             build.spread(unit, self._transport, lambda param: source[param])
@@ -284,9 +264,9 @@ class ShardLite(nn.Module):
             build.sites(self.module, self._units),
             [part.module for part in parts],
         )
+        self._full = FullParameters(self.module, self._units, self._transport, self._gatherer, self._promises)
         if self._promises is not None:
             self._promises.event = self._backward.event
-            self._guard_state_dict()
         self._catch_gradients()
         for lane in [self._reducer.lane, *([self._gatherer.lane] if self._gatherer else [])]:
             weakref.finalize(self, lane.close)
@@ -298,60 +278,6 @@ class ShardLite(nn.Module):
                     param.grad = None
                     arrived = partial(self._backward.gradient, unit, i, j)
                     param.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
-
-    def _guard_state_dict(self) -> None:
-        """Let `state_dict()` of the module itself raise: it would write placeholders into a file."""
-        me = weakref.ref(self)
-
-        def refuse(*_: Any) -> None:
-            wrapper = me()
-            if wrapper is not None and not wrapper._reading:
-                raise LayoutError("the module's parameters are sharded: use full_state_dict() of the ShardLite model")
-
-        for each in self.module.modules():
-            each.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
-
-    # ---- names --------------------------------------------------------------------------------------------------
-
-    def _entries(self) -> dict[str, Tensor]:
-        """Return the module's own parameters and persistent buffers by all of their names."""
-        self._reading = True
-        try:
-            entries = self.module.state_dict(keep_vars=True)
-        finally:
-            self._reading = False
-        return {name: value for name, value in entries.items() if isinstance(value, Tensor)}
-
-    def _names_in(self, unit: Unit) -> list[str]:
-        return [slot.name for flat in unit.flats for slot in flat.layout.slots]
-
-    def _units_with(self, names: Iterable[str]) -> list[Unit]:
-        homes = {param: unit for unit in self._units for param in unit.params()}
-        known = {name: homes[param] for name, param in self.module.named_parameters(remove_duplicate=False)}
-        for name in names:
-            if name not in known:
-                raise LayoutError(f"there is no parameter {name!r}; there are {', '.join(known)}")
-        return [unit for unit in self._units if not names or unit in {known[name] for name in names}]
-
-    def _write_back(self, units: list[Unit]) -> None:
-        """Copy this rank's rows of changed full buffers into its shards.
-
-        A unit counts as changed if it is on any rank: all must agree on whether it has to be gathered again.
-        """
-        assert self._gatherer is not None
-        rank = self._transport.rank
-        rows = {
-            flat: full[slice(*flat.layout.shard_range(rank))]
-            for unit in units
-            if unit.buffer is not None
-            for flat, full in zip(unit.flats, unit.parts(unit.buffer), strict=True)
-        }
-        changed = torch.tensor([any(not torch.equal(rows[f], f.local) for f in unit.flats) for unit in units]).int()
-        all_reduce(changed, self._transport, operation=Operation("what was changed", next(self._collectives)))
-        with torch.no_grad():
-            for unit in (unit for unit, ranks in zip(units, changed.tolist(), strict=True) if ranks):
-                for flat in unit.flats:
-                    flat.local.copy_(rows[flat])
 
 
 def _check_process_group() -> None:
@@ -387,14 +313,3 @@ def _describe(parts: Iterable[Part], layouts: Iterable[Iterable[Any]]) -> list[s
         for layout in mine
         for line in layout.describe()
     ]
-
-
-def _misfit(entries: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> LayoutError | None:
-    """Return what is wrong with a state dict for a model with these entries."""
-    missing, unknown = entries.keys() - given.keys(), given.keys() - entries.keys()
-    if missing or unknown:
-        return LayoutError(f"the state dict lacks {sorted(missing)} and has unknown {sorted(unknown)}")
-    for name, entry in entries.items():
-        if entry.shape != given[name].shape:
-            return LayoutError(f"{name!r} has shape {list(given[name].shape)}, the model's is {list(entry.shape)}")
-    return None

@@ -56,6 +56,14 @@ def describe_result(loss: float, entropy: float) -> str:
     )
 
 
+def printable(text: bytes) -> str:
+    """`text` for a terminal: what is no UTF-8, and what could command the terminal, is replaced."""
+    decoded = text.decode(errors="replace")
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in decoded
+    )
+
+
 def footprint_table(sharded: Sequence[Footprint], plain: Footprint) -> str:
     """Bytes by purpose: a column per rank of the sharded run, and one for plain data parallel."""
     columns = {f"rank {rank}": footprint for rank, footprint in enumerate(sharded)} | {"data parallel": plain}

@@ -56,7 +56,7 @@ class Settings:
     stage: int = 3
     """0: every rank holds all; 3: parameters, gradients and optimizer state are sharded."""
 
-    steps: int = 220
+    steps: int = 180
     """Optimizer steps."""
 
     batch: int = 4

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from shardlite import AdamW, ShardLite
 from shardlite.demo.footprint import Batch, Footprint, book_state, measure, measure_plain
 from shardlite.demo.gpt import GPT
-from shardlite.demo.report import Point, Progress, describe_result, footprint_table, write_curve
+from shardlite.demo.report import Point, Progress, describe_result, footprint_table, printable, write_curve
 from shardlite.demo.settings import Settings
 from shardlite.demo.text import Bytes, Corpus, draw_batch, read_corpus, unigram_entropy
 
@@ -25,7 +25,7 @@ MAX_NORM = 1.0
 SAMPLE_BYTES = 240
 
 _MEASURED_STEP = 2  # by then the optimizer has its state and every buffer its place
-_VALIDATIONS = 8  # in a run, the last one at its end
+_VALIDATIONS = 8  # in a run, evenly spread, the last one at its end
 _VALIDATION_BATCHES = 8
 _TRAIN, _VALIDATION = 0, 1  # part of the key of a batch
 
@@ -86,8 +86,8 @@ def _set_up(settings: Settings, corpus: Corpus, rank: int) -> Run:
 def _announce(run: Run) -> None:
     parameters = sum(p.numel() for p in GPT(run.settings.gpt).parameters())
     if run.rank == 0:
-        ranks = dist.get_world_size()
-        print(f"A GPT with {parameters / 1e6:.1f}M parameters on {ranks} ranks, stage {run.settings.stage}, reads")
+        ranks = "1 rank" if dist.get_world_size() == 1 else f"{dist.get_world_size()} ranks"
+        print(f"A GPT with {parameters / 1e6:.1f}M parameters on {ranks}, stage {run.settings.stage}, reads")
         print(f"{run.corpus.source} ({len(run.corpus.train):,} bytes).", flush=True)
 
 
@@ -101,6 +101,8 @@ def _learn(run: Run) -> tuple[list[Point], Footprint]:
             loss, footprint = _measured_step(run, step)
         else:
             loss = _step(run, step)
+        if step == 0:
+            book_state(run.model.ledger, run.optimizer)
         curve.append(Point(step + 1, loss, _validate(run) if _is_validation_due(step, steps) else None))
         if run.rank == 0:
             progress.show(curve[-1], sum(run.model.ledger.current().values()))
@@ -127,7 +129,6 @@ def _step(run: Run, step: int) -> float:
 
 def _measured_step(run: Run, step: int) -> tuple[float, Footprint]:
     losses: list[float] = []
-    book_state(run.model.ledger, run.optimizer)
     footprint = measure(lambda: losses.append(_step(run, step)), run.model.ledger)
     return losses[0], footprint
 
@@ -154,7 +155,7 @@ def _validate(run: Run) -> float:
 
 
 def _is_validation_due(step: int, steps: int) -> bool:
-    return step == steps - 1 or (step + 1) % max(1, steps // _VALIDATIONS) == 0
+    return (step + 1) * _VALIDATIONS // steps > step * _VALIDATIONS // steps
 
 
 def _report(run: Run, curve: list[Point], sharded: Footprint, plain: Footprint) -> None:
@@ -165,7 +166,7 @@ def _report(run: Run, curve: list[Point], sharded: Footprint, plain: Footprint) 
         return
     entropy = unigram_entropy(run.corpus.validation)
     print(f"\n{describe_result(curve[-1].validation or math.nan, entropy)}")
-    print(f"\nBytes per rank in one training step:\n\n{footprint_table(footprints, plain)}\n")
+    print(f"\nOne training step holds, each row at its highest:\n\n{footprint_table(footprints, plain)}\n")
     print("\n".join(write_curve(run.settings.out, curve, entropy)), flush=True)
 
 
@@ -177,7 +178,7 @@ def _show_sample(run: Run) -> None:
     model = GPT(run.settings.gpt)
     model.load_state_dict(weights)
     sample = model.generate(b"\n", SAMPLE_BYTES, seed=run.settings.seed)
-    print(f"\nThe model writes:\n{sample.decode(errors='replace')}")
+    print(f"\nThe model writes:\n{printable(sample)}")
 
 
 def _draw(settings: Settings, text: Bytes, *key: int) -> Batch:

@@ -1,0 +1,395 @@
+"""Ways to train one model on the same batches, each leaving a record of what it computed. What is right, others judge.
+
+    sharded               by ShardLite, at any stage
+    simple, ring_ordered  replicas whose gradients a master averages: as one would without a thought, or in ring order
+    data_parallel         by `torch.nn.parallel.DistributedDataParallel`
+    one_process           rank 0 alone, on the batches of all ranks
+    exact                 the first step of that in fp64
+
+Legend: `W` ranks, `n` elements of one parameter, `S` elements per shard.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from shardlite.build import plan_parts
+from shardlite.layout import ALIGN, round_up
+from shardlite.optim import AdamW
+from shardlite.partition import cut
+from shardlite.task import Batch, Task, doubled, joined_batch
+from shardlite.wrapper import ShardLite
+
+Gradients: TypeAlias = Mapping[str, Tensor | None]
+Mean: TypeAlias = Callable[[str, Sequence[Tensor]], Tensor]
+"""From a parameter's name and the gradients of all ranks to their mean."""
+
+SAME_LOSS = 2.0**-30
+"""In fp64, losses of the same batch differ by far less than this part of them, and losses of other batches by more."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a system computed."""
+
+    losses: list[Tensor]
+    """[] by step; of this rank, or of all if one process trained on all."""
+
+    gradients: Gradients
+    """Of the first step, averaged over the ranks, whole; `None` where no rank used a parameter."""
+
+    weights: Mapping[str, Tensor]
+    """Parameters and floating-point buffers after the last step, whole."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a plain replica tells about the gradients of each rank by itself."""
+
+    magnitudes: Mapping[str, Tensor]
+    """For each element of the first step's gradient: the mean over the ranks of its absolute value, in fp64."""
+
+    unused: bool
+    """Whether any rank left out any parameter in any step."""
+
+
+@dataclass(frozen=True)
+class Exact:
+    """The first step in fp64, on the batches of all ranks."""
+
+    loss: Tensor
+    gradients: Gradients
+    joins: bool
+    """Whether the batches can be joined to one of which the loss is the same."""
+
+
+# ---- the systems ----------------------------------------------------------------------------------------------------
+
+
+def sharded(task: Task, stage: int) -> Record:
+    """Train by ShardLite."""
+    return _train(_Sharded(task, stage))
+
+
+def simple(task: Task) -> tuple[Record, Survey]:
+    """Train replicas whose gradients rank 0 averages in the simplest way: `(g0 + g1 + ...) / W`."""
+    replica = _Replica(task, task.model(), lambda _, parts: simple_mean(parts))
+    return _train(replica), Survey(replica.magnitudes, _any_rank(task, replica.unused))
+
+
+def ring_ordered(task: Task) -> Record:
+    """Train replicas whose gradients rank 0 averages in the order of ShardLite's ring."""
+    module = task.model()
+    layouts = [layout for part in plan_parts(cut(module, task.units), task.world_size) for layout in part]
+    places = {slot.name: (slot.start, layout.shard_numel) for layout in layouts for slot in layout.slots}
+    return _train(_Replica(task, module, lambda name, parts: ring_mean(parts, *places[name])))
+
+
+def data_parallel(task: Task, *, unused: bool) -> Record:
+    """Train by PyTorch's data parallelism; it has to be told whether some rank leaves out parameters."""
+    with _silent_data_parallel():
+        return _train(_DataParallel(task, unused))
+
+
+def one_process(task: Task, *, join: bool) -> Record:
+    """Train on the batches of all ranks in this process: in one batch, or by the mean of the losses of the ranks."""
+    return _train(_OneProcess(task, join))
+
+
+def exact(task: Task) -> Exact:
+    """Compute the first step in fp64.
+
+    Raises:
+        RuntimeError: the model does not run in fp64.
+    """
+    module = task.model().double()
+    loss = mean_loss(task, module, 0, doubled)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return Exact(loss.detach(), _gradients(module), _joins(task, loss.detach()))
+
+
+def mean_loss(task: Task, module: nn.Module, step: int, convert: Callable[[Batch], Batch] = tuple) -> Tensor:
+    """Return the mean of the losses of all ranks, [], each with the random numbers of its rank."""
+    losses = [module(*convert(task.batch(step, rank))) for rank in range(task.world_size)]
+    return torch.stack(losses).sum() / task.world_size
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
+
+
+class _Plain:
+    """A module, trained on this rank's batches. The other systems say where they differ."""
+
+    def __init__(self, task: Task, module: nn.Module, optimizer: Callable[..., Optimizer]) -> None:
+        self.task = task
+        self.module = module
+        self.optimizer = optimizer(module.parameters(), lr=task.lr, weight_decay=task.weight_decay)
+
+    def loss(self, step: int) -> Tensor:
+        """Run forward."""
+        value: Tensor = self.module(*self.task.batch(step, self.task.rank))
+        return value
+
+    def average(self) -> None:
+        """Make the gradients those of all ranks, if backward did not."""
+
+    def gradients(self) -> Gradients:
+        """Return them whole."""
+        return _gradients(self.module)
+
+    def weights(self) -> Mapping[str, Any]:
+        """Return a whole state dict."""
+        state: dict[str, Any] = self.module.state_dict()
+        return state
+
+
+class _Sharded(_Plain):
+    def __init__(self, task: Task, stage: int) -> None:
+        module = task.model()
+        self._shapes = {name: param.shape for name, param in module.named_parameters()}
+        self._model = ShardLite(module, stage=stage, units=task.units, group=task.group)
+        super().__init__(task, self._model, AdamW)
+
+    def gradients(self) -> Gradients:
+        """Put each together from the shards of all ranks, which follow each other; or take it if it is whole."""
+        own = {name: None if p.grad is None else p.grad.reshape(-1) for name, p in _trainable(self.module).items()}
+        ranks: list[dict[str, Tensor | None]] = [own] * self.task.world_size
+        dist.all_gather_object(ranks, own, group=self.task.group)
+        return {name: _assembled([each[name] for each in ranks], own[name], self._shapes[name]) for name in own}
+
+    def weights(self) -> Mapping[str, Any]:
+        return self._model.full_state_dict()
+
+
+class _Replica(_Plain):
+    """Starts with rank 0's values. It notes what it knows of the gradients before they are averaged."""
+
+    def __init__(self, task: Task, module: nn.Module, mean: Mean) -> None:
+        spread = [module.state_dict()]
+        dist.broadcast_object_list(spread, group=task.group, group_src=0)
+        module.load_state_dict(spread[0])
+        super().__init__(task, module, _PaddedAdamW)
+        self._mean = mean
+        self.magnitudes: dict[str, Tensor] = {}
+        self.unused = False
+
+    def average(self) -> None:
+        params = _trainable(self.module)
+        _densify(self.module)
+        self.magnitudes = self.magnitudes or _magnitudes(self.task, params)
+        self.unused |= any(param.grad is None for param in params.values())
+        for name, param in params.items():
+            param.grad = self._through_master(name, param)
+
+    def _through_master(self, name: str, param: nn.Parameter) -> Tensor | None:
+        """Send a gradient to rank 0, which averages those of all ranks, and take the mean back."""
+        if not _any_rank(self.task, param.grad is not None):
+            return None
+        group = self.task.group
+        own = _own_gradient(param)
+        mean = torch.empty_like(own)
+        if self.task.rank == 0:
+            parts = [torch.empty_like(own) for _ in range(self.task.world_size)]
+            dist.gather(own, parts, group=group, group_dst=0)
+            mean.copy_(self._mean(name, parts))
+        else:
+            dist.gather(own, group=group, group_dst=0)
+        dist.broadcast(mean, group=group, group_src=0)
+        return mean
+
+
+class _DataParallel(_Plain):
+    def __init__(self, task: Task, unused: bool) -> None:
+        super().__init__(task, task.model(), _fused_adamw)
+        self._model = DistributedDataParallel(
+            self.module, process_group=task.group, broadcast_buffers=False, find_unused_parameters=unused
+        )
+
+    def loss(self, step: int) -> Tensor:
+        value: Tensor = self._model(*self.task.batch(step, self.task.rank))
+        return value
+
+
+class _OneProcess(_Plain):
+    def __init__(self, task: Task, join: bool) -> None:
+        super().__init__(task, task.model(), _fused_adamw)
+        self._join = join
+
+    def loss(self, step: int) -> Tensor:
+        batches = [self.task.batch(step, rank) for rank in range(self.task.world_size)]
+        joined = joined_batch(batches) if self._join else None
+        return mean_loss(self.task, self.module, step) if joined is None else self.module(*joined)
+
+
+def _train(system: _Plain) -> Record:
+    """Run all steps."""
+    losses: list[Tensor] = []
+    first: Gradients = {}
+    for step in range(system.task.steps):
+        loss = system.loss(step)
+        loss.backward()  # type: ignore[no-untyped-call]
+        system.average()
+        _densify(system.module)
+        first = first or system.gradients()
+        system.optimizer.step()
+        system.optimizer.zero_grad()
+        losses.append(loss.detach().clone())
+    return Record(losses, first, _floats(system.weights()))
+
+
+def _fused_adamw(*args: Any, **options: Any) -> Optimizer:
+    return torch.optim.AdamW(*args, **options, fused=True)
+
+
+def simple_mean(parts: Sequence[Tensor]) -> Tensor:
+    """Add one rank after the other, and divide once."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total / len(parts)
+
+
+def ring_mean(parts: Sequence[Tensor], start: int, shard_numel: int) -> Tensor:
+    """Add what lies in segment `k` of the unit in the order k+1, k+2, ..., k, and divide it by `W`, once.
+
+    `start` is where the parameter starts in its unit, whose segment `k` is `[k*S, (k+1)*S)`. The last addition and the
+    division round together where gradients have less than 32 bits.
+    """
+    mean = torch.empty_like(parts[0])
+    wide = torch.promote_types(mean.dtype, torch.float32)
+    for k in range(len(parts)):
+        first, stop = (max(0, edge * shard_numel - start) for edge in (k, k + 1))
+        segments = [part.view(-1)[first:stop] for part in parts]
+        total, *others, last = segments[k + 1 :] + segments[: k + 1]
+        for other in others:
+            total = total + other
+        mean.view(-1)[first:stop] = (total.to(wide) + last.to(wide)) / len(parts)
+    return mean
+
+
+class _PaddedAdamW(Optimizer):
+    """PyTorch's fused AdamW on flat copies of the parameters, padded with zeros to a multiple of 32 elements.
+
+    The padding matters: PyTorch's vector loop rounds the last `n % 16` elements in another way than the others.
+    """
+
+    def __init__(self, params: Any, lr: float, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient; each counts its own steps."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, group)
+
+    def _update(self, param: Tensor, group: dict[str, Any]) -> None:
+        assert param.grad is not None
+        flat, grad, state = _padded(param), _padded(param.grad), self.state[param]
+        if not state:
+            state["moments"] = torch.zeros_like(flat), torch.zeros_like(flat)
+            state["count"] = torch.zeros(())
+        state["count"] += 1
+        first, second = state["moments"]
+        torch._fused_adamw_(
+            *([flat], [grad], [first], [second], [], [state["count"]]),
+            lr=group["lr"],
+            beta1=0.9,
+            beta2=0.999,
+            eps=1e-8,
+            weight_decay=group["weight_decay"],
+            amsgrad=False,
+            maximize=False,
+        )
+        param.copy_(flat[: param.numel()].view(param.shape))
+
+
+def _padded(tensor: Tensor) -> Tensor:
+    flat = tensor.new_zeros(round_up(tensor.numel(), ALIGN))
+    flat[: tensor.numel()] = tensor.reshape(-1)
+    return flat
+
+
+# ---- what a model holds ---------------------------------------------------------------------------------------------
+
+
+def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: param for name, param in module.named_parameters() if param.requires_grad}
+
+
+def _gradients(module: nn.Module) -> Gradients:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in _trainable(module).items()}
+
+
+def _floats(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return {name: value.clone() for name, value in tensors.items() if value.is_floating_point()}
+
+
+def _densify(module: nn.Module) -> None:
+    """Make gradients dense: AdamW takes no others."""
+    for param in module.parameters():
+        if param.grad is not None and param.grad.is_sparse:
+            param.grad = param.grad.to_dense()
+
+
+def _magnitudes(task: Task, params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    magnitudes = {name: _own_gradient(param).double().abs() for name, param in params.items()}
+    for magnitude in magnitudes.values():
+        dist.all_reduce(magnitude, group=task.group)
+        magnitude /= task.world_size
+    return magnitudes
+
+
+def _any_rank(task: Task, yes: bool) -> bool:
+    ranks = torch.tensor(int(yes))
+    dist.all_reduce(ranks, group=task.group)
+    return bool(ranks.item())
+
+
+def _own_gradient(param: nn.Parameter) -> Tensor:
+    """Return this rank's gradient; a parameter that it did not use has zeros."""
+    return (torch.zeros_like(param) if param.grad is None else param.grad).detach().contiguous()
+
+
+def _assembled(pieces: Sequence[Tensor | None], own: Tensor | None, shape: torch.Size) -> Tensor | None:
+    """Join the pieces of all ranks if they make up a whole, else take the own one, which has to be whole."""
+    there = [piece for piece in pieces if piece is not None]
+    if there and sum(piece.numel() for piece in there) == shape.numel():
+        return torch.cat(there).view(shape)
+    return None if own is None else own.clone().view(shape)
+
+
+# ---- batches --------------------------------------------------------------------------------------------------------
+
+
+def _joins(task: Task, loss: Tensor) -> bool:
+    """Whether the joined batch of the first step has the same loss in fp64."""
+    batch = joined_batch([task.batch(0, rank) for rank in range(task.world_size)])
+    if batch is None:
+        return False
+    try:
+        joined = task.model().double()(*doubled(batch)).detach()
+    except Exception:  # whatever the model says to a batch that was not made for it
+        return False
+    return bool((joined - loss).abs() <= SAME_LOSS * loss.abs())
+
+
+@contextmanager
+def _silent_data_parallel() -> Iterator[None]:
+    """Keep quiet about what would make data parallelism faster."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
+        warnings.filterwarnings("ignore", ".*[Gg]rad strides do not match")
+        yield

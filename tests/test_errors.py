@@ -1,0 +1,230 @@
+"""Mistakes end in an error that says who, what was got and what to do, on every rank, and nothing hangs."""
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardlite import AdamW, LayoutError, ShardLite
+
+
+def block() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+
+def net(count: int = 2) -> nn.Sequential:
+    return nn.Sequential(*(block() for _ in range(count)))
+
+
+def test_without_a_process_group():
+    with pytest.raises(LayoutError, match=r"no process group: call torch\.distributed\.init_process_group"):
+        ShardLite(net())
+
+
+def nested_body(group):
+    inner = ShardLite(net(), group=group)
+    ShardLite(nn.Sequential(block(), inner), group=group)
+
+
+def frozen_body(group):
+    ShardLite(net().requires_grad_(False), group=group)
+
+
+def not_a_module_body(group):
+    ShardLite([net()], group=group)
+
+
+def stage_body(group):
+    ShardLite(net(), stage=7, group=group)
+
+
+def prefetch_body(group):
+    ShardLite(net(), prefetch=-1, group=group)
+
+
+def units_body(group):
+    ShardLite(net(), units="blocks", group=group)
+
+
+def class_body(group):
+    ShardLite(net(), units=nn.LSTM, group=group)
+
+
+def meta_body(group):
+    ShardLite(nn.Linear(8, 8, device="meta"), group=group)
+
+
+def replaced_body(group):
+    plain = net()
+    model = ShardLite(plain, group=group)
+    plain[0][0].weight = nn.Parameter(torch.zeros(8, 8))
+    model(torch.ones(1, 8))
+
+
+def unsharded_body(group, stage):
+    plain = net()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model = ShardLite(plain, stage=stage, group=group)
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+
+
+def unsharded_own_body(group):
+    plain = net()
+    optimizer = AdamW(plain.parameters(), lr=0.1)
+    model = ShardLite(plain, group=group)
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+
+
+def shape_body(group):
+    width = 8 + dist.get_rank(group)
+    ShardLite(nn.Linear(8, width), group=group)
+
+
+def count_body(group):
+    ShardLite(net(2 + dist.get_rank(group)), group=group)
+
+
+def setting_body(group):
+    ShardLite(net(), stage=3 * dist.get_rank(group), group=group)
+
+
+def one_rank_body(group):
+    """Only one rank makes a mistake; the others must hear of it."""
+    plain = net()
+    if dist.get_rank(group) == 1:
+        plain.requires_grad_(False)
+    ShardLite(plain, group=group)
+
+
+def convert_body(group):
+    ShardLite(net(), group=group).half()
+
+
+def state_dict_body(group):
+    ShardLite(net(), group=group).state_dict()
+
+
+def inner_state_dict_body(group):
+    ShardLite(net(), group=group).module.state_dict()
+
+
+def submodule_state_dict_body(group):
+    ShardLite(net(), group=group).module[0].state_dict()
+
+
+def unknown_name_body(group):
+    with ShardLite(net(), group=group).gathered("0.0.wieght"):
+        pass
+
+
+def misfit_body(group):
+    model = ShardLite(net(), group=group)
+    state = model.full_state_dict()
+    state["0.0.weight"] = torch.zeros(3, 3)
+    model.load_full_state_dict(state)
+
+
+def missing_body(group):
+    model = ShardLite(net(), group=group)
+    state = model.full_state_dict()
+    state["extra"] = state.pop("1.0.bias")
+    model.load_full_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments", "words"),
+    [
+        (nested_body, (), "'1' is wrapped already: wrap the whole model once"),
+        (frozen_body, (), "has no parameter with requires_grad"),
+        (not_a_module_body, (), "wraps an nn.Module, got list"),
+        (stage_body, (), "stage must be one of (0, 3), got 7"),
+        (prefetch_body, (), "must be at least 0, got -1"),
+        (units_body, (), "units must be a module class"),
+        (class_body, (), "the model has no module of this class"),
+        (meta_body, (), "'weight' is on meta"),
+        (replaced_body, (), "parameter '0.0.weight' was replaced after wrapping"),
+        (unsharded_body, (3,), "SGD holds the unsharded parameter"),
+        (unsharded_body, (0,), "SGD holds the unsharded parameter"),
+        (unsharded_own_body, (), "AdamW holds the unsharded parameter"),
+        (shape_body, (), "ranks wrapped different models: rank 0 has parameter weight [8, 8]"),
+        (count_body, (), "ranks wrapped different models: rank 0 has 6 entries, rank 1 has 8"),
+        (setting_body, (), "rank 0 has stage 0, rank 1 has stage 3"),
+        (one_rank_body, (), "nothing to train"),
+        (convert_body, (), "before wrapping"),
+        (state_dict_body, (), "use full_state_dict()"),
+        (inner_state_dict_body, (), "use full_state_dict()"),
+        (submodule_state_dict_body, (), "use full_state_dict()"),
+        (unknown_name_body, (), "there is no parameter '0.0.wieght'; there are 0.0.weight"),
+        (misfit_body, (), "'0.0.weight' has shape [3, 3], the model's is [8, 8]"),
+        (missing_body, (), "lacks ['1.0.bias'] and has unknown ['extra']"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else None,
+)
+def test_every_rank_gets_a_clear_error(cluster, body, arguments, words):
+    for kind, message in cluster.failures(body, 2, *arguments):
+        assert kind in ("LayoutError", "TypeError")
+        assert words in message
+
+
+def nothing_changed_body(group):
+    """A state dict that does not fit changes nothing."""
+    model = ShardLite(net(), group=group)
+    before = model.full_state_dict()
+    broken = {name: torch.zeros_like(value) for name, value in before.items()}
+    broken["1.0.bias"] = torch.zeros(3)
+    with pytest.raises(LayoutError):
+        model.load_full_state_dict(broken)
+    after = model.full_state_dict()
+    return all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_refused_state_dict_changes_nothing(cluster):
+    assert cluster.run(nothing_changed_body, 2) == [True, True]
+
+
+LATE_PEER = """
+import sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+from datetime import timedelta
+from torch import nn
+from shardlite import CommError, ShardLite
+
+def rank_main(rank, port):
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    model = ShardLite(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), timeout=timedelta(seconds=2))
+    dist.barrier()
+    if rank == 1:
+        import time
+        time.sleep(6)  # never takes part
+        return
+    try:
+        model(torch.ones(1, 8))
+    except CommError as error:
+        print("CommError:", error)
+
+if __name__ == "__main__":
+    import socket
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(rank_main, (port,), nprocs=2)
+"""
+
+
+def test_a_rank_that_never_comes_is_named_in_time(tmp_path):
+    script = tmp_path / "late.py"
+    script.write_text(LATE_PEER)
+    limit = timedelta(seconds=90).total_seconds()
+    root = Path(__file__).parent.parent
+    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'kernels'}"}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit, check=False)
+    assert "CommError: all-gather of unit '0'" in done.stdout, done.stderr
+    assert "rank 0 receiving from rank 1" in done.stdout

@@ -1,0 +1,176 @@
+"""What happens in which order, written out: gathers, releases, evictions, reductions and the step."""
+
+import torch
+from torch import Tensor, nn
+
+from shardlite import AdamW, ShardLite
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x))
+
+
+class Three(nn.Module):
+    """Two blocks and, in the root, what is around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, WIDTH, bias=False)
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def train_step(model: ShardLite, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """Return the events of forward, of backward, and of the step."""
+    loss = model(torch.ones(2, 4))
+    forward = model.trace.take()
+    loss.backward()
+    backward = model.trace.take()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [forward, backward, model.trace.take()]
+
+
+def events_body(group, prefetch):
+    model = ShardLite(Three(), group=group, prefetch=prefetch)
+    optimizer = AdamW(model.parameters())
+    return [train_step(model, optimizer) for _ in range(3)]
+
+
+def test_without_prefetch_units_share_one_buffer(cluster):
+    forward = [
+        "gather (root)",
+        "wait (root)",
+        "gather blocks.0",
+        "wait blocks.0",
+        "release blocks.0",
+        "gather blocks.1",
+        "evict blocks.0",
+        "wait blocks.1",
+        "release blocks.1",
+        "release (root)",
+    ]
+    backward = [
+        "release blocks.1",  # it was still there: held by its handles, no gather
+        "reduce blocks.1",
+        "gather blocks.0",
+        "evict blocks.1",
+        "wait blocks.0",
+        "release blocks.0",
+        "reduce blocks.0",
+        "reduce (root)",  # its backward does not need its weight: no gather
+    ]
+    again = [
+        "gather (root)",
+        "evict (root)",  # of the weights before the step; the buffer is its own again
+        "wait (root)",
+        "gather blocks.0",
+        "evict blocks.0",
+        "wait blocks.0",
+        "release blocks.0",
+        "gather blocks.1",
+        "evict blocks.0",
+        "wait blocks.1",
+        "release blocks.1",
+        "release (root)",
+    ]
+    for first, second, third in cluster.run(events_body, 2, 0):
+        assert first == [forward, backward, ["step"]]
+        assert second == [again, backward, ["step"]]
+        assert third == second
+
+
+def test_from_the_second_step_on_the_next_unit_is_gathered_ahead(cluster):
+    forward = [
+        "gather (root)",
+        "evict (root)",
+        "gather blocks.0",  # ahead, while the root is on its way
+        "evict blocks.0",
+        "wait (root)",
+        "gather blocks.1",
+        "evict blocks.1",
+        "wait blocks.0",
+        "release blocks.0",
+        "wait blocks.1",
+        "release blocks.1",
+        "release (root)",
+    ]
+    backward = [
+        "release blocks.1",  # both blocks still have the two buffers
+        "reduce blocks.1",
+        "release blocks.0",
+        "reduce blocks.0",
+        "reduce (root)",
+    ]
+    for _, second, third in cluster.run(events_body, 2, 1):
+        assert second == [forward, backward, ["step"]]
+        assert third == second
+
+
+def deviating_body(group):
+    """A pass that leaves the recorded path is right, and gathers nothing ahead from there on."""
+
+    class Skips(Three):
+        skip = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for block in list(self.blocks)[1 if self.skip else 0 :]:
+                x = block(x)
+            return x.square().mean()
+
+    plain = Skips()
+    model = ShardLite(plain, group=group, prefetch=1)
+    optimizer = AdamW(model.parameters())
+    steps = []
+    for plain.skip in (False, False, True, True):
+        steps.append(train_step(model, optimizer)[0])
+    return [[event for event in forward if event.startswith("wait")] for forward in steps]
+
+
+def test_leaving_the_recorded_path_is_survived_and_recorded(cluster):
+    full, short = ["wait (root)", "wait blocks.0", "wait blocks.1"], ["wait (root)", "wait blocks.1"]
+    for waits in cluster.run(deviating_body, 2):
+        assert waits[:2] == [full, full]
+        assert waits[2] == short
+        # What was gathered ahead in vain is finished before the next pass begins.
+        assert waits[3] == ["wait blocks.0", *short]
+
+
+def first_order_body(group):
+    """The order of reductions is the one in which gradients came in the first backward."""
+
+    class Unusual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Block(), Block(), Block()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in (self.blocks[2], self.blocks[0], self.blocks[1]):
+                x = block(x)
+            return x.square().mean()
+
+    model = ShardLite(Unusual(), group=group, prefetch=0)
+    reductions = []
+    for _ in range(2):
+        model(torch.ones(2, WIDTH)).backward()
+        reductions.append([event for event in model.trace.take() if event.startswith("reduce")])
+    return reductions
+
+
+def test_the_order_of_reductions_is_learnt_in_the_first_backward(cluster):
+    for first, second in cluster.run(first_order_body, 2):
+        assert sorted(first) == sorted(second)
+        assert second == ["reduce blocks.1", "reduce blocks.0", "reduce blocks.2"]
