@@ -43,31 +43,41 @@ class FullParameters:
 
     @contextmanager
     def gathered(self, names: Sequence[str], *, writeback: bool) -> Iterator[None]:
-        """Hold the units of the named parameters, or all; in the end write this rank's rows back.
+        """Hold the units of the named parameters, or all; in the end write this rank's rows back, or forget them.
 
         Raises:
             LayoutError: there is no parameter of such a name.
         """
         units = self._units_with(names)
-        if self._gatherer is None or self._promises is None:
+        written = False
+        with self._held(units):
+            try:
+                yield
+                if writeback:
+                    self._write_back(units)
+                    written = True
+            finally:
+                if not written and self._gatherer is not None:
+                    self._gatherer.forget(units)  # the next forward must not see what was written either
+
+    @contextmanager
+    def _held(self, units: Sequence[Unit]) -> Iterator[None]:
+        """Let the units' parameters be full, and computations with them have handles."""
+        with ExitStack() as undo:
+            if self._gatherer is not None and self._promises is not None:
+                for unit in units:
+                    self._gatherer.hold(unit)
+                    undo.callback(self._gatherer.let_go, unit)
+                if push_hooks(self._promises):
+                    undo.callback(pop_hooks)
             yield
-            return
-        with ExitStack() as held:
-            for unit in units:
-                self._gatherer.hold(unit)
-                held.callback(self._gatherer.let_go, unit)
-            if push_hooks(self._promises):
-                held.callback(pop_hooks)
-            yield
-            if writeback:
-                self._write_back(units)
 
     def state_dict(self, rank: int | None) -> dict[str, Tensor]:
         """Return copies of all parameters and persistent buffers on `rank`, or everywhere; elsewhere nothing."""
         wanted = rank is None or rank == self._transport.rank
         full: dict[Tensor, Tensor] = {}
         for unit in self._units:
-            with self.gathered(unit.param_names(), writeback=False):
+            with self._held([unit]):
                 if wanted:
                     full.update({param: param.detach().clone() for param in unit.params()})
         if not wanted:
@@ -113,6 +123,8 @@ class FullParameters:
 
         A unit counts as changed if it is on any rank: all must agree on whether it has to be gathered again.
         """
+        if self._gatherer is None:
+            return  # the full parameters are the shards
         rows = {
             flat: full[slice(*flat.layout.shard_range(self._transport.rank))]
             for unit in units

@@ -82,9 +82,10 @@ class Gatherer:
             with _unseen_by_checkpoints():
                 self._rest(unit)
 
-    def invalidate(self, unit: Unit) -> None:
-        """Let the next hold gather anew, because the shards were changed through the full weights."""
-        unit.gathered_version = -1
+    def forget(self, units: Sequence[Unit]) -> None:
+        """Let the next hold of each gather anew, because the full weights may have been written to."""
+        for unit in units:
+            unit.gathered_version = -1
 
     def settle(self) -> None:
         """Finish what was gathered ahead and never needed, so that it counts as idle."""

@@ -3,6 +3,7 @@
 Gathers and reductions have a lane each, so that neither ever waits for the other.
 """
 
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -43,12 +44,14 @@ class Flight:
 class Lane:
     """Runs operations one after the other on a thread of its own.
 
-    The thread is a daemon: a process that dies of an error must not wait for a peer that will never answer.
+    The thread ends with the lane. It is a daemon: a process that dies of an error must not wait for a peer that will
+    never answer.
     """
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[tuple[Flight, Callable[[], None]] | None] = SimpleQueue()
-        # The target must not hold the lane, or a forgotten lane would never be collected.
+        # Neither the thread nor the finalizer holds the lane, or a forgotten lane would never be collected.
+        weakref.finalize(self, self._queue.put, None)
         Thread(target=_work_off, args=(self._queue,), name=f"shardlite-{name}", daemon=True).start()
 
     def submit(self, operation: Callable[[], None]) -> Flight:
@@ -56,10 +59,6 @@ class Lane:
         flight = Flight()
         self._queue.put((flight, operation))
         return flight
-
-    def close(self) -> None:
-        """End the thread after what is queued."""
-        self._queue.put(None)
 
 
 def _work_off(queue: "SimpleQueue[tuple[Flight, Callable[[], None]] | None]") -> None:

@@ -9,6 +9,7 @@ no rank used keeps its `.grad` as it was.
 Legend: `W` ranks, `S` elements per shard, `F` trainable parameters in a unit.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -160,17 +161,17 @@ class Reducer:
         unit, transport = bucket.unit, self._transport
         flags = bucket.flags(transport.world_size)
         sums = [self._sum_of(full, flat.layout) for full, flat in zip(bucket.full, unit.trainable, strict=True)]
-        jobs = [
+        jobs = deque(
             self._job(full, total, f"reduce-scatter of unit {unit.name!r} {self._label}, part {i}")
             for i, (full, total) in enumerate(zip(bucket.full, sums, strict=True))
-        ]
+        )
         users = torch.empty(flags.numel() // transport.world_size, dtype=flags.dtype)
         counting = Operation(f"who used unit {unit.name!r} {self._label}", self._backwards)
 
         def go_round() -> None:
             reduce_scatter(flags, transport, out=users, operation=counting)
-            for job in jobs:
-                job()
+            while jobs:  # emptied, so that the bucket is free once the flight is over
+                jobs.popleft()()
 
         return _Reduction(bucket, self.lane.submit(go_round), sums, users)
 

@@ -19,6 +19,9 @@ from shardlite.partition import UnitPolicy
 Batch: TypeAlias = tuple[Any, ...]
 """The arguments of a model."""
 
+SAME_LOSS = 2.0**-30
+"""In fp64, losses of the same batch differ by far less than this part of them, and losses of other batches by more."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
@@ -56,15 +59,39 @@ class Task:
         return self.make_batch(step, rank)
 
 
+def mean_loss(task: Task, module: nn.Module, step: int, convert: Callable[[Batch], Batch] = tuple) -> Tensor:
+    """Return the mean of the losses of all ranks, [], each with the random numbers of its rank."""
+    losses = [module(*convert(task.batch(step, rank))) for rank in range(task.world_size)]
+    return torch.stack(losses).sum() / task.world_size
+
+
 def joined_batch(batches: Sequence[Batch]) -> Batch | None:
     """Join like tensors along their first dimension; `None` if something is neither that nor the same on all ranks."""
-    flattened = [tree_flatten(batch) for batch in batches]
-    leaves = [_joined(column) for column in zip(*(leaves for leaves, _ in flattened), strict=False)]
-    structures = [structure for _, structure in flattened]
-    if any(leaf is None for leaf in leaves) or any(each != structures[0] for each in structures):
+    (first, structure), *others = [tree_flatten(batch) for batch in batches]
+    if any(other != structure for _, other in others):
         return None
-    whole: Batch = tree_unflatten(leaves, structures[0])
+    columns = list(zip(first, *(leaves for leaves, _ in others), strict=True))
+    if not all(_joinable(column) for column in columns):
+        return None
+    leaves = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
+    whole: Batch = tree_unflatten(leaves, structure)
     return whole
+
+
+def joins(task: Task, loss: Tensor) -> bool:
+    """Whether the joined batch of the first step has this loss in fp64, which is that of the batches by themselves.
+
+    It has not where tensors have no batch dimension, or a loss is a mean over something that ranks have more or less
+    of, or random numbers are drawn.
+    """
+    batch = joined_batch([task.batch(0, rank) for rank in range(task.world_size)])
+    if batch is None:
+        return False
+    try:
+        joined = task.model().double()(*doubled(batch)).detach()
+    except Exception:  # whatever the model says to a batch that was not made for it
+        return False
+    return bool((joined - loss).abs() <= SAME_LOSS * loss.abs())
 
 
 def doubled(batch: Batch) -> Batch:
@@ -77,11 +104,9 @@ def doubled(batch: Batch) -> Batch:
     return converted
 
 
-def _joined(column: Sequence[Any]) -> Any:
-    """Join one argument of all ranks, or return `None`."""
+def _joinable(column: Sequence[Any]) -> bool:
+    """Whether one argument of all ranks can be one argument of one process."""
     first = column[0]
     if all(isinstance(each, Tensor) for each in column):
-        alike = all(each.dim() > 0 and each.shape == first.shape for each in column)
-        return torch.cat(list(column)) if alike else None
-    same = all(type(each) is type(first) and not isinstance(each, Tensor) and each == first for each in column)
-    return first if same else None
+        return all(each.dim() > 0 and (each.shape, each.dtype) == (first.shape, first.dtype) for each in column)
+    return not any(isinstance(each, Tensor) for each in column) and all(each == first for each in column)

@@ -1,4 +1,4 @@
-"""Ways to train one model on the same batches, each leaving a record of what it computed. What is right, others judge.
+"""Ways to train one model on the same batches, each leaving a record of what it computed; others judge who is right.
 
     sharded               by ShardLite, at any stage
     simple, ring_ordered  replicas whose gradients a master averages: as one would without a thought, or in ring order
@@ -27,15 +27,12 @@ from shardlite.build import plan_parts
 from shardlite.layout import ALIGN, round_up
 from shardlite.optim import AdamW
 from shardlite.partition import cut
-from shardlite.task import Batch, Task, doubled, joined_batch
+from shardlite.task import Task, doubled, joined_batch, joins, mean_loss
 from shardlite.wrapper import ShardLite
 
 Gradients: TypeAlias = Mapping[str, Tensor | None]
 Mean: TypeAlias = Callable[[str, Sequence[Tensor]], Tensor]
 """From a parameter's name and the gradients of all ranks to their mean."""
-
-SAME_LOSS = 2.0**-30
-"""In fp64, losses of the same batch differ by far less than this part of them, and losses of other batches by more."""
 
 
 @dataclass(frozen=True)
@@ -106,22 +103,18 @@ def one_process(task: Task, *, join: bool) -> Record:
     return _train(_OneProcess(task, join))
 
 
-def exact(task: Task) -> Exact:
-    """Compute the first step in fp64.
-
-    Raises:
-        RuntimeError: the model does not run in fp64.
-    """
-    module = task.model().double()
-    loss = mean_loss(task, module, 0, doubled)
+def exact(task: Task) -> Exact | None:
+    """Compute the first step in fp64; `None` if the model cannot, or does it anyway: then nothing is more exact."""
+    module = task.model()
+    if any(param.dtype == torch.float64 for param in module.parameters()):
+        return None
+    module.double()
+    try:
+        loss = mean_loss(task, module, 0, doubled)
+    except RuntimeError:  # tensors of other dtypes are made in forward
+        return None
     loss.backward()  # type: ignore[no-untyped-call]
-    return Exact(loss.detach(), _gradients(module), _joins(task, loss.detach()))
-
-
-def mean_loss(task: Task, module: nn.Module, step: int, convert: Callable[[Batch], Batch] = tuple) -> Tensor:
-    """Return the mean of the losses of all ranks, [], each with the random numbers of its rank."""
-    losses = [module(*convert(task.batch(step, rank))) for rank in range(task.world_size)]
-    return torch.stack(losses).sum() / task.world_size
+    return Exact(loss.detach(), _gradients(module), joins(task, loss.detach()))
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
@@ -371,25 +364,11 @@ def _assembled(pieces: Sequence[Tensor | None], own: Tensor | None, shape: torch
     return None if own is None else own.clone().view(shape)
 
 
-# ---- batches --------------------------------------------------------------------------------------------------------
-
-
-def _joins(task: Task, loss: Tensor) -> bool:
-    """Whether the joined batch of the first step has the same loss in fp64."""
-    batch = joined_batch([task.batch(0, rank) for rank in range(task.world_size)])
-    if batch is None:
-        return False
-    try:
-        joined = task.model().double()(*doubled(batch)).detach()
-    except Exception:  # whatever the model says to a batch that was not made for it
-        return False
-    return bool((joined - loss).abs() <= SAME_LOSS * loss.abs())
-
-
 @contextmanager
 def _silent_data_parallel() -> Iterator[None]:
-    """Keep quiet about what would make data parallelism faster."""
+    """Keep quiet about what would make data parallelism faster, and about the newer name of one of its arguments."""
     with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
         warnings.filterwarnings("ignore", ".*[Gg]rad strides do not match")
         yield

@@ -162,10 +162,6 @@ class Unit:
         for flat in self.flats:
             yield from flat.params
 
-    def param_names(self) -> list[str]:
-        """Return the names of the module's own parameters."""
-        return [slot.name for flat in self.flats for slot in flat.layout.slots]
-
     def version(self) -> int:
         """Return a number that grows with every change of this rank's shards, whoever makes it."""
         return sum(flat.local._version for flat in self.flats)

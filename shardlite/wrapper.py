@@ -1,7 +1,7 @@
 """`ShardLite`: a model whose parameters, gradients and optimizer state are sharded over ranks."""
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -26,10 +26,13 @@ from shardlite.reduce import Reducer
 from shardlite.ring import Operation
 from shardlite.trace import Trace
 from shardlite.transport import GroupTransport
-from shardlite.unit import Model
+from shardlite.unit import Model, Unit
 
 STAGES = (0, 3)
 """0: plain data parallel, nothing is sharded. 3: parameters, gradients and optimizer state are."""
+
+
+_Deliver = Callable[[], Callable[[Unit, int, int, Tensor], None] | None]
 
 
 class ShardLite(nn.Module):
@@ -268,16 +271,25 @@ class ShardLite(nn.Module):
         if self._promises is not None:
             self._promises.event = self._backward.event
         self._catch_gradients()
-        for lane in [self._reducer.lane, *([self._gatherer.lane] if self._gatherer else [])]:
-            weakref.finalize(self, lane.close)
 
     def _catch_gradients(self) -> None:
+        """Send each gradient to its unit.
+
+        The hooks hold everything weakly, for the garbage collector cannot look into those of a tensor.
+        """
+        deliver = weakref.WeakMethod(self._backward.gradient)
         for unit in self._units:
             for i, flat in enumerate(unit.trainable):
                 for j, param in enumerate(flat.params):
                     param.grad = None
-                    arrived = partial(self._backward.gradient, unit, i, j)
-                    param.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+                    hook = partial(_deliver, deliver, weakref.ref(unit), (i, j))
+                    param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def _deliver(deliver: _Deliver, unit: "weakref.ref[Unit]", place: tuple[int, int], param: Tensor) -> None:
+    take, home = deliver(), unit()
+    if take is not None and home is not None:
+        take(home, *place, param)
 
 
 def _check_process_group() -> None:
