@@ -8,9 +8,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from queue import SimpleQueue
-from threading import Thread
+from threading import Thread, current_thread
 
 import torch
+
+
+_FAREWELL = 2.0
+"""Seconds that the end of a lane waits for its last operation, which may be waiting for a peer that is gone."""
 
 
 class Flight:
@@ -51,14 +55,22 @@ class Lane:
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[tuple[Flight, Callable[[], None]] | None] = SimpleQueue()
         # Neither the thread nor the finalizer holds the lane, or a forgotten lane would never be collected.
-        weakref.finalize(self, self._queue.put, None)
-        Thread(target=_work_off, args=(self._queue,), name=f"shardlite-{name}", daemon=True).start()
+        thread = Thread(target=_work_off, args=(self._queue,), name=f"shardlite-{name}", daemon=True)
+        thread.start()
+        weakref.finalize(self, _end, self._queue, thread)
 
     def submit(self, operation: Callable[[], None]) -> Flight:
         """Queue `operation`; it starts when those before it are done."""
         flight = Flight()
         self._queue.put((flight, operation))
         return flight
+
+
+def _end(queue: "SimpleQueue[tuple[Flight, Callable[[], None]] | None]", thread: Thread) -> None:
+    """Let the thread finish, and see it go: the interpreter must not be taken down under a running thread."""
+    queue.put(None)
+    if thread is not current_thread():
+        thread.join(_FAREWELL)
 
 
 def _work_off(queue: "SimpleQueue[tuple[Flight, Callable[[], None]] | None]") -> None:

@@ -14,7 +14,7 @@ import torch
 from shardlite import cli, launch
 from shardlite.demo.footprint import Footprint, measure_plain
 from shardlite.demo.gpt import GPT
-from shardlite.demo.report import Point, Progress, describe_result, footprint_table, write_curve
+from shardlite.demo.report import Point, Progress, describe_result, footprint_table, printable, write_curve
 from shardlite.demo.settings import GPTConfig, Settings
 from shardlite.demo.text import draw_batch, read_corpus, unigram_entropy
 from shardlite.demo.train import learning_rate
@@ -236,6 +236,10 @@ def test_the_result_is_told_in_nats_and_bits():
     assert entropy == "unigram entropy  2.773 nats/byte  4.000 bits/byte  (the best model without context)"
 
 
+def test_a_sample_cannot_command_the_terminal():
+    assert printable(b"a\tb\n\xc3\xa9 \x1b[2J\xff\r") == "a\tb\n\u00e9 \ufffd[2J\ufffd\ufffd"
+
+
 # ---- command line ---------------------------------------------------------------------------------------------------
 
 
@@ -305,14 +309,20 @@ def test_the_command_trains_a_tiny_model_on_two_ranks(tmp_path, stage):
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
-        command, env={**environment, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300, check=False
+        command,
+        env={**environment, "PYTHONPATH": path, "PYTHONFAULTHANDLER": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     assert "OMP_NUM_THREADS" not in done.stderr
     assert "on 2 ranks, stage " + stage in done.stdout
     assert "rank 1  data parallel" in done.stdout
     assert "The model writes:" in done.stdout
     with (tmp_path / "loss.csv").open() as file:
-        validation = [float(row["validation_nats_per_byte"] or "nan") for row in csv.DictReader(file)]
+        validation = [float(told) for row in csv.DictReader(file) if (told := row["validation_nats_per_byte"])]
+    assert len(validation) == 8
     assert validation[-1] < unigram_entropy(np.frombuffer(text.read_bytes(), dtype=np.uint8))
     assert (tmp_path / "loss.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
