@@ -12,7 +12,6 @@ from threading import Thread, current_thread
 
 import torch
 
-
 _FAREWELL = 2.0
 """Seconds that the end of a lane waits for its last operation, which may be waiting for a peer that is gone."""
 
