@@ -4,11 +4,11 @@ An optimizer that was built before wrapping holds the module's own parameters, w
 nothing, in silence. So its first step is an error. And wrapped models hear of the steps that change them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet, ref
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -27,8 +27,8 @@ class Stepped(Protocol):
     def before_step(self) -> None:
         """Raise if a step would use wrong gradients."""
 
-    def after_step(self) -> None:
-        """Take note that the weights have changed."""
+    def after_step(self, stepped: Sequence[Tensor]) -> None:
+        """Take note that these shards, and perhaps parameters of other models, have changed."""
 
 
 _models: "WeakSet[Any]" = WeakSet()
@@ -46,8 +46,9 @@ def _before(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _after(optimizer: Optimizer, *_: Any) -> None:
+    stepped = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
     for model in _models_of(optimizer):
-        model.after_step()
+        model.after_step(stepped)
 
 
 def _models_of(optimizer: Optimizer) -> list[Any]:

@@ -1,7 +1,7 @@
 """`ShardLite`: a model whose parameters, gradients and optimizer state are sharded over ranks."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -189,7 +189,7 @@ class ShardLite(nn.Module):
                 if not isinstance(entry, nn.Parameter) and self._transport.rank == 0:
                     entry.copy_(value)
         build.spread_buffers(self.module, self._transport)
-        self.after_step()
+        self.after_step(list(self._unsharded))
 
     def state_dict(self, *_: Any, **__: Any) -> Any:
         """Raise: the module's own parameters are placeholders. Use `full_state_dict()`."""
@@ -222,11 +222,13 @@ class ShardLite(nn.Module):
                 "forward and backward again before the step"
             )
 
-    def after_step(self) -> None:
-        """Let autograd see that weights have changed which it knows by other names (views of the arena)."""
+    def after_step(self, stepped: Sequence[Tensor]) -> None:
+        """Mark what has changed, for gathers and for autograd: fused optimizers of PyTorch do not raise versions."""
         self.trace.emit("step")
-        if self.stage == 0:
-            torch.autograd.graph.increment_version(list(self._shards))
+        ours = [shard for shard in stepped if shard in self._unsharded]
+        torch.autograd.graph.increment_version(ours)
+        if self.stage == 0:  # autograd knows the same memory by the module's parameters
+            torch.autograd.graph.increment_version([self._unsharded[shard] for shard in ours])
 
     # ---- construction -------------------------------------------------------------------------------------------
 
@@ -249,6 +251,7 @@ class ShardLite(nn.Module):
         build.spread_buffers(self.module, self._transport)
         flats = build.flats_of(self._units)
         self._shards = {param: shard for flat in flats for _, param, shard in flat.slots()}
+        self._unsharded: dict[Tensor, nn.Parameter] = {shard: param for param, shard in self._shards.items()}
         for flat in flats:
             self.ledger.track("parameters", flat.local)
         for buffer in self.module.buffers():

@@ -1,11 +1,13 @@
 """Small models for tests; each has something that is easily got wrong when parameters are sharded.
 
-Sizes are odd on purpose: almost no parameter is a multiple of 32 elements, so cuts between ranks fall inside parameters.
+Sizes are odd on purpose: almost no parameter is a multiple of 32 elements, so cuts between ranks fall inside
+parameters.
 
 Legend: `B` rows of a batch, `T` tokens in a row, `D` width.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -116,9 +118,21 @@ class MLP(nn.Sequential):
 
     def __init__(self, widths: Sequence[int]):
         layers: list[nn.Module] = []
-        for inputs, outputs in zip(widths, widths[1:], strict=False):
+        for inputs, outputs in pairwise(widths):
             layers += [nn.Linear(inputs, outputs), nn.GELU()]
         super().__init__(*layers[:-1])
+
+
+class Residual(nn.Module):
+    """A residual block of two linear layers, [B, D] -> [B, D]."""
+
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(functional.gelu(self.up(x)))
 
 
 class MixedBlock(nn.Module):
@@ -165,16 +179,21 @@ class Scale(nn.Module):
 
 
 class Shared(nn.Module):
-    """A block that is called twice, with another one between, and a block that is never called. [B, 6] -> [B, 6]."""
+    """A block that is called twice, with another one between, and a block that is never called. [B, 6] -> [B, 6].
 
-    def __init__(self) -> None:
+    Its second call is checkpointed, if at all, so the first one's graph has its weights and the second one's has not.
+    """
+
+    def __init__(self, reentrant: bool | None = None) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([MLP([6, 9, 6]) for _ in range(3)])
+        self.reentrant = reentrant
+        self.blocks = nn.ModuleList([Residual(6, 9) for _ in range(3)])
         self.spare = nn.Parameter(torch.randn(5))
 
     def forward(self, x: Tensor) -> Tensor:
         twice, once, _never = self.blocks
-        return twice(once(twice(x)))
+        x = once(twice(x))
+        return twice(x) if self.reentrant is None else checkpoint(twice, x, use_reentrant=self.reentrant)
 
 
 class Branches(nn.Module):
@@ -204,7 +223,7 @@ class Branching(nn.Module):
         return x
 
 
-def compiled(model: LanguageModel, *, in_place: bool, **options: object) -> LanguageModel:
+def compiled(model: nn.Module, *, in_place: bool, **options: object) -> nn.Module:
     """Compile each block: by `block.compile()`, or by `torch.compile(block)` in its place."""
     for i, block in enumerate(model.blocks):
         if in_place:

@@ -6,13 +6,16 @@ in a written-out order. So a rank can hold a twin of its own, and needs no commu
 Legend: `W` ranks, `S` elements per shard; a flat [W*S] holds the parameters of one kind in one unit.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
+from shardlite import AdamW
 from shardlite.layout import Layout, Slot, plan
 from shardlite.partition import UnitPolicy, cut
 
@@ -148,7 +151,7 @@ class _Moments:
     steps: Tensor
 
 
-class PaddedAdamW(torch.optim.Optimizer):
+class PaddedAdamW(optim.Optimizer):
     """PyTorch's fused AdamW on padded flat copies of the parameters.
 
     The padding matters: PyTorch's vector loop rounds the last `numel % 16` elements in another way than the others.
@@ -189,3 +192,57 @@ def _padded(tensor: Tensor) -> Tensor:
     flat = tensor.new_zeros(-(-tensor.numel() // 32) * 32)
     flat[: tensor.numel()] = tensor.reshape(-1)
     return flat
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to make an optimizer: the same for shards and for whole parameters, if `twin` does not say otherwise."""
+
+    make: Callable[..., optim.Optimizer]
+    twin: Callable[..., optim.Optimizer] | None = None
+    groups: Callable[[Iterable[nn.Parameter]], Any] = list
+    schedule: Callable[[optim.Optimizer], Any] | None = None
+
+
+def of(kind: Callable[..., optim.Optimizer], **options: Any) -> Callable[..., optim.Optimizer]:
+    return lambda params: kind(params, **copy.deepcopy(options))  # a scheduler changes a tensor lr in place
+
+
+def decayed_by_ndim(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    params = list(params)
+    return [
+        {"params": [p for p in params if p.ndim >= 2], "weight_decay": 0.3},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def ours(**options: Any) -> dict[str, Any]:
+    options = {"lr": 0.02, "weight_decay": 0.1, **options}
+    return {"make": of(AdamW, **options), "twin": of(PaddedAdamW, **options)}
+
+
+RECIPES = {
+    "sgd": Recipe(of(optim.SGD, lr=0.1, momentum=0.9, foreach=True)),
+    "adamw": Recipe(**ours()),
+    "adamw-groups": Recipe(**ours(), groups=decayed_by_ndim),
+    "adamw-cosine": Recipe(**ours(), schedule=lambda o: CosineAnnealingLR(o, T_max=5)),
+    "adamw-tensor-lr": Recipe(**ours(lr=torch.tensor(0.02)), schedule=lambda o: LambdaLR(o, lambda t: 0.5**t)),
+    "sgd-plain": Recipe(of(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, foreach=False)),
+    "sgd-groups": Recipe(of(optim.SGD, lr=0.1, momentum=0.9), groups=decayed_by_ndim),
+    "sgd-one-cycle": Recipe(
+        of(optim.SGD, lr=0.1, momentum=0.9), schedule=lambda o: OneCycleLR(o, max_lr=0.2, total_steps=8)
+    ),
+    "sgd-fused": Recipe(of(optim.SGD, lr=0.1, momentum=0.9, fused=True)),
+    "torch-adamw": Recipe(of(optim.AdamW, lr=0.02, foreach=True)),
+    "torch-adamw-fused": Recipe(of(optim.AdamW, lr=0.02, fused=True)),
+    "torch-adamw-tensor-lr": Recipe(of(optim.AdamW, lr=torch.tensor(0.02), foreach=False), groups=decayed_by_ndim),
+    "adam": Recipe(of(optim.Adam, lr=0.02, amsgrad=True, foreach=True)),
+    "rmsprop": Recipe(of(optim.RMSprop, lr=0.01, momentum=0.5, centered=True, foreach=True)),
+    "adagrad": Recipe(of(optim.Adagrad, lr=0.05, foreach=True)),
+    "adadelta": Recipe(of(optim.Adadelta, lr=1.0, foreach=True)),
+    "adamax": Recipe(of(optim.Adamax, lr=0.02, foreach=True)),
+    "nadam": Recipe(of(optim.NAdam, lr=0.02, foreach=True)),
+    "radam": Recipe(of(optim.RAdam, lr=0.02, foreach=True)),
+    "rprop": Recipe(of(optim.Rprop, lr=0.01, foreach=True)),
+    "asgd": Recipe(of(optim.ASGD, lr=0.1, t0=1.0, foreach=True)),
+}
