@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -92,7 +93,8 @@ def _build_exact(workload: Workload, group: dist.ProcessGroup) -> Trainer:
     model = workload.make().double()
     model.register_forward_pre_hook(lambda _, batch: tuple(_widened(tensor) for tensor in batch))
     for param in model.parameters():
-        param.register_post_accumulate_grad_hook(average)
+        on_gradient: Any = param.register_post_accumulate_grad_hook
+        on_gradient(average)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY)
     return Trainer(model, optimizer, lambda tensor: tensor.detach().reshape(-1).clone())
 

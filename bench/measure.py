@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
-from time import perf_counter
+from dataclasses import dataclass, field
+from time import perf_counter, process_time
 
 import torch
 import torch.distributed as dist
@@ -20,24 +21,39 @@ WARM_UP = 3
 """Steps that are not counted: by then optimizers have their state, and orders are recorded."""
 
 
+@dataclass(frozen=True)
+class Times:
+    """Seconds of each step, on the rank that took longest."""
+
+    wall: list[float] = field(default_factory=list)
+    """From the common start to the end."""
+
+    cpu: list[float] = field(default_factory=list)
+    """That all threads of the process worked. Other programs on the machine hardly change it."""
+
+
 def time_steps(
     workload: Workload, systems: Mapping[str, Build], rounds: int, group: dist.ProcessGroup
-) -> dict[str, list[float]]:
-    """Return the seconds of `rounds` steps of each system, each on the rank that took longest.
+) -> dict[str, Times]:
+    """Take `rounds` steps of each system.
 
     Each round takes one step of every system, and the next round starts with the next system. All ranks start a step
     together.
     """
     trainers = {name: build(workload, group) for name, build in systems.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in trainers}
+    taken = {name: Times() for name in trainers}
     for turn in range(WARM_UP + rounds):
         batch = workload.draw(group.rank(), turn)
         for name in _rotated(list(trainers), turn):
             dist.barrier(group)
-            start = perf_counter()
+            wall, cpu = perf_counter(), process_time()
             trainers[name].step(batch)
-            seconds[name].append(perf_counter() - start)
-    return {name: _largest(times[WARM_UP:], group) for name, times in seconds.items()}
+            taken[name].wall.append(perf_counter() - wall)
+            taken[name].cpu.append(process_time() - cpu)
+    return {
+        name: Times(_largest(times.wall[WARM_UP:], group), _largest(times.cpu[WARM_UP:], group))
+        for name, times in taken.items()
+    }
 
 
 def peak_bytes(workload: Workload, build: Build, group: dist.ProcessGroup) -> int:
@@ -48,7 +64,7 @@ def peak_bytes(workload: Workload, build: Build, group: dist.ProcessGroup) -> in
         trainer.step(workload.draw(group.rank(), step))
     batch = workload.draw(group.rank(), WARM_UP)
     gc.collect()
-    with Meter() as meter:
+    with Meter[None]() as meter:
         trainer.step(batch)
     return int(_largest([meter.peak - before], group)[0])
 
@@ -57,7 +73,7 @@ def activation_bytes(workload: Workload) -> int:
     """Return what the forward of the plain model leaves behind for its backward."""
     model, batch = workload.make(), workload.draw(0, 0)
     gc.collect()
-    with Meter() as meter:
+    with Meter[None]() as meter:
         before = meter.live
         loss = model(*batch)
         after = meter.live
@@ -72,7 +88,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 def _live_bytes() -> int:
     gc.collect()
-    with Meter() as meter:
+    with Meter[None]() as meter:
         return meter.live
 
 

@@ -7,9 +7,10 @@ starts its ranks itself. Each model's rows go to `bench/results/step-MODEL-Nrank
 | key | what it is |
 |---|---|
 | `ms_p20`, `ms_p50`, `ms_p80` | milliseconds of a step, on the slowest rank |
+| `cpu_ms_p50` | milliseconds of work in all threads of a process: other programs hardly change it |
 | `ms_above_floor` | `ms_p50` less the floor's: what communication and sharding cost |
 | `above_floor_vs_fsdp2`, `ms_vs_ddp` | that as a part of FSDP2's; `ms_p50` as a part of DDP's |
-| `peak_bytes` | the most bytes in tensors during a step, on the rank that holds most |
+| `peak_bytes` | the most bytes in tensors during a step, on the rank that holds most; the floor's means nothing |
 | `activation_bytes` | what the forward of the plain model leaves for its backward |
 | `held_vs_fsdp2` | `peak_bytes - activation_bytes` as a part of FSDP2's |
 | `tolerance_used` | the largest difference found by `bench.check`, 1 is as much as is allowed |
@@ -30,7 +31,7 @@ import torch.distributed as dist
 
 from bench.check import verify
 from bench.machine import machine
-from bench.measure import activation_bytes, peak_bytes, percentile, time_steps
+from bench.measure import Times, activation_bytes, peak_bytes, percentile, time_steps
 from bench.systems import OPTIMIZER, SYSTEMS, Build
 from bench.table import RESULTS, Row, render
 from bench.workloads import MEASURED, WORKLOADS, Workload
@@ -40,13 +41,15 @@ def measure(workload: Workload, systems: Mapping[str, Build], rounds: int, group
     """Verify, meter and time all systems on one workload; return a row for each. To be called by every rank."""
     checked = verify(workload, systems, group)
     activations = activation_bytes(workload)
-    peaks = {name: peak_bytes(workload, build, group) for name, build in systems.items()}
-    seconds = time_steps(workload, systems, rounds, group)
+    peaks = {name: peak_bytes(workload, build, group) for name, build in systems.items() if name != "floor"}
+    taken = time_steps(workload, systems, rounds, group)
     common = _common(workload, rounds, group)
     rows = []
-    for name, times in seconds.items():
-        memory = {"peak_bytes": peaks[name], "activation_bytes": activations}
-        rows.append({**common, "system": name, **_milliseconds(times), **memory, "tolerance_used": checked[name]})
+    for name, times in taken.items():
+        memory = {"peak_bytes": peaks.get(name), "activation_bytes": activations}
+        rows.append(
+            {**common, "system": name, "tolerance_used": round(checked[name], 3), **_milliseconds(times), **memory}
+        )
     return _compared(rows)
 
 
@@ -67,21 +70,27 @@ def _common(workload: Workload, rounds: int, group: dist.ProcessGroup) -> Row:
     }
 
 
-def _milliseconds(seconds: Sequence[float]) -> Row:
-    return {f"ms_p{percent}": round(1e3 * percentile(seconds, percent), 2) for percent in (20, 50, 80)}
+def _milliseconds(times: Times) -> Row:
+    wall = {f"ms_p{percent}": round(1e3 * percentile(times.wall, percent), 2) for percent in (20, 50, 80)}
+    return {**wall, "cpu_ms_p50": round(1e3 * percentile(times.cpu, 50), 2)}
 
 
 def _compared(rows: list[Row]) -> list[Row]:
     """Add to each row how it compares with the floor, FSDP2 and DDP."""
     floor, fsdp2, ddp = (next(row for row in rows if row["system"] == name) for name in ("floor", "fsdp2", "ddp"))
     above = fsdp2["ms_p50"] - floor["ms_p50"]
-    held = fsdp2["peak_bytes"] - fsdp2["activation_bytes"]
     for row in rows:
         row["ms_above_floor"] = round(row["ms_p50"] - floor["ms_p50"], 2)
         row["above_floor_vs_fsdp2"] = round(row["ms_above_floor"] / above, 3)
         row["ms_vs_ddp"] = round(row["ms_p50"] / ddp["ms_p50"], 3)
-        row["held_vs_fsdp2"] = round((row["peak_bytes"] - row["activation_bytes"]) / held, 3)
+        row["held_vs_fsdp2"] = round(_held(row) / _held(fsdp2), 3) if row["peak_bytes"] else None
     return rows
+
+
+def _held(row: Row) -> int:
+    """Bytes at the peak that no activation explains."""
+    held: int = row["peak_bytes"] - row["activation_bytes"]
+    return held
 
 
 def _report(rows: list[Row], folder: Path) -> None:

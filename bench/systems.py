@@ -47,7 +47,7 @@ class Trainer:
     def backward(self, batch: Batch) -> Tensor:
         """Forward and backward; returns the loss of this rank's batch, []."""
         loss: Tensor = self.model(*batch)
-        loss.backward()
+        torch.autograd.backward(loss)
         return loss.detach()
 
     def update(self) -> None:
@@ -103,7 +103,7 @@ def build_fsdp2(workload: Workload, group: dist.ProcessGroup) -> Trainer:
     """PyTorch's own full sharding."""
     mesh = DeviceMesh.from_group(group, "cpu")
     model = workload.make()
-    for block in model.blocks.children():
+    for block in model.get_submodule("blocks").children():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return Trainer(model, _torch_adamw(model.parameters()), _whole_of_dtensor)

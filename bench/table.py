@@ -22,15 +22,16 @@ _NAMES = {
 }
 
 _COLUMNS: dict[str, Callable[[Row], str]] = {
-    "system": lambda row: _NAMES.get(row["system"], row["system"]),
+    "system": lambda row: _NAMES.get(row["system"], str(row["system"])),
     "step, ms": lambda row: f"{row['ms_p50']:.0f}",
     "p20 to p80": lambda row: f"{row['ms_p20']:.0f} to {row['ms_p80']:.0f}",
+    "CPU, ms": lambda row: f"{row['cpu_ms_p50']:.0f}",
     "above floor, ms": lambda row: f"{row['ms_above_floor']:.0f}",
     "/ FSDP2's": lambda row: f"{row['above_floor_vs_fsdp2']:.2f}",
     "step / DDP's": lambda row: f"{row['ms_vs_ddp']:.2f}",
-    "peak, MiB": lambda row: f"{row['peak_bytes'] / 2**20:.0f}",
-    "less activations": lambda row: f"{(row['peak_bytes'] - row['activation_bytes']) / 2**20:.0f}",
-    "/ FSDP2's ": lambda row: f"{row['held_vs_fsdp2']:.2f}",
+    "peak, MiB": lambda row: _mebibytes(row, 0),
+    "less activations": lambda row: _mebibytes(row, row["activation_bytes"]),
+    "/ FSDP2's ": lambda row: "" if row["held_vs_fsdp2"] is None else f"{row['held_vs_fsdp2']:.2f}",
 }
 
 
@@ -42,6 +43,10 @@ def read_rows(files: Iterable[Path]) -> list[Row]:
 def render(rows: Sequence[Row], *, markdown: bool = True) -> str:
     """One table for each model and number of ranks, headed by what was measured and where."""
     return "\n\n".join(_render_run(list(run), markdown) for _, run in groupby(rows, key=_run))
+
+
+def _mebibytes(row: Row, less: int) -> str:
+    return "" if row["peak_bytes"] is None else f"{(row['peak_bytes'] - less) / 2**20:.0f}"
 
 
 def _run(row: Row) -> tuple[str, int]:

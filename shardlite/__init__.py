@@ -2,7 +2,17 @@
 
 from shardlite.errors import CommError, EscapedViewWarning, LayoutError, PhaseError, ShardLiteError
 from shardlite.optim import AdamW
+from shardlite.verify import verify
 from shardlite.wrapper import ShardLite
 
-__all__ = ["AdamW", "CommError", "EscapedViewWarning", "LayoutError", "PhaseError", "ShardLite", "ShardLiteError"]
+__all__ = [
+    "AdamW",
+    "CommError",
+    "EscapedViewWarning",
+    "LayoutError",
+    "PhaseError",
+    "ShardLite",
+    "ShardLiteError",
+    "verify",
+]
 __version__ = "0.1.0"

@@ -98,72 +98,53 @@ class Sum:
         """
 
         def judge(name: str, ours: Tensor, theirs: Tensor) -> Judgement:
-            allowed = self.limit(name, roundings, ours.dtype)
-            shares = difference(ours, theirs) / allowed
-            worst = int(shares.argmax())
-            return Judgement(float(shares.flatten()[worst]), _describe(ours, theirs, allowed, worst))
+            return _within(ours, theirs, self.limit(name, roundings, ours.dtype))
 
         return judge
 
 
-class Accuracy:
-    """What may be between our gradients and those of one process, by how far each is from the same in fp64.
+@dataclass(frozen=True)
+class Batching:
+    """What explains that one process with the batches of all ranks gets other numbers than the ranks.
 
-    Inside of a layer all sums are over another batch and in an order of its own, so there is no bound for an element
-    that would not be far too wide. But both compute the same in the same precision, so we may not be much less exact:
-    for each tensor, with RMS distances over its elements,
+    It sums over another batch, in an order that only the matrix library knows: no bound that counts roundings is close
+    to what happens. But all of it is PyTorch's, so it can be measured, without ShardLite. With `x_r` for what a rank
+    computes in fp64 and `x` for what one process does, `w` for its result in the precision of the model,
 
-        |ours - exact| <= 2 * yardstick + |what W roundings explain|
+        ours - w = (ours - mean g_r) + (mean g_r - mean x_r) + (mean x_r - x) + (x - w)
 
-    The last term is what ShardLite itself may do: average the gradients of the ranks. That the ranks' gradients by
-    themselves are at most twice as inexact as PyTorch's for the whole batch is the first. The yardstick is PyTorch's
-    own distance, but for a few elements that may be zero by luck. So it is at least what PyTorch's distance is for the
-    model as a whole: per element, or relative to the gradient, whichever is more.
-
-    A wrong sum is off by about itself, ten million roundings. What is so small that it hides here, the comparisons
-    elementwise and to the bit see.
+    The first is what ShardLite itself may do, average: at most `gamma(W) * M`, see `Sum`. The second is at most the
+    mean of `|g_r - x_r|`, the errors of the ranks by themselves. The third is what there is to be shown: that the mean
+    of the ranks is what one process computes; it is zero. The last is the error of the one process. So every element
+    has its bound, which is as large as roundings are in this model, and no larger.
     """
 
-    def __init__(self, exact: twins.Exact, whole: twins.Record, summed: Sum) -> None:
-        self._exact = exact
-        self._whole = whole
-        self._summed = summed
-        pairs = [(exact.gradients[n], whole.gradients[n]) for n in exact.gradients]
-        known = [(true, near) for true, near in pairs if true is not None and near is not None]
-        error = math.sqrt(sum(float((near.double() - true).square().sum()) for true, near in known))
-        size = math.sqrt(sum(float(true.square().sum()) for true, _ in known))
-        self._relative = error / size if size else 0.0
-        self._absolute = error / math.sqrt(max(1, sum(true.numel() for true, _ in known)))
+    summed: Sum
+    survey: twins.Survey
+    exact: twins.Step
+    """`x`."""
 
     def gradient(self, name: str, ours: Tensor, theirs: Tensor) -> Judgement:
         """Judge one gradient."""
-        exact = self._exact.gradients[name]
-        if exact is None:
-            return Judgement(math.inf, "fp64 has none")
-        own, reference = _rms(ours - exact), _rms(theirs - exact)
-        yardstick = max(reference, self._relative * _rms(exact), self._absolute)
-        allowed = 2 * yardstick + _rms(self._summed.limit(name, self._summed.world_size, ours.dtype))
-        return _judge_accuracy(own, reference, allowed)
+        errors = self._errors().gradients[name] + difference(theirs, self.exact.gradients[name])
+        return _within(ours, theirs, errors + self.summed.limit(name, self.summed.world_size, ours.dtype))
 
     def loss(self, _: str, ours: Tensor, theirs: Tensor) -> Judgement:
-        """Judge the loss of the first step, the mean over the ranks, which is rounded once more for this."""
-        exact = self._exact.loss
-        own, reference = _rms(ours - exact), _rms(theirs - exact)
-        yardstick = max(reference, self._relative * _rms(exact))
-        allowed = 2 * yardstick + torch.finfo(ours.dtype).eps / 2 * _rms(exact)
-        return _judge_accuracy(own, reference, allowed)
+        """Judge the loss, whose mean over the ranks is rounded once."""
+        errors = self._errors().loss + difference(theirs, self.exact.loss)
+        return _within(ours, theirs, errors + torch.finfo(ours.dtype).eps / 2 * self.survey.magnitudes.loss)
+
+    def _errors(self) -> twins.Step:
+        assert self.survey.errors is not None
+        return self.survey.errors
 
 
-def _judge_accuracy(own: float, reference: float, allowed: float) -> Judgement:
-    share = 0.0 if own == 0 else own / allowed if allowed else math.inf
-    detail = (
-        f"its RMS distance to fp64 is {own:.3g}, PyTorch's own is {reference:.3g}, and {allowed:.3g} would be allowed"
-    )
-    return Judgement(share if math.isfinite(own) else math.inf, detail)
-
-
-def _rms(tensor: Tensor) -> float:
-    return math.sqrt(float(tensor.double().square().mean()))
+def _within(ours: Tensor, theirs: Tensor, allowed: Tensor) -> Judgement:
+    """Judge by the element that uses the largest share of what is allowed."""
+    apart = difference(ours, theirs)
+    shares = torch.where(apart == 0, 0.0, apart / allowed)
+    worst = int(shares.argmax())
+    return Judgement(float(shares.flatten()[worst]), _describe(ours, theirs, allowed, worst))
 
 
 def _describe(ours: Tensor, theirs: Tensor, allowed: Tensor, worst: int) -> str:
@@ -171,5 +152,4 @@ def _describe(ours: Tensor, theirs: Tensor, allowed: Tensor, worst: int) -> str:
     index = [int(i) for i in torch.unravel_index(torch.tensor(worst), ours.shape)] if ours.dim() else []
     a, b = ours.flatten()[worst].item(), theirs.flatten()[worst].item()
     place = f"at {index} " if index else ""
-    limit = float(allowed.flatten()[worst])
-    return f"{place}it is {a:.9g} and not {b:.9g}: {abs(a - b):.3g} apart, {limit:.3g} would be allowed"
+    return f"{place}{a:.9g} and {b:.9g}, {abs(a - b):.3g} apart, allowed are {float(allowed.flatten()[worst]):.3g}"

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from shardlite.demo.settings import SIZES, Settings
+from shardlite.demo.settings import SIZES, GPTConfig, Settings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"shardlite {_version()}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_train(commands)
+    _add_verify(commands)
     options = parser.parse_args(arguments)
     status: int = options.run(options, arguments)
     return status
@@ -37,7 +38,28 @@ def _add_train(commands: Any) -> None:
     )
     parser.set_defaults(run=lambda options, arguments: _train(parser, options, arguments))
     _add_run_options(parser)
-    _add_model_options(parser)
+    _add_model_options(parser, size="demo")
+
+
+def _add_verify(commands: Any) -> None:
+    parser: ArgumentParser = commands.add_parser(
+        "verify",
+        help="train a small GPT sharded and in every other way, and compare the numbers",
+        description="Train a byte-level GPT on random bytes: sharded at each stage, by data parallelism in a simple way"
+        " and in PyTorch's, and in one process. Prints the largest differences and names the first tensor beyond its"
+        " bound; the exit status is 1 then. Starts the ranks itself, or is started by torchrun.",
+    )
+    parser.set_defaults(run=lambda options, arguments: _verify(parser, options, arguments))
+    group = parser.add_argument_group("run")
+    group.add_argument("--ranks", type=int, metavar="N", help="processes (2, or what torchrun started)")
+    for name, kind, metavar, default, meaning in (
+        ("steps", int, "N", 4, "optimizer steps"),
+        ("batch", int, "N", Settings.batch, "sequences per rank"),
+        ("lr", float, "RATE", Settings.lr, "learning rate"),
+        ("seed", int, "N", Settings.seed, "decides the first weights and the batches"),
+    ):
+        group.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=f"{meaning} ({default})")
+    _add_model_options(parser, size="tiny")
 
 
 def _add_run_options(parser: ArgumentParser) -> None:
@@ -57,9 +79,9 @@ def _add_run_options(parser: ArgumentParser) -> None:
     group.add_argument("--stage", type=int, choices=(0, 3), default=3, help="0 shards nothing, 3 shards all (3)")
 
 
-def _add_model_options(parser: ArgumentParser) -> None:
+def _add_model_options(parser: ArgumentParser, size: str) -> None:
     group = parser.add_argument_group("model", "A size by name, of which each number can be changed.")
-    group.add_argument("--size", choices=SIZES, default="demo", help="(demo)")
+    group.add_argument("--size", choices=SIZES, default=size, help=f"({size})")
     group.add_argument("--layers", type=int, metavar="N", help="blocks")
     group.add_argument("--width", type=int, metavar="N", help="numbers that stand for one byte between the blocks")
     group.add_argument("--heads", type=int, metavar="N", help="parts of the width that attend separately")
@@ -68,11 +90,9 @@ def _add_model_options(parser: ArgumentParser) -> None:
 
 def _train(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> int:
     """Check everything once; then start the ranks, or be one of them."""
-    from shardlite.launch import launch, world_size
+    from shardlite.launch import launch
 
-    started = world_size()
-    if options.ranks is not None and (options.ranks < 1 or started not in (None, options.ranks)):
-        parser.error(f"--ranks is {options.ranks}; it must be at least 1, and what torchrun started ({started})")
+    started = _started_ranks(parser, options)
     try:
         settings = _train_settings(options)
     except (ValueError, OSError) as wrong:
@@ -90,10 +110,8 @@ def _train_settings(options: Namespace) -> Settings:
     """The settings that `options` describe, with text that can be read and a folder that can be written."""
     from shardlite.demo.text import read_corpus
 
-    numbers = {name: getattr(options, name) for name in ("layers", "width", "heads", "context")}
-    given = {name: value for name, value in numbers.items() if value is not None}
     settings = Settings(
-        gpt=replace(SIZES[options.size], **given),
+        gpt=_gpt_config(options),
         stage=options.stage,
         steps=options.steps,
         batch=options.batch,
@@ -106,6 +124,60 @@ def _train_settings(options: Namespace) -> Settings:
     read_corpus(settings.data, context=settings.gpt.context)
     settings.out.mkdir(parents=True, exist_ok=True)
     return settings
+
+
+def _verify(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> int:
+    """Check everything once; then start the ranks, or be one of them."""
+    from shardlite.launch import launch
+
+    started = _started_ranks(parser, options)
+    try:
+        numbers = {name: getattr(options, name) for name in ("steps", "batch", "lr", "seed")}
+        settings = Settings(gpt=_gpt_config(options), **numbers)
+    except ValueError as wrong:
+        parser.error(str(wrong))
+    if started is None:
+        return launch(options.ranks or 2, arguments)
+    return _verify_gpt(settings)
+
+
+def _verify_gpt(settings: Settings) -> int:
+    """Compare on random bytes, together with the other ranks."""
+    import torch
+    import torch.distributed as dist
+
+    from shardlite import verify
+    from shardlite.demo.gpt import BYTE_VALUES, GPT
+
+    def batch(_step: int, _rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        text = torch.randint(BYTE_VALUES, (settings.batch, settings.gpt.context + 1))
+        return text[:, :-1], text[:, 1:]
+
+    dist.init_process_group("gloo")
+    try:
+        report = verify(lambda: GPT(settings.gpt), batch, settings.steps, lr=settings.lr, seed=settings.seed)
+        if dist.get_rank() == 0:
+            print(report.table(), flush=True)
+        dist.barrier()  # torchrun ends all ranks when one fails: the table is to be printed before
+    finally:
+        dist.destroy_process_group()
+    return 0 if report.ok else 1
+
+
+def _started_ranks(parser: ArgumentParser, options: Namespace) -> int | None:
+    """How many ranks a launcher has started, if one did; that must be what `--ranks` says."""
+    from shardlite.launch import world_size
+
+    started = world_size()
+    if options.ranks is not None and (options.ranks < 1 or started not in (None, options.ranks)):
+        parser.error(f"--ranks is {options.ranks}; it must be at least 1, and what torchrun started ({started})")
+    return started
+
+
+def _gpt_config(options: Namespace) -> GPTConfig:
+    """The size that was named, with the numbers that were given."""
+    numbers = {name: getattr(options, name) for name in ("layers", "width", "heads", "context")}
+    return replace(SIZES[options.size], **{name: value for name, value in numbers.items() if value is not None})
 
 
 def _version() -> str:

@@ -59,10 +59,12 @@ class Task:
         return self.make_batch(step, rank)
 
 
-def mean_loss(task: Task, module: nn.Module, step: int, convert: Callable[[Batch], Batch] = tuple) -> Tensor:
-    """Return the mean of the losses of all ranks, [], each with the random numbers of its rank."""
-    losses = [module(*convert(task.batch(step, rank))) for rank in range(task.world_size)]
-    return torch.stack(losses).sum() / task.world_size
+def mean_loss(
+    task: Task, module: nn.Module, step: int, ranks: Sequence[int], convert: Callable[[Batch], Batch] = tuple
+) -> Tensor:
+    """Return the mean of the losses of `ranks`, [], each with the random numbers of its rank."""
+    losses = [module(*convert(task.batch(step, rank))) for rank in ranks]
+    return torch.stack(losses).sum() / len(ranks)
 
 
 def joined_batch(batches: Sequence[Batch]) -> Batch | None:

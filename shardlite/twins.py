@@ -4,7 +4,7 @@
     simple, ring_ordered  replicas whose gradients a master averages: as one would without a thought, or in ring order
     data_parallel         by `torch.nn.parallel.DistributedDataParallel`
     one_process           rank 0 alone, on the batches of all ranks
-    exact                 the first step of that in fp64
+    survey, exact         no training, only the first step: each rank by itself, and in fp64
 
 Legend: `W` ranks, `n` elements of one parameter, `S` elements per shard.
 """
@@ -27,7 +27,7 @@ from shardlite.build import plan_parts
 from shardlite.layout import ALIGN, round_up
 from shardlite.optim import AdamW
 from shardlite.partition import cut
-from shardlite.task import Task, doubled, joined_batch, joins, mean_loss
+from shardlite.task import Batch, Task, doubled, joined_batch, mean_loss
 from shardlite.wrapper import ShardLite
 
 Gradients: TypeAlias = Mapping[str, Tensor | None]
@@ -50,24 +50,22 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Survey:
-    """What a plain replica tells about the gradients of each rank by itself."""
+class Step:
+    """A number for the loss of the first step, [], and for each element of its gradients."""
 
-    magnitudes: Mapping[str, Tensor]
-    """For each element of the first step's gradient: the mean over the ranks of its absolute value, in fp64."""
-
-    unused: bool
-    """Whether any rank left out any parameter in any step."""
+    loss: Tensor
+    gradients: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Exact:
-    """The first step in fp64, on the batches of all ranks."""
+class Survey:
+    """What plain PyTorch computes in the first step on each rank by itself; means over the ranks, in fp64."""
 
-    loss: Tensor
-    gradients: Gradients
-    joins: bool
-    """Whether the batches can be joined to one of which the loss is the same."""
+    magnitudes: Step
+    """Absolute values."""
+
+    errors: Step | None
+    """Distances to the same in fp64; `None` if the model does not run in fp64, or always does."""
 
 
 # ---- the systems ----------------------------------------------------------------------------------------------------
@@ -78,15 +76,18 @@ def sharded(task: Task, stage: int) -> Record:
     return _train(_Sharded(task, stage))
 
 
-def simple(task: Task) -> tuple[Record, Survey]:
-    """Train replicas whose gradients rank 0 averages in the simplest way: `(g0 + g1 + ...) / W`."""
-    replica = _Replica(task, task.model(), lambda _, parts: simple_mean(parts))
-    return _train(replica), Survey(replica.magnitudes, _any_rank(task, replica.unused))
+def simple(task: Task) -> tuple[Record, bool]:
+    """Train replicas whose gradients rank 0 averages in the simplest way: `(g0 + g1 + ...) / W`.
+
+    Also tells whether any rank left out any parameter in any step.
+    """
+    replica = _Replica(task, _replicated(task), lambda _, parts: simple_mean(parts))
+    return _train(replica), _any_rank(task, replica.unused)
 
 
 def ring_ordered(task: Task) -> Record:
     """Train replicas whose gradients rank 0 averages in the order of ShardLite's ring."""
-    module = task.model()
+    module = _replicated(task)
     layouts = [layout for part in plan_parts(cut(module, task.units), task.world_size) for layout in part]
     places = {slot.name: (slot.start, layout.shard_numel) for layout in layouts for slot in layout.slots}
     return _train(_Replica(task, module, lambda name, parts: ring_mean(parts, *places[name])))
@@ -103,18 +104,30 @@ def one_process(task: Task, *, join: bool) -> Record:
     return _train(_OneProcess(task, join))
 
 
-def exact(task: Task) -> Exact | None:
-    """Compute the first step in fp64; `None` if the model cannot, or does it anyway: then nothing is more exact."""
-    module = task.model()
+def survey(task: Task) -> Survey:
+    """Run the first step on each rank by itself, in the model's own precision and in fp64."""
+    own = _first_step(task, _replicated(task), [task.rank])
+    true = exact(task, _replicated(task), [task.rank])
+    errors = None
+    if not _any_rank(task, true is None):
+        assert true is not None
+        apart = {name: (grad - true.gradients[name]).abs() for name, grad in own.gradients.items()}
+        errors = _mean_over_ranks(task, Step((own.loss - true.loss).abs(), apart))
+    sizes = {name: grad.abs() for name, grad in own.gradients.items()}
+    return Survey(_mean_over_ranks(task, Step(own.loss.abs(), sizes)), errors)
+
+
+def exact(task: Task, module: nn.Module, ranks: Sequence[int]) -> Step | None:
+    """Compute the first step on the batches of `ranks` in fp64, as the mean of their losses.
+
+    `None` if the model cannot, or does so anyway, so that this would not be more exact.
+    """
     if any(param.dtype == torch.float64 for param in module.parameters()):
         return None
-    module.double()
     try:
-        loss = mean_loss(task, module, 0, doubled)
-    except RuntimeError:  # tensors of other dtypes are made in forward
+        return _first_step(task, module.double(), ranks, doubled)
+    except RuntimeError:  # forward makes tensors of another dtype
         return None
-    loss.backward()  # type: ignore[no-untyped-call]
-    return Exact(loss.detach(), _gradients(module), joins(task, loss.detach()))
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
@@ -165,21 +178,14 @@ class _Sharded(_Plain):
 
 
 class _Replica(_Plain):
-    """Starts with rank 0's values. It notes what it knows of the gradients before they are averaged."""
-
     def __init__(self, task: Task, module: nn.Module, mean: Mean) -> None:
-        spread = [module.state_dict()]
-        dist.broadcast_object_list(spread, group=task.group, group_src=0)
-        module.load_state_dict(spread[0])
         super().__init__(task, module, _PaddedAdamW)
         self._mean = mean
-        self.magnitudes: dict[str, Tensor] = {}
         self.unused = False
 
     def average(self) -> None:
         params = _trainable(self.module)
         _densify(self.module)
-        self.magnitudes = self.magnitudes or _magnitudes(self.task, params)
         self.unused |= any(param.grad is None for param in params.values())
         for name, param in params.items():
             param.grad = self._through_master(name, param)
@@ -221,7 +227,7 @@ class _OneProcess(_Plain):
     def loss(self, step: int) -> Tensor:
         batches = [self.task.batch(step, rank) for rank in range(self.task.world_size)]
         joined = joined_batch(batches) if self._join else None
-        return mean_loss(self.task, self.module, step) if joined is None else self.module(*joined)
+        return mean_loss(self.task, self.module, step, range(len(batches))) if joined is None else self.module(*joined)
 
 
 def _train(system: _Plain) -> Record:
@@ -238,6 +244,24 @@ def _train(system: _Plain) -> Record:
         system.optimizer.zero_grad()
         losses.append(loss.detach().clone())
     return Record(losses, first, _floats(system.weights()))
+
+
+def _first_step(task: Task, module: nn.Module, ranks: Sequence[int], convert: Callable[[Batch], Batch] = tuple) -> Step:
+    """Run forward and backward; a parameter that is not used has a gradient of zeros."""
+    loss = mean_loss(task, module, 0, ranks, convert)
+    loss.backward()  # type: ignore[no-untyped-call]
+    _densify(module)
+    gradients = {name: _own_gradient(param).double() for name, param in _trainable(module).items()}
+    return Step(loss.detach().double(), gradients)
+
+
+def _replicated(task: Task) -> nn.Module:
+    """Make the model, with rank 0's values on every rank."""
+    module = task.model()
+    state = [module.state_dict()]
+    dist.broadcast_object_list(state, group=task.group, group_src=0)
+    module.load_state_dict(state[0])
+    return module
 
 
 def _fused_adamw(*args: Any, **options: Any) -> Optimizer:
@@ -337,12 +361,12 @@ def _densify(module: nn.Module) -> None:
             param.grad = param.grad.to_dense()
 
 
-def _magnitudes(task: Task, params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    magnitudes = {name: _own_gradient(param).double().abs() for name, param in params.items()}
-    for magnitude in magnitudes.values():
-        dist.all_reduce(magnitude, group=task.group)
-        magnitude /= task.world_size
-    return magnitudes
+def _mean_over_ranks(task: Task, step: Step) -> Step:
+    """Average in place."""
+    for tensor in (step.loss, *step.gradients.values()):
+        dist.all_reduce(tensor, group=task.group)
+        tensor /= task.world_size
+    return step
 
 
 def _any_rank(task: Task, yes: bool) -> bool:

@@ -189,7 +189,7 @@ class ShardLite(nn.Module):
                 if not isinstance(entry, nn.Parameter) and self._transport.rank == 0:
                     entry.copy_(value)
         build.spread_buffers(self.module, self._transport)
-        self.after_step(list(self._unsharded))
+        self._mark_changed(list(self._unsharded))
 
     def state_dict(self, *_: Any, **__: Any) -> Any:
         """Raise: the module's own parameters are placeholders. Use `full_state_dict()`."""
@@ -223,9 +223,13 @@ class ShardLite(nn.Module):
             )
 
     def after_step(self, stepped: Sequence[Tensor]) -> None:
-        """Mark what has changed, for gathers and for autograd: fused optimizers of PyTorch do not raise versions."""
+        """Mark what an optimizer has changed: the fused ones of PyTorch do not."""
         self.trace.emit("step")
-        ours = [shard for shard in stepped if shard in self._unsharded]
+        self._mark_changed(stepped)
+
+    def _mark_changed(self, shards: Sequence[Tensor]) -> None:
+        """Raise the versions by which gathers and autograd recognise weights that are no longer what they were."""
+        ours = [shard for shard in shards if shard in self._unsharded]
         torch.autograd.graph.increment_version(ours)
         if self.stage == 0:  # autograd knows the same memory by the module's parameters
             torch.autograd.graph.increment_version([self._unsharded[shard] for shard in ours])
