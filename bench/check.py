@@ -31,7 +31,7 @@ UNIT_ROUNDOFF = 2.0**-24
 """The largest relative error of rounding to fp32."""
 
 
-class WrongResult(Exception):  # noqa: N818 (it is not an error in the program that measures)
+class ResultError(Exception):
     """A system computes something else than data parallel does."""
 
 
@@ -52,7 +52,7 @@ def verify(workload: Workload, systems: Mapping[str, Build], group: dist.Process
     To be called by every rank; `systems` must hold `ddp`.
 
     Raises:
-        WrongResult: on every rank, if a system is out of tolerance on any.
+        ResultError: on every rank, if a system is out of tolerance on any.
     """
     exact = record(_build_exact(workload, group), workload, group)
     ddp = record(systems["ddp"](workload, group), workload, group)
@@ -62,7 +62,7 @@ def verify(workload: Workload, systems: Mapping[str, Build], group: dist.Process
         share, where = max(_shares(got, ddp, exact, workload.terms))
         shares[name] = _largest(share, group)
         if shares[name] > 1:
-            raise WrongResult(
+            raise ResultError(
                 f"{name} on {workload.name} is {shares[name]:.3g} times as far from the exact result as allowed; "
                 f"on rank {group.rank()} the worst is {where}, {share:.3g} times"
             )

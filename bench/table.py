@@ -1,4 +1,7 @@
-"""Tables made of rows: `python -m bench.table` prints those of the README, from all rows under `bench/results/`."""
+"""Tables made of rows: `python -m bench.table` prints those of the README, from all rows under `bench/results/`.
+
+Above is a step's time above the floor's, held is the peak without activations, as `bench.step` defines them.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,11 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "p20 to p80": lambda row: f"{row['ms_p20']:.0f} to {row['ms_p80']:.0f}",
     "CPU, ms": lambda row: f"{row['cpu_ms_p50']:.0f}",
     "above floor, ms": lambda row: f"{row['ms_above_floor']:.0f}",
-    "/ FSDP2's": lambda row: f"{row['above_floor_vs_fsdp2']:.2f}",
+    "above / FSDP2's": lambda row: f"{row['above_floor_vs_fsdp2']:.2f}",
     "step / DDP's": lambda row: f"{row['ms_vs_ddp']:.2f}",
     "peak, MiB": lambda row: _mebibytes(row, 0),
-    "less activations": lambda row: _mebibytes(row, row["activation_bytes"]),
-    "/ FSDP2's ": lambda row: "" if row["held_vs_fsdp2"] is None else f"{row['held_vs_fsdp2']:.2f}",
+    "held, MiB": lambda row: _mebibytes(row, row["activation_bytes"]),
+    "held / FSDP2's": lambda row: "" if row["held_vs_fsdp2"] is None else f"{row['held_vs_fsdp2']:.2f}",
 }
 
 
