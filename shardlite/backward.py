@@ -42,7 +42,7 @@ class Backward:
             self._task = torch._C._current_graph_task_id()
             torch.autograd.Variable._execution_engine.queue_callback(self._close)
             if self._gatherer is not None:
-                self._gatherer.order.begin("backward")
+                self._gatherer.begin_backward(final=self._sync)
 
     def gradient(self, unit: Unit, flat: int, slot: int, param: Tensor) -> None:
         """Take the gradient that autograd has just put into `param.grad`."""

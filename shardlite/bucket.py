@@ -1,12 +1,11 @@
 """A bucket: where one unit's gradients of this rank lie until they are reduced.
 
-Legend: `W` ranks, `S` elements per shard, `F` trainable parameters in a unit.
+Legend: `W` ranks, `S` elements per shard.
 """
 
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from shardlite.layout import Layout
@@ -16,7 +15,7 @@ from shardlite.unit import Unit
 
 @dataclass(eq=False)
 class Bucket:
-    """One unit's gradients before they are reduced. The memory is given and taken away by its owner."""
+    """One unit's gradients before they are reduced."""
 
     unit: Unit
     phase: Gradients = Gradients.EMPTY
@@ -55,23 +54,21 @@ class Bucket:
         self.arrivals += 1
 
     def zero_the_rest(self) -> None:
-        """Zero the padding and the places of gradients that did not come: the memory comes as the last user left it."""
+        """Zero the padding and the places of gradients that did not come: the memory comes uninitialised."""
         for i, (flat, full) in enumerate(zip(self.unit.trainable, self.full, strict=True)):
             for start, stop in _gaps(flat.layout, {slot for f, slot in self.used if f == i}):
                 full[start:stop].zero_()
 
-    def flags(self, world_size: int) -> Tensor:
-        """Return 1 for each parameter that has a gradient here, else 0, [W*F]: once for each rank's segment."""
-        places = [(i, j) for i, flat in enumerate(self.unit.trainable) for j in range(len(flat.params))]
-        return torch.tensor([int(place in self.used) for place in places], dtype=torch.int32).repeat(world_size)
+    def flags(self) -> list[int]:
+        """Return 1 for each trainable parameter that has a gradient here, else 0."""
+        return [int((i, j) in self.used) for i, flat in enumerate(self.unit.trainable) for j in range(len(flat.params))]
 
-    def clear(self) -> list[Tensor]:
-        """Empty the bucket and return its memory."""
-        full, self.full = self.full, []
+    def clear(self) -> None:
+        """Empty the bucket, and give its memory back."""
+        self.full = []
         self.used.clear()
         if self.phase is not Gradients.EMPTY:
             self.move(Gradients.EMPTY)
-        return full
 
 
 def _gaps(layout: Layout, used: Set[int]) -> Iterator[tuple[int, int]]:

@@ -82,6 +82,12 @@ class Gatherer:
             with _unseen_by_checkpoints():
                 self._rest(unit)
 
+    def begin_backward(self, *, final: bool) -> None:
+        """Start the pass of a backward; a `final` one is followed by a step, after which all weights are stale."""
+        self.order.begin(("backward", final), final=final)
+        for unit in list(self._idle):
+            self._drop_if_done(unit)
+
     def forget(self, units: Sequence[Unit]) -> None:
         """Let the next hold of each gather anew, because the full weights may have been written to."""
         for unit in units:
@@ -153,10 +159,20 @@ class Gatherer:
         unit.move(Weights.FULL)
 
     def _rest(self, unit: Unit) -> None:
-        """Keep an idle unit's weights for the next use, if there is room."""
+        """Keep an idle unit's weights for the next use, if there is room, and a next use before they change."""
         self._idle[unit] = None
+        self._drop_if_done(unit)
         if self._held() > self._capacity and (victim := self._victim(unit)):
             self._evict(victim)
+
+    def _drop_if_done(self, unit: Unit) -> None:
+        """Free an idle unit's buffer if no need of this backward can use it any more."""
+        if self.order.is_last_use(unit.index) and (unit.keep or not self._buffers_are_awaited()):
+            self._evict(unit)
+
+    def _buffers_are_awaited(self) -> bool:
+        """Whether the pass will need units that have no buffer yet, and so can use an idle one's."""
+        return any(self._units[index].buffer is None for index in self.order.rest())
 
     def _held(self) -> int:
         return sum(not unit.keep for unit in self._owners.values())

@@ -26,6 +26,10 @@ class Flight:
         """Block until the operation is done."""
         self._outcome.result()
 
+    def done(self) -> bool:
+        """Whether `wait()` would return, or raise, at once."""
+        return self._outcome.done()
+
     def wait_up_to(self, seconds: float) -> bool:
         """Block for `seconds` at most; return whether the operation is done."""
         try:

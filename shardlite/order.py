@@ -14,11 +14,15 @@ class Order:
         self._kind: Hashable = None
         self._now: list[int] = []
         self._on_path = False
+        self._final = False
 
-    def begin(self, kind: Hashable) -> None:
-        """Start a pass; what the pass before needed is what the next of its kind will be expected to need."""
+    def begin(self, kind: Hashable, *, final: bool = False) -> None:
+        """Start a pass; what the pass before needed is what the next of its kind will be expected to need.
+
+        `final` says that the weights are going to change after it: it is the backward before a step.
+        """
         self.end()
-        self._kind = kind
+        self._kind, self._final = kind, final
         self._on_path = kind in self._recorded
 
     def end(self) -> None:
@@ -43,3 +47,11 @@ class Order:
             return []
         place = len(self._now)
         return self._recorded[self._kind][place : place + count]
+
+    def rest(self) -> list[int]:
+        """Return all units that the pass is expected to need yet."""
+        return self.upcoming(len(self._recorded.get(self._kind, ())))
+
+    def is_last_use(self, unit: int) -> bool:
+        """Whether weights of `unit` that are here now will not be used again before they change."""
+        return self._final and self._on_path and unit not in self.rest()

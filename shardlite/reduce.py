@@ -3,15 +3,16 @@
     gradient -> bucket [W*S] -> reduce-scatter -> gradient shard [S], of which the shards' `.grad` are views
 
 Units are reduced in one fixed order, so that every rank reduces every unit once per backward, whatever branches its
-forward took: what did not come counts as zero. A count of who used each parameter travels along, and a parameter that
-no rank used keeps its `.grad` as it was.
+forward took: what did not come counts as zero. In the end the ranks count who used each parameter, and one that no rank
+used keeps its `.grad` as it was.
 
-Legend: `W` ranks, `S` elements per shard, `F` trainable parameters in a unit.
+Legend: `W` ranks, `S` elements per shard.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -41,12 +42,11 @@ class _Reduction:
     sums: Sequence[Tensor]
     """[S] for each trainable flat; [W*S], the bucket's own memory, where gradients are not sharded."""
 
-    users: Tensor
-    """[F]: how many ranks used each parameter."""
+    used: Sequence[int]
+    """1 for each parameter that this rank has used, else 0."""
 
-    def hand_over(self) -> None:
-        """Give each shard its gradient: a view of the sum, or that added to what is there."""
-        users = iter(self.users.tolist())
+    def hand_over(self, users: Iterator[int]) -> None:
+        """Give each shard that had any user its gradient: a view of the sum, or that added to what is there."""
         for flat, total in zip(self.bucket.unit.trainable, self.sums, strict=True):
             for shard, grad in zip(flat.shards, flat.shard_views(total), strict=True):
                 if next(users) == 0:
@@ -75,7 +75,6 @@ class Reducer:
         self._ready: set[Unit] = set()
         self._started: list[_Reduction] = []
         self._landed = 0
-        self._spare: list[Tensor] = []
         self._patient = True
 
     def add(self, unit: Unit, flat: int, slot: int, grad: Tensor) -> Bucket:
@@ -95,6 +94,7 @@ class Reducer:
         if bucket.phase is Gradients.EMPTY:
             self._fill(bucket)
         bucket.add(flat, slot, grad)
+        self._land_what_is_done()
         return bucket
 
     def complete(self, unit: Unit) -> None:
@@ -115,8 +115,9 @@ class Reducer:
         while (turn := self._turn()) is not None:
             self._reduce(turn)
         self._land(len(self._started))
+        users = iter(self._count_users())
         for reduction in self._started:
-            reduction.hand_over()
+            reduction.hand_over(users)
         self._agree_on_order()
         self.start_over()
 
@@ -126,7 +127,6 @@ class Reducer:
             bucket.arrivals = 0
         self._ready.clear()
         self._started.clear()
-        self._spare.clear()
         self._backwards += 1
         self._landed, self._patient = 0, True
 
@@ -158,36 +158,28 @@ class Reducer:
         self._started.append(self._launch(bucket))
 
     def _launch(self, bucket: Bucket) -> _Reduction:
-        unit, transport = bucket.unit, self._transport
-        flags = bucket.flags(transport.world_size)
+        unit = bucket.unit
+        used = bucket.flags()
         sums = [self._sum_of(full, flat.layout) for full, flat in zip(bucket.full, unit.trainable, strict=True)]
         jobs = deque(
             self._job(full, total, f"reduce-scatter of unit {unit.name!r} {self._label}, part {i}")
             for i, (full, total) in enumerate(zip(bucket.full, sums, strict=True))
         )
-        users = torch.empty(flags.numel() // transport.world_size, dtype=flags.dtype)
-        counting = Operation(f"who used unit {unit.name!r} {self._label}", self._backwards)
 
         def go_round() -> None:
-            reduce_scatter(flags, transport, out=users, operation=counting)
             while jobs:  # emptied, so that the bucket is free once the flight is over
                 jobs.popleft()()
 
-        return _Reduction(bucket, self.lane.submit(go_round), sums, users)
+        return _Reduction(bucket, self.lane.submit(go_round), sums, used)
 
-    def _job(self, full: Tensor, total: Tensor, label: str) -> Callable[[], None]:
+    def _job(self, full: Tensor, total: Tensor, label: str) -> Callable[[], object]:
         """Return what the lane has to do for one flat: the mean over the ranks, sharded or not."""
         operation = Operation(label, self._backwards)
-        transport, staging = self._transport, self._staging.view(full.dtype)
-        divisor = transport.world_size
-
-        def mean() -> None:
-            if self._sharded:
-                reduce_scatter(full, transport, out=total, divisor=divisor, staging=staging, operation=operation)
-            else:
-                all_reduce(full, transport, divisor=divisor, staging=staging, operation=operation)
-
-        return mean
+        transport, divisor = self._transport, self._transport.world_size
+        if self._sharded:
+            return partial(reduce_scatter, full, transport, out=total, divisor=divisor, operation=operation)
+        staging = self._staging.view(full.dtype)
+        return partial(all_reduce, full, transport, divisor=divisor, staging=staging, operation=operation)
 
     def _sum_of(self, full: Tensor, layout: Layout) -> Tensor:
         """Return where a flat's reduced gradient will be. It lives as long as a `.grad` views it."""
@@ -196,31 +188,34 @@ class Reducer:
         return total
 
     def _fill(self, bucket: Bucket) -> None:
-        """Give a bucket its memory."""
+        """Give a bucket its memory, once at most one other is on its way."""
         while self._patient and len(self._started) - self._landed > 1:
             self._patient = self._started[self._landed].flight.wait_up_to(PATIENCE)
-            if self._patient:
-                self._land(self._landed + 1)
-        bucket.full = [self._take(flat.layout) for flat in bucket.unit.trainable]
+            self._land_what_is_done()
+        bucket.full = [torch.empty(flat.layout.full_numel, dtype=flat.layout.dtype) for flat in bucket.unit.trainable]
+        for full in bucket.full:
+            self._ledger.track("gradient buckets", full)
         bucket.move(Gradients.FILLING)
 
-    def _take(self, layout: Layout) -> Tensor:
-        """Return memory for one flat [W*S]: that of a reduction that has landed, if some fits."""
-        for i, spare in enumerate(self._spare):
-            if (spare.numel(), spare.dtype) == (layout.full_numel, layout.dtype):
-                return self._spare.pop(i)
-        full = torch.empty(layout.full_numel, dtype=layout.dtype)
-        self._ledger.track("gradient buckets", full)
-        return full
+    def _land_what_is_done(self) -> None:
+        """Free the buckets whose reductions are over."""
+        while self._landed < len(self._started) and self._started[self._landed].flight.done():
+            self._land(self._landed + 1)
 
     def _land(self, count: int) -> None:
-        """Wait until the first `count` reductions are done, and take their buckets back."""
+        """Wait until the first `count` reductions are done, and free their buckets."""
         for reduction in self._started[self._landed : count]:
             reduction.flight.wait()
-            memory = reduction.bucket.clear()
-            if self._sharded:
-                self._spare += memory
+            reduction.bucket.clear()
             self._landed += 1
+
+    def _count_users(self) -> list[int]:
+        """Return how many ranks used each parameter, in the order of reductions."""
+        used = torch.tensor([flag for reduction in self._started for flag in reduction.used], dtype=torch.int32)
+        operation = Operation(f"who used which parameter {self._label}", self._backwards)
+        all_reduce(used, self._transport, operation=operation)
+        counts: list[int] = used.tolist()
+        return counts
 
     def _agree_on_order(self) -> None:
         """After the first backward, take the order in which rank 0's units were complete as everybody's order."""
@@ -234,10 +229,10 @@ class Reducer:
         self._observed = None
 
     def _make_staging(self) -> Tensor:
-        """Allocate, once, where partial sums arrive."""
+        """Allocate, once, where partial sums arrive; a reduce-scatter stages them in the gradient shard itself."""
         world_size = self._transport.world_size
         layouts = [flat.layout for unit in self.buckets for flat in unit.trainable]
         needed = [staging_numel(each.full_numel, world_size, each.dtype) * each.dtype.itemsize for each in layouts]
-        staging = torch.empty(max(needed, default=0) if world_size > 1 else 0, dtype=torch.uint8)
+        staging = torch.empty(0 if self._sharded or world_size == 1 else max(needed), dtype=torch.uint8)
         self._ledger.track("staging", staging)
         return staging
