@@ -6,12 +6,14 @@ checkpointing runs one inside a node of another. The outer one sees the first ev
 in it, and so the end of the outermost one is what closes.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from shardlite.bucket import Bucket
 from shardlite.gather import Gatherer
 from shardlite.handles import Promises
 from shardlite.reduce import Reducer
@@ -34,7 +36,9 @@ class Backward:
         self._sync = True
         self._got_gradients = False
         self._recorded: set[Unit] = set()
-        self._hidden: dict[Unit, int] = {}
+        self._hidden: set[Unit] = set()
+        self._outstanding: Counter[Unit] = Counter()
+        self._recomputed: Counter[Unit] = Counter()
 
     def event(self) -> None:
         """Open the backward if this is its first event. To be called at every event, inside a backward."""
@@ -50,20 +54,23 @@ class Backward:
         assert grad is not None
         self.event()
         self._got_gradients = True
-        bucket = self._reducer.add(unit, flat, slot, grad)
-        if self._sync and bucket.complete(self._rounds(unit)):
+        bucket = self._reducer.add(unit, flat, slot, grad.detach())  # with `create_graph` it has a history
+        if self._sync and self._is_complete(bucket):
             self._reducer.complete(unit)
 
-    def forward(self, unit: Unit, *, recorded: bool) -> None:
-        """Note a forward of a unit, from which gradients are to be expected.
-
-        One that autograd has not recorded is run again in the backward by reentrant checkpointing, and that brings
-        gradients of its own.
-        """
+    def expect_gradients(self, unit: Unit, *, recorded: bool) -> None:
+        """Note a forward of a unit. One that autograd has not recorded is run again by reentrant checkpointing."""
         if recorded:
             self._recorded.add(unit)
         else:
-            self._hidden[unit] = self._hidden.get(unit, 0) + 1
+            self._hidden.add(unit)
+            self._outstanding[unit] += 1
+
+    def recomputed(self, unit: Unit) -> None:
+        """Note that a forward of a unit is run again, in the backward."""
+        if self._outstanding[unit]:
+            self._outstanding[unit] -= 1
+            self._recomputed[unit] += 1
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -84,27 +91,33 @@ class Backward:
             self._reducer.abandon()
             self._end()
 
-    def _rounds(self, unit: Unit) -> int:
-        """Return how often each parameter's gradient comes: once for all recorded forwards, once for each hidden one.
+    def _is_complete(self, bucket: Bucket) -> bool:
+        """Whether no more gradients of a unit are to be expected in this backward.
 
-        Where that is too many (a forward whose loss was never used), the unit is reduced at the end of the backward.
+        Autograd adds up the gradients of all recorded forwards and delivers each parameter's once. A hidden forward
+        brings its own after its recomputation. Where that cannot be told apart (a unit that was called in both ways, or
+        a forward whose loss was never used), the unit is reduced at the end of the backward.
         """
-        return max(1, (unit in self._recorded) + self._hidden.get(unit, 0))
+        if bucket.unit not in self._hidden:
+            return bucket.complete(rounds=1)
+        if bucket.unit in self._recorded or self._outstanding[bucket.unit]:
+            return False
+        return bucket.complete(rounds=self._recomputed[bucket.unit])
 
     def _close(self) -> None:
-        """End the outermost backward. Without any gradient (`torch.autograd.grad`) there is nothing to reduce."""
-        try:
-            if self._got_gradients and self._sync:
-                self._reducer.flush()
-            else:
-                self._reducer.start_over()
-        finally:
-            self._end()
+        """End the outermost backward. Without any gradient (`torch.autograd.grad`) there is nothing to reduce.
+
+        If the reductions fail, this backward has died like any other.
+        """
+        if self._got_gradients and self._sync:
+            self._reducer.flush()
+        else:
+            self._reducer.start_over()
+        self._end()
 
     def _end(self) -> None:
         self._task, self._got_gradients = None, False
-        self._recorded.clear()
-        self._hidden.clear()
+        self._recomputed.clear()
         if self._promises is not None:
             self._promises.end_backward()
         if self._gatherer is not None:

@@ -25,26 +25,33 @@ ROOT = "(root)"
 _instances = count()
 
 
-def agree(group: dist.ProcessGroup | None, facts: Sequence[str], problem: Exception | None) -> int:
-    """Compare what each rank is about to wrap, and return a number for the model that all ranks share.
+def agree(group: dist.ProcessGroup | None, facts: Sequence[str], problem: Exception | None) -> None:
+    """Make sure that what all ranks are about to do is the same, and that none has a `problem`.
 
-    A control message, not tensors: it goes by `torch.distributed`. A rank with a `problem` of its own takes part, so
-    that no other rank waits for it in vain.
+    A control message, not tensors: it goes by `torch.distributed`. A rank with a problem takes part, so that no other
+    rank waits for it in vain.
 
     Raises:
-        LayoutError: on every rank, if any rank has a problem or differs from rank 0.
+        LayoutError: some other rank has a problem, or a rank differs from rank 0; on every rank.
+        Exception: `problem` itself, on the rank that has it.
     """
-    mine = (next(_instances), list(facts), None if problem is None else str(problem))
-    everyone: list[tuple[int, list[str], str | None]] = [mine] * dist.get_world_size(group)
+    mine = (list(facts), None if problem is None else str(problem))
+    everyone: list[tuple[list[str], str | None]] = [mine] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     if problem is not None:
         raise problem
-    for rank, (_, theirs, trouble) in enumerate(everyone):
+    for rank, (theirs, trouble) in enumerate(everyone):
         if trouble is not None:
-            raise LayoutError(f"rank {rank} could not wrap its model: {trouble}")
-        if theirs != everyone[0][1]:
-            raise LayoutError(f"ranks wrapped different models: {_first_difference(everyone[0][1], theirs, rank)}")
-    return max(instance for instance, _, _ in everyone)
+            raise LayoutError(f"rank {rank}: {trouble}")
+        if theirs != everyone[0][0]:
+            raise LayoutError(f"ranks wrapped different models: {_first_difference(everyone[0][0], theirs, rank)}")
+
+
+def number(group: dist.ProcessGroup | None) -> int:
+    """Return a number for a wrapped model that is the same on all ranks, and new on each of them."""
+    numbers = [0] * dist.get_world_size(group)
+    dist.all_gather_object(numbers, next(_instances), group=group)
+    return max(numbers)
 
 
 def _first_difference(expected: Sequence[str], got: Sequence[str], rank: int) -> str:

@@ -1,6 +1,6 @@
 """Full parameters of a sharded model: reading, writing, and state dicts in the format of the unsharded model.
 
-All functions are collective: every rank calls them.
+`gathered` and `state_dict` are collective: every rank calls them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardlite.errors import LayoutError
+from shardlite.errors import LayoutError, PhaseError
 from shardlite.gather import Gatherer
 from shardlite.handles import Promises, pop_hooks, push_hooks
 from shardlite.ring import Operation, all_reduce
 from shardlite.transport import Transport
-from shardlite.unit import Unit
+from shardlite.unit import Flat, Unit
 
 
 class FullParameters:
@@ -66,7 +66,7 @@ class FullParameters:
         with ExitStack() as undo:
             if self._gatherer is not None and self._promises is not None:
                 for unit in units:
-                    self._gatherer.hold(unit)
+                    self._gatherer.hold(unit, foreseen=False)
                     undo.callback(self._gatherer.let_go, unit)
                 if push_hooks(self._promises):
                     undo.callback(pop_hooks)
@@ -119,21 +119,31 @@ class FullParameters:
         return [unit for unit in self._units if not names or unit in {known[name] for name in names}]
 
     def _write_back(self, units: Sequence[Unit]) -> None:
-        """Copy this rank's rows of changed full buffers into its shards.
+        """Copy this rank's part of changed full buffers into its shards.
 
         A unit counts as changed if it is on any rank: all must agree on whether it has to be gathered again.
+
+        Raises:
+            PhaseError: on every rank, if the shards were changed meanwhile; writing back would undo that.
         """
         if self._gatherer is None:
             return  # the full parameters are the shards
-        rows = {
-            flat: full[slice(*flat.layout.shard_range(self._transport.rank))]
-            for unit in units
-            if unit.buffer is not None
-            for flat, full in zip(unit.flats, unit.parts(unit.buffer), strict=True)
-        }
-        changed = torch.tensor([any(not torch.equal(rows[f], f.local) for f in unit.flats) for unit in units]).int()
-        all_reduce(changed, self._transport, operation=Operation("what was changed", next(self._uses)))
+        written = [any(not torch.equal(ours, flat.local) for flat, ours in self._own_parts(unit)) for unit in units]
+        overtaken = any(unit.gathered_version != unit.version() for unit in units)
+        ranks = torch.tensor([*written, overtaken], dtype=torch.int32)
+        all_reduce(ranks, self._transport, operation=Operation("what was written", next(self._uses)))
+        if ranks[-1] > 0:
+            raise PhaseError(
+                "gathered(): the shards were changed inside it (a step, a load), which writing back would undo. "
+                "Do that outside, or pass writeback=False"
+            )
         with torch.no_grad():
-            for unit in (unit for unit, ranks in zip(units, changed.tolist(), strict=True) if ranks):
-                for flat in unit.flats:
-                    flat.local.copy_(rows[flat])
+            for unit, writers in zip(units, ranks.tolist(), strict=False):
+                for flat, ours in self._own_parts(unit) if writers else ():
+                    flat.local.copy_(ours)
+
+    def _own_parts(self, unit: Unit) -> Iterator[tuple[Flat, Tensor]]:
+        """Yield each flat of a held unit with what this rank's shard is in the full buffer [S]."""
+        assert unit.buffer is not None, "a held unit has a buffer"
+        for flat, full in zip(unit.flats, unit.parts(unit.buffer), strict=True):
+            yield flat, full[slice(*flat.layout.shard_range(self._transport.rank))]

@@ -4,7 +4,8 @@
                                               -> evicted: the buffer serves another unit
 
 Buffers are a cache. An idle unit keeps its buffer until another unit needs it, and a model of any depth runs through
-`1 + prefetch` of them.
+`1 + prefetch` of them, besides the root's; more where more units are held at once. Each rank decides for itself whether
+a gather is needed. All decide alike as long as they hold and let go in the same order: the contract with the model.
 
 Legend: `W` ranks, `S` elements per shard; a full buffer has `W*S` elements per flat.
 """
@@ -62,14 +63,18 @@ class Gatherer:
         """Return the unit whose full buffer `tensor` views, if any."""
         return self._owners.get(storage_key(tensor))
 
-    def hold(self, unit: Unit) -> None:
-        """Make the unit's full weights readable until `let_go`; holds count."""
+    def hold(self, unit: Unit, *, foreseen: bool = True) -> None:
+        """Make the unit's full weights readable until `let_go`; holds count.
+
+        What is not `foreseen` is no part of a pass: it is not recorded, and nothing is gathered ahead.
+        """
         if unit.users == 0:
-            self.order.need(unit.index)
             with _unseen_by_checkpoints():
                 self._request(unit)
                 self._idle.pop(unit, None)
-                self._look_ahead()
+                if foreseen:
+                    self.order.need(unit.index)
+                    self._look_ahead()
                 self._arrive(unit)
         unit.users += 1
 
@@ -91,7 +96,7 @@ class Gatherer:
     def forget(self, units: Sequence[Unit]) -> None:
         """Let the next hold of each gather anew, because the full weights may have been written to."""
         for unit in units:
-            unit.gathered_version = -1
+            unit.stale = True
 
     def settle(self) -> None:
         """Finish what was gathered ahead and never needed, so that it counts as idle."""
@@ -107,17 +112,19 @@ class Gatherer:
 
     def _look_ahead(self) -> None:
         """Start the gathers that the recorded order expects next, as far as buffers allow without pushing out users."""
-        for index in self.order.upcoming(self._prefetch):
-            unit = self._units[index]
-            if unit.users == 0 and (self._held() < self._capacity or self._victim(unit) or unit.buffer):
+        upcoming = [self._units[index] for index in self.order.upcoming(self._prefetch)]
+        for unit in upcoming:  # those that are there already are to be evicted last
+            if unit in self._idle:
+                del self._idle[unit]
+                self._idle[unit] = None
+        for unit in upcoming:
+            spare = self._held() < self._capacity or self._victim(unit) not in [None, *upcoming]
+            if unit.users == 0 and (unit.buffer is not None or spare):
                 self._request(unit)
-                if unit in self._idle:  # already there: let it be the last to be evicted
-                    del self._idle[unit]
-                    self._idle[unit] = None
 
     def _request(self, unit: Unit) -> None:
         """Start gathering `unit`, unless its weights are there, or on their way, and are those of now."""
-        if unit.buffer is not None and unit.gathered_version == unit.version():
+        if unit.buffer is not None and unit.gathered_version == unit.version() and not unit.stale:
             return
         if unit.phase is Weights.GATHERING:  # gathered ahead, then the weights were changed
             self._arrive(unit)
@@ -142,7 +149,7 @@ class Gatherer:
                 jobs.popleft()
 
         self._owners[buffer.key] = unit
-        unit.buffer, unit.gathered_version = buffer, unit.version()
+        unit.buffer, unit.gathered_version, unit.stale = buffer, unit.version(), False
         unit.move(Weights.GATHERING)
         unit.flight = self.lane.submit(go_round)
 
@@ -190,6 +197,7 @@ class Gatherer:
             victim = self._victim(unit)
         buffer = self._evict(victim) if victim else None
         if buffer is None or buffer.bytes.numel() != unit.nbytes:
+            del buffer  # before, not after, there is another one
             buffer = Buffer(unit.nbytes, unit.flats[0].local.device)
             self._ledger.track("gather buffers", buffer.bytes)
         return buffer

@@ -32,12 +32,15 @@ class Stepped(Protocol):
 
 
 _models: "WeakSet[Any]" = WeakSet()
+_generation = 0  # how many models there have been: what was looked up before the latest is looked up again
 _stepping: "WeakKeyDictionary[Optimizer, tuple[int, int, list[ref[Any]]]]" = WeakKeyDictionary()
 
 
 def watch(model: nn.Module) -> None:
     """Let `model`, which is a `Stepped`, hear of the steps of all optimizers that hold its shards."""
+    global _generation
     _models.add(model)
+    _generation += 1
 
 
 def _before(optimizer: Optimizer, *_: Any) -> None:
@@ -55,8 +58,8 @@ def _models_of(optimizer: Optimizer) -> list[Any]:
     """Return the wrapped models that an optimizer steps, looked up again when its parameters or the models change."""
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     known = _stepping.get(optimizer)
-    if known is None or known[:2] != (count, len(_models)):
-        known = (count, len(_models), [ref(model) for model in _find(optimizer)])
+    if known is None or known[:2] != (count, _generation):
+        known = (count, _generation, [ref(model) for model in _find(optimizer)])
         _stepping[optimizer] = known
     return [model for each in known[2] if (model := each()) is not None]
 

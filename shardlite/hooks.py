@@ -108,8 +108,9 @@ class ModuleHooks:
             self._check_sites(unit)
             if in_backward():
                 self._backward.event()
+                self._backward.recomputed(unit)
             elif not self._evaluating:
-                self._backward.forward(unit, recorded=torch.is_grad_enabled())
+                self._backward.expect_gradients(unit, recorded=torch.is_grad_enabled())
             self._hold(unit)
         self._depth[unit] = depth + 1
 

@@ -29,7 +29,7 @@ and 8.6 / 31.0 with 8 MiB; an all-gather 16.8 / 39.6, 6.2 / 25.0, 6.6 / 23.3 and
 """
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_SUMMABLE = (*_FLOATS, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)  # what `hop` adds
+SUMMABLE = (*_FLOATS, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)  # what `hop` adds
 
 _SLOTS = 2  # staging chunks of a reduction: one is being added while the other is being filled
 
@@ -301,7 +301,7 @@ def _check_like(full: Tensor, buffer: Tensor, least: int, most: int, name: str) 
 
 def _check_arithmetic(full: Tensor, divisor: int) -> None:
     """Refuse here what `hop` would refuse when messages are already on their way."""
-    if full.dtype not in _SUMMABLE:
+    if full.dtype not in SUMMABLE:
         raise LayoutError(f"{full.dtype} cannot be summed: convert it first (bool to uint8, for example)")
     if divisor < 1 or (divisor != 1 and full.dtype not in _FLOATS):
         raise LayoutError(f"cannot divide a sum of {full.dtype} by {divisor}: integers take 1, floats 1 or more")

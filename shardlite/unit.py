@@ -134,6 +134,9 @@ class Unit:
     buffer: Buffer | None = None
     flight: Flight | None = None
     gathered_version: int = -1
+    stale: bool = False
+    """Whether the full weights may have been written to, so that the next use must gather anew."""
+
     gathers: int = 0
     escapes: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)
     """Buffers that were given up because somebody else viewed them."""

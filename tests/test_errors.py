@@ -60,6 +60,19 @@ def meta_body(group):
     ShardLite(nn.Linear(8, 8, device="meta"), group=group)
 
 
+def complex_body(group):
+    ShardLite(nn.Linear(8, 8, dtype=torch.complex64), group=group)
+
+
+def failing_policy_body(group):
+    """A predicate of the user's that fails on one rank only."""
+
+    def policy(name: str, module: nn.Module) -> bool:
+        return {0: False, 1: {}}[dist.get_rank(group)] is False or bool(1 / 0)
+
+    ShardLite(net(), units=policy, group=group)
+
+
 def replaced_body(group):
     plain = net()
     model = ShardLite(plain, group=group)
@@ -150,6 +163,8 @@ def missing_body(group):
         (units_body, (), "units must be a module class"),
         (class_body, (), "the model has no module of this class"),
         (meta_body, (), "'weight' is on meta"),
+        (complex_body, (), "gradients of that dtype cannot be reduced"),
+        (failing_policy_body, (), "division by zero"),
         (replaced_body, (), "parameter '0.0.weight' was replaced after wrapping"),
         (unsharded_body, (3,), "SGD holds the unsharded parameter"),
         (unsharded_body, (0,), "SGD holds the unsharded parameter"),
@@ -170,7 +185,7 @@ def missing_body(group):
 )
 def test_every_rank_gets_a_clear_error(cluster, body, arguments, words):
     for kind, message in cluster.failures(body, 2, *arguments):
-        assert kind in ("LayoutError", "TypeError")
+        assert kind in ("LayoutError", "TypeError", "ZeroDivisionError")
         assert words in message
 
 

@@ -4,6 +4,7 @@ Every rank computes the same here, so the mean of the gradients is the gradient 
 prefetching, the number of buffers at once shows whether units are released in time.
 """
 
+import copy
 import warnings
 
 import pytest
@@ -203,6 +204,37 @@ def twice_under_reentrant_body(group):
 def test_a_block_twice_under_reentrant_checkpointing_is_reduced_once(cluster):
     for reductions in cluster.run(twice_under_reentrant_body, 2):
         assert sorted(reductions) == ["reduce blocks.0", "reduce blocks.1"]
+
+
+def two_losses_body(group):
+    """Two forwards, two backwards, and a block that each calls twice under reentrant checkpointing."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(blocks(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.blocks[0](x)
+            for block in [*self.blocks, self.blocks[1]]:
+                x = checkpoint(block, x, use_reentrant=True)
+            return x
+
+    plain = Twice()
+    twin = copy.deepcopy(plain)
+    model = ShardLite(plain, group=group)
+    for _ in range(2):
+        losses = [(square(model), square(twin)) for _ in range(2)]
+        for ours, theirs in losses:
+            ours.backward()
+            theirs.backward()
+            assert_gradients_equal(model, twin)
+            model.zero_grad()
+            twin.zero_grad()
+
+
+def test_two_losses_of_blocks_called_twice_under_reentrant_checkpointing(cluster):
+    cluster.run(two_losses_body, 2)
 
 
 def nested_reentrant_body(group):

@@ -1,13 +1,18 @@
 """The interface of a wrapped model: names, shapes, state dicts, writing full parameters, accumulating."""
 
+import contextlib
 import copy
+import gc
+import threading
+import time
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardlite import AdamW, ShardLite
+from shardlite import AdamW, LayoutError, PhaseError, ShardLite
 from tests.sharded import assert_gradients_equal, local_parts
 
 WIDTH = 12
@@ -173,7 +178,7 @@ def test_writes_without_writeback_are_discarded(cluster):
 def failing_body(group):
     model = ShardLite(Tied(), group=group)
     before = model.full_state_dict()
-    with pytest.raises(ZeroDivisionError), model.gathered(), torch.no_grad():
+    with contextlib.suppress(ZeroDivisionError), model.gathered(), torch.no_grad():
         for param in model.module.parameters():
             param.zero_()
         _ = 1 / 0
@@ -273,10 +278,6 @@ def test_two_wrapped_models_in_one_graph(cluster):
 
 def freed_body(group):
     """A model that is dropped leaves no threads and no memory behind."""
-    import gc
-    import threading
-    import time
-
     gc.collect()  # models of earlier tests
     time.sleep(0.1)
     before = threading.active_count()
@@ -294,3 +295,107 @@ def freed_body(group):
 
 def test_a_dropped_model_leaves_nothing_behind(cluster):
     assert cluster.run(freed_body, 2) == [(0, 0)] * 2
+
+
+def step_inside_body(group):
+    """A step inside `gathered()` would be undone by writing back: an error, and the step stays."""
+    model = ShardLite(Tied(), group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(TOKENS).backward()
+    before = model.full_state_dict()["blocks.0.inner.weight"]
+    with pytest.raises(PhaseError, match="changed inside it"), model.gathered():
+        optimizer.step()
+    return torch.equal(before, model.full_state_dict()["blocks.0.inner.weight"])
+
+
+def test_a_step_inside_gathered_is_not_undone(cluster):
+    assert cluster.run(step_inside_body, 2) == [False, False]
+
+
+def nested_body(group):
+    """What an inner `gathered()` forgets is still there for the outer one, and for forwards inside it."""
+    plain = Tied()
+    twin = copy.deepcopy(plain)
+    model = ShardLite(plain, group=group)
+    with model.gathered(writeback=False):
+        with model.gathered(writeback=False):
+            pass
+        model(TOKENS).backward()
+    twin(TOKENS).backward()
+    assert_gradients_equal(model, twin)
+
+
+def test_gathered_inside_gathered(cluster):
+    cluster.run(nested_body, 2)
+
+
+def second_model_body(group):
+    """An optimizer that knew one model is looked at again when another takes its place."""
+    first = ShardLite(Tied(), group=group)
+    plain = Tied()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for param in plain.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    del first
+    gc.collect()
+    model = ShardLite(plain, group=group)
+    model(TOKENS).backward()
+    with pytest.raises(LayoutError, match="holds the unsharded parameter"):
+        optimizer.step()
+
+
+def test_an_old_optimizer_is_refused_whatever_it_stepped_before(cluster):
+    cluster.run(second_model_body, 2)
+
+
+def history_body(group, stage):
+    plain = Tied()
+    twin = copy.deepcopy(plain)
+    model = ShardLite(plain, group=group, stage=stage)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch warns of the cycle that create_graph makes
+        model(TOKENS).backward(create_graph=True)
+        twin(TOKENS).backward(create_graph=True)
+    assert_gradients_equal(model, twin)
+    return any(shard.grad.requires_grad for shard in model.parameters())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_have_no_history(cluster, stage):
+    assert cluster.run(history_body, 2, stage) == [False, False]
+
+
+def evaluation_body(group):
+    """Looking at full parameters between passes is no part of them."""
+    model = ShardLite(Tied(), group=group)
+    passes = []
+    for _ in range(3):
+        model.trace.take()
+        with torch.no_grad():
+            model(TOKENS)
+        passes.append([event for event in model.trace.take() if event.startswith("gather")])
+        model.full_state_dict()
+    return passes
+
+
+def test_state_dicts_do_not_disturb_the_recorded_order(cluster):
+    for passes in cluster.run(evaluation_body, 2):
+        assert all(len(gathered) <= 4 for gathered in passes)
+
+
+def freezing_body(group):
+    plain = Tied()
+    model = ShardLite(plain, group=group)
+    assert model.requires_grad_(False) is model
+    frozen = [param.requires_grad for param in plain.parameters()]
+    model.requires_grad_(True)
+    model(TOKENS).backward()
+    plain.extra = nn.Parameter(torch.zeros(3))
+    with pytest.raises(LayoutError, match="'extra' was added or replaced after wrapping"):
+        list(model.parameters())
+    return any(frozen)
+
+
+def test_the_module_decides_what_is_trained(cluster):
+    assert cluster.run(freezing_body, 2) == [False, False]
