@@ -23,7 +23,7 @@ from shardlite.hooks import ModuleHooks
 from shardlite.ledger import Ledger
 from shardlite.partition import Part, UnitPolicy, cut
 from shardlite.reduce import Reducer
-from shardlite.ring import Operation
+from shardlite.ring import SUMMABLE, Operation
 from shardlite.trace import Trace
 from shardlite.transport import GroupTransport
 from shardlite.unit import Model, Unit
@@ -93,6 +93,8 @@ class ShardLite(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's shards under the original names: `[k, 1, ...]` views of the arena, `k` may be 0."""
         for name, param in self.module.named_parameters(prefix, recurse, remove_duplicate):
+            if param not in self._shards:
+                raise LayoutError(f"parameter {name!r} was added or replaced after wrapping: do it before")
             yield name, self._shards[param]
 
     def named_buffers(
@@ -100,6 +102,11 @@ class ShardLite(nn.Module):
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the module's buffers under the original names. They are not sharded."""
         yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def requires_grad_(self, requires_grad: bool = True) -> "ShardLite":
+        """Set it on the module's own parameters, which decide. Those that were frozen when wrapped must stay so."""
+        self.module.requires_grad_(requires_grad)
+        return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, and those that were accumulated under `no_sync()` and not yet reduced.
@@ -244,9 +251,10 @@ class ShardLite(nn.Module):
             parts = cut(module, units)
             self._layouts = build.plan_parts(parts, self._transport.world_size)
             facts = [f"stage {self.stage}", f"prefetch {prefetch}", *_describe(parts, self._layouts)]
-        except (LayoutError, TypeError) as error:
+        except Exception as error:  # whatever it is: the other ranks are waiting
             problem = error
-        self._instance = build.agree(self._group, facts, problem)
+        build.agree(self._group, facts, problem)
+        self._instance = build.number(self._group)
         return parts
 
     def _build(self, parts: list[Part]) -> None:
@@ -323,6 +331,8 @@ def _check(module: nn.Module, stage: int, prefetch: int) -> None:
     for name, param in module.named_parameters():
         if param.device.type != "cpu":
             raise LayoutError(f"parameter {name!r} is on {param.device}: this version shards models on the CPU")
+        if param.requires_grad and param.dtype not in SUMMABLE:
+            raise LayoutError(f"parameter {name!r} is {param.dtype}, and gradients of that dtype cannot be reduced")
 
 
 def _describe(parts: Iterable[Part], layouts: Iterable[Iterable[Any]]) -> list[str]:
