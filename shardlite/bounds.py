@@ -16,6 +16,9 @@ from torch import Tensor
 
 from shardlite import twins
 
+_FP64 = 1 + 2.0**-20
+"""Roundings of fp64 are 2^-29 of those of fp32: errors that are measured by it may be off by much less than this."""
+
 
 def difference(ours: Tensor, theirs: Tensor) -> Tensor:
     """Return the absolute difference in fp64: infinite where one is not a number, 0 where both are one infinity."""
@@ -115,8 +118,9 @@ class Batching:
 
     The first is what ShardLite itself may do, average: at most `gamma(W) * M`, see `Sum`. The second is at most the
     mean of `|g_r - x_r|`, the errors of the ranks by themselves. The third is what there is to be shown: that the mean
-    of the ranks is what one process computes; it is zero. The last is the error of the one process. So every element
-    has its bound, which is as large as roundings are in this model, and no larger.
+    of the ranks is what one process computes; it is zero, but for roundings of fp64, which `_FP64` allows for. The last
+    is the error of the one process. So every element has its bound, as large as roundings are in this model and no
+    larger: an element whose errors all have one sign uses the whole of it.
     """
 
     summed: Sum
@@ -127,12 +131,12 @@ class Batching:
     def gradient(self, name: str, ours: Tensor, theirs: Tensor) -> Judgement:
         """Judge one gradient."""
         errors = self._errors().gradients[name] + difference(theirs, self.exact.gradients[name])
-        return _within(ours, theirs, errors + self.summed.limit(name, self.summed.world_size, ours.dtype))
+        return _within(ours, theirs, errors * _FP64 + self.summed.limit(name, self.summed.world_size, ours.dtype))
 
     def loss(self, _: str, ours: Tensor, theirs: Tensor) -> Judgement:
         """Judge the loss, whose mean over the ranks is rounded once."""
         errors = self._errors().loss + difference(theirs, self.exact.loss)
-        return _within(ours, theirs, errors + torch.finfo(ours.dtype).eps / 2 * self.survey.magnitudes.loss)
+        return _within(ours, theirs, errors * _FP64 + torch.finfo(ours.dtype).eps / 2 * self.survey.magnitudes.loss)
 
     def _errors(self) -> twins.Step:
         assert self.survey.errors is not None
