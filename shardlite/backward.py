@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from shardlite.bucket import Bucket
-from shardlite.gather import Gatherer
-from shardlite.handles import Promises
+from shardlite.handles import Calls
 from shardlite.reduce import Reducer
 from shardlite.unit import Unit
 
@@ -28,10 +27,9 @@ def in_backward() -> bool:
 class Backward:
     """Follows the backwards of one wrapped model, one outermost backward at a time."""
 
-    def __init__(self, reducer: Reducer, gatherer: Gatherer | None, promises: Promises | None) -> None:
+    def __init__(self, reducer: Reducer, calls: Calls | None) -> None:
         self._reducer = reducer
-        self._gatherer = gatherer
-        self._promises = promises
+        self._calls = calls
         self._task: int | None = None
         self._sync = True
         self._got_gradients = False
@@ -39,20 +37,22 @@ class Backward:
         self._hidden: set[Unit] = set()
         self._outstanding: Counter[Unit] = Counter()
         self._recomputed: Counter[Unit] = Counter()
+        if calls is not None:
+            calls.on_use = self.open
 
-    def event(self) -> None:
-        """Open the backward if this is its first event. To be called at every event, inside a backward."""
+    def open(self) -> None:
+        """Begin, if this is the first event of a backward. To be called at every event, inside a backward."""
         if self._task is None:
             self._task = torch._C._current_graph_task_id()
             torch.autograd.Variable._execution_engine.queue_callback(self._close)
-            if self._gatherer is not None:
-                self._gatherer.begin_backward(final=self._sync)
+            if self._calls is not None:
+                self._calls.gatherer.begin_backward(final=self._sync)
 
-    def gradient(self, unit: Unit, flat: int, slot: int, param: Tensor) -> None:
+    def take_gradient(self, unit: Unit, flat: int, slot: int, param: Tensor) -> None:
         """Take the gradient that autograd has just put into `param.grad`."""
         grad, param.grad = param.grad, None
         assert grad is not None
-        self.event()
+        self.open()
         self._got_gradients = True
         bucket = self._reducer.add(unit, flat, slot, grad.detach())  # with `create_graph` it has a history
         if self._sync and self._is_complete(bucket):
@@ -118,7 +118,6 @@ class Backward:
     def _end(self) -> None:
         self._task, self._got_gradients = None, False
         self._recomputed.clear()
-        if self._promises is not None:
-            self._promises.end_backward()
-        if self._gatherer is not None:
-            self._gatherer.order.end()
+        if self._calls is not None:
+            self._calls.end_backward()
+            self._calls.gatherer.order.end()

@@ -3,7 +3,7 @@
 import os
 
 
-def poison_released_buffers() -> bool:
+def poison_evicted_buffers() -> bool:
     """Tell whether released buffers are to be filled with NaN (`SHARDLITE_POISON=1`).
 
     Code that reads a weight after its release then computes NaN at once, instead of something plausible. The tests run

@@ -12,32 +12,29 @@ import torch
 from torch import Tensor, nn
 
 from shardlite.errors import LayoutError, PhaseError
-from shardlite.gather import Gatherer
-from shardlite.handles import Promises, pop_hooks, push_hooks
+from shardlite.handles import Calls, pop_hooks, push_hooks
 from shardlite.ring import Operation, all_reduce
-from shardlite.transport import Transport
-from shardlite.unit import Flat, Unit
+from shardlite.unit import Flat, Shared, Unit
 
 
 class FullParameters:
-    """Access to the full parameters of one wrapped model; without a gatherer they are always there."""
+    """Access to the full parameters of one wrapped model; without calls they are always there."""
 
     def __init__(
         self,
         module: nn.Module,
         units: Sequence[Unit],
-        transport: Transport,
-        gatherer: Gatherer | None,
-        promises: Promises | None,
+        shared: Shared,
+        calls: Calls | None,
     ) -> None:
         self._module = module
         self._units = units
-        self._transport = transport
-        self._gatherer = gatherer
-        self._promises = promises
+        self._label = shared.label
+        self._transport = shared.transport
+        self._calls = calls
         self._uses = count()
         self._reading = False
-        if gatherer is not None:
+        if calls is not None:
             for each in module.modules():
                 each.register_state_dict_pre_hook(self._refuse)  # type: ignore[no-untyped-call]
 
@@ -57,18 +54,18 @@ class FullParameters:
                     self._write_back(units)
                     written = True
             finally:
-                if not written and self._gatherer is not None:
-                    self._gatherer.forget(units)  # the next forward must not see what was written either
+                if not written and self._calls is not None:
+                    self._calls.gatherer.forget(units)  # the next forward must not see what was written either
 
     @contextmanager
     def _held(self, units: Sequence[Unit]) -> Iterator[None]:
         """Let the units' parameters be full, and computations with them have handles."""
         with ExitStack() as undo:
-            if self._gatherer is not None and self._promises is not None:
+            if self._calls is not None:
                 for unit in units:
-                    self._gatherer.hold(unit, foreseen=False)
-                    undo.callback(self._gatherer.let_go, unit)
-                if push_hooks(self._promises):
+                    self._calls.gatherer.hold(unit, foreseen=False)
+                    undo.callback(self._calls.gatherer.release, unit)
+                if push_hooks(self._calls):
                     undo.callback(pop_hooks)
             yield
 
@@ -126,12 +123,12 @@ class FullParameters:
         Raises:
             PhaseError: on every rank, if the shards were changed meanwhile; writing back would undo that.
         """
-        if self._gatherer is None:
+        if self._calls is None:
             return  # the full parameters are the shards
         written = [any(not torch.equal(ours, flat.local) for flat, ours in self._own_parts(unit)) for unit in units]
         overtaken = any(unit.gathered_version != unit.version() for unit in units)
         ranks = torch.tensor([*written, overtaken], dtype=torch.int32)
-        all_reduce(ranks, self._transport, operation=Operation("what was written", next(self._uses)))
+        all_reduce(ranks, self._transport, operation=Operation(f"what was written {self._label}", next(self._uses)))
         if ranks[-1] > 0:
             raise PhaseError(
                 "gathered(): the shards were changed inside it (a step, a load), which writing back would undo. "
@@ -145,5 +142,5 @@ class FullParameters:
     def _own_parts(self, unit: Unit) -> Iterator[tuple[Flat, Tensor]]:
         """Yield each flat of a held unit with what this rank's shard is in the full buffer [S]."""
         assert unit.buffer is not None, "a held unit has a buffer"
-        for flat, full in zip(unit.flats, unit.parts(unit.buffer), strict=True):
+        for flat, full in zip(unit.flats, unit.full_views(unit.buffer), strict=True):
             yield flat, full[slice(*flat.layout.shard_range(self._transport.rank))]

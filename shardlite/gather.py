@@ -1,6 +1,6 @@
 """Gathering: who needs a unit's full weights holds it, and lets it go after use.
 
-    hold -> [gather] -> FULL, used -> let_go -> IDLE -> hold again: nothing to do
+    hold -> [gather] -> FULL, used -> release -> IDLE -> hold again: nothing to do
                                               -> evicted: the buffer serves another unit
 
 Buffers are a cache. An idle unit keeps its buffer until another unit needs it, and a model of any depth runs through
@@ -21,40 +21,29 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from shardlite.config import poison_released_buffers
+from shardlite.config import poison_evicted_buffers
 from shardlite.errors import EscapedViewWarning
 from shardlite.lane import Lane
 from shardlite.order import Order
 from shardlite.phase import Weights
 from shardlite.ring import Operation, all_gather
-from shardlite.unit import Buffer, Model, Unit, storage_key
-
-
-@contextmanager
-def _unseen_by_checkpoints() -> Iterator[None]:
-    """Hide what a gather computes from selective checkpointing, which would replay it as a part of the forward."""
-    modes = _get_current_dispatch_mode_stack()
-    if any(isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode) for mode in modes):
-        with _disable_current_modes():
-            yield
-    else:
-        yield
+from shardlite.unit import Buffer, Shared, Unit, storage_key
 
 
 class Gatherer:
     """Gathers the units of one wrapped model, and knows which buffer belongs to which unit."""
 
-    def __init__(self, units: Sequence[Unit], model: Model, *, prefetch: int) -> None:
+    def __init__(self, units: Sequence[Unit], shared: Shared, *, prefetch: int) -> None:
         self.order = Order()
-        self.lane = Lane("gather")
+        self._lane = Lane("gather")
         self._units = units
-        self._label = f"of model {model.instance}"
-        self._transport = model.transport
-        self._trace = model.trace
-        self._ledger = model.ledger
+        self._label = shared.label
+        self._transport = shared.transport
+        self._trace = shared.trace
+        self._ledger = shared.ledger
         self._prefetch = prefetch
         self._capacity = 1 + prefetch
-        self._poison = poison_released_buffers()
+        self._poison = poison_evicted_buffers()
         self._owners: dict[int, Unit] = {}  # by storage key
         self._idle: dict[Unit, None] = {}  # least recently used first
         self._warned = False
@@ -64,28 +53,28 @@ class Gatherer:
         return self._owners.get(storage_key(tensor))
 
     def hold(self, unit: Unit, *, foreseen: bool = True) -> None:
-        """Make the unit's full weights readable until `let_go`; holds count.
+        """Make the unit's full weights readable until `release`; holds count.
 
         What is not `foreseen` is no part of a pass: it is not recorded, and nothing is gathered ahead.
         """
-        if unit.users == 0:
+        if unit.holds == 0:
             with _unseen_by_checkpoints():
                 self._request(unit)
                 self._idle.pop(unit, None)
                 if foreseen:
                     self.order.need(unit.index)
-                    self._look_ahead()
-                self._arrive(unit)
-        unit.users += 1
+                    self._prefetch_next()
+                self._land(unit)
+        unit.holds += 1
 
-    def let_go(self, unit: Unit) -> None:
+    def release(self, unit: Unit) -> None:
         """End one hold. After the last one the unit is idle, and may be evicted."""
-        unit.users -= 1
-        if unit.users == 0:
+        unit.holds -= 1
+        if unit.holds == 0:
             unit.move(Weights.IDLE)
             self._trace.emit("release", unit.name)
             with _unseen_by_checkpoints():
-                self._rest(unit)
+                self._keep_idle(unit)
 
     def begin_backward(self, *, final: bool) -> None:
         """Start the pass of a backward; a `final` one is followed by a step, after which all weights are stale."""
@@ -98,19 +87,15 @@ class Gatherer:
         for unit in units:
             unit.stale = True
 
-    def settle(self) -> None:
+    def finish_prefetched(self) -> None:
         """Finish what was gathered ahead and never needed, so that it counts as idle."""
         for unit in self._units:
             if unit.phase is Weights.GATHERING:
-                self._arrive(unit)
+                self._land(unit)
                 unit.move(Weights.IDLE)
-                self._rest(unit)
+                self._keep_idle(unit)
 
-    def buffers_in_use(self) -> int:
-        """Return how many full buffers there are, those of idle units included."""
-        return len(self._owners)
-
-    def _look_ahead(self) -> None:
+    def _prefetch_next(self) -> None:
         """Start the gathers that the recorded order expects next, as far as buffers allow without pushing out users."""
         upcoming = [self._units[index] for index in self.order.upcoming(self._prefetch)]
         for unit in upcoming:  # those that are there already are to be evicted last
@@ -119,7 +104,7 @@ class Gatherer:
                 self._idle[unit] = None
         for unit in upcoming:
             spare = self._held() < self._capacity or self._victim(unit) not in [None, *upcoming]
-            if unit.users == 0 and (unit.buffer is not None or spare):
+            if unit.holds == 0 and (unit.buffer is not None or spare):
                 self._request(unit)
 
     def _request(self, unit: Unit) -> None:
@@ -127,7 +112,7 @@ class Gatherer:
         if unit.buffer is not None and unit.gathered_version == unit.version() and not unit.stale:
             return
         if unit.phase is Weights.GATHERING:  # gathered ahead, then the weights were changed
-            self._arrive(unit)
+            self._land(unit)
             unit.move(Weights.IDLE)
         self._trace.emit("gather", unit.name)
         with torch.inference_mode(False), torch.no_grad():
@@ -136,12 +121,12 @@ class Gatherer:
 
     def _start(self, unit: Unit, buffer: Buffer) -> None:
         """Put this rank's shards in their rows and send them round."""
-        parts = unit.parts(buffer)
+        parts = unit.full_views(buffer)
         for flat, full in zip(unit.flats, parts, strict=True):
             full[slice(*flat.layout.shard_range(self._transport.rank))].copy_(flat.local)
         unit.gathers += 1
         label = f"all-gather of unit {unit.name!r} {self._label}"
-        jobs = deque((full, Operation(f"{label}, part {i}", unit.gathers)) for i, full in enumerate(parts))
+        jobs = deque((full, Operation(f"{label}, flat {i}", unit.gathers)) for i, full in enumerate(parts))
 
         def go_round() -> None:
             while jobs:  # emptied, so that nothing of ours views the buffer once the flight is over
@@ -151,9 +136,9 @@ class Gatherer:
         self._owners[buffer.key] = unit
         unit.buffer, unit.gathered_version, unit.stale = buffer, unit.version(), False
         unit.move(Weights.GATHERING)
-        unit.flight = self.lane.submit(go_round)
+        unit.flight = self._lane.submit(go_round)
 
-    def _arrive(self, unit: Unit) -> None:
+    def _land(self, unit: Unit) -> None:
         """Wait for the weights, and let the module's parameters be views of them."""
         if unit.phase is Weights.GATHERING:
             assert unit.flight is not None
@@ -165,7 +150,7 @@ class Gatherer:
                 unit.bind(unit.buffer)
         unit.move(Weights.FULL)
 
-    def _rest(self, unit: Unit) -> None:
+    def _keep_idle(self, unit: Unit) -> None:
         """Keep an idle unit's weights for the next use, if there is room, and a next use before they change."""
         self._idle[unit] = None
         self._drop_if_done(unit)
@@ -174,7 +159,7 @@ class Gatherer:
 
     def _drop_if_done(self, unit: Unit) -> None:
         """Free an idle unit's buffer if no need of this backward can use it any more."""
-        if self.order.is_last_use(unit.index) and (unit.keep or not self._buffers_are_awaited()):
+        if self.order.is_last_use(unit.index) and (unit.resident or not self._buffers_are_awaited()):
             self._evict(unit)
 
     def _buffers_are_awaited(self) -> bool:
@@ -182,18 +167,18 @@ class Gatherer:
         return any(self._units[index].buffer is None for index in self.order.rest())
 
     def _held(self) -> int:
-        return sum(not unit.keep for unit in self._owners.values())
+        return sum(not unit.resident for unit in self._owners.values())
 
     def _victim(self, unit: Unit) -> Unit | None:
         """Choose the idle unit to evict: one of the same size if possible, for its buffer can be used as it is."""
-        candidates = [idle for idle in self._idle if not idle.keep]
+        candidates = [idle for idle in self._idle if not idle.resident]
         alike = [idle for idle in candidates if idle.nbytes == unit.nbytes]
         return next(iter(alike or candidates), None)
 
     def _buffer_for(self, unit: Unit) -> Buffer:
         """Find memory: the unit's own stale buffer, an idle unit's, or, while all are in use, new memory."""
         victim = unit if unit.buffer is not None else None
-        if victim is None and not unit.keep and self._held() >= self._capacity:
+        if victim is None and not unit.resident and self._held() >= self._capacity:
             victim = self._victim(unit)
         buffer = self._evict(victim) if victim else None
         if buffer is None or buffer.bytes.numel() != unit.nbytes:
@@ -245,3 +230,14 @@ class Gatherer:
                 EscapedViewWarning,
                 stacklevel=2,
             )
+
+
+@contextmanager
+def _unseen_by_checkpoints() -> Iterator[None]:
+    """Hide what a gather computes from selective checkpointing, which would replay it as a part of the forward."""
+    modes = _get_current_dispatch_mode_stack()
+    if any(isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode) for mode in modes):
+        with _disable_current_modes():
+            yield
+    else:
+        yield

@@ -29,11 +29,11 @@ Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 class Call:
     """One forward call of a unit, as seen by backward."""
 
-    __slots__ = ("handles", "held", "promises", "unit", "version")
+    __slots__ = ("calls", "handles", "held", "unit", "version")
 
-    def __init__(self, unit: Unit, promises: "Promises") -> None:
+    def __init__(self, unit: Unit, calls: "Calls") -> None:
         self.unit = unit
-        self.promises = promises
+        self.calls = calls
         self.version = unit.gathered_version
         self.handles = 0
         self.held = False
@@ -46,9 +46,9 @@ class Call:
         """
         if not self.held:
             self.check_version()
-            self.promises.gatherer.hold(self.unit)
+            self.calls.gatherer.hold(self.unit)
             self.held = True
-            self.promises.holding.append(self)
+            self.calls.holding.append(self)
 
     def check_version(self) -> None:
         """Raise if a step, or anything else, has changed the weights since the forward."""
@@ -60,18 +60,18 @@ class Call:
                 "Was the optimizer stepped, or were weights loaded, between this forward and its backward?"
             )
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """End the hold."""
         if self.held:
             self.held = False
-            self.promises.gatherer.let_go(self.unit)
+            self.calls.gatherer.release(self.unit)
 
     def forget_handle(self) -> None:
         """Note that autograd has dropped a handle."""
         self.handles -= 1
         if self.handles == 0:
-            self.promises.live[self.unit].remove(self)
-            self.let_go()
+            self.calls.live[self.unit].remove(self)
+            self.release()
 
 
 class Handle:
@@ -86,7 +86,7 @@ class Handle:
         self.dtype = view.dtype
         self.call = call
         if call.handles == 0:
-            call.promises.live[call.unit].append(call)
+            call.calls.live[call.unit].append(call)
         call.handles += 1
 
     def __del__(self) -> None:
@@ -98,23 +98,23 @@ class Handle:
         Raises:
             RuntimeError: the weights have changed since the forward.
         """
-        self.call.promises.event()
+        self.call.calls.on_use()
         self.call.hold()
         if torch.is_grad_enabled():
             # `create_graph=True`: this node is recorded too, and what it saves must be handles again. No pop is due:
             # the engine restores its thread's state, of which the hooks are part, after every node.
-            push_hooks(self.call.promises)
+            push_hooks(self.call.calls)
         return self._of_buffer()
 
     def copy(self) -> Tensor:
-        """Return the view's values, for somebody who looks at the graph outside a backward."""
+        """Return the view's values, for somebody who looks at the graph outside a backward: every rank must look."""
         self.call.check_version()
-        gatherer = self.call.promises.gatherer
+        gatherer = self.call.calls.gatherer
         gatherer.hold(self.call.unit)
         try:
             return self._of_buffer().clone()
         finally:
-            gatherer.let_go(self.call.unit)
+            gatherer.release(self.call.unit)
 
     def _of_buffer(self) -> Tensor:
         buffer = self.call.unit.buffer
@@ -150,13 +150,13 @@ class Kept:
         return self.tensor
 
 
-class Promises:
+class Calls:
     """All calls of one wrapped model, and the hooks that make handles of weights."""
 
     def __init__(self, gatherer: Gatherer, units: list[Unit]) -> None:
         self.gatherer = gatherer
-        self.event: Callable[[], None] = lambda: None
-        """To be called before anything else that happens in a backward."""
+        self.on_use: Callable[[], None] = _nothing
+        """What is to happen before a handle is used in a backward."""
 
         self.live: dict[Unit, list[Call]] = {unit: [] for unit in units}
         """Calls with handles, oldest first."""
@@ -182,7 +182,7 @@ class Promises:
     def end_backward(self) -> None:
         """End the holds of handles that outlive the backward (`retain_graph=True`, or it died)."""
         for call in self.holding:
-            call.let_go()
+            call.release()
         self.holding.clear()
 
     def owner(self, tensor: Tensor) -> Unit | None:
@@ -199,15 +199,15 @@ class Promises:
 class SavedTensorHooks:
     """Saved-tensor hooks that take our weights, and leave every other tensor to the hooks in force before."""
 
-    def __init__(self, promises: Promises) -> None:
-        self.promises = promises
+    def __init__(self, calls: Calls) -> None:
+        self.calls = calls
         self._outer: Pair | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def pack(self, tensor: Tensor) -> Any:
         """Return what the graph keeps instead of `tensor`."""
-        unit = self.promises.owner(tensor)
+        unit = self.calls.owner(tensor)
         if unit is not None:
-            return Handle(self.promises.call_of(unit), tensor)
+            return Handle(self.calls.call_of(unit), tensor)
         if self._outer is not None:
             return self._outer[0](tensor)
         return Kept(tensor.detach(), tensor._version)
@@ -222,13 +222,13 @@ class SavedTensorHooks:
         return packed.checked()
 
 
-def push_hooks(promises: Promises) -> bool:
+def push_hooks(calls: Calls) -> bool:
     """Put our saved-tensor hooks innermost, unless they are; return whether `pop_hooks` is due."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     innermost = getattr(top[0], "__self__", None) if top is not None else None
-    if isinstance(innermost, SavedTensorHooks) and innermost.promises is promises:
+    if isinstance(innermost, SavedTensorHooks) and innermost.calls is calls:
         return False
-    ours = SavedTensorHooks(promises)
+    ours = SavedTensorHooks(calls)
     torch._C._autograd._push_saved_tensors_default_hooks(ours.pack, ours.unpack)
     return True
 
@@ -236,3 +236,7 @@ def push_hooks(promises: Promises) -> bool:
 def pop_hooks() -> None:
     """Undo a `push_hooks` that returned true."""
     torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def _nothing() -> None:
+    pass

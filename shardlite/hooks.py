@@ -14,21 +14,9 @@ from torch import nn
 
 from shardlite.backward import Backward, in_backward
 from shardlite.errors import LayoutError
-from shardlite.gather import Gatherer
-from shardlite.handles import Call, Promises, pop_hooks, push_hooks
+from shardlite.handles import Call, Calls, pop_hooks, push_hooks
+from shardlite.sites import Site
 from shardlite.unit import Unit
-
-
-@dataclass(frozen=True)
-class Site:
-    """Where the model keeps a parameter: `module._parameters[attribute]`."""
-
-    name: str
-    module: nn.Module
-    attribute: str
-    param: nn.Parameter
-    trainable: bool
-    """Whether it was when it was wrapped."""
 
 
 @dataclass(eq=False)
@@ -41,12 +29,11 @@ class _Frame:
 
 
 class ModuleHooks:
-    """The hooks of one wrapped model; without a gatherer the weights are always there, and autograd may save them."""
+    """The hooks of one wrapped model; without calls the weights are always there, and autograd may save them."""
 
-    def __init__(self, backward: Backward, gatherer: Gatherer | None, promises: Promises | None) -> None:
+    def __init__(self, backward: Backward, calls: Calls | None) -> None:
         self._backward = backward
-        self._gatherer = gatherer
-        self._promises = promises
+        self._calls = calls
         self._needs: Mapping[nn.Module, Sequence[Unit]] = {}
         self._sites: Mapping[Unit, Sequence[Site]] = {}
         self._frames: list[_Frame] = []
@@ -84,7 +71,7 @@ class ModuleHooks:
         for unit in self._needs[module]:
             self._enter_unit(unit)
             frame.entered.append(unit)
-        frame.pushed = self._promises is not None and push_hooks(self._promises)
+        frame.pushed = self._calls is not None and push_hooks(self._calls)
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
         if not self._frames or self._frames[-1].module is not module:
@@ -98,16 +85,16 @@ class ModuleHooks:
     def _begin_pass(self, module: nn.Module) -> None:
         self._backward.repair()
         self._evaluating = not torch.is_grad_enabled()
-        if self._gatherer is not None:
-            self._gatherer.settle()
-            self._gatherer.order.begin(("forward", module.training, self._evaluating))
+        if self._calls is not None:
+            self._calls.gatherer.finish_prefetched()
+            self._calls.gatherer.order.begin(("forward", module.training, self._evaluating))
 
     def _enter_unit(self, unit: Unit) -> None:
         depth = self._depth.get(unit, 0)
         if depth == 0:
             self._check_sites(unit)
             if in_backward():
-                self._backward.event()
+                self._backward.open()
                 self._backward.recomputed(unit)
             elif not self._evaluating:
                 self._backward.expect_gradients(unit, recorded=torch.is_grad_enabled())
@@ -117,19 +104,19 @@ class ModuleHooks:
     def _leave_unit(self, unit: Unit) -> None:
         self._depth[unit] -= 1
         if self._depth[unit] == 0:
-            self._let_go(unit)
+            self._release(unit)
 
     def _hold(self, unit: Unit) -> None:
-        if self._gatherer is not None and self._promises is not None:
-            self._gatherer.hold(unit)
-            self._promises.current[unit] = Call(unit, self._promises)
+        if self._calls is not None:
+            self._calls.gatherer.hold(unit)
+            self._calls.current[unit] = Call(unit, self._calls)
 
-    def _let_go(self, unit: Unit) -> None:
-        if self._gatherer is not None and self._promises is not None:
-            call = self._promises.current.pop(unit)
+    def _release(self, unit: Unit) -> None:
+        if self._calls is not None:
+            call = self._calls.current.pop(unit)
             if in_backward():
-                self._promises.expect_backward(call)
-            self._gatherer.let_go(unit)
+                self._calls.expect_backward(call)
+            self._calls.gatherer.release(unit)
 
     def _check_sites(self, unit: Unit) -> None:
         """Raise if the model no longer holds the parameters that were wrapped."""

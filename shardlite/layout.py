@@ -94,7 +94,7 @@ class Layout:
         return [f"{slot.name} {list(slot.shape)} ({kind})" for slot in self.slots]
 
 
-def plan(
+def lay_out(
     parameters: Iterable[tuple[str, Sequence[int]]], *, dtype: torch.dtype, trainable: bool, world_size: int
 ) -> Layout:
     """Lay out named shapes one after the other, each at a multiple of `ALIGN`, and cut the whole in `world_size`."""

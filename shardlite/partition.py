@@ -14,6 +14,9 @@ from shardlite.errors import LayoutError
 UnitPolicy = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | None
 """A module class, several, a predicate of (name, module), or `None` to find the units."""
 
+ROOT = "(root)"
+"""The name of the unit that holds what no other unit does."""
+
 BLOCKS_SHARE = 0.1
 """Like modules in a row are the model's blocks if together they hold at least this share of its parameters."""
 
@@ -22,7 +25,7 @@ TABLE_SHARE = 0.5
 
 
 @dataclass(eq=False)
-class Part:
+class UnitPlan:
     """One unit to be: the module it starts at, and the parameters that belong to it."""
 
     name: str
@@ -31,47 +34,47 @@ class Part:
     """With the first name of each, in the order of registration."""
 
 
-def cut(model: nn.Module, policy: UnitPolicy) -> list[Part]:
-    """Assign every parameter of `model` to a part; the first part is the root, and parts may turn out empty.
+def cut(model: nn.Module, policy: UnitPolicy) -> list[UnitPlan]:
+    """Plan the units: assign every parameter to one. The first is the root; some may turn out empty.
 
-    A parameter belongs to the innermost part around it. One that occurs in several belongs to the innermost part around
+    A parameter belongs to the innermost unit around it. One that occurs in several belongs to the innermost unit around
     all of its occurrences: tied weights need no setting.
 
     Raises:
         LayoutError: `policy` is none of what it may be.
     """
     starts = _starts(model, policy)
-    parts = {model: Part("", model)}
-    chains: dict[nn.Parameter, list[Part]] = {}
+    plans = {model: UnitPlan("", model)}
+    chains: dict[nn.Parameter, list[UnitPlan]] = {}
     names: dict[nn.Parameter, str] = {}
-    for path, chain, module in _walk(model, starts, parts):
+    for path, chain, module in _walk(model, starts, plans):
         for attribute, param in module._parameters.items():
             if param is not None:
                 names.setdefault(param, f"{path}.{attribute}".lstrip("."))
                 chains[param] = _common(chains.get(param, chain), chain)
     for param, name in names.items():
         chains[param][-1].params[param] = name
-    return list(parts.values())
+    return list(plans.values())
 
 
 def _walk(
-    model: nn.Module, starts: set[nn.Module], parts: dict[nn.Module, Part]
-) -> Iterator[tuple[str, list[Part], nn.Module]]:
-    """Yield every module under every path that leads to it, with the parts around it, outermost first."""
+    model: nn.Module, starts: set[nn.Module], plans: dict[nn.Module, UnitPlan]
+) -> Iterator[tuple[str, list[UnitPlan], nn.Module]]:
+    """Yield every module under every path that leads to it, with the units around it, outermost first."""
 
-    def visit(path: str, chain: list[Part], module: nn.Module) -> Iterator[tuple[str, list[Part], nn.Module]]:
+    def visit(path: str, chain: list[UnitPlan], module: nn.Module) -> Iterator[tuple[str, list[UnitPlan], nn.Module]]:
         if module in starts and module is not model:
-            part = parts.setdefault(module, Part(path, module))
-            chain = [*chain, part] if part not in chain else chain
+            plan = plans.setdefault(module, UnitPlan(path, module))
+            chain = [*chain, plan] if plan not in chain else chain
         yield path, chain, module
         for name, child in module.named_children():
             yield from visit(f"{path}.{name}".lstrip("."), chain, child)
 
-    return visit("", [parts[model]], model)
+    return visit("", [plans[model]], model)
 
 
-def _common(first: list[Part], second: list[Part]) -> list[Part]:
-    """Return the parts that two chains begin with."""
+def _common(first: list[UnitPlan], second: list[UnitPlan]) -> list[UnitPlan]:
+    """Return the units that two chains begin with."""
     same = [a is b for a, b in zip(first, second, strict=False)]
     return first[: same.index(False) if False in same else len(same)]
 

@@ -11,7 +11,7 @@ Legend: `W` ranks, `S` elements per shard.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -23,7 +23,7 @@ from shardlite.lane import Flight, Lane
 from shardlite.layout import Layout
 from shardlite.phase import Gradients
 from shardlite.ring import Operation, all_reduce, broadcast, reduce_scatter, staging_numel
-from shardlite.unit import Model, Unit
+from shardlite.unit import Shared, Unit
 
 PATIENCE = 1.0
 """Seconds that a backward waits for an earlier reduction before it takes another bucket.
@@ -39,7 +39,7 @@ class _Reduction:
 
     bucket: Bucket
     flight: Flight
-    sums: Sequence[Tensor]
+    means: Sequence[Tensor]
     """[S] for each trainable flat; [W*S], the bucket's own memory, where gradients are not sharded."""
 
     used: Sequence[int]
@@ -47,7 +47,7 @@ class _Reduction:
 
     def hand_over(self, users: Iterator[int]) -> None:
         """Give each shard that had any user its gradient: a view of the sum, or that added to what is there."""
-        for flat, total in zip(self.bucket.unit.trainable, self.sums, strict=True):
+        for flat, total in zip(self.bucket.unit.trainable, self.means, strict=True):
             for shard, grad in zip(flat.shards, flat.shard_views(total), strict=True):
                 if next(users) == 0:
                     continue
@@ -57,25 +57,39 @@ class _Reduction:
                     shard.grad.add_(grad)
 
 
+@dataclass
+class _Round:
+    """The reductions of one backward."""
+
+    ready: set[Unit] = field(default_factory=set)
+    """Units whose gradients are all there."""
+
+    started: list[_Reduction] = field(default_factory=list)
+    """In the fixed order, so their number tells whose turn it is."""
+
+    landed: int = 0
+    """How many of them are over, and their buckets free."""
+
+    patient: bool = True
+    """Whether it is worth waiting for a reduction before taking another bucket."""
+
+
 class Reducer:
     """Reduces the gradients of one wrapped model; `sharded` tells whether a rank keeps its shard of them or all."""
 
-    def __init__(self, units: Sequence[Unit], model: Model, *, sharded: bool) -> None:
-        self.lane = Lane("reduce")
-        self.buckets = {unit: Bucket(unit) for unit in units if unit.trainable}
-        self._label = f"of model {model.instance}"
-        self._transport = model.transport
-        self._trace = model.trace
-        self._ledger = model.ledger
+    def __init__(self, units: Sequence[Unit], shared: Shared, *, sharded: bool) -> None:
+        self._lane = Lane("reduce")
+        self._label = shared.label
+        self._transport = shared.transport
+        self._trace = shared.trace
+        self._ledger = shared.ledger
         self._sharded = sharded
-        self._staging = self._make_staging()
-        self._order = list(reversed(self.buckets))  # a guess, until the first backward has shown how gradients come
+        self._buckets = {unit: Bucket(unit) for unit in units if unit.trainable}
+        self._order = list(reversed(self._buckets))  # a guess, until the first backward has shown how gradients come
         self._observed: list[Unit] | None = []
         self._backwards = 0
-        self._ready: set[Unit] = set()
-        self._started: list[_Reduction] = []
-        self._landed = 0
-        self._patient = True
+        self._round = _Round()
+        self._staging = self._make_staging()
 
     def add(self, unit: Unit, flat: int, slot: int, grad: Tensor) -> Bucket:
         """Take in the gradient of one parameter, and return the bucket that it went to.
@@ -83,8 +97,8 @@ class Reducer:
         Raises:
             PhaseError: the unit was already reduced in this backward.
         """
-        bucket = self.buckets[unit]
-        if any(reduction.bucket is bucket for reduction in self._started):
+        bucket = self._buckets[unit]
+        if any(reduction.bucket is bucket for reduction in self._round.started):
             name = unit.trainable[flat].layout.slots[slot].name
             raise PhaseError(
                 f"unit {unit.name!r}: a gradient of {name!r} came after the unit had been reduced in this backward. "
@@ -101,8 +115,8 @@ class Reducer:
         """Note that a unit's gradients are all there, and start every reduction whose turn has come."""
         if self._observed is not None and unit not in self._observed:
             self._observed.append(unit)
-        self._ready.add(unit)
-        while (turn := self._turn()) in self._ready:
+        self._round.ready.add(unit)
+        while (turn := self._next_unit()) in self._round.ready:
             assert turn is not None
             self._reduce(turn)
 
@@ -112,65 +126,63 @@ class Reducer:
         Raises:
             CommError: a peer failed, is late or does another operation.
         """
-        while (turn := self._turn()) is not None:
+        while (turn := self._next_unit()) is not None:
             self._reduce(turn)
-        self._land(len(self._started))
+        self._land(len(self._round.started))
         users = iter(self._count_users())
-        for reduction in self._started:
+        for reduction in self._round.started:
             reduction.hand_over(users)
         self._agree_on_order()
         self.start_over()
 
     def start_over(self) -> None:
         """Be ready for the next backward."""
-        for bucket in self.buckets.values():
+        for bucket in self._buckets.values():
             bucket.arrivals = 0
-        self._ready.clear()
-        self._started.clear()
+        self._round = _Round()
         self._backwards += 1
-        self._landed, self._patient = 0, True
 
     def abandon(self) -> None:
         """Forget a backward that died: its gradients, and what was accumulated before it in the same buckets."""
-        self._land(len(self._started))
+        self._land(len(self._round.started))
         self.discard()
         self.start_over()
 
     def discard(self) -> None:
         """Forget what was accumulated and not yet reduced."""
-        for bucket in self.buckets.values():
+        for bucket in self._buckets.values():
             if bucket.phase is Gradients.FILLING:
                 bucket.clear()
 
-    def _turn(self) -> Unit | None:
+    def _next_unit(self) -> Unit | None:
         """Return the unit that is to be reduced next in this backward."""
-        place = len(self._started)
+        place = len(self._round.started)
         return self._order[place] if place < len(self._order) else None
 
     def _reduce(self, unit: Unit) -> None:
         """Send a unit's bucket round."""
-        bucket = self.buckets[unit]
+        bucket = self._buckets[unit]
         if bucket.phase is Gradients.EMPTY:
             self._fill(bucket)  # with nothing: the other ranks count on our zeros
         bucket.zero_the_rest()
         bucket.move(Gradients.REDUCING)
         self._trace.emit("reduce", unit.name)
-        self._started.append(self._launch(bucket))
+        self._round.started.append(self._launch(bucket))
 
     def _launch(self, bucket: Bucket) -> _Reduction:
         unit = bucket.unit
         used = bucket.flags()
-        sums = [self._sum_of(full, flat.layout) for full, flat in zip(bucket.full, unit.trainable, strict=True)]
+        means = [self._mean_buffer(full, flat.layout) for full, flat in zip(bucket.full, unit.trainable, strict=True)]
         jobs = deque(
-            self._job(full, total, f"reduce-scatter of unit {unit.name!r} {self._label}, part {i}")
-            for i, (full, total) in enumerate(zip(bucket.full, sums, strict=True))
+            self._job(full, total, f"reduce-scatter of unit {unit.name!r} {self._label}, flat {i}")
+            for i, (full, total) in enumerate(zip(bucket.full, means, strict=True))
         )
 
         def go_round() -> None:
             while jobs:  # emptied, so that the bucket is free once the flight is over
                 jobs.popleft()()
 
-        return _Reduction(bucket, self.lane.submit(go_round), sums, used)
+        return _Reduction(bucket, self._lane.submit(go_round), means, used)
 
     def _job(self, full: Tensor, total: Tensor, label: str) -> Callable[[], object]:
         """Return what the lane has to do for one flat: the mean over the ranks, sharded or not."""
@@ -181,7 +193,7 @@ class Reducer:
         staging = self._staging.view(full.dtype)
         return partial(all_reduce, full, transport, divisor=divisor, staging=staging, operation=operation)
 
-    def _sum_of(self, full: Tensor, layout: Layout) -> Tensor:
+    def _mean_buffer(self, full: Tensor, layout: Layout) -> Tensor:
         """Return where a flat's reduced gradient will be. It lives as long as a `.grad` views it."""
         total = full.new_empty(layout.shard_numel) if self._sharded else full
         self._ledger.track("gradients", total)
@@ -189,8 +201,9 @@ class Reducer:
 
     def _fill(self, bucket: Bucket) -> None:
         """Give a bucket its memory, once at most one other is on its way."""
-        while self._patient and len(self._started) - self._landed > 1:
-            self._patient = self._started[self._landed].flight.wait_up_to(PATIENCE)
+        now = self._round
+        while now.patient and len(now.started) - now.landed > 1:
+            now.patient = now.started[now.landed].flight.wait_up_to(PATIENCE)
             self._land_what_is_done()
         bucket.full = [torch.empty(flat.layout.full_numel, dtype=flat.layout.dtype) for flat in bucket.unit.trainable]
         for full in bucket.full:
@@ -199,19 +212,20 @@ class Reducer:
 
     def _land_what_is_done(self) -> None:
         """Free the buckets whose reductions are over."""
-        while self._landed < len(self._started) and self._started[self._landed].flight.done():
-            self._land(self._landed + 1)
+        now = self._round
+        while now.landed < len(now.started) and now.started[now.landed].flight.done():
+            self._land(now.landed + 1)
 
     def _land(self, count: int) -> None:
-        """Wait until the first `count` reductions are done, and free their buckets."""
-        for reduction in self._started[self._landed : count]:
+        """Wait until the first `count` reductions are over, and free their buckets."""
+        for reduction in self._round.started[self._round.landed : count]:
             reduction.flight.wait()
             reduction.bucket.clear()
-            self._landed += 1
+            self._round.landed += 1
 
     def _count_users(self) -> list[int]:
         """Return how many ranks used each parameter, in the order of reductions."""
-        used = torch.tensor([flag for reduction in self._started for flag in reduction.used], dtype=torch.int32)
+        used = torch.tensor([flag for reduction in self._round.started for flag in reduction.used], dtype=torch.int32)
         operation = Operation(f"who used which parameter {self._label}", self._backwards)
         all_reduce(used, self._transport, operation=operation)
         counts: list[int] = used.tolist()
@@ -221,7 +235,7 @@ class Reducer:
         """After the first backward, take the order in which rank 0's units were complete as everybody's order."""
         if self._observed is None:
             return
-        units = list(self.buckets)
+        units = list(self._buckets)
         seen = [*self._observed, *(unit for unit in self._order if unit not in self._observed)]
         order = torch.tensor([units.index(unit) for unit in seen], dtype=torch.int64)
         broadcast(order, self._transport, operation=Operation(f"the order of reductions {self._label}"))
@@ -229,9 +243,9 @@ class Reducer:
         self._observed = None
 
     def _make_staging(self) -> Tensor:
-        """Allocate, once, where partial sums arrive; a reduce-scatter stages them in the gradient shard itself."""
+        """Allocate, once, where partial means arrive; a reduce-scatter stages them in the gradient shard itself."""
         world_size = self._transport.world_size
-        layouts = [flat.layout for unit in self.buckets for flat in unit.trainable]
+        layouts = [flat.layout for unit in self._buckets for flat in unit.trainable]
         needed = [staging_numel(each.full_numel, world_size, each.dtype) * each.dtype.itemsize for each in layouts]
         staging = torch.empty(0 if self._sharded or world_size == 1 else max(needed), dtype=torch.uint8)
         self._ledger.track("staging", staging)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shardlite.build import plan_parts
+from shardlite.build import plan_layouts
 from shardlite.layout import ALIGN, round_up
 from shardlite.optim import AdamW
 from shardlite.partition import cut
@@ -88,7 +88,7 @@ def simple(task: Task) -> tuple[Record, bool]:
 def ring_ordered(task: Task) -> Record:
     """Train replicas whose gradients rank 0 averages in the order of ShardLite's ring."""
     module = _replicated(task)
-    layouts = [layout for part in plan_parts(cut(module, task.units), task.world_size) for layout in part]
+    layouts = [layout for part in plan_layouts(cut(module, task.units), task.world_size) for layout in part]
     places = {slot.name: (slot.start, layout.shard_numel) for layout in layouts for slot in layout.slots}
     return _train(_Replica(task, module, lambda name, parts: ring_mean(parts, *places[name])))
 

@@ -26,7 +26,7 @@ _PART_ALIGN = 128
 
 
 @dataclass(frozen=True)
-class Model:
+class Shared:
     """What all units of one wrapped model share."""
 
     instance: int
@@ -35,6 +35,11 @@ class Model:
     transport: Transport
     trace: Trace
     ledger: Ledger
+
+    @property
+    def label(self) -> str:
+        """The model in the name of an operation, so that no two models hear each other's messages."""
+        return f"of model {self.instance}"
 
 
 class Buffer:
@@ -126,11 +131,11 @@ class Unit:
     index: int
     name: str
     flats: Sequence[Flat]
-    keep: bool = False
+    resident: bool = False
     """Never evicted for the sake of another unit: the root, whose parameters are used all through a pass."""
 
     phase: Weights = Weights.SHARDED
-    users: int = 0
+    holds: int = 0
     buffer: Buffer | None = None
     flight: Flight | None = None
     gathered_version: int = -1
@@ -169,7 +174,7 @@ class Unit:
         """Return a number that grows with every change of this rank's shards, whoever makes it."""
         return sum(flat.local._version for flat in self.flats)
 
-    def parts(self, buffer: Buffer) -> list[Tensor]:
+    def full_views(self, buffer: Buffer) -> list[Tensor]:
         """View a buffer as one full tensor [W*S] per flat."""
         parts, start = [], 0
         for flat in self.flats:
@@ -180,7 +185,7 @@ class Unit:
 
     def bind(self, buffer: Buffer) -> None:
         """Let the module's parameters be views of `buffer`."""
-        for flat, full in zip(self.flats, self.parts(buffer), strict=True):
+        for flat, full in zip(self.flats, self.full_views(buffer), strict=True):
             for param, view in flat.views(full):
                 param.data = view
 

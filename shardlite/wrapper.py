@@ -18,15 +18,16 @@ from shardlite.clip import clip_grad_norm
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.full import FullParameters
 from shardlite.gather import Gatherer
-from shardlite.handles import Promises
+from shardlite.handles import Calls
 from shardlite.hooks import ModuleHooks
 from shardlite.ledger import Ledger
-from shardlite.partition import Part, UnitPolicy, cut
+from shardlite.partition import ROOT, UnitPlan, UnitPolicy, cut
 from shardlite.reduce import Reducer
 from shardlite.ring import SUMMABLE, Operation
+from shardlite.sites import needs, sites
 from shardlite.trace import Trace
 from shardlite.transport import GroupTransport
-from shardlite.unit import Model, Unit
+from shardlite.unit import Shared, Unit
 
 STAGES = (0, 3)
 """0: plain data parallel, nothing is sharded. 3: parameters, gradients and optimizer state are."""
@@ -74,10 +75,10 @@ class ShardLite(nn.Module):
         self._group = group
         self._transport = GroupTransport(group, timeout)
         self._collectives = count()
-        parts = self._agree(module, units, prefetch)
+        plans = self._agree(module, units, prefetch)
         self.module = module
-        self._build(parts)
-        self._connect(parts, prefetch)
+        self._build(plans)
+        self._connect(plans, prefetch)
         guard.watch(self)
 
     # ---- what a module does -------------------------------------------------------------------------------------
@@ -148,7 +149,7 @@ class ShardLite(nn.Module):
         To be called by every rank.
         """
         flats = [flat for unit in self._units for flat in unit.trainable]
-        operation = Operation("the norm of gradients", next(self._collectives))
+        operation = Operation(f"the norm of gradients {self._shared.label}", next(self._collectives))
         return clip_grad_norm(flats, self._transport, max_norm, norm_type, operation)
 
     # ---- full parameters ----------------------------------------------------------------------------------------
@@ -190,12 +191,12 @@ class ShardLite(nn.Module):
         entries = self._full.entries()
         source = {entry: (state_dict or {}).get(name, entry) for name, entry in entries.items()}
         for unit in self._units:
-            build.spread(unit, self._transport, lambda param: source[param])
+            build.broadcast_values(unit, self._transport, lambda param: source[param])
         with torch.no_grad():
             for entry, value in source.items():
                 if not isinstance(entry, nn.Parameter) and self._transport.rank == 0:
                     entry.copy_(value)
-        build.spread_buffers(self.module, self._transport)
+        build.broadcast_buffers(self.module, self._transport)
         self._mark_changed(list(self._unsharded))
 
     def state_dict(self, *_: Any, **__: Any) -> Any:
@@ -243,24 +244,24 @@ class ShardLite(nn.Module):
 
     # ---- construction -------------------------------------------------------------------------------------------
 
-    def _agree(self, module: nn.Module, units: UnitPolicy, prefetch: int) -> list[Part]:
+    def _agree(self, module: nn.Module, units: UnitPolicy, prefetch: int) -> list[UnitPlan]:
         """Cut the model and make sure that every rank cuts the same."""
-        problem, parts, facts = None, [], []
+        problem, plans, facts = None, [], []
         try:
             _check(module, self.stage, prefetch)
-            parts = cut(module, units)
-            self._layouts = build.plan_parts(parts, self._transport.world_size)
-            facts = [f"stage {self.stage}", f"prefetch {prefetch}", *_describe(parts, self._layouts)]
+            plans = cut(module, units)
+            self._layouts = build.plan_layouts(plans, self._transport.world_size)
+            facts = [f"stage {self.stage}", f"prefetch {prefetch}", *_describe(plans, self._layouts)]
         except Exception as error:  # whatever it is: the other ranks are waiting
             problem = error
         build.agree(self._group, facts, problem)
-        self._instance = build.number(self._group)
-        return parts
+        self._shared = Shared(build.number(self._group), self._transport, self.trace, self.ledger)
+        return plans
 
-    def _build(self, parts: list[Part]) -> None:
+    def _build(self, plans: list[UnitPlan]) -> None:
         """Move the parameters into arenas."""
-        self._units = build.build_units(parts, self._layouts, self._transport, sharded=self.stage == 3)
-        build.spread_buffers(self.module, self._transport)
+        self._units = build.build_units(plans, self._layouts, self._transport, sharded=self.stage == 3)
+        build.broadcast_buffers(self.module, self._transport)
         flats = build.flats_of(self._units)
         self._shards = {param: shard for flat in flats for _, param, shard in flat.slots()}
         self._unsharded: dict[Tensor, nn.Parameter] = {shard: param for param, shard in self._shards.items()}
@@ -269,22 +270,18 @@ class ShardLite(nn.Module):
         for buffer in self.module.buffers():
             self.ledger.track("buffers", buffer)
 
-    def _connect(self, parts: list[Part], prefetch: int) -> None:
+    def _connect(self, plans: list[UnitPlan], prefetch: int) -> None:
         """Let hooks drive the units."""
-        model = Model(self._instance, self._transport, self.trace, self.ledger)
-        self._reducer = Reducer(self._units, model, sharded=self.stage == 3)
-        self._gatherer = Gatherer(self._units, model, prefetch=prefetch) if self.stage == 3 else None
-        self._promises = Promises(self._gatherer, self._units) if self._gatherer is not None else None
-        self._backward = Backward(self._reducer, self._gatherer, self._promises)
-        self._hooks = ModuleHooks(self._backward, self._gatherer, self._promises)
+        sharded = self.stage == 3
+        gatherer = Gatherer(self._units, self._shared, prefetch=prefetch) if sharded else None
+        calls = Calls(gatherer, self._units) if gatherer is not None else None
+        self._reducer = Reducer(self._units, self._shared, sharded=sharded)
+        self._backward = Backward(self._reducer, calls)
+        self._full = FullParameters(self.module, self._units, self._shared, calls)
+        self._hooks = ModuleHooks(self._backward, calls)
         self._hooks.install(
-            build.needs(self.module, parts, self._units),
-            build.sites(self.module, self._units),
-            [part.module for part in parts],
+            needs(self.module, plans, self._units), sites(self.module, self._units), [plan.module for plan in plans]
         )
-        self._full = FullParameters(self.module, self._units, self._transport, self._gatherer, self._promises)
-        if self._promises is not None:
-            self._promises.event = self._backward.event
         self._catch_gradients()
 
     def _catch_gradients(self) -> None:
@@ -292,7 +289,7 @@ class ShardLite(nn.Module):
 
         The hooks hold everything weakly, for the garbage collector cannot look into those of a tensor.
         """
-        deliver = weakref.WeakMethod(self._backward.gradient)
+        deliver = weakref.WeakMethod(self._backward.take_gradient)
         for unit in self._units:
             for i, flat in enumerate(unit.trainable):
                 for j, param in enumerate(flat.params):
@@ -335,10 +332,10 @@ def _check(module: nn.Module, stage: int, prefetch: int) -> None:
             raise LayoutError(f"parameter {name!r} is {param.dtype}, and gradients of that dtype cannot be reduced")
 
 
-def _describe(parts: Iterable[Part], layouts: Iterable[Iterable[Any]]) -> list[str]:
+def _describe(plans: Iterable[UnitPlan], layouts: Iterable[Iterable[Any]]) -> list[str]:
     return [
-        f"parameter {line} in unit {part.name or build.ROOT!r}"
-        for part, mine in zip(parts, layouts, strict=True)
+        f"parameter {line} in unit {plan.name or ROOT!r}"
+        for plan, mine in zip(plans, layouts, strict=True)
         for layout in mine
         for line in layout.describe()
     ]

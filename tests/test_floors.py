@@ -16,7 +16,7 @@ FLOORS = [
     ["gather", "bucket", "clip"],
     ["reduce"],
     ["partition", "handles"],
-    ["backward"],
+    ["backward", "sites"],
     ["hooks"],
     ["optim", "build", "full", "guard"],
     ["wrapper"],

@@ -6,14 +6,14 @@ from torch import nn
 
 from shardlite import LayoutError
 from shardlite.arena import carve
-from shardlite.layout import ALIGN, Layout, plan
+from shardlite.layout import ALIGN, Layout, lay_out
 from shardlite.order import Order
 from shardlite.partition import cut
 from shardlite.phase import Gradients, Weights, check_move
 
 
 def layout(shapes: dict[str, tuple[int, ...]], world_size: int) -> Layout:
-    return plan(shapes.items(), dtype=torch.float32, trainable=True, world_size=world_size)
+    return lay_out(shapes.items(), dtype=torch.float32, trainable=True, world_size=world_size)
 
 
 def test_a_layout_written_out():
@@ -43,7 +43,7 @@ def test_every_element_is_on_exactly_one_rank(world_size):
 
 def test_arenas_are_shared_by_kind_and_do_not_overlap():
     kinds = [(torch.float32, True), (torch.float32, False), (torch.float32, True), (torch.bfloat16, True)]
-    layouts = [plan([("p", (100,))], dtype=dtype, trainable=trainable, world_size=2) for dtype, trainable in kinds]
+    layouts = [lay_out([("p", (100,))], dtype=dtype, trainable=trainable, world_size=2) for dtype, trainable in kinds]
     parts = carve(layouts, sharded=True, device=torch.device("cpu"))
     addresses = [part.untyped_storage().data_ptr() for part in parts]
     assert addresses[0] == addresses[2]
@@ -74,7 +74,7 @@ class Language(nn.Module):
 
 
 def unit_names(model: nn.Module, policy: object = None) -> list[str]:
-    return [part.name for part in cut(model, policy) if part.params]
+    return [plan.name for plan in cut(model, policy) if plan.params]
 
 
 def test_automatic_units_of_language_models():
@@ -119,11 +119,11 @@ def test_policies():
 
 def test_tied_weights_belong_to_what_is_around_all_of_their_places():
     model = Language(vocabulary=500, tied=True)
-    names = {part.name: list(part.params.values()) for part in cut(model, (nn.Embedding, nn.Linear))}
+    names = {plan.name: list(plan.params.values()) for plan in cut(model, (nn.Embedding, nn.Linear))}
     assert "table.weight" in names[""]
     shared = nn.Sequential(Block(), Block())
     shared[1].up = shared[0].up
-    names = {part.name: list(part.params.values()) for part in cut(shared, Block)}
+    names = {plan.name: list(plan.params.values()) for plan in cut(shared, Block)}
     assert names[""] == ["0.up.weight", "0.up.bias"]
     assert names["1"] == ["1.down.weight", "1.down.bias"]
 
@@ -135,7 +135,7 @@ def test_a_block_that_is_in_the_list_twice_is_one_unit():
 
 def test_nested_units():
     model = nn.Sequential(nn.Sequential(Block(), Block()), Block())
-    parts = {part.name: len(part.params) for part in cut(model, lambda name, _: name in ("0", "0.1"))}
+    parts = {plan.name: len(plan.params) for plan in cut(model, lambda name, _: name in ("0", "0.1"))}
     assert parts == {"": 4, "0": 4, "0.1": 4}
 
 

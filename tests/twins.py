@@ -16,7 +16,7 @@ from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
 from shardlite import AdamW
-from shardlite.layout import Layout, Slot, plan
+from shardlite.layout import Layout, Slot, lay_out
 from shardlite.partition import UnitPolicy, cut
 
 Mean = Callable[[Sequence[Tensor]], Tensor]
@@ -123,7 +123,7 @@ def _layouts(module: nn.Module, world_size: int, units: UnitPolicy) -> Iterator[
         for param, name in part.params.items():
             kinds.setdefault((param.dtype, param.requires_grad), []).append((name, param.shape))
         for (dtype, trainable), members in kinds.items():
-            yield plan(members, dtype=dtype, trainable=trainable, world_size=world_size)
+            yield lay_out(members, dtype=dtype, trainable=trainable, world_size=world_size)
 
 
 def _flattened(layout: Layout, grads: dict[str, Tensor]) -> Tensor:

@@ -1,0 +1,50 @@
+"""Where a model keeps its parameters, and which units each of its modules needs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from shardlite.partition import ROOT, UnitPlan
+from shardlite.unit import Unit
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where the model keeps a parameter: `module._parameters[attribute]`."""
+
+    name: str
+    module: nn.Module
+    attribute: str
+    param: nn.Parameter
+    trainable: bool
+    """Whether it was when it was wrapped."""
+
+
+def sites(module: nn.Module, units: Sequence[Unit]) -> dict[Unit, list[Site]]:
+    """Return where the model keeps each unit's parameters; a tied one is kept in several places."""
+    home = {param: unit for unit in units for param in unit.params()}
+    found: dict[Unit, list[Site]] = {unit: [] for unit in units}
+    for path, owner in module.named_modules():
+        for attribute, param in owner._parameters.items():
+            if param is not None:
+                site = Site(f"{path}.{attribute}".lstrip("."), owner, attribute, param, param.requires_grad)
+                found[home[param]].append(site)
+    return found
+
+
+def needs(module: nn.Module, plans: Sequence[UnitPlan], units: Sequence[Unit]) -> dict[nn.Module, list[Unit]]:
+    """Return which units each module's forward needs: the one that starts at it, and those of its own parameters.
+
+    The whole model is always among them, for a pass starts with it.
+    """
+    by_name = {unit.name: unit for unit in units}
+    home = {param: unit for unit in units for param in unit.params()}
+    starts = {plan.module: by_name[plan.name or ROOT] for plan in plans if (plan.name or ROOT) in by_name}
+    wanted = {}
+    for each in module.modules():
+        own = [home[param] for param in each._parameters.values() if param is not None]
+        start = [starts[each]] if each in starts else []
+        if start or own or each is module:
+            wanted[each] = list(dict.fromkeys(start + own))
+    return wanted
