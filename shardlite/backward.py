@@ -116,8 +116,9 @@ class Backward:
         self._end()
 
     def _end(self) -> None:
+        final = self._got_gradients and self._sync
         self._task, self._got_gradients = None, False
         self._recomputed.clear()
         if self._calls is not None:
             self._calls.end_backward()
-            self._calls.gatherer.order.end()
+            self._calls.gatherer.end_backward(final=final)

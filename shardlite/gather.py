@@ -79,8 +79,13 @@ class Gatherer:
     def begin_backward(self, *, final: bool) -> None:
         """Start the pass of a backward; a `final` one is followed by a step, after which all weights are stale."""
         self.order.begin(("backward", final), final=final)
-        for unit in list(self._idle):
-            self._drop_if_done(unit)
+
+    def end_backward(self, *, final: bool) -> None:
+        """End the pass. After a final one no rank keeps anything, whatever each has needed in it."""
+        self.order.end()
+        if final:
+            for unit in list(self._idle):
+                self._evict(unit)
 
     def forget(self, units: Sequence[Unit]) -> None:
         """Let the next hold of each gather anew, because the full weights may have been written to."""
@@ -158,8 +163,11 @@ class Gatherer:
             self._evict(victim)
 
     def _drop_if_done(self, unit: Unit) -> None:
-        """Free an idle unit's buffer if no need of this backward can use it any more."""
-        if self.order.is_last_use(unit.index) and (unit.resident or not self._buffers_are_awaited()):
+        """Free an idle unit's buffer early if this backward is expected to have no more use for it.
+
+        Not a resident unit's: ranks that took different branches would disagree on whether to gather it again.
+        """
+        if self.order.is_last_use(unit.index) and not unit.resident and not self._buffers_are_awaited():
             self._evict(unit)
 
     def _buffers_are_awaited(self) -> bool:

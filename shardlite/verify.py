@@ -105,7 +105,7 @@ def verify(
     """Train a model by ShardLite at each stage and in every other way, with AdamW, and compare.
 
     To be called by every rank of an initialised process group on the CPU; every rank gets the same report. The model is
-    made some seven times, and two or three copies of its weights and gradients are held at once. Rank 0 trains on
+    made some ten times, and two or three copies of its weights and gradients are held at once. Rank 0 trains on
     everybody's batches in the end, while the others wait for it: as long as the group's timeout allows.
 
     Random numbers are seeded before the model is made, and for each step and rank before its batch is made and the

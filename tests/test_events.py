@@ -71,17 +71,15 @@ def test_without_prefetch_units_share_one_buffer(cluster):
         "release blocks.0",
         "reduce blocks.0",
         "reduce (root)",  # its backward does not need its weight: no gather
+        "evict (root)",  # a step will follow: nothing is worth keeping
+        "evict blocks.0",
     ]
-    # In the first backward nothing is known yet; what is left is found stale after the step, and its buffer used again.
-    second_forward = [*forward]
-    second_forward.insert(1, "evict (root)")
-    second_forward.insert(4, "evict blocks.0")
-    # From the second on, each buffer is freed after its last use.
-    known = ["evict (root)", *backward[:6], "evict blocks.0", *backward[6:]]
+    # From the second step on it is known which use is the last, and the buffer is freed at once.
+    known = [*backward[:6], "evict blocks.0", *backward[6:-1]]
     for first, second, third in cluster.run(events_body, 2, 0):
         assert first == [forward, backward, ["step"]]
-        assert second == [second_forward, known, ["step"]]
-        assert third == [forward, known, ["step"]]
+        assert second == [forward, known, ["step"]]
+        assert third == second
 
 
 def test_from_the_second_step_on_the_next_unit_is_gathered_ahead(cluster):
@@ -97,7 +95,6 @@ def test_from_the_second_step_on_the_next_unit_is_gathered_ahead(cluster):
         "release (root)",
     ]
     backward = [
-        "evict (root)",  # no use of it is to come
         "release blocks.1",  # both blocks still have their buffers: no gather
         "evict blocks.1",
         "reduce blocks.1",
@@ -105,10 +102,11 @@ def test_from_the_second_step_on_the_next_unit_is_gathered_ahead(cluster):
         "evict blocks.0",
         "reduce blocks.0",
         "reduce (root)",
+        "evict (root)",
     ]
     for _, second, third in cluster.run(events_body, 2, 1):
-        assert second[1:] == [backward, ["step"]]
-        assert third == [forward, backward, ["step"]]
+        assert second == [forward, backward, ["step"]]
+        assert third == second
 
 
 def deviating_body(group):

@@ -146,7 +146,7 @@ def gathered_body(group):
     with model.gathered(writeback=False), torch.no_grad():
         for param in plain.parameters():
             param.zero_()
-    model._gatherer.finish_prefetched()
+    model._hooks._calls.gatherer.finish_prefetched()
     versions = [unit.version() for unit in model._units]
     with model.gathered():
         pass
