@@ -111,12 +111,16 @@ def broadcast_values(unit: Unit, transport: Transport, value: Callable[[nn.Param
 
 
 def broadcast_buffers(module: nn.Module, transport: Transport) -> None:
-    """Copy rank 0's buffers (running statistics and the like) to every rank."""
+    """Copy rank 0's buffers (running statistics and the like) to every rank.
+
+    Equal ones are not written to: a mask may be an expanded view, which cannot be.
+    """
     with torch.no_grad():
         for name, buffer in module.named_buffers():
             flat = buffer.detach().reshape(-1).clone()
             broadcast(flat, transport, operation=Operation(f"buffer {name!r}"))
-            buffer.copy_(flat.view(buffer.shape))
+            if not torch.equal(flat.view(buffer.shape), buffer):
+                buffer.copy_(flat.view(buffer.shape))
 
 
 def _kind(param: nn.Parameter) -> tuple[torch.dtype, bool]:

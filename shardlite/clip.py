@@ -38,11 +38,12 @@ def total_norm(flats: Sequence[Flat], transport: Transport, norm_type: float, op
     """Return the norm of all gradients of all ranks, []."""
     sharded = any(flat.sharded_range is not None for flat in flats)
     rows = [transport.rank] if sharded else range(transport.world_size)
-    partials = torch.zeros(transport.world_size)
+    doubles = any(flat.layout.dtype == torch.float64 for flat in flats)
+    partials = torch.zeros(transport.world_size, dtype=torch.float64 if doubles else torch.float32)
     for rank in rows:
         pieces = [piece for flat in flats for piece in _pieces(flat, rank)]
         if pieces:
-            norms = [norm.float() for norm in torch._foreach_norm(pieces, norm_type)]
+            norms = [norm.to(partials.dtype) for norm in torch._foreach_norm(pieces, norm_type)]
             partials[rank] = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if sharded:
         all_gather(partials, transport, operation=operation)

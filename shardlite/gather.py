@@ -71,9 +71,9 @@ class Gatherer:
         """End one hold. After the last one the unit is idle, and may be evicted."""
         unit.holds -= 1
         if unit.holds == 0:
-            unit.move(Weights.IDLE)
             self._trace.emit("release", unit.name)
             with _unseen_by_checkpoints():
+                self._let_idle(unit)
                 self._keep_idle(unit)
 
     def begin_backward(self, *, final: bool) -> None:
@@ -97,7 +97,7 @@ class Gatherer:
         for unit in self._units:
             if unit.phase is Weights.GATHERING:
                 self._land(unit)
-                unit.move(Weights.IDLE)
+                self._let_idle(unit)
                 self._keep_idle(unit)
 
     def _prefetch_next(self) -> None:
@@ -118,7 +118,7 @@ class Gatherer:
             return
         if unit.phase is Weights.GATHERING:  # gathered ahead, then the weights were changed
             self._land(unit)
-            unit.move(Weights.IDLE)
+            self._let_idle(unit)
         self._trace.emit("gather", unit.name)
         with torch.inference_mode(False), torch.no_grad():
             # A buffer born in inference mode could never be saved for a backward.
@@ -145,15 +145,24 @@ class Gatherer:
 
     def _land(self, unit: Unit) -> None:
         """Wait for the weights, and let the module's parameters be views of them."""
-        if unit.phase is Weights.GATHERING:
-            assert unit.flight is not None
-            assert unit.buffer is not None
+        assert unit.buffer is not None
+        if unit.flight is not None:
             self._trace.emit("wait", unit.name)
             unit.flight.wait()
             unit.flight = None
-            with torch.inference_mode(False):
-                unit.bind(unit.buffer)
+        with torch.inference_mode(False):
+            unit.bind(unit.buffer)
         unit.move(Weights.FULL)
+
+    def _let_idle(self, unit: Unit) -> None:
+        """Let the parameters be placeholders again; the buffer stays."""
+        assert unit.buffer is not None
+        with torch.inference_mode(False):
+            unit.unbind()
+        if unit.buffer.escaped():
+            unit.escapes.append(weakref.ref(unit.buffer.bytes.untyped_storage()))
+        self._expire(unit)
+        unit.move(Weights.IDLE)
 
     def _keep_idle(self, unit: Unit) -> None:
         """Keep an idle unit's weights for the next use, if there is room, and a next use before they change."""
@@ -202,15 +211,9 @@ class Gatherer:
         self._idle.pop(unit, None)
         unit.move(Weights.SHARDED)
         self._trace.emit("evict", unit.name)
-        with torch.inference_mode(False):
-            unit.unbind()
         del self._owners[buffer.key]
-        escaped = buffer.escaped()
-        if escaped:
-            unit.escapes.append(weakref.ref(buffer.bytes.untyped_storage()))
+        if buffer.escaped():
             self._warn(unit)
-        self._expire(unit)
-        if escaped:
             return None
         if self._poison:
             buffer.poison()

@@ -24,12 +24,18 @@ class Stepped(Protocol):
     def shard_ids(self) -> set[int]:
         """Return the ids of the parameters that an optimizer should hold."""
 
+    def is_sharded(self) -> bool:
+        """Return whether a shard may be less than a whole parameter."""
+
     def before_step(self) -> None:
         """Raise if a step would use wrong gradients."""
 
     def after_step(self, stepped: Sequence[Tensor]) -> None:
         """Take note that these shards, and perhaps parameters of other models, have changed."""
 
+
+WHOLE_MATRICES = {"Muon", "Adafactor", "LBFGS"}
+"""Optimizers of PyTorch that are not elementwise."""
 
 _models: "WeakSet[Any]" = WeakSet()
 _generation = 0  # how many models there have been: what was looked up before the latest is looked up again
@@ -75,6 +81,11 @@ def _find(optimizer: Optimizer) -> Iterable[Any]:
                 "ShardLite model"
             )
         if held & model.shard_ids():
+            if model.is_sharded() and type(optimizer).__name__ in WHOLE_MATRICES:
+                raise LayoutError(
+                    f"{type(optimizer).__name__} computes with whole parameters or all of them together, and would "
+                    "train something else on shards: use an elementwise optimizer (SGD, AdamW, ...), or stage 0"
+                )
             yield model
 
 

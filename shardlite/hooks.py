@@ -38,6 +38,7 @@ class ModuleHooks:
         self._sites: Mapping[Unit, Sequence[Site]] = {}
         self._frames: list[_Frame] = []
         self._depth: dict[Unit, int] = {}
+        self._written: dict[Unit, int] = {}
         self._evaluating = False
 
     def install(
@@ -99,6 +100,8 @@ class ModuleHooks:
             elif not self._evaluating:
                 self._backward.expect_gradients(unit, recorded=torch.is_grad_enabled())
             self._hold(unit)
+        elif not (self._evaluating or torch.is_grad_enabled() or in_backward()):
+            self._backward.expect_gradients(unit, recorded=False)
         self._depth[unit] = depth + 1
 
     def _leave_unit(self, unit: Unit) -> None:
@@ -110,13 +113,20 @@ class ModuleHooks:
         if self._calls is not None:
             self._calls.gatherer.hold(unit)
             self._calls.current[unit] = Call(unit, self._calls)
+            self._written[unit] = unit.writes()
 
     def _release(self, unit: Unit) -> None:
         if self._calls is not None:
             call = self._calls.current.pop(unit)
             if in_backward():
                 self._calls.expect_backward(call)
+            written = unit.writes() != self._written.pop(unit)
             self._calls.gatherer.release(unit)
+            if written:
+                raise LayoutError(
+                    f"unit {unit.name!r}: a forward has written into its weights, which would be lost (`max_norm` of "
+                    "an embedding does so, and moving averages in a forward). Write inside `gathered()`"
+                )
 
     def _check_sites(self, unit: Unit) -> None:
         """Raise if the model no longer holds the parameters that were wrapped."""

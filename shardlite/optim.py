@@ -173,7 +173,7 @@ class _Plan:
     """What stays the same from step to step: where parameters lie, in which order, and where their states are."""
 
     def __init__(self, groups: list[Group]) -> None:
-        params = [param for group in groups for param in group["params"]]
+        params = [param for group in groups for param in _trained(group)]
         self._slots = [_Slot(param, row) for row, param in enumerate(params)]
         self._steps = torch.zeros(len(params), dtype=torch.float32)
         for neighbours in _by_storage(self._slots):
@@ -183,13 +183,13 @@ class _Plan:
                 slot.arena = arena
                 slot.state = {"step": self._steps[slot.row], **arena.moments(slot)}
         rows = iter(self._slots)
-        members = [[next(rows) for _ in group["params"]] for group in groups]
+        members = [[next(rows) for _ in _trained(group)] for group in groups]
         self.groups = [sorted(slots, key=lambda slot: (id(slot.arena), slot.start, slot.end)) for slots in members]
 
     def fits(self, groups: list[Group]) -> bool:
         """Whether `groups` have the parameters that this plan was made for, and none of them has moved."""
-        params = [param for group in groups for param in group["params"]]
-        if [len(group["params"]) for group in groups] != [len(slots) for slots in self.groups]:
+        params = [param for group in groups for param in _trained(group)]
+        if [len(_trained(group)) for group in groups] != [len(slots) for slots in self.groups]:
             return False
         pairs = zip(self._slots, params, strict=True)
         return all(slot.param is param and slot.address == param.data_ptr() for slot, param in pairs)
@@ -308,6 +308,11 @@ def _settle_borders(neighbours: list[_Slot]) -> None:
     neighbours[-1].include_padding(_round_up(neighbours[-1].end))
 
 
+def _trained(group: Group) -> list[Tensor]:
+    """The parameters of a group that can have gradients; frozen ones have no state."""
+    return [param for param in group["params"] if param.requires_grad]
+
+
 def _check_group(group: Group) -> None:
     lr, betas, eps, weight_decay = (group[name] for name in ("lr", "betas", "eps", "weight_decay"))
     if isinstance(lr, Tensor) and lr.numel() != 1:
@@ -318,7 +323,7 @@ def _check_group(group: Group) -> None:
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"AdamW: betas must be two numbers from 0 to below 1, got {betas}")
     for index, param in enumerate(group["params"]):
-        if not param.is_contiguous() or param.dtype not in _DTYPES:
+        if param.requires_grad and not (param.is_contiguous() and param.dtype in _DTYPES):
             raise ValueError(
                 f"AdamW: parameter {group.get('param_names', range(index + 1))[index]} of the group must be contiguous "
                 f"and of a floating dtype, got {param.dtype}, shape {tuple(param.shape)}, strides {param.stride()}"

@@ -11,7 +11,7 @@ class Weights(Enum):
     SHARDED = "sharded"  # only this rank's shard exists; the module's parameters are placeholders
     GATHERING = "gathering"  # all-gather in flight: the full buffer must not be read
     FULL = "full"  # the module's parameters are views of the full buffer, and somebody uses them
-    IDLE = "idle"  # still full, but unused: may be read, may be evicted
+    IDLE = "idle"  # the full buffer is valid, but unused: parameters are placeholders, it may be evicted
 
 
 class Gradients(Enum):
@@ -27,7 +27,7 @@ _LEGAL: dict[Enum, tuple[Enum, ...]] = {
     Weights.GATHERING: (Weights.FULL,),
     Weights.FULL: (Weights.IDLE,),
     Weights.IDLE: (Weights.FULL, Weights.SHARDED),
-    Gradients.EMPTY: (Gradients.FILLING, Gradients.REDUCING),
+    Gradients.EMPTY: (Gradients.FILLING,),
     Gradients.FILLING: (Gradients.REDUCING, Gradients.EMPTY),
     Gradients.REDUCING: (Gradients.EMPTY,),
 }

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from shardlite.errors import LayoutError
 from shardlite.lane import Flight
 from shardlite.layout import Layout, Slot, round_up
 from shardlite.ledger import Ledger
@@ -77,6 +78,9 @@ class Flat:
 
     shards: Sequence[nn.Parameter]
     """The parts of `local` that belong to each slot, as the optimizer sees them."""
+
+    placeholder: Tensor | None = None
+    """The one element that parameters show while they are not full: NaN where the dtype has it."""
 
     sharded_range: tuple[int, int] | None
     """The elements of the full buffer that `local` is, or `None` where it is all of it."""
@@ -170,6 +174,10 @@ class Unit:
         for flat in self.flats:
             yield from flat.params
 
+    def writes(self) -> int:
+        """Return a number that grows with every write into the full parameters while they are there."""
+        return sum(param._version for param in self.params())
+
     def version(self) -> int:
         """Return a number that grows with every change of this rank's shards, whoever makes it."""
         return sum(flat.local._version for flat in self.flats)
@@ -184,17 +192,27 @@ class Unit:
         return parts
 
     def bind(self, buffer: Buffer) -> None:
-        """Let the module's parameters be views of `buffer`."""
+        """Let the module's parameters be views of `buffer`.
+
+        Raises:
+            LayoutError: somebody has let a parameter be something else meanwhile.
+        """
         for flat, full in zip(self.flats, self.full_views(buffer), strict=True):
-            for param, view in flat.views(full):
+            for slot, (param, view) in zip(flat.layout.slots, flat.views(full), strict=True):
+                if flat.placeholder is not None and storage_key(param) != storage_key(flat.placeholder):
+                    raise LayoutError(
+                        f"parameter {slot.name!r} was given other memory (`.data = ...`) while it was sharded, which "
+                        "would be lost. Write into it inside `gathered()`"
+                    )
                 param.data = view
 
     def unbind(self) -> None:
         """Let the module's parameters be placeholders: the shape of the parameter, the memory of one NaN."""
         for flat in self.flats:
-            nothing = _placeholder(flat.layout.dtype, flat.local.device)
+            if flat.placeholder is None:
+                flat.placeholder = _placeholder(flat.layout.dtype, flat.local.device)
             for slot, param in zip(flat.layout.slots, flat.params, strict=True):
-                param.data = nothing.expand(slot.shape)
+                param.data = flat.placeholder.expand(slot.shape)
 
 
 def _placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardlite import build, guard
 from shardlite.backward import Backward
@@ -32,6 +34,8 @@ from shardlite.unit import Shared, Unit
 STAGES = (0, 3)
 """0: plain data parallel, nothing is sharded. 3: parameters, gradients and optimizer state are."""
 
+
+_wrapped = WeakTensorKeyDictionary()  # parameters that were ever sharded: they hold nothing by themselves
 
 _Deliver = Callable[[], Callable[[Unit, int, int, Tensor], None] | None]
 
@@ -87,6 +91,7 @@ class ShardLite(nn.Module):
         """Run the module."""
         self._hooks.reset()
         self._backward.repair()
+        self._check_shards()
         return self.module(*args, **kwargs)
 
     def named_parameters(
@@ -125,6 +130,14 @@ class ShardLite(nn.Module):
             if name == "module":
                 raise
             return getattr(self.module, name)
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        """Raise: a process group cannot be copied or written."""
+        raise LayoutError("a wrapped model cannot be copied or pickled: use full_state_dict()")
+
+    def __deepcopy__(self, _: Any) -> Any:
+        """Raise: a process group cannot be copied."""
+        raise LayoutError("a wrapped model cannot be copied: use full_state_dict()")
 
     def extra_repr(self) -> str:
         """Say how the model is cut."""
@@ -222,13 +235,39 @@ class ShardLite(nn.Module):
         """Return the ids of the shards."""
         return {id(shard) for shard in self._shards.values()}
 
+    def is_sharded(self) -> bool:
+        """Whether a shard may be less than a whole parameter."""
+        return self.stage == 3 and self._transport.world_size > 1
+
     def before_step(self) -> None:
-        """Raise if the last backward never ended."""
+        """Raise if the last backward never ended, or the shards are not what they were."""
+        self._hooks.reset()
+        self._check_shards()
         if self._backward.died():
             raise PhaseError(
                 "the last backward ended in an exception, so its gradients are incomplete: call zero_grad() and run "
                 "forward and backward again before the step"
             )
+
+    def _check_shards(self) -> None:
+        """Raise if somebody did something to a shard that has no effect, and so would be lost in silence."""
+        for shard, (address, trainable) in self._kept.items():
+            if shard.data_ptr() != address:
+                raise LayoutError(f"{self._name_of(shard)} was given other memory (`.data = ...`): copy into it")
+            if shard._backward_hooks or getattr(shard, "_post_accumulate_grad_hooks", None):
+                raise LayoutError(
+                    f"{self._name_of(shard)} has a hook, which would never run: shards are not in autograd's graph. "
+                    "Register it on the module's own parameter"
+                )
+            if trainable and not shard.requires_grad:
+                raise LayoutError(
+                    f"{self._name_of(shard)} was frozen, but the module's own parameters decide: set requires_grad on "
+                    "those, or call requires_grad_() of the model"
+                )
+
+    def _name_of(self, shard: nn.Parameter) -> str:
+        names = {param: name for name, param in self.module.named_parameters()}
+        return f"the shard of parameter {names[self._unsharded[shard]]!r}"
 
     def after_step(self, stepped: Sequence[Tensor]) -> None:
         """Mark what an optimizer has changed: the fused ones of PyTorch do not."""
@@ -265,6 +304,9 @@ class ShardLite(nn.Module):
         flats = build.flats_of(self._units)
         self._shards = {param: shard for flat in flats for _, param, shard in flat.slots()}
         self._unsharded: dict[Tensor, nn.Parameter] = {shard: param for param, shard in self._shards.items()}
+        self._kept = {s: (s.data_ptr(), flat.layout.trainable) for flat in flats for s in flat.shards}
+        for param in self._shards:
+            _wrapped[param] = True
         for flat in flats:
             self.ledger.track("parameters", flat.local)
         for buffer in self.module.buffers():
@@ -320,12 +362,25 @@ def _check(module: nn.Module, stage: int, prefetch: int) -> None:
         raise LayoutError(f"stage must be one of {STAGES}, got {stage!r}")
     if prefetch < 0:
         raise LayoutError(f"prefetch counts units and must be at least 0, got {prefetch}")
+    lazy = [name for name, param in module.named_parameters() if isinstance(param, UninitializedParameter)]
+    if lazy:
+        raise LayoutError(f"parameter {lazy[0]!r} has no shape yet: run the lazy module once before wrapping")
     inner = [name or "(the module itself)" for name, each in module.named_modules() if isinstance(each, ShardLite)]
     if inner:
         raise LayoutError(f"{inner[0]!r} is wrapped already: wrap the whole model once, and name its parts by `units`")
     if not any(param.requires_grad for param in module.parameters()):
         raise LayoutError(f"{type(module).__name__} has no parameter with requires_grad: there is nothing to train")
+    if torch.is_inference_mode_enabled():
+        raise LayoutError("wrap the model outside of torch.inference_mode(): its tensors cannot be trained")
+    for name, buffer in module.named_buffers():
+        if buffer.layout is not torch.strided:
+            raise LayoutError(f"buffer {name!r} is {buffer.layout}: only dense buffers can be sent to all ranks")
     for name, param in module.named_parameters():
+        if param in _wrapped:
+            raise LayoutError(
+                f"parameter {name!r} belongs to a model that is wrapped already, or was: wrap one model that holds "
+                "all modules that share parameters, once"
+            )
         if param.device.type != "cpu":
             raise LayoutError(f"parameter {name!r} is on {param.device}: this version shards models on the CPU")
         if param.requires_grad and param.dtype not in SUMMABLE:

@@ -107,13 +107,15 @@ class Twin:
                 param.grad = new.clone() if param.grad is None else param.grad + new
 
     def _norm_of(self, rank: int, norm_type: float) -> Tensor:
+        doubles = any(param.dtype == torch.float64 and param.requires_grad for param in self.params.values())
+        precision = torch.float64 if doubles else torch.float32
         norms = []
         for layout in self._trainable():
             for slot in layout.slots:
                 grad = self.params[slot.name].grad
                 if grad is not None and (part := _part(layout, slot, grad, rank)).numel():
-                    norms.append(torch.linalg.vector_norm(part, norm_type).float())
-        return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+                    norms.append(torch.linalg.vector_norm(part, norm_type).to(precision))
+        return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), dtype=precision)
 
 
 def _layouts(module: nn.Module, world_size: int, units: UnitPolicy) -> Iterator[Layout]:
