@@ -2,7 +2,7 @@
 
 from shardlite.errors import CommError, EscapedViewWarning, LayoutError, PhaseError, ShardLiteError
 from shardlite.optim import AdamW
-from shardlite.verify import verify
+from shardlite.verification.verify import verify
 from shardlite.wrapper import ShardLite
 
 __all__ = [

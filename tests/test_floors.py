@@ -20,9 +20,7 @@ FLOORS = [
     ["hooks"],
     ["optim", "build", "full", "guard"],
     ["wrapper"],
-    ["memory", "bounds", "task"],
-    ["twins"],
-    ["verify"],
+    ["memory", "verification"],
     ["demo", "launch"],
     ["cli"],
 ]
@@ -70,7 +68,7 @@ def test_kernels_import_only_torch_and_triton():
 
 def test_only_the_transport_and_the_edges_know_process_groups():
     """Parameters and gradients travel by our rings; others may use `torch.distributed` to agree on plain facts."""
-    allowed = {"transport", "wrapper", "build", "verify", "twins", "task", "demo", "launch", "cli"}
+    allowed = {"transport", "wrapper", "build", "verification", "demo", "launch", "cli"}
     users = {
         floor_of(path)
         for path in sources(ROOT / "shardlite")
@@ -88,5 +86,5 @@ def test_no_collective_of_torch_moves_tensors_in_the_library():
         "dist.all_gather(",
     )
     for path in sources(ROOT / "shardlite"):
-        if floor_of(path) not in {"verify", "twins", "task", "demo"}:
+        if floor_of(path) not in {"verification", "demo"}:
             assert not [word for word in words if word in path.read_text()], path

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardlite import AdamW, LayoutError, cli, launch, reduce, ring, twins, verify
-from shardlite.bounds import Sum, difference, in_ulps, same_bits
-from shardlite.task import joined_batch
-from shardlite.verify import Report, Row
+from shardlite import AdamW, LayoutError, cli, launch, reduce, ring, verify
+from shardlite.verification import twins
+from shardlite.verification.bounds import Sum, difference, in_ulps, same_bits
+from shardlite.verification.task import joined_batch
+from shardlite.verification.verify import Report, Row
 from tests.models import MLP, VOCABULARY, Branches, Branching, LanguageModel, MixedDtypes, Shared
 
 ROOT = Path(__file__).parent.parent

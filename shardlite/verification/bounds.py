@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from shardlite import twins
+from shardlite.verification import twins
 
 _FP64 = 1 + 2.0**-20
 """Roundings of fp64 are 2^-29 of those of fp32: errors that are measured by it may be off by much less than this."""

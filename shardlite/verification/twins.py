@@ -27,7 +27,7 @@ from shardlite.build import plan_layouts
 from shardlite.layout import ALIGN, round_up
 from shardlite.optim import AdamW
 from shardlite.partition import cut
-from shardlite.task import Batch, Task, doubled, joined_batch, mean_loss
+from shardlite.verification.task import Batch, Task, doubled, joined_batch, mean_loss
 from shardlite.wrapper import ShardLite
 
 Gradients: TypeAlias = Mapping[str, Tensor | None]

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardlite import twins
-from shardlite.bounds import SAME, Batching, Bounds, Judge, Sum, difference, in_ulps, same_bits, unlike
 from shardlite.errors import LayoutError
 from shardlite.partition import UnitPolicy
-from shardlite.task import Batch, Task, joins
+from shardlite.verification import twins
+from shardlite.verification.bounds import SAME, Batching, Bounds, Judge, Sum, difference, in_ulps, same_bits, unlike
+from shardlite.verification.task import Batch, Task, joins
 from shardlite.wrapper import STAGES
 
 _OURS = f"stage {STAGES[-1]}"

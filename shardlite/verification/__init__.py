@@ -1,0 +1,1 @@
+"""Training side by side: by ShardLite and in every other way, and what differs."""
