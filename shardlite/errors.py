@@ -6,11 +6,11 @@ class ShardLiteError(Exception):
 
 
 class LayoutError(ShardLiteError, ValueError):
-    """The caller's shapes, dtypes or models do not fit. Nothing was changed and nothing was sent."""
+    """The caller's shapes, dtypes, models or calls do not fit. No parameter was changed."""
 
 
 class PhaseError(ShardLiteError, RuntimeError):
-    """An illegal move of a state, for example a step while gradients are still being reduced."""
+    """An illegal move of a state, for example a gradient that comes after its unit was reduced."""
 
 
 class CommError(ShardLiteError, RuntimeError):

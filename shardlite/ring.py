@@ -47,8 +47,8 @@ class Operation:
     def tag(self, full: Tensor) -> int:
         """Return a message tag that only ranks doing the same operation on a like buffer share.
 
-        Ranks that disagree therefore never mix data: their receives stay unanswered and end in a `CommError`. The tag
-        is 31 bits of a CRC, so that no registry of labels has to be agreed on.
+        Ranks that disagree therefore do not mix data: their receives stay unanswered and end in a `CommError`. The tag
+        is 31 bits of a CRC, so that no registry of labels has to be agreed on; two names collide once in 2^31.
         """
         return crc32(f"{self.label}\n{self.sequence}\n{full.dtype}\n{full.numel()}".encode()) & 0x7FFFFFFF
 

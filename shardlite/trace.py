@@ -1,4 +1,4 @@
-"""What happened in which order, in the words of the documentation: for tests, for errors and for curious readers."""
+"""What happened in which order, in the words of the documentation: for tests and for curious readers."""
 
 from collections import deque
 
@@ -7,7 +7,7 @@ class Trace:
     """The latest events of one wrapped model, oldest first.
 
     The words are: `gather` (an all-gather starts), `wait` (the computation needs it), `release` (nobody uses the
-    weights any more), `evict` (the buffer goes to another unit), `reduce` (a reduce-scatter starts), `step`.
+    weights any more), `evict` (its buffer is taken away), `reduce` (a reduce-scatter starts), `step`.
     """
 
     def __init__(self, keep: int = 4096) -> None:

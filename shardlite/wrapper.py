@@ -53,7 +53,8 @@ class ShardLite(nn.Module):
             `None` takes the repeated blocks of the model, and embeddings and heads that are large beside them.
         group: the ranks to shard over; `None` is the default group.
         prefetch: how many units are gathered ahead, each in a buffer of its own.
-        timeout: how long a rank waits for another one, at any point.
+        timeout: how long a rank waits for a message of another one. (That ranks agree on what they wrap is checked under
+            the process group's own timeout.)
 
     Raises:
         LayoutError: there is no process group, nothing to train, a wrapped model inside, or another model on another
@@ -97,7 +98,13 @@ class ShardLite(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's shards under the original names: `[k, 1, ...]` views of the arena, `k` may be 0."""
+        """Yield this rank's shards under the original names, as views of the arena.
+
+        A shard has the original shape if this rank has all of the parameter, else `[k, 1, ...]`; `k` may be 0.
+
+        Raises:
+            LayoutError: the module has a parameter that it did not have when it was wrapped.
+        """
         for name, param in self.module.named_parameters(prefix, recurse, remove_duplicate):
             if param not in self._shards:
                 raise LayoutError(f"parameter {name!r} was added or replaced after wrapping: do it before")

@@ -39,7 +39,7 @@ SIZES = {
     "demo": GPTConfig(),
     "gpt2": GPTConfig(layers=12, width=768, heads=12, context=1024),
 }
-"""Models by name: 0.1, 10.8 and 86 million parameters."""
+"""Models by name: 0.1, 10.7 and 85 million parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
