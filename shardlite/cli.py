@@ -1,7 +1,4 @@
-"""The command line. Each subcommand is one function, with the parser of its options next to it.
-
-Nothing heavy is imported before a subcommand runs, so `--help` answers at once.
-"""
+"""The command line. Each subcommand is one function, with the parser of its options next to it."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ Three things stand for one parameter. The module's own `nn.Parameter` is what fo
 full buffer while there is one, else a placeholder. The shard is what the optimizer sees: a view of the arena under the
 original name. The slot says where both lie.
 
-Legend: `W` ranks, `r` this rank, `S` elements per shard; a full buffer has `W*S` elements. A shard has the original shape
-if this rank has all of the parameter, else `[k, 1, ...]`.
+Legend: `W` ranks, `r` this rank, `S` elements per shard; a full buffer has `W*S` elements. A shard has the original
+shape if this rank has all of the parameter, else `[k, 1, ...]`.
 """
 
 import weakref

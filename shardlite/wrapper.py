@@ -53,8 +53,8 @@ class ShardLite(nn.Module):
             `None` takes the repeated blocks of the model, and embeddings and heads that are large beside them.
         group: the ranks to shard over; `None` is the default group.
         prefetch: how many units are gathered ahead, each in a buffer of its own.
-        timeout: how long a rank waits for a message of another one. (That ranks agree on what they wrap is checked under
-            the process group's own timeout.)
+        timeout: how long a rank waits for a message of another one. (That ranks agree on what they wrap is checked
+            under the process group's own timeout.)
 
     Raises:
         LayoutError: there is no process group, nothing to train, a wrapped model inside, or another model on another
