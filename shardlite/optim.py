@@ -25,7 +25,7 @@ from shardlite_kernels import adamw
 from torch import Tensor
 from torch.optim import Optimizer
 
-ALIGNMENT = 32  # elements: parameters in an arena start at a multiple of it
+from shardlite.layout import ALIGN, round_up
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _STATE = ("step", *_MOMENTS)
@@ -139,8 +139,8 @@ class _Slot:
 
     def include_padding(self, next_start: int) -> None:
         """Move `stop` to the next multiple of 32, if what lies up to there is in the storage and is nobody's: zero."""
-        stop = min(_round_up(self.end), next_start, _storage_numel(self.param))
-        if self.start % ALIGNMENT == 0 and stop > self.end and not _flat(self.param, self.end, stop).any():
+        stop = min(round_up(self.end, ALIGN), next_start, _storage_numel(self.param))
+        if self.start % ALIGN == 0 and stop > self.end and not _flat(self.param, self.end, stop).any():
             self.stop = stop
 
 
@@ -150,7 +150,7 @@ class _Arena:
     def __init__(self, slots: list[_Slot]) -> None:
         self._slots = slots
         self.start = slots[0].start
-        param, numel = slots[0].param, _round_up(slots[-1].stop - self.start)
+        param, numel = slots[0].param, round_up(slots[-1].stop - self.start, ALIGN)
         self._moments = [torch.zeros(numel, dtype=param.dtype, device=param.device) for _ in _MOMENTS]
         self._runs: dict[tuple[int, int], tuple[Tensor, ...]] = {}
 
@@ -305,7 +305,7 @@ def _settle_borders(neighbours: list[_Slot]) -> None:
                 "share memory; give the optimizer one of them"
             )
         slot.include_padding(following.start)
-    neighbours[-1].include_padding(_round_up(neighbours[-1].end))
+    neighbours[-1].include_padding(round_up(neighbours[-1].end, ALIGN))
 
 
 def _trained(group: Group) -> list[Tensor]:
@@ -359,7 +359,3 @@ def _flat(tensor: Tensor, start: int, stop: int) -> Tensor:
 
 def _storage_numel(tensor: Tensor) -> int:
     return int(tensor.untyped_storage().nbytes()) // tensor.element_size()
-
-
-def _round_up(numel: int) -> int:
-    return -(-numel // ALIGNMENT) * ALIGNMENT

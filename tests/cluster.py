@@ -81,6 +81,10 @@ class Cluster:
         """
         return self._results(self._call(_Task("group", body, args, kwargs), world_size))
 
+    def check(self, body: Callable[..., None], world_size: int, *args: Any, **kwargs: Any) -> None:
+        """Like `run`, for a body that asserts for itself on every rank, and so returns nothing."""
+        assert self.run(body, world_size, *args, **kwargs) == [None] * world_size
+
     def run_transport(self, body: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
         """Like `run`, for a body that sees only a transport: `body(transport, *args, **kwargs)`."""
         return self._results(self._call(_Task("transport", body, args, kwargs), world_size))

@@ -56,7 +56,7 @@ def transform_body(group):
 
 
 def test_function_transforms_work_at_stage_0_and_are_refused_by_torch_at_stage_3(cluster):
-    cluster.run(transform_body, 2)
+    cluster.check(transform_body, 2)
 
 
 class Batched(Block):
@@ -69,7 +69,7 @@ def vmap_body(group):
 
 
 def test_vmap_inside_a_forward(cluster):
-    cluster.run(vmap_body, 2)
+    cluster.check(vmap_body, 2)
 
 
 class SparseInput(nn.Module):
@@ -89,7 +89,7 @@ def sparse_body(group):
 
 
 def test_saved_sparse_tensors_pass_through(cluster):
-    cluster.run(sparse_body, 2)
+    cluster.check(sparse_body, 2)
 
 
 def sparse_gradient_body(group):
@@ -104,7 +104,7 @@ def sparse_gradient_body(group):
 
 
 def test_sparse_gradients_are_made_dense(cluster):
-    cluster.run(sparse_gradient_body, 2)
+    cluster.check(sparse_gradient_body, 2)
 
 
 def inference_body(group):
@@ -122,7 +122,7 @@ def inference_body(group):
 
 
 def test_inference_then_training(cluster):
-    cluster.run(inference_body, 2)
+    cluster.check(inference_body, 2)
 
 
 class Recurrent(nn.Module):
@@ -140,7 +140,7 @@ def recurrent_body(group):
 
 
 def test_lstm(cluster):
-    cluster.run(recurrent_body, 2)
+    cluster.check(recurrent_body, 2)
 
 
 def reparametrised_body(group):
@@ -157,7 +157,7 @@ def reparametrised_body(group):
 
 
 def test_reparametrised_weights(cluster):
-    cluster.run(reparametrised_body, 2)
+    cluster.check(reparametrised_body, 2)
 
 
 def fast_path_body(group):
@@ -170,7 +170,7 @@ def fast_path_body(group):
 
 
 def test_transformer_encoder_in_training_and_on_its_fast_path(cluster):
-    cluster.run(fast_path_body, 2)
+    cluster.check(fast_path_body, 2)
 
 
 def buffers_body(group):
@@ -195,7 +195,7 @@ def gradients_by_hand_body(group):
 
 
 def test_shards_are_not_in_the_graph(cluster):
-    cluster.run(gradients_by_hand_body, 2)
+    cluster.check(gradients_by_hand_body, 2)
 
 
 def infinity_norm_body(group):
@@ -208,7 +208,7 @@ def infinity_norm_body(group):
 
 
 def test_the_maximum_norm_of_shards_that_may_be_empty(cluster):
-    cluster.run(infinity_norm_body, 4)
+    cluster.check(infinity_norm_body, 4)
 
 
 def interrupted_body(group):
@@ -278,4 +278,4 @@ def compiled_body(group):
 
 
 def test_compiling_the_whole_model(cluster):
-    cluster.run(compiled_body, 2)
+    cluster.check(compiled_body, 2)

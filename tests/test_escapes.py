@@ -109,7 +109,7 @@ def returned_body(group):
 
 
 def test_a_block_that_returns_a_view_of_its_parameter_is_right(cluster):
-    cluster.run(returned_body, 2)
+    cluster.check(returned_body, 2)
 
 
 class RawSave(nn.Module):
@@ -150,7 +150,7 @@ def raw_save_body(group):
 
 
 def test_a_weight_saved_around_the_hooks_is_an_error(cluster):
-    cluster.run(raw_save_body, 2)
+    cluster.check(raw_save_body, 2)
 
 
 def no_false_alarm_body(group):
@@ -178,4 +178,4 @@ def no_false_alarm_body(group):
 
 
 def test_ordinary_layers_give_no_false_alarm(cluster):
-    cluster.run(no_false_alarm_body, 2)
+    cluster.check(no_false_alarm_body, 2)

@@ -170,7 +170,7 @@ def whole_matrix_body(group):
     ids=lambda body: body.__name__,
 )
 def test_what_would_be_lost_is_an_error(cluster, body):
-    cluster.run(body, 2)
+    cluster.check(body, 2)
 
 
 def reentrant_layers_body(group):
@@ -199,7 +199,7 @@ def reentrant_layers_body(group):
 
 
 def test_layers_of_an_entered_unit_under_reentrant_checkpointing(cluster):
-    cluster.run(reentrant_layers_body, 2)
+    cluster.check(reentrant_layers_body, 2)
 
 
 def quantised_body(group):
@@ -239,7 +239,7 @@ def mask_body(group):
 
 
 def test_expanded_buffers(cluster):
-    cluster.run(mask_body, 2)
+    cluster.check(mask_body, 2)
 
 
 def double_norm_body(group):

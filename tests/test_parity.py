@@ -356,17 +356,17 @@ BY_TURNS = [
 
 @pytest.mark.parametrize(("name", "world_size", "recipe"), BY_TURNS)
 def test_training_gives_the_bits_of_its_twin(cluster, name, world_size, recipe):
-    cluster.run(all_follow, world_size, name, [recipe])
+    cluster.check(all_follow, world_size, name, [recipe])
 
 
 @pytest.mark.parametrize(("name", "world_size"), [("tied", 2), ("mixed-dtypes", 3), ("used-on-one-rank", 2)])
 def test_elementwise_optimizers_train_shards_like_whole_parameters(cluster, name, world_size):
-    cluster.run(all_follow, world_size, name, list(RECIPES), stages=(3,))
+    cluster.check(all_follow, world_size, name, list(RECIPES), stages=(3,))
 
 
 @pytest.mark.parametrize("name", ["tied", "mixed-dtypes", "no-sync"])
 def test_two_ranks_give_the_bits_of_the_simplest_average(cluster, name):
-    cluster.run(follows_its_twin, 2, name, "adamw", mean=simple_mean)
+    cluster.check(follows_its_twin, 2, name, "adamw", mean=simple_mean)
 
 
 def accumulates_one_large_batch(group: Any, micros: int = 3, rows: int = 4) -> None:
@@ -406,4 +406,4 @@ def mean_gradients(x: Tensor, t: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_no_sync_adds_up_to_one_large_batch(cluster, world_size):
-    cluster.run(accumulates_one_large_batch, world_size)
+    cluster.check(accumulates_one_large_batch, world_size)

@@ -234,7 +234,7 @@ def two_losses_body(group):
 
 
 def test_two_losses_of_blocks_called_twice_under_reentrant_checkpointing(cluster):
-    cluster.run(two_losses_body, 2)
+    cluster.check(two_losses_body, 2)
 
 
 def nested_reentrant_body(group):

@@ -66,7 +66,7 @@ def inner(model: nn.Module) -> nn.Module:
 
 
 def test_blocks_methods_and_layers_can_be_called_directly(cluster):
-    cluster.run(direct_body, 2)
+    cluster.check(direct_body, 2)
 
 
 def outside_body(group):
@@ -83,7 +83,7 @@ def outside_body(group):
 
 
 def test_a_loss_on_a_weight_gathered_by_hand(cluster):
-    cluster.run(outside_body, 2)
+    cluster.check(outside_body, 2)
 
 
 def offload_outside_body(group):
@@ -131,7 +131,7 @@ def offload_body(group):
 
 
 def test_save_on_cpu_inside_and_outside_the_model(cluster):
-    cluster.run(offload_body, 2)
+    cluster.check(offload_body, 2)
 
 
 def inside_unit_body(group):
@@ -186,7 +186,7 @@ def selective_body(group):
 
 
 def test_selective_checkpointing(cluster):
-    cluster.run(selective_body, 2)
+    cluster.check(selective_body, 2)
 
 
 class InPlace(nn.Module):
@@ -210,7 +210,7 @@ def in_place_body(group, stage):
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_in_place_changes_of_saved_activations_are_errors(cluster, stage):
-    cluster.run(in_place_body, 2, stage)
+    cluster.check(in_place_body, 2, stage)
 
 
 def leak_body(group):
@@ -253,7 +253,7 @@ def step_between_body(group, stage):
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_step_between_forward_and_backward_is_an_error(cluster, stage):
-    cluster.run(step_between_body, 2, stage)
+    cluster.check(step_between_body, 2, stage)
 
 
 def retain_body(group):

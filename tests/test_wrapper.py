@@ -273,7 +273,7 @@ def two_models_body(group):
 
 
 def test_two_wrapped_models_in_one_graph(cluster):
-    cluster.run(two_models_body, 2)
+    cluster.check(two_models_body, 2)
 
 
 def freed_body(group):
@@ -326,7 +326,7 @@ def nested_body(group):
 
 
 def test_gathered_inside_gathered(cluster):
-    cluster.run(nested_body, 2)
+    cluster.check(nested_body, 2)
 
 
 def second_model_body(group):
@@ -346,7 +346,7 @@ def second_model_body(group):
 
 
 def test_an_old_optimizer_is_refused_whatever_it_stepped_before(cluster):
-    cluster.run(second_model_body, 2)
+    cluster.check(second_model_body, 2)
 
 
 def history_body(group, stage):
