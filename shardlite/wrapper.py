@@ -1,7 +1,7 @@
 """`ShardLite`: a model whose parameters, gradients and optimizer state are sharded over ranks."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -26,6 +26,7 @@ from shardlite.ledger import Ledger
 from shardlite.partition import ROOT, UnitPlan, UnitPolicy, cut
 from shardlite.reduce import Reducer
 from shardlite.ring import SUMMABLE, Operation
+from shardlite.shards import Shards
 from shardlite.sites import needs, sites
 from shardlite.trace import Trace
 from shardlite.transport import GroupTransport
@@ -84,7 +85,7 @@ class ShardLite(nn.Module):
         self.module = module
         self._build(plans)
         self._connect(plans, prefetch)
-        guard.watch(self)
+        guard.watch(self._shards)
 
     # ---- what a module does -------------------------------------------------------------------------------------
 
@@ -92,7 +93,7 @@ class ShardLite(nn.Module):
         """Run the module."""
         self._hooks.reset()
         self._backward.repair()
-        self._check_shards()
+        self._shards.check()
         return self.module(*args, **kwargs)
 
     def named_parameters(
@@ -106,9 +107,7 @@ class ShardLite(nn.Module):
             LayoutError: the module has a parameter that it did not have when it was wrapped.
         """
         for name, param in self.module.named_parameters(prefix, recurse, remove_duplicate):
-            if param not in self._shards:
-                raise LayoutError(f"parameter {name!r} was added or replaced after wrapping: do it before")
-            yield name, self._shards[param]
+            yield name, self._shards.of(name, param)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -217,7 +216,7 @@ class ShardLite(nn.Module):
                 if not isinstance(entry, nn.Parameter) and self._transport.rank == 0:
                     entry.copy_(value)
         build.broadcast_buffers(self.module, self._transport)
-        self._mark_changed(list(self._unsharded))
+        self._shards.mark_changed(list(self._shards))
 
     def state_dict(self, *_: Any, **__: Any) -> Any:
         """Raise: the module's own parameters are placeholders. Use `full_state_dict()`."""
@@ -231,62 +230,6 @@ class ShardLite(nn.Module):
         raise LayoutError(
             "a wrapped model cannot be moved or converted: call .to(), .half() and the like before wrapping"
         )
-
-    # ---- what the guard of optimizers asks ----------------------------------------------------------------------
-
-    def names_of_unsharded(self) -> dict[int, str]:
-        """Return the names of the module's own parameters, by id."""
-        return {id(param): name for name, param in self.module.named_parameters()}
-
-    def shard_ids(self) -> set[int]:
-        """Return the ids of the shards."""
-        return {id(shard) for shard in self._shards.values()}
-
-    def is_sharded(self) -> bool:
-        """Whether a shard may be less than a whole parameter."""
-        return self.stage == 3 and self._transport.world_size > 1
-
-    def before_step(self) -> None:
-        """Raise if the last backward never ended, or the shards are not what they were."""
-        self._hooks.reset()
-        self._check_shards()
-        if self._backward.died():
-            raise PhaseError(
-                "the last backward ended in an exception, so its gradients are incomplete: call zero_grad() and run "
-                "forward and backward again before the step"
-            )
-
-    def _check_shards(self) -> None:
-        """Raise if somebody did something to a shard that has no effect, and so would be lost in silence."""
-        for shard, (address, trainable) in self._kept.items():
-            if shard.data_ptr() != address:
-                raise LayoutError(f"{self._name_of(shard)} was given other memory (`.data = ...`): copy into it")
-            if shard._backward_hooks or getattr(shard, "_post_accumulate_grad_hooks", None):
-                raise LayoutError(
-                    f"{self._name_of(shard)} has a hook, which would never run: shards are not in autograd's graph. "
-                    "Register it on the module's own parameter"
-                )
-            if trainable and not shard.requires_grad:
-                raise LayoutError(
-                    f"{self._name_of(shard)} was frozen, but the module's own parameters decide: set requires_grad on "
-                    "those, or call requires_grad_() of the model"
-                )
-
-    def _name_of(self, shard: nn.Parameter) -> str:
-        names = {param: name for name, param in self.module.named_parameters()}
-        return f"the shard of parameter {names[self._unsharded[shard]]!r}"
-
-    def after_step(self, stepped: Sequence[Tensor]) -> None:
-        """Mark what an optimizer has changed: the fused ones of PyTorch do not."""
-        self.trace.emit("step")
-        self._mark_changed(stepped)
-
-    def _mark_changed(self, shards: Sequence[Tensor]) -> None:
-        """Raise the versions by which gathers and autograd recognise weights that are no longer what they were."""
-        ours = [shard for shard in shards if shard in self._unsharded]
-        torch.autograd.graph.increment_version(ours)
-        if self.stage == 0:  # autograd knows the same memory by the module's parameters
-            torch.autograd.graph.increment_version([self._unsharded[shard] for shard in ours])
 
     # ---- construction -------------------------------------------------------------------------------------------
 
@@ -309,13 +252,11 @@ class ShardLite(nn.Module):
         self._units = build.build_units(plans, self._layouts, self._transport, sharded=self.stage == 3)
         build.broadcast_buffers(self.module, self._transport)
         flats = build.flats_of(self._units)
-        self._shards = {param: shard for flat in flats for _, param, shard in flat.slots()}
-        self._unsharded: dict[Tensor, nn.Parameter] = {shard: param for param, shard in self._shards.items()}
-        self._kept = {s: (s.data_ptr(), flat.layout.trainable) for flat in flats for s in flat.shards}
-        for param in self._shards:
-            _wrapped[param] = True
+        self._shards = Shards(self.module, flats, self.trace, self._ready_for_step)
         for flat in flats:
             self.ledger.track("parameters", flat.local)
+            for param in flat.params:
+                _wrapped[param] = True
         for buffer in self.module.buffers():
             self.ledger.track("buffers", buffer)
 
@@ -332,6 +273,14 @@ class ShardLite(nn.Module):
             needs(self.module, plans, self._units), sites(self.module, self._units), [plan.module for plan in plans]
         )
         self._catch_gradients()
+
+    def _ready_for_step(self) -> None:
+        self._hooks.reset()
+        if self._backward.died():
+            raise PhaseError(
+                "the last backward ended in an exception, so its gradients are incomplete: call zero_grad() and run "
+                "forward and backward again before the step"
+            )
 
     def _catch_gradients(self) -> None:
         """Send each gradient to its unit.

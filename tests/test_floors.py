@@ -16,7 +16,7 @@ FLOORS = [
     ["gather", "bucket", "clip"],
     ["reduce"],
     ["partition", "handles"],
-    ["backward", "sites"],
+    ["backward", "sites", "shards"],
     ["hooks"],
     ["optim", "build", "full", "guard"],
     ["wrapper"],
