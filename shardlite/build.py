@@ -1,4 +1,4 @@
-"""From a plain model to units: agree with the other ranks on what it is, lay it out, broadcast_values rank 0's values.
+"""From a plain model to units: agree with the other ranks on what it is, lay it out, spread rank 0's values.
 
 Legend: `W` ranks, `S` elements per shard; a full buffer has `W*S` elements.
 """
@@ -107,7 +107,7 @@ def broadcast_values(unit: Unit, transport: Transport, value: Callable[[nn.Param
                     view.copy_(value(param))
             broadcast(full, transport, operation=Operation(f"the values of unit {unit.name!r}, flat {i}"))
             if not whole:
-                flat.local.copy_(full[slice(*layout.shard_range(transport.rank))])
+                flat.local.copy_(flat.own_part(full))
 
 
 def broadcast_buffers(module: nn.Module, transport: Transport) -> None:

@@ -20,13 +20,7 @@ from shardlite.unit import Flat, Shared, Unit
 class FullParameters:
     """Access to the full parameters of one wrapped model; without calls they are always there."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        units: Sequence[Unit],
-        shared: Shared,
-        calls: Calls | None,
-    ) -> None:
+    def __init__(self, module: nn.Module, units: Sequence[Unit], shared: Shared, calls: Calls | None) -> None:
         self._module = module
         self._units = units
         self._label = shared.label
@@ -40,7 +34,7 @@ class FullParameters:
 
     @contextmanager
     def gathered(self, names: Sequence[str], *, writeback: bool) -> Iterator[None]:
-        """Hold the units of the named parameters, or all; in the end write this rank's rows back, or forget them.
+        """Hold the units of the named parameters, or all; in the end write this rank's part back, or forget them.
 
         Raises:
             LayoutError: there is no parameter of such a name.
@@ -143,4 +137,4 @@ class FullParameters:
         """Yield each flat of a held unit with what this rank's shard is in the full buffer [S]."""
         assert unit.buffer is not None, "a held unit has a buffer"
         for flat, full in zip(unit.flats, unit.full_views(unit.buffer), strict=True):
-            yield flat, full[slice(*flat.layout.shard_range(self._transport.rank))]
+            yield flat, flat.own_part(full)

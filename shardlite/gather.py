@@ -1,11 +1,11 @@
-"""Gathering: who needs a unit's full weights holds it, and lets it go after use.
+"""Gathering: who needs a unit's full weights holds it, and releases it after use.
 
     hold -> [gather] -> FULL, used -> release -> IDLE -> hold again: nothing to do
                                               -> evicted: the buffer serves another unit
 
 Buffers are a cache. An idle unit keeps its buffer until another unit needs it, and a model of any depth runs through
 `1 + prefetch` of them, besides the root's; more where more units are held at once. Each rank decides for itself whether
-a gather is needed. All decide alike as long as they hold and let go in the same order: the contract with the model.
+a gather is needed. All decide alike as long as they hold and release in the same order: the contract with the model.
 
 Legend: `W` ranks, `S` elements per shard; a full buffer has `W*S` elements per flat.
 """
@@ -125,13 +125,13 @@ class Gatherer:
             self._start(unit, self._buffer_for(unit))
 
     def _start(self, unit: Unit, buffer: Buffer) -> None:
-        """Put this rank's shards in their rows and send them round."""
-        parts = unit.full_views(buffer)
-        for flat, full in zip(unit.flats, parts, strict=True):
-            full[slice(*flat.layout.shard_range(self._transport.rank))].copy_(flat.local)
+        """Put this rank's shards in their places and send them round."""
+        fulls = unit.full_views(buffer)
+        for flat, full in zip(unit.flats, fulls, strict=True):
+            flat.own_part(full).copy_(flat.local)
         unit.gathers += 1
         label = f"all-gather of unit {unit.name!r} {self._label}"
-        jobs = deque((full, Operation(f"{label}, flat {i}", unit.gathers)) for i, full in enumerate(parts))
+        jobs = deque((full, Operation(f"{label}, flat {i}", unit.gathers)) for i, full in enumerate(fulls))
 
         def go_round() -> None:
             while jobs:  # emptied, so that nothing of ours views the buffer once the flight is over

@@ -1,4 +1,4 @@
-"""Reducing: a unit's gradients go straight to its bucket, and from there round the ring into this rank's shard.
+"""Reducing: a unit's gradients are copied to its bucket, and from there go round the ring into this rank's shard.
 
     gradient -> bucket [W*S] -> reduce-scatter -> gradient shard [S], of which the shards' `.grad` are views
 
@@ -46,9 +46,9 @@ class _Reduction:
     """1 for each parameter that this rank has used, else 0."""
 
     def hand_over(self, users: Iterator[int]) -> None:
-        """Give each shard that had any user its gradient: a view of the sum, or that added to what is there."""
-        for flat, total in zip(self.bucket.unit.trainable, self.means, strict=True):
-            for shard, grad in zip(flat.shards, flat.shard_views(total), strict=True):
+        """Give each shard that had any user its gradient: a view of the mean, or that added to what is there."""
+        for flat, mean in zip(self.bucket.unit.trainable, self.means, strict=True):
+            for shard, grad in zip(flat.shards, flat.shard_views(mean), strict=True):
                 if next(users) == 0:
                     continue
                 if shard.grad is None:
@@ -174,8 +174,8 @@ class Reducer:
         used = bucket.flags()
         means = [self._mean_buffer(full, flat.layout) for full, flat in zip(bucket.full, unit.trainable, strict=True)]
         jobs = deque(
-            self._job(full, total, f"reduce-scatter of unit {unit.name!r} {self._label}, flat {i}")
-            for i, (full, total) in enumerate(zip(bucket.full, means, strict=True))
+            self._job(full, mean, f"reduce-scatter of unit {unit.name!r} {self._label}, flat {i}")
+            for i, (full, mean) in enumerate(zip(bucket.full, means, strict=True))
         )
 
         def go_round() -> None:
@@ -184,20 +184,20 @@ class Reducer:
 
         return _Reduction(bucket, self._lane.submit(go_round), means, used)
 
-    def _job(self, full: Tensor, total: Tensor, label: str) -> Callable[[], object]:
+    def _job(self, full: Tensor, mean: Tensor, label: str) -> Callable[[], object]:
         """Return what the lane has to do for one flat: the mean over the ranks, sharded or not."""
         operation = Operation(label, self._backwards)
         transport, divisor = self._transport, self._transport.world_size
         if self._sharded:
-            return partial(reduce_scatter, full, transport, out=total, divisor=divisor, operation=operation)
+            return partial(reduce_scatter, full, transport, out=mean, divisor=divisor, operation=operation)
         staging = self._staging.view(full.dtype)
         return partial(all_reduce, full, transport, divisor=divisor, staging=staging, operation=operation)
 
     def _mean_buffer(self, full: Tensor, layout: Layout) -> Tensor:
         """Return where a flat's reduced gradient will be. It lives as long as a `.grad` views it."""
-        total = full.new_empty(layout.shard_numel) if self._sharded else full
-        self._ledger.track("gradients", total)
-        return total
+        mean = full.new_empty(layout.shard_numel) if self._sharded else full
+        self._ledger.track("gradients", mean)
+        return mean
 
     def _fill(self, bucket: Bucket) -> None:
         """Give a bucket its memory, once at most one other is on its way."""
@@ -243,7 +243,7 @@ class Reducer:
         self._observed = None
 
     def _make_staging(self) -> Tensor:
-        """Allocate, once, where partial means arrive; a reduce-scatter stages them in the gradient shard itself."""
+        """Allocate, once, where partial sums arrive; a reduce-scatter stages them in the gradient shard itself."""
         world_size = self._transport.world_size
         layouts = [flat.layout for unit in self._buckets for flat in unit.trainable]
         needed = [staging_numel(each.full_numel, world_size, each.dtype) * each.dtype.itemsize for each in layouts]

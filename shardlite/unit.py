@@ -23,8 +23,8 @@ from shardlite.phase import Weights, check_move
 from shardlite.trace import Trace
 from shardlite.transport import Transport
 
-_PART_ALIGN = 128
-"""Bytes: where the parts of different dtypes start in a buffer, so that every access can be a wide one."""
+_FLAT_ALIGN = 128
+"""Bytes: where the flats start in a buffer, so that every access can be a wide one."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,10 @@ class Flat:
     sharded_range: tuple[int, int] | None
     """The elements of the full buffer that `local` is, or `None` where it is all of it."""
 
+    def own_part(self, full: Tensor) -> Tensor:
+        """Return what of a full buffer [W*S] this rank keeps: [S], or all of it where nothing is sharded."""
+        return full if self.sharded_range is None else full[slice(*self.sharded_range)]
+
     def slots(self) -> Iterator[tuple[Slot, nn.Parameter, nn.Parameter]]:
         """Yield every slot with the module's parameter and the shard."""
         return zip(self.layout.slots, self.params, self.shards, strict=True)
@@ -131,7 +135,7 @@ def make_flat(layout: Layout, params: Sequence[nn.Parameter], local: Tensor, ran
 
 @dataclass(eq=False)
 class Unit:
-    """What is gathered together. `users` counts those who need the full weights; they are pinned while it is not 0."""
+    """What is gathered together. `holds` counts those who need the full weights; they stay while it is not 0."""
 
     index: int
     name: str
@@ -149,12 +153,16 @@ class Unit:
 
     gathers: int = 0
     escapes: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)
-    """Buffers that were given up because somebody else viewed them."""
+    """Buffers of this unit that somebody else views."""
+
+    trainable: Sequence[Flat] = field(init=False)
+    """The flats that have gradients."""
 
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.nbytes = sum(round_up(flat.layout.full_nbytes, _PART_ALIGN) for flat in self.flats)
+        self.trainable = [flat for flat in self.flats if flat.layout.trainable]
+        self.nbytes = sum(round_up(flat.layout.full_nbytes, _FLAT_ALIGN) for flat in self.flats)
 
     def move(self, to: Weights) -> None:
         """Change the phase.
@@ -164,11 +172,6 @@ class Unit:
         """
         check_move(self.name, self.phase, to)
         self.phase = to
-
-    @property
-    def trainable(self) -> Sequence[Flat]:
-        """The flats that have gradients."""
-        return [flat for flat in self.flats if flat.layout.trainable]
 
     def params(self) -> Iterator[nn.Parameter]:
         """Yield the module's own parameters."""
@@ -185,12 +188,12 @@ class Unit:
 
     def full_views(self, buffer: Buffer) -> list[Tensor]:
         """View a buffer as one full tensor [W*S] per flat."""
-        parts, start = [], 0
+        views, start = [], 0
         for flat in self.flats:
             nbytes = flat.layout.full_nbytes
-            parts.append(buffer.bytes[start : start + nbytes].view(flat.layout.dtype))
-            start += round_up(nbytes, _PART_ALIGN)
-        return parts
+            views.append(buffer.bytes[start : start + nbytes].view(flat.layout.dtype))
+            start += round_up(nbytes, _FLAT_ALIGN)
+        return views
 
     def bind(self, buffer: Buffer) -> None:
         """Let the module's parameters be views of `buffer`.
@@ -199,8 +202,9 @@ class Unit:
             LayoutError: somebody has let a parameter be something else meanwhile.
         """
         for flat, full in zip(self.flats, self.full_views(buffer), strict=True):
+            expected = None if flat.placeholder is None else storage_key(flat.placeholder)
             for slot, (param, view) in zip(flat.layout.slots, flat.views(full), strict=True):
-                if flat.placeholder is not None and storage_key(param) != storage_key(flat.placeholder):
+                if expected is not None and storage_key(param) != expected:
                     raise LayoutError(
                         f"parameter {slot.name!r} was given other memory (`.data = ...`) while it was sharded, which "
                         "would be lost. Write into it inside `gathered()`"

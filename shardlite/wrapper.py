@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -156,11 +156,9 @@ class ShardLite(nn.Module):
 
     # ---- training -----------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate: backwards inside keep their full gradients on this rank, the next one outside reduces the sum."""
-        with self._backward.no_sync():
-            yield
+        return self._backward.no_sync()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of all ranks to a global norm of at most `max_norm`, and return what the norm was, [].
@@ -173,8 +171,7 @@ class ShardLite(nn.Module):
 
     # ---- full parameters ----------------------------------------------------------------------------------------
 
-    @contextmanager
-    def gathered(self, *names: str, writeback: bool = True) -> Iterator[None]:
+    def gathered(self, *names: str, writeback: bool = True) -> AbstractContextManager[None]:
         """Let the module's own parameters be full inside: those of the units that hold `names`, or all.
 
         They can be read, used in computations with gradients and, with `writeback`, changed in place under
@@ -184,8 +181,7 @@ class ShardLite(nn.Module):
         Raises:
             LayoutError: there is no parameter of such a name.
         """
-        with self._full.gathered(names, writeback=writeback):
-            yield
+        return self._full.gathered(names, writeback=writeback)
 
     def full_state_dict(self, *, rank: int | None = None) -> dict[str, Tensor]:
         """Return copies of all parameters and persistent buffers, with original names and shapes.

@@ -8,30 +8,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardlite import AdamW, LayoutError, ShardLite
+from tests.residual import WIDTH, Block, net, square
 from tests.sharded import assert_gradients_equal, compare
-
-WIDTH = 16
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.inner(x))
-
-
-def net(count: int = 3) -> nn.Sequential:
-    return nn.Sequential(*(Block() for _ in range(count)))
-
-
-def batch() -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
-
-
-def square(model: nn.Module) -> Tensor:
-    return model(batch()).square().mean()
 
 
 def idle_body(group):

@@ -10,7 +10,7 @@ from shardlite.optim import AdamW
 from tests.optim_cases import HYPER, assert_same, make_arena, plain_params, run, set_grads
 
 
-def continue_and_compare(arena, optimizer, twin_arena, twin_optimizer):
+def check_both_continue_alike(arena, optimizer, twin_arena, twin_optimizer):
     for seed in (10, 11):
         for a, o in ((arena, optimizer), (twin_arena, twin_optimizer)):
             a.new_grads(seed)
@@ -50,7 +50,7 @@ def test_state_dict_round_trip_copies_into_the_arenas():
     assert twin_optimizer.param_groups[0]["lr"] == HYPER["lr"]
     mine, theirs = (o.state[a.params[0]]["exp_avg"] for a, o in ((arena, optimizer), (twin, twin_optimizer)))
     assert mine.data_ptr() != theirs.data_ptr()
-    continue_and_compare(arena, optimizer, twin, twin_optimizer)
+    check_both_continue_alike(arena, optimizer, twin, twin_optimizer)
 
 
 def test_loading_keeps_the_arenas_that_are_there():
@@ -74,7 +74,7 @@ def test_torch_continues_our_state():
     twin_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # PyTorch does not copy
     for group in twin_optimizer.param_groups:
         group["fused"] = True
-    continue_and_compare(arena, optimizer, twin, twin_optimizer)
+    check_both_continue_alike(arena, optimizer, twin, twin_optimizer)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -88,14 +88,14 @@ def test_we_continue_the_state_of_torch(fused):
     assert set(optimizer.param_groups[0]) == {"params", *HYPER}
     for group in twin_optimizer.param_groups:
         group["fused"] = True
-    continue_and_compare(arena, optimizer, twin, twin_optimizer)
+    check_both_continue_alike(arena, optimizer, twin, twin_optimizer)
 
 
 def test_a_cleared_state_starts_anew():
     arena, optimizer = trained()
     optimizer.state.clear()
     twin = copy_of(arena)
-    continue_and_compare(arena, optimizer, twin, AdamW(twin.params, **HYPER))
+    check_both_continue_alike(arena, optimizer, twin, AdamW(twin.params, **HYPER))
 
 
 def test_a_moment_that_was_replaced_by_hand_counts():
@@ -106,7 +106,7 @@ def test_a_moment_that_was_replaced_by_hand_counts():
     for param, twin_param in zip(arena.params, twin.params, strict=True):
         optimizer.state[param]["exp_avg"] = torch.full_like(param.data, 0.5)
         twin_optimizer.state[twin_param]["exp_avg"].fill_(0.5)
-    continue_and_compare(arena, optimizer, twin, twin_optimizer)
+    check_both_continue_alike(arena, optimizer, twin, twin_optimizer)
 
 
 def test_parameters_that_moved_take_their_state_along():
@@ -118,7 +118,7 @@ def test_parameters_that_moved_take_their_state_along():
     twin_optimizer = AdamW(twin.params)
     twin_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     old.fill_(float("nan"))
-    continue_and_compare(arena, optimizer, twin, twin_optimizer)
+    check_both_continue_alike(arena, optimizer, twin, twin_optimizer)
 
 
 def test_a_deep_copy_trains_its_own_parameters():

@@ -59,7 +59,7 @@ def ring_sum(world_size, numel, dtype, divisor):
     return total
 
 
-def equal_bits(got, expected):
+def assert_equal_bits(got, expected):
     assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -88,8 +88,8 @@ def reduce_everything(transport, cases, divisor):
         assert shard is out
         full = tensor_of(transport.rank, numel, dtype)
         in_place = reduce_scatter(full, transport, **given)
-        equal_bits(in_place, out)
-        equal_bits(full[start:stop], out)
+        assert_equal_bits(in_place, out)
+        assert_equal_bits(full[start:stop], out)
         results.append(out)
     return results
 
@@ -131,7 +131,7 @@ def test_all_gather_fills_every_segment(world):
     cases = cases_for(size, EVERY_DTYPE)
     for result in run(gather_everything, size, cases):
         for got, (numel, dtype, _) in zip(result, cases, strict=True):
-            equal_bits(got, tensor_of(99, numel, dtype))
+            assert_equal_bits(got, tensor_of(99, numel, dtype))
 
 
 @pytest.mark.parametrize("divide", [False, True])
@@ -142,7 +142,7 @@ def test_reduce_scatter_adds_in_ring_order(world, divide):
     for rank, result in enumerate(run(reduce_everything, size, cases, divisor)):
         for got, (numel, dtype, _) in zip(result, cases, strict=True):
             start, stop = segment_bounds(numel, size)[rank]
-            equal_bits(got, ring_sum(size, numel, dtype, divisor)[start:stop])
+            assert_equal_bits(got, ring_sum(size, numel, dtype, divisor)[start:stop])
 
 
 def test_all_reduce_gives_every_rank_the_same_bits(world):
@@ -150,7 +150,7 @@ def test_all_reduce_gives_every_rank_the_same_bits(world):
     cases = cases_for(size, FLOATS)
     for result in run(all_reduce_everything, size, cases, 3):
         for got, (numel, dtype, _) in zip(result, cases, strict=True):
-            equal_bits(got, ring_sum(size, numel, dtype, 3))
+            assert_equal_bits(got, ring_sum(size, numel, dtype, 3))
 
 
 def test_broadcast_from_every_source(world):
@@ -158,7 +158,7 @@ def test_broadcast_from_every_source(world):
     cases = cases_for(size, EVERY_DTYPE)
     for result in run(broadcast_everything, size, cases):
         for i, (got, (numel, dtype, _)) in enumerate(zip(result, cases, strict=True)):
-            equal_bits(got, tensor_of(i % size, numel, dtype))
+            assert_equal_bits(got, tensor_of(i % size, numel, dtype))
 
 
 @pytest.mark.parametrize("kind", ["threads", "gloo"])
@@ -168,9 +168,9 @@ def test_a_gather_and_a_reduction_at_the_same_time(request, kind, size):
     numel, rounds = 100_003, 5
     for rank, (gathers, sums) in enumerate(run(two_at_once, size, numel, rounds)):
         for i in range(rounds):
-            equal_bits(gathers[i], tensor_of(99, numel + i, torch.float32))
+            assert_equal_bits(gathers[i], tensor_of(99, numel + i, torch.float32))
             start, stop = segment_bounds(numel + i, size)[rank]
-            equal_bits(sums[i], ring_sum(size, numel + i, torch.float32, size)[start:stop])
+            assert_equal_bits(sums[i], ring_sum(size, numel + i, torch.float32, size)[start:stop])
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])
@@ -179,9 +179,9 @@ def test_a_late_rank_changes_nothing(late):
     delays = [0.005 if r == late else 0.0 for r in range(3)]
     for rank, (got,) in enumerate(run_local(reduce_everything, 3, cases, 3, delays=delays)):
         start, stop = segment_bounds(1000, 3)[rank]
-        equal_bits(got, ring_sum(3, 1000, torch.float32, 3)[start:stop])
+        assert_equal_bits(got, ring_sum(3, 1000, torch.float32, 3)[start:stop])
     for (got,) in run_local(gather_everything, 3, cases, delays=delays):
-        equal_bits(got, tensor_of(99, 1000, torch.float32))
+        assert_equal_bits(got, tensor_of(99, 1000, torch.float32))
 
 
 def test_the_division_happens_once_after_the_sum():
@@ -189,14 +189,14 @@ def test_the_division_happens_once_after_the_sum():
     tiny = 2.0**-149
     shards = run_local(lambda t: reduce_scatter(torch.full((4,), tiny), t, divisor=4), 4)
     for shard in shards:
-        equal_bits(shard, torch.full((1,), tiny))
+        assert_equal_bits(shard, torch.full((1,), tiny))
 
 
 def test_reduction_of_one_rank_leaves_full_alone_when_out_is_given():
     full, out = torch.arange(4.0), torch.empty(4)
     reduce_scatter(full, local_world(1)[0], out=out, divisor=2)
-    equal_bits(out, torch.arange(4.0) / 2)
-    equal_bits(full, torch.arange(4.0))
+    assert_equal_bits(out, torch.arange(4.0) / 2)
+    assert_equal_bits(full, torch.arange(4.0))
 
 
 @pytest.mark.parametrize("numel", [0, 1, 5, 8, 9, 64])
