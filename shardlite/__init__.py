@@ -1,6 +1,15 @@
 """ShardLite: train a PyTorch model that does not fit beside its optimizer on one device."""
 
-from shardlite.errors import CommError, EscapedViewWarning, LayoutError, PhaseError, ShardLiteError
+from shardlite.config import Precision
+from shardlite.errors import (
+    CommError,
+    EscapedViewWarning,
+    LayoutError,
+    NonFiniteError,
+    NonFiniteWarning,
+    PhaseError,
+    ShardLiteError,
+)
 from shardlite.optim import AdamW
 from shardlite.verification.verify import verify
 from shardlite.wrapper import ShardLite
@@ -10,7 +19,10 @@ __all__ = [
     "CommError",
     "EscapedViewWarning",
     "LayoutError",
+    "NonFiniteError",
+    "NonFiniteWarning",
     "PhaseError",
+    "Precision",
     "ShardLite",
     "ShardLiteError",
     "verify",

@@ -11,18 +11,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardlite.layout import ARENA_ALIGN, Layout, round_up
+from shardlite.layout import ARENA_ALIGN, round_up
 
 
-def carve(layouts: Sequence[Layout], *, sharded: bool, device: torch.device) -> list[Tensor]:
-    """Allocate the arenas and return each layout's part of them, zeroed: [S], or [W*S] where nothing is sharded."""
-    parts: list[Tensor | None] = [None] * len(layouts)
-    for kind in dict.fromkeys((layout.dtype, layout.trainable) for layout in layouts):
-        members = [i for i, layout in enumerate(layouts) if (layout.dtype, layout.trainable) == kind]
-        lengths = [layouts[i].shard_numel if sharded else layouts[i].full_numel for i in members]
-        arena = torch.zeros(round_up(sum(lengths), ARENA_ALIGN), dtype=kind[0], device=device)
+def carve(kinds: Sequence[tuple[torch.dtype, bool]], lengths: Sequence[int], device: torch.device) -> list[Tensor]:
+    """Allocate one arena for each kind, (dtype, trainable), and return the parts of these lengths, zeroed."""
+    parts: list[Tensor] = [torch.empty(0)] * len(kinds)
+    for kind in dict.fromkeys(kinds):
+        members = [i for i, each in enumerate(kinds) if each == kind]
+        arena = torch.zeros(round_up(sum(lengths[i] for i in members), ARENA_ALIGN), dtype=kind[0], device=device)
         start = 0
-        for i, length in zip(members, lengths, strict=True):
-            parts[i] = arena[start : start + length]
-            start += length
-    return [part for part in parts if part is not None]
+        for i in members:
+            parts[i] = arena[start : start + lengths[i]]
+            start += lengths[i]
+    return parts

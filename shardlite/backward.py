@@ -6,14 +6,18 @@ checkpointing runs one inside a node of another. The outer one sees the first ev
 in it, and so the end of the outermost one is what closes.
 """
 
+import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from shardlite.bucket import Bucket
+from shardlite.fill import Gathering
 from shardlite.handles import Calls
 from shardlite.reduce import Reducer
 from shardlite.unit import Unit
@@ -24,14 +28,24 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+class Mode(Enum):
+    """What a backward does with the gradients that it brings."""
+
+    STEP = "step"  # they are reduced, with all that were accumulated before, and a step follows
+    SHARDED = "sharded"  # they are reduced and added to the gradient shards; another backward follows
+    LOCAL = "local"  # they stay on this rank, whole, in the buckets
+
+
 class Backward:
     """Follows the backwards of one wrapped model, one outermost backward at a time."""
 
-    def __init__(self, reducer: Reducer, calls: Calls | None) -> None:
+    def __init__(self, reducer: Reducer, gatherer: Gathering, calls: Calls | None) -> None:
         self._reducer = reducer
+        self._gatherer = gatherer
         self._calls = calls
         self._task: int | None = None
-        self._sync = True
+        self._mode = Mode.STEP
+        self._caught: set[nn.Parameter] = set()
         self._got_gradients = False
         self._recorded: set[Unit] = set()
         self._hidden: set[Unit] = set()
@@ -45,17 +59,36 @@ class Backward:
         if self._task is None:
             self._task = torch._C._current_graph_task_id()
             torch.autograd.Variable._execution_engine.queue_callback(self._close)
-            if self._calls is not None:
-                self._calls.gatherer.begin_backward(final=self._sync)
+            self._gatherer.begin_backward(final=self._mode is Mode.STEP)
 
-    def take_gradient(self, unit: Unit, flat: int, slot: int, param: Tensor) -> None:
+    def begin_pass(self) -> None:
+        """Get ready for a forward in training: the parameters' `requires_grad` may have changed since the last one."""
+        self.repair()
+        if self._reducer.follow_requires_grad():
+            self.catch_gradients()
+
+    def catch_gradients(self) -> None:
+        """Have the gradients of all parameters that require them sent here.
+
+        The hooks hold everything weakly, for the garbage collector cannot look into those of a tensor.
+        """
+        deliver = weakref.WeakMethod(self._take_gradient)
+        for unit in self._reducer.units:
+            for param in unit.params():
+                if param.requires_grad and param not in self._caught:
+                    param.grad = None
+                    hook = partial(_deliver, deliver, weakref.ref(unit))
+                    param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                    self._caught.add(param)
+
+    def _take_gradient(self, unit: Unit, param: nn.Parameter) -> None:
         """Take the gradient that autograd has just put into `param.grad`."""
         grad, param.grad = param.grad, None
         assert grad is not None
         self.open()
         self._got_gradients = True
-        bucket = self._reducer.add(unit, flat, slot, grad.detach())  # with `create_graph` it has a history
-        if self._sync and self._is_complete(bucket):
+        bucket = self._reducer.add(unit, param, grad.detach())  # with `create_graph` it has a history
+        if self._mode is not Mode.LOCAL and self._is_complete(bucket):
             self._reducer.complete(unit)
 
     def expect_gradients(self, unit: Unit, *, recorded: bool) -> None:
@@ -73,13 +106,13 @@ class Backward:
             self._recomputed[unit] += 1
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let gradients only accumulate."""
-        before, self._sync = self._sync, False
+    def accumulating(self, mode: Mode) -> Iterator[None]:
+        """Let backwards do `mode` with their gradients."""
+        before, self._mode = self._mode, mode
         try:
             yield
         finally:
-            self._sync = before
+            self._mode = before
 
     def died(self) -> bool:
         """Whether the last backward ended in an exception: the engine never called back."""
@@ -109,16 +142,25 @@ class Backward:
 
         If the reductions fail, this backward has died like any other.
         """
-        if self._got_gradients and self._sync:
+        if self._got_gradients and self._mode is not Mode.LOCAL:
             self._reducer.flush()
         else:
             self._reducer.start_over()
         self._end()
 
     def _end(self) -> None:
-        final = self._got_gradients and self._sync
+        final = self._got_gradients and self._mode is Mode.STEP
         self._task, self._got_gradients = None, False
         self._recomputed.clear()
         if self._calls is not None:
             self._calls.end_backward()
-            self._calls.gatherer.end_backward(final=final)
+        self._gatherer.end_backward(final=final)
+
+
+_Deliver = Callable[[], Callable[[Unit, nn.Parameter], None] | None]
+
+
+def _deliver(deliver: _Deliver, unit: "weakref.ref[Unit]", param: nn.Parameter) -> None:
+    take, home = deliver(), unit()
+    if take is not None and home is not None:
+        take(home, param)

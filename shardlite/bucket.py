@@ -6,11 +6,12 @@ Legend: `W` ranks, `S` elements per shard.
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from shardlite.layout import Layout
+from shardlite.layout import Layout, Slot
 from shardlite.phase import Gradients, check_move
-from shardlite.unit import Unit
+from shardlite.unit import Flat, Unit
 
 
 @dataclass(eq=False)
@@ -19,14 +20,20 @@ class Bucket:
 
     unit: Unit
     phase: Gradients = Gradients.EMPTY
-    full: list[Tensor] = field(default_factory=list)
-    """[W*S] for each trainable flat."""
+    flats: list[Flat] = field(init=False)
+    """The unit's flats that have gradients."""
 
-    used: set[tuple[int, int]] = field(default_factory=set)
-    """(flat, slot) of the gradients that the bucket holds."""
+    full: list[Tensor] = field(default_factory=list)
+    """For each of them a full buffer in the layout and the dtype of its gradients."""
+
+    used: set[nn.Parameter] = field(default_factory=set)
+    """Those of the module's parameters whose gradients the bucket holds."""
 
     arrivals: int = 0
     """How many gradients came in the backward that is running; a reentrant backward brings several per parameter."""
+
+    def __post_init__(self) -> None:
+        self.follow_requires_grad()
 
     def move(self, to: Gradients) -> None:
         """Change the phase.
@@ -39,29 +46,50 @@ class Bucket:
 
     def complete(self, rounds: int) -> bool:
         """Whether every parameter has got `rounds` gradients in the backward that is running."""
-        return self.arrivals == rounds * sum(len(flat.params) for flat in self.unit.trainable)
+        return self.arrivals == rounds * sum(len(flat.rows) for flat in self.flats)
 
-    def add(self, flat: int, slot: int, grad: Tensor) -> None:
-        """Put a gradient in its place, or on top of what is there already."""
-        place = self.unit.trainable[flat].layout.slots[slot]
-        target = self.full[flat][place.start : place.stop].view(place.shape)
+    def fill(self, device: torch.device) -> None:
+        """Get memory."""
+        self.full = [torch.empty(f.gradients.full_numel, dtype=f.reduce, device=device) for f in self.flats]
+        self.move(Gradients.FILLING)
+
+    def add(self, param: nn.Parameter, grad: Tensor) -> None:
+        """Put a gradient in its place, cast to the dtype of the sum, or on top of what is there already."""
+        flat, slot = self._places[param]
+        target = self.full[flat][slot.start : slot.stop].view(slot.shape)
         dense = grad.to_dense() if grad.is_sparse else grad
-        if (flat, slot) in self.used:
+        if param in self.used:
             target.add_(dense)
         else:
             target.copy_(dense)
-        self.used.add((flat, slot))
+        self.used.add(param)
         self.arrivals += 1
 
     def zero_the_rest(self) -> None:
         """Zero the padding and the places of gradients that did not come: the memory comes uninitialised."""
-        for i, (flat, full) in enumerate(zip(self.unit.trainable, self.full, strict=True)):
-            for start, stop in _gaps(flat.layout, {slot for f, slot in self.used if f == i}):
+        for flat, full in zip(self.flats, self.full, strict=True):
+            used = {i for i, row in enumerate(flat.rows) if flat.params[row] in self.used}
+            for start, stop in _gaps(flat.gradients, used):
                 full[start:stop].zero_()
 
     def flags(self) -> list[int]:
-        """Return 1 for each trainable parameter that has a gradient here, else 0."""
-        return [int((i, j) in self.used) for i, flat in enumerate(self.unit.trainable) for j in range(len(flat.params))]
+        """Return 1 for each parameter that has a gradient here, 0 for each other one that might have."""
+        return [int(flat.params[row] in self.used) for flat in self.flats for row in flat.rows]
+
+    def first_bad(self) -> int | None:
+        """Return the place among the flags of the first gradient that has a NaN or an infinity. The host waits."""
+        rows = [(flat.params[row], slot, i) for i, flat in enumerate(self.flats) for row, slot in _slots(flat)]
+        for place, (param, slot, i) in enumerate(rows):
+            if param in self.used and not self.full[i][slot.start : slot.stop].isfinite().all():
+                return place
+        return None
+
+    def follow_requires_grad(self) -> None:
+        """Take note of which parameters have gradients now. To be called while the bucket is empty."""
+        for flat in self.unit.flats:
+            flat.follow_requires_grad()
+        self.flats = self.unit.trainable
+        self._places = {flat.params[row]: (i, slot) for i, flat in enumerate(self.flats) for row, slot in _slots(flat)}
 
     def clear(self) -> None:
         """Empty the bucket, and give its memory back."""
@@ -69,6 +97,10 @@ class Bucket:
         self.used.clear()
         if self.phase is not Gradients.EMPTY:
             self.move(Gradients.EMPTY)
+
+
+def _slots(flat: Flat) -> Iterator[tuple[int, Slot]]:
+    return zip(flat.rows, flat.gradients.slots, strict=True)
 
 
 def _gaps(layout: Layout, used: Set[int]) -> Iterator[tuple[int, int]]:

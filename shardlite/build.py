@@ -1,9 +1,10 @@
 """From a plain model to units: agree with the other ranks on what it is, lay it out, spread rank 0's values.
 
-Legend: `W` ranks, `S` elements per shard; a full buffer has `W*S` elements.
+Legend: `W` ranks that share a model, `S` elements per shard; a full buffer has `W*S` elements.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import count
 
 import torch
@@ -11,43 +12,56 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlite.arena import carve
+from shardlite.config import Precision
 from shardlite.errors import LayoutError
 from shardlite.layout import Layout, lay_out
 from shardlite.partition import ROOT, UnitPlan
 from shardlite.ring import Operation, broadcast
-from shardlite.transport import Transport
-from shardlite.unit import Flat, Unit, make_flat
+from shardlite.transport import Groups, Transport
+from shardlite.unit import Flat, Shared, Unit
 
 _instances = count()
 
 
-def agree(group: dist.ProcessGroup | None, facts: Sequence[str], problem: Exception | None) -> None:
+def agree(groups: Groups, facts: Sequence[str], problem: Exception | None) -> None:
     """Make sure that what all ranks are about to do is the same, and that none has a `problem`.
 
     A control message, not tensors: it goes by `torch.distributed`. A rank with a problem takes part, so that no other
-    rank waits for it in vain.
+    rank waits for it in vain. Ranks are numbered within their group.
 
     Raises:
         LayoutError: some other rank has a problem, or a rank differs from rank 0; on every rank.
         Exception: `problem` itself, on the rank that has it.
     """
-    mine = (list(facts), None if problem is None else str(problem))
-    everyone: list[tuple[list[str], str | None]] = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
+    trouble = None if problem is None else str(problem)
+    for group in groups.all:
+        everyone: list[tuple[list[str], str | None]] = [([], None)] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, (list(facts), trouble), group=group)
+        trouble = trouble or _trouble(everyone)
     if problem is not None:
         raise problem
+    if trouble is not None:
+        raise LayoutError(trouble)
+
+
+def _trouble(everyone: Sequence[tuple[list[str], str | None]]) -> str | None:
+    """Return what is wrong with some rank of a group."""
     for rank, (theirs, trouble) in enumerate(everyone):
         if trouble is not None:
-            raise LayoutError(f"rank {rank}: {trouble}")
+            return f"rank {rank}: {trouble}"
         if theirs != everyone[0][0]:
-            raise LayoutError(f"ranks wrapped different models: {_first_difference(everyone[0][0], theirs, rank)}")
+            return f"ranks wrapped different models: {_first_difference(everyone[0][0], theirs, rank)}"
+    return None
 
 
-def number(group: dist.ProcessGroup | None) -> int:
+def number(groups: Groups) -> int:
     """Return a number for a wrapped model that is the same on all ranks, and new on each of them."""
-    numbers = [0] * dist.get_world_size(group)
-    dist.all_gather_object(numbers, next(_instances), group=group)
-    return max(numbers)
+    highest = next(_instances)
+    for group in groups.all:
+        numbers = [0] * dist.get_world_size(group)
+        dist.all_gather_object(numbers, highest, group=group)
+        highest = max(numbers)
+    return highest
 
 
 def _first_difference(expected: Sequence[str], got: Sequence[str], rank: int) -> str:
@@ -57,60 +71,151 @@ def _first_difference(expected: Sequence[str], got: Sequence[str], rank: int) ->
     return f"rank 0 has {len(expected)} entries, rank {rank} has {len(got)}"
 
 
-def plan_layouts(plans: Sequence[UnitPlan], world_size: int) -> list[list[Layout]]:
-    """Lay out every unit: one layout for each (dtype, trainable) in it."""
-    return [
-        [lay_out(_named_shapes(plan, kind), dtype=kind[0], trainable=kind[1], world_size=world_size) for kind in kinds]
-        for plan in plans
-        for kinds in [list(dict.fromkeys(_kind(param) for param in plan.params))]
-    ]
+@dataclass(frozen=True)
+class FlatPlan:
+    """One flat to be."""
+
+    layout: Layout
+    compute: torch.dtype
+    reduce: torch.dtype
+    params: Sequence[nn.Parameter]
+
+
+def plan_flats(plan: UnitPlan, world_size: int, precision: Precision) -> list[FlatPlan]:
+    """Lay out a unit: one flat for each kind of parameters in it, in the order of their first ones."""
+    kinds: dict[tuple[torch.dtype, torch.dtype, bool], dict[nn.Parameter, str]] = {}
+    for param, name in plan.params.items():
+        master = precision.master_of(param.dtype, trainable=param.requires_grad)
+        kinds.setdefault((master, precision.compute_of(param.dtype), param.requires_grad), {})[param] = name
+    flats = []
+    for (master, compute, trainable), members in kinds.items():
+        shapes = [(name, tuple(param.shape)) for param, name in members.items()]
+        layout = lay_out(shapes, dtype=master, trainable=trainable, world_size=world_size)
+        flats.append(FlatPlan(layout, compute, precision.reduce_of(compute), list(members)))
+    return flats
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What this rank keeps of the weights."""
+
+    rank: int | None
+    """Whose shard the optimizer steps here; `None` if it steps all of them."""
+
+    permanent: bool
+    """Whether the full weights always have memory."""
+
+    alone: bool
+    """Whether nobody else is there and no cast is due, so that the module's parameters can be their own shards."""
+
+    resident: Callable[[UnitPlan], bool]
+    """Whether a unit stays gathered from its forward to the end of the backward."""
 
 
 def build_units(
-    plans: Sequence[UnitPlan], layouts: Sequence[Sequence[Layout]], transport: Transport, *, sharded: bool
+    plans: Sequence[UnitPlan], flat_plans: Sequence[Sequence[FlatPlan]], memory: Memory, device: torch.device
 ) -> list[Unit]:
-    """Allocate the arenas, move the parameters of rank 0 there, and return the units, the root first if it has any.
-
-    Each unit's full weights exist a second time only while they are broadcast. Afterwards the module's parameters
-    are placeholders or, where nothing is sharded, views of the arena.
-    """
-    device = torch.device("cpu")
-    locals_ = iter(carve([layout for each in layouts for layout in each], sharded=sharded, device=device))
+    """Allocate memory, and return the units, the root first if it has any parameters. Their weights are undefined."""
+    everything = [flat for mine in flat_plans for flat in mine]
+    places = iter(_allocate(everything, memory, device))
     units: list[Unit] = []
-    for plan, mine in zip(plans, layouts, strict=True):
-        flats = [
-            make_flat(layout, _members(plan, layout), next(locals_), transport.rank if sharded else None)
-            for layout in mine
-        ]
+    for plan, mine in zip(plans, flat_plans, strict=True):
+        flats = [_make_flat(flat, *next(places), memory) for flat in mine]
         if flats:
-            units.append(Unit(len(units), plan.name or ROOT, flats, resident=plan.name == ""))
-    for unit in units:
-        broadcast_values(unit, transport, lambda param: param.detach())
-        if sharded:
-            unit.unbind()
-        else:
-            for flat in unit.flats:
-                for param, view in flat.views(flat.local):
-                    param.data = view
+            units.append(Unit(len(units), plan.name or ROOT, flats, resident=memory.resident(plan)))
     return units
 
 
-def broadcast_values(unit: Unit, transport: Transport, value: Callable[[nn.Parameter], Tensor]) -> None:
-    """Set a unit's shards on every rank to what `value` gives on rank 0 for each of the module's parameters."""
+def _allocate(flats: Sequence[FlatPlan], memory: Memory, device: torch.device) -> list[tuple[Tensor, Tensor | None]]:
+    """Return for each flat what this rank keeps, and the memory of the full weights if they have some.
+
+    Where both have the same dtype the former is a part of the latter.
+    """
+    in_place = [memory.permanent and flat.compute == flat.layout.dtype for flat in flats]
+    lengths = [
+        flat.layout.full_numel if whole or memory.rank is None else flat.layout.shard_numel
+        for flat, whole in zip(flats, in_place, strict=True)
+    ]
+    kept = carve([(flat.layout.dtype, flat.layout.trainable) for flat in flats], lengths, device)
+    cast = [flat for flat, whole in zip(flats, in_place, strict=True) if memory.permanent and not whole]
+    kinds = [(flat.compute, flat.layout.trainable) for flat in cast]
+    fulls = iter(carve(kinds, [flat.layout.full_numel for flat in cast], device))
+    places: list[tuple[Tensor, Tensor | None]] = []
+    for flat, whole, local in zip(flats, in_place, kept, strict=True):
+        if not whole:
+            places.append((local, next(fulls) if memory.permanent else None))
+        elif memory.rank is None:
+            places.append((local, local))
+        else:
+            places.append((local[slice(*flat.layout.shard_range(memory.rank))], local))
+    return places
+
+
+def _make_flat(plan: FlatPlan, local: Tensor, full: Tensor | None, memory: Memory) -> Flat:
+    """Tie a plan to this rank's memory."""
+    flat = Flat(
+        layout=plan.layout,
+        compute=plan.compute,
+        reduce=plan.reduce,
+        params=plan.params,
+        rank=memory.rank,
+        # `.data` gives this part of the arena a version counter of its own, which all its shards share. A counter per
+        # shard would not do: a shard may be empty, and code that skips empty tensors would leave ranks with different
+        # opinions on whether a gather is stale.
+        local=local.data,
+        full=full,
+    )
+    views = flat.shard_views(flat.local)
+    trainable = plan.layout.trainable
+    flat.shards = plan.params if memory.alone else [nn.Parameter(view, requires_grad=trainable) for view in views]
+    return flat
+
+
+def spread(units: Sequence[Unit], module: nn.Module, shared: Shared) -> None:
+    """Give all ranks rank 0's values, and the module's parameters their new memory."""
+    for unit in units:
+        spread_values(unit, shared.transports, lambda param: param.detach())
+        if unit.follows:
+            unit.unbind()
+        else:
+            unit.bind()
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and buffer.device != shared.device:
+                owner._buffers[name] = buffer.to(shared.device)
+    spread_buffers(module, shared.transports)
+
+
+def part_of(units: Sequence[Unit]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a function that cuts a tensor like one of the module's parameters into what belongs to its shard."""
+    places = {param: (flat, row) for flat in flats_of(units) for row, param in enumerate(flat.params)}
+
+    def part(param: Tensor, tensor: Tensor) -> Tensor:
+        flat, row = places[param]  # type: ignore[index]
+        return flat.part_of(row, tensor)
+
+    return part
+
+
+def spread_values(unit: Unit, transports: Sequence[Transport], value: Callable[[nn.Parameter], Tensor]) -> None:
+    """Set a unit's shards on every rank to what `value` gives on rank 0 for each of the module's parameters.
+
+    The unit's weights exist a second time, whole, only while they are sent round.
+    """
+    first = all(transport.rank == 0 for transport in transports)
     with torch.no_grad():
         for i, flat in enumerate(unit.flats):
-            layout = flat.layout
-            whole = flat.sharded_range is None
-            full = flat.local if whole else flat.local.new_zeros(layout.full_numel)
-            if transport.rank == 0:
-                for param, view in flat.views(full):
+            whole = flat.local if flat.rank is None else flat.local.new_zeros(flat.layout.full_numel)
+            if first:
+                for param, view in flat.views(whole):
                     view.copy_(value(param))
-            broadcast(full, transport, operation=Operation(f"the values of unit {unit.name!r}, flat {i}"))
-            if not whole:
-                flat.local.copy_(flat.own_part(full))
+            for transport in transports:
+                broadcast(whole, transport, operation=Operation(f"the values of unit {unit.name!r}, flat {i}"))
+            if flat.rank is not None:
+                flat.local.copy_(flat.own_part(whole))
 
 
-def broadcast_buffers(module: nn.Module, transport: Transport) -> None:
+def spread_buffers(module: nn.Module, transports: Sequence[Transport]) -> None:
     """Copy rank 0's buffers (running statistics and the like) to every rank.
 
     Equal ones are not written to: a mask may be an expanded view, which cannot be.
@@ -118,21 +223,10 @@ def broadcast_buffers(module: nn.Module, transport: Transport) -> None:
     with torch.no_grad():
         for name, buffer in module.named_buffers():
             flat = buffer.detach().reshape(-1).clone()
-            broadcast(flat, transport, operation=Operation(f"buffer {name!r}"))
+            for transport in transports:
+                broadcast(flat, transport, operation=Operation(f"buffer {name!r}"))
             if not torch.equal(flat.view(buffer.shape), buffer):
                 buffer.copy_(flat.view(buffer.shape))
-
-
-def _kind(param: nn.Parameter) -> tuple[torch.dtype, bool]:
-    return param.dtype, param.requires_grad
-
-
-def _named_shapes(plan: UnitPlan, kind: tuple[torch.dtype, bool]) -> list[tuple[str, tuple[int, ...]]]:
-    return [(name, tuple(param.shape)) for param, name in plan.params.items() if _kind(param) == kind]
-
-
-def _members(plan: UnitPlan, layout: Layout) -> list[nn.Parameter]:
-    return [param for param in plan.params if _kind(param) == (layout.dtype, layout.trainable)]
 
 
 def flats_of(units: Sequence[Unit]) -> list[Flat]:

@@ -1,6 +1,67 @@
-"""The environment variables that ShardLite knows. They are read here and nowhere else."""
+"""What can be set: precision, and the environment variables that ShardLite knows, which are read nowhere else."""
 
 import os
+from dataclasses import dataclass
+
+import torch
+
+COMPUTE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""Dtypes that forward and backward may run in."""
+
+WIRE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""Dtypes that gradients may be summed in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Which dtype is used where. Floating-point parameters only; others stay what they are.
+
+    A trainable parameter is kept by the optimizer in at least fp32, whatever it was wrapped in: updates are too small
+    for fewer bits. A frozen one is kept as it was.
+    """
+
+    compute: torch.dtype | None = None
+    """Of gathered weights, and so of forward and backward; inputs are cast to it. `None`: each parameter's own."""
+
+    reduce: torch.dtype = torch.float32
+    """Of gradients while they are accumulated and summed over the ranks. In bf16 each hop of the ring rounds, which
+    loses about `sqrt(W)` units in the last place of bf16 at `W` ranks."""
+
+    master: torch.dtype = torch.float32
+    """Of the weights that the optimizer steps. fp64 parameters stay fp64."""
+
+    output: torch.dtype | None = None
+    """To which floating-point outputs of the model are cast. `None`: they are left alone."""
+
+    def __post_init__(self) -> None:
+        """Check.
+
+        Raises:
+            ValueError: a dtype cannot do what it is meant for.
+        """
+        for name, dtype, allowed in (
+            ("compute", self.compute, (None, *COMPUTE)),
+            ("reduce", self.reduce, WIRE),
+            ("master", self.master, (torch.float32,)),
+            ("output", self.output, (None, *COMPUTE)),
+        ):
+            if dtype not in allowed:
+                choices = ", ".join(str(choice) for choice in allowed)
+                raise ValueError(f"Precision: {name} must be one of {choices}; got {dtype!r}")
+
+    def master_of(self, dtype: torch.dtype, *, trainable: bool) -> torch.dtype:
+        """Return in which dtype a parameter of `dtype` is kept."""
+        if not (trainable and dtype.is_floating_point):
+            return dtype
+        return torch.promote_types(dtype, self.master)
+
+    def compute_of(self, dtype: torch.dtype) -> torch.dtype:
+        """Return in which dtype a parameter of `dtype` is gathered."""
+        return self.compute if self.compute is not None and dtype in COMPUTE else dtype
+
+    def reduce_of(self, dtype: torch.dtype) -> torch.dtype:
+        """Return in which dtype gradients in `dtype` are summed: fp64 ones are not made less."""
+        return torch.float64 if dtype == torch.float64 else self.reduce
 
 
 def poison_evicted_buffers() -> bool:

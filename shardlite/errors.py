@@ -23,3 +23,11 @@ class CommError(ShardLiteError, RuntimeError):
 
 class EscapedViewWarning(UserWarning):
     """A view of gathered weights outlived their use. The result is right, but the memory is not ours to reuse."""
+
+
+class NonFiniteWarning(UserWarning):
+    """Gradients had a NaN or an infinity."""
+
+
+class NonFiniteError(ShardLiteError, ArithmeticError):
+    """Too many steps in a row were left out because gradients had a NaN or an infinity."""

@@ -1,79 +1,102 @@
 """Full parameters of a sharded model: reading, writing, and state dicts in the format of the unsharded model.
 
 `gathered` and `state_dict` are collective: every rank calls them.
+
+Legend: `W` ranks that share a model, `S` elements per shard; a full buffer has `W*S` elements.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import count
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardlite.errors import LayoutError, PhaseError
+from shardlite.fill import Gathering
 from shardlite.handles import Calls, pop_hooks, push_hooks
-from shardlite.ring import Operation, all_reduce
+from shardlite.ring import Operation, all_gather, all_reduce
 from shardlite.unit import Flat, Shared, Unit
 
 
 class FullParameters:
-    """Access to the full parameters of one wrapped model; without calls they are always there."""
+    """Access to the full parameters of one wrapped model; with calls, computations with them get handles."""
 
-    def __init__(self, module: nn.Module, units: Sequence[Unit], shared: Shared, calls: Calls | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[Unit],
+        shared: Shared,
+        gatherer: Gathering,
+        calls: Calls | None,
+    ) -> None:
         self._module = module
         self._units = units
-        self._label = shared.label
-        self._transport = shared.transport
+        self._shared = shared
+        self._gatherer = gatherer
         self._calls = calls
         self._uses = count()
         self._reading = False
-        if calls is not None:
+        if any(unit.follows for unit in units):
             for each in module.modules():
                 each.register_state_dict_pre_hook(self._refuse)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def gathered(self, names: Sequence[str], *, writeback: bool) -> Iterator[None]:
-        """Hold the units of the named parameters, or all; in the end write this rank's part back, or forget them.
+        """Hold the units of the named parameters, or all; in the end write this rank's part back, or undo the writes.
 
         Raises:
             LayoutError: there is no parameter of such a name.
         """
         units = self._units_with(names)
-        written = False
         with self._held(units):
+            before = [_Before.of(flat) for unit in units for flat in unit.flats if flat.in_place]
+            written = False
             try:
                 yield
                 if writeback:
-                    self._write_back(units)
+                    self._write_back(units, before)
                     written = True
             finally:
-                if not written and self._calls is not None:
-                    self._calls.gatherer.forget(units)  # the next forward must not see what was written either
+                if not written:
+                    for each in before:
+                        each.restore()
+                    self._gatherer.forget(units)  # the next forward must not see what was written either
 
     @contextmanager
     def _held(self, units: Sequence[Unit]) -> Iterator[None]:
         """Let the units' parameters be full, and computations with them have handles."""
         with ExitStack() as undo:
-            if self._calls is not None:
-                for unit in units:
-                    self._calls.gatherer.hold(unit, foreseen=False)
-                    undo.callback(self._calls.gatherer.release, unit)
-                if push_hooks(self._calls):
-                    undo.callback(pop_hooks)
+            for unit in units:
+                self._gatherer.hold(unit, foreseen=False)
+                undo.callback(self._gatherer.release, unit)
+            if self._calls is not None and push_hooks(self._calls):
+                undo.callback(pop_hooks)
             yield
 
     def state_dict(self, rank: int | None) -> dict[str, Tensor]:
         """Return copies of all parameters and persistent buffers on `rank`, or everywhere; elsewhere nothing."""
-        wanted = rank is None or rank == self._transport.rank
+        wanted = rank is None or rank == self._shared.rank
         full: dict[Tensor, Tensor] = {}
         for unit in self._units:
-            with self._held([unit]):
+            for i, flat in enumerate(unit.flats):
+                whole = self._whole(unit, i, flat)
                 if wanted:
-                    full.update({param: param.detach().clone() for param in unit.params()})
+                    full.update({param: view.clone() for param, view in flat.views(whole)})
         if not wanted:
             return {}
         return {name: full[entry] if entry in full else entry.clone() for name, entry in self.entries().items()}
+
+    def _whole(self, unit: Unit, i: int, flat: Flat) -> Tensor:
+        """Gather a flat in the precision in which it is kept, [W*S]."""
+        if flat.rank is None:
+            return flat.local
+        whole = flat.local.new_empty(flat.layout.full_numel)
+        flat.own_part(whole).copy_(flat.local)
+        label = f"the full state of unit {unit.name!r} {self._shared.label}, flat {i}"
+        all_gather(whole, self._shared.transport, operation=Operation(label, next(self._uses)))
+        return whole
 
     def entries(self) -> dict[str, Tensor]:
         """Return the module's own parameters and persistent buffers, by all of their names."""
@@ -96,33 +119,35 @@ class FullParameters:
                 return LayoutError(f"{name!r} has shape {list(shape)}, the model's is {list(entry.shape)}")
         return None
 
-    def _refuse(self, *_: Any) -> None:
+    def _refuse(self, *_: object) -> None:
         """Let `state_dict()` of the module itself raise: it would write placeholders into a file."""
         if not self._reading:
             raise LayoutError("the module's parameters are sharded: use full_state_dict() of the ShardLite model")
 
     def _units_with(self, names: Iterable[str]) -> list[Unit]:
         homes = {param: unit for unit in self._units for param in unit.params()}
-        known = {name: homes[param] for name, param in self._module.named_parameters(remove_duplicate=False)}
+        params = self._module.named_parameters(remove_duplicate=False)
+        known = {name: homes[param] for name, param in params if param in homes}
         for name in names:
             if name not in known:
                 raise LayoutError(f"there is no parameter {name!r}; there are {', '.join(known)}")
         return [unit for unit in self._units if not names or unit in {known[name] for name in names}]
 
-    def _write_back(self, units: Sequence[Unit]) -> None:
-        """Copy this rank's part of changed full buffers into its shards.
+    def _write_back(self, units: Sequence[Unit], before: Sequence["_Before"]) -> None:
+        """Copy this rank's part of changed full weights into its shards.
 
         A unit counts as changed if it is on any rank: all must agree on whether it has to be gathered again.
 
         Raises:
             PhaseError: on every rank, if the shards were changed meanwhile; writing back would undo that.
         """
-        if self._calls is None:
-            return  # the full parameters are the shards
-        written = [any(not torch.equal(ours, flat.local) for flat, ours in self._own_parts(unit)) for unit in units]
-        overtaken = any(unit.gathered_version != unit.version() for unit in units)
-        ranks = torch.tensor([*written, overtaken], dtype=torch.int32)
-        all_reduce(ranks, self._transport, operation=Operation(f"what was written {self._label}", next(self._uses)))
+        changed = {id(each.flat) for each in before if each.changed()}
+        written = [any(id(f) in changed or _differs(f, full) for f, full in _places(unit)) for unit in units]
+        overtaken = any(unit.follows and unit.gathered_version != unit.version() for unit in units)
+        ranks = torch.tensor([*written, overtaken], dtype=torch.int32, device=self._shared.device)
+        operation = Operation(f"what was written {self._shared.label}", next(self._uses))
+        for transport in self._shared.transports:
+            all_reduce(ranks, transport, operation=operation)
         if ranks[-1] > 0:
             raise PhaseError(
                 "gathered(): the shards were changed inside it (a step, a load), which writing back would undo. "
@@ -130,11 +155,47 @@ class FullParameters:
             )
         with torch.no_grad():
             for unit, writers in zip(units, ranks.tolist(), strict=False):
-                for flat, ours in self._own_parts(unit) if writers else ():
-                    flat.local.copy_(ours)
+                for flat, full in _places(unit) if writers else ():
+                    _take_over(flat, full)
 
-    def _own_parts(self, unit: Unit) -> Iterator[tuple[Flat, Tensor]]:
-        """Yield each flat of a held unit with what this rank's shard is in the full buffer [S]."""
-        assert unit.buffer is not None, "a held unit has a buffer"
-        for flat, full in zip(unit.flats, unit.full_views(unit.buffer), strict=True):
-            yield flat, flat.own_part(full)
+
+@dataclass(frozen=True)
+class _Before:
+    """What a rank keeps of a flat whose full weights are the same memory, so that writes can be seen and undone."""
+
+    flat: Flat
+    copy: Tensor
+
+    @staticmethod
+    def of(flat: Flat) -> "_Before":
+        return _Before(flat, flat.local.clone())
+
+    def changed(self) -> bool:
+        return not torch.equal(self.flat.local, self.copy)
+
+    def restore(self) -> None:
+        if self.changed():
+            with torch.no_grad():
+                self.flat.local.copy_(self.copy)
+
+
+def _places(unit: Unit) -> Iterator[tuple[Flat, Tensor]]:
+    """Yield each flat of a held unit with its full weights [W*S]."""
+    return zip(unit.flats, unit.fulls(), strict=True)
+
+
+def _differs(flat: Flat, full: Tensor) -> bool:
+    return not flat.in_place and not torch.equal(flat.own_part(full), flat.local.to(flat.compute))
+
+
+def _take_over(flat: Flat, full: Tensor) -> None:
+    """Let the shard be what was written. Elements that were not keep all their digits: the full weights may have less.
+
+    Where both are the same memory only the version is raised, so that other ranks' parts are gathered again.
+    """
+    if flat.in_place:
+        torch.autograd.graph.increment_version(flat.local)
+        return
+    ours = flat.own_part(full)
+    same = ours == flat.local.to(flat.compute)
+    flat.local.copy_(torch.where(same, flat.local, ours.to(flat.local.dtype)))

@@ -1,4 +1,4 @@
-"""Gathering: who needs a unit's full weights holds it, and releases it after use.
+"""Gathering (stage 3): who needs a unit's full weights holds it, and releases it after use.
 
     hold -> [gather] -> FULL, used -> release -> IDLE -> hold again: nothing to do
                                               -> evicted: the buffer serves another unit
@@ -12,21 +12,16 @@ Legend: `W` ranks, `S` elements per shard; a full buffer has `W*S` elements per 
 
 import warnings
 import weakref
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from shardlite.config import poison_evicted_buffers
 from shardlite.errors import EscapedViewWarning
-from shardlite.lane import Lane
+from shardlite.fill import Filler, is_fresh, unseen_by_checkpoints
 from shardlite.order import Order
 from shardlite.phase import Weights
-from shardlite.ring import Operation, all_gather
 from shardlite.unit import Buffer, Shared, Unit, storage_key
 
 
@@ -35,10 +30,9 @@ class Gatherer:
 
     def __init__(self, units: Sequence[Unit], shared: Shared, *, prefetch: int) -> None:
         self.order = Order()
-        self._lane = Lane("gather")
+        self._filler = Filler(shared)
         self._units = units
-        self._label = shared.label
-        self._transport = shared.transport
+        self._device = shared.device
         self._trace = shared.trace
         self._ledger = shared.ledger
         self._prefetch = prefetch
@@ -58,7 +52,7 @@ class Gatherer:
         What is not `foreseen` is no part of a pass: it is not recorded, and nothing is gathered ahead.
         """
         if unit.holds == 0:
-            with _unseen_by_checkpoints():
+            with unseen_by_checkpoints():
                 self._request(unit)
                 self._idle.pop(unit, None)
                 if foreseen:
@@ -72,9 +66,14 @@ class Gatherer:
         unit.holds -= 1
         if unit.holds == 0:
             self._trace.emit("release", unit.name)
-            with _unseen_by_checkpoints():
+            with unseen_by_checkpoints():
                 self._let_idle(unit)
                 self._keep_idle(unit)
+
+    def begin_pass(self, kind: Hashable) -> None:
+        """Start a forward pass; those of one kind are expected to need the same units."""
+        self.finish_prefetched()
+        self.order.begin(kind)
 
     def begin_backward(self, *, final: bool) -> None:
         """Start the pass of a backward; a `final` one is followed by a step, after which all weights are stale."""
@@ -91,6 +90,9 @@ class Gatherer:
         """Let the next hold of each gather anew, because the full weights may have been written to."""
         for unit in units:
             unit.stale = True
+
+    def expire(self) -> None:
+        """Nothing: idle parameters are placeholders anyway, and a hold finds that their weights have changed."""
 
     def finish_prefetched(self) -> None:
         """Finish what was gathered ahead and never needed, so that it counts as idle."""
@@ -114,44 +116,23 @@ class Gatherer:
 
     def _request(self, unit: Unit) -> None:
         """Start gathering `unit`, unless its weights are there, or on their way, and are those of now."""
-        if unit.buffer is not None and unit.gathered_version == unit.version() and not unit.stale:
+        if is_fresh(unit):
             return
         if unit.phase is Weights.GATHERING:  # gathered ahead, then the weights were changed
             self._land(unit)
             self._let_idle(unit)
-        self._trace.emit("gather", unit.name)
         with torch.inference_mode(False), torch.no_grad():
             # A buffer born in inference mode could never be saved for a backward.
-            self._start(unit, self._buffer_for(unit))
-
-    def _start(self, unit: Unit, buffer: Buffer) -> None:
-        """Put this rank's shards in their places and send them round."""
-        fulls = unit.full_views(buffer)
-        for flat, full in zip(unit.flats, fulls, strict=True):
-            flat.own_part(full).copy_(flat.local)
-        unit.gathers += 1
-        label = f"all-gather of unit {unit.name!r} {self._label}"
-        jobs = deque((full, Operation(f"{label}, flat {i}", unit.gathers)) for i, full in enumerate(fulls))
-
-        def go_round() -> None:
-            while jobs:  # emptied, so that nothing of ours views the buffer once the flight is over
-                all_gather(jobs[0][0], self._transport, operation=jobs[0][1])
-                jobs.popleft()
-
-        self._owners[buffer.key] = unit
-        unit.buffer, unit.gathered_version, unit.stale = buffer, unit.version(), False
-        unit.move(Weights.GATHERING)
-        unit.flight = self._lane.submit(go_round)
+            buffer = self._buffer_for(unit)
+            self._owners[buffer.key] = unit
+            unit.buffer = buffer
+            self._filler.start(unit)
 
     def _land(self, unit: Unit) -> None:
         """Wait for the weights, and let the module's parameters be views of them."""
-        assert unit.buffer is not None
-        if unit.flight is not None:
-            self._trace.emit("wait", unit.name)
-            unit.flight.wait()
-            unit.flight = None
+        self._filler.finish(unit)
         with torch.inference_mode(False):
-            unit.bind(unit.buffer)
+            unit.bind()
         unit.move(Weights.FULL)
 
     def _let_idle(self, unit: Unit) -> None:
@@ -200,7 +181,7 @@ class Gatherer:
         buffer = self._evict(victim) if victim else None
         if buffer is None or buffer.bytes.numel() != unit.nbytes:
             del buffer  # before, not after, there is another one
-            buffer = Buffer(unit.nbytes, unit.flats[0].local.device)
+            buffer = Buffer(unit.nbytes, self._device)
             self._ledger.track("gather buffers", buffer.bytes)
         return buffer
 
@@ -241,14 +222,3 @@ class Gatherer:
                 EscapedViewWarning,
                 stacklevel=2,
             )
-
-
-@contextmanager
-def _unseen_by_checkpoints() -> Iterator[None]:
-    """Hide what a gather computes from selective checkpointing, which would replay it as a part of the forward."""
-    modes = _get_current_dispatch_mode_stack()
-    if any(isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode) for mode in modes):
-        with _disable_current_modes():
-            yield
-    else:
-        yield

@@ -1,37 +1,52 @@
-"""Watching every optimizer's step, through PyTorch's global hooks.
+"""Where PyTorch's own tools meet shards: what every optimizer's step, gradient scaler and norm has to be told.
 
-An optimizer that was built before wrapping holds the module's own parameters, which have no gradients: it would train
-nothing, in silence. So its first step is an error. And wrapped models hear of the steps that change them.
+- An optimizer that was built before wrapping, and is not ours, holds the module's own parameters, which have no
+  gradients: it would train nothing, in silence. So its first step is an error.
+- Wrapped models hear of the steps that change them, and may have to leave one out.
+- `torch.nn.utils.clip_grad_norm_` would take the norm of this rank's shards for that of all, and `GradScaler` would
+  decide on each rank by itself whether to step. Both look up a function when they are called: that one is replaced.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardlite.errors import LayoutError
-from shardlite.shards import Shards
+from shardlite.stepping import Stepping
 
 WHOLE_MATRICES = {"Muon", "Adafactor", "LBFGS"}
 """Optimizers of PyTorch that are not elementwise."""
 
-_models: "WeakSet[Shards]" = WeakSet()
+_models: "WeakSet[Stepping]" = WeakSet()
 _generation = 0  # how many models there have been: what was looked up before the latest is looked up again
-_stepping: "WeakKeyDictionary[Optimizer, tuple[int, int, list[ref[Shards]]]]" = WeakKeyDictionary()
+_stepping: "WeakKeyDictionary[Optimizer, tuple[int, int, list[ref[Stepping]]]]" = WeakKeyDictionary()
 
 
-def watch(shards: Shards) -> None:
-    """Let a model's shards hear of the steps of all optimizers that hold any of them."""
+def watch(model: Stepping) -> None:
+    """Let a model hear of the steps of all optimizers that hold any of its shards."""
     global _generation
-    _models.add(shards)
+    _models.add(model)
     _generation += 1
+
+
+def optimizers_of(model: Stepping) -> list[Optimizer]:
+    """Return the optimizers that have stepped a model."""
+    return [optimizer for optimizer, (_, _, models) in _stepping.items() if any(each() is model for each in models)]
+
+
+# ---- steps ----------------------------------------------------------------------------------------------------------
 
 
 def _before(optimizer: Optimizer, *_: Any) -> None:
     for model in _models_of(optimizer):
-        model.before_step()
+        model.before_step(optimizer)
 
 
 def _after(optimizer: Optimizer, *_: Any) -> None:
@@ -40,7 +55,7 @@ def _after(optimizer: Optimizer, *_: Any) -> None:
         model.after_step(stepped)
 
 
-def _models_of(optimizer: Optimizer) -> list[Shards]:
+def _models_of(optimizer: Optimizer) -> list[Stepping]:
     """Return the wrapped models that an optimizer steps, looked up again when its parameters or the models change."""
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     known = _stepping.get(optimizer)
@@ -50,18 +65,18 @@ def _models_of(optimizer: Optimizer) -> list[Shards]:
     return [model for each in known[2] if (model := each()) is not None]
 
 
-def _find(optimizer: Optimizer) -> Iterable[Shards]:
+def _find(optimizer: Optimizer) -> Iterable[Stepping]:
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for model in list(_models):
-        unsharded = model.names_of_unsharded()
+        unsharded = model.shards.names_of_unsharded()
         for wrong in held & unsharded.keys():
             raise LayoutError(
                 f"{type(optimizer).__name__} holds the unsharded parameter {unsharded[wrong]!r}, which gets no "
                 "gradient: it was built before the model was wrapped. Build it from `model.parameters()` of the "
                 "ShardLite model"
             )
-        if held & {id(shard) for shard in model}:
-            if model.are_parts and type(optimizer).__name__ in WHOLE_MATRICES:
+        if held & {id(shard) for shard in model.shards}:
+            if model.shards.are_parts and type(optimizer).__name__ in WHOLE_MATRICES:
                 raise LayoutError(
                     f"{type(optimizer).__name__} computes with whole parameters or all of them together, and would "
                     "train something else on shards: use an elementwise optimizer (SGD, AdamW, ...), or stage 0"
@@ -69,5 +84,69 @@ def _find(optimizer: Optimizer) -> Iterable[Shards]:
             yield model
 
 
+# ---- gradient scalers -----------------------------------------------------------------------------------------------
+
+
+def _unscale(original: Callable[..., dict[torch.device, Tensor]]) -> Callable[..., dict[torch.device, Tensor]]:
+    def unscale(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
+        """Divide the gradients as ever; what any rank has found, all have."""
+        found = original(scaler, optimizer, *args, **kwargs)
+        for model in _models_of(optimizer):
+            flag = model.flag()
+            if flag is not None:
+                here = found.setdefault(flag.device, torch.zeros_like(flag))
+                torch.maximum(here, flag, out=here)
+        return found
+
+    return unscale
+
+
+# ---- norms ----------------------------------------------------------------------------------------------------------
+
+_Tensors = Tensor | Iterable[Tensor]
+
+
+def _total_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def total_norm(
+        tensors: _Tensors, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Tensor:
+        """Return the norm over all ranks, if `tensors` are gradients of shards."""
+        grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        model, shards = _owner(grads)
+        if model is None:
+            return original(grads, norm_type, error_if_nonfinite, foreach)
+        norm = model.norm(float(norm_type), shards)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"The total norm of order {norm_type} of the gradients of all ranks is {norm.item()}, so it cannot be "
+                "clipped. Pass `error_if_nonfinite=False` to scale by it anyway"
+            )
+        return norm
+
+    return total_norm
+
+
+def _owner(grads: Sequence[Tensor]) -> tuple[Stepping | None, set[Tensor]]:
+    """Return the model whose gradients these are, if any, and the shards that they belong to.
+
+    Raises:
+        LayoutError: they are of several models, or only some are of a wrapped one.
+    """
+    wanted = {id(grad) for grad in grads}
+    for model in list(_models):
+        shards: set[Tensor] = {shard for shard in model.shards if shard.grad is not None and id(shard.grad) in wanted}
+        if len(shards) == len(wanted) and shards:
+            return model, shards
+        if shards:
+            raise LayoutError(
+                "the norm of gradients of a wrapped model is one over all ranks, and cannot be taken together with "
+                f"others: {len(wanted) - len(shards)} of {len(wanted)} gradients are of something else. Clip each "
+                "model by itself"
+            )
+    return None, set()
+
+
 register_optimizer_step_pre_hook(_before)
 register_optimizer_step_post_hook(_after)
+setattr(GradScaler, "_unscale_grads_", _unscale(GradScaler._unscale_grads_))  # noqa: B010 (mypy refuses assignment)
+setattr(clip_grad, "_get_total_norm", _total_norm(clip_grad._get_total_norm))  # noqa: B010

@@ -14,6 +14,7 @@ from torch import nn
 
 from shardlite.backward import Backward, in_backward
 from shardlite.errors import LayoutError
+from shardlite.fill import Gathering
 from shardlite.handles import Call, Calls, pop_hooks, push_hooks
 from shardlite.sites import Site
 from shardlite.unit import Unit
@@ -29,10 +30,11 @@ class _Frame:
 
 
 class ModuleHooks:
-    """The hooks of one wrapped model; without calls the weights are always there, and autograd may save them."""
+    """The hooks of one wrapped model; without calls the weights keep their memory, and autograd may save them."""
 
-    def __init__(self, backward: Backward, calls: Calls | None) -> None:
+    def __init__(self, backward: Backward, gatherer: Gathering, calls: Calls | None) -> None:
         self._backward = backward
+        self._gatherer = gatherer
         self._calls = calls
         self._needs: Mapping[nn.Module, Sequence[Unit]] = {}
         self._sites: Mapping[Unit, Sequence[Site]] = {}
@@ -84,11 +86,12 @@ class ModuleHooks:
             self._leave_unit(unit)
 
     def _begin_pass(self, module: nn.Module) -> None:
-        self._backward.repair()
         self._evaluating = not torch.is_grad_enabled()
-        if self._calls is not None:
-            self._calls.gatherer.finish_prefetched()
-            self._calls.gatherer.order.begin(("forward", module.training, self._evaluating))
+        if self._evaluating:
+            self._backward.repair()
+        else:
+            self._backward.begin_pass()
+        self._gatherer.begin_pass(("forward", module.training, self._evaluating))
 
     def _enter_unit(self, unit: Unit) -> None:
         depth = self._depth.get(unit, 0)
@@ -110,9 +113,10 @@ class ModuleHooks:
             self._release(unit)
 
     def _hold(self, unit: Unit) -> None:
+        self._gatherer.hold(unit)
         if self._calls is not None:
-            self._calls.gatherer.hold(unit)
             self._calls.current[unit] = Call(unit, self._calls)
+        if unit.follows:
             self._written[unit] = unit.writes()
 
     def _release(self, unit: Unit) -> None:
@@ -120,13 +124,13 @@ class ModuleHooks:
             call = self._calls.current.pop(unit)
             if in_backward():
                 self._calls.expect_backward(call)
-            written = unit.writes() != self._written.pop(unit)
-            self._calls.gatherer.release(unit)
-            if written:
-                raise LayoutError(
-                    f"unit {unit.name!r}: a forward has written into its weights, which would be lost (`max_norm` of "
-                    "an embedding does so, and moving averages in a forward). Write inside `gathered()`"
-                )
+        written = unit.follows and unit.writes() != self._written.pop(unit)
+        self._gatherer.release(unit)
+        if written:
+            raise LayoutError(
+                f"unit {unit.name!r}: a forward has written into its weights, which would be lost (`max_norm` of "
+                "an embedding does so, and moving averages in a forward). Write inside `gathered()`"
+            )
 
     def _check_sites(self, unit: Unit) -> None:
         """Raise if the model no longer holds the parameters that were wrapped."""
@@ -136,11 +140,6 @@ class ModuleHooks:
                     f"parameter {site.name!r} was replaced after wrapping, so the sharded one would never be used. "
                     "Write into it inside `gathered()` or with `load_full_state_dict()`, or change the module "
                     "before wrapping it"
-                )
-            if site.param.requires_grad and not site.trainable:
-                raise LayoutError(
-                    f"parameter {site.name!r} was frozen when it was wrapped and is not any more, so it has no "
-                    "gradient shard and no place in the optimizer. Set requires_grad before wrapping"
                 )
 
 

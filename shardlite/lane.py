@@ -1,6 +1,7 @@
-"""Operations in flight. A lane is to the CPU what a stream is to a GPU: one thread that works off a queue in order.
+"""Operations in flight. A lane works off a queue in order, beside the computation.
 
-Gathers and reductions have a lane each, so that neither ever waits for the other.
+On the CPU it is a thread. On a GPU it is a stream, and a thread as well if messages block the host (gloo). Gathers and
+reductions have a lane each, so that neither ever waits for the other. This is the only file that knows streams.
 """
 
 import weakref
@@ -9,6 +10,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from queue import SimpleQueue
 from threading import Thread, current_thread
+from typing import Protocol
 
 import torch
 
@@ -16,22 +18,46 @@ _FAREWELL = 2.0
 """Seconds that the end of a lane waits for its last operation, which may be waiting for a peer that is gone."""
 
 
-class Flight:
-    """One operation in flight. `wait()` returns when it is done, or raises what went wrong in it."""
+class Flight(Protocol):
+    """One operation in flight, and the memory that it uses: do not touch that before `wait()`."""
+
+    def wait(self) -> None:
+        """Let what follows see the results, or raise what went wrong. On a GPU only the stream waits, not the host."""
+
+    def done(self) -> bool:
+        """Whether `wait()` has nothing to wait for."""
+
+    def wait_up_to(self, seconds: float) -> bool:
+        """Wait, the host for `seconds` at most; return whether what follows may use the results."""
+
+
+class Lane(Protocol):
+    """Runs operations one after the other."""
+
+    def submit(self, operation: Callable[[], None]) -> Flight:
+        """Queue `operation`; it starts when those before it are done, and what the caller has computed so far."""
+
+
+def make_lane(name: str, device: torch.device, *, blocking: bool) -> Lane:
+    """Return a lane for tensors on `device`; `blocking` says that operations make the host wait for messages."""
+    if device.type != "cuda":
+        return ThreadLane(name)
+    return StreamLane(device, ThreadLane(name) if blocking else None)
+
+
+class _HostFlight:
+    """An operation that is done when a thread has done it."""
 
     def __init__(self) -> None:
         self._outcome: Future[None] = Future()
 
     def wait(self) -> None:
-        """Block until the operation is done."""
         self._outcome.result()
 
     def done(self) -> bool:
-        """Whether `wait()` would return, or raise, at once."""
         return self._outcome.done()
 
     def wait_up_to(self, seconds: float) -> bool:
-        """Block for `seconds` at most; return whether the operation is done."""
         try:
             self._outcome.result(seconds)
         except FutureTimeoutError:
@@ -48,15 +74,15 @@ class Flight:
             self._outcome.set_result(None)
 
 
-class Lane:
-    """Runs operations one after the other on a thread of its own.
+class ThreadLane:
+    """Runs operations on a thread of its own.
 
     The thread ends with the lane. It is a daemon: a process that dies of an error must not wait for a peer that will
     never answer.
     """
 
     def __init__(self, name: str) -> None:
-        self._queue: SimpleQueue[tuple[Flight, Callable[[], None]] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[_HostFlight, Callable[[], None]] | None] = SimpleQueue()
         # Neither the thread nor the finalizer holds the lane, or a forgotten lane would never be collected.
         thread = Thread(target=_work_off, args=(self._queue,), name=f"shardlite-{name}", daemon=True)
         thread.start()
@@ -64,21 +90,74 @@ class Lane:
 
     def submit(self, operation: Callable[[], None]) -> Flight:
         """Queue `operation`; it starts when those before it are done."""
-        flight = Flight()
+        flight = _HostFlight()
         self._queue.put((flight, operation))
         return flight
 
 
-def _end(queue: "SimpleQueue[tuple[Flight, Callable[[], None]] | None]", thread: Thread) -> None:
+def _end(queue: "SimpleQueue[tuple[_HostFlight, Callable[[], None]] | None]", thread: Thread) -> None:
     """Let the thread finish, and see it go: the interpreter must not be taken down under a running thread."""
     queue.put(None)
     if thread is not current_thread():
         thread.join(_FAREWELL)
 
 
-def _work_off(queue: "SimpleQueue[tuple[Flight, Callable[[], None]] | None]") -> None:
+def _work_off(queue: "SimpleQueue[tuple[_HostFlight, Callable[[], None]] | None]") -> None:
     with torch.no_grad():
         while (job := queue.get()) is not None:
             flight, operation = job
             flight.run(operation)
             del flight, operation, job  # or the last operation's buffers would live until the next one
+
+
+class StreamLane:
+    """Runs operations on a stream of its own; `thread` hands them to the GPU where that takes waiting for messages.
+
+    Memory is safe without further marks. A tensor that an operation uses was allocated on the caller's stream, whose
+    work so far the operation waits for; and the caller frees or reuses it only after `wait()`, from when on its stream
+    is behind the operation.
+    """
+
+    def __init__(self, device: torch.device, thread: ThreadLane | None) -> None:
+        self._device = device
+        self._thread = thread
+        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+    def submit(self, operation: Callable[[], None]) -> Flight:
+        """Queue `operation` behind what the current stream has been given so far."""
+        begin = torch.cuda.current_stream(self._device).record_event()
+        end = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+        def on_stream() -> None:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.no_grad():
+                self._stream.wait_event(begin)
+                operation()
+                end.record(self._stream)
+
+        if self._thread is None:
+            on_stream()
+            return _StreamFlight(self._device, end, None)
+        return _StreamFlight(self._device, end, self._thread.submit(on_stream))
+
+
+class _StreamFlight:
+    """An operation that is done when a stream has come to an event, which `host` records, or has recorded."""
+
+    def __init__(self, device: torch.device, end: torch.cuda.Event, host: Flight | None) -> None:
+        self._device = device
+        self._end = end
+        self._host = host
+
+    def wait(self) -> None:
+        if self._host is not None:
+            self._host.wait()
+        torch.cuda.current_stream(self._device).wait_event(self._end)
+
+    def done(self) -> bool:
+        return (self._host is None or self._host.done()) and bool(self._end.query())  # type: ignore[no-untyped-call]
+
+    def wait_up_to(self, seconds: float) -> bool:
+        if self._host is not None and not self._host.wait_up_to(seconds):
+            return False
+        torch.cuda.current_stream(self._device).wait_event(self._end)
+        return True

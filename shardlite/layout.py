@@ -9,8 +9,9 @@ which is cut into `W` shards of equal length. Cuts fall where they fall, also in
 Legend: `W` ranks, `r` this rank, `S` elements per shard.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -57,36 +58,62 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the parameters of one kind in one unit share a full buffer."""
+    """How the parameters of one kind in one unit share a full buffer, and where it is cut into shards."""
 
     dtype: torch.dtype
-    """Of the parameters and of the full buffer."""
+    """Of the elements."""
 
     trainable: bool
-    """Whether the parameters have gradients and optimizer state."""
+    """Whether the parameters had gradients when they were wrapped."""
 
     slots: tuple[Slot, ...]
     """In the order of registration, at ascending starts."""
 
-    world_size: int
-    """`W`."""
+    cuts: tuple[int, ...]
+    """`W + 1` elements: shard `k` is `[cuts[k], cuts[k + 1])`. Multiples of `ALIGN`."""
 
-    shard_numel: int
-    """`S`, a multiple of `ALIGN`."""
+    @property
+    def world_size(self) -> int:
+        """`W`."""
+        return len(self.cuts) - 1
 
     @property
     def full_numel(self) -> int:
-        """`W*S`."""
-        return self.world_size * self.shard_numel
+        """Elements of the full buffer: `W*S` where all shards are equal."""
+        return self.cuts[-1]
 
     @property
     def full_nbytes(self) -> int:
         """Bytes of the full buffer."""
         return self.full_numel * self.dtype.itemsize
 
+    @property
+    def shard_numel(self) -> int:
+        """`S`, the elements of the longest shard."""
+        return max(stop - start for start, stop in pairwise(self.cuts))
+
     def shard_range(self, rank: int) -> tuple[int, int]:
         """Return which elements of the full buffer are `rank`'s."""
-        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+        return self.cuts[rank], self.cuts[rank + 1]
+
+    def only(self, kept: Collection[int], dtype: torch.dtype) -> "Layout":
+        """Return the layout of the slots with these indices moved together, with the same elements on each rank.
+
+            full  | embed..... norm. |. head...... pad |
+            only  | embed...|head...... |                  `norm` has no gradient
+
+        With all slots it is this one, padding included, so that shards stay equal in length.
+        """
+        if len(kept) == len(self.slots):
+            return replace(self, dtype=dtype)
+        slots, cuts, end = [], [0] * len(self.cuts), 0
+        for i in sorted(kept):
+            slot, length = self.slots[i], round_up(self.slots[i].numel, ALIGN)
+            slots.append(replace(slot, start=end))
+            end += length
+            for k, cut in enumerate(self.cuts):
+                cuts[k] += min(max(cut - slot.start, 0), length)
+        return replace(self, dtype=dtype, slots=tuple(slots), cuts=tuple(cuts))
 
     def describe(self) -> list[str]:
         """Return one line per parameter, by which ranks compare what they have wrapped."""
@@ -103,4 +130,5 @@ def lay_out(
         slots.append(Slot(name, tuple(shape), end))
         end = round_up(slots[-1].stop, ALIGN)
     shard_numel = round_up(-(-end // world_size), ALIGN)
-    return Layout(dtype=dtype, trainable=trainable, slots=tuple(slots), world_size=world_size, shard_numel=shard_numel)
+    cuts = tuple(rank * shard_numel for rank in range(world_size + 1))
+    return Layout(dtype=dtype, trainable=trainable, slots=tuple(slots), cuts=cuts)

@@ -4,10 +4,10 @@ A unit is what is gathered at once, so it should be what is computed at once: on
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardlite.errors import LayoutError
 
@@ -34,8 +34,8 @@ class UnitPlan:
     """With the first name of each, in the order of registration."""
 
 
-def cut(model: nn.Module, policy: UnitPolicy) -> list[UnitPlan]:
-    """Plan the units: assign every parameter to one. The first is the root; some may turn out empty.
+def cut(model: nn.Module, policy: UnitPolicy, ignored: Collection[Tensor] = ()) -> list[UnitPlan]:
+    """Plan the units: assign every parameter that is not ignored to one. The first is the root; some may be empty.
 
     A parameter belongs to the innermost unit around it. One that occurs in several belongs to the innermost unit around
     all of its occurrences: tied weights need no setting.
@@ -49,7 +49,7 @@ def cut(model: nn.Module, policy: UnitPolicy) -> list[UnitPlan]:
     names: dict[nn.Parameter, str] = {}
     for path, chain, module in _walk(model, starts, plans):
         for attribute, param in module._parameters.items():
-            if param is not None:
+            if param is not None and param not in ignored:
                 names.setdefault(param, f"{path}.{attribute}".lstrip("."))
                 chains[param] = _common(chains.get(param, chain), chain)
     for param, name in names.items():

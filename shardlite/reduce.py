@@ -2,28 +2,32 @@
 
     gradient -> bucket [W*S] -> reduce-scatter -> gradient shard [S], of which the shards' `.grad` are views
 
+Where replicas hold the same shards (hybrid sharding), the shard then goes round their ring. Where gradients are not
+sharded (stage 0) all ranks gather it in the end. So at every stage the same additions are made in the same order.
+
 Units are reduced in one fixed order, so that every rank reduces every unit once per backward, whatever branches its
 forward took: what did not come counts as zero. In the end the ranks count who used each parameter, and one that no rank
-used keeps its `.grad` as it was.
+used keeps its `.grad` as it was; and they tell each other of gradients that are not finite.
 
 Legend: `W` ranks, `S` elements per shard.
 """
 
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from shardlite.average import Averager, Mean, is_bad
 from shardlite.bucket import Bucket
-from shardlite.errors import PhaseError
-from shardlite.lane import Flight, Lane
-from shardlite.layout import Layout
+from shardlite.census import Census
+from shardlite.errors import LayoutError, NonFiniteWarning, PhaseError
+from shardlite.lane import Flight
 from shardlite.phase import Gradients
-from shardlite.ring import Operation, all_reduce, broadcast, reduce_scatter, staging_numel
-from shardlite.unit import Shared, Unit
+from shardlite.ring import Operation, broadcast
+from shardlite.unit import Flat, Shared, Unit
 
 PATIENCE = 1.0
 """Seconds that a backward waits for an earlier reduction before it takes another bucket.
@@ -39,16 +43,14 @@ class _Reduction:
 
     bucket: Bucket
     flight: Flight
-    means: Sequence[Tensor]
-    """[S] for each trainable flat; [W*S], the bucket's own memory, where gradients are not sharded."""
-
+    means: Sequence[Mean]
     used: Sequence[int]
     """1 for each parameter that this rank has used, else 0."""
 
     def hand_over(self, users: Iterator[int]) -> None:
         """Give each shard that had any user its gradient: a view of the mean, or that added to what is there."""
-        for flat, mean in zip(self.bucket.unit.trainable, self.means, strict=True):
-            for shard, grad in zip(flat.shards, flat.shard_views(mean), strict=True):
+        for mean in self.means:
+            for shard, grad in mean.flat.gradient_views(mean.whole):
                 if next(users) == 0:
                     continue
                 if shard.grad is None:
@@ -61,6 +63,9 @@ class _Reduction:
 class _Round:
     """The reductions of one backward."""
 
+    order: Sequence[Unit]
+    """Which units are to be reduced."""
+
     ready: set[Unit] = field(default_factory=set)
     """Units whose gradients are all there."""
 
@@ -70,28 +75,59 @@ class _Round:
     landed: int = 0
     """How many of them are over, and their buckets free."""
 
+    first_bad: int | None = None
+    """In the census, this rank's first own gradient that is not finite; looked for on request only."""
+
     patient: bool = True
     """Whether it is worth waiting for a reduction before taking another bucket."""
 
 
 class Reducer:
-    """Reduces the gradients of one wrapped model; `sharded` tells whether a rank keeps its shard of them or all."""
+    """Reduces the gradients of one wrapped model; `diagnose` names those that are not finite."""
 
-    def __init__(self, units: Sequence[Unit], shared: Shared, *, sharded: bool) -> None:
-        self._lane = Lane("reduce")
-        self._label = shared.label
-        self._transport = shared.transport
-        self._trace = shared.trace
-        self._ledger = shared.ledger
-        self._sharded = sharded
-        self._buckets = {unit: Bucket(unit) for unit in units if unit.trainable}
-        self._order = list(reversed(self._buckets))  # a guess, until the first backward has shown how gradients come
+    nonfinite: Tensor | None = None
+    """[], fp32: 1 if what the last backward left in `.grad` has a NaN or an infinity on any rank, else 0."""
+
+    def __init__(self, units: Sequence[Unit], shared: Shared, *, stage: int, diagnose: bool) -> None:
+        self._shared = shared
+        self._lane = shared.lane("reduce")
+        self._averager = Averager(shared, stage=stage)
+        self._census = Census(shared)
+        self._diagnose = diagnose
+        self._buckets = {unit: Bucket(unit) for unit in units}
+        self._order = list(reversed(units))  # a guess, until the first backward has shown how gradients come
         self._observed: list[Unit] | None = []
         self._backwards = 0
-        self._round = _Round()
-        self._staging = self._make_staging()
+        self._round = _Round(self._now_in_order())
 
-    def add(self, unit: Unit, flat: int, slot: int, grad: Tensor) -> Bucket:
+    @property
+    def units(self) -> Iterable[Unit]:
+        """The units whose gradients this reduces."""
+        return self._buckets
+
+    def follow_requires_grad(self) -> bool:
+        """Have buckets for those parameters that require gradients now; return whether that changed anything.
+
+        Raises:
+            PhaseError: gradients are accumulated and not reduced yet.
+            LayoutError: a parameter was unfrozen that is kept in a dtype too narrow to train.
+        """
+        if all(flat.rows_now() == flat.rows for unit in self._buckets for flat in unit.flats):
+            return False
+        _check_precision(flat for unit in self._buckets for flat in unit.flats)
+        for unit, bucket in self._buckets.items():
+            if bucket.phase is Gradients.FILLING:
+                raise PhaseError(
+                    f"requires_grad was changed while gradients of unit {unit.name!r} are accumulated and not yet "
+                    "reduced: change it after a step, or call zero_grad() of the model before"
+                )
+        for bucket in self._buckets.values():
+            bucket.follow_requires_grad()
+        self._observed = []
+        self._round = _Round(self._now_in_order())
+        return True
+
+    def add(self, unit: Unit, param: nn.Parameter, grad: Tensor) -> Bucket:
         """Take in the gradient of one parameter, and return the bucket that it went to.
 
         Raises:
@@ -99,15 +135,14 @@ class Reducer:
         """
         bucket = self._buckets[unit]
         if any(reduction.bucket is bucket for reduction in self._round.started):
-            name = unit.trainable[flat].layout.slots[slot].name
             raise PhaseError(
-                f"unit {unit.name!r}: a gradient of {name!r} came after the unit had been reduced in this backward. "
+                f"unit {unit.name!r}: a gradient came after the unit had been reduced in this backward. "
                 "A reentrant backward reached the unit outside the wrapped model's forward; use "
                 "`checkpoint(..., use_reentrant=False)`"
             )
         if bucket.phase is Gradients.EMPTY:
             self._fill(bucket)
-        bucket.add(flat, slot, grad)
+        bucket.add(param, grad)
         self._land_what_is_done()
         return bucket
 
@@ -129,9 +164,7 @@ class Reducer:
         while (turn := self._next_unit()) is not None:
             self._reduce(turn)
         self._land(len(self._round.started))
-        users = iter(self._count_users())
-        for reduction in self._round.started:
-            reduction.hand_over(users)
+        self._hand_over()
         self._agree_on_order()
         self.start_over()
 
@@ -139,7 +172,7 @@ class Reducer:
         """Be ready for the next backward."""
         for bucket in self._buckets.values():
             bucket.arrivals = 0
-        self._round = _Round()
+        self._round = _Round(self._now_in_order())
         self._backwards += 1
 
     def abandon(self) -> None:
@@ -154,10 +187,14 @@ class Reducer:
             if bucket.phase is Gradients.FILLING:
                 bucket.clear()
 
+    def _now_in_order(self) -> list[Unit]:
+        """Return the units that have gradients, in the order of their reductions."""
+        return [unit for unit in self._order if self._buckets[unit].flats]
+
     def _next_unit(self) -> Unit | None:
         """Return the unit that is to be reduced next in this backward."""
         place = len(self._round.started)
-        return self._order[place] if place < len(self._order) else None
+        return self._round.order[place] if place < len(self._round.order) else None
 
     def _reduce(self, unit: Unit) -> None:
         """Send a unit's bucket round."""
@@ -166,15 +203,18 @@ class Reducer:
             self._fill(bucket)  # with nothing: the other ranks count on our zeros
         bucket.zero_the_rest()
         bucket.move(Gradients.REDUCING)
-        self._trace.emit("reduce", unit.name)
+        self._shared.trace.emit("reduce", unit.name)
         self._round.started.append(self._launch(bucket))
 
     def _launch(self, bucket: Bucket) -> _Reduction:
         unit = bucket.unit
         used = bucket.flags()
-        means = [self._mean_buffer(full, flat.layout) for full, flat in zip(bucket.full, unit.trainable, strict=True)]
+        if self._diagnose and self._round.first_bad is None and (bad := bucket.first_bad()) is not None:
+            self._round.first_bad = bad + sum(len(reduction.used) for reduction in self._round.started)
+        means = [self._averager.place(*pair) for pair in zip(bucket.flats, bucket.full, strict=True)]
+        label = f"reduce-scatter of unit {unit.name!r} {self._shared.label}"
         jobs = deque(
-            self._job(full, mean, f"reduce-scatter of unit {unit.name!r} {self._label}, flat {i}")
+            self._averager.job(full, mean, unit.name, Operation(f"{label}, flat {i}", self._backwards))
             for i, (full, mean) in enumerate(zip(bucket.full, means, strict=True))
         )
 
@@ -184,31 +224,16 @@ class Reducer:
 
         return _Reduction(bucket, self._lane.submit(go_round), means, used)
 
-    def _job(self, full: Tensor, mean: Tensor, label: str) -> Callable[[], object]:
-        """Return what the lane has to do for one flat: the mean over the ranks, sharded or not."""
-        operation = Operation(label, self._backwards)
-        transport, divisor = self._transport, self._transport.world_size
-        if self._sharded:
-            return partial(reduce_scatter, full, transport, out=mean, divisor=divisor, operation=operation)
-        staging = self._staging.view(full.dtype)
-        return partial(all_reduce, full, transport, divisor=divisor, staging=staging, operation=operation)
-
-    def _mean_buffer(self, full: Tensor, layout: Layout) -> Tensor:
-        """Return where a flat's reduced gradient will be. It lives as long as a `.grad` views it."""
-        mean = full.new_empty(layout.shard_numel) if self._sharded else full
-        self._ledger.track("gradients", mean)
-        return mean
-
     def _fill(self, bucket: Bucket) -> None:
         """Give a bucket its memory, once at most one other is on its way."""
         now = self._round
         while now.patient and len(now.started) - now.landed > 1:
             now.patient = now.started[now.landed].flight.wait_up_to(PATIENCE)
-            self._land_what_is_done()
-        bucket.full = [torch.empty(flat.layout.full_numel, dtype=flat.layout.dtype) for flat in bucket.unit.trainable]
+            if now.patient:
+                self._land(now.landed + 1)
+        bucket.fill(self._shared.device)
         for full in bucket.full:
-            self._ledger.track("gradient buckets", full)
-        bucket.move(Gradients.FILLING)
+            self._shared.ledger.track("gradient buckets", full)
 
     def _land_what_is_done(self) -> None:
         """Free the buckets whose reductions are over."""
@@ -223,13 +248,34 @@ class Reducer:
             reduction.bucket.clear()
             self._round.landed += 1
 
-    def _count_users(self) -> list[int]:
-        """Return how many ranks used each parameter, in the order of reductions."""
-        used = torch.tensor([flag for reduction in self._round.started for flag in reduction.used], dtype=torch.int32)
-        operation = Operation(f"who used which parameter {self._label}", self._backwards)
-        all_reduce(used, self._transport, operation=operation)
-        counts: list[int] = used.tolist()
-        return counts
+    def _hand_over(self) -> None:
+        """Give the shards their gradients, as far as any rank has used their parameters."""
+        reductions = self._round.started
+        if not reductions:
+            return
+        present = [shard.grad for flat in self._flats() for shard in flat.shards if shard.grad is not None]
+        bad = [mean.bad for reduction in reductions for mean in reduction.means]
+        bad += [is_bad(grad).int() for grad in present]  # what was accumulated before
+        users, self.nonfinite = self._census.take([flag for each in reductions for flag in each.used], bad)
+        left = iter(users)
+        for reduction in reductions:
+            reduction.hand_over(left)
+        if self._diagnose and self.nonfinite.item():
+            self._name_bad()
+
+    def _name_bad(self) -> None:
+        """Warn of the first gradient that is not finite, of each rank that has one."""
+        names = [flat.layout.slots[row].name for flat in self._flats() for row in flat.rows]
+        found = self._census.first_bad(self._round.first_bad)
+        where = ", ".join(f"of {names[index]!r} on rank {rank}" for rank, index in found)
+        warnings.warn(
+            f"gradients are not finite: {where or 'in sums and accumulated ones only'}. The step is skipped",
+            NonFiniteWarning,
+            stacklevel=2,
+        )
+
+    def _flats(self) -> Iterator[Flat]:
+        return (flat for unit in self._round.order for flat in self._buckets[unit].flats)
 
     def _agree_on_order(self) -> None:
         """After the first backward, take the order in which rank 0's units were complete as everybody's order."""
@@ -237,16 +283,20 @@ class Reducer:
             return
         units = list(self._buckets)
         seen = [*self._observed, *(unit for unit in self._order if unit not in self._observed)]
-        order = torch.tensor([units.index(unit) for unit in seen], dtype=torch.int64)
-        broadcast(order, self._transport, operation=Operation(f"the order of reductions {self._label}"))
+        order = torch.tensor([units.index(unit) for unit in seen], dtype=torch.int64, device=self._shared.device)
+        operation = Operation(f"the order of reductions {self._shared.label}", self._backwards)
+        for transport in self._shared.transports:
+            broadcast(order, transport, operation=operation)
         self._order = [units[i] for i in order.tolist()]
         self._observed = None
 
-    def _make_staging(self) -> Tensor:
-        """Allocate, once, where partial sums arrive; a reduce-scatter stages them in the gradient shard itself."""
-        world_size = self._transport.world_size
-        layouts = [flat.layout for unit in self._buckets for flat in unit.trainable]
-        needed = [staging_numel(each.full_numel, world_size, each.dtype) * each.dtype.itemsize for each in layouts]
-        staging = torch.empty(0 if self._sharded or world_size == 1 else max(needed), dtype=torch.uint8)
-        self._ledger.track("staging", staging)
-        return staging
+
+def _check_precision(flats: Iterable[Flat]) -> None:
+    for flat in flats:
+        unfrozen = [row for row in flat.rows_now() if not flat.layout.trainable]
+        if unfrozen and flat.local.dtype.itemsize < torch.float32.itemsize:
+            raise LayoutError(
+                f"parameter {flat.layout.slots[unfrozen[0]].name!r} was frozen when it was wrapped, and so is kept in "
+                f"{flat.local.dtype} only, too narrow for the steps of an optimizer. Wrap it with requires_grad set, "
+                "and freeze it afterwards"
+            )

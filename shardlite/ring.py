@@ -1,16 +1,18 @@
-"""Ring collectives over a `Transport`. Pure blocking functions: no process group, no module, no stream, no state.
+"""Ring collectives over a `Transport`. Pure functions: no process group, no module, no stream, no state.
 
-Rank `r` sends only to its right neighbour `r+1` and receives only from its left neighbour `r-1` (modulo `W`). A segment
-travels in chunks, and a chunk is passed on as soon as it came, so all links are busy after the first chunk. Each rank
+Rank `r` sends only to its right neighbour `r+1` and receives only from its left neighbour `r-1` (modulo `W`). Each rank
 sends `(W-1)/W` of the buffer per gather or reduction, which is optimal (Thakur, Rabenseifner, Gropp, 2005, IJHPCA 19).
+A function returns when its buffers may be used: by the host, or, if the transport is not `blocking`, by what is put on
+the device's current stream afterwards.
 
-Legend: `W` ranks, `r` this rank, `t` a step of the ring, `n` elements in the full buffer, `S = ceil(n/W)` elements in a
-segment. The last segments may be shorter or empty.
+Legend: `W` ranks, `r` this rank, `t` a step of the ring, `n` elements in the full buffer. Segment `k` is
+`[cuts[k], cuts[k+1])`. Without `cuts` it has `S = ceil(n/W)` elements, and the last ones may be shorter or empty.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from zlib import crc32
 
 import torch
@@ -18,7 +20,8 @@ from shardlite_kernels import hop
 from torch import Tensor
 
 from shardlite.errors import CommError, LayoutError
-from shardlite.transport import Pending, Transport
+from shardlite.transport import Transport
+from shardlite.walk import Chunks, Destination, Links, add_up, pass_down, pass_on
 
 CHUNK_BYTES = 8 << 20
 """Bytes per message, equal on all ranks.
@@ -31,7 +34,9 @@ and 8.6 / 31.0 with 8 MiB; an all-gather 16.8 / 39.6, 6.2 / 25.0, 6.6 / 23.3 and
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SUMMABLE = (*_FLOATS, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)  # what `hop` adds
 
-_SLOTS = 2  # staging chunks of a reduction: one is being added while the other is being filled
+_NARROW = (torch.bfloat16, torch.float16)
+
+_SLOTS = 2  # staging chunks of a pipelined reduction: one is being added while the other is being filled
 
 
 @dataclass(frozen=True)
@@ -44,32 +49,63 @@ class Operation:
     label: str = "unnamed collective"
     sequence: int = 0
 
-    def tag(self, full: Tensor) -> int:
-        """Return a message tag that only ranks doing the same operation on a like buffer share.
+    def tag(self, full: Tensor, cuts: Sequence[int] = ()) -> int:
+        """Return a message tag that only ranks doing the same operation on a like buffer, cut alike, share.
 
-        Ranks that disagree therefore do not mix data: their receives stay unanswered and end in a `CommError`. The tag
-        is 31 bits of a CRC, so that no registry of labels has to be agreed on; two names collide once in 2^31.
+        Ranks that disagree therefore do not mix data: their receives stay unanswered and end in a `CommError`. (Over
+        NCCL, which knows no tags, nothing tells them apart.) The tag is 31 bits of a CRC, so that no registry of labels
+        has to be agreed on; two names collide once in 2^31.
         """
-        return crc32(f"{self.label}\n{self.sequence}\n{full.dtype}\n{full.numel()}".encode()) & 0x7FFFFFFF
+        what = f"{self.label}\n{self.sequence}\n{full.dtype}\n{full.numel()}\n{list(cuts)}"
+        return crc32(what.encode()) & 0x7FFFFFFF
 
 
 UNNAMED = Operation()
 """For a program that runs one collective at a time."""
 
 
-def segment_bounds(numel: int, world_size: int) -> list[tuple[int, int]]:
-    """Return `(start, stop)` of each rank's segment: `[0, S), [S, 2S), ...`, cut off at `numel`."""
-    length = -(-numel // world_size)
-    return [(min(r * length, numel), min((r + 1) * length, numel)) for r in range(world_size)]
+def segment_bounds(numel: int, world_size: int, cuts: Sequence[int] | None = None) -> list[tuple[int, int]]:
+    """Return `(start, stop)` of each rank's segment: between `cuts`, or `[0, S), [S, 2S), ...`, cut off at `numel`.
+
+    Raises:
+        LayoutError: `cuts` are not `W+1` ascending offsets from 0 to `numel`.
+    """
+    if cuts is None:
+        length = -(-numel // world_size)
+        cuts = [min(r * length, numel) for r in range(world_size + 1)]
+    bounds = list(pairwise(cuts))
+    ascending = all(start <= stop for start, stop in bounds)
+    if len(bounds) != world_size or not ascending or (cuts[0], cuts[-1]) != (0, numel):
+        raise LayoutError(f"cuts {list(cuts)} are not {world_size + 1} ascending offsets from 0 to {numel}")
+    return bounds
 
 
-def staging_numel(numel: int, world_size: int, dtype: torch.dtype, *, chunk_bytes: int = CHUNK_BYTES) -> int:
-    """Return how many elements of `dtype` the staging buffer of a reduction needs: two chunks of a segment."""
-    return _SLOTS * min(_chunk_numel(dtype, chunk_bytes), -(-numel // world_size))
+def staging_numel(
+    numel: int,
+    world_size: int,
+    dtype: torch.dtype,
+    *,
+    cuts: Sequence[int] | None = None,
+    batched: bool = False,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> int:
+    """Return how many elements of `dtype` the staging buffer of a reduction needs.
+
+    That is two chunks of the longest segment, or all of it over a `batched` transport, which receives whole segments.
+
+    Raises:
+        LayoutError: as `segment_bounds`.
+    """
+    return _Cut(segment_bounds(numel, world_size, cuts), _chunk_numel(dtype, chunk_bytes)).staging_numel(batched)
 
 
 def all_gather(
-    full: Tensor, transport: Transport, *, operation: Operation = UNNAMED, chunk_bytes: int = CHUNK_BYTES
+    full: Tensor,
+    transport: Transport,
+    *,
+    cuts: Sequence[int] | None = None,
+    operation: Operation = UNNAMED,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> None:
     """Fill `full` [n] in place, given that segment `r` already holds this rank's shard.
 
@@ -82,25 +118,23 @@ def all_gather(
         r=2   [. . c]      [. b c]      [a b c]
 
     Raises:
-        LayoutError: `full` is not 1-D and contiguous.
+        LayoutError: `full` is not 1-D and contiguous; wrong `cuts`.
         CommError: a peer failed, is late or does another operation; `full` is then undefined.
     """
     _check_flat("full", full)
-    rank, world_size = transport.rank, transport.world_size
-    if world_size == 1:
+    cut = _cut(full, transport, cuts, chunk_bytes)
+    if transport.world_size == 1:
         return
-    segments = _chunked_segments(full, world_size, chunk_bytes)
-    arriving = [chunk for t in range(world_size - 1) for chunk in segments[(rank - 1 - t) % world_size]]
-    # What arrives at the last step has been everywhere: it is the right neighbour's own segment.
-    passed_on = len(arriving) - len(segments[(rank + 1) % world_size])
     with _named(operation, full):
-        _relay(_Ring(transport, operation.tag(full)), segments[rank], arriving, passed_on)
+        links = Links(transport, operation.tag(full, cut.offsets))
+        pass_on(links, cut.path(full, transport.rank))
 
 
 def reduce_scatter(
     full: Tensor,
     transport: Transport,
     *,
+    cuts: Sequence[int] | None = None,
     out: Tensor | None = None,
     divisor: int = 1,
     staging: Tensor | None = None,
@@ -110,8 +144,8 @@ def reduce_scatter(
     """Add `full` [n] over the ranks and return segment `r` of the sum, divided by `divisor`.
 
     At step `t` rank `r` sends the partial sum of segment `r-1-t` and receives that of segment `r-2-t`, to which it adds
-    its own. So segment `k` is added in the order `k+1, k+2, ..., k`, with any chunk size and over any transport. The
-    division is a true one and happens once, after the whole sum.
+    its own. So segment `k` is added in the order `k+1, k+2, ..., k`, with any cuts and chunk size and over any
+    transport. The division is a true one and happens once, after the whole sum.
 
         W=3   start          after t=0            after t=1
         r=0   [a0 a1 a2]     [a0    c1+a1 a2   ]  [b0+c0+a0 .        .       ]
@@ -119,27 +153,32 @@ def reduce_scatter(
         r=2   [c0 c1 c2]     [b0+c0 c1    c2   ]  [.        .        a2+b2+c2]
 
     The shard is written to `out` [its numel] or, without it, to its own place in `full`. The rest of `full` is
-    overwritten with partial sums. What arrives is staged in `out`, which is free until the last step; without `out`, or
-    if segments differ in length, in `staging` [`staging_numel(...)` or more], which is allocated if not given.
+    overwritten with partial sums, which travel in its dtype. For a bf16 or fp16 `full`, `out` may be fp32: the last
+    addition and the division are then rounded to fp32 only.
+
+    What arrives is staged in `out`, which is free until the last step; without `out`, or if its dtype is another or
+    segments differ in length, in `staging` [`staging_numel(...)` or more], which is allocated if not given.
 
     Raises:
-        LayoutError: a buffer is not 1-D and contiguous or does not fit `full`; a dtype without a sum; integers divided.
+        LayoutError: a buffer is not 1-D and contiguous or does not fit `full`; a dtype without a sum; integers divided;
+            wrong `cuts`.
         CommError: a peer failed, is late or does another operation; `full` and `out` are then undefined.
     """
     _check_flat("full", full)
     _check_arithmetic(full, divisor)
-    rank, world_size = transport.rank, transport.world_size
-    own = full[slice(*segment_bounds(full.numel(), world_size)[rank])]
+    cut = _cut(full, transport, cuts, chunk_bytes)
+    own = full[slice(*cut.bounds[transport.rank])]
     shard = own if out is None else out
-    _check_like(full, shard, own.numel(), own.numel(), "out")
-    if world_size == 1:
-        return torch.div(own, divisor, out=shard) if divisor != 1 else shard.copy_(own)
-    in_out = staging is None and full.numel() % world_size == 0 and _apart(shard, full)
-    slots = _chunks(shard, chunk_bytes) if in_out else _slots(full, world_size, staging, chunk_bytes)
-    segments = _chunked_segments(full, world_size, chunk_bytes)
+    _check_out(own, shard)
+    if transport.world_size == 1:
+        return _finished_alone(own, shard, divisor)
+    in_out = staging is None and cut.even and shard.dtype == full.dtype and _apart(shard, full)
+    slots = cut.chunks(shard) if in_out else _slots(full, cut, staging, batched=transport.batched)
     with _named(operation, full):
-        ring = _Ring(transport, operation.tag(full))
-        _reduce(ring, segments, _Destination(_chunks(shard, chunk_bytes), divisor), slots)
+        links = Links(transport, operation.tag(full, cut.offsets))
+        # The path starts one segment back, so that the own one arrives last.
+        path = cut.path(full, transport.rank - 1)
+        add_up(links, path, Destination(cut.chunks(shard), divisor), slots)
     return shard
 
 
@@ -147,6 +186,7 @@ def all_reduce(
     full: Tensor,
     transport: Transport,
     *,
+    cuts: Sequence[int] | None = None,
     divisor: int = 1,
     staging: Tensor | None = None,
     operation: Operation = UNNAMED,
@@ -160,8 +200,16 @@ def all_reduce(
         LayoutError, CommError: as `reduce_scatter`.
     """
     # Both halves may share a tag: on each link all messages of the first are sent and expected before the second's.
-    reduce_scatter(full, transport, divisor=divisor, staging=staging, operation=operation, chunk_bytes=chunk_bytes)
-    all_gather(full, transport, operation=operation, chunk_bytes=chunk_bytes)
+    reduce_scatter(
+        full,
+        transport,
+        cuts=cuts,
+        divisor=divisor,
+        staging=staging,
+        operation=operation,
+        chunk_bytes=chunk_bytes,
+    )
+    all_gather(full, transport, cuts=cuts, operation=operation, chunk_bytes=chunk_bytes)
 
 
 def broadcast(
@@ -185,97 +233,73 @@ def broadcast(
     if world_size == 1:
         return
     distance = (transport.rank - source) % world_size
-    chunks = _chunks(full, chunk_bytes)
+    chunks = _split(full, _chunk_numel(full.dtype, chunk_bytes))
     with _named(operation, full):
-        ring = _Ring(transport, operation.tag(full))
-        if distance == 0:
-            _relay(ring, chunks, [], 0)
-        else:
-            _relay(ring, [], chunks, len(chunks) if distance < world_size - 1 else 0)
+        links = Links(transport, operation.tag(full))
+        pass_down(links, chunks, first=distance == 0, last=distance == world_size - 1)
 
 
 @dataclass(frozen=True)
-class _Ring:
-    """The two links that a rank uses in one operation."""
+class _Cut:
+    """How a full buffer is cut: into one segment per rank, and each segment into messages of `chunk` elements."""
 
-    transport: Transport
-    tag: int
+    bounds: Sequence[tuple[int, int]]
+    chunk: int
 
-    def send(self, chunk: Tensor) -> Pending:
-        right = (self.transport.rank + 1) % self.transport.world_size
-        return self.transport.isend(chunk, right, self.tag)
+    @property
+    def offsets(self) -> list[int]:
+        return [0, *(stop for _, stop in self.bounds)]
 
-    def receive(self, chunk: Tensor) -> Pending:
-        left = (self.transport.rank - 1) % self.transport.world_size
-        return self.transport.irecv(chunk, left, self.tag)
+    @property
+    def longest(self) -> int:
+        return max(stop - start for start, stop in self.bounds)
 
+    @property
+    def even(self) -> bool:
+        return len({stop - start for start, stop in self.bounds}) == 1
 
-@dataclass(frozen=True)
-class _Destination:
-    """Where the chunks of the finished sum go, and by what they are divided on the way."""
+    def staging_numel(self, batched: bool) -> int:
+        return self.longest if batched else _SLOTS * min(self.chunk, self.longest)
 
-    chunks: Sequence[Tensor]
-    divisor: int
+    def chunks(self, segment: Tensor) -> Chunks:
+        """Cut a segment, or a buffer of another dtype that goes with it, into messages."""
+        return _split(segment, self.chunk)
 
-
-def _relay(ring: _Ring, departing: Sequence[Tensor], arriving: Sequence[Tensor], passed_on: int) -> None:
-    """Send `departing`, receive `arriving`, and pass the first `passed_on` of those on as they come."""
-    incoming = [ring.receive(chunk) for chunk in arriving]
-    outgoing = [ring.send(chunk) for chunk in departing]
-    for i, (pending, chunk) in enumerate(zip(incoming, arriving, strict=True)):
-        pending.wait()
-        if i < passed_on:
-            outgoing.append(ring.send(chunk))
-    _wait_all(outgoing)
+    def path(self, full: Tensor, first: int) -> list[Chunks]:
+        """Return the segments `first`, `first-1`, ..., all round, as they pass a rank."""
+        world_size = len(self.bounds)
+        return [self.chunks(full[slice(*self.bounds[(first - t) % world_size])]) for t in range(world_size)]
 
 
-def _reduce(ring: _Ring, segments: Sequence[Sequence[Tensor]], end: _Destination, slots: Sequence[Tensor]) -> None:
-    """Walk the reduction: while what has arrived in one slot is added to an own chunk, the other slots are filled."""
-    rank, world_size = ring.transport.rank, len(segments)
-    own = [chunk for t in range(world_size - 1) for chunk in segments[(rank - 2 - t) % world_size]]
-    passed_on = len(own) - len(end.chunks)
-    ahead = len(slots)
-    received = [slots[i % ahead][: chunk.numel()] for i, chunk in enumerate(own)]
-    incoming = [ring.receive(chunk) for chunk in received[:ahead]]
-    outgoing = [ring.send(chunk) for chunk in segments[(rank - 1) % world_size]]
-    for i in range(len(own)):
-        incoming[i].wait()
-        if i < passed_on:
-            # In place: a segment passes each rank once, so nothing that is still being sent is overwritten.
-            hop(own[i], received[i], own[i], 1)
-            outgoing.append(ring.send(own[i]))
-        else:
-            hop(end.chunks[i - passed_on], received[i], own[i], end.divisor)
-        if i + ahead < len(own):
-            incoming.append(ring.receive(received[i + ahead]))  # its slot has just been read
-    _wait_all(outgoing)
-
-
-def _wait_all(pending: Sequence[Pending]) -> None:
-    for message in pending:
-        message.wait()
+def _cut(full: Tensor, transport: Transport, cuts: Sequence[int] | None, chunk_bytes: int) -> _Cut:
+    bounds = segment_bounds(full.numel(), transport.world_size, cuts)
+    return _Cut(bounds, _chunk_numel(full.dtype, chunk_bytes))
 
 
 def _chunk_numel(dtype: torch.dtype, chunk_bytes: int) -> int:
     return max(1, chunk_bytes // dtype.itemsize)
 
 
-def _chunks(segment: Tensor, chunk_bytes: int) -> list[Tensor]:
+def _split(segment: Tensor, chunk: int) -> Chunks:
     """Cut a segment into messages; an empty one has none."""
-    return list(torch.split(segment, _chunk_numel(segment.dtype, chunk_bytes))) if segment.numel() else []
+    return torch.split(segment, chunk) if segment.numel() else ()
 
 
-def _chunked_segments(full: Tensor, world_size: int, chunk_bytes: int) -> list[list[Tensor]]:
-    return [_chunks(full[start:stop], chunk_bytes) for start, stop in segment_bounds(full.numel(), world_size)]
-
-
-def _slots(full: Tensor, world_size: int, staging: Tensor | None, chunk_bytes: int) -> Sequence[Tensor]:
+def _slots(full: Tensor, cut: _Cut, staging: Tensor | None, *, batched: bool) -> Chunks:
     """Cut the staging buffer, or a new one, into the slots where partial sums arrive."""
-    needed = staging_numel(full.numel(), world_size, full.dtype, chunk_bytes=chunk_bytes)
+    needed = cut.staging_numel(batched)
     if staging is None:
         staging = full.new_empty(needed)
-    _check_like(full, staging, needed, staging.numel(), "staging")
-    return staging[:needed].view(_SLOTS, -1).unbind() if needed else []
+    _check_like(full, staging, (full.dtype,), needed, staging.numel(), "staging")
+    return _split(staging[:needed], min(cut.chunk, cut.longest))
+
+
+def _finished_alone(own: Tensor, shard: Tensor, divisor: int) -> Tensor:
+    """Return the sum over one rank, divided in the precision of `shard`."""
+    if divisor == 1:
+        return shard.copy_(own)
+    hop(shard, torch.zeros_like(own), own, divisor)  # the addition of nothing: its division is that of every other sum
+    return shard
 
 
 def _apart(first: Tensor, second: Tensor) -> bool:
@@ -289,14 +313,20 @@ def _check_flat(name: str, tensor: Tensor) -> None:
         )
 
 
-def _check_like(full: Tensor, buffer: Tensor, least: int, most: int, name: str) -> None:
-    """Check a buffer that goes with `full`: flat, the same dtype and device, `least` to `most` elements."""
+def _check_like(full: Tensor, buffer: Tensor, dtypes: Sequence[torch.dtype], least: int, most: int, name: str) -> None:
+    """Check a buffer that goes with `full`: flat, one of `dtypes`, the same device, `least` to `most` elements."""
     _check_flat(name, buffer)
-    if (buffer.dtype, buffer.device) != (full.dtype, full.device):
+    if buffer.dtype not in dtypes or buffer.device != full.device:
         raise LayoutError(f"{name} is {buffer.dtype} on {buffer.device}, full is {full.dtype} on {full.device}")
     if not least <= buffer.numel() <= most:
         bound = "exactly" if least == most else "at least"
         raise LayoutError(f"{name} has {buffer.numel()} elements, expected {bound} {least}")
+
+
+def _check_out(own: Tensor, out: Tensor) -> None:
+    """Check the buffer of the shard: as `own`, or wider where `hop` can widen."""
+    widest = torch.float32 if own.dtype in _NARROW else own.dtype
+    _check_like(own, out, (own.dtype, widest), own.numel(), own.numel(), "out")
 
 
 def _check_arithmetic(full: Tensor, divisor: int) -> None:

@@ -1,31 +1,35 @@
 """The shards of one wrapped model, as optimizers see them, and what must not be done to them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from shardlite.errors import LayoutError
+from shardlite.fill import Gathering
 from shardlite.trace import Trace
 from shardlite.unit import Flat
 
 
 class Shards:
-    """This rank's shard of each parameter. `ready` is called before a step, and raises if it would be a wrong one."""
+    """This rank's shard of each parameter; `changed` are told when they change."""
 
-    def __init__(self, module: nn.Module, flats: Sequence[Flat], trace: Trace, ready: Callable[[], None]) -> None:
+    def __init__(self, module: nn.Module, flats: Sequence[Flat], trace: Trace) -> None:
         self._module = module
         self._trace = trace
-        self._ready = ready
-        self._of = {param: shard for flat in flats for _, param, shard in flat.slots()}
+        self._of = {param: shard for flat in flats for param, shard in zip(flat.params, flat.shards, strict=True)}
         self._param: dict[Tensor, nn.Parameter] = {shard: param for param, shard in self._of.items()}
-        self._kept = [(s, s.data_ptr(), flat.layout.trainable) for flat in flats for s in flat.shards]
-        self._resident = any(flat.sharded_range is None for flat in flats)
-        self.are_parts = any(flat.layout.world_size > 1 and flat.sharded_range is not None for flat in flats)
+        self._addresses = [(shard, shard.data_ptr()) for shard in self._param]
+        self._trainable = {shard: shard.requires_grad for shard in self._param}
+        self._resident = any(flat.full is not None for flat in flats)
+        self.are_parts = any(flat.layout.world_size > 1 and flat.rank is not None for flat in flats)
         """Whether a shard may be less than a whole parameter."""
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         return iter(self._of.values())
+
+    def __contains__(self, tensor: object) -> bool:
+        return tensor in self._param
 
     def of(self, name: str, param: nn.Parameter) -> nn.Parameter:
         """Return the shard of one of the module's own parameters.
@@ -35,11 +39,16 @@ class Shards:
         """
         if param not in self._of:
             raise LayoutError(f"parameter {name!r} was added or replaced after wrapping: do it before")
+        self._follow(self._of[param])
         return self._of[param]
 
+    def by_param(self) -> dict[Tensor, nn.Parameter]:
+        """Return the shard of each of the module's own parameters that is not its own shard."""
+        return {param: shard for param, shard in self._of.items() if param is not shard}
+
     def names_of_unsharded(self) -> dict[int, str]:
-        """Return the names of the module's own parameters, by id."""
-        return {id(param): name for name, param in self._module.named_parameters()}
+        """Return the names of the module's own parameters that are not their own shards, by id."""
+        return {id(param): name for name, param in self._module.named_parameters() if self._of.get(param) is not param}
 
     def check(self) -> None:
         """Raise if somebody did something to a shard that has no effect, and so would be lost in silence.
@@ -47,36 +56,43 @@ class Shards:
         Raises:
             LayoutError: a shard was given other memory, a hook, or another `requires_grad`.
         """
-        for shard, address, trainable in self._kept:
+        for shard, address in self._addresses:
             if shard.data_ptr() != address:
                 raise LayoutError(f"{self._words(shard)} was given other memory (`.data = ...`): copy into it")
+            if self._param[shard] is shard:
+                continue
             if shard._backward_hooks or getattr(shard, "_post_accumulate_grad_hooks", None):
                 raise LayoutError(
                     f"{self._words(shard)} has a hook, which would never run: shards are not in autograd's graph. "
                     "Register it on the module's own parameter"
                 )
-            if trainable and not shard.requires_grad:
+            if self._trainable[shard] and not shard.requires_grad:
                 raise LayoutError(
                     f"{self._words(shard)} was frozen, but the module's own parameters decide: set requires_grad on "
                     "those, or call requires_grad_() of the model"
                 )
+            self._follow(shard)
 
-    def before_step(self) -> None:
-        """Raise if a step would be a wrong one."""
-        self._ready()
-        self.check()
-
-    def after_step(self, stepped: Sequence[Tensor]) -> None:
+    def after_step(self, stepped: Sequence[Tensor], gatherer: Gathering) -> None:
         """Take note of what an optimizer has changed: the fused ones of PyTorch do not."""
         self._trace.emit("step")
-        self.mark_changed(stepped)
+        self.mark_changed(stepped, gatherer)
 
-    def mark_changed(self, changed: Sequence[Tensor]) -> None:
+    def mark_changed(self, changed: Sequence[Tensor], gatherer: Gathering) -> None:
         """Raise the versions by which gathers and autograd recognise weights that are no longer what they were."""
         ours = [shard for shard in changed if shard in self._param]
         torch.autograd.graph.increment_version(ours)
-        if self._resident:  # autograd knows the same memory by the module's parameters
-            torch.autograd.graph.increment_version([self._param[shard] for shard in ours])
+        if self._resident:  # autograd may have saved the full weights, which are changed with their shards or later
+            params = [self._param[shard] for shard in ours]
+            torch.autograd.graph.increment_version([param for param in params if param not in self._param])
+        gatherer.expire()
 
-    def _words(self, shard: nn.Parameter) -> str:
+    def _follow(self, shard: Tensor) -> None:
+        """Let a shard be trainable if the parameter that it stands for is."""
+        trainable = self._param[shard].requires_grad
+        if trainable != self._trainable[shard]:
+            shard.requires_grad_(trainable)
+            self._trainable[shard] = trainable
+
+    def _words(self, shard: Tensor) -> str:
         return f"the shard of parameter {self.names_of_unsharded()[id(self._param[shard])]!r}"

@@ -17,8 +17,6 @@ class Site:
     module: nn.Module
     attribute: str
     param: nn.Parameter
-    trainable: bool
-    """Whether it was when it was wrapped."""
 
 
 def sites(module: nn.Module, units: Sequence[Unit]) -> dict[Unit, list[Site]]:
@@ -27,8 +25,8 @@ def sites(module: nn.Module, units: Sequence[Unit]) -> dict[Unit, list[Site]]:
     found: dict[Unit, list[Site]] = {unit: [] for unit in units}
     for path, owner in module.named_modules():
         for attribute, param in owner._parameters.items():
-            if param is not None:
-                site = Site(f"{path}.{attribute}".lstrip("."), owner, attribute, param, param.requires_grad)
+            if param is not None and param in home:
+                site = Site(f"{path}.{attribute}".lstrip("."), owner, attribute, param)
                 found[home[param]].append(site)
     return found
 
@@ -43,7 +41,7 @@ def needs(module: nn.Module, plans: Sequence[UnitPlan], units: Sequence[Unit]) -
     starts = {plan.module: by_name[plan.name or ROOT] for plan in plans if (plan.name or ROOT) in by_name}
     wanted = {}
     for each in module.modules():
-        own = [home[param] for param in each._parameters.values() if param is not None]
+        own = [home[param] for param in each._parameters.values() if param is not None and param in home]
         start = [starts[each]] if each in starts else []
         if start or own or each is module:
             wanted[each] = list(dict.fromkeys(start + own))

@@ -11,16 +11,18 @@ shape if this rank has all of the parameter, else `[k, 1, ...]`.
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
 from shardlite.errors import LayoutError
-from shardlite.lane import Flight
+from shardlite.lane import Flight, Lane, make_lane
 from shardlite.layout import Layout, Slot, round_up
 from shardlite.ledger import Ledger
 from shardlite.phase import Weights, check_move
 from shardlite.trace import Trace
+from shardlite.traffic import Traffic
 from shardlite.transport import Transport
 
 _FLAT_ALIGN = 128
@@ -35,13 +37,40 @@ class Shared:
     """A number that tells wrapped models apart, the same on every rank."""
 
     transport: Transport
+    """To the ranks over which the model is sharded."""
+
+    replicas: Transport | None
+    """To the ranks that hold the same shards, if there are any (hybrid sharding)."""
+
+    device: torch.device
     trace: Trace
     ledger: Ledger
+    traffic: Traffic
 
     @property
     def label(self) -> str:
         """The model in the name of an operation, so that no two models hear each other's messages."""
         return f"of model {self.instance}"
+
+    @property
+    def transports(self) -> list[Transport]:
+        """All: what goes over one after the other reaches every rank."""
+        return [self.transport] if self.replicas is None else [self.transport, self.replicas]
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are, replicas included."""
+        return prod(transport.world_size for transport in self.transports)
+
+    @property
+    def rank(self) -> int:
+        """This rank among all of them."""
+        replica = 0 if self.replicas is None else self.replicas.rank
+        return replica * self.transport.world_size + self.transport.rank
+
+    def lane(self, name: str) -> Lane:
+        """Return a new lane for operations that use these transports."""
+        return make_lane(name, self.device, blocking=any(transport.blocking for transport in self.transports))
 
 
 class Buffer:
@@ -68,31 +97,65 @@ def storage_key(tensor: Tensor) -> int:
 
 @dataclass(eq=False, kw_only=True)
 class Flat:
-    """The parameters of one kind (dtype, trainable) in a unit."""
+    """The parameters of one kind (dtypes, trainable) in a unit."""
 
     layout: Layout
+    """Of the weights as this rank keeps them."""
+
+    compute: torch.dtype
+    """Of the full weights, which forward and backward use."""
+
+    reduce: torch.dtype
+    """In which gradients are summed."""
+
     params: Sequence[nn.Parameter]
     """The module's own, one per slot."""
 
-    local: Tensor
-    """What this rank keeps: its shard [S] in the arena, or all [W*S] where parameters are not sharded."""
+    rank: int | None
+    """Whose shard of the layout this rank keeps; `None` if it keeps all of them."""
 
-    shards: Sequence[nn.Parameter]
+    local: Tensor
+    """What this rank keeps: its shard [S] in the arena, or all [W*S]."""
+
+    full: Tensor | None = None
+    """Memory for the full weights [W*S] where they always have some, of which `local` may be a part."""
+
+    shards: Sequence[nn.Parameter] = ()
     """The parts of `local` that belong to each slot, as the optimizer sees them."""
 
     placeholder: Tensor | None = None
     """The one element that parameters show while they are not full: NaN where the dtype has it."""
 
-    sharded_range: tuple[int, int] | None
-    """The elements of the full buffer that `local` is, or `None` where it is all of it."""
+    rows: tuple[int, ...] = field(init=False)
+    """The slots that have gradients."""
+
+    gradients: Layout = field(init=False)
+    """Of the gradients: of those slots only."""
+
+    def __post_init__(self) -> None:
+        self.follow_requires_grad()
+
+    def rows_now(self) -> tuple[int, ...]:
+        """Return the slots whose parameters require gradients."""
+        return tuple(i for i, param in enumerate(self.params) if param.requires_grad)
+
+    def follow_requires_grad(self) -> None:
+        """Let those slots have gradients whose parameters require them now."""
+        self.rows = self.rows_now()
+        self.gradients = self.layout.only(self.rows, self.reduce)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether `local` is the memory of the full weights, or a part of it."""
+        return self.full is not None and storage_key(self.full) == storage_key(self.local)
+
+    def own_range(self, layout: Layout) -> tuple[int, int]:
+        """Return which elements of a full buffer in this layout this rank keeps."""
+        return (0, layout.full_numel) if self.rank is None else layout.shard_range(self.rank)
 
     def own_part(self, full: Tensor) -> Tensor:
-        """Return what of a full buffer [W*S] this rank keeps: [S], or all of it where nothing is sharded."""
-        return full if self.sharded_range is None else full[slice(*self.sharded_range)]
-
-    def slots(self) -> Iterator[tuple[Slot, nn.Parameter, nn.Parameter]]:
-        """Yield every slot with the module's parameter and the shard."""
-        return zip(self.layout.slots, self.params, self.shards, strict=True)
+        """Return what of the full weights [W*S] this rank keeps: [S], or all of it."""
+        return full[slice(*self.own_range(self.layout))]
 
     def views(self, full: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield the module's parameters, each with its view of a full buffer [W*S]."""
@@ -100,10 +163,24 @@ class Flat:
             yield param, full[slot.start : slot.stop].view(slot.shape)
 
     def shard_views(self, local: Tensor) -> list[Tensor]:
-        """Cut something laid out like `local`, such as a gradient, into what belongs to each shard."""
-        start = 0 if self.sharded_range is None else self.sharded_range[0]
-        stop = start + local.numel()
-        return [_cut(local, slot, *slot.within(start, stop)) for slot in self.layout.slots]
+        """Cut something laid out like `local` into what belongs to each shard."""
+        return _cut_all(local, self.layout, self.own_range(self.layout))
+
+    def part_of(self, row: int, tensor: Tensor) -> Tensor:
+        """Cut a tensor like the parameter of a slot into what belongs to its shard."""
+        slot, own = self.layout.slots[row], self.own_range(self.layout)
+        first, stop = (edge + own[0] - slot.start for edge in slot.within(*own))
+        return tensor.reshape(-1)[first:stop].view(self.shards[row].shape)
+
+    def gradient_views(self, mean: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield the shards that have gradients, each with its part of a gradient shard."""
+        views = _cut_all(mean, self.gradients, self.own_range(self.gradients))
+        for row, view in zip(self.rows, views, strict=True):
+            yield self.shards[row], view
+
+
+def _cut_all(local: Tensor, layout: Layout, own: tuple[int, int]) -> list[Tensor]:
+    return [_cut(local, slot, *slot.within(*own)) for slot in layout.slots]
 
 
 def _cut(local: Tensor, slot: Slot, first: int, stop: int) -> Tensor:
@@ -115,22 +192,6 @@ def _cut(local: Tensor, slot: Slot, first: int, stop: int) -> Tensor:
     if stop - first == slot.numel:
         return part.view(slot.shape)
     return part.view(stop - first, *[1] * (len(slot.shape) - 1))
-
-
-def make_flat(layout: Layout, params: Sequence[nn.Parameter], local: Tensor, rank: int | None) -> Flat:
-    """Tie a layout to the parameters and to this rank's memory; `rank` is `None` where parameters are not sharded."""
-    flat = Flat(
-        layout=layout,
-        params=params,
-        # `.data` gives this part of the arena a version counter of its own, which all its shards share. A counter per
-        # shard would not do: a shard may be empty, and code that skips empty tensors would leave ranks with different
-        # opinions on whether a gather is stale.
-        local=local.data,
-        shards=[],
-        sharded_range=None if rank is None else layout.shard_range(rank),
-    )
-    flat.shards = [nn.Parameter(view, requires_grad=layout.trainable) for view in flat.shard_views(flat.local)]
-    return flat
 
 
 @dataclass(eq=False)
@@ -155,14 +216,21 @@ class Unit:
     escapes: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)
     """Buffers of this unit that somebody else views."""
 
-    trainable: Sequence[Flat] = field(init=False)
-    """The flats that have gradients."""
-
     nbytes: int = field(init=False)
+    """Of a buffer for the full weights."""
 
     def __post_init__(self) -> None:
-        self.trainable = [flat for flat in self.flats if flat.layout.trainable]
-        self.nbytes = sum(round_up(flat.layout.full_nbytes, _FLAT_ALIGN) for flat in self.flats)
+        self.nbytes = sum(round_up(_full_nbytes(flat), _FLAT_ALIGN) for flat in self.flats)
+
+    @property
+    def trainable(self) -> list[Flat]:
+        """The flats that have gradients now."""
+        return [flat for flat in self.flats if flat.rows]
+
+    @property
+    def follows(self) -> bool:
+        """Whether the full weights have to be made from the shards: they are not the same memory."""
+        return any(not (flat.in_place and flat.rank is None) for flat in self.flats)
 
     def move(self, to: Weights) -> None:
         """Change the phase.
@@ -186,22 +254,30 @@ class Unit:
         """Return a number that grows with every change of this rank's shards, whoever makes it."""
         return sum(flat.local._version for flat in self.flats)
 
+    def fulls(self) -> list[Tensor]:
+        """Return the memory of the full weights, one tensor [W*S] per flat."""
+        if self.buffer is not None:
+            return self.full_views(self.buffer)
+        fulls = [flat.full for flat in self.flats if flat.full is not None]
+        assert len(fulls) == len(self.flats), "a held unit has memory for its full weights"
+        return fulls
+
     def full_views(self, buffer: Buffer) -> list[Tensor]:
         """View a buffer as one full tensor [W*S] per flat."""
         views, start = [], 0
         for flat in self.flats:
-            nbytes = flat.layout.full_nbytes
-            views.append(buffer.bytes[start : start + nbytes].view(flat.layout.dtype))
+            nbytes = _full_nbytes(flat)
+            views.append(buffer.bytes[start : start + nbytes].view(flat.compute))
             start += round_up(nbytes, _FLAT_ALIGN)
         return views
 
-    def bind(self, buffer: Buffer) -> None:
-        """Let the module's parameters be views of `buffer`.
+    def bind(self) -> None:
+        """Let the module's parameters be views of the full weights.
 
         Raises:
             LayoutError: somebody has let a parameter be something else meanwhile.
         """
-        for flat, full in zip(self.flats, self.full_views(buffer), strict=True):
+        for flat, full in zip(self.flats, self.fulls(), strict=True):
             expected = None if flat.placeholder is None else storage_key(flat.placeholder)
             for slot, (param, view) in zip(flat.layout.slots, flat.views(full), strict=True):
                 if expected is not None and storage_key(param) != expected:
@@ -215,9 +291,13 @@ class Unit:
         """Let the module's parameters be placeholders: the shape of the parameter, the memory of one NaN."""
         for flat in self.flats:
             if flat.placeholder is None:
-                flat.placeholder = _placeholder(flat.layout.dtype, flat.local.device)
+                flat.placeholder = _placeholder(flat.compute, flat.local.device)
             for slot, param in zip(flat.layout.slots, flat.params, strict=True):
                 param.data = flat.placeholder.expand(slot.shape)
+
+
+def _full_nbytes(flat: Flat) -> int:
+    return flat.layout.full_numel * flat.compute.itemsize
 
 
 def _placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,44 +1,43 @@
 """`ShardLite`: a model whose parameters, gradients and optimizer state are sharded over ranks."""
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardlite import build, guard
-from shardlite.backward import Backward
-from shardlite.clip import clip_grad_norm
+from shardlite import build, checks, guard
+from shardlite.average import is_bad
+from shardlite.backward import Backward, Mode
+from shardlite.build import FlatPlan, Memory
+from shardlite.casts import cast_floats
+from shardlite.clip import clip_gradients, total_norm
+from shardlite.config import Precision
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.full import FullParameters
 from shardlite.gather import Gatherer
 from shardlite.handles import Calls
 from shardlite.hooks import ModuleHooks
 from shardlite.ledger import Ledger
+from shardlite.optim import adopt
 from shardlite.partition import ROOT, UnitPlan, UnitPolicy, cut
 from shardlite.reduce import Reducer
-from shardlite.ring import SUMMABLE, Operation
+from shardlite.replicas import Replicas
+from shardlite.ring import Operation
 from shardlite.shards import Shards
 from shardlite.sites import needs, sites
+from shardlite.skips import Skips
+from shardlite.stepping import Stepping
 from shardlite.trace import Trace
-from shardlite.transport import GroupTransport
-from shardlite.unit import Shared, Unit
+from shardlite.traffic import Traffic
+from shardlite.transport import Ranks, connect, groups_of
+from shardlite.unit import Shared
 
-STAGES = (0, 3)
-"""0: plain data parallel, nothing is sharded. 3: parameters, gradients and optimizer state are."""
-
-
-_wrapped = WeakTensorKeyDictionary()  # parameters that were ever sharded: they hold nothing by themselves
-
-_Deliver = Callable[[], Callable[[Unit, int, int, Tensor], None] | None]
+ReshardRule = bool | Callable[[str, nn.Module], bool]
 
 
 class ShardLite(nn.Module):
@@ -48,14 +47,23 @@ class ShardLite(nn.Module):
     on `parameters()` of the wrapped model, each rank on its own part of the batch: gradients are means over the ranks.
 
     Args:
-        module: on the CPU. It is changed in place; its forward, and any of its submodules', may be called.
-        stage: 3 shards everything, 0 nothing (plain data parallel, for comparison).
+        module: is changed in place; its forward, and any of its submodules', may be called.
+        stage: 1 shards the optimizer state, 2 gradients too, 3 parameters too, 0 nothing (plain data parallel). The
+            stages are those of ZeRO (Rajbhandari et al. 2020), and all give the same bits.
         units: what is gathered together: a module class, a tuple of classes, or `callable(name, module) -> bool`.
             `None` takes the repeated blocks of the model, and embeddings and heads that are large beside them.
-        group: the ranks to shard over; `None` is the default group.
+        precision: which dtype is used where.
+        reshard_after_forward: `False`: units stay gathered from their forward to the end of the backward, which saves
+            one all-gather each and costs the memory of the weights; or `callable(name, module) -> bool` for each unit.
+            Stage 3 only.
+        group: the ranks to shard over, `None` is the default group; or a `DeviceMesh` with one dimension, or with two,
+            (replicate, shard): hybrid sharding. The model is then sharded within each group of the second dimension.
+        ignore: modules and parameters that are left alone: each rank trains its own, and nothing is averaged.
+        device: where the shards are; by default where the parameters are.
         prefetch: how many units are gathered ahead, each in a buffer of its own.
+        diagnose: warn of gradients that are not finite by parameter and rank. The host then waits in each backward.
         timeout: how long a rank waits for a message of another one. (That ranks agree on what they wrap is checked
-            under the process group's own timeout.)
+            under the process group's own timeout; over NCCL that one counts always.)
 
     Raises:
         LayoutError: there is no process group, nothing to train, a wrapped model inside, or another model on another
@@ -69,32 +77,41 @@ class ShardLite(nn.Module):
         *,
         stage: int = 3,
         units: UnitPolicy = None,
-        group: dist.ProcessGroup | None = None,
+        precision: Precision = Precision(),  # noqa: B008 (frozen)
+        reshard_after_forward: ReshardRule = True,
+        group: Ranks = None,
+        ignore: Iterable[nn.Module | nn.Parameter] = (),
+        device: torch.device | str | None = None,
         prefetch: int = 1,
+        diagnose: bool = False,
         timeout: timedelta = timedelta(minutes=10),
     ) -> None:
         super().__init__()
-        _check_process_group()
         self.stage = stage
+        self.precision = precision
         self.ledger = Ledger()
         self.trace = Trace()
-        self._group = group
-        self._transport = GroupTransport(group, timeout)
+        self._groups = groups_of(group)
+        self._ignored = checks.ignored_params(ignore)
         self._collectives = count()
         plans = self._agree(module, units, prefetch)
+        self._device = checks.device_for(module, device)
+        self._shared = self._share(timeout)
         self.module = module
-        self._build(plans)
-        self._connect(plans, prefetch)
-        guard.watch(self._shards)
+        self._build(plans, reshard_after_forward)
+        self._connect(plans, prefetch, diagnose)
 
     # ---- what a module does -------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module."""
+        """Run the module, with inputs and outputs cast as `precision` says."""
         self._hooks.reset()
         self._backward.repair()
-        self._shards.check()
-        return self.module(*args, **kwargs)
+        self._stepping.shards.check()
+        if self.precision.compute is not None:
+            args, kwargs = cast_floats((args, kwargs), self.precision.compute)
+        outputs = self.module(*args, **kwargs)
+        return outputs if self.precision.output is None else cast_floats(outputs, self.precision.output)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -102,12 +119,13 @@ class ShardLite(nn.Module):
         """Yield this rank's shards under the original names, as views of the arena.
 
         A shard has the original shape if this rank has all of the parameter, else `[k, 1, ...]`; `k` may be 0.
+        Ignored parameters are yielded as they are.
 
         Raises:
             LayoutError: the module has a parameter that it did not have when it was wrapped.
         """
         for name, param in self.module.named_parameters(prefix, recurse, remove_duplicate):
-            yield name, self._shards.of(name, param)
+            yield name, param if param in self._ignored else self._stepping.shards.of(name, param)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -116,7 +134,7 @@ class ShardLite(nn.Module):
         yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def requires_grad_(self, requires_grad: bool = True) -> "ShardLite":
-        """Set it on the module's own parameters, which decide. Those that were frozen when wrapped must stay so."""
+        """Set it on the module's own parameters, which decide. It may change between steps."""
         self.module.requires_grad_(requires_grad)
         return self
 
@@ -147,7 +165,7 @@ class ShardLite(nn.Module):
 
     def extra_repr(self) -> str:
         """Say how the model is cut."""
-        return f"stage={self.stage}, ranks={self._transport.world_size}, units={self.unit_names}"
+        return f"stage={self.stage}, ranks={self._shared.world_size}, units={self.unit_names}"
 
     @property
     def unit_names(self) -> list[str]:
@@ -156,18 +174,29 @@ class ShardLite(nn.Module):
 
     # ---- training -----------------------------------------------------------------------------------------------
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate: backwards inside keep their full gradients on this rank, the next one outside reduces the sum."""
-        return self._backward.no_sync()
+    def no_sync(self, *, sharded: bool = False) -> AbstractContextManager[None]:
+        """Accumulate: what backwards inside bring is added to what comes later.
+
+        Without `sharded` they keep their full gradients on this rank, and the next backward outside reduces the sum:
+        the fewest messages. With it each reduces its gradients into the shards: the least memory.
+        """
+        return self._backward.accumulating(Mode.SHARDED if sharded else Mode.LOCAL)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of all ranks to a global norm of at most `max_norm`, and return what the norm was, [].
 
-        To be called by every rank.
+        The factor is that of `torch.nn.utils.clip_grad_norm_`, which gives the same on `parameters()`. Norms are those
+        with a positive exponent, and `inf`. Ignored parameters are left out. The host does not wait. To be called by
+        every rank.
         """
-        flats = [flat for unit in self._units for flat in unit.trainable]
-        operation = Operation(f"the norm of gradients {self._shared.label}", next(self._collectives))
-        return clip_grad_norm(flats, self._transport, max_norm, norm_type, operation)
+        norm = self._norm(norm_type)
+        clip_gradients(list(self._stepping.shards), max_norm, norm)
+        return norm
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were left out because a gradient on some rank had a NaN or an infinity. The host waits."""
+        return self._stepping.skips.total()
 
     # ---- full parameters ----------------------------------------------------------------------------------------
 
@@ -202,17 +231,17 @@ class ShardLite(nn.Module):
         Raises:
             LayoutError: on every rank, if names or shapes do not fit; nothing is changed then.
         """
-        build.agree(self._group, [], self._full.misfit(state_dict or {}) if self._transport.rank == 0 else None)
+        build.agree(self._groups, [], self._full.misfit(state_dict or {}) if self._shared.rank == 0 else None)
         entries = self._full.entries()
         source = {entry: (state_dict or {}).get(name, entry) for name, entry in entries.items()}
         for unit in self._units:
-            build.broadcast_values(unit, self._transport, lambda param: source[param])
+            build.spread_values(unit, self._shared.transports, lambda param: source[param])
         with torch.no_grad():
             for entry, value in source.items():
-                if not isinstance(entry, nn.Parameter) and self._transport.rank == 0:
+                if not isinstance(entry, nn.Parameter) and self._shared.rank == 0:
                     entry.copy_(value)
-        build.broadcast_buffers(self.module, self._transport)
-        self._shards.mark_changed(list(self._shards))
+        build.spread_buffers(self.module, self._shared.transports)
+        self._stepping.mark_changed()
 
     def state_dict(self, *_: Any, **__: Any) -> Any:
         """Raise: the module's own parameters are placeholders. Use `full_state_dict()`."""
@@ -233,42 +262,73 @@ class ShardLite(nn.Module):
         """Cut the model and make sure that every rank cuts the same."""
         problem, plans, facts = None, [], []
         try:
-            _check(module, self.stage, prefetch)
-            plans = cut(module, units)
-            self._layouts = build.plan_layouts(plans, self._transport.world_size)
-            facts = [f"stage {self.stage}", f"prefetch {prefetch}", *_describe(plans, self._layouts)]
+            checks.check(module, self.stage, prefetch, self.precision, self._ignored, wrapper=ShardLite)
+            plans = cut(module, units, self._ignored)
+            world_size = dist.get_world_size(self._groups.shard)
+            self._flat_plans = [build.plan_flats(plan, world_size, self.precision) for plan in plans]
+            facts = [f"stage {self.stage}", f"prefetch {prefetch}", f"{self.precision}"]
+            facts += _describe(plans, self._flat_plans)
         except Exception as error:  # whatever it is: the other ranks are waiting
             problem = error
-        build.agree(self._group, facts, problem)
-        self._shared = Shared(build.number(self._group), self._transport, self.trace, self.ledger)
+        build.agree(self._groups, facts, problem)
         return plans
 
-    def _build(self, plans: list[UnitPlan]) -> None:
+    def _share(self, timeout: timedelta) -> Shared:
+        groups = self._groups
+        return Shared(
+            instance=build.number(groups),
+            transport=connect(groups.shard, self._device, timeout),
+            replicas=None if groups.replicas is None else connect(groups.replicas, self._device, timeout),
+            device=self._device,
+            trace=self.trace,
+            ledger=self.ledger,
+            traffic=Traffic(),
+        )
+
+    def _build(self, plans: list[UnitPlan], reshard: ReshardRule) -> None:
         """Move the parameters into arenas."""
-        self._units = build.build_units(plans, self._layouts, self._transport, sharded=self.stage == 3)
-        build.broadcast_buffers(self.module, self._transport)
-        flats = build.flats_of(self._units)
-        self._shards = Shards(self.module, flats, self.trace, self._ready_for_step)
-        for flat in flats:
+        shared = self._shared
+        casts = any(flat.compute != flat.layout.dtype for mine in self._flat_plans for flat in mine)
+        self._alone = shared.world_size == 1 and not casts
+        memory = Memory(
+            rank=None if self.stage == 0 or self._alone else shared.transport.rank,
+            permanent=self.stage < 3 or self._alone,
+            alone=self._alone,
+            resident=lambda plan: plan.name == "" or not _reshards(reshard, plan),
+        )
+        self._units = build.build_units(plans, self._flat_plans, memory, self._device)
+        build.spread(self._units, self.module, shared)
+        checks.mark_wrapped(self._units)
+        for flat in build.flats_of(self._units):
             self.ledger.track("parameters", flat.local)
-            for param in flat.params:
-                _wrapped[param] = True
+            if flat.full is not None:
+                self.ledger.track("parameters", flat.full)
         for buffer in self.module.buffers():
             self.ledger.track("buffers", buffer)
 
-    def _connect(self, plans: list[UnitPlan], prefetch: int) -> None:
+    def _connect(self, plans: list[UnitPlan], prefetch: int, diagnose: bool) -> None:
         """Let hooks drive the units."""
-        sharded = self.stage == 3
-        gatherer = Gatherer(self._units, self._shared, prefetch=prefetch) if sharded else None
-        calls = Calls(gatherer, self._units) if gatherer is not None else None
-        self._reducer = Reducer(self._units, self._shared, sharded=sharded)
-        self._backward = Backward(self._reducer, calls)
-        self._full = FullParameters(self.module, self._units, self._shared, calls)
-        self._hooks = ModuleHooks(self._backward, calls)
-        self._hooks.install(
-            needs(self.module, plans, self._units), sites(self.module, self._units), [plan.module for plan in plans]
-        )
-        self._catch_gradients()
+        shared, units = self._shared, self._units
+        calls = None
+        gatherer: Gatherer | Replicas
+        if self.stage < 3 or self._alone:
+            gatherer = Replicas(units, shared)
+        else:
+            gatherer = Gatherer(units, shared, prefetch=prefetch)
+            calls = Calls(gatherer, units)
+        self._reducer = Reducer([] if self._alone else units, shared, stage=self.stage, diagnose=diagnose)
+        self._backward = Backward(self._reducer, gatherer, calls)
+        self._full = FullParameters(self.module, units, shared, gatherer, calls)
+        self._hooks = ModuleHooks(self._backward, gatherer, calls)
+        if not self._alone:
+            modules = needs(self.module, plans, units)
+            self._hooks.install(modules, sites(self.module, units), [plan.module for plan in plans])
+        self._backward.catch_gradients()
+        shards = Shards(self.module, build.flats_of(units), self.trace)
+        skips = Skips(self._nonfinite, self._device)
+        self._stepping = Stepping(shards, skips, gatherer, self._ready_for_step, self._nonfinite, self._norm)
+        guard.watch(self._stepping)
+        adopt(shards.by_param(), build.part_of(units))
 
     def _ready_for_step(self) -> None:
         self._hooks.reset()
@@ -278,71 +338,28 @@ class ShardLite(nn.Module):
                 "forward and backward again before the step"
             )
 
-    def _catch_gradients(self) -> None:
-        """Send each gradient to its unit.
+    def _nonfinite(self) -> Tensor | None:
+        """Return whether any rank has a gradient that is not finite, [], or `None` if there are no gradients."""
+        if not self._alone:
+            return self._reducer.nonfinite
+        bad = [is_bad(shard.grad) for shard in self._stepping.shards if shard.grad is not None]
+        return torch.stack(bad).any().to(torch.float32) if bad else None
 
-        The hooks hold everything weakly, for the garbage collector cannot look into those of a tensor.
-        """
-        deliver = weakref.WeakMethod(self._backward.take_gradient)
-        for unit in self._units:
-            for i, flat in enumerate(unit.trainable):
-                for j, param in enumerate(flat.params):
-                    param.grad = None
-                    hook = partial(_deliver, deliver, weakref.ref(unit), (i, j))
-                    param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
-
-def _deliver(deliver: _Deliver, unit: "weakref.ref[Unit]", place: tuple[int, int], param: Tensor) -> None:
-    take, home = deliver(), unit()
-    if take is not None and home is not None:
-        take(home, *place, param)
+    def _norm(self, norm_type: float, only: Collection[Tensor] | None = None) -> Tensor:
+        """Return the norm of the gradients of all ranks, or of those of some shards, []."""
+        flats = [flat for flat in build.flats_of(self._units) if flat.layout.dtype.is_floating_point]
+        operation = Operation(f"the norm of gradients {self._shared.label}", next(self._collectives))
+        return total_norm(flats, self._shared, norm_type, operation, only)
 
 
-def _check_process_group() -> None:
-    if not dist.is_available() or not dist.is_initialized():
-        raise LayoutError(
-            "there is no process group: call torch.distributed.init_process_group() first, and start the ranks with "
-            "`torchrun --nproc-per-node N script.py`"
-        )
+def _reshards(rule: ReshardRule, plan: UnitPlan) -> bool:
+    return rule if isinstance(rule, bool) else bool(rule(plan.name, plan.module))
 
 
-def _check(module: nn.Module, stage: int, prefetch: int) -> None:
-    """Raise what is wrong with a module before anything is done to it."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"ShardLite wraps an nn.Module, got {type(module).__name__}")
-    if stage not in STAGES:
-        raise LayoutError(f"stage must be one of {STAGES}, got {stage!r}")
-    if prefetch < 0:
-        raise LayoutError(f"prefetch counts units and must be at least 0, got {prefetch}")
-    lazy = [name for name, param in module.named_parameters() if isinstance(param, UninitializedParameter)]
-    if lazy:
-        raise LayoutError(f"parameter {lazy[0]!r} has no shape yet: run the lazy module once before wrapping")
-    inner = [name or "(the module itself)" for name, each in module.named_modules() if isinstance(each, ShardLite)]
-    if inner:
-        raise LayoutError(f"{inner[0]!r} is wrapped already: wrap the whole model once, and name its parts by `units`")
-    if not any(param.requires_grad for param in module.parameters()):
-        raise LayoutError(f"{type(module).__name__} has no parameter with requires_grad: there is nothing to train")
-    if torch.is_inference_mode_enabled():
-        raise LayoutError("wrap the model outside of torch.inference_mode(): its tensors cannot be trained")
-    for name, buffer in module.named_buffers():
-        if buffer.layout is not torch.strided:
-            raise LayoutError(f"buffer {name!r} is {buffer.layout}: only dense buffers can be sent to all ranks")
-    for name, param in module.named_parameters():
-        if param in _wrapped:
-            raise LayoutError(
-                f"parameter {name!r} belongs to a model that is wrapped already, or was: wrap one model that holds "
-                "all modules that share parameters, once"
-            )
-        if param.device.type != "cpu":
-            raise LayoutError(f"parameter {name!r} is on {param.device}: this version shards models on the CPU")
-        if param.requires_grad and param.dtype not in SUMMABLE:
-            raise LayoutError(f"parameter {name!r} is {param.dtype}, and gradients of that dtype cannot be reduced")
-
-
-def _describe(plans: Iterable[UnitPlan], layouts: Iterable[Iterable[Any]]) -> list[str]:
+def _describe(plans: Iterable[UnitPlan], flats: Iterable[Iterable[FlatPlan]]) -> list[str]:
     return [
         f"parameter {line} in unit {plan.name or ROOT!r}"
-        for plan, mine in zip(plans, layouts, strict=True)
-        for layout in mine
-        for line in layout.describe()
+        for plan, mine in zip(plans, flats, strict=True)
+        for flat in mine
+        for line in flat.layout.describe()
     ]

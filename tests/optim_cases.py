@@ -27,14 +27,20 @@ class Arena:
             param.grad = self.flat_grad[here].view(param.shape)
 
 
-def make_arena(numels=NUMELS, dtype=torch.float32) -> Arena:
+def padded_numel(numel: int) -> int:
+    return -(-numel // 32) * 32
+
+
+def make_arena(numels=NUMELS, dtype=torch.float32, gaps=()) -> Arena:
+    """`gaps` are how many elements that are not ours, all NaN, lie behind each parameter."""
     torch.manual_seed(0)
-    offsets = [0]
-    for numel in numels:
-        offsets.append(offsets[-1] + -(-numel // 32) * 32)
+    offsets, gaps = [0], [*gaps, *[0] * len(numels)]
+    for numel, gap in zip(numels, gaps, strict=False):
+        offsets.append(offsets[-1] + padded_numel(numel) + gap)
     flat, params = torch.zeros(-(-offsets[-1] // 1024) * 1024, dtype=dtype), []
-    for numel, offset in zip(numels, offsets, strict=False):
+    for numel, gap, offset in zip(numels, gaps, offsets, strict=False):
         flat[offset : offset + numel].normal_()
+        flat[offset + padded_numel(numel) :][:gap] = float("nan")
         # Through `.data` each parameter gets a version counter of its own.
         params.append(nn.Parameter(flat.data[offset : offset + numel].view(numel, 1)))
     arena = Arena(flat, flat, params)
@@ -46,6 +52,43 @@ def fused_twin(arena):
     """PyTorch's fused optimizer on the whole padded buffer as one parameter."""
     twin = nn.Parameter(arena.flat.clone())
     return twin, torch.optim.AdamW([twin], **HYPER, fused=True)
+
+
+class PaddedTwins:
+    """PyTorch's fused optimizer on a flat, zero-padded copy of each parameter."""
+
+    def __init__(self, params):
+        self._params = params
+        self.flats = [nn.Parameter(padded(param)) for param in params]
+        self.optimizer = torch.optim.AdamW(self.flats, **HYPER, fused=True)
+
+    def take_grads(self):
+        for param, flat in zip(self._params, self.flats, strict=True):
+            flat.grad = None if param.grad is None else padded(param.grad)
+
+    def assert_same(self):
+        for param, flat in zip(self._params, self.flats, strict=True):
+            assert_same(param.data.flatten(), flat.data[: param.numel()])
+
+    def assert_same_grads(self):
+        for param, flat in zip(self._params, self.flats, strict=True):
+            assert_same(param.grad.flatten(), flat.grad[: param.numel()])
+
+    def assert_same_states(self, optimizer):
+        """A parameter without a state has not been stepped."""
+        for param, flat in zip(self._params, self.flats, strict=True):
+            mine, theirs = optimizer.state.get(param), self.optimizer.state.get(flat)
+            assert bool(mine) == bool(theirs)
+            if mine:
+                assert_same(mine["step"], theirs["step"])
+                for name in ("exp_avg", "exp_avg_sq"):
+                    assert_same(mine[name].flatten(), theirs[name][: param.numel()])
+
+
+def padded(tensor):
+    flat = torch.zeros(padded_numel(tensor.numel()), dtype=tensor.dtype)
+    flat[: tensor.numel()] = tensor.detach().flatten()
+    return flat
 
 
 def run(arena, optimizer, steps, twin=None, twin_optimizer=None):

@@ -10,16 +10,12 @@ from shardlite import ShardLite
 
 def local_parts(model: ShardLite, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Cut whole tensors, named like the model's parameters, into what this rank's shards hold."""
-    rank = model._transport.rank
     parts = {}
     for unit in model._units:
         for flat in unit.flats:
-            start, stop = flat.layout.shard_range(rank) if flat.sharded_range else (0, flat.layout.full_numel)
-            for slot, _, shard in flat.slots():
+            for row, slot in enumerate(flat.layout.slots):
                 if slot.name in full:
-                    first, last = slot.within(start, stop)
-                    whole = full[slot.name].detach().reshape(-1)
-                    parts[slot.name] = whole[start + first - slot.start : start + last - slot.start].view(shard.shape)
+                    parts[slot.name] = flat.part_of(row, full[slot.name].detach())
     return parts
 
 

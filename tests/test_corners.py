@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardlite import LayoutError, ShardLite
+from shardlite import ShardLite
 from tests.residual import WIDTH, Block, batch, net, square
 from tests.sharded import assert_gradients_equal, compare
 
@@ -217,27 +217,6 @@ def interrupted_body(group):
 def test_a_forward_that_raises_leaves_the_model_usable(cluster):
     for users in cluster.run(interrupted_body, 2):
         assert set(users) == {0}
-
-
-def frozen_later_body(group):
-    plain = net()
-    model = ShardLite(plain, group=group)
-    plain[1].requires_grad_(False)
-    square(model).backward()
-    grads = {name: shard.grad is not None for name, shard in model.named_parameters()}
-    plain[1].requires_grad_(True)
-    half = net()
-    half[1].requires_grad_(False)
-    unfrozen = ShardLite(half, group=group)
-    half[1].requires_grad_(True)
-    with pytest.raises(LayoutError, match="was frozen when it was wrapped"):
-        square(unfrozen)
-    return grads
-
-
-def test_freezing_after_wrapping_works_and_unfreezing_is_an_error(cluster):
-    for grads in cluster.run(frozen_later_body, 2):
-        assert {name for name, there in grads.items() if not there} == {"1.inner.weight", "1.inner.bias"}
 
 
 def compiled_body(group):

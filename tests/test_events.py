@@ -56,8 +56,8 @@ def test_without_prefetch_units_share_one_buffer(cluster):
         "gather blocks.0",
         "wait blocks.0",
         "release blocks.0",
-        "gather blocks.1",
         "evict blocks.0",
+        "gather blocks.1",
         "wait blocks.1",
         "release blocks.1",
         "release (root)",
@@ -65,8 +65,8 @@ def test_without_prefetch_units_share_one_buffer(cluster):
     backward = [
         "release blocks.1",  # it was still there: held by its handles, no gather
         "reduce blocks.1",
-        "gather blocks.0",
         "evict blocks.1",
+        "gather blocks.0",
         "wait blocks.0",
         "release blocks.0",
         "reduce blocks.0",

@@ -8,21 +8,31 @@ import torch
 from torch import nn
 
 from shardlite.optim import AdamW
-from tests.optim_cases import HYPER, NUMELS, assert_same, fused_twin, make_arena, plain_params, run, set_grads
+from tests.optim_cases import (
+    HYPER,
+    NUMELS,
+    PaddedTwins,
+    assert_same,
+    fused_twin,
+    make_arena,
+    plain_params,
+    run,
+    set_grads,
+)
 
 
 @pytest.fixture
 def launches(monkeypatch):
     """The number of elements of each kernel call."""
-    import shardlite.optim
+    import shardlite.counts
 
-    numels, kernel = [], shardlite.optim.adamw
+    numels, kernel = [], shardlite.counts.adamw_cpu
 
     def counting(param, *args, **kwargs):
         numels.append(param.numel())
         kernel(param, *args, **kwargs)
 
-    monkeypatch.setattr(shardlite.optim, "adamw", counting)
+    monkeypatch.setattr(shardlite.counts, "adamw_cpu", counting)
     return numels
 
 
@@ -161,6 +171,15 @@ def test_groups_have_their_own_hyper_parameters(launches):
     torch.testing.assert_close(arena.flat[:192], decayed - moved, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("tight", [[1, 0], [0, 1]])
+def test_a_gradient_that_lies_in_the_padding_of_another_is_not_taken_for_zeros(tight):
+    arena = make_arena([33, 40])
+    memory, params = torch.randn(73), [arena.params[index] for index in tight]
+    params[0].grad, params[1].grad = (part.view(-1, 1) for part in memory.split([p.numel() for p in params]))
+    AdamW(arena.params, **HYPER).step()
+    assert not arena.flat[33:64].any()
+
+
 @pytest.mark.parametrize("unused", [0, 1, 2])
 def test_a_parameter_without_a_gradient_is_left_alone_and_keeps_its_step_count(unused):
     arena = make_arena([64, 33, 64])
@@ -179,6 +198,70 @@ def test_a_parameter_without_a_gradient_is_left_alone_and_keeps_its_step_count(u
     assert counts == [2 if index == unused else 4 for index in range(3)]
     got = torch.cat([param.data.flatten() for param in arena.params])
     torch.testing.assert_close(got, torch.cat([t.data for t in twins]), rtol=1e-6, atol=1e-6)
+
+
+def test_a_frozen_parameter_is_left_alone_and_continues_later():
+    arena = make_arena([100, 33, 64])
+    optimizer, twins = AdamW(arena.params, **HYPER), PaddedTwins(arena.params)
+    frozen = arena.params[1]
+    for seed in range(6):
+        arena.new_grads(seed)
+        frozen.requires_grad_(seed not in (2, 3))
+        twins.take_grads()
+        if not frozen.requires_grad:
+            twins.flats[1].grad = None  # a gradient from before it was frozen is not a reason to step
+        optimizer.step()
+        twins.optimizer.step()
+        twins.assert_same()
+        twins.assert_same_states(optimizer)
+    assert [optimizer.state[param]["step"].item() for param in arena.params] == [6, 4, 6]
+
+
+def test_freezing_moves_no_state():
+    arena = make_arena([100, 33])
+    optimizer = AdamW(arena.params, **HYPER)
+    run(arena, optimizer, 1)
+    addresses = [optimizer.state[param]["exp_avg"].data_ptr() for param in arena.params]
+    for trainable in (False, True):
+        arena.params[0].requires_grad_(trainable)
+        run(arena, optimizer, 1)
+        assert [optimizer.state[param]["exp_avg"].data_ptr() for param in arena.params] == addresses
+
+
+def test_the_state_of_a_frozen_parameter_moves_along():
+    arena = make_arena([100, 33])
+    optimizer, twins = AdamW(arena.params, **HYPER), PaddedTwins(arena.params)
+    extra = nn.Parameter(torch.ones(5))
+    for seed in range(4):
+        arena.new_grads(seed)
+        twins.take_grads()
+        if seed == 1:
+            arena.params[1].requires_grad_(False)
+            optimizer.add_param_group({"params": [extra]})  # so everything finds a new place
+        if seed in (1, 2):
+            twins.flats[1].grad = None
+        if seed == 3:
+            arena.params[1].requires_grad_(True)
+        optimizer.step()
+        twins.optimizer.step()
+    twins.assert_same()
+    twins.assert_same_states(optimizer)
+
+
+def test_a_parameter_that_was_frozen_from_the_start_can_be_trained_later():
+    arena = make_arena([64, 33])
+    optimizer, twins = AdamW(arena.params, **HYPER), PaddedTwins(arena.params)
+    arena.params[0].requires_grad_(False)
+    for seed in range(3):
+        arena.new_grads(seed)
+        arena.params[0].requires_grad_(seed > 0)
+        twins.take_grads()
+        if seed == 0:
+            twins.flats[0].grad = None
+        optimizer.step()
+        twins.optimizer.step()
+    twins.assert_same()
+    twins.assert_same_states(optimizer)
 
 
 def test_no_gradient_at_all_is_no_step():
@@ -274,6 +357,15 @@ def test_bad_parameters(bad):
     with pytest.raises(ValueError, match="must be contiguous"):
         optimizer.add_param_group({"params": [bad]})
     assert len(optimizer.param_groups) == 1
+
+
+def test_a_bad_parameter_is_refused_when_it_becomes_trainable():
+    param = nn.Parameter(torch.ones(3, 4).t(), requires_grad=False)
+    optimizer = AdamW([param])
+    param.requires_grad_(True)
+    param.grad = torch.ones(4, 3)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        optimizer.step()
 
 
 def test_parameters_that_share_memory():

@@ -1,7 +1,28 @@
 """How bytes get from rank to rank. The only package that knows process groups."""
 
-from shardlite.transport.base import Completed, Pending, Transport
+from shardlite.transport.base import Completed, Message, Pending, Transport
+from shardlite.transport.connect import connect
+from shardlite.transport.counted import Counted, Tally
 from shardlite.transport.group import GroupTransport
 from shardlite.transport.local import LocalTransport, local_world
+from shardlite.transport.nccl import NcclTransport
+from shardlite.transport.ranks import Groups, Ranks, groups_of
+from shardlite.transport.staged import StagedTransport
 
-__all__ = ["Completed", "GroupTransport", "LocalTransport", "Pending", "Transport", "local_world"]
+__all__ = [
+    "Completed",
+    "connect",
+    "Counted",
+    "Groups",
+    "groups_of",
+    "GroupTransport",
+    "local_world",
+    "LocalTransport",
+    "Message",
+    "NcclTransport",
+    "Pending",
+    "Ranks",
+    "StagedTransport",
+    "Tally",
+    "Transport",
+]

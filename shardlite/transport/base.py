@@ -1,15 +1,34 @@
 """What a collective may ask of a two-sided transport: who am I, send, receive, wait. Knows no process group."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 
+@dataclass(frozen=True)
+class Message:
+    """A tensor on its way to rank `peer`, if `outgoing`, or from it."""
+
+    tensor: Tensor
+    peer: int
+    outgoing: bool
+
+    @property
+    def route(self) -> str:
+        """The way of the message, in the words of an error."""
+        return f"{'sending to' if self.outgoing else 'receiving from'} rank {self.peer}"
+
+
 class Pending(Protocol):
-    """One message in flight. It keeps its tensor alive; the caller keeps it untouched until `wait` has returned."""
+    """Messages in flight. It keeps their tensors alive; the caller keeps them untouched until `wait` has returned."""
 
     def wait(self) -> None:
-        """Block until the tensor may be reused (sent) or read (received).
+        """Wait until the tensor may be reused (sent) or read (received).
+
+        If the transport is `blocking`, the host waits. Otherwise the device's current stream does: what is put on that
+        stream afterwards may use the tensor, and the call returns at once.
 
         Raises:
             CommError: the peer failed, sent something else, or stayed silent for longer than the transport's timeout.
@@ -21,7 +40,7 @@ class Transport(Protocol):
 
     Messages from one rank to another with the same tag arrive in the order sent; those with different tags do not meet.
     Tensors are contiguous and 1-D, of any dtype; sender and receiver agree on numel and dtype. Several threads may use
-    one transport at once if their tags differ.
+    one transport at once if their tags differ. A transport that promises less says so.
     """
 
     @property
@@ -32,11 +51,26 @@ class Transport(Protocol):
     def world_size(self) -> int:
         """How many ranks there are."""
 
+    @property
+    def batched(self) -> bool:
+        """Whether messages that depend on each other must go in one `exchange`.
+
+        `isend` and `irecv` then wait for their peer in the order in which they were called, and two ranks that call
+        them in crossed order wait for each other for good.
+        """
+
+    @property
+    def blocking(self) -> bool:
+        """Whether waits block the host, so that a caller who has other work needs a thread for them."""
+
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Start sending `tensor` to rank `peer`."""
 
     def irecv(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Start receiving the next message with `tag` from rank `peer` into `tensor`."""
+
+    def exchange(self, messages: Sequence[Message], tag: int) -> Pending:
+        """Start all `messages`, none of which waits for another; those of one route keep their order."""
 
 
 class Completed:
@@ -44,3 +78,26 @@ class Completed:
 
     def wait(self) -> None:
         """Return at once."""
+
+
+class OneByOne:
+    """The `exchange` of a transport whose sends and receives do not wait for each other."""
+
+    batched = False
+
+    def exchange(self: Transport, messages: Sequence[Message], tag: int) -> Pending:
+        """Start `messages` one by one, receives first: what arrives early then has a place to go."""
+        arriving = [self.irecv(each.tensor, each.peer, tag) for each in messages if not each.outgoing]
+        departing = [self.isend(each.tensor, each.peer, tag) for each in messages if each.outgoing]
+        return _Together([*arriving, *departing])
+
+
+@dataclass(frozen=True)
+class _Together:
+    """Several messages as one."""
+
+    parts: Sequence[Pending]
+
+    def wait(self) -> None:
+        for part in self.parts:
+            part.wait()

@@ -12,7 +12,7 @@ from threading import Lock
 from torch import Tensor
 
 from shardlite.errors import CommError
-from shardlite.transport.base import Completed, Pending
+from shardlite.transport.base import Completed, OneByOne, Pending
 
 _Route = tuple[int, int, int]  # source rank, destination rank, tag
 
@@ -29,8 +29,10 @@ def local_world(
     return [LocalTransport(rank, world_size, exchange, timeout, late[rank]) for rank in range(world_size)]
 
 
-class LocalTransport:
+class LocalTransport(OneByOne):
     """One rank of a `local_world`. A message is copied when it is sent, so sending never waits for the peer."""
+
+    blocking = True
 
     def __init__(self, rank: int, world_size: int, exchange: "_Exchange", timeout: timedelta, delay: float) -> None:
         self.rank = rank

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shardlite.build import plan_layouts
+from shardlite.build import plan_flats
+from shardlite.config import Precision
 from shardlite.layout import ALIGN, round_up
 from shardlite.optim import AdamW
 from shardlite.partition import cut
@@ -88,7 +89,8 @@ def simple(task: Task) -> tuple[Record, bool]:
 def ring_ordered(task: Task) -> Record:
     """Train replicas whose gradients rank 0 averages in the order of ShardLite's ring."""
     module = _replicated(task)
-    layouts = [layout for part in plan_layouts(cut(module, task.units), task.world_size) for layout in part]
+    plans = [plan_flats(plan, task.world_size, Precision()) for plan in cut(module, task.units)]
+    layouts = [flat.layout for plan in plans for flat in plan]
     places = {slot.name: (slot.start, layout.shard_numel) for layout in layouts for slot in layout.slots}
     return _train(_Replica(task, module, lambda name, parts: ring_mean(parts, *places[name])))
 

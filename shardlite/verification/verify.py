@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardlite.checks import STAGES
 from shardlite.errors import LayoutError
 from shardlite.partition import UnitPolicy
 from shardlite.verification import twins
 from shardlite.verification.bounds import SAME, Batching, Bounds, Judge, Sum, difference, in_ulps, same_bits, unlike
 from shardlite.verification.task import Batch, Task, joins
-from shardlite.wrapper import STAGES
 
 _OURS = f"stage {STAGES[-1]}"
 

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import tempfile
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -28,8 +29,9 @@ def variants():
     for dtypes in HOPS:
         flags = {"NATIVE": dtypes[0] in ("fp64", "i8"), "DIVIDE": dtypes[0] != "i8", "INTERPRET": False}
         yield f"hop {' '.join(dtypes)}", _hop_kernel, dtypes, flags
-    for grad in ("fp32", "bf16"):
-        yield f"adamw {grad}", _adamw_kernel, ("fp32", grad, "fp32", "fp32"), {"DECAY": True, "INTERPRET": False}
+    for unscale, grad in product((False, True), ("fp32", "bf16")):
+        name, flags = f"adamw {grad}{' unscale' * unscale}", {"UNSCALE": unscale, "INTERPRET": False}
+        yield name, _adamw_kernel, ("fp32", grad, "fp32", "fp32", "fp32"), flags
 
 
 def compile_for(target, kernel, dtypes, flags, hinted=True):

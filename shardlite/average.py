@@ -1,0 +1,110 @@
+"""Averaging one flat's gradients over the ranks: where the mean will be, and how it gets there.
+
+    stage 0     bucket [W*S]: own segment reduced in place, then gathered by all: every rank has the whole mean
+    stage 1     bucket [W*S]: own segment reduced in place; the memory of the rest is kept
+    stages 2, 3 a new shard [S]; the bucket is free when the reduction is over
+
+With replicas (hybrid sharding) each segment is added up within the ranks that share a model, then over the replicas of
+that segment. The division by the number of all ranks comes last, once. Where the sum has another dtype than the weights
+it is cast by its last addition.
+
+Legend: `W` ranks that share a model, `S` elements per shard.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardlite.ring import Operation, all_gather, all_reduce, reduce_scatter, staging_numel
+from shardlite.transport import Counted
+from shardlite.unit import Flat, Shared, storage_key
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Where the mean of one flat's gradients will be."""
+
+    flat: Flat
+    whole: Tensor
+    """What this rank will have of the mean: its shard [S], or all of it [W*S] at stage 0."""
+
+    own: Tensor
+    """The part of `whole` that this rank adds up, [S]."""
+
+    bad: Tensor
+    """[], int32: whether `own` has a NaN or an infinity."""
+
+
+class Averager:
+    """Averages the gradients of one wrapped model at one stage."""
+
+    def __init__(self, shared: Shared, *, stage: int) -> None:
+        self._shared = shared
+        self._stage = stage
+        self._staging = torch.empty(0, dtype=torch.uint8, device=shared.device)
+
+    def place(self, flat: Flat, full: Tensor) -> Mean:
+        """Find memory for the mean of `full`. It lives as long as a `.grad` views it."""
+        layout, dtype = flat.gradients, flat.local.dtype
+        own = slice(*layout.shard_range(self._shared.transport.rank))
+        bad = torch.zeros((), dtype=torch.int32, device=full.device)
+        if self._stage == 0:
+            whole = full if full.dtype == dtype else full.new_empty(layout.full_numel, dtype=dtype)
+            mean = Mean(flat, whole, whole[own], bad)
+        elif self._stage == 1 and full.dtype == dtype:
+            mean = Mean(flat, full[own], full[own], bad)
+        else:
+            shard = full.new_empty(own.stop - own.start, dtype=dtype)
+            mean = Mean(flat, shard, shard, bad)
+        self._shared.ledger.track("gradients", mean.whole)
+        return mean
+
+    def job(self, full: Tensor, mean: Mean, unit: str, operation: Operation) -> Callable[[], None]:
+        """Return what a lane has to do with the gradients in `full`, which it overwrites."""
+        shared, cuts, divisor = self._shared, mean.flat.gradients.cuts, self._shared.world_size
+        transport = Counted(shared.transport, shared.traffic.of(unit, "reduce"))
+        staging = self._staging_for(full, mean)
+
+        def average() -> None:
+            reduce_scatter(
+                full,
+                transport,
+                out=mean.own,
+                divisor=1 if shared.replicas else divisor,
+                staging=staging,
+                operation=operation,
+                cuts=cuts,
+            )
+            if shared.replicas is not None:
+                across = Counted(shared.replicas, shared.traffic.of(unit, "reduce over replicas"))
+                all_reduce(mean.own, across, divisor=divisor, operation=operation)
+            if self._stage == 0:
+                all_gather(mean.whole, transport, operation=operation, cuts=cuts)
+            mean.bad.copy_(is_bad(mean.own))
+
+        return average
+
+    def _staging_for(self, full: Tensor, mean: Mean) -> Tensor | None:
+        """Return where partial sums arrive, if that cannot be the shard itself. One memory serves all operations."""
+        layout = mean.flat.gradients
+        equal = layout.full_numel == layout.world_size * layout.shard_numel
+        apart = storage_key(mean.own) != storage_key(full)
+        if layout.world_size == 1 or (apart and equal and mean.own.dtype == full.dtype):
+            return None
+        needed = full.element_size() * staging_numel(
+            layout.full_numel, layout.world_size, full.dtype, cuts=layout.cuts, batched=self._shared.transport.batched
+        )
+        if needed > self._staging.numel():
+            self._staging = torch.empty(needed, dtype=torch.uint8, device=self._shared.device)
+            self._shared.ledger.track("staging", self._staging)
+        return self._staging.view(full.dtype)
+
+
+def is_bad(tensor: Tensor) -> Tensor:
+    """Return whether there is a NaN or an infinity in `tensor`, []. One reading pass, no host synchronisation."""
+    if tensor.numel() == 0:
+        return torch.zeros((), dtype=torch.bool, device=tensor.device)
+    low, high = torch.aminmax(tensor)  # both are NaN if any element is
+    return ~(low.isfinite() & high.isfinite())

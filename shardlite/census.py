@@ -1,0 +1,57 @@
+"""The census at the end of a backward: which parameters were used by any rank, and is any gradient not finite.
+
+Each rank contributes a row of flags, and one all-reduce adds them up. The host does not wait for the sums: it must look
+at them only for parameters that it has not used itself, for those that it has have one user at least.
+"""
+
+from collections.abc import Sequence
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from shardlite.ring import Operation, all_reduce
+from shardlite.unit import Shared
+
+
+class Census:
+    """Takes the censuses of one wrapped model."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._numbers = count()
+        self._rows: dict[tuple[int, ...], Tensor] = {}
+
+    def take(self, used: Sequence[int], bad: Sequence[Tensor]) -> tuple[Sequence[int], Tensor]:
+        """Return how many ranks used each parameter (or any number above 0), and whether anything is bad anywhere.
+
+        Args:
+            used: 1 for each parameter that this rank has used, else 0.
+            bad: flags of this rank's means, each [] and not 0 if one has a NaN or an infinity.
+        """
+        flags = torch.cat([self._row(tuple(used)), torch.stack(list(bad)).sum(0, keepdim=True, dtype=torch.int32)])
+        self._add_up(flags, "the census")
+        anything = (flags[-1] > 0).to(torch.float32)
+        return (used if all(used) else flags[:-1].tolist()), anything
+
+    def _row(self, used: tuple[int, ...]) -> Tensor:
+        """Return flags on the device. They are mostly the same, and then need no copy from the host."""
+        if used not in self._rows:
+            if len(self._rows) > 8:
+                self._rows.clear()
+            self._rows[used] = torch.tensor(used, dtype=torch.int32, device=self._shared.device)
+        return self._rows[used]
+
+    def _add_up(self, flags: Tensor, what: str) -> None:
+        """Add `flags` up over all ranks, in place."""
+        operation = Operation(f"{what} {self._shared.label}", next(self._numbers))
+        for transport in self._shared.transports:
+            all_reduce(flags, transport, operation=operation)
+
+    def first_bad(self, index: int | None) -> list[tuple[int, int]]:
+        """Exchange the index of each rank's first own gradient that is not finite; return (rank, index) of those."""
+        shared = self._shared
+        ranks = torch.zeros(shared.world_size, dtype=torch.int32, device=shared.device)
+        ranks[shared.rank] = 0 if index is None else index + 1
+        self._add_up(ranks, "whose gradients are not finite")
+        return [(rank, found - 1) for rank, found in enumerate(ranks.tolist()) if found]

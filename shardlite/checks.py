@@ -1,0 +1,103 @@
+"""What may be wrapped, and what is wrong with what may not."""
+
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from shardlite.config import Precision
+from shardlite.errors import LayoutError
+from shardlite.ring import SUMMABLE
+from shardlite.unit import Unit
+
+STAGES = (0, 1, 2, 3)
+"""Those of ZeRO."""
+
+_wrapped = WeakTensorKeyDictionary()  # parameters that were ever sharded: they hold nothing by themselves
+
+
+def mark_wrapped(units: Iterable[Unit]) -> None:
+    """Note that the parameters of `units` belong to a wrapped model."""
+    for unit in units:
+        for param in unit.params():
+            _wrapped[param] = True
+
+
+def ignored_params(ignore: Iterable[nn.Module | nn.Parameter]) -> set[Tensor]:
+    """Return the parameters that `ignore` means.
+
+    Raises:
+        LayoutError: it has something else than modules and parameters.
+    """
+    found: set[Tensor] = set()
+    for each in ignore:
+        if isinstance(each, nn.Module):
+            found.update(each.parameters())
+        elif isinstance(each, nn.Parameter):
+            found.add(each)
+        else:
+            raise LayoutError(f"ignore takes modules and parameters, got {type(each).__name__}")
+    return found
+
+
+def device_for(module: nn.Module, device: torch.device | str | None) -> torch.device:
+    """Return where the shards are to be: where it is said, or where the parameters are."""
+    if device is None:
+        device = next(module.parameters()).device
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def check(
+    module: nn.Module,
+    stage: int,
+    prefetch: int,
+    precision: Precision,
+    ignored: Collection[Tensor],
+    *,
+    wrapper: type[nn.Module],
+) -> None:
+    """Raise what is wrong with a module before anything is done to it."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"ShardLite wraps an nn.Module, got {type(module).__name__}")
+    if stage not in STAGES:
+        raise LayoutError(f"stage must be one of {STAGES}, got {stage!r}")
+    if prefetch < 0:
+        raise LayoutError(f"prefetch counts units and must be at least 0, got {prefetch}")
+    lazy = [name for name, param in module.named_parameters() if isinstance(param, UninitializedParameter)]
+    if lazy:
+        raise LayoutError(f"parameter {lazy[0]!r} has no shape yet: run the lazy module once before wrapping")
+    inner = [name or "(the module itself)" for name, each in module.named_modules() if isinstance(each, wrapper)]
+    if inner:
+        raise LayoutError(f"{inner[0]!r} is wrapped already: wrap the whole model once, and name its parts by `units`")
+    if torch.is_inference_mode_enabled():
+        raise LayoutError("wrap the model outside of torch.inference_mode(): its tensors cannot be trained")
+    for name, buffer in module.named_buffers():
+        if buffer.layout is not torch.strided:
+            raise LayoutError(f"buffer {name!r} is {buffer.layout}: only dense buffers can be sent to all ranks")
+    named = [(name, param) for name, param in module.named_parameters() if param not in ignored]
+    if not any(param.requires_grad for _, param in named):
+        raise LayoutError(f"{type(module).__name__} has no parameter with requires_grad: there is nothing to train")
+    _check_params(named, precision)
+
+
+def _check_params(named: Sequence[tuple[str, nn.Parameter]], precision: Precision) -> None:
+    for name, param in named:
+        if param in _wrapped:
+            raise LayoutError(
+                f"parameter {name!r} belongs to a model that is wrapped already, or was: wrap one model that holds "
+                "all modules that share parameters, once"
+            )
+        if param.device.type not in ("cpu", "cuda"):
+            raise LayoutError(f"parameter {name!r} is on {param.device}: only the CPU and CUDA are supported")
+        if param.requires_grad and param.dtype not in SUMMABLE:
+            raise LayoutError(f"parameter {name!r} is {param.dtype}, and gradients of that dtype cannot be reduced")
+        if param.dtype == torch.float64 and precision.compute is not None:
+            raise LayoutError(
+                f"parameter {name!r} is {param.dtype}, which Precision(compute={precision.compute}) would not keep: "
+                "convert the model by .float() before wrapping it, or do not set `compute`"
+            )

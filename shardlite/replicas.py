@@ -1,0 +1,87 @@
+"""Unsharded parameters (stages 0 to 2): full weights have memory of their own, and are made anew after a step.
+
+    FULL, used -> IDLE -> [step] -> SHARDED, placeholders -> [gather] -> FULL
+
+After a step each rank has new weights in its own shard only. The next pass starts all gathers at once, in the order of
+registration and whatever it is going to use, and each unit waits for its own: so they run beside the computation, and
+ranks whose forwards take different branches still do the same. Where every rank steps everything (stage 0) nothing is
+ever gathered, and nothing but a cast from the master weights, if they have another dtype, is ever due.
+"""
+
+from collections.abc import Hashable, Sequence
+
+import torch
+
+from shardlite.fill import Filler, is_fresh, unseen_by_checkpoints
+from shardlite.phase import Weights
+from shardlite.unit import Shared, Unit
+
+
+class Replicas:
+    """Keeps the full weights of one wrapped model; the counterpart of `Gatherer`, which lends them."""
+
+    def __init__(self, units: Sequence[Unit], shared: Shared) -> None:
+        self._units = [unit for unit in units if unit.follows]
+        self._filler = Filler(shared) if self._units else None
+        self._trace = shared.trace
+
+    def hold(self, unit: Unit, *, foreseen: bool = True) -> None:
+        """Make the unit's full weights readable until `release`; holds count."""
+        del foreseen  # everything is
+        if unit.follows and unit.holds == 0:
+            with unseen_by_checkpoints():
+                self._request(unit)
+                self._land(unit)
+        unit.holds += 1
+
+    def release(self, unit: Unit) -> None:
+        """End one hold."""
+        unit.holds -= 1
+        if unit.follows and unit.holds == 0:
+            unit.move(Weights.IDLE)
+
+    def begin_pass(self, kind: Hashable) -> None:
+        """Start all gathers that are due."""
+        del kind  # all passes need all units
+        for unit in self._units:
+            if unit.holds == 0:
+                self._request(unit)
+
+    def begin_backward(self, *, final: bool) -> None:
+        """Nothing: a backward finds the weights of its forward."""
+
+    def end_backward(self, *, final: bool) -> None:
+        """Nothing: the weights stay."""
+
+    def forget(self, units: Sequence[Unit]) -> None:
+        """Let the next hold of each gather anew, because the full weights may have been written to."""
+        for unit in units:
+            unit.stale = True
+        self.expire()
+
+    def expire(self) -> None:
+        """Let parameters whose shards have changed read as NaN until they are gathered, instead of as a mixture."""
+        for unit in self._units:
+            if unit.phase is Weights.IDLE and not is_fresh(unit):
+                with torch.inference_mode(False):
+                    unit.unbind()
+                unit.move(Weights.SHARDED)
+
+    def _request(self, unit: Unit) -> None:
+        assert self._filler is not None
+        if is_fresh(unit):
+            return
+        if unit.phase is Weights.GATHERING:  # the weights were changed once more
+            self._land(unit)
+            unit.move(Weights.IDLE)
+        self.expire()
+        with torch.inference_mode(False), torch.no_grad():
+            self._filler.start(unit)
+
+    def _land(self, unit: Unit) -> None:
+        assert self._filler is not None
+        if unit.phase is Weights.GATHERING:
+            self._filler.finish(unit)
+            with torch.inference_mode(False):
+                unit.bind()
+        unit.move(Weights.FULL)

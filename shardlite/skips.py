@@ -1,0 +1,91 @@
+"""Steps that are left out because a gradient, on any rank, has a NaN or an infinity.
+
+On the CPU the gradients are hidden from the optimizer, any optimizer. On a GPU the host must not wait for the flag, so
+it is handed over as `found_inf`, PyTorch's own protocol for fused optimizers: their kernels then change nothing. Other
+optimizers there step as in plain PyTorch.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardlite.errors import NonFiniteError
+
+LIMIT = 20
+"""Steps left out in a row that are an error."""
+
+
+class Skips:
+    """Leaves out steps of one wrapped model, and counts them. `flag` returns [], 1 where gradients are bad, else 0."""
+
+    def __init__(self, flag: Callable[[], Tensor | None], device: torch.device) -> None:
+        self._flag = flag
+        self._counts = torch.zeros(2, device=device)  # all, in a row
+        self._counted: Tensor | None = None
+        self._seen = torch.zeros(2, pin_memory=device.type == "cuda")
+        self._on_its_way: torch.cuda.Event | None = None
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._lent: Optimizer | None = None
+
+    def total(self) -> int:
+        """Return how many steps were left out. The host waits."""
+        return int(self._counts[0].item())
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Let the coming step do nothing, if it must not.
+
+        Raises:
+            NonFiniteError: too many in a row were left out.
+        """
+        self.after_step()  # the last step may have ended in an exception
+        flag = self._flag()
+        if flag is None or getattr(optimizer, "found_inf", None) is not None:
+            return  # a gradient scaler has looked already, and counts for itself
+        self._count(flag)
+        if flag.device.type == "cpu":
+            if flag.item():
+                self._hide(optimizer)
+        elif getattr(optimizer, "_step_supports_amp_scaling", False):
+            optimizer.found_inf = flag  # type: ignore[attr-defined]
+            self._lent = optimizer
+
+    def after_step(self) -> None:
+        """Undo what was done before the step."""
+        for param, grad in self._hidden:
+            param.grad = grad
+        self._hidden = []
+        if self._lent is not None:
+            del self._lent.found_inf  # type: ignore[attr-defined]
+            self._lent = None
+
+    def _hide(self, optimizer: Optimizer) -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        self._hidden = [(param, param.grad) for param in params if param.grad is not None]
+        for param, _ in self._hidden:
+            param.grad = None
+
+    def _count(self, flag: Tensor) -> None:
+        """Count once per backward, however many optimizers step."""
+        if flag is self._counted:
+            return
+        self._counted = flag
+        self._counts += flag
+        self._counts[1] *= flag
+        if flag.device.type == "cpu":
+            self._seen.copy_(self._counts)
+        elif self._on_its_way is None or self._on_its_way.query():  # type: ignore[no-untyped-call]
+            self._check()  # what came back from an earlier step
+            self._seen.copy_(self._counts, non_blocking=True)
+            self._on_its_way = torch.cuda.current_stream(flag.device).record_event()
+            return
+        self._check()
+
+    def _check(self) -> None:
+        in_a_row = int(self._seen[1])
+        if in_a_row >= LIMIT:
+            raise NonFiniteError(
+                f"{in_a_row} steps in a row were left out, because gradients have a NaN or an infinity: the model has "
+                "diverged, or its input is bad. `ShardLite(..., diagnose=True)` names the first such gradient"
+            )

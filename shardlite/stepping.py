@@ -1,0 +1,43 @@
+"""What happens to one wrapped model when some optimizer steps its shards, or clips their gradients."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardlite.fill import Gathering
+from shardlite.shards import Shards
+from shardlite.skips import Skips
+
+
+@dataclass(frozen=True, eq=False)
+class Stepping:
+    """The ends of one wrapped model that optimizers touch."""
+
+    shards: Shards
+    skips: Skips
+    gatherer: Gathering
+    ready: Callable[[], None]
+    """Raises if gradients are not what a step needs."""
+
+    flag: Callable[[], Tensor | None]
+    """Returns [], 1 if a gradient on any rank is not finite, else 0; `None` before the first backward."""
+
+    norm: Callable[[float, Collection[Tensor]], Tensor]
+    """Returns the global norm with an exponent, [], of the gradients of some shards. To be called by every rank."""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Raise if a step would be a wrong one, and see to it that it does nothing if gradients are not finite."""
+        self.ready()
+        self.shards.check()
+        self.skips.before_step(optimizer)
+
+    def after_step(self, stepped: Sequence[Tensor]) -> None:
+        """Take note of what was changed."""
+        self.skips.after_step()
+        self.shards.after_step(stepped, self.gatherer)
+
+    def mark_changed(self) -> None:
+        """Take note that all shards were changed by other means than a step."""
+        self.shards.mark_changed(list(self.shards), self.gatherer)

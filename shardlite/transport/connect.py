@@ -1,0 +1,42 @@
+"""Which transport serves which tensors."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from shardlite.errors import LayoutError
+from shardlite.transport.base import Transport
+from shardlite.transport.group import GroupTransport
+from shardlite.transport.nccl import NcclTransport
+from shardlite.transport.staged import StagedTransport
+from shardlite.transport.works import joined
+
+
+def connect(group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta) -> Transport:
+    """Return the transport for tensors on `device` over `group` (`None`: the default group).
+
+    `timeout` bounds each wait that blocks. NCCL's waits do not: over NCCL the timeout of the group itself counts.
+
+    Raises:
+        LayoutError: this process is not a member of `group`, or `group` has no backend that can carry such tensors.
+    """
+    backends = _backends(joined(group))
+    match device.type, backends.get(device.type):
+        case "cpu", str():
+            return GroupTransport(group, timeout)
+        case "cuda", "nccl":
+            return NcclTransport(group)
+        case "cuda", "gloo":
+            return StagedTransport(group, timeout)
+    raise LayoutError(
+        f"no transport for tensors on {device} over a process group with the backends {backends}: start it with "
+        "'gloo' or 'cpu:gloo,cuda:nccl', as in torch.distributed.init_process_group('cpu:gloo,cuda:nccl'), "
+        "and use CPU or CUDA tensors"
+    )
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Return the name of the group's backend by device type; PyTorch writes it as `cpu:gloo,cuda:nccl`."""
+    pairs = (pair.split(":", 1) for pair in dist.get_backend_config(group).split(","))
+    return dict(pairs)

@@ -1,0 +1,49 @@
+"""A transport that counts what goes through it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shardlite.transport.base import Message, Pending, Transport
+
+
+@dataclass
+class Tally:
+    """What one rank has sent. One thread adds to it at a time."""
+
+    messages: int = 0
+    nbytes: int = 0
+
+    def add(self, tensor: Tensor) -> None:
+        """Count one message."""
+        self.messages += 1
+        self.nbytes += tensor.nbytes
+
+
+class Counted:
+    """`transport`, with all that this rank sends through it added to `tally`."""
+
+    def __init__(self, transport: Transport, tally: Tally) -> None:
+        self._transport = transport
+        self._tally = tally
+        self.rank = transport.rank
+        self.world_size = transport.world_size
+        self.batched = transport.batched
+        self.blocking = transport.blocking
+
+    def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
+        """Count `tensor` and start sending it."""
+        self._tally.add(tensor)
+        return self._transport.isend(tensor, peer, tag)
+
+    def irecv(self, tensor: Tensor, peer: int, tag: int) -> Pending:
+        """Start receiving; the sender counts."""
+        return self._transport.irecv(tensor, peer, tag)
+
+    def exchange(self, messages: Sequence[Message], tag: int) -> Pending:
+        """Count the outgoing ones of `messages` and start them all."""
+        for message in messages:
+            if message.outgoing:
+                self._tally.add(message.tensor)
+        return self._transport.exchange(messages, tag)

@@ -1,0 +1,57 @@
+"""Which ranks take part: one group that shares a model and, in hybrid sharding, one of those that hold like shards."""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardlite.errors import LayoutError
+
+Ranks = dist.ProcessGroup | DeviceMesh | None
+"""What a user gives: a group or a 1-D mesh to shard over, a 2-D mesh (replicate, shard); `None`: the default group."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups that this rank is in."""
+
+    shard: dist.ProcessGroup | None
+    """Whose ranks each keep a shard; `None` is the default group."""
+
+    replicas: dist.ProcessGroup | None = None
+    """Whose ranks keep the same shard; `None` if there are no others."""
+
+    @property
+    def all(self) -> list[dist.ProcessGroup | None]:
+        """Both, if there are two: what goes over one after the other reaches every rank."""
+        return [self.shard] if self.replicas is None else [self.shard, self.replicas]
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        replicas = 1 if self.replicas is None else dist.get_world_size(self.replicas)
+        return dist.get_world_size(self.shard) * replicas
+
+
+def groups_of(ranks: Ranks) -> Groups:
+    """Return the groups that `ranks` means.
+
+    Raises:
+        LayoutError: there is no process group, this process is not a member, or a mesh has more than two dimensions.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise LayoutError(
+            "there is no process group: call torch.distributed.init_process_group() first, and start the ranks with "
+            "`torchrun --nproc-per-node N script.py`"
+        )
+    if isinstance(ranks, DeviceMesh):
+        if ranks.get_coordinate() is None:
+            raise LayoutError(f"this process is not a member of {ranks}")
+        if ranks.ndim == 1:
+            return Groups(ranks.get_group(0))
+        if ranks.ndim == 2:
+            return Groups(ranks.get_group(1), ranks.get_group(0))
+        raise LayoutError(f"a mesh must have one dimension (shard) or two (replicate, shard), got {ranks.ndim}")
+    if dist.get_rank(ranks) < 0:
+        raise LayoutError("this process is not a member of the process group that it was given")
+    return Groups(ranks)

@@ -1,0 +1,40 @@
+"""A transport whose messages start late, at random: what happens to be right only by timing then fails."""
+
+import time
+from collections.abc import Sequence
+from random import Random
+
+from torch import Tensor
+
+from shardlite.transport import Message, Pending, Transport
+
+
+class Delayed:
+    """`transport`, with a pause of up to `longest` seconds before each send and each receive.
+
+    The pauses of a rank follow from `seed` and the rank, so a failure can be repeated.
+    """
+
+    def __init__(self, transport: Transport, seed: int, *, longest: float) -> None:
+        self.rank = transport.rank
+        self.world_size = transport.world_size
+        self.batched = transport.batched
+        self.blocking = transport.blocking
+        self._transport = transport
+        self._random = Random(f"{seed} {transport.rank}")
+        self._longest = longest
+
+    def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
+        self._pause()
+        return self._transport.isend(tensor, peer, tag)
+
+    def irecv(self, tensor: Tensor, peer: int, tag: int) -> Pending:
+        self._pause()
+        return self._transport.irecv(tensor, peer, tag)
+
+    def exchange(self, messages: Sequence[Message], tag: int) -> Pending:
+        self._pause()
+        return self._transport.exchange(messages, tag)
+
+    def _pause(self) -> None:
+        time.sleep(self._random.uniform(0.0, self._longest))
