@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up by themselves: a virtual environment in .venv with the tested versions.
 PYTHON ?= python3
-RANKS ?= 2
+RANKS ?=
 BIN := .venv/bin
 
 .PHONY: help demo test lint bench clean
@@ -14,8 +14,8 @@ help:  ## show this list
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: .venv/ready  ## train a GPT on real text over 2 ranks (RANKS=4 for more), sharded
-	$(BIN)/shardlite train --ranks $(RANKS)
+demo: .venv/ready  ## train a GPT on real text on each GPU, or over 2 ranks (RANKS=4 for more)
+	$(BIN)/shardlite train $(if $(RANKS),--ranks $(RANKS))
 
 test: .venv/ready  ## run the whole test suite
 	$(BIN)/python -m pytest
@@ -26,7 +26,7 @@ lint: .venv/ready  ## format check, linter, type checker
 	$(BIN)/mypy
 
 bench: .venv/ready  ## step time and memory beside FSDP2 and DDP; rows go to bench/results
-	$(BIN)/python -m bench.step --ranks $(RANKS)
+	$(BIN)/python -m bench.step --ranks $(or $(RANKS),2)
 
 clean:  ## remove the virtual environment and what the demo wrote
 	rm -rf .venv outputs

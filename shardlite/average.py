@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from shardlite.ring import Operation, all_gather, all_reduce, reduce_scatter, staging_numel
-from shardlite.transport import Counted
 from shardlite.unit import Flat, Shared, storage_key
 
 
@@ -64,7 +63,8 @@ class Averager:
     def job(self, full: Tensor, mean: Mean, unit: str, operation: Operation) -> Callable[[], None]:
         """Return what a lane has to do with the gradients in `full`, which it overwrites."""
         shared, cuts, divisor = self._shared, mean.flat.gradients.cuts, self._shared.world_size
-        transport = Counted(shared.transport, shared.traffic.of(unit, "reduce"))
+        transport = shared.traffic.counted(shared.transport, "reduce", unit)
+        across = shared.replicas and shared.traffic.counted(shared.replicas, "reduce over replicas", unit)
         staging = self._staging_for(full, mean)
 
         def average() -> None:
@@ -72,13 +72,12 @@ class Averager:
                 full,
                 transport,
                 out=mean.own,
-                divisor=1 if shared.replicas else divisor,
+                divisor=1 if across else divisor,
                 staging=staging,
                 operation=operation,
                 cuts=cuts,
             )
-            if shared.replicas is not None:
-                across = Counted(shared.replicas, shared.traffic.of(unit, "reduce over replicas"))
+            if across:
                 all_reduce(mean.own, across, divisor=divisor, operation=operation)
             if self._stage == 0:
                 all_gather(mean.whole, transport, operation=operation, cuts=cuts)

@@ -45,7 +45,7 @@ class Census:
     def _add_up(self, flags: Tensor, what: str) -> None:
         """Add `flags` up over all ranks, in place."""
         operation = Operation(f"{what} {self._shared.label}", next(self._numbers))
-        for transport in self._shared.transports:
+        for transport in self._shared.counted("census"):
             all_reduce(flags, transport, operation=operation)
 
     def first_bad(self, index: int | None) -> list[tuple[int, int]]:

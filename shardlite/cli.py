@@ -48,7 +48,7 @@ def _add_verify(commands: Any) -> None:
     )
     parser.set_defaults(run=lambda options, arguments: _verify(parser, options, arguments))
     group = parser.add_argument_group("run")
-    group.add_argument("--ranks", type=int, metavar="N", help="processes (2, or what torchrun started)")
+    group.add_argument("--ranks", type=int, metavar="N", help="processes (2)")
     for name, kind, metavar, default, meaning in (
         ("steps", int, "N", 4, "optimizer steps"),
         ("batch", int, "N", Settings.batch, "sequences per rank"),
@@ -61,7 +61,7 @@ def _add_verify(commands: Any) -> None:
 
 def _add_run_options(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("run")
-    group.add_argument("--ranks", type=int, metavar="N", help="processes (2, or what torchrun started)")
+    group.add_argument("--ranks", type=int, metavar="N", help="processes (one per GPU, 2 without any)")
     for name, kind, metavar, meaning in (
         ("steps", int, "N", "optimizer steps"),
         ("batch", int, "N", "sequences per rank in one forward"),
@@ -73,7 +73,9 @@ def _add_run_options(parser: ArgumentParser) -> None:
         default = getattr(Settings, name)
         group.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=f"{meaning} ({default})")
     group.add_argument("--data", type=Path, metavar="PATH", help="text file or folder (the source of Python itself)")
-    group.add_argument("--stage", type=int, choices=(0, 3), default=3, help="0 shards nothing, 3 shards all (3)")
+    group.add_argument(
+        "--stage", type=int, choices=(0, 1, 2, 3), default=3, help="of ZeRO: 0 shards nothing, 3 all (3)"
+    )
 
 
 def _add_model_options(parser: ArgumentParser, size: str) -> None:
@@ -87,7 +89,7 @@ def _add_model_options(parser: ArgumentParser, size: str) -> None:
 
 def _train(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> int:
     """Check everything once; then start the ranks, or be one of them."""
-    from shardlite.launch import launch
+    from shardlite.launch import default_ranks, launch
 
     started = _started_ranks(parser, options)
     try:
@@ -95,7 +97,7 @@ def _train(parser: ArgumentParser, options: Namespace, arguments: Sequence[str])
     except (ValueError, OSError) as wrong:
         parser.error(str(wrong))
     if started is None:
-        return launch(options.ranks or 2, arguments)
+        return launch(options.ranks or default_ranks(), arguments)
 
     from shardlite.demo.train import train
 

@@ -54,7 +54,7 @@ def total_norm(
             norms = [norm.to(partials.dtype) for norm in _norms(pieces, norm_type)]
             partials[rank] = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if sharded:
-        all_gather(partials, transport, operation=operation)
+        all_gather(partials, shared.traffic.counted(transport, "norm"), operation=operation)
     total: Tensor = torch.linalg.vector_norm(partials, norm_type)
     return total
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 from shardlite.phase import Weights
 from shardlite.ring import Operation, all_gather
-from shardlite.transport import Counted, Transport
+from shardlite.transport import Transport
 from shardlite.unit import Flat, Shared, Unit
 
 
@@ -59,9 +59,8 @@ class Filler:
         """Start filling the unit's memory with its weights of now."""
         unit.gathers += 1
         label = f"all-gather of unit {unit.name!r} {self._shared.label}"
-        transport = Counted(self._shared.transport, self._shared.traffic.of(unit.name, "gather"))
         jobs = deque(
-            partial(_fill, flat, full, transport, Operation(f"{label}, flat {i}", unit.gathers))
+            partial(_fill, flat, full, self._transport_of(unit, flat), Operation(f"{label}, flat {i}", unit.gathers))
             for i, (flat, full) in enumerate(zip(unit.flats, unit.fulls(), strict=True))
         )
 
@@ -73,6 +72,12 @@ class Filler:
         unit.gathered_version, unit.stale = unit.version(), False
         unit.move(Weights.GATHERING)
         unit.flight = self._lane.submit(go_round)
+
+    def _transport_of(self, unit: Unit, flat: Flat) -> Transport | None:
+        """Return what the flat is gathered by, if it is: every rank may have all of it."""
+        if flat.rank is None or self._shared.transport.world_size == 1:
+            return None
+        return self._shared.traffic.counted(self._shared.transport, "gather", unit.name)
 
     def finish(self, unit: Unit) -> None:
         """Wait for the weights."""
@@ -87,10 +92,10 @@ def is_fresh(unit: Unit) -> bool:
     return unit.phase is not Weights.SHARDED and unit.gathered_version == unit.version() and not unit.stale
 
 
-def _fill(flat: Flat, full: Tensor, transport: Transport, operation: Operation) -> None:
+def _fill(flat: Flat, full: Tensor, transport: Transport | None, operation: Operation) -> None:
     if not flat.in_place:
         flat.own_part(full).copy_(flat.local)
-    if flat.rank is not None:
+    if transport is not None:
         all_gather(full, transport, operation=operation)
 
 

@@ -95,7 +95,8 @@ class FullParameters:
         whole = flat.local.new_empty(flat.layout.full_numel)
         flat.own_part(whole).copy_(flat.local)
         label = f"the full state of unit {unit.name!r} {self._shared.label}, flat {i}"
-        all_gather(whole, self._shared.transport, operation=Operation(label, next(self._uses)))
+        transport = self._shared.traffic.counted(self._shared.transport, "full state", unit.name)
+        all_gather(whole, transport, operation=Operation(label, next(self._uses)))
         return whole
 
     def entries(self) -> dict[str, Tensor]:
@@ -146,7 +147,7 @@ class FullParameters:
         overtaken = any(unit.follows and unit.gathered_version != unit.version() for unit in units)
         ranks = torch.tensor([*written, overtaken], dtype=torch.int32, device=self._shared.device)
         operation = Operation(f"what was written {self._shared.label}", next(self._uses))
-        for transport in self._shared.transports:
+        for transport in self._shared.counted("what was written"):
             all_reduce(ranks, transport, operation=operation)
         if ranks[-1] > 0:
             raise PhaseError(

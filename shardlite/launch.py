@@ -1,16 +1,57 @@
-"""Start a command once per rank: `torchrun` does the starting, this says how."""
+"""Start a command once per rank, and be one of the ranks: `torchrun` does the starting, this says how and where."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def world_size(environment: Mapping[str, str] = os.environ) -> int | None:
     """How many ranks the launcher of this process started, `None` if no launcher did."""
     return int(environment["WORLD_SIZE"]) if "RANK" in environment else None
+
+
+def default_ranks() -> int:
+    """One per GPU, or 2 where there is none."""
+    import torch
+
+    return torch.cuda.device_count() or 2
+
+
+@contextmanager
+def process_group() -> Iterator[torch.device]:
+    """Join the other ranks that the launcher started; yields where this one computes.
+
+    A rank has a GPU of its own where there are enough on this machine, and messages go over NCCL. More ranks than GPUs
+    share them, which NCCL does not allow: then messages go over gloo.
+    """
+    import torch
+    import torch.distributed as dist
+
+    gpus = torch.cuda.device_count()
+    device, backend = _place(gpus)
+    if gpus:
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend)
+    try:
+        yield torch.device(device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _place(gpus: int, environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
+    """The device of this rank, and the backends of its process group."""
+    if gpus == 0:
+        return "cpu", "gloo"
+    local_rank, local_ranks = (int(environment[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    return f"cuda:{local_rank % gpus}", "cpu:gloo,cuda:nccl" if local_ranks <= gpus else "gloo"
 
 
 def launch(ranks: int, arguments: Sequence[str]) -> int:

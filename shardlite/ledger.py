@@ -25,6 +25,15 @@ def format_bytes(nbytes: int) -> str:
 
 
 @dataclass(frozen=True)
+class Held:
+    """Bytes for one purpose."""
+
+    now: int
+    peak: int
+    """The most since the last `reset_peak`; purposes peak at different moments."""
+
+
+@dataclass(frozen=True)
 class _Entry:
     """One living storage."""
 
@@ -98,6 +107,12 @@ class Ledger:
         """The most bytes each purpose has held since the last `reset_peak`; purposes peak at different moments."""
         with self._lock:
             return dict(self._peak)
+
+    def held(self) -> dict[str, Held]:
+        """Both, for every purpose ever used."""
+        with self._lock:
+            now = self.current()
+            return {purpose: Held(nbytes, self._peak[purpose]) for purpose, nbytes in now.items()}
 
     def reset_peak(self) -> None:
         """Let every purpose's peak start again from what it holds now."""

@@ -285,7 +285,7 @@ class Reducer:
         seen = [*self._observed, *(unit for unit in self._order if unit not in self._observed)]
         order = torch.tensor([units.index(unit) for unit in seen], dtype=torch.int64, device=self._shared.device)
         operation = Operation(f"the order of reductions {self._shared.label}", self._backwards)
-        for transport in self._shared.transports:
+        for transport in self._shared.counted("order of reductions"):
             broadcast(order, transport, operation=operation)
         self._order = [units[i] for i in order.tolist()]
         self._observed = None

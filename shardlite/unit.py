@@ -57,6 +57,10 @@ class Shared:
         """All: what goes over one after the other reaches every rank."""
         return [self.transport] if self.replicas is None else [self.transport, self.replicas]
 
+    def counted(self, purpose: str) -> list[Transport]:
+        """Return them, with what is sent for a purpose of the whole model counted."""
+        return [self.traffic.counted(transport, purpose) for transport in self.transports]
+
     @property
     def world_size(self) -> int:
         """How many ranks there are, replicas included."""

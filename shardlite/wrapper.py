@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from shardlite import build, checks, guard
 from shardlite.average import is_bad
@@ -22,7 +23,7 @@ from shardlite.full import FullParameters
 from shardlite.gather import Gatherer
 from shardlite.handles import Calls
 from shardlite.hooks import ModuleHooks
-from shardlite.ledger import Ledger
+from shardlite.ledger import Held, Ledger
 from shardlite.optim import adopt
 from shardlite.partition import ROOT, UnitPlan, UnitPolicy, cut
 from shardlite.reduce import Reducer
@@ -33,7 +34,7 @@ from shardlite.sites import needs, sites
 from shardlite.skips import Skips
 from shardlite.stepping import Stepping
 from shardlite.trace import Trace
-from shardlite.traffic import Traffic
+from shardlite.traffic import Sent, Traffic
 from shardlite.transport import Ranks, connect, groups_of
 from shardlite.unit import Shared
 
@@ -197,6 +198,31 @@ class ShardLite(nn.Module):
     def skipped_steps(self) -> int:
         """How many steps were left out because a gradient on some rank had a NaN or an infinity. The host waits."""
         return self._stepping.skips.total()
+
+    # ---- what it takes --------------------------------------------------------------------------------------------
+
+    def memory(self) -> dict[str, Held]:
+        """Return what this rank holds for the model, in bytes by purpose: now, and at most since the last reset.
+
+        Every storage is counted from its allocation to its end, once, whole, under one purpose: `parameters` (the
+        shards, or what of them is not in the full weights, and full weights that are always there), `gather buffers`,
+        `gradient buckets` (before they are reduced), `gradients`, `staging` (where partial sums arrive), `optimizer
+        state` of the optimizers that have stepped the model, and `buffers`. `model.ledger.reset_peak()` resets.
+        """
+        for optimizer in guard.optimizers_of(self._stepping):
+            for value in tree_leaves(list(optimizer.state.values())):
+                if isinstance(value, Tensor):
+                    self.ledger.track("optimizer state", value)
+        return self.ledger.held()
+
+    def traffic(self) -> Mapping[str, Mapping[str, Sent]]:
+        """Return what this rank has sent since it was wrapped: calls, messages and bytes by unit and purpose.
+
+        Purposes are `gather`, `reduce`, with hybrid sharding `reduce over replicas`, and `full state`. What
+        concerns the whole model is under `"(no unit)"`. Control messages, by which ranks compare what they
+        wrap, are not counted.
+        """
+        return self._shared.traffic.by_unit()
 
     # ---- full parameters ----------------------------------------------------------------------------------------
 

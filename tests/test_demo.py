@@ -292,6 +292,27 @@ def test_ranks_share_the_cores_unless_told_otherwise():
     assert launch.shared_cores(2, {"OMP_NUM_THREADS": "5"}) == {"OMP_NUM_THREADS": "5"}
 
 
+def test_each_rank_has_a_gpu_of_its_own_or_a_share_of_one():
+    def place(gpus, local_rank, local_ranks):
+        return launch._place(gpus, {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(local_ranks)})
+
+    assert launch._place(0, {}) == ("cpu", "gloo")
+    assert place(4, 3, 4) == ("cuda:3", "cpu:gloo,cuda:nccl")
+    assert place(8, 1, 2) == ("cuda:1", "cpu:gloo,cuda:nccl")
+    assert [place(2, local_rank, 4) for local_rank in range(4)] == [
+        ("cuda:0", "gloo"),
+        ("cuda:1", "gloo"),
+        ("cuda:0", "gloo"),
+        ("cuda:1", "gloo"),
+    ]
+
+
+def test_there_are_as_many_ranks_as_gpus_or_two(monkeypatch):
+    for gpus, ranks in ((0, 2), (1, 1), (8, 8)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert launch.default_ranks() == ranks
+
+
 def test_help_and_version(capsys):
     for arguments, expected in ((["--version"], "shardlite "), (["train", "--help"], "--accumulate N")):
         with pytest.raises(SystemExit) as stop:

@@ -244,6 +244,8 @@ def test_the_state_of_a_frozen_parameter_moves_along():
             arena.params[1].requires_grad_(True)
         optimizer.step()
         twins.optimizer.step()
+        first, second = (optimizer.state[param]["exp_avg"] for param in arena.params)
+        assert second.data_ptr() == first.data_ptr() + 128 * 4, "the arenas that were left are kept alive"
     twins.assert_same()
     twins.assert_same_states(optimizer)
 

@@ -80,12 +80,13 @@ def test_groups_and_schedulers_stay():
     named = [(f"layer.{index}", param) for index, param in enumerate(params)]
     optimizer = AdamW([{"params": named[:2], "weight_decay": 0.5}, {"params": named[2:], "lr": 0.5}], **HYPER)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    groups = list(optimizer.param_groups)
+    groups, lists = list(optimizer.param_groups), [group["params"] for group in optimizer.param_groups]
     shards, part = shards_of(params)
     adopt(shards, part)
     step_shards(optimizer, params, shards, part, 0)
     scheduler.step()
     assert all(mine is before for mine, before in zip(optimizer.param_groups, groups, strict=True))
+    assert all(group["params"] is before for group, before in zip(groups, lists, strict=True))
     assert [group["lr"] for group in optimizer.param_groups] == [HYPER["lr"] / 2, 0.25]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, HYPER["weight_decay"]]
     assert optimizer.param_groups[1]["param_names"] == ["layer.2", "layer.3", "layer.4"]
@@ -127,6 +128,7 @@ def test_what_is_not_of_the_model_stays():
     params, extra = whole_params(), nn.Parameter(torch.ones(5))
     optimizer, stranger = AdamW([extra, *params], **HYPER), AdamW([extra], **HYPER)
     step(optimizer, [extra, *params], 0)
+    stranger.step()
     moment = optimizer.state[extra]["exp_avg"].clone()
     plan = stranger._plan
     shards, part = shards_of(params)

@@ -72,7 +72,12 @@ def test_parameters_without_padding_between_them():
     for _ in range(3):
         optimizer.step()
         twin_optimizer.step()
-    for start, stop in ((3, 140), (171, 300)):
-        torch.testing.assert_close(flat[start:stop], twin.data[start:stop], rtol=1e-6, atol=1e-6)
+    for param in params:
+        here = slice(param.storage_offset(), param.storage_offset() + param.numel())
+        torch.testing.assert_close(param.data, twin.data[here], rtol=1e-6, atol=1e-6)
+        for name in ("exp_avg", "exp_avg_sq"):
+            expected = twin_optimizer.state[twin][name][here]
+            torch.testing.assert_close(optimizer.state[param][name], expected, rtol=1e-6, atol=1e-6)
     assert_same(flat[140:171], before)
     assert sum(state_storages(optimizer, "exp_avg").values()) <= 4 * (96 + 64 + 160)
+    assert optimizer.state[params[2]]["exp_avg"].storage_offset() % 32 == 0, "reads of 16 bytes need it"

@@ -54,7 +54,7 @@ class Settings:
     """The model."""
 
     stage: int = 3
-    """0: every rank holds all; 3: parameters, gradients and optimizer state are sharded."""
+    """0: every rank holds all; 1: optimizer state is sharded; 2: gradients are, too; 3: parameters are, too."""
 
     steps: int = 180
     """Optimizer steps."""

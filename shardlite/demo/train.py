@@ -7,8 +7,7 @@ prints and writes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +19,7 @@ from shardlite.demo.gpt import GPT
 from shardlite.demo.report import Point, Progress, describe_result, footprint_table, printable, write_curve
 from shardlite.demo.settings import Settings
 from shardlite.demo.text import Bytes, Corpus, draw_batch, read_corpus, unigram_entropy
+from shardlite.launch import process_group
 
 MAX_NORM = 1.0
 SAMPLE_BYTES = 240
@@ -39,6 +39,7 @@ class Run:
     model: ShardLite
     optimizer: AdamW
     rank: int
+    device: torch.device
 
 
 def train(settings: Settings) -> None:
@@ -48,39 +49,29 @@ def train(settings: Settings) -> None:
         ValueError: there is too little text.
     """
     corpus = read_corpus(settings.data, context=settings.gpt.context)
-    with _process_group() as rank:
-        plain = _measure_data_parallel(settings, corpus)
-        run = _set_up(settings, corpus, rank)
+    with process_group() as device:
+        plain = _measure_data_parallel(settings, corpus, device)
+        run = _set_up(settings, corpus, device)
         _announce(run)
         curve, sharded = _learn(run)
         _report(run, curve, sharded, plain)
         _show_sample(run)
 
 
-@contextmanager
-def _process_group() -> Iterator[int]:
-    """Join the other ranks; yields the own number."""
-    dist.init_process_group("gloo")
-    try:
-        yield dist.get_rank()
-    finally:
-        dist.destroy_process_group()
-
-
-def _measure_data_parallel(settings: Settings, corpus: Corpus) -> Footprint:
+def _measure_data_parallel(settings: Settings, corpus: Corpus, device: torch.device) -> Footprint:
     """What this rank would hold if nothing were sharded; all of it is freed on return."""
-    batches = [_draw(settings, corpus.train, _TRAIN, 0, 0, micro) for micro in range(settings.accumulate)]
-    return measure_plain(GPT(settings.gpt), batches, MAX_NORM)
+    batches = [_draw(settings, corpus.train, device, _TRAIN, 0, 0, micro) for micro in range(settings.accumulate)]
+    return measure_plain(GPT(settings.gpt).to(device), batches, MAX_NORM)
 
 
-def _set_up(settings: Settings, corpus: Corpus, rank: int) -> Run:
+def _set_up(settings: Settings, corpus: Corpus, device: torch.device) -> Run:
     torch.manual_seed(settings.seed)
-    model = ShardLite(GPT(settings.gpt), stage=settings.stage)
+    model = ShardLite(GPT(settings.gpt), stage=settings.stage, device=device)
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = AdamW(groups, lr=settings.lr, betas=(0.9, 0.99))
-    return Run(settings, corpus, model, optimizer, rank)
+    return Run(settings, corpus, model, optimizer, dist.get_rank(), device)
 
 
 def _announce(run: Run) -> None:
@@ -116,7 +107,8 @@ def _step(run: Run, step: int) -> float:
     for micro in range(settings.accumulate):
         is_last = micro == settings.accumulate - 1
         with nullcontext() if is_last else model.no_sync():
-            part = model(*_draw(settings, run.corpus.train, _TRAIN, run.rank, step, micro)) / settings.accumulate
+            x, y = _draw(settings, run.corpus.train, run.device, _TRAIN, run.rank, step, micro)
+            part = model(x, y) / settings.accumulate
             part.backward()
         loss += part.item()
     for group in run.optimizer.param_groups:
@@ -147,7 +139,7 @@ def _validate(run: Run) -> float:
     """The mean loss over text that no step has seen: the same in each validation, another part on each rank."""
     run.model.eval()
     losses = [
-        run.model(*_draw(run.settings, run.corpus.validation, _VALIDATION, run.rank, i)).item()
+        run.model(*_draw(run.settings, run.corpus.validation, run.device, _VALIDATION, run.rank, i)).item()
         for i in range(_VALIDATION_BATCHES)
     ]
     run.model.train()
@@ -181,8 +173,9 @@ def _show_sample(run: Run) -> None:
     print(f"\nThe model writes:\n{printable(sample)}")
 
 
-def _draw(settings: Settings, text: Bytes, *key: int) -> Batch:
-    return draw_batch(text, shape=(settings.batch, settings.gpt.context), key=(settings.seed, *key))
+def _draw(settings: Settings, text: Bytes, device: torch.device, *key: int) -> Batch:
+    x, y = draw_batch(text, shape=(settings.batch, settings.gpt.context), key=(settings.seed, *key))
+    return x.to(device), y.to(device)
 
 
 def _tokens_per_step(settings: Settings) -> int:
