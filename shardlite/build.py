@@ -15,6 +15,7 @@ from shardlite.arena import carve
 from shardlite.config import Precision
 from shardlite.errors import LayoutError
 from shardlite.layout import Layout, lay_out
+from shardlite.materialise import Initialiser, children_first
 from shardlite.partition import ROOT, UnitPlan
 from shardlite.ring import Operation, broadcast
 from shardlite.transport import Groups, Transport
@@ -54,6 +55,17 @@ def _trouble(everyone: Sequence[tuple[list[str], str | None]]) -> str | None:
     return None
 
 
+def is_first(groups: Groups) -> bool:
+    """Tell whether this is the rank whose values all others get."""
+    return all(dist.get_rank(group) == 0 for group in groups.all)
+
+
+def default_device(groups: Groups) -> torch.device:
+    """Return where shards are if nobody says it: on the GPU, if there is one and the groups can talk to it."""
+    talk = all("cuda" in dist.get_backend_config(group) for group in groups.all)
+    return torch.device("cuda" if talk and torch.cuda.is_available() else "cpu")
+
+
 def number(groups: Groups) -> int:
     """Return a number for a wrapped model that is the same on all ranks, and new on each of them."""
     highest = next(_instances)
@@ -91,7 +103,7 @@ def plan_flats(plan: UnitPlan, world_size: int, precision: Precision) -> list[Fl
     for (master, compute, trainable), members in kinds.items():
         shapes = [(name, tuple(param.shape)) for param, name in members.items()]
         layout = lay_out(shapes, dtype=master, trainable=trainable, world_size=world_size)
-        flats.append(FlatPlan(layout, compute, precision.reduce_of(compute), list(members)))
+        flats.append(FlatPlan(layout, compute, precision.reduce_of(master), list(members)))
     return flats
 
 
@@ -171,19 +183,28 @@ def _make_flat(plan: FlatPlan, local: Tensor, full: Tensor | None, memory: Memor
     return flat
 
 
-def spread(units: Sequence[Unit], module: nn.Module, shared: Shared) -> None:
-    """Give all ranks rank 0's values, and the module's parameters their new memory."""
+def spread(
+    plans: Sequence[UnitPlan], units: Sequence[Unit], module: nn.Module, shared: Shared, initialiser: Initialiser
+) -> None:
+    """Give all ranks rank 0's values of the parameters, and these their new memory.
+
+    A unit's values are sent as soon as all modules inside of it have some, and then its parameters give up the memory
+    that they had: more than one unit, and those around it, is never there as a whole.
+    """
+    by_name = {unit.name: unit for unit in units}
+    ends = {plan.module: by_name[plan.name or ROOT] for plan in plans if plan.params}
+    for each in children_first(module):
+        initialiser.initialise(each)
+        if each in ends:
+            spread_values(ends[each], shared.counted("values"), lambda param: param.detach())
+            ends[each].unbind()
+            initialiser.sent(ends[each].params())
     for unit in units:
-        spread_values(unit, shared.transports, lambda param: param.detach())
-        if unit.follows:
-            unit.unbind()
-        else:
+        if not unit.follows:
             unit.bind()
-    for owner in module.modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is not None and buffer.device != shared.device:
-                owner._buffers[name] = buffer.to(shared.device)
-    spread_buffers(module, shared.transports)
+    for buffer in module.buffers():
+        if buffer.device != shared.device:
+            buffer.data = buffer.to(shared.device)
 
 
 def part_of(units: Sequence[Unit]) -> Callable[[Tensor, Tensor], Tensor]:

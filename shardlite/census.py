@@ -4,14 +4,17 @@ Each rank contributes a row of flags, and one all-reduce adds them up. The host 
 at them only for parameters that it has not used itself, for those that it has have one user at least.
 """
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from itertools import count
 
 import torch
 from torch import Tensor
 
+from shardlite.average import is_bad
+from shardlite.errors import NonFiniteWarning
 from shardlite.ring import Operation, all_reduce
-from shardlite.unit import Shared
+from shardlite.unit import Flat, Shared
 
 
 class Census:
@@ -55,3 +58,46 @@ class Census:
         ranks[shared.rank] = 0 if index is None else index + 1
         self._add_up(ranks, "whose gradients are not finite")
         return [(rank, found - 1) for rank, found in enumerate(ranks.tolist()) if found]
+
+
+class SoloCensus:
+    """What a census would find on the only rank, whose gradients are autograd's own: looked at when a step comes."""
+
+    def __init__(self, flats: Iterable[Flat], *, diagnose: bool) -> None:
+        self._diagnose = diagnose
+        self._names = {
+            shard: slot.name for flat in flats for shard, slot in zip(flat.shards, flat.layout.slots, strict=True)
+        }
+        self._watched: set[Tensor] = set()
+        # The flag, until a gradient comes. The hooks hold nothing else: the garbage collector cannot look into them.
+        self._known: list[Tensor] = []
+
+    def nonfinite(self) -> Tensor | None:
+        """Return whether a gradient is not finite, [], the same tensor until another backward; `None` without any."""
+        self._watch()
+        grads = {name: shard.grad for shard, name in self._names.items() if shard.grad is not None}
+        if grads and not self._known:
+            bad = torch.stack([is_bad(grad._values() if grad.is_sparse else grad) for grad in grads.values()])
+            self._known.append(bad.any().to(torch.float32))
+            if self._diagnose and bad.any():
+                warn_of([(0, name) for name, each in zip(grads, bad, strict=True) if each][:1])
+        return self._known[0] if self._known else None
+
+    def _watch(self) -> None:
+        """Have gradients announce themselves, those of parameters that were unfrozen too."""
+        known = self._known
+        for shard in self._names:
+            if shard.requires_grad and shard not in self._watched:
+                known.clear()
+                self._watched.add(shard)
+                shard.register_post_accumulate_grad_hook(lambda _: known.clear())  # type: ignore[no-untyped-call]
+
+
+def warn_of(found: Sequence[tuple[int, str]]) -> None:
+    """Warn of gradients that are not finite, each by rank and name of its parameter."""
+    where = ", ".join(f"of {name!r} on rank {rank}" for rank, name in found)
+    warnings.warn(
+        f"gradients are not finite: {where or 'in sums and accumulated ones only'}. The step is skipped",
+        NonFiniteWarning,
+        stacklevel=3,
+    )

@@ -42,11 +42,17 @@ def ignored_params(ignore: Iterable[nn.Module | nn.Parameter]) -> set[Tensor]:
     return found
 
 
-def device_for(module: nn.Module, device: torch.device | str | None) -> torch.device:
-    """Return where the shards are to be: where it is said, or where the parameters are."""
+def device_for(module: nn.Module, device: torch.device | str | None, default: torch.device) -> torch.device:
+    """Return where shards are to be: where it is said, or where parameters are, or `default` if all are on meta.
+
+    Raises:
+        LayoutError: it is neither the CPU nor CUDA.
+    """
     if device is None:
-        device = next(module.parameters()).device
+        device = next((param.device for param in module.parameters() if not param.is_meta), default)
     device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise LayoutError(f"device={device}: only the CPU and CUDA are supported")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -92,7 +98,7 @@ def _check_params(named: Sequence[tuple[str, nn.Parameter]], precision: Precisio
                 f"parameter {name!r} belongs to a model that is wrapped already, or was: wrap one model that holds "
                 "all modules that share parameters, once"
             )
-        if param.device.type not in ("cpu", "cuda"):
+        if param.device.type not in ("cpu", "cuda", "meta"):
             raise LayoutError(f"parameter {name!r} is on {param.device}: only the CPU and CUDA are supported")
         if param.requires_grad and param.dtype not in SUMMABLE:
             raise LayoutError(f"parameter {name!r} is {param.dtype}, and gradients of that dtype cannot be reduced")

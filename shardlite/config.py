@@ -8,8 +8,8 @@ import torch
 COMPUTE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """Dtypes that forward and backward may run in."""
 
-WIRE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-"""Dtypes that gradients may be summed in."""
+WIRE = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that gradients may be summed in, where the weights that they are for are not in fp64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Precision:
         return self.compute if self.compute is not None and dtype in COMPUTE else dtype
 
     def reduce_of(self, dtype: torch.dtype) -> torch.dtype:
-        """Return in which dtype gradients in `dtype` are summed: fp64 ones are not made less."""
+        """Return in which dtype the gradients of weights kept in `dtype` are summed: those of fp64 ones in fp64."""
         return torch.float64 if dtype == torch.float64 else self.reduce
 
 

@@ -5,14 +5,16 @@
 - Wrapped models hear of the steps that change them, and may have to leave one out.
 - `torch.nn.utils.clip_grad_norm_` would take the norm of this rank's shards for that of all, and `GradScaler` would
   decide on each rank by itself whether to step. Both look up a function when they are called: that one is replaced.
+  (`get_total_norm` is that function itself: who imported it by name before ShardLite has the old one.)
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
@@ -44,8 +46,31 @@ def optimizers_of(model: Stepping) -> list[Optimizer]:
 # ---- steps ----------------------------------------------------------------------------------------------------------
 
 
-def _before(optimizer: Optimizer, *_: Any) -> None:
-    for model in _models_of(optimizer):
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
+    """Prepare a step: at once, or where it computes the gradients itself as soon as it has. `args[0]` is `optimizer`.
+
+    Returns:
+        What the step is to be called with instead, if that is something else.
+    """
+    models = _models_of(optimizer)
+    closure = kwargs.get("closure", next(iter(args[1:]), None))
+    if not models or not callable(closure):
+        _prepare(optimizer, models)
+        return None
+
+    def watched() -> Any:
+        loss = closure()
+        _prepare(optimizer, models)
+        return loss
+
+    return (optimizer, *args[2:]), {**kwargs, "closure": watched}
+
+
+def _prepare(optimizer: Optimizer, models: Iterable[Stepping]) -> None:
+    for model in models:
         model.before_step(optimizer)
 
 
@@ -76,7 +101,8 @@ def _find(optimizer: Optimizer) -> Iterable[Stepping]:
                 "ShardLite model"
             )
         if held & {id(shard) for shard in model.shards}:
-            if model.shards.are_parts and type(optimizer).__name__ in WHOLE_MATRICES:
+            kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+            if model.shards.are_parts and kinds & WHOLE_MATRICES:
                 raise LayoutError(
                     f"{type(optimizer).__name__} computes with whole parameters or all of them together, and would "
                     "train something else on shards: use an elementwise optimizer (SGD, AdamW, ...), or stage 0"
@@ -88,6 +114,7 @@ def _find(optimizer: Optimizer) -> Iterable[Stepping]:
 
 
 def _unscale(original: Callable[..., dict[torch.device, Tensor]]) -> Callable[..., dict[torch.device, Tensor]]:
+    @wraps(original)
     def unscale(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         """Divide the gradients as ever; what any rank has found, all have."""
         found = original(scaler, optimizer, *args, **kwargs)
@@ -107,6 +134,7 @@ _Tensors = Tensor | Iterable[Tensor]
 
 
 def _total_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(original)
     def total_norm(
         tensors: _Tensors, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
@@ -141,7 +169,7 @@ def _owner(grads: Sequence[Tensor]) -> tuple[Stepping | None, set[Tensor]]:
             raise LayoutError(
                 "the norm of gradients of a wrapped model is one over all ranks, and cannot be taken together with "
                 f"others: {len(wanted) - len(shards)} of {len(wanted)} gradients are of something else. Clip each "
-                "model by itself"
+                "model by itself; `clip_grad_norm_` of the wrapped model leaves out its ignored parameters"
             )
     return None, set()
 
@@ -150,3 +178,4 @@ register_optimizer_step_pre_hook(_before)
 register_optimizer_step_post_hook(_after)
 setattr(GradScaler, "_unscale_grads_", _unscale(GradScaler._unscale_grads_))  # noqa: B010 (mypy refuses assignment)
 setattr(clip_grad, "_get_total_norm", _total_norm(clip_grad._get_total_norm))  # noqa: B010
+setattr(nn.utils, "get_total_norm", clip_grad._get_total_norm)  # noqa: B010

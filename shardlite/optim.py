@@ -214,7 +214,8 @@ def _update(stepped: Sequence[Sequence[Slot]], unscale: bool) -> None:
     addresses = {slot.param.grad.data_ptr() for slots in stepped for slot in slots}  # type: ignore[union-attr]
     for group, slots in enumerate(stepped):
         for run in runs(slots):
-            run.first.counts.update(run.tensors(addresses), run.first.row, group)
+            for piece in run.pieces(addresses):
+                run.first.counts.update(piece, run.first.row, group)
             if unscale:
                 run.give_back()
 

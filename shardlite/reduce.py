@@ -12,7 +12,6 @@ used keeps its `.grad` as it was; and they tell each other of gradients that are
 Legend: `W` ranks, `S` elements per shard.
 """
 
-import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +21,8 @@ from torch import Tensor, nn
 
 from shardlite.average import Averager, Mean, is_bad
 from shardlite.bucket import Bucket
-from shardlite.census import Census
-from shardlite.errors import LayoutError, NonFiniteWarning, PhaseError
+from shardlite.census import Census, warn_of
+from shardlite.errors import LayoutError, PhaseError
 from shardlite.lane import Flight
 from shardlite.phase import Gradients
 from shardlite.ring import Operation, broadcast
@@ -266,13 +265,7 @@ class Reducer:
     def _name_bad(self) -> None:
         """Warn of the first gradient that is not finite, of each rank that has one."""
         names = [flat.layout.slots[row].name for flat in self._flats() for row in flat.rows]
-        found = self._census.first_bad(self._round.first_bad)
-        where = ", ".join(f"of {names[index]!r} on rank {rank}" for rank, index in found)
-        warnings.warn(
-            f"gradients are not finite: {where or 'in sums and accumulated ones only'}. The step is skipped",
-            NonFiniteWarning,
-            stacklevel=2,
-        )
+        warn_of([(rank, names[index]) for rank, index in self._census.first_bad(self._round.first_bad)])
 
     def _flats(self) -> Iterator[Flat]:
         return (flat for unit in self._round.order for flat in self._buckets[unit].flats)

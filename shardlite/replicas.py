@@ -29,7 +29,8 @@ class Replicas:
         """Make the unit's full weights readable until `release`; holds count."""
         del foreseen  # everything is
         if unit.follows and unit.holds == 0:
-            with unseen_by_checkpoints():
+            # Inside a `torch.func` transform the new views would be of its kind, and outlive it.
+            with unseen_by_checkpoints(), torch._C._DisableFuncTorch():
                 self._request(unit)
                 self._land(unit)
         unit.holds += 1

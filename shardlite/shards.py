@@ -14,9 +14,11 @@ from shardlite.unit import Flat
 class Shards:
     """This rank's shard of each parameter; `changed` are told when they change."""
 
-    def __init__(self, module: nn.Module, flats: Sequence[Flat], trace: Trace) -> None:
-        self._module = module
+    def __init__(self, flats: Sequence[Flat], trace: Trace) -> None:
         self._trace = trace
+        self._names = {
+            param: slot.name for flat in flats for param, slot in zip(flat.params, flat.layout.slots, strict=True)
+        }
         self._of = {param: shard for flat in flats for param, shard in zip(flat.params, flat.shards, strict=True)}
         self._param: dict[Tensor, nn.Parameter] = {shard: param for param, shard in self._of.items()}
         self._addresses = [(shard, shard.data_ptr()) for shard in self._param]
@@ -48,7 +50,7 @@ class Shards:
 
     def names_of_unsharded(self) -> dict[int, str]:
         """Return the names of the module's own parameters that are not their own shards, by id."""
-        return {id(param): name for name, param in self._module.named_parameters() if self._of.get(param) is not param}
+        return {id(param): self._names[param] for param, shard in self._of.items() if param is not shard}
 
     def check(self) -> None:
         """Raise if somebody did something to a shard that has no effect, and so would be lost in silence.
@@ -95,4 +97,4 @@ class Shards:
             self._trainable[shard] = trainable
 
     def _words(self, shard: Tensor) -> str:
-        return f"the shard of parameter {self.names_of_unsharded()[id(self._param[shard])]!r}"
+        return f"the shard of parameter {self._names[self._param[shard]]!r}"

@@ -2,7 +2,7 @@
 
 On the CPU the gradients are hidden from the optimizer, any optimizer. On a GPU the host must not wait for the flag, so
 it is handed over as `found_inf`, PyTorch's own protocol for fused optimizers: their kernels then change nothing. Other
-optimizers there step as in plain PyTorch.
+optimizers there step as in plain PyTorch, and nothing is counted.
 """
 
 from collections.abc import Callable
@@ -39,15 +39,18 @@ class Skips:
         Raises:
             NonFiniteError: too many in a row were left out.
         """
-        self.after_step()  # the last step may have ended in an exception
         flag = self._flag()
+        if flag is not self._counted:
+            self._hidden = []  # left over from a step that ended in an exception, and outdated by another backward
+        self.after_step()
         if flag is None or getattr(optimizer, "found_inf", None) is not None:
             return  # a gradient scaler has looked already, and counts for itself
-        self._count(flag)
         if flag.device.type == "cpu":
+            self._count(flag)
             if flag.item():
                 self._hide(optimizer)
         elif getattr(optimizer, "_step_supports_amp_scaling", False):
+            self._count(flag)
             optimizer.found_inf = flag  # type: ignore[attr-defined]
             self._lent = optimizer
 

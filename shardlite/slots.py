@@ -78,22 +78,22 @@ class Arena:
         numel = _assign_places(slots)
         param = slots[0].param
         self._moments = [torch.zeros(numel, dtype=param.dtype, device=param.device) for _ in _MOMENTS]
-        self._runs: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        self._runs: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
 
     def moments(self, slot: Slot) -> dict[str, Tensor]:
         """The moments of one parameter, in its shape."""
         here = slice(slot.place, slot.place + slot.param.numel())
         return {name: moment[here].view(slot.param.shape) for name, moment in zip(_MOMENTS, self._moments, strict=True)}
 
-    def run(self, first: Slot, stop: int) -> tuple[Tensor, ...]:
-        """The parameters and the two moments of a run, flat."""
+    def run(self, first: Slot, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The parameters and the two moments from `start` to `stop` in a run that begins with `first`, flat."""
         if len(self._runs) > 4 * len(self._slots):
             self._runs.clear()  # which parameters have gradients changes all the time: do not collect every combination
-        if (first.start, stop) not in self._runs:
-            here = slice(first.place, first.place + stop - first.start)
-            param = _flat(first.param, first.start, stop)
-            self._runs[first.start, stop] = param, *(moment[here] for moment in self._moments)
-        return self._runs[first.start, stop]
+        if (start, stop) not in self._runs:
+            here = slice(first.place + start - first.start, first.place + stop - first.start)
+            exp_avg, exp_avg_sq = (moment[here] for moment in self._moments)
+            self._runs[start, stop] = _flat(first.param, start, stop), exp_avg, exp_avg_sq
+        return self._runs[start, stop]
 
 
 class Run:
@@ -124,14 +124,28 @@ class Run:
             self._last = slot
         return fits
 
-    def tensors(self, addresses: set[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Parameters, gradients and both moments, flat. `addresses` are where gradients start."""
+    def pieces(self, addresses: set[int]) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Yield parameters, gradients and both moments, flat, each to be stepped before the next is asked for.
+
+        That is the run whole if its gradient has padding too. If it has none, its memory ends or another gradient lies
+        there (`addresses` are where gradients start): then what reaches into the last 32 elements is stepped by itself,
+        with a padded copy of its gradient.
+        """
         start, end, stop = self.first.start, self._last.end, self._last.stop
         padding = range(self._address + (end - start) * self._itemsize, self._address + (stop - start) * self._itemsize)
-        if stop - start > self._reach or any(place in addresses for place in padding[:: self._itemsize]):
-            stop = end  # the gradient has no padding: its memory ends, or another gradient lies there
-        param, exp_avg, exp_avg_sq = self.first.arena.run(self.first, stop)
-        grad = _flat(self._grad, self._offset, self._offset + stop - start)
+        padded = stop - start <= self._reach and not any(place in addresses for place in padding[:: self._itemsize])
+        body = stop if padded or stop == end else start + (end - start) // ALIGN * ALIGN
+        if body > start:
+            yield self._piece(start, body, _flat(self._grad, self._offset, self._offset + body - start))
+        if body < stop:
+            ours = _flat(self._grad, self._offset + body - start, self._offset + end - start)
+            copy = ours.new_zeros(stop - body)
+            copy[: end - body] = ours
+            yield self._piece(body, stop, copy)
+            ours.copy_(copy[: end - body])  # the step may have divided it by a scale
+
+    def _piece(self, start: int, stop: int, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        param, exp_avg, exp_avg_sq = self.first.arena.run(self.first, start, stop)
         return param, grad, exp_avg, exp_avg_sq
 
     def give_back(self) -> None:

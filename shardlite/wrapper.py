@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardlite import build, checks, guard
-from shardlite.average import is_bad
+from shardlite import build, checks, guard, materialise
 from shardlite.backward import Backward, Mode
 from shardlite.build import FlatPlan, Memory
 from shardlite.casts import cast_floats
+from shardlite.census import SoloCensus
 from shardlite.clip import clip_gradients, total_norm
 from shardlite.config import Precision
 from shardlite.errors import LayoutError, PhaseError
@@ -24,6 +24,7 @@ from shardlite.gather import Gatherer
 from shardlite.handles import Calls
 from shardlite.hooks import ModuleHooks
 from shardlite.ledger import Held, Ledger
+from shardlite.materialise import Init, Initialiser
 from shardlite.optim import adopt
 from shardlite.partition import ROOT, UnitPlan, UnitPolicy, cut
 from shardlite.reduce import Reducer
@@ -44,8 +45,9 @@ ReshardRule = bool | Callable[[str, nn.Module], bool]
 class ShardLite(nn.Module):
     """Wrap `module` so that each rank keeps `1/W` of its parameters, gradients and optimizer state.
 
-    Every rank calls this with the same module; rank 0's values are used. Afterwards train as before, with an optimizer
-    on `parameters()` of the wrapped model, each rank on its own part of the batch: gradients are means over the ranks.
+    Every rank calls this with the same module; rank 0's values are used, and other ranks' may be missing: on the meta
+    device. Afterwards train as before, with an optimizer on `parameters()` of the wrapped model, each rank on its own
+    part of the batch: gradients are means over the ranks.
 
     Args:
         module: is changed in place; its forward, and any of its submodules', may be called.
@@ -60,15 +62,24 @@ class ShardLite(nn.Module):
         group: the ranks to shard over, `None` is the default group; or a `DeviceMesh` with one dimension, or with two,
             (replicate, shard): hybrid sharding. The model is then sharded within each group of the second dimension.
         ignore: modules and parameters that are left alone: each rank trains its own, and nothing is averaged.
-        device: where the shards are; by default where the parameters are.
+        device: where shards and buffers are; by default where the parameters are, and if all of them are on the meta
+            device, on the current CUDA device if there is one that the group can use, else on the CPU.
+        init: gives values to what rank 0 has on the meta device too. It is called on rank 0 with each module that owns
+            such parameters or buffers (no others: not with one that only has children), must write to all of them, and
+            to nothing outside of its unit; what has values keeps them. `None` calls the module's `reset_parameters()`.
+            Modules come in the order of `nn.Module.apply`, children first, and a unit's memory goes when its values
+            are sent, so that the model is whole on no rank. A tied parameter gets its values with the first module
+            that owns it. Rank 0's generator for `device` draws the same numbers at any stage, with any units and any
+            number of ranks; a model whose constructors draw in the order of registration, children first, as those of
+            `torch.nn` do, is born with the same weights on meta and off. Other ranks' generators stay where they are.
         prefetch: how many units are gathered ahead, each in a buffer of its own.
         diagnose: warn of gradients that are not finite by parameter and rank. The host then waits in each backward.
         timeout: how long a rank waits for a message of another one. (That ranks agree on what they wrap is checked
             under the process group's own timeout; over NCCL that one counts always.)
 
     Raises:
-        LayoutError: there is no process group, nothing to train, a wrapped model inside, or another model on another
-            rank.
+        LayoutError: there is no process group, nothing to train, a wrapped model inside, another model on another
+            rank, or a parameter or buffer on the meta device that was not initialised.
         CommError: a peer failed or is late.
     """
 
@@ -83,6 +94,7 @@ class ShardLite(nn.Module):
         group: Ranks = None,
         ignore: Iterable[nn.Module | nn.Parameter] = (),
         device: torch.device | str | None = None,
+        init: Init = None,
         prefetch: int = 1,
         diagnose: bool = False,
         timeout: timedelta = timedelta(minutes=10),
@@ -95,11 +107,10 @@ class ShardLite(nn.Module):
         self._groups = groups_of(group)
         self._ignored = checks.ignored_params(ignore)
         self._collectives = count()
-        plans = self._agree(module, units, prefetch)
-        self._device = checks.device_for(module, device)
+        plans = self._agree(module, units, device, init, prefetch)
         self._shared = self._share(timeout)
         self.module = module
-        self._build(plans, reshard_after_forward)
+        self._build(plans, reshard_after_forward, init)
         self._connect(plans, prefetch, diagnose)
 
     # ---- what a module does -------------------------------------------------------------------------------------
@@ -209,6 +220,9 @@ class ShardLite(nn.Module):
         `gradient buckets` (before they are reduced), `gradients`, `staging` (where partial sums arrive), `optimizer
         state` of the optimizers that have stepped the model, and `buffers`. `model.ledger.reset_peak()` resets.
         """
+        for shard in self._stepping.shards:
+            if shard.grad is not None:
+                self.ledger.track("gradients", shard.grad)  # on one rank they are autograd's own
         for optimizer in guard.optimizers_of(self._stepping):
             for value in tree_leaves(list(optimizer.state.values())):
                 if isinstance(value, Tensor):
@@ -261,12 +275,12 @@ class ShardLite(nn.Module):
         entries = self._full.entries()
         source = {entry: (state_dict or {}).get(name, entry) for name, entry in entries.items()}
         for unit in self._units:
-            build.spread_values(unit, self._shared.transports, lambda param: source[param])
+            build.spread_values(unit, self._shared.counted("values"), lambda param: source[param])
         with torch.no_grad():
             for entry, value in source.items():
                 if not isinstance(entry, nn.Parameter) and self._shared.rank == 0:
                     entry.copy_(value)
-        build.spread_buffers(self.module, self._shared.transports)
+        build.spread_buffers(self.module, self._shared.counted("buffers"))
         self._stepping.mark_changed()
 
     def state_dict(self, *_: Any, **__: Any) -> Any:
@@ -284,15 +298,20 @@ class ShardLite(nn.Module):
 
     # ---- construction -------------------------------------------------------------------------------------------
 
-    def _agree(self, module: nn.Module, units: UnitPolicy, prefetch: int) -> list[UnitPlan]:
+    def _agree(
+        self, module: nn.Module, units: UnitPolicy, device: torch.device | str | None, init: Init, prefetch: int
+    ) -> list[UnitPlan]:
         """Cut the model and make sure that every rank cuts the same."""
         problem, plans, facts = None, [], []
         try:
             checks.check(module, self.stage, prefetch, self.precision, self._ignored, wrapper=ShardLite)
+            materialise.check(module, init, self._ignored, first=build.is_first(self._groups))
+            self._device = checks.device_for(module, device, build.default_device(self._groups))
             plans = cut(module, units, self._ignored)
             world_size = dist.get_world_size(self._groups.shard)
             self._flat_plans = [build.plan_flats(plan, world_size, self.precision) for plan in plans]
             facts = [f"stage {self.stage}", f"prefetch {prefetch}", f"{self.precision}"]
+            facts.append(f"shards on {self._device.type}")
             facts += _describe(plans, self._flat_plans)
         except Exception as error:  # whatever it is: the other ranks are waiting
             problem = error
@@ -311,8 +330,12 @@ class ShardLite(nn.Module):
             traffic=Traffic(),
         )
 
-    def _build(self, plans: list[UnitPlan], reshard: ReshardRule) -> None:
-        """Move the parameters into arenas."""
+    def _build(self, plans: list[UnitPlan], reshard: ReshardRule, init: Init) -> None:
+        """Move the parameters into arenas, and let those on the meta device have values.
+
+        Raises:
+            LayoutError: on every rank, if some have none; the module is of no more use then.
+        """
         shared = self._shared
         casts = any(flat.compute != flat.layout.dtype for mine in self._flat_plans for flat in mine)
         self._alone = shared.world_size == 1 and not casts
@@ -323,8 +346,11 @@ class ShardLite(nn.Module):
             resident=lambda plan: plan.name == "" or not _reshards(reshard, plan),
         )
         self._units = build.build_units(plans, self._flat_plans, memory, self._device)
-        build.spread(self._units, self.module, shared)
+        initialiser = Initialiser(self.module, init, self._device, first=shared.rank == 0)
+        build.spread(plans, self._units, self.module, shared, initialiser)
         checks.mark_wrapped(self._units)
+        build.agree(self._groups, [], initialiser.trouble())
+        build.spread_buffers(self.module, shared.counted("buffers"))
         for flat in build.flats_of(self._units):
             self.ledger.track("parameters", flat.local)
             if flat.full is not None:
@@ -350,7 +376,8 @@ class ShardLite(nn.Module):
             modules = needs(self.module, plans, units)
             self._hooks.install(modules, sites(self.module, units), [plan.module for plan in plans])
         self._backward.catch_gradients()
-        shards = Shards(self.module, build.flats_of(units), self.trace)
+        shards = Shards(build.flats_of(units), self.trace)
+        self._solo = SoloCensus(build.flats_of(units), diagnose=diagnose)
         skips = Skips(self._nonfinite, self._device)
         self._stepping = Stepping(shards, skips, gatherer, self._ready_for_step, self._nonfinite, self._norm)
         guard.watch(self._stepping)
@@ -366,10 +393,7 @@ class ShardLite(nn.Module):
 
     def _nonfinite(self) -> Tensor | None:
         """Return whether any rank has a gradient that is not finite, [], or `None` if there are no gradients."""
-        if not self._alone:
-            return self._reducer.nonfinite
-        bad = [is_bad(shard.grad) for shard in self._stepping.shards if shard.grad is not None]
-        return torch.stack(bad).any().to(torch.float32) if bad else None
+        return self._solo.nonfinite() if self._alone else self._reducer.nonfinite
 
     def _norm(self, norm_type: float, only: Collection[Tensor] | None = None) -> Tensor:
         """Return the norm of the gradients of all ranks, or of those of some shards, []."""

@@ -1,11 +1,43 @@
-"""Looking inside a sharded model from a test."""
+"""Looking inside a sharded model from a test, and training one side by side with its twin."""
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardlite import ShardLite
+from shardlite import Precision, ShardLite
+from shardlite.partition import UnitPolicy
+from tests.twins import RECIPES, Twin
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One forward and backward of one rank. All batches follow from it, so any rank knows those of the others."""
+
+    step: int
+    rank: int
+    micro: int
+
+    def generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(10_000 * self.step + 100 * self.rank + self.micro)
+
+
+Loss = Callable[[Callable[..., Any], Turn], Tensor]
+"""From a model and a turn."""
+
+
+def same_bits(what: str, got: Tensor, expected: Tensor) -> None:
+    """Tell 0 from -0, and never take a NaN for right."""
+    assert got.dtype == expected.dtype, f"{what}: {got.dtype} instead of {expected.dtype}"
+    assert got.shape == expected.shape, f"{what}: shape {list(got.shape)} instead of {list(expected.shape)}"
+    wrong = (got != expected) | (torch.signbit(got) != torch.signbit(expected))
+    if wrong.any():
+        pairs = list(zip(got[wrong][:3].tolist(), expected[wrong][:3].tolist(), strict=True))
+        raise AssertionError(f"{what}: {int(wrong.sum())} of {got.numel()} elements differ, (got, expected): {pairs}")
 
 
 def local_parts(model: ShardLite, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -47,8 +79,6 @@ def compare(
     module: nn.Module, loss: Callable[[nn.Module], Tensor], group: object, **options: object
 ) -> tuple[ShardLite, nn.Module]:
     """Run one forward and backward of a module and of its sharded copy; the gradients must be the same bits."""
-    import copy
-
     twin = copy.deepcopy(module)
     model = ShardLite(module, group=group, **options)
     model.trace.take()
@@ -57,3 +87,89 @@ def compare(
     loss(model).backward()
     assert_gradients_equal(model, twin)
     return model, twin
+
+
+class Pair:
+    """A sharded model and its twin, trained side by side on each rank: they must have the same bits all along.
+
+    `options` are those of `ShardLite`, `replicas` of the ranks in `group` each share a model.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], nn.Module],
+        group: Any,
+        *,
+        recipe: str = "adamw",
+        units: UnitPolicy = None,
+        precision: Precision = Precision(),  # noqa: B008 (frozen)
+        replicas: int = 1,
+        **options: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        module = make()
+        ranks = torch.distributed.get_world_size()
+        if isinstance(group, torch.distributed.ProcessGroup):
+            ranks = torch.distributed.get_world_size(group)
+        self.rank = torch.distributed.get_rank()
+        self.twin = Twin(copy.deepcopy(module), ranks, units, precision=precision, replicas=replicas)
+        self.model = ShardLite(module, group=group, units=units, precision=precision, **options)
+        chosen = RECIPES[recipe]
+        self.optimizer = chosen.make(self.model.parameters())
+        self._theirs = (chosen.twin or chosen.make)(self.twin.masters.values())
+        self._steps = 0
+
+    def step(self, loss: Loss, modes: Sequence[str] = ("step",), clip: float | None = None) -> None:
+        """Run one backward per mode ("local" and "sharded" are kinds of `no_sync`), clip, step, and compare."""
+        self.backward(loss, modes)
+        if clip is not None:
+            same_bits(self._what("norm"), self.model.clip_grad_norm_(clip), self.twin.clip_grad_norm(clip))
+        self._compare("gradient", lambda tensor: tensor.grad)
+        for optimizer in (self.optimizer, self._theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        self._compare("weight", lambda tensor: tensor.detach())
+        self._steps += 1
+
+    def backward(self, loss: Loss, modes: Sequence[str]) -> None:
+        """Run the backwards only, on both sides."""
+        expected: list[Tensor] = []
+        for micros in _reduced_together(modes):
+            results = self.twin.backward(lambda _, rank, m=micros: [self._run(loss, self.twin, rank, i) for i in m])
+            expected += results[self.rank]
+        for micro, (mode, theirs) in enumerate(zip(modes, expected, strict=True)):
+            with accumulating(self.model, mode):
+                ours = self._run(loss, self.model, self.rank, micro)
+            same_bits(self._what(f"loss {micro}"), ours, theirs)
+
+    def _run(self, loss: Loss, model: Callable[..., Any], rank: int, micro: int) -> Tensor:
+        value = loss(model, Turn(self._steps, rank, micro))
+        value.backward()
+        return value.detach()
+
+    def _compare(self, what: str, view: Callable[[Tensor], Tensor | None]) -> None:
+        whole = {name: value for name, master in self.twin.masters.items() if (value := view(master)) is not None}
+        expected = local_parts(self.model, whole)
+        for name, shard in self.model.named_parameters():
+            got = view(shard)
+            assert (got is not None) == (name in expected), f"{self._what(what)} of {name!r}: {got=}"
+            if got is not None:
+                same_bits(f"{self._what(what)} of {name!r}", got, expected[name])
+
+    def _what(self, what: str) -> str:
+        return f"stage {self.model.stage}, step {self._steps}: {what}"
+
+
+def accumulating(model: ShardLite, mode: str) -> AbstractContextManager[None]:
+    """Return the context for a backward: `no_sync()` if "local", its sharded kind if "sharded", none if "step"."""
+    return nullcontext() if mode == "step" else model.no_sync(sharded=mode == "sharded")
+
+
+def _reduced_together(modes: Sequence[str]) -> Iterator[range]:
+    """Yield the places of backwards that end up in one reduction: only "local" ones wait for the next."""
+    first = 0
+    for place, mode in enumerate(modes):
+        if mode != "local":
+            yield range(first, place + 1)
+            first = place + 1
+    assert first == len(modes), "the last backward must be reduced"

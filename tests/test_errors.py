@@ -56,10 +56,6 @@ def class_body(group):
     ShardLite(net(), units=nn.LSTM, group=group)
 
 
-def meta_body(group):
-    ShardLite(nn.Linear(8, 8, device="meta"), group=group)
-
-
 def complex_body(group):
     ShardLite(nn.Linear(8, 8, dtype=torch.complex64), group=group)
 
@@ -162,7 +158,6 @@ def missing_body(group):
         (prefetch_body, (), "must be at least 0, got -1"),
         (units_body, (), "units must be a module class"),
         (class_body, (), "the model has no module of this class"),
-        (meta_body, (), "'weight' is on meta"),
         (complex_body, (), "gradients of that dtype cannot be reduced"),
         (failing_policy_body, (), "division by zero"),
         (replaced_body, (), "parameter '0.0.weight' was replaced after wrapping"),
@@ -170,7 +165,7 @@ def missing_body(group):
         (unsharded_body, (0,), "SGD holds the unsharded parameter"),
         (unsharded_own_body, (), "SGD holds the unsharded parameter"),
         (shape_body, (), "ranks wrapped different models: rank 0 has parameter weight [8, 8]"),
-        (count_body, (), "ranks wrapped different models: rank 0 has 7 entries, rank 1 has 9"),
+        (count_body, (), "ranks wrapped different models: rank 0 has 8 entries, rank 1 has 10"),
         (setting_body, (), "rank 0 has stage 0, rank 1 has stage 3"),
         (one_rank_body, (), "nothing to train"),
         (convert_body, (), "before wrapping"),

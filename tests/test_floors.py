@@ -18,7 +18,7 @@ FLOORS = [
     ["gather", "replicas", "census", "shards", "skips"],
     ["reduce"],
     ["partition", "handles"],
-    ["backward", "sites", "stepping", "checks"],
+    ["backward", "sites", "stepping", "checks", "materialise"],
     ["hooks"],
     ["counts"],
     ["slots"],

@@ -8,8 +8,8 @@ from torch import nn, optim
 
 from shardlite import AdamW, LayoutError, PhaseError, ShardLite
 
-from .sharded import local_parts
-from .twins import PaddedAdamW, Twin
+from tests.sharded import local_parts
+from tests.twins import PaddedAdamW, Twin
 
 
 def net(width: int = 24) -> nn.Sequential:
@@ -51,7 +51,7 @@ def follows_twin_body(group, stages, start):
         twin = Twin(copy.deepcopy(module), world_size)
         model = ShardLite(module, stage=stage, group=group)
         ours = AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-        theirs = PaddedAdamW(list(twin.params.values()), lr=0.01, weight_decay=0.1)
+        theirs = PaddedAdamW(list(twin.masters.values()), lr=0.01, weight_decay=0.1)
         for step in [start, 1, 2, 3, 4, 5, 2]:
             freeze(module, step)
             freeze(twin.module, step)
@@ -60,14 +60,14 @@ def follows_twin_body(group, stages, start):
             norms = model.clip_grad_norm_(0.1), twin.clip_grad_norm(0.1)
             torch.testing.assert_close(*norms, rtol=0, atol=0)
             shards = dict(model.named_parameters())
-            grads = {name: param.grad for name, param in twin.params.items() if param.grad is not None}
+            grads = {name: param.grad for name, param in twin.masters.items() if param.grad is not None}
             assert {name for name, shard in shards.items() if shard.grad is not None} == set(grads)
             assert_same(f"stage {stage}, step {step}: gradient", model, {n: s.grad for n, s in shards.items()}, grads)
             ours.step()
             theirs.step()
             ours.zero_grad()
             theirs.zero_grad()
-            assert_same(f"stage {stage}, step {step}: weight", model, dict(model.named_parameters()), twin.params)
+            assert_same(f"stage {stage}, step {step}: weight", model, dict(model.named_parameters()), twin.masters)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -138,7 +138,7 @@ def accumulating_body(group):
     with model.no_sync():
         model(batch(0, 0)).sum().backward()
     module[1].requires_grad_(False)
-    with pytest.raises(PhaseError, match="requires_grad was changed while gradients of unit '.*' are accumulated"):
+    with pytest.raises(PhaseError, match=r"requires_grad was changed while gradients of unit '.*' are accumulated"):
         model(batch(0, 0))
     model.zero_grad()
     model(batch(0, 0)).sum().backward()

@@ -92,6 +92,16 @@ def test_messages_of_one_exchange_do_not_wait_for_each_other(cluster, kind, size
     assert_came_from_the_left(run(kind, cluster, exchange_at_once, size))
 
 
+def batch_sizes(transport):
+    with patch("torch.distributed.batch_isend_irecv", wraps=dist.batch_isend_irecv) as batch:
+        exchange_at_once(transport)
+    return [len(call.args[0]) for call in batch.call_args_list]
+
+
+def test_an_exchange_is_one_batch_of_what_is_not_empty(cluster):
+    assert run("batches", cluster, batch_sizes, 2) == [[2 * len(DTYPES)]] * 2
+
+
 @pytest.mark.parametrize("kind", ["threads", "gloo", "staged"])
 def test_messages_match_by_tag_and_then_by_order(cluster, kind):
     for a, b, c in run(kind, cluster, exchange_crossed_tags, 2):

@@ -1,146 +1,249 @@
 """Plain data parallel in one process: the bits that a sharded model has to reproduce.
 
-A `Twin` holds one unsharded replica. It computes the gradients of all `W` ranks one after the other, and averages them
-in a written-out order. So a rank can hold a twin of its own, and needs no communication to know what is right.
+A `Twin` holds one unsharded replica. It computes the gradients of all ranks one after the other, and averages them in a
+written-out order. So a rank can hold a twin of its own, and needs no communication to know what is right.
 
-Legend: `W` ranks, `S` elements per shard; a flat [W*S] holds the parameters of one kind in one unit.
+    master --cast--> parameter -> gradient --cast--> sum of a rank -> sum of all ranks / their number -> master's .grad
+    fp32             compute      compute            reduce           reduce, in the end fp32
+
+Legend: `R` replicas of `W` ranks that share a model (`R` is 1 but for hybrid sharding), `S` elements per shard; a flat
+[W*S] holds the parameters of one kind in one unit.
 """
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
-from shardlite import AdamW
-from shardlite.layout import Layout, Slot, lay_out
+from shardlite import AdamW, Precision
+from shardlite.build import FlatPlan, plan_flats
+from shardlite.layout import Layout, Slot
 from shardlite.partition import UnitPolicy, cut
 
-Mean = Callable[[Sequence[Tensor]], Tensor]
-"""From each rank's flat gradient [W*S] to their mean [W*S]."""
+
+@dataclass(frozen=True)
+class Sum:
+    """The sums of one flat on all ranks, which are to be averaged."""
+
+    flats: Sequence[Tensor]
+    """By rank: [W*S], in the dtype in which ranks add up; zero where a rank used nothing."""
+
+    layout: Layout
+    """Of the weights. Its dtype is the mean's."""
+
+    kept: Tensor
+    """[W*S], bool: what has a place in the sum. Frozen parameters have none."""
 
 
-def ring_mean(flats: Sequence[Tensor]) -> Tensor:
-    """Add segment `k` in the order k+1, k+2, ..., k and divide it by `W`, once.
+Mean = Callable[[Sum], Tensor]
+"""From each rank's flat gradient to their mean [W*S]."""
 
-    Each addition rounds to the dtype of the gradients; the last one only after the division.
-    """
-    world_size = len(flats)
-    mean = torch.empty_like(flats[0])
-    rows = [flat.view(world_size, -1) for flat in flats]
+
+def ring_mean(of: Sum) -> Tensor:
+    """Add segment `k` over the ranks that share a model, then over the replicas; divide by the number of all, once."""
+    mean = torch.zeros(of.layout.full_numel, dtype=of.layout.dtype)
+    ranks, world_size = len(of.flats), of.layout.world_size
     for k in range(world_size):
-        order = [(k + 1 + i) % world_size for i in range(world_size)]
-        total = rows[order[0]][k]
-        for rank in order[1:]:
-            exact = torch.float64 if total.dtype == torch.float64 else torch.float32
-            added = total.to(exact) + rows[rank][k].to(exact)
-            total = (added / world_size if rank == k else added).to(total.dtype)
-        mean.view(world_size, -1)[k] = total
+        own = slice(*of.layout.shard_range(k))
+        shards = [flat[own] for flat in of.flats]
+        if ranks == world_size:
+            mean[own] = add_round(shards, k, ranks, mean.dtype)
+        else:
+            replicas = [shards[first : first + world_size] for first in range(0, ranks, world_size)]
+            sums = [add_round(replica, k, 1, mean.dtype) for replica in replicas]
+            mean[own] = _over_replicas(sums, of.kept[own], ranks)
     return mean
 
 
-def simple_mean(flats: Sequence[Tensor]) -> Tensor:
+def add_round(parts: Sequence[Tensor], k: int, divisor: int, dtype: torch.dtype) -> Tensor:
+    """Add the ranks' parts of segment `k` in the order k+1, k+2, ..., k, and divide the sum.
+
+    Every partial sum travels in the dtype of the parts, so it is rounded to that; the last one is divided before it is
+    rounded, to `dtype`.
+    """
+    exact = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
+    order = [(k + 1 + i) % len(parts) for i in range(len(parts))]
+    total = parts[order[0]]
+    for rank in order[1:-1]:
+        total = (total.to(exact) + parts[rank].to(exact)).to(total.dtype)
+    total = total.to(exact)
+    if len(parts) > 1:
+        total = total + parts[k].to(exact)
+    return (total / divisor).to(dtype)
+
+
+def _over_replicas(sums: Sequence[Tensor], kept: Tensor, divisor: int) -> Tensor:
+    """Add what is kept of a shard over the replicas: equal segments of it, each in an order of its own."""
+    mean, places = torch.zeros_like(sums[0]), kept.nonzero().flatten()
+    length = max(1, -(-len(places) // len(sums)))
+    for k, places_of_segment in enumerate(places.split(length)):
+        mean[places_of_segment] = add_round([each[places_of_segment] for each in sums], k, divisor, mean.dtype)
+    return mean
+
+
+def simple_mean(of: Sum) -> Tensor:
     """Average two ranks as one would without a thought: a sum of two commutes."""
-    first, second = flats
+    first, second = (flat.to(of.layout.dtype) for flat in of.flats)
     return (first + second) / 2
 
 
 class Twin:
-    """An unsharded replica of a model, trained on the batches of all ranks. It changes `module` in place."""
+    """An unsharded replica of a model, trained on the batches of all ranks. It changes `module` in place.
 
-    def __init__(self, module: nn.Module, world_size: int, units: UnitPolicy = None, mean: Mean = ring_mean):
+    `masters` are what the optimizer has to step: as the model has them, but trainable ones in fp32 at least. `replicas`
+    of the ranks are groups that share a model among themselves.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        world_size: int,
+        units: UnitPolicy = None,
+        mean: Mean = ring_mean,
+        *,
+        precision: Precision = Precision(),  # noqa: B008 (frozen)
+        replicas: int = 1,
+    ):
         self.module = module
         self.world_size = world_size
-        self.params = dict(module.named_parameters())
-        self._layouts = list(_layouts(module, world_size, units))
+        self._flats = [f for part in cut(module, units) for f in plan_flats(part, world_size // replicas, precision)]
+        self._own = dict(module.named_parameters())
+        kinds = {slot.name: flat for flat in self._flats for slot in flat.layout.slots}
+        self.masters = {
+            name: nn.Parameter(param.detach().to(kinds[name].layout.dtype, copy=True), param.requires_grad)
+            for name, param in self._own.items()
+        }
         self._mean = mean
+        self._precision = precision
+        for name, param in self._own.items():
+            param.data = param.data.to(kinds[name].compute)
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        """Run the module, with floating-point tensors among the inputs, and the output, cast as `precision` says."""
+        output = self.module(*(_cast(each, self._precision.compute) for each in inputs), **options)
+        return _cast(output, self._precision.output)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Let the module compute with the masters of now."""
+        for name, param in self._own.items():
+            param.copy_(self.masters[name])
 
     def backward(self, run: Callable[[nn.Module, int], Any]) -> list[Any]:
         """Call `run(module, rank)`, which does a rank's backwards, for each rank; return what each call returned.
 
-        The mean gradients are added to the parameters' `grad`. What no rank used is left as it was.
+        The mean gradients are added to the masters' `grad`. What no rank used is left as it was.
         """
-        before = self._take_gradients()
+        self.refresh()
         results, local = [], []
         for rank in range(self.world_size):
-            results.append(run(self.module, rank))
-            local.append(self._take_gradients())
-        for name, param in self.params.items():
-            param.grad = before.get(name)
-        for layout in self._trainable():
-            self._hand_out(layout, local)
+            with self._caught() as sums:
+                results.append(run(self.module, rank))
+            local.append(sums)
+        for flat in self._flats:
+            self._hand_out(flat, local)
         return results
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        for master in self.masters.values():
+            master.grad = None
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip to a norm that is made of one partial per rank, each of the norms of its parts of the parameters, []."""
-        partials = torch.stack([self._norm_of(rank, norm_type) for rank in range(self.world_size)])
+        ranks = self._flats[0].layout.world_size
+        partials = torch.stack([self._norm_of(rank, norm_type) for rank in range(ranks)])
         norm = torch.linalg.vector_norm(partials, norm_type)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for param in self.params.values():
-            if param.grad is not None:
-                param.grad.mul_(factor.to(param.dtype))
+        for master in self.masters.values():
+            if master.grad is not None:
+                master.grad.mul_(factor.to(master.dtype))
         return norm
 
     def part(self, name: str, full: Tensor, rank: int) -> Tensor:
         """Return the elements of a parameter, or of a tensor like it, that are in a rank's shard, [k]."""
-        found = [(layout, slot) for layout in self._layouts for slot in layout.slots if slot.name == name]
-        return _part(*found[0], full, rank)
+        layouts = [flat.layout for flat in self._flats]
+        found = [(layout, slot) for layout in layouts for slot in layout.slots if slot.name == name]
+        return _part(*found[0], full, rank % layouts[0].world_size)
 
-    def _trainable(self) -> Iterator[Layout]:
-        return (layout for layout in self._layouts if layout.trainable)
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the masters and buffers under all of their names."""
+        masters = {param: self.masters[name].detach() for name, param in self._own.items()}
+        return {name: masters.get(entry, entry) for name, entry in self.module.state_dict(keep_vars=True).items()}
 
-    def _take_gradients(self) -> dict[str, Tensor]:
-        taken = {name: param.grad for name, param in self.params.items() if param.grad is not None}
-        for param in self.params.values():
-            param.grad = None
-        return taken
+    @contextmanager
+    def _caught(self) -> Iterator[dict[str, Tensor]]:
+        """Yield one rank's sums of gradients, each rounded to the dtype of the sum whenever a gradient has come."""
+        sums: dict[str, Tensor] = {}
 
-    def _hand_out(self, layout: Layout, local: Sequence[dict[str, Tensor]]) -> None:
-        mean = self._mean([_flattened(layout, grads) for grads in local])
+        def catch(name: str, dtype: torch.dtype, param: Tensor) -> None:
+            grad, param.grad = param.grad.detach(), None
+            sums[name] = (sums[name] + grad if name in sums else grad).to(dtype)
+
+        handles = [
+            self._own[slot.name].register_post_accumulate_grad_hook(partial(catch, slot.name, flat.reduce))
+            for flat in self._flats
+            for slot in flat.layout.slots
+            if self._own[slot.name].requires_grad
+        ]
+        yield sums
+        for handle in handles:
+            handle.remove()
+
+    def _hand_out(self, flat: FlatPlan, local: Sequence[dict[str, Tensor]]) -> None:
+        layout = flat.layout
+        flats = [_flattened(flat, sums) for sums in local]
+        mean = self._mean(Sum(flats, layout, self._kept(layout)))
         for slot in layout.slots:
-            param = self.params[slot.name]
-            if any(slot.name in grads for grads in local):
-                new = mean[slot.start : slot.start + param.numel()].view(param.shape)
-                param.grad = new.clone() if param.grad is None else param.grad + new
+            if any(slot.name in sums for sums in local):
+                master, new = self.masters[slot.name], mean[slot.start : slot.stop].view(slot.shape)
+                master.grad = new.clone() if master.grad is None else master.grad + new
+
+    def _kept(self, layout: Layout) -> Tensor:
+        """Return what of a flat is reduced, [W*S]: all, or all of those parameters that have gradients."""
+        trainable = [slot for slot in layout.slots if self._own[slot.name].requires_grad]
+        if len(trainable) == len(layout.slots):
+            return torch.ones(layout.full_numel, dtype=torch.bool)
+        kept = torch.zeros(layout.full_numel, dtype=torch.bool)
+        for slot in trainable:
+            kept[slot.start : slot.start + _padded_numel(slot.numel)] = True
+        return kept
 
     def _norm_of(self, rank: int, norm_type: float) -> Tensor:
-        doubles = any(param.dtype == torch.float64 and param.requires_grad for param in self.params.values())
+        doubles = any(master.dtype == torch.float64 for master in self.masters.values())
         precision = torch.float64 if doubles else torch.float32
         norms = []
-        for layout in self._trainable():
+        for layout in (flat.layout for flat in self._flats):
             for slot in layout.slots:
-                grad = self.params[slot.name].grad
+                grad = self.masters[slot.name].grad
                 if grad is not None and (part := _part(layout, slot, grad, rank)).numel():
                     norms.append(torch.linalg.vector_norm(part, norm_type).to(precision))
         return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), dtype=precision)
 
 
-def _layouts(module: nn.Module, world_size: int, units: UnitPolicy) -> Iterator[Layout]:
-    """Lay out each unit's parameters, those of each (dtype, trainable) by themselves."""
-    for part in cut(module, units):
-        kinds: dict[tuple[torch.dtype, bool], list[tuple[str, Sequence[int]]]] = {}
-        for param, name in part.params.items():
-            kinds.setdefault((param.dtype, param.requires_grad), []).append((name, param.shape))
-        for (dtype, trainable), members in kinds.items():
-            yield lay_out(members, dtype=dtype, trainable=trainable, world_size=world_size)
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    casts = dtype is not None and isinstance(value, Tensor) and value.is_floating_point()
+    return value.to(dtype) if casts else value
 
 
-def _flattened(layout: Layout, grads: dict[str, Tensor]) -> Tensor:
+def _flattened(flat: FlatPlan, sums: dict[str, Tensor]) -> Tensor:
     """Put a rank's gradients in their places in a flat [W*S]; what it did not use is zero."""
-    flat = torch.zeros(layout.world_size * layout.shard_numel, dtype=layout.dtype)
-    for slot in layout.slots:
-        if slot.name in grads:
-            grad = grads[slot.name]
-            flat[slot.start : slot.start + grad.numel()] = grad.reshape(-1)
-    return flat
+    full = torch.zeros(flat.layout.full_numel, dtype=flat.reduce)
+    for slot in flat.layout.slots:
+        if slot.name in sums:
+            full[slot.start : slot.stop] = sums[slot.name].reshape(-1)
+    return full
 
 
 def _part(layout: Layout, slot: Slot, full: Tensor, rank: int) -> Tensor:
-    start = rank * layout.shard_numel - slot.start
-    stop = start + layout.shard_numel
+    start = layout.shard_range(rank)[0] - slot.start
+    stop = layout.shard_range(rank)[1] - slot.start
     return full.detach().reshape(-1)[max(0, start) : max(0, stop)]
 
 
@@ -191,9 +294,13 @@ class PaddedAdamW(optim.Optimizer):
 
 
 def _padded(tensor: Tensor) -> Tensor:
-    flat = tensor.new_zeros(-(-tensor.numel() // 32) * 32)
+    flat = tensor.new_zeros(_padded_numel(tensor.numel()))
     flat[: tensor.numel()] = tensor.reshape(-1)
     return flat
+
+
+def _padded_numel(numel: int) -> int:
+    return -(-numel // 32) * 32
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,226 @@
+"""Tensors on the meta device have a shape and no memory. Here they get both memory and values, module by module.
+
+On every rank they leave meta for a real device first, as placeholders. Then rank 0 initialises one module after the
+other, and its caller sends the values round and takes the memory back in between. Knows no units and no process groups.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shardlite.errors import LayoutError
+
+Init = Callable[[nn.Module], None] | None
+"""Initialises the parameters and buffers that a module itself owns; `None`: its `reset_parameters()` does."""
+
+_METHODS = ("reset_parameters", "_reset_parameters")
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check(module: nn.Module, init: Init, ignored: Collection[Tensor], *, first: bool) -> None:
+    """Raise what is wrong with a model's tensors on meta; only the `first` rank has to be able to initialise them.
+
+    Raises:
+        LayoutError: a tensor cannot leave meta, or there is nothing to initialise it with.
+    """
+    for path, owner in module.named_modules():
+        for name, value in vars(owner).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                raise LayoutError(
+                    f"{_join(path, name)!r} is on meta and neither a parameter nor a buffer of {_class(owner)}, so it "
+                    "would stay there: register it as a buffer (persistent=False if it is not to be saved)"
+                )
+        for name, tensor in _own(owner):
+            if tensor.is_meta:
+                what = f"{_kind(tensor)} {_join(path, name)!r} is on meta"
+                _check_tensor(what, tensor, ignored)
+                if first and init is None and _method(owner) is None:
+                    raise LayoutError(
+                        f"{what}, and {_class(owner)} has no reset_parameters() to initialise it: pass init=, which "
+                        "takes a module and initialises the parameters and buffers that it owns"
+                    )
+
+
+def children_first(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield every module once, after all that are inside it: the order of `nn.Module.apply`."""
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> Iterator[nn.Module]:
+        seen.add(module)
+        for child in module.children():
+            if child not in seen:
+                yield from visit(child)
+        yield module
+
+    return visit(module)
+
+
+class Initialiser:
+    """Knows which tensors of a model have no values yet, and gives them some. It idles on ranks that are not `first`.
+
+    What goes wrong is kept, not raised, for other ranks wait for the values; nothing is initialised after it.
+    """
+
+    def __init__(self, module: nn.Module, init: Init, device: torch.device, *, first: bool) -> None:
+        self._call = _reset if init is None else init
+        self._called = "reset_parameters()" if init is None else "init"
+        self._first = first
+        self._paths = {each: path for path, each in module.named_modules()}
+        self._names = {tensor: name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+        self._missing = {tensor for tensor in self._names if tensor.is_meta}
+        self._sent: dict[nn.Parameter, int] = {}
+        self._trouble: LayoutError | None = None
+        for tensor in self._missing:
+            _leave_meta(tensor, device)
+
+    def initialise(self, module: nn.Module) -> None:
+        """Let those of a module's own tensors that were on meta have memory and values; the others keep theirs."""
+        own = _own(module)
+        due = {tensor for _, tensor in own if tensor in self._missing}
+        if not due or not self._first or self._trouble is not None:
+            return
+        self._missing -= due
+        with torch.no_grad():
+            kept = [(tensor, tensor.clone()) for _, tensor in own if tensor not in due]
+            self._run(module, {tensor: _Blank.of(tensor) for tensor in due})
+            for tensor, value in kept:
+                if not torch.equal(tensor, value):
+                    tensor.copy_(value)
+
+    def sent(self, params: Iterable[nn.Parameter]) -> None:
+        """Note that all ranks have the values of these: what is written into them from now on is lost."""
+        self._sent.update((param, param._version) for param in params)
+
+    def trouble(self) -> LayoutError | None:
+        """Return what went wrong."""
+        late = [self._names[param] for param, version in self._sent.items() if param._version != version]
+        if self._trouble is None and late:
+            return LayoutError(
+                f"the initialisation of a module outside of its unit wrote to parameter {late[0]!r}, whose values had "
+                "been sent to all ranks by then: let it write only to what the module itself owns"
+            )
+        return self._trouble
+
+    def _run(self, module: nn.Module, blanks: dict[Tensor, "_Blank"]) -> None:
+        """Initialise a module and see whether its `blanks` were filled, and nothing but values was changed."""
+        own, roll = _own(module), _roll(module)
+        who = f"{self._called} of module {self._paths[module] or '(the model itself)'!r} ({_class(module)})"
+        try:
+            self._call(module)
+        except Exception as error:
+            self._trouble = LayoutError(f"{who} failed: {type(error).__name__}: {error}")
+            self._trouble.__cause__ = error
+            return
+        if _roll(module) != roll:
+            self._trouble = LayoutError(
+                f"{who} changed what there is from {roll} to {_roll(module)}, which other ranks do not know: register "
+                "parameters and buffers in the constructor"
+            )
+            return
+        for (name, tensor), (_, now) in zip(own, _own(module), strict=True):
+            wrong = blanks[tensor].wrong(tensor, now) if tensor in blanks else None
+            if wrong is not None:
+                self._trouble = LayoutError(f"{who} left {_kind(tensor)} {self._names[tensor]!r} {wrong}")
+                return
+            if now is not tensor:
+                _put_back(module, name, tensor, now)
+
+
+@dataclass(frozen=True)
+class _Blank:
+    """How a tensor was before its initialisation: every bit of it was set, which is a NaN where the dtype has any."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    version: int
+
+    @staticmethod
+    def of(tensor: Tensor) -> "_Blank":
+        """Give memory to a placeholder."""
+        tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        tensor.detach().reshape(-1).view(torch.uint8).fill_(0xFF)
+        return _Blank(tensor.shape, tensor.dtype, tensor._version)
+
+    def wrong(self, tensor: Tensor, now: Tensor) -> str | None:
+        """Return what is wrong with what the initialisation made of `tensor`; `now` is what stands in its place."""
+        if (now.shape, now.dtype) != (self.shape, self.dtype):
+            return f"as {list(now.shape)} {now.dtype}, it was {list(self.shape)} {self.dtype}"
+        if now.is_meta:
+            return "on meta"
+        unwritten = self._unwritten(now) if now is tensor else 0
+        return f"uninitialised, {unwritten} of {now.numel()} elements of it" if unwritten else None
+
+    def _unwritten(self, tensor: Tensor) -> int:
+        """Count the elements that are as they were.
+
+        The version counter does not decide by itself: it does not see writes through `.data`. But where all bits set is
+        a number that may be meant (-1), it speaks for the write.
+        """
+        raw = tensor.detach().reshape(-1)
+        if tensor.dtype.is_floating_point and tensor.itemsize in _INTEGERS:
+            return int((raw.view(_INTEGERS[tensor.itemsize]) == -1).sum())
+        untouched = tensor._version == self.version and bool((raw.view(torch.uint8) == 0xFF).all())
+        return tensor.numel() if untouched else 0
+
+
+def _leave_meta(tensor: Tensor, device: torch.device) -> None:
+    """Let a tensor on meta be a placeholder: its shape on `device` and the memory of one element; a buffer has all.
+
+    It stays the same object, so that whatever refers to it still does: tied weights, `nn.LSTM`'s lists, an optimizer.
+    `torch.utils.swap_tensors` refuses weak references, which may stay too: it also swaps what they refer to.
+    """
+    whole = () if isinstance(tensor, nn.Parameter) else tensor.shape
+    memory = torch.zeros(whole, dtype=tensor.dtype, device=device)
+    fresh = memory.expand(tensor.shape).data.requires_grad_(tensor.requires_grad)
+    torch._C._swap_tensor_impl(tensor, fresh)
+
+
+def _put_back(module: nn.Module, name: str, tensor: Tensor, value: Tensor) -> None:
+    """Let a tensor that was replaced be the module's again, with the value of its replacement."""
+    registry = module._parameters if name in module._parameters else module._buffers
+    registry[name] = tensor  # type: ignore[assignment]
+    tensor.copy_(value)
+
+
+def _reset(module: nn.Module) -> None:
+    method = _method(module)
+    assert method is not None, "`check` has seen to it"
+    method()
+
+
+def _method(module: nn.Module) -> Callable[[], None] | None:
+    return next((getattr(module, name) for name in _METHODS if callable(getattr(module, name, None))), None)
+
+
+def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the parameters and buffers that belong to a module itself."""
+    registered = (*module._parameters.items(), *module._buffers.items())
+    return [(name, tensor) for name, tensor in registered if tensor is not None]
+
+
+def _roll(module: nn.Module) -> list[str]:
+    """Return what a module owns, in words."""
+    unsaved = module._non_persistent_buffers_set
+    return [f"{_kind(tensor)} {name}{' (not saved)' * (name in unsaved)}" for name, tensor in _own(module)]
+
+
+def _check_tensor(what: str, tensor: Tensor, ignored: Collection[Tensor]) -> None:
+    if tensor in ignored:
+        raise LayoutError(f"{what} and ignored: give it memory and values before wrapping")
+    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+        raise LayoutError(f"{what} and has a hook, which would be lost with it: register hooks after wrapping")
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}".lstrip(".")
+
+
+def _class(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def _kind(tensor: Tensor) -> str:
+    return "parameter" if isinstance(tensor, nn.Parameter) else "buffer"

@@ -1,0 +1,495 @@
+"""Models on the meta device: what they become, what is found missing, and how much memory it takes."""
+
+import copy
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardlite import AdamW, LayoutError, Precision, ShardLite
+from shardlite.memory import Meter
+
+WIDTH = 12
+BATCH = torch.arange(6 * WIDTH, dtype=torch.float32).view(6, WIDTH).sin()
+
+
+class Rotation(nn.Module):
+    """Buffers that a constructor computes, and meta forgets: one is not saved, one has integers, one is tied."""
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("speeds", torch.empty(WIDTH), persistent=False)
+        self.register_buffer("positions", torch.empty(3, dtype=torch.int64))
+        self.register_buffer("mask", mask)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.speeds = torch.arange(WIDTH).float().cos()
+        self.positions.fill_(-1)
+        self.mask.data.copy_(torch.arange(WIDTH).float().sin())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.speeds * self.mask + self.positions.sum()).to(x.dtype)
+
+
+class Scale(nn.Module):
+    """A parameter of another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH, dtype=torch.bfloat16))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.weight.data.normal_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Statistics(nn.BatchNorm1d):
+    """In fp32 whatever the weights are in: with bf16 weights and fp32 statistics PyTorch refuses."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_batches_tracked += 1
+        norm = nn.functional.batch_norm
+        weight, bias = self.weight.float(), self.bias.float()
+        return norm(x.float(), self.running_mean, self.running_var, weight, bias, training=True).to(x.dtype)
+
+
+class Block(nn.Module):
+    def __init__(self, mask: Tensor, scale: nn.Module) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2)
+        self.rotation = Rotation(mask)
+        self.scale = scale
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.inner.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.rotation(self.norm(x))
+        y = self.attention(y, y, y, need_weights=False)[0]
+        return x + torch.tanh(self.inner(self.scale(y).to(x.dtype)))
+
+
+class Zoo(nn.Module):
+    """All that is easily lost on meta: ties, shared modules, frozen weights, several dtypes, buffers of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.statistics = Statistics(WIDTH)
+        mask = torch.empty(WIDTH)
+        self.scale = Scale()  # before the blocks, which share it: constructed in the order of registration
+        self.blocks = nn.ModuleList(Block(mask, self.scale) for _ in range(3))
+        self.leave = nn.Linear(WIDTH, WIDTH)
+        self.leave.weight = self.enter.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.statistics(self.enter(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x).square().mean()
+
+
+def on_meta(make: type[nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def seeded(make: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(7)
+    return make()
+
+
+def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(got) == list(expected)
+    for name, value in expected.items():
+        value = value.to(got[name].dtype)  # a trainable bf16 weight is kept in fp32
+        torch.testing.assert_close(got[name], value, rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def train(model: ShardLite) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(3):
+        loss = model(BATCH)
+        loss.backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def born_body(group, stage, compute):
+    """A model on meta gets the values of a plain construction, and trains as a model that was given these."""
+    options = {"group": group, "stage": stage, "units": Block, "precision": Precision(compute=compute)}
+    twin = seeded(Zoo)
+    model = on_meta(Zoo)
+    torch.manual_seed(7)
+    model = ShardLite(model, **options)
+    assert_same(model.full_state_dict(), twin.state_dict())
+    inner = model.module
+    assert inner.leave.weight is inner.enter.weight
+    assert inner.blocks[0].rotation.mask is inner.blocks[1].rotation.mask
+    assert not inner.blocks[0].inner.bias.requires_grad
+    plain = ShardLite(Zoo(), **options)
+    plain.load_full_state_dict(twin.state_dict())
+    assert [each.dtype for each in model.buffers()] == [each.dtype for each in plain.buffers()]
+    assert train(model) == train(plain)
+    assert_same(model.full_state_dict(), plain.full_state_dict())
+
+
+@pytest.mark.parametrize("compute", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_model_on_meta_becomes_the_plain_one(cluster, stage, compute):
+    cluster.check(born_body, 2, stage, compute)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_values_do_not_depend_on_the_number_of_ranks(cluster, ranks):
+    cluster.check(born_body, ranks, 3, None)
+
+
+class Layers(nn.Sequential):
+    """Layers of PyTorch's own; `nn.LSTM` keeps its parameters in lists, and weak references to them."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0), nn.LSTM(WIDTH, WIDTH, 2))
+
+
+def layers_body(group):
+    twin = seeded(Layers)
+    model = on_meta(Layers)
+    torch.manual_seed(7)
+    model = ShardLite(model, group=group, units=nn.LSTM)
+    assert_same(model.full_state_dict(), twin.state_dict())
+    assert all(torch.equal(got, wanted) for got, wanted in zip(model(BATCH)[1], twin(BATCH)[1], strict=True))
+
+
+def test_layers_of_pytorch(cluster):
+    cluster.check(layers_body, 2)
+
+
+def own_init(module: nn.Module) -> None:
+    """Write in all the ways there are."""
+    match module:
+        case nn.Linear():
+            module.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+            if module.bias is not None:
+                nn.init.uniform_(module.bias)
+        case Rotation():
+            module.register_buffer("speeds", torch.randn(WIDTH), persistent=False)
+            module.positions.data.copy_(torch.randint(9, (3,)))
+            module.mask.data = torch.randn(WIDTH)
+        case Scale():
+            module.weight.data.copy_(torch.randn(WIDTH))
+        case _:
+            module.reset_parameters() if hasattr(module, "reset_parameters") else module._reset_parameters()
+
+
+def own_init_body(group, mesh, policy):
+    called = []
+
+    def init(module: nn.Module) -> None:
+        called.append(type(module).__name__)
+        own_init(module)
+
+    model = on_meta(Zoo)
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    ranks = DeviceMesh("cpu", [[0, 1], [2, 3]]) if mesh else group
+    optimizer = AdamW(model.parameters())
+    model = ShardLite(model, group=ranks, units=policy, init=init)
+    model(BATCH).backward()
+    optimizer.step()  # it was built on what was on meta then
+    state = model.full_state_dict()
+    return called, torch.equal(before, torch.get_rng_state()), state
+
+
+@pytest.mark.parametrize("mesh", [False, True], ids=["ranks", "replicas"])
+def test_init_is_called_on_rank_0_for_each_module_that_owns_something(cluster, mesh):
+    (first, *others) = cluster.run(own_init_body, 4 if mesh else 2, mesh, Block)
+    block = ["LayerNorm", "NonDynamicallyQuantizableLinear", "MultiheadAttention", "Rotation"]
+    rest = [*block, "Linear"]
+    expected = ["Linear", "Statistics", "Scale", *rest, *rest, *rest, "Linear"]
+    assert first[:2] == (expected, False)
+    for other in others:
+        assert other[:2] == ([], True)
+        assert_same(other[2], first[2])
+
+
+def test_values_do_not_depend_on_the_units(cluster):
+    states = [cluster.run(own_init_body, 2, False, policy)[0][2] for policy in (Block, None, nn.LayerNorm)]
+    assert_same(states[0], states[1])
+    assert_same(states[0], states[2])
+
+
+def apply_body(group):
+    """The numbers are those of `apply` on a plain model."""
+    twin = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3))
+
+    def init(module: nn.Module) -> None:
+        for param in module.parameters(recurse=False):
+            nn.init.normal_(param)
+
+    model = copy.deepcopy(twin).to("meta")
+    torch.manual_seed(3)
+    model = ShardLite(model, group=group, units=nn.Linear, init=init)
+    torch.manual_seed(3)
+    twin.apply(init)
+    assert_same(model.full_state_dict(), twin.state_dict())
+
+
+def test_init_draws_what_apply_draws(cluster):
+    cluster.check(apply_body, 2)
+
+
+def must_not_run(module: nn.Module) -> None:
+    raise AssertionError(f"{type(module).__name__} was initialised")
+
+
+def received_body(group, stage, init):
+    """Rank 0 has values, the others have none: nobody initialises."""
+    twin = seeded(Zoo)
+    model = copy.deepcopy(twin) if dist.get_rank(group) == 0 else on_meta(Zoo)
+    model = ShardLite(model, group=group, stage=stage, units=Block, init=init)
+    assert_same(model.full_state_dict(), twin.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), twin.buffers(), strict=True))
+    train(model)
+    assert all(value.isfinite().all() for value in model.full_state_dict().values())
+
+
+@pytest.mark.parametrize("init", [None, must_not_run])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_on_meta_receive_what_rank_0_has(cluster, stage, init):
+    cluster.check(received_body, 2, stage, init)
+
+
+def received_without_reset_body(group):
+    model = nn.Sequential(Bare(), nn.Linear(2, 2))
+    model[0].weight.data.fill_(3)
+    ShardLite(model if dist.get_rank(group) == 0 else model.to("meta"), group=group)
+
+
+def test_who_receives_need_not_know_how_to_initialise(cluster):
+    cluster.check(received_without_reset_body, 2)
+
+
+def mixed_body(group):
+    """What has values on rank 0 keeps them, whatever initialises the rest of its module."""
+    twin = seeded(Zoo)
+    model = copy.deepcopy(twin)
+    for block in model.blocks:
+        block.inner.bias = nn.Parameter(torch.empty(WIDTH, device="meta"), requires_grad=False)
+        block.rotation.speeds = block.rotation.speeds.to("meta")
+    model.statistics.running_mean.fill_(5)
+    model.statistics.weight = nn.Parameter(torch.empty(WIDTH, device="meta"))
+    model = ShardLite(model, group=group, units=Block)
+    state, expected = model.full_state_dict(), twin.state_dict()
+    for i in range(3):
+        bias = state.pop(f"blocks.{i}.inner.bias")
+        assert not torch.equal(bias, expected.pop(f"blocks.{i}.inner.bias"))
+        assert bias.abs().max() <= WIDTH**-0.5
+    expected["statistics.running_mean"].fill_(5)
+    assert_same(state, expected)
+    assert torch.equal(model.module.blocks[2].rotation.speeds, twin.blocks[2].rotation.speeds)
+
+
+def test_what_has_values_keeps_them(cluster):
+    cluster.check(mixed_body, 2)
+
+
+# ---- memory -------------------------------------------------------------------------------------------------------
+
+SIDE, DEPTH = 64, 32
+UNIT = 4 * SIDE * SIDE
+FULL = (1 + DEPTH) * UNIT
+SMALL = 8192  # bytes: the rounding of an arena, one element for each placeholder, and the like
+
+
+class Deep(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(SIDE, SIDE), *(nn.Linear(SIDE, SIDE, bias=False) for _ in range(DEPTH)))
+
+
+def peak_body(group, real_on_0):
+    real = real_on_0 and dist.get_rank(group) == 0
+    model = Deep() if real else on_meta(Deep)
+    gc.collect()
+    with Meter() as meter:
+        before = meter.live
+        model = ShardLite(model, group=group, units=nn.Linear)
+        after = meter.live - before
+    return meter.peak - before, after, real
+
+
+@pytest.mark.parametrize("real_on_0", [False, True], ids=["meta", "rank 0 has it"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_no_rank_ever_has_the_full_model(cluster, ranks, real_on_0):
+    for rank, (peak, after, real) in enumerate(cluster.run(peak_body, ranks, real_on_0)):
+        if real:
+            continue
+        shards = FULL // ranks
+        assert shards <= after <= shards + SMALL
+        # All hold one unit while it is sent. Rank 0 also has it as it was initialised, and the root around it, of
+        # which only the embedding has values by then.
+        assert shards + UNIT <= peak <= shards + (1 if rank else 3) * UNIT + SMALL
+
+
+# ---- what is wrong ------------------------------------------------------------------------------------------------
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4))
+
+
+class Forgetful(Bare):
+    """A rotary embedding as it is often written: the constructor computes what meta cannot keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inverse", torch.ones(5), persistent=False)
+        self.register_buffer("empty", torch.ones(0))
+
+    def reset_parameters(self) -> None:
+        self.weight.data.normal_()
+
+
+class Counting(Forgetful):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inverse", torch.zeros(5, dtype=torch.int64), persistent=False)
+
+
+class Attribute(Bare):
+    def __init__(self) -> None:
+        super().__init__()
+        self.speeds = torch.ones(3)
+
+    reset_parameters = Forgetful.reset_parameters
+
+
+class Nest(nn.Sequential):
+    """A unit inside, which has been sent when the outer module is initialised."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4))
+        self.weight = nn.Parameter(torch.empty(4, 4))
+
+
+def write_half(module: nn.Module) -> None:
+    module.weight[:2] = 1
+
+
+def fail(module: nn.Module) -> None:
+    raise OSError("no such file")
+
+
+def other_shape(module: nn.Module) -> None:
+    module.weight = nn.Parameter(torch.zeros(3, 4))
+
+
+def other_dtype(module: nn.Module) -> None:
+    module.weight.data = torch.zeros(4, 4, dtype=torch.float16)
+
+
+def still_on_meta(module: nn.Module) -> None:
+    module.weight = nn.Parameter(torch.zeros(4, 4, device="meta"))
+
+
+def add_buffer(module: nn.Module) -> None:
+    module.weight.zero_()
+    module.register_buffer("extra", torch.zeros(2))
+
+
+def remove(module: nn.Module) -> None:
+    module.weight = None
+
+
+def save_buffer(module: nn.Module) -> None:
+    module.weight.zero_()
+    module.register_buffer("inverse", torch.zeros(5))
+
+
+def reach_inside(module: nn.Module) -> None:
+    module.weight.zero_() if isinstance(module, Nest) else module.reset_parameters()
+    if isinstance(module, Nest):
+        module[0].bias.zero_()
+
+
+def draw_inside(module: nn.Module) -> None:
+    nn.init.normal_(module.weight)
+    if isinstance(module, Nest):
+        nn.init.normal_(module[0].weight)
+    else:
+        module.bias.zero_()
+
+
+def hook(module: nn.Module) -> nn.Module:
+    module.weight.register_hook(lambda gradient: gradient)
+    return module
+
+
+def wrap_body(group, make, init, options):
+    options = {"units": nn.Linear, **options} if make is Nest else options
+    ShardLite(on_meta(make), group=group, init=init, **options)
+
+
+def hook_body(group):
+    ShardLite(hook(on_meta(Forgetful)), group=group)
+
+
+def ignore_body(group):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    ShardLite(model, ignore=[model[1]], group=group)
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments", "words"),
+    [
+        (wrap_body, (Bare, None, {}), "parameter 'weight' is on meta, and Bare has no reset_parameters() to"),
+        (wrap_body, (Forgetful, None, {}), "left buffer 'inverse' uninitialised, 5 of 5 elements of it"),
+        (wrap_body, (Forgetful, None, {"stage": 0}), "reset_parameters() of module '(the model itself)' (Forgetful)"),
+        (wrap_body, (Counting, None, {}), "left buffer 'inverse' uninitialised, 5 of 5 elements of it"),
+        (wrap_body, (Attribute, None, {}), "'speeds' is on meta and neither a parameter nor a buffer of Attribute"),
+        (wrap_body, (Bare, write_half, {}), "left parameter 'weight' uninitialised, 8 of 16 elements of it"),
+        (wrap_body, (Bare, fail, {}), "(Bare) failed: OSError: no such file"),
+        (wrap_body, (Bare, other_shape, {}), "'weight' as [3, 4] torch.float32, it was [4, 4] torch.float32"),
+        (wrap_body, (Bare, other_dtype, {}), "'weight' as [4, 4] torch.float16, it was [4, 4] torch.float32"),
+        (wrap_body, (Bare, still_on_meta, {}), "left parameter 'weight' on meta"),
+        (wrap_body, (Bare, add_buffer, {}), "from ['parameter weight'] to ['parameter weight', 'buffer extra']"),
+        (wrap_body, (Bare, remove, {}), "from ['parameter weight'] to []"),
+        (wrap_body, (Forgetful, save_buffer, {}), "buffer inverse (not saved)"),
+        (wrap_body, (Nest, reach_inside, {}), "wrote to parameter '0.bias', whose values had been sent"),
+        (wrap_body, (Nest, draw_inside, {}), "init of module '(the model itself)' (Nest) failed: RuntimeError"),
+        (wrap_body, (Forgetful, None, {"device": "meta"}), "device=meta: only the CPU and CUDA are supported"),
+        (hook_body, (), "parameter 'weight' is on meta and has a hook"),
+        (ignore_body, (), "parameter '1.weight' is on meta and ignored"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else None,
+)
+def test_every_rank_hears_what_is_wrong(cluster, body, arguments, words):
+    for kind, message in cluster.failures(body, 2, *arguments):
+        assert kind == "LayoutError"
+        assert words in message
+
+
+def again_body(group):
+    """What was not initialised stays unusable."""
+    model = on_meta(Forgetful)
+    with pytest.raises(LayoutError, match="uninitialised"):
+        ShardLite(model, group=group)
+    with pytest.raises(LayoutError, match="belongs to a model that is wrapped already, or was"):
+        ShardLite(model, group=group)
+
+
+def test_a_model_that_failed_is_not_wrapped_again(cluster):
+    cluster.check(again_body, 2)
