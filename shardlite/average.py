@@ -63,8 +63,9 @@ class Averager:
     def job(self, full: Tensor, mean: Mean, unit: str, operation: Operation) -> Callable[[], None]:
         """Return what a lane has to do with the gradients in `full`, which it overwrites."""
         shared, cuts, divisor = self._shared, mean.flat.gradients.cuts, self._shared.world_size
-        transport = shared.traffic.counted(shared.transport, "reduce", unit)
-        across = shared.replicas and shared.traffic.counted(shared.replicas, "reduce over replicas", unit)
+        shard, replicas = shared.reducing
+        transport = shared.traffic.counted(shard, "reduce", unit)
+        across = replicas and shared.traffic.counted(replicas, "reduce over replicas", unit)
         staging = self._staging_for(full, mean)
 
         def average() -> None:

@@ -3,7 +3,7 @@
 Legend: `W` ranks that share a model, `S` elements per shard; a full buffer has `W*S` elements.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -17,7 +17,7 @@ from shardlite.errors import LayoutError
 from shardlite.layout import Layout, lay_out
 from shardlite.materialise import Initialiser, children_first
 from shardlite.partition import ROOT, UnitPlan
-from shardlite.ring import Operation, broadcast
+from shardlite.ring import Operation, all_reduce, broadcast
 from shardlite.transport import Groups, Transport
 from shardlite.unit import Flat, Shared, Unit
 
@@ -74,6 +74,13 @@ def number(groups: Groups) -> int:
         dist.all_gather_object(numbers, highest, group=group)
         highest = max(numbers)
     return highest
+
+
+def open_connections(transports: Iterable[Transport | None], device: torch.device) -> None:
+    """Send something over each transport that makes its connections at the first message, and so needs an order."""
+    for transport in transports:
+        if transport is not None and transport.batched:
+            all_reduce(torch.zeros(transport.world_size, device=device), transport)
 
 
 def _first_difference(expected: Sequence[str], got: Sequence[str], rank: int) -> str:

@@ -42,6 +42,10 @@ class Shared:
     replicas: Transport | None
     """To the ranks that hold the same shards, if there are any (hybrid sharding)."""
 
+    reducing: tuple[Transport, Transport | None]
+    """Both again for reductions, which run in no fixed order beside gathers: over NCCL each needs connections of its
+    own, for it knows no tags."""
+
     device: torch.device
     trace: Trace
     ledger: Ledger

@@ -319,12 +319,21 @@ class ShardLite(nn.Module):
         return plans
 
     def _share(self, timeout: timedelta) -> Shared:
-        groups = self._groups
+        groups, device = self._groups, self._device
+        (shard, replicas), reducing = (
+            (
+                connect(groups.shard, device, timeout, apart=apart),
+                None if groups.replicas is None else connect(groups.replicas, device, timeout, apart=apart),
+            )
+            for apart in (False, True)
+        )
+        build.open_connections((shard, replicas, *reducing), device)
         return Shared(
             instance=build.number(groups),
-            transport=connect(groups.shard, self._device, timeout),
-            replicas=None if groups.replicas is None else connect(groups.replicas, self._device, timeout),
-            device=self._device,
+            transport=shard,
+            replicas=replicas,
+            reducing=reducing,
+            device=device,
             trace=self.trace,
             ledger=self.ledger,
             traffic=Traffic(),

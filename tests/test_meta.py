@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardlite import AdamW, LayoutError, Precision, ShardLite
+from shardlite import AdamW, Precision, ShardLite
 from shardlite.memory import Meter
 
 WIDTH = 12
@@ -271,6 +271,12 @@ def test_ranks_on_meta_receive_what_rank_0_has(cluster, stage, init):
     cluster.check(received_body, 2, stage, init)
 
 
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4))
+
+
 def received_without_reset_body(group):
     model = nn.Sequential(Bare(), nn.Linear(2, 2))
     model[0].weight.data.fill_(3)
@@ -340,156 +346,3 @@ def test_no_rank_ever_has_the_full_model(cluster, ranks, real_on_0):
         # All hold one unit while it is sent. Rank 0 also has it as it was initialised, and the root around it, of
         # which only the embedding has values by then.
         assert shards + UNIT <= peak <= shards + (1 if rank else 3) * UNIT + SMALL
-
-
-# ---- what is wrong ------------------------------------------------------------------------------------------------
-
-
-class Bare(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(4, 4))
-
-
-class Forgetful(Bare):
-    """A rotary embedding as it is often written: the constructor computes what meta cannot keep."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("inverse", torch.ones(5), persistent=False)
-        self.register_buffer("empty", torch.ones(0))
-
-    def reset_parameters(self) -> None:
-        self.weight.data.normal_()
-
-
-class Counting(Forgetful):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("inverse", torch.zeros(5, dtype=torch.int64), persistent=False)
-
-
-class Attribute(Bare):
-    def __init__(self) -> None:
-        super().__init__()
-        self.speeds = torch.ones(3)
-
-    reset_parameters = Forgetful.reset_parameters
-
-
-class Nest(nn.Sequential):
-    """A unit inside, which has been sent when the outer module is initialised."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(4, 4))
-        self.weight = nn.Parameter(torch.empty(4, 4))
-
-
-def write_half(module: nn.Module) -> None:
-    module.weight[:2] = 1
-
-
-def fail(module: nn.Module) -> None:
-    raise OSError("no such file")
-
-
-def other_shape(module: nn.Module) -> None:
-    module.weight = nn.Parameter(torch.zeros(3, 4))
-
-
-def other_dtype(module: nn.Module) -> None:
-    module.weight.data = torch.zeros(4, 4, dtype=torch.float16)
-
-
-def still_on_meta(module: nn.Module) -> None:
-    module.weight = nn.Parameter(torch.zeros(4, 4, device="meta"))
-
-
-def add_buffer(module: nn.Module) -> None:
-    module.weight.zero_()
-    module.register_buffer("extra", torch.zeros(2))
-
-
-def remove(module: nn.Module) -> None:
-    module.weight = None
-
-
-def save_buffer(module: nn.Module) -> None:
-    module.weight.zero_()
-    module.register_buffer("inverse", torch.zeros(5))
-
-
-def reach_inside(module: nn.Module) -> None:
-    module.weight.zero_() if isinstance(module, Nest) else module.reset_parameters()
-    if isinstance(module, Nest):
-        module[0].bias.zero_()
-
-
-def draw_inside(module: nn.Module) -> None:
-    nn.init.normal_(module.weight)
-    if isinstance(module, Nest):
-        nn.init.normal_(module[0].weight)
-    else:
-        module.bias.zero_()
-
-
-def hook(module: nn.Module) -> nn.Module:
-    module.weight.register_hook(lambda gradient: gradient)
-    return module
-
-
-def wrap_body(group, make, init, options):
-    options = {"units": nn.Linear, **options} if make is Nest else options
-    ShardLite(on_meta(make), group=group, init=init, **options)
-
-
-def hook_body(group):
-    ShardLite(hook(on_meta(Forgetful)), group=group)
-
-
-def ignore_body(group):
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    ShardLite(model, ignore=[model[1]], group=group)
-
-
-@pytest.mark.parametrize(
-    ("body", "arguments", "words"),
-    [
-        (wrap_body, (Bare, None, {}), "parameter 'weight' is on meta, and Bare has no reset_parameters() to"),
-        (wrap_body, (Forgetful, None, {}), "left buffer 'inverse' uninitialised, 5 of 5 elements of it"),
-        (wrap_body, (Forgetful, None, {"stage": 0}), "reset_parameters() of module '(the model itself)' (Forgetful)"),
-        (wrap_body, (Counting, None, {}), "left buffer 'inverse' uninitialised, 5 of 5 elements of it"),
-        (wrap_body, (Attribute, None, {}), "'speeds' is on meta and neither a parameter nor a buffer of Attribute"),
-        (wrap_body, (Bare, write_half, {}), "left parameter 'weight' uninitialised, 8 of 16 elements of it"),
-        (wrap_body, (Bare, fail, {}), "(Bare) failed: OSError: no such file"),
-        (wrap_body, (Bare, other_shape, {}), "'weight' as [3, 4] torch.float32, it was [4, 4] torch.float32"),
-        (wrap_body, (Bare, other_dtype, {}), "'weight' as [4, 4] torch.float16, it was [4, 4] torch.float32"),
-        (wrap_body, (Bare, still_on_meta, {}), "left parameter 'weight' on meta"),
-        (wrap_body, (Bare, add_buffer, {}), "from ['parameter weight'] to ['parameter weight', 'buffer extra']"),
-        (wrap_body, (Bare, remove, {}), "from ['parameter weight'] to []"),
-        (wrap_body, (Forgetful, save_buffer, {}), "buffer inverse (not saved)"),
-        (wrap_body, (Nest, reach_inside, {}), "wrote to parameter '0.bias', whose values had been sent"),
-        (wrap_body, (Nest, draw_inside, {}), "init of module '(the model itself)' (Nest) failed: RuntimeError"),
-        (wrap_body, (Forgetful, None, {"device": "meta"}), "device=meta: only the CPU and CUDA are supported"),
-        (hook_body, (), "parameter 'weight' is on meta and has a hook"),
-        (ignore_body, (), "parameter '1.weight' is on meta and ignored"),
-    ],
-    ids=lambda value: value.__name__ if callable(value) else None,
-)
-def test_every_rank_hears_what_is_wrong(cluster, body, arguments, words):
-    for kind, message in cluster.failures(body, 2, *arguments):
-        assert kind == "LayoutError"
-        assert words in message
-
-
-def again_body(group):
-    """What was not initialised stays unusable."""
-    model = on_meta(Forgetful)
-    with pytest.raises(LayoutError, match="uninitialised"):
-        ShardLite(model, group=group)
-    with pytest.raises(LayoutError, match="belongs to a model that is wrapped already, or was"):
-        ShardLite(model, group=group)
-
-
-def test_a_model_that_failed_is_not_wrapped_again(cluster):
-    cluster.check(again_body, 2)

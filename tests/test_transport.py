@@ -390,3 +390,26 @@ def test_a_failing_or_dying_rank_is_named_and_the_cluster_recovers(throwaway):
         throwaway.run(fail_on_rank_one, 2)
     assert throwaway.failures(die, 2) == [None, ("WorkerDied", "the worker died with exit code 3")]
     assert len(throwaway.run(describe, 2, factor=1)) == 2
+
+
+def made_groups(group):
+    """Connect twice, as one does for gathers and for reductions, and return the ranks of the groups that were made."""
+    made = []
+
+    def new_group(ranks, backend, use_local_synchronization):
+        assert use_local_synchronization, "ranks outside the group do not take part"
+        made.append((ranks, backend))
+        return group
+
+    with (
+        patch("torch.distributed.get_backend_config", lambda _: "cpu:gloo,cuda:nccl"),
+        patch("torch.distributed.new_group", new_group),
+    ):
+        for device in (CPU, CUDA):
+            for apart in (False, True):
+                connect(group, device, timedelta(seconds=1), apart=apart)
+    return made
+
+
+def test_only_over_nccl_do_reductions_need_a_group_of_their_own(cluster):
+    assert cluster.run(made_groups, 2) == [[([0, 1], "nccl")]] * 2

@@ -38,7 +38,7 @@ def traffic_body(group, stage, precision):
     """Return what one step sent, by unit and purpose, once everything agrees with the transport."""
     tally = Tally()
     connect = shardlite.wrapper.connect
-    shardlite.wrapper.connect = lambda *args: Counted(connect(*args), tally)
+    shardlite.wrapper.connect = lambda *args, **options: Counted(connect(*args, **options), tally)
     try:
         model = ShardLite(net(), stage=stage, group=group, precision=precision)
         optimizer = AdamW(model.parameters())

@@ -13,10 +13,14 @@ from shardlite.transport.staged import StagedTransport
 from shardlite.transport.works import joined
 
 
-def connect(group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta) -> Transport:
-    """Return the transport for tensors on `device` over `group` (`None`: the default group).
+def connect(
+    group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta, *, apart: bool = False
+) -> Transport:
+    """Return the transport for tensors on `device` over `group` (`None`: the default group). All its ranks call this.
 
     `timeout` bounds each wait that blocks. NCCL's waits do not: over NCCL the timeout of the group itself counts.
+    `apart` asks for a transport whose operations may run beside those of another one in any order. Tags allow that by
+    themselves; NCCL knows none, so there it takes another process group of the same ranks.
 
     Raises:
         LayoutError: this process is not a member of `group`, or `group` has no backend that can carry such tensors.
@@ -26,7 +30,7 @@ def connect(group: dist.ProcessGroup | None, device: torch.device, timeout: time
         case "cpu", str():
             return GroupTransport(group, timeout)
         case "cuda", "nccl":
-            return NcclTransport(group)
+            return NcclTransport(_again(group) if apart else group)
         case "cuda", "gloo":
             return StagedTransport(group, timeout)
     raise LayoutError(
@@ -40,3 +44,10 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
     """Return the name of the group's backend by device type; PyTorch writes it as `cpu:gloo,cuda:nccl`."""
     pairs = (pair.split(":", 1) for pair in dist.get_backend_config(group).split(","))
     return dict(pairs)
+
+
+def _again(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return another group of the same ranks."""
+    ranks = dist.get_process_group_ranks(group)
+    again: dist.ProcessGroup = dist.new_group(ranks, backend="nccl", use_local_synchronization=True)
+    return again
