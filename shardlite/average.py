@@ -2,7 +2,7 @@
 
     stage 0     bucket [W*S]: own segment reduced in place, then gathered by all: every rank has the whole mean
     stage 1     bucket [W*S]: own segment reduced in place; the memory of the rest is kept
-    stages 2, 3 a new shard [S]; the bucket is free when the reduction is over
+    stages 2, 3 a new shard [S]; the bucket is free when the reduction is over (on one rank it is the shard itself)
 
 With replicas (hybrid sharding) each segment is added up within the ranks that share a model, then over the replicas of
 that segment. The division by the number of all ranks comes last, once. Where the sum has another dtype than the weights
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardlite.magnitude import any_bad
 from shardlite.ring import Operation, all_gather, all_reduce, reduce_scatter, staging_numel
 from shardlite.unit import Flat, Shared, storage_key
 
@@ -52,7 +53,7 @@ class Averager:
         if self._stage == 0:
             whole = full if full.dtype == dtype else full.new_empty(layout.full_numel, dtype=dtype)
             mean = Mean(flat, whole, whole[own], bad)
-        elif self._stage == 1 and full.dtype == dtype:
+        elif (self._stage == 1 or layout.world_size == 1) and full.dtype == dtype:
             mean = Mean(flat, full[own], full[own], bad)
         else:
             shard = full.new_empty(own.stop - own.start, dtype=dtype)
@@ -67,22 +68,24 @@ class Averager:
         transport = shared.traffic.counted(shard, "reduce", unit)
         across = replicas and shared.traffic.counted(replicas, "reduce over replicas", unit)
         staging = self._staging_for(full, mean)
+        in_place = shard.world_size == 1 and mean.own.data_ptr() == full.data_ptr()
 
         def average() -> None:
-            reduce_scatter(
-                full,
-                transport,
-                out=mean.own,
-                divisor=1 if across else divisor,
-                staging=staging,
-                operation=operation,
-                cuts=cuts,
-            )
+            if not in_place:
+                reduce_scatter(
+                    full,
+                    transport,
+                    out=mean.own,
+                    divisor=1 if across else divisor,
+                    staging=staging,
+                    operation=operation,
+                    cuts=cuts,
+                )
             if across:
                 all_reduce(mean.own, across, divisor=divisor, operation=operation)
             if self._stage == 0:
                 all_gather(mean.whole, transport, operation=operation, cuts=cuts)
-            mean.bad.copy_(is_bad(mean.own))
+            mean.bad.copy_(any_bad([mean.own], mean.own.device))
 
         return average
 
@@ -100,11 +103,3 @@ class Averager:
             self._staging = torch.empty(needed, dtype=torch.uint8, device=self._shared.device)
             self._shared.ledger.track("staging", self._staging)
         return self._staging.view(full.dtype)
-
-
-def is_bad(tensor: Tensor) -> Tensor:
-    """Return whether there is a NaN or an infinity in `tensor`, []. One reading pass, no host synchronisation."""
-    if tensor.numel() == 0:
-        return torch.zeros((), dtype=torch.bool, device=tensor.device)
-    low, high = torch.aminmax(tensor)  # both are NaN if any element is
-    return ~(low.isfinite() & high.isfinite())

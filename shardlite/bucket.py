@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from shardlite.errors import PhaseError
 from shardlite.layout import Layout, Slot
 from shardlite.phase import Gradients, check_move
 from shardlite.unit import Flat, Unit
@@ -54,7 +55,16 @@ class Bucket:
         self.move(Gradients.FILLING)
 
     def add(self, param: nn.Parameter, grad: Tensor) -> None:
-        """Put a gradient in its place, cast to the dtype of the sum, or on top of what is there already."""
+        """Put a gradient in its place, cast to the dtype of the sum, or on top of what is there already.
+
+        Raises:
+            PhaseError: the parameter was frozen between its forward and this backward.
+        """
+        if param not in self._places:
+            raise PhaseError(
+                f"unit {self.unit.name!r}: a parameter of shape {list(param.shape)} got a gradient, but did not "
+                "require one at the latest forward: change requires_grad after the backward"
+            )
         flat, slot = self._places[param]
         target = self.full[flat][slot.start : slot.stop].view(slot.shape)
         dense = grad.to_dense() if grad.is_sparse else grad

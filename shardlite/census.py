@@ -11,8 +11,8 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from shardlite.average import is_bad
 from shardlite.errors import NonFiniteWarning
+from shardlite.magnitude import any_bad
 from shardlite.ring import Operation, all_reduce
 from shardlite.unit import Flat, Shared
 
@@ -77,7 +77,9 @@ class SoloCensus:
         self._watch()
         grads = {name: shard.grad for shard, name in self._names.items() if shard.grad is not None}
         if grads and not self._known:
-            bad = torch.stack([is_bad(grad._values() if grad.is_sparse else grad) for grad in grads.values()])
+            bad = torch.stack(
+                [any_bad([grad._values() if grad.is_sparse else grad], grad.device) for grad in grads.values()]
+            )
             self._known.append(bad.any().to(torch.float32))
             if self._diagnose and bad.any():
                 warn_of([(0, name) for name, each in zip(grads, bad, strict=True) if each][:1])

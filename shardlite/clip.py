@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shardlite.errors import LayoutError
+from shardlite.magnitude import largest
 from shardlite.ring import Operation, all_gather
 from shardlite.unit import Flat, Shared
 
@@ -60,10 +61,7 @@ def total_norm(
 
 
 def _norms(pieces: Sequence[Tensor], norm_type: float) -> Sequence[Tensor]:
-    if norm_type != inf:
-        return torch._foreach_norm(list(pieces), norm_type)
-    # PyTorch's own maximum norm is 25 times as slow as its 2-norm on a CPU (torch 2.13); this is as fast.
-    return [torch.maximum(low.abs(), high.abs()) for low, high in map(torch.aminmax, pieces)]
+    return largest(pieces) if norm_type == inf else torch._foreach_norm(list(pieces), norm_type)
 
 
 def _pieces(flat: Flat, rank: int, only: Collection[Tensor] | None) -> Iterator[Tensor]:

@@ -97,6 +97,7 @@ class ModuleHooks:
         depth = self._depth.get(unit, 0)
         if depth == 0:
             self._check_sites(unit)
+            unit.check_memory()
             if in_backward():
                 self._backward.open()
                 self._backward.recomputed(unit)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from shardlite.errors import LayoutError
 
 Init = Callable[[nn.Module], None] | None
-"""Initialises the parameters and buffers that a module itself owns; `None`: its `reset_parameters()` does."""
+"""Initialises the parameters and buffers of a module, as a function that `nn.Module.apply` takes; `None`: the
+`reset_parameters()` of those modules that own any does."""
 
 _METHODS = ("reset_parameters", "_reset_parameters")
 
@@ -71,6 +72,7 @@ class Initialiser:
         self._paths = {each: path for path, each in module.named_modules()}
         self._names = {tensor: name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
         self._missing = {tensor for tensor in self._names if tensor.is_meta}
+        self._for_all = bool(self._missing) and init is not None  # modules without tensors may write to their children
         self._sent: dict[nn.Parameter, int] = {}
         self._trouble: LayoutError | None = None
         for tensor in self._missing:
@@ -80,7 +82,8 @@ class Initialiser:
         """Let those of a module's own tensors that were on meta have memory and values; the others keep theirs."""
         own = _own(module)
         due = {tensor for _, tensor in own if tensor in self._missing}
-        if not due or not self._first or self._trouble is not None:
+        called = bool(due) or (not own and self._for_all)
+        if not called or not self._first or self._trouble is not None:
             return
         self._missing -= due
         with torch.no_grad():

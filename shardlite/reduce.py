@@ -19,11 +19,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from shardlite.average import Averager, Mean, is_bad
+from shardlite.average import Averager, Mean
 from shardlite.bucket import Bucket
 from shardlite.census import Census, warn_of
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.lane import Flight
+from shardlite.magnitude import any_bad
 from shardlite.phase import Gradients
 from shardlite.ring import Operation, broadcast
 from shardlite.unit import Flat, Shared, Unit
@@ -254,7 +255,7 @@ class Reducer:
             return
         present = [shard.grad for flat in self._flats() for shard in flat.shards if shard.grad is not None]
         bad = [mean.bad for reduction in reductions for mean in reduction.means]
-        bad += [is_bad(grad).int() for grad in present]  # what was accumulated before
+        bad.append(any_bad(present, self._shared.device))  # what was accumulated before
         users, self.nonfinite = self._census.take([flag for each in reductions for flag in each.used], bad)
         left = iter(users)
         for reduction in reductions:

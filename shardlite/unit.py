@@ -262,6 +262,11 @@ class Unit:
         """Return a number that grows with every change of this rank's shards, whoever makes it."""
         return sum(flat.local._version for flat in self.flats)
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether there is memory for the full weights now."""
+        return self.buffer is not None or all(flat.full is not None for flat in self.flats)
+
     def fulls(self) -> list[Tensor]:
         """Return the memory of the full weights, one tensor [W*S] per flat."""
         if self.buffer is not None:
@@ -280,20 +285,26 @@ class Unit:
         return views
 
     def bind(self) -> None:
-        """Let the module's parameters be views of the full weights.
+        """Let the module's parameters be views of the full weights."""
+        for flat, full in zip(self.flats, self.fulls(), strict=True):
+            for param, view in flat.views(full):
+                param.data = view
+
+    def check_memory(self) -> None:
+        """Check that the module's parameters are what they were made: full weights or placeholders.
 
         Raises:
-            LayoutError: somebody has let a parameter be something else meanwhile.
+            LayoutError: somebody has let a parameter be something else.
         """
-        for flat, full in zip(self.flats, self.fulls(), strict=True):
-            expected = None if flat.placeholder is None else storage_key(flat.placeholder)
-            for slot, (param, view) in zip(flat.layout.slots, flat.views(full), strict=True):
-                if expected is not None and storage_key(param) != expected:
+        keys = {storage_key(full) for full in (self.fulls() if self.has_memory else ())}
+        keys |= {storage_key(flat.placeholder) for flat in self.flats if flat.placeholder is not None}
+        for flat in self.flats:
+            for slot, param in zip(flat.layout.slots, flat.params, strict=True):
+                if storage_key(param) not in keys:
                     raise LayoutError(
-                        f"parameter {slot.name!r} was given other memory (`.data = ...`) while it was sharded, which "
-                        "would be lost. Write into it inside `gathered()`"
+                        f"parameter {slot.name!r} was given other memory (`.data = ...`, `.half()`, `.to(...)`), so it "
+                        "is the sharded one no more. Write into it inside `gathered()`, and convert before wrapping"
                     )
-                param.data = view
 
     def unbind(self) -> None:
         """Let the module's parameters be placeholders: the shape of the parameter, the memory of one NaN."""

@@ -64,12 +64,12 @@ class ShardLite(nn.Module):
         ignore: modules and parameters that are left alone: each rank trains its own, and nothing is averaged.
         device: where shards and buffers are; by default where the parameters are, and if all of them are on the meta
             device, on the current CUDA device if there is one that the group can use, else on the CPU.
-        init: gives values to what rank 0 has on the meta device too. It is called on rank 0 with each module that owns
-            such parameters or buffers (no others: not with one that only has children), must write to all of them, and
-            to nothing outside of its unit; what has values keeps them. `None` calls the module's `reset_parameters()`.
-            Modules come in the order of `nn.Module.apply`, children first, and a unit's memory goes when its values
-            are sent, so that the model is whole on no rank. A tied parameter gets its values with the first module
-            that owns it. Rank 0's generator for `device` draws the same numbers at any stage, with any units and any
+        init: gives values to what rank 0 has on the meta device too: what one would give to `nn.Module.apply`. It is
+            called on rank 0 with each module, children first, but for those whose own parameters and buffers all have
+            values, which they keep. It must write to all others of the module's own, and to nothing outside of its
+            unit: a unit's memory goes when its values are sent, so that the model is whole on no rank. `None` calls
+            the `reset_parameters()` of modules that own something. A tied parameter gets its values with the first
+            module that owns it. Rank 0's generator for `device` draws the same numbers at any stage, with any units and any
             number of ranks; a model whose constructors draw in the order of registration, children first, as those of
             `torch.nn` do, is born with the same weights on meta and off. Other ranks' generators stay where they are.
         prefetch: how many units are gathered ahead, each in a buffer of its own.

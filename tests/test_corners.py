@@ -176,19 +176,6 @@ def test_shards_are_not_in_the_graph(cluster):
     cluster.check(gradients_by_hand_body, 2)
 
 
-def infinity_norm_body(group):
-    """A rank that holds nothing of most parameters takes part in a maximum norm."""
-    model, twin = compare(net(1), square, group, units=lambda name, module: False)
-    got = model.clip_grad_norm_(1e-3, norm_type=torch.inf)
-    expected = torch.nn.utils.clip_grad_norm_(twin.parameters(), 1e-3, norm_type=torch.inf)
-    torch.testing.assert_close(got, expected, rtol=0, atol=0)
-    assert_gradients_equal(model, twin)
-
-
-def test_the_maximum_norm_of_shards_that_may_be_empty(cluster):
-    cluster.check(infinity_norm_body, 4)
-
-
 def interrupted_body(group):
     """A forward that raises, on every rank alike, leaves the model usable; so does an interrupt."""
 

@@ -10,7 +10,7 @@ FLOORS = [
     ["errors", "config", "casts"],
     ["layout", "phase", "trace", "order", "ledger"],
     ["transport"],
-    ["walk", "traffic"],
+    ["walk", "traffic", "magnitude"],
     ["ring"],
     ["arena", "lane"],
     ["unit"],
@@ -25,7 +25,8 @@ FLOORS = [
     ["optim", "build", "full", "guard"],
     ["wrapper"],
     ["memory", "verification"],
-    ["demo", "launch"],
+    ["launch"],
+    ["demo"],
     ["cli"],
 ]
 HEIGHT = {name: height for height, names in enumerate(FLOORS) for name in names}

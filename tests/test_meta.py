@@ -190,14 +190,16 @@ def own_init(module: nn.Module) -> None:
         case Scale():
             module.weight.data.copy_(torch.randn(WIDTH))
         case _:
-            module.reset_parameters() if hasattr(module, "reset_parameters") else module._reset_parameters()
+            reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", lambda: None))
+            reset()
 
 
 def own_init_body(group, mesh, policy):
     called = []
 
     def init(module: nn.Module) -> None:
-        called.append(type(module).__name__)
+        if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            called.append(type(module).__name__)
         own_init(module)
 
     model = on_meta(Zoo)
@@ -228,6 +230,29 @@ def test_values_do_not_depend_on_the_units(cluster):
     states = [cluster.run(own_init_body, 2, False, policy)[0][2] for policy in (Block, None, nn.LayerNorm)]
     assert_same(states[0], states[1])
     assert_same(states[0], states[2])
+
+
+def parents_body(group):
+    """A block scales what its children were given, as GPT-2 does with what ends in the residual stream."""
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.ones_(module.weight)
+            nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Sequential) and isinstance(module[0], nn.Linear):
+            module[1].weight.mul_(0.5)
+
+    def make() -> nn.Sequential:
+        return nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3)])
+
+    state = ShardLite(on_meta(make), group=group, init=init).full_state_dict()
+    for i in range(3):
+        assert (state[f"{i}.0.weight"] == 1).all()
+        assert (state[f"{i}.1.weight"] == 0.5).all()
+
+
+def test_a_module_may_write_to_its_children(cluster):
+    cluster.check(parents_body, 2)
 
 
 def apply_body(group):

@@ -123,14 +123,6 @@ def inference_body(group):
         ShardLite(net(), group=group)
 
 
-def whole_matrix_body(group):
-    model = ShardLite(net(), group=group)
-    square(model).backward()
-    optimizer = torch.optim.LBFGS(model.parameters())
-    with pytest.raises(LayoutError, match="LBFGS computes with whole parameters"):
-        optimizer.step(lambda: square(model))
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -143,7 +135,6 @@ def whole_matrix_body(group):
         copied_body,
         lazy_body,
         inference_body,
-        whole_matrix_body,
     ],
     ids=lambda body: body.__name__,
 )
@@ -218,16 +209,3 @@ def mask_body(group):
 
 def test_expanded_buffers(cluster):
     cluster.check(mask_body, 2)
-
-
-def double_norm_body(group):
-    model = ShardLite(nn.Linear(4, 4, dtype=torch.float64), group=group)
-    (model(torch.full((1, 4), 1e50, dtype=torch.float64)).sum() * 1e9).backward()
-    norm = model.clip_grad_norm_(1.0)
-    return norm.item(), max(shard.grad.abs().max().item() for shard in model.parameters() if shard.numel())
-
-
-def test_the_norm_of_double_gradients_is_taken_in_double(cluster):
-    for norm, largest in cluster.run(double_norm_body, 2):
-        assert 1e58 < norm < 1e61
-        assert 0 < largest <= 1

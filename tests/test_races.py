@@ -34,7 +34,7 @@ def on_rows(model: Callable[..., Any], turn: Turn) -> Tensor:
 def late_messages(seed: int) -> Iterator[None]:
     """Let models that are wrapped inside have transports with random delays."""
     connect = wrapper.connect
-    wrapper.connect = lambda *where: Delayed(connect(*where), seed, longest=LONGEST)
+    wrapper.connect = lambda *where, **how: Delayed(connect(*where, **how), seed, longest=LONGEST)
     try:
         yield
     finally:

@@ -1,0 +1,22 @@
+"""The largest magnitude in tensors: whether they are finite, and their maximum norm. No host synchronisation."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def largest(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the largest magnitude in each tensor, [], NaN where there is one. None of them may be empty."""
+    if tensors and tensors[0].is_cuda:
+        return list(torch._foreach_norm(list(tensors), float("inf")))
+    # On a CPU that takes 25 times as long as a 2-norm (torch 2.13), and this as long.
+    return [torch.maximum(low.abs(), high.abs()) for low, high in map(torch.aminmax, tensors)]
+
+
+def any_bad(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return whether there is a NaN or an infinity in any of the tensors, [], int32."""
+    found = largest([tensor for tensor in tensors if tensor.numel()])
+    if not found:
+        return torch.zeros((), dtype=torch.int32, device=device)
+    return (~torch.stack([each.double() for each in found]).isfinite()).any().to(torch.int32)
