@@ -5,7 +5,7 @@
 | `floor` | forward and backward of the plain model, then AdamW on `1/W` of the parameters: no communication |
 | `ddp` | `DistributedDataParallel`, gradients as views of its buckets |
 | `fsdp2` | `fully_shard` on every block, then on the root |
-| `stage0`, `stage3` | ShardLite, which finds the same units by itself |
+| `stage0` to `stage3` | ShardLite, which finds the same units by itself |
 
 All use fused AdamW without clipping, and drop gradients after the step, which is PyTorch's default.
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -109,33 +110,23 @@ def build_fsdp2(workload: Workload, group: dist.ProcessGroup) -> Trainer:
     return Trainer(model, _torch_adamw(model.parameters()), _whole_of_dtensor)
 
 
-def build_stage0(workload: Workload, group: dist.ProcessGroup) -> Trainer:
-    """ShardLite that shards nothing."""
-    model = ShardLite(workload.make(), stage=0, group=group)
-    return Trainer(model, _sharded_adamw(model), _flat)
-
-
-def build_stage3(workload: Workload, group: dist.ProcessGroup) -> Trainer:
-    """ShardLite that shards everything."""
-    model = ShardLite(workload.make(), stage=3, group=group)
-    return Trainer(model, _sharded_adamw(model), lambda local: _join(local, group))
+def build_shardlite(workload: Workload, group: dist.ProcessGroup, *, stage: int) -> Trainer:
+    """ShardLite at one stage."""
+    model = ShardLite(workload.make(), stage=stage, group=group)
+    whole = _flat if stage == 0 else partial(_join, group=group)
+    return Trainer(model, AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY), whole)
 
 
 SYSTEMS: dict[str, Build] = {
     "floor": build_floor,
     "ddp": build_ddp,
     "fsdp2": build_fsdp2,
-    "stage0": build_stage0,
-    "stage3": build_stage3,
+    **{f"stage{stage}": partial(build_shardlite, stage=stage) for stage in range(4)},
 }
 
 
 def _torch_adamw(params: Iterable[nn.Parameter]) -> Optimizer:
     return torch.optim.AdamW(params, lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
-
-
-def _sharded_adamw(model: ShardLite) -> Optimizer:
-    return AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY)
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -20,8 +20,7 @@ _NAMES = {
     "floor": "floor: no communication",
     "ddp": "DDP",
     "fsdp2": "FSDP2",
-    "stage0": "ShardLite, stage 0",
-    "stage3": "ShardLite, stage 3",
+    **{f"stage{stage}": f"ShardLite, stage {stage}" for stage in range(4)},
 }
 
 _COLUMNS: dict[str, Callable[[Row], str]] = {

@@ -12,6 +12,8 @@ from typing import Any
 
 from shardlite.demo.settings import SIZES, GPTConfig, Settings
 
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `shardlite ARGV` and return its exit status; wrong usage exits with status 2, as argparse does."""
@@ -56,6 +58,8 @@ def _add_verify(commands: Any) -> None:
         ("seed", int, "N", Settings.seed, "decides the first weights and the batches"),
     ):
         group.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=f"{meaning} ({default})")
+    group.add_argument("--compute", choices=_DTYPES, default="fp32", help="what forward and backward run in (fp32)")
+    group.add_argument("--reduce", choices=_DTYPES, default="fp32", help="what gradients are summed in (fp32)")
     _add_model_options(parser, size="tiny")
 
 
@@ -137,24 +141,28 @@ def _verify(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]
         parser.error(str(wrong))
     if started is None:
         return launch(options.ranks or 2, arguments)
-    return _verify_gpt(settings)
+    return _verify_gpt(settings, options.compute, options.reduce)
 
 
-def _verify_gpt(settings: Settings) -> int:
+def _verify_gpt(settings: Settings, compute: str, reduce: str) -> int:
     """Compare on random bytes, together with the other ranks."""
     import torch
     import torch.distributed as dist
 
-    from shardlite import verify
+    from shardlite import Precision, verify
     from shardlite.demo.gpt import BYTE_VALUES, GPT
 
     def batch(_step: int, _rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         text = torch.randint(BYTE_VALUES, (settings.batch, settings.gpt.context + 1))
         return text[:, :-1], text[:, 1:]
 
+    # The model is in fp32, and casts to it would be none.
+    computing = None if compute == "fp32" else getattr(torch, _DTYPES[compute])
+    precision = Precision(compute=computing, reduce=getattr(torch, _DTYPES[reduce]))
+    numbers = {"lr": settings.lr, "seed": settings.seed}
     dist.init_process_group("gloo")
     try:
-        report = verify(lambda: GPT(settings.gpt), batch, settings.steps, lr=settings.lr, seed=settings.seed)
+        report = verify(lambda: GPT(settings.gpt), batch, settings.steps, precision=precision, **numbers)
         if dist.get_rank() == 0:
             print(report.table(), flush=True)
         dist.barrier()  # torchrun ends all ranks when one fails: the table is to be printed before

@@ -33,7 +33,7 @@ def test_python_blocks_run_on_two_ranks(tmp_path, code):
 
 
 def test_there_are_python_blocks():
-    assert len(blocks("python")) == 2
+    assert len(blocks("python")) == 3
 
 
 def test_make_targets_exist():

@@ -14,10 +14,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from shardlite.config import Precision
 from shardlite.verification import twins
 
 _FP64 = 1 + 2.0**-20
-"""Roundings of fp64 are 2^-29 of those of fp32: errors that are measured by it may be off by much less than this."""
+"""Roundings of fp64 are 2^-29 of those of fp32: distances that are measured in it may be off by much less than this."""
 
 
 def difference(ours: Tensor, theirs: Tensor) -> Tensor:
@@ -27,13 +28,16 @@ def difference(ours: Tensor, theirs: Tensor) -> Tensor:
 
 
 def unlike(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Tell where bits differ, or something is not a number."""
-    return (ours != theirs) | (torch.signbit(ours) != torch.signbit(theirs))
+    """Tell where bits differ, or something is not a number. No bits are the same in two dtypes."""
+    return (ours != theirs) | (torch.signbit(ours) != torch.signbit(theirs)) | (ours.dtype != theirs.dtype)
 
 
 def in_ulps(apart: Tensor, ours: Tensor, theirs: Tensor) -> Tensor:
-    """Return a difference in units of last place of the larger number: it is `m * 2^e`, `1/2 <= m < 1`."""
-    info = torch.finfo(ours.dtype)
+    """Return a difference in units of last place of the larger number: it is `m * 2^e`, `1/2 <= m < 1`.
+
+    Of two dtypes the coarser one counts.
+    """
+    info = max(torch.finfo(ours.dtype), torch.finfo(theirs.dtype), key=lambda info: info.eps)
     exponent = torch.frexp(torch.maximum(ours.double().abs(), theirs.double().abs())).exponent
     unit = torch.ldexp(torch.full_like(apart, info.eps / 2), exponent).clamp(min=info.tiny * info.eps)
     return torch.where(apart == 0, 0.0, (apart / unit).nan_to_num(nan=math.inf, posinf=math.inf))
@@ -63,6 +67,8 @@ class Bounds:
 
 def same_bits(_: str, ours: Tensor, theirs: Tensor) -> Judgement:
     """Allow no difference: 0 and -0 differ, and what is not a number is never right."""
+    if ours.dtype != theirs.dtype:
+        return Judgement(math.inf, f"{ours.dtype} and {theirs.dtype}")
     wrong = unlike(ours, theirs)
     worst = torch.where(wrong, difference(ours, theirs), -1.0).argmax()
     allowed = torch.zeros((), dtype=torch.float64).expand(ours.shape)
@@ -72,38 +78,52 @@ def same_bits(_: str, ours: Tensor, theirs: Tensor) -> Judgement:
 SAME = Bounds(first_loss=same_bits, later_losses=same_bits, gradients=same_bits, weights=same_bits)
 
 
+def rounding(magnitude: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """Return `gamma(count) * magnitude`, and what may be lost below the smallest normal number."""
+    info = torch.finfo(dtype)
+    unit = count * info.eps / 2
+    return magnitude * (unit / (1 - unit)) + count * info.tiny * info.eps
+
+
 @dataclass(frozen=True)
 class Sum:
-    """What the order of a sum over the ranks explains, given that all ranks have the same `g_r` in both systems."""
+    """What the order of a sum over the ranks explains, and in which dtype it is added.
+
+    A mean that is computed by `k` roundings on the path of any `g_r` is
+
+        sum_r g_r/W * (1 + d_r)   with |d_r| <= gamma(k)
+
+    in whatever order it is added, so it is within `gamma(k) * M` of the exact one, where `M` is the mean of `|g_r|`.
+    Two means are as far from each other as both are from the exact one, at most. The ring and the simple twin add `W`
+    gradients and divide the sum: `k = W - 1 + 1`. `DistributedDataParallel` multiplies each gradient by the rounded
+    `1/W`, then adds: `k = 1 + 1 + W - 1`. Below the normal numbers additions are exact, and a division or a product is
+    off by at most half the smallest number.
+    """
 
     world_size: int
     magnitudes: Mapping[str, Tensor]
-    """`M`, for each element: the mean of `|g_r|` over the ranks, in fp64."""
+    """`M`, for each element, in fp64."""
 
-    def limit(self, name: str, roundings: int, dtype: torch.dtype) -> Tensor:
-        """Return `gamma(roundings) * M`, and what may be lost below the smallest normal number."""
-        info = torch.finfo(dtype)
-        unit = roundings * info.eps / 2
-        return self.magnitudes[name] * (unit / (1 - unit)) + roundings * info.tiny * info.eps
+    casts: Mapping[str, Tensor]
+    """The mean of `|g_r - p_r|`, in fp64, where plain PyTorch has `p_r` instead of `g_r`."""
 
-    def within(self, roundings: int) -> Judge:
-        """Allow what `roundings` in both systems together can do to the mean of one element.
+    precision: Precision
+    """Of `g_r`."""
 
-        A mean that is computed by `k` roundings on the path of any `g_r` is
+    def error(self, name: str, master: torch.dtype) -> Tensor:
+        """Return how far the ring's mean may be from the exact one: at most `W` roundings to the dtype on the wire."""
+        return rounding(self.magnitudes[name], self.world_size, self.precision.reduce_of(master))
 
-            sum_r g_r/W * (1 + d_r)   with |d_r| <= gamma(k)
+    def simple(self, name: str, ours: Tensor, theirs: Tensor) -> Judgement:
+        """Judge against the simple twin, which adds the same gradients in the dtype of the master."""
+        allowed = self.error(name, ours.dtype) + rounding(self.magnitudes[name], self.world_size, theirs.dtype)
+        return _within(ours, theirs, allowed)
 
-        in whatever order it is added, so it is within `gamma(k) * M` of the exact one, and two of them are within
-        `(gamma(k) + gamma(l)) * M <= gamma(k + l) * M` of each other. The ring and the simple twin add `W` gradients
-        and divide the sum: `k = W - 1 + 1`. `DistributedDataParallel` multiplies each gradient by the rounded `1/W`,
-        then adds: `l = 1 + 1 + W - 1`. Below the normal numbers additions are exact, and a division or a product is off
-        by at most half the smallest number.
-        """
-
-        def judge(name: str, ours: Tensor, theirs: Tensor) -> Judgement:
-            return _within(ours, theirs, self.limit(name, roundings, ours.dtype))
-
-        return judge
+    def data_parallel(self, name: str, ours: Tensor, theirs: Tensor) -> Judgement:
+        """Judge against `DistributedDataParallel`, which adds `p_r`, in the dtype of the parameter."""
+        casts = self.casts[name] * _FP64
+        added = rounding(self.magnitudes[name] + casts, self.world_size + 1, theirs.dtype)
+        return _within(ours, theirs, self.error(name, ours.dtype) + casts + added)
 
 
 @dataclass(frozen=True)
@@ -117,7 +137,7 @@ class Batching:
         ours - w = (ours - mean g_r) + (mean g_r - mean x_r) + (mean x_r - x) + (x - w)
 
     The first is what ShardLite itself may do, average: at most `gamma(W) * M`, see `Sum`. The second is at most the
-    mean of `|g_r - x_r|`, the errors of the ranks by themselves. The third is what there is to be shown: that the mean
+    mean of `|g_r - x_r|`, the errors of the ranks by themselves, with all casts that `Precision` asks for. The third is what there is to be shown: that the mean
     of the ranks is what one process computes; it is zero, but for roundings of fp64, which `_FP64` allows for. The last
     is the error of the one process. So every element has its bound, as large as roundings are in this model and no
     larger: an element whose errors all have one sign uses the whole of it.
@@ -131,7 +151,7 @@ class Batching:
     def gradient(self, name: str, ours: Tensor, theirs: Tensor) -> Judgement:
         """Judge one gradient."""
         errors = self._errors().gradients[name] + difference(theirs, self.exact.gradients[name])
-        return _within(ours, theirs, errors * _FP64 + self.summed.limit(name, self.summed.world_size, ours.dtype))
+        return _within(ours, theirs, errors * _FP64 + self.summed.error(name, ours.dtype))
 
     def loss(self, _: str, ours: Tensor, theirs: Tensor) -> Judgement:
         """Judge the loss, whose mean over the ranks is rounded once."""

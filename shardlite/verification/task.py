@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from shardlite.config import Precision
 from shardlite.partition import UnitPolicy
 
 Batch: TypeAlias = tuple[Any, ...]
@@ -35,6 +36,9 @@ class Task:
     lr: float
     weight_decay: float
     units: UnitPolicy
+    precision: Precision
+    """Of ShardLite and of the replicas; data parallelism by PyTorch and one process know nothing of it."""
+
     seed: int
     group: dist.ProcessGroup | None
 
@@ -47,6 +51,11 @@ class Task:
     def world_size(self) -> int:
         """`W`."""
         return dist.get_world_size(self.group)
+
+    @property
+    def casts(self) -> bool:
+        """Whether weights, inputs or outputs are cast, so that plain PyTorch computes with other numbers."""
+        return (self.precision.compute, self.precision.output) != (None, None)
 
     def model(self) -> nn.Module:
         """Make the model, from the same random numbers each time."""

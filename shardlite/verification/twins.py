@@ -6,6 +6,8 @@
     one_process           rank 0 alone, on the batches of all ranks
     survey, exact         no training, only the first step: each rank by itself, and in fp64
 
+The first three compute as `Precision` says, the others in the model's own dtypes.
+
 Legend: `W` ranks, `n` elements of one parameter, `S` elements per shard.
 """
 
@@ -15,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -24,16 +27,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shardlite.build import plan_flats
-from shardlite.config import Precision
 from shardlite.layout import ALIGN, round_up
 from shardlite.optim import AdamW
 from shardlite.partition import cut
+from shardlite.verification.masters import Masters
 from shardlite.verification.task import Batch, Task, doubled, joined_batch, mean_loss
 from shardlite.wrapper import ShardLite
 
 Gradients: TypeAlias = Mapping[str, Tensor | None]
-Mean: TypeAlias = Callable[[str, Sequence[Tensor]], Tensor]
-"""From a parameter's name and the gradients of all ranks to their mean."""
+Mean: TypeAlias = Callable[[Sequence[Tensor], torch.dtype, str], Tensor]
+"""From the gradients of all ranks, in the dtype of their sum, to the mean in that of the master; last comes its name."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +63,17 @@ class Step:
 
 @dataclass(frozen=True)
 class Survey:
-    """What plain PyTorch computes in the first step on each rank by itself; means over the ranks, in fp64."""
+    """What each rank by itself computes in the first step, as `Precision` says; means over the ranks, in fp64."""
 
     magnitudes: Step
     """Absolute values."""
 
+    casts: Step
+    """Distances to what plain PyTorch computes. Zero if nothing is cast, and gradients of one parameter are not added
+    in another dtype."""
+
     errors: Step | None
-    """Distances to the same in fp64; `None` if the model does not run in fp64, or always does."""
+    """Distances to what plain PyTorch computes in fp64; `None` if the model does not run in fp64, or always does."""
 
 
 # ---- the systems ----------------------------------------------------------------------------------------------------
@@ -82,17 +89,17 @@ def simple(task: Task) -> tuple[Record, bool]:
 
     Also tells whether any rank left out any parameter in any step.
     """
-    replica = _Replica(task, _replicated(task), lambda _, parts: simple_mean(parts))
+    replica = _Replica(task, _replicated(task), simple_mean)
     return _train(replica), _any_rank(task, replica.unused)
 
 
 def ring_ordered(task: Task) -> Record:
     """Train replicas whose gradients rank 0 averages in the order of ShardLite's ring."""
     module = _replicated(task)
-    plans = [plan_flats(plan, task.world_size, Precision()) for plan in cut(module, task.units)]
+    plans = [plan_flats(plan, task.world_size, task.precision) for plan in cut(module, task.units)]
     layouts = [flat.layout for plan in plans for flat in plan]
-    places = {slot.name: (slot.start, layout.shard_numel) for layout in layouts for slot in layout.slots}
-    return _train(_Replica(task, module, lambda name, parts: ring_mean(parts, *places[name])))
+    cuts = {slot.name: [edge - slot.start for edge in layout.cuts] for layout in layouts for slot in layout.slots}
+    return _train(_Replica(task, module, lambda parts, dtype, name: ring_mean(parts, dtype, cuts[name])))
 
 
 def data_parallel(task: Task, *, unused: bool) -> Record:
@@ -107,16 +114,17 @@ def one_process(task: Task, *, join: bool) -> Record:
 
 
 def survey(task: Task) -> Survey:
-    """Run the first step on each rank by itself, in the model's own precision and in fp64."""
-    own = _first_step(task, _replicated(task), [task.rank])
+    """Run the first step on each rank by itself: as `Precision` says, in the model's own dtypes, and in fp64."""
+    own = _first_step(task, _with_masters(task, _replicated(task)), [task.rank])
+    plain = _first_step(task, _replicated(task), [task.rank])
     true = exact(task, _replicated(task), [task.rank])
     errors = None
     if not _any_rank(task, true is None):
         assert true is not None
-        apart = {name: (grad - true.gradients[name]).abs() for name, grad in own.gradients.items()}
-        errors = _mean_over_ranks(task, Step((own.loss - true.loss).abs(), apart))
+        errors = _mean_over_ranks(task, _apart(own, true))
     sizes = {name: grad.abs() for name, grad in own.gradients.items()}
-    return Survey(_mean_over_ranks(task, Step(own.loss.abs(), sizes)), errors)
+    magnitudes = _mean_over_ranks(task, Step(own.loss.abs(), sizes))
+    return Survey(magnitudes, _mean_over_ranks(task, _apart(own, plain)), errors)
 
 
 def exact(task: Task, module: nn.Module, ranks: Sequence[int]) -> Step | None:
@@ -165,7 +173,7 @@ class _Sharded(_Plain):
     def __init__(self, task: Task, stage: int) -> None:
         module = task.model()
         self._shapes = {name: param.shape for name, param in module.named_parameters()}
-        self._model = ShardLite(module, stage=stage, units=task.units, group=task.group)
+        self._model = ShardLite(module, stage=stage, units=task.units, precision=task.precision, group=task.group)
         super().__init__(task, self._model, AdamW)
 
     def gradients(self) -> Gradients:
@@ -181,28 +189,28 @@ class _Sharded(_Plain):
 
 class _Replica(_Plain):
     def __init__(self, task: Task, module: nn.Module, mean: Mean) -> None:
-        super().__init__(task, module, _PaddedAdamW)
+        self._masters = _with_masters(task, module)
+        super().__init__(task, self._masters, _PaddedAdamW)
         self._mean = mean
         self.unused = False
 
     def average(self) -> None:
-        params = _trainable(self.module)
-        _densify(self.module)
-        self.unused |= any(param.grad is None for param in params.values())
+        params, sums = _trainable(self._masters), self._masters.sums
+        self.unused |= len(sums) < len(params)
         for name, param in params.items():
-            param.grad = self._through_master(name, param)
+            param.grad = self._through_rank_0(name, param, sums.pop(name, None))
 
-    def _through_master(self, name: str, param: nn.Parameter) -> Tensor | None:
+    def _through_rank_0(self, name: str, master: nn.Parameter, grad: Tensor | None) -> Tensor | None:
         """Send a gradient to rank 0, which averages those of all ranks, and take the mean back."""
-        if not _any_rank(self.task, param.grad is not None):
+        if not _any_rank(self.task, grad is not None):
             return None
         group = self.task.group
-        own = _own_gradient(param)
-        mean = torch.empty_like(own)
+        own = self._masters.zeros(name) if grad is None else grad.contiguous()
+        mean = torch.empty_like(master, memory_format=torch.contiguous_format)
         if self.task.rank == 0:
             parts = [torch.empty_like(own) for _ in range(self.task.world_size)]
             dist.gather(own, parts, group=group, group_dst=0)
-            mean.copy_(self._mean(name, parts))
+            mean.copy_(self._mean(parts, mean.dtype, name))
         else:
             dist.gather(own, group=group, group_dst=0)
         dist.broadcast(mean, group=group, group_src=0)
@@ -253,7 +261,8 @@ def _first_step(task: Task, module: nn.Module, ranks: Sequence[int], convert: Ca
     loss = mean_loss(task, module, 0, ranks, convert)
     loss.backward()  # type: ignore[no-untyped-call]
     _densify(module)
-    gradients = {name: _own_gradient(param).double() for name, param in _trainable(module).items()}
+    local = module.sums if isinstance(module, Masters) else _gradients(module)
+    gradients = {name: _or_zeros(local.get(name), param).double() for name, param in _trainable(module).items()}
     return Step(loss.detach().double(), gradients)
 
 
@@ -266,28 +275,32 @@ def _replicated(task: Task) -> nn.Module:
     return module
 
 
+def _with_masters(task: Task, module: nn.Module) -> Masters:
+    return Masters(module, task.precision, alone=task.world_size == 1)
+
+
 def _fused_adamw(*args: Any, **options: Any) -> Optimizer:
     return torch.optim.AdamW(*args, **options, fused=True)
 
 
-def simple_mean(parts: Sequence[Tensor]) -> Tensor:
+def simple_mean(parts: Sequence[Tensor], dtype: torch.dtype, _: str = "") -> Tensor:
     """Add one rank after the other, and divide once."""
-    total = parts[0]
+    total = parts[0].to(dtype)
     for part in parts[1:]:
-        total = total + part
+        total = total + part.to(dtype)
     return total / len(parts)
 
 
-def ring_mean(parts: Sequence[Tensor], start: int, shard_numel: int) -> Tensor:
+def ring_mean(parts: Sequence[Tensor], dtype: torch.dtype, cuts: Sequence[int]) -> Tensor:
     """Add what lies in segment `k` of the unit in the order k+1, k+2, ..., k, and divide it by `W`, once.
 
-    `start` is where the parameter starts in its unit, whose segment `k` is `[k*S, (k+1)*S)`. The last addition and the
-    division round together where gradients have less than 32 bits.
+    Segment `k` is `[cuts[k], cuts[k+1])`, counted from the start of the parameter. Partial sums have the dtype of the
+    parts; the last addition and the division are done in that of the mean, or in fp32 if it has less bits.
     """
-    mean = torch.empty_like(parts[0])
-    wide = torch.promote_types(mean.dtype, torch.float32)
-    for k in range(len(parts)):
-        first, stop = (max(0, edge * shard_numel - start) for edge in (k, k + 1))
+    mean = torch.empty_like(parts[0], dtype=dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    for k, edges in enumerate(pairwise(cuts)):
+        first, stop = (max(0, edge) for edge in edges)
         segments = [part.view(-1)[first:stop] for part in parts]
         total, *others, last = segments[k + 1 :] + segments[: k + 1]
         for other in others:
@@ -377,9 +390,14 @@ def _any_rank(task: Task, yes: bool) -> bool:
     return bool(ranks.item())
 
 
-def _own_gradient(param: nn.Parameter) -> Tensor:
+def _or_zeros(grad: Tensor | None, param: nn.Parameter) -> Tensor:
     """Return this rank's gradient; a parameter that it did not use has zeros."""
-    return (torch.zeros_like(param) if param.grad is None else param.grad).detach().contiguous()
+    return torch.zeros_like(param).detach() if grad is None else grad
+
+
+def _apart(one: Step, other: Step) -> Step:
+    gradients = {name: (grad - other.gradients[name]).abs() for name, grad in one.gradients.items()}
+    return Step((one.loss - other.loss).abs(), gradients)
 
 
 def _assembled(pieces: Sequence[Tensor | None], own: Tensor | None, shape: torch.Size) -> Tensor | None:

@@ -2,8 +2,9 @@
 
 ShardLite's last stage is compared with its other stages, with replicas whose gradients a master averages, with
 PyTorch's data parallelism, and with one process that has all batches. Where the bits must be the same, they are
-compared. Where a sum is rounded in another order, the gradients of one step have a bound, and what follows from them is
-only reported: Adam divides a gradient by its own size, so where that is noise it makes steps of noise.
+compared: stages and replicas keep masters and cast as `Precision` says. The last two train in the dtypes of the model.
+Where a sum is rounded in another order or another dtype, the gradients of one step have a bound, and what follows from
+them is only reported: Adam divides a gradient by its own size, so where that is noise it makes steps of noise.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlite.checks import STAGES
+from shardlite.config import Precision
 from shardlite.errors import LayoutError
 from shardlite.partition import UnitPolicy
 from shardlite.verification import twins
@@ -40,7 +42,7 @@ class Row:
     """The largest difference. Infinite where something is not a number."""
 
     ulps: float = 0.0
-    """The largest difference in units of last place of the larger number."""
+    """The largest difference in units of last place of the larger number, in the coarser dtype of the two."""
 
     equal: bool = True
     """Whether all bits are the same."""
@@ -99,13 +101,14 @@ def verify(
     lr: float = 1e-3,
     weight_decay: float = 1e-2,
     units: UnitPolicy = None,
+    precision: Precision = Precision(),  # noqa: B008 (frozen)
     seed: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> Report:
     """Train a model by ShardLite at each stage and in every other way, with AdamW, and compare.
 
     To be called by every rank of an initialised process group on the CPU; every rank gets the same report. The model is
-    made some ten times, and two or three copies of its weights and gradients are held at once. Rank 0 trains on
+    made some fifteen times, and a few copies of its weights and gradients are held at once. Rank 0 trains on
     everybody's batches in the end, while the others wait for it: as long as the group's timeout allows.
 
     Random numbers are seeded before the model is made, and for each step and rank before its batch is made and the
@@ -118,6 +121,7 @@ def verify(
         lr: the learning rate.
         weight_decay: AdamW's.
         units: as `ShardLite` takes it.
+        precision: as `ShardLite` takes it. Data parallelism by PyTorch and one process train without it.
         seed: decides all random numbers.
         group: the ranks; `None` is the default group.
 
@@ -139,6 +143,7 @@ def verify(
         lr=lr,
         weight_decay=weight_decay,
         units=units,
+        precision=precision,
         seed=seed,
         group=group,
     )
@@ -154,30 +159,37 @@ def _compare_all(task: Task) -> Iterator[Row]:
     for stage in STAGES[:-1]:
         yield from _compare(ours, f"stage {stage}", twins.sharded(task, stage), SAME)
     survey = twins.survey(task)
-    summed = Sum(world_size, survey.magnitudes.gradients)
+    summed = Sum(world_size, survey.magnitudes.gradients, survey.casts.gradients, task.precision)
     # A sum of two commutes; more are added in another order by the ring.
-    bounds = SAME if world_size <= 2 else Bounds(first_loss=same_bits, gradients=summed.within(2 * world_size))
+    bounds = SAME if world_size <= 2 else Bounds(first_loss=same_bits, gradients=summed.simple)
     simple, unused = twins.simple(task)
     yield from _compare(ours, "simple twin", simple, bounds)
     if world_size > 2:
         yield from _compare(ours, "twin in ring order", twins.ring_ordered(task), SAME)
-    bounds = Bounds(first_loss=same_bits, gradients=summed.within(2 * world_size + 1))
-    yield from _compare(ours, "DistributedDataParallel", twins.data_parallel(task, unused=unused), bounds)
+    bounds = Bounds(first_loss=None if task.casts else same_bits, gradients=summed.data_parallel)
+    opponent = f"DistributedDataParallel{_plain(task)}"
+    yield from _compare(ours, opponent, twins.data_parallel(task, unused=unused), bounds)
     ours = replace(ours, losses=_mean_losses(task, ours))
     if task.rank == 0:
-        yield from _compare_one_process(task, ours, survey)
+        yield from _compare_one_process(task, ours, summed, survey)
 
 
-def _compare_one_process(task: Task, ours: twins.Record, survey: twins.Survey) -> Iterator[Row]:
+def _compare_one_process(task: Task, ours: twins.Record, summed: Sum, survey: twins.Survey) -> Iterator[Row]:
     exact = twins.exact(task, task.model(), range(task.world_size)) if survey.errors is not None else None
     if exact is None:
-        yield from _compare(ours, "one process (no fp64)", twins.one_process(task, join=False), Bounds())
+        opponent = f"one process (no fp64){_plain(task)}"
+        yield from _compare(ours, opponent, twins.one_process(task, join=False), Bounds())
         return
     join = joins(task, exact.loss)
-    batching = Batching(Sum(task.world_size, survey.magnitudes.gradients), survey, exact)
+    batching = Batching(summed, survey, exact)
     bounds = Bounds(first_loss=batching.loss, gradients=batching.gradient)
-    opponent = f"one process, {'one batch' if join else 'batch by batch'}"
+    opponent = f"one process, {'one batch' if join else 'batch by batch'}{_plain(task)}"
     yield from _compare(ours, opponent, twins.one_process(task, join=join), bounds)
+
+
+def _plain(task: Task) -> str:
+    """Say of what trains without `Precision` that it does, where that matters to what a model computes."""
+    return ", no casts" if task.casts else ""
 
 
 # ---- comparing ------------------------------------------------------------------------------------------------------
