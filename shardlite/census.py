@@ -63,7 +63,8 @@ class Census:
 class SoloCensus:
     """What a census would find on the only rank, whose gradients are autograd's own: looked at when a step comes."""
 
-    def __init__(self, flats: Iterable[Flat], *, diagnose: bool) -> None:
+    def __init__(self, flats: Iterable[Flat], device: torch.device, *, diagnose: bool) -> None:
+        self._device = device
         self._diagnose = diagnose
         self._names = {
             shard: slot.name for flat in flats for shard, slot in zip(flat.shards, flat.layout.slots, strict=True)
@@ -77,12 +78,11 @@ class SoloCensus:
         self._watch()
         grads = {name: shard.grad for shard, name in self._names.items() if shard.grad is not None}
         if grads and not self._known:
-            bad = torch.stack(
-                [any_bad([grad._values() if grad.is_sparse else grad], grad.device) for grad in grads.values()]
-            )
-            self._known.append(bad.any().to(torch.float32))
-            if self._diagnose and bad.any():
-                warn_of([(0, name) for name, each in zip(grads, bad, strict=True) if each][:1])
+            values = {name: grad._values() if grad.is_sparse else grad for name, grad in grads.items()}
+            bad = any_bad(list(values.values()), self._device)
+            self._known.append(bad.to(torch.float32))
+            if self._diagnose and bad:
+                warn_of([(0, name) for name, value in values.items() if any_bad([value], self._device)][:1])
         return self._known[0] if self._known else None
 
     def _watch(self) -> None:

@@ -100,6 +100,10 @@ def _check_params(named: Sequence[tuple[str, nn.Parameter]], precision: Precisio
             )
         if param.device.type not in ("cpu", "cuda", "meta"):
             raise LayoutError(f"parameter {name!r} is on {param.device}: only the CPU and CUDA are supported")
+        if param.grad is not None:
+            raise LayoutError(
+                f"parameter {name!r} has a gradient, which would be lost: call zero_grad() before wrapping"
+            )
         if param.requires_grad and param.dtype not in SUMMABLE:
             raise LayoutError(f"parameter {name!r} is {param.dtype}, and gradients of that dtype cannot be reduced")
         if param.dtype == torch.float64 and precision.compute is not None:

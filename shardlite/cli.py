@@ -58,7 +58,6 @@ def _add_verify(commands: Any) -> None:
         ("seed", int, "N", Settings.seed, "decides the first weights and the batches"),
     ):
         group.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=f"{meaning} ({default})")
-    group.add_argument("--compute", choices=_DTYPES, default="fp32", help="what forward and backward run in (fp32)")
     group.add_argument("--reduce", choices=_DTYPES, default="fp32", help="what gradients are summed in (fp32)")
     _add_model_options(parser, size="tiny")
 
@@ -141,10 +140,10 @@ def _verify(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]
         parser.error(str(wrong))
     if started is None:
         return launch(options.ranks or 2, arguments)
-    return _verify_gpt(settings, options.compute, options.reduce)
+    return _verify_gpt(settings, options.reduce)
 
 
-def _verify_gpt(settings: Settings, compute: str, reduce: str) -> int:
+def _verify_gpt(settings: Settings, reduce: str) -> int:
     """Compare on random bytes, together with the other ranks."""
     import torch
     import torch.distributed as dist
@@ -156,13 +155,16 @@ def _verify_gpt(settings: Settings, compute: str, reduce: str) -> int:
         text = torch.randint(BYTE_VALUES, (settings.batch, settings.gpt.context + 1))
         return text[:, :-1], text[:, 1:]
 
-    # The model is in fp32, and casts to it would be none.
-    computing = None if compute == "fp32" else getattr(torch, _DTYPES[compute])
-    precision = Precision(compute=computing, reduce=getattr(torch, _DTYPES[reduce]))
-    numbers = {"lr": settings.lr, "seed": settings.seed}
     dist.init_process_group("gloo")
     try:
-        report = verify(lambda: GPT(settings.gpt), batch, settings.steps, precision=precision, **numbers)
+        report = verify(
+            lambda: GPT(settings.gpt),
+            batch,
+            settings.steps,
+            lr=settings.lr,
+            precision=Precision(reduce=getattr(torch, _DTYPES[reduce])),
+            seed=settings.seed,
+        )
         if dist.get_rank() == 0:
             print(report.table(), flush=True)
         dist.barrier()  # torchrun ends all ranks when one fails: the table is to be printed before

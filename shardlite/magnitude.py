@@ -19,4 +19,5 @@ def any_bad(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     found = largest([tensor for tensor in tensors if tensor.numel()])
     if not found:
         return torch.zeros((), dtype=torch.int32, device=device)
-    return (~torch.stack([each.double() for each in found]).isfinite()).any().to(torch.int32)
+    alike = len({each.dtype for each in found}) == 1
+    return (~torch.stack(found if alike else [each.double() for each in found]).isfinite()).any().to(torch.int32)

@@ -47,16 +47,11 @@ class _Reduction:
     used: Sequence[int]
     """1 for each parameter that this rank has used, else 0."""
 
-    def hand_over(self, users: Iterator[int]) -> None:
-        """Give each shard that had any user its gradient: a view of the mean, or that added to what is there."""
-        for mean in self.means:
-            for shard, grad in mean.flat.gradient_views(mean.whole):
-                if next(users) == 0:
-                    continue
-                if shard.grad is None:
-                    shard.grad = grad
-                else:
-                    shard.grad.add_(grad)
+    def parts(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
+        """Yield each shard with its part of the mean, a view, and whether this rank has used its parameter."""
+        views = (view for mean in self.means for view in mean.flat.gradient_views(mean.whole))
+        for (shard, grad), used in zip(views, self.used, strict=True):
+            yield shard, grad, used
 
 
 @dataclass
@@ -249,19 +244,31 @@ class Reducer:
             self._round.landed += 1
 
     def _hand_over(self) -> None:
-        """Give the shards their gradients, as far as any rank has used their parameters."""
-        reductions = self._round.started
-        if not reductions:
+        """Give the shards their gradients, as far as any rank has used their parameters.
+
+        Sums with what was accumulated before are checked, too, as are gradients that this backward has not touched.
+        """
+        parts = [part for reduction in self._round.started for part in reduction.parts()]
+        if not parts:
             return
-        present = [shard.grad for flat in self._flats() for shard in flat.shards if shard.grad is not None]
-        bad = [mean.bad for reduction in reductions for mean in reduction.means]
-        bad.append(any_bad(present, self._shared.device))  # what was accumulated before
-        users, self.nonfinite = self._census.take([flag for each in reductions for flag in each.used], bad)
-        left = iter(users)
-        for reduction in reductions:
-            reduction.hand_over(left)
+        reduced = {shard for shard, _, _ in parts}
+        sums = [shard.grad for shard in self._shards() if shard.grad is not None and shard not in reduced]
+        for shard, grad, used in parts:
+            if shard.grad is not None:
+                sums.append(shard.grad.add_(grad) if used else shard.grad + grad)
+            elif used:
+                shard.grad = grad
+        bad = [mean.bad for reduction in self._round.started for mean in reduction.means]
+        bad.append(any_bad(sums, self._shared.device))
+        users, self.nonfinite = self._census.take([used for _, _, used in parts], bad)
+        for (shard, grad, used), count in zip(parts, users, strict=True):
+            if count and not used:
+                shard.grad = grad if shard.grad is None else shard.grad.add_(grad)
         if self._diagnose and self.nonfinite.item():
             self._name_bad()
+
+    def _shards(self) -> Iterator[nn.Parameter]:
+        return (shard for unit in self._buckets for flat in unit.flats for shard in flat.shards)
 
     def _name_bad(self) -> None:
         """Warn of the first gradient that is not finite, of each rank that has one."""

@@ -69,9 +69,10 @@ class ShardLite(nn.Module):
             values, which they keep. It must write to all others of the module's own, and to nothing outside of its
             unit: a unit's memory goes when its values are sent, so that the model is whole on no rank. `None` calls
             the `reset_parameters()` of modules that own something. A tied parameter gets its values with the first
-            module that owns it. Rank 0's generator for `device` draws the same numbers at any stage, with any units and any
-            number of ranks; a model whose constructors draw in the order of registration, children first, as those of
-            `torch.nn` do, is born with the same weights on meta and off. Other ranks' generators stay where they are.
+            module that owns it. Rank 0's generator for `device` draws the same numbers at any stage, with any units
+            and any number of ranks; a model whose constructors draw in the order of registration, children first, as
+            those of `torch.nn` do, is born with the same weights on meta and off. Other ranks' generators stay as they
+            are.
         prefetch: how many units are gathered ahead, each in a buffer of its own.
         diagnose: warn of gradients that are not finite by parameter and rank. The host then waits in each backward.
         timeout: how long a rank waits for a message of another one. (That ranks agree on what they wrap is checked
@@ -198,8 +199,8 @@ class ShardLite(nn.Module):
         """Clip the gradients of all ranks to a global norm of at most `max_norm`, and return what the norm was, [].
 
         The factor is that of `torch.nn.utils.clip_grad_norm_`, which gives the same on `parameters()`. Norms are those
-        with a positive exponent, and `inf`. Ignored parameters are left out. The host does not wait. To be called by
-        every rank.
+        with a positive exponent, and `inf`. Ignored parameters are left out (PyTorch's function refuses them beside
+        others). The host does not wait. To be called by every rank.
         """
         norm = self._norm(norm_type)
         clip_gradients(list(self._stepping.shards), max_norm, norm)
@@ -207,7 +208,10 @@ class ShardLite(nn.Module):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were left out because a gradient on some rank had a NaN or an infinity. The host waits."""
+        """How many steps were left out because a gradient on some rank had a NaN or an infinity. The host waits.
+
+        Those that a gradient scaler leaves out are its own.
+        """
         return self._stepping.skips.total()
 
     # ---- what it takes --------------------------------------------------------------------------------------------
@@ -386,7 +390,7 @@ class ShardLite(nn.Module):
             self._hooks.install(modules, sites(self.module, units), [plan.module for plan in plans])
         self._backward.catch_gradients()
         shards = Shards(build.flats_of(units), self.trace)
-        self._solo = SoloCensus(build.flats_of(units), diagnose=diagnose)
+        self._solo = SoloCensus(build.flats_of(units), self._device, diagnose=diagnose)
         skips = Skips(self._nonfinite, self._device)
         self._stepping = Stepping(shards, skips, gatherer, self._ready_for_step, self._nonfinite, self._norm)
         guard.watch(self._stepping)

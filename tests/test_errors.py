@@ -97,6 +97,12 @@ def one_rank_body(group):
     ShardLite(plain, group=group)
 
 
+def gradient_body(group):
+    plain = net()
+    plain(torch.ones(1, 8)).sum().backward()
+    ShardLite(plain, group=group)
+
+
 def convert_body(group):
     ShardLite(net(), group=group).half()
 
@@ -149,6 +155,7 @@ def missing_body(group):
         (count_body, "ranks wrapped different models: rank 0 has 8 entries, rank 1 has 10"),
         (setting_body, "rank 0 has stage 0, rank 1 has stage 3"),
         (one_rank_body, "nothing to train"),
+        (gradient_body, "parameter '0.0.weight' has a gradient, which would be lost: call zero_grad() before wrapping"),
         (convert_body, "before wrapping"),
         (state_dict_body, "use full_state_dict()"),
         (inner_state_dict_body, "use full_state_dict()"),

@@ -7,7 +7,6 @@ import torch
 from torch import nn, optim
 
 from shardlite import AdamW, LayoutError, PhaseError, ShardLite
-
 from tests.sharded import local_parts
 from tests.twins import PaddedAdamW, Twin
 

@@ -192,7 +192,7 @@ def late_body(group: Any, stepped: bool) -> None:
         if stepped:
             loss(module, 16, 0, 0).backward()
             optimizer.step()
-            optimizer.zero_grad()
+            module.zero_grad()
         del first
         gc.collect()
         model = ShardLite(module, stage=stage, group=group)

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,15 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardlite import AdamW, LayoutError, cli, launch, reduce, ring, verify
+from shardlite import AdamW, LayoutError, Precision, average, cli, launch, verify
 from shardlite.verification import twins
-from shardlite.verification.bounds import Sum, difference, in_ulps, same_bits
-from shardlite.verification.task import joined_batch
-from shardlite.verification.verify import Report, Row
+from shardlite.verification.task import Task
+from shardlite.verification.verify import Report
 from tests.models import MLP, VOCABULARY, Branches, Branching, LanguageModel, MixedDtypes, Shared
 
 ROOT = Path(__file__).parent.parent
 EQUAL = "equal to the bit"
+STAGES = ("stage 0", "stage 1", "stage 2")
+TWINS = ("simple twin", "twin in ring order")
+DDP = "DistributedDataParallel"
+BF16 = Precision(compute=torch.bfloat16)
 
 
 class Tokens(nn.Module):
@@ -70,6 +73,11 @@ def sparse() -> nn.Module:
     return nn.Sequential(nn.Embedding(20, 5, sparse=True), nn.Linear(5, 1))
 
 
+def low(dtype: torch.dtype) -> tuple[Callable[[], nn.Module], Callable[[int, int], tuple[Tensor]]]:
+    """Make a model that has its weights in `dtype`, as a file of weights may have, and rows for it."""
+    return lambda: Rows(MLP([7, 30, 1])).to(dtype), lambda step, rank: (rows(7)(step, rank)[0].to(dtype),)
+
+
 ONE, EACH, NO_FP64 = "one process, one batch", "one process, batch by batch", "one process (no fp64)"
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Any], str]] = {
     "language-model": (lambda: Tokens(LanguageModel()), tokens, ONE),
@@ -80,8 +88,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Any], str]]
     "mixed-dtypes": (lambda: Rows(MixedDtypes()), rows(7), NO_FP64),
     "batch-norm": (lambda: Rows(normed()), rows(6), EACH),
     "uneven": (lambda: Rows(MLP([7, 30, 1])), rows(7, more=1), EACH),
-    "bf16": (lambda: Rows(MLP([7, 30, 1])).bfloat16(), lambda s, r: (rows(7)(s, r)[0].bfloat16(),), ONE),
-    "fp64": (lambda: Rows(MLP([7, 30, 1])).double(), lambda s, r: (rows(7)(s, r)[0].double(),), NO_FP64),
+    "bf16": (*low(torch.bfloat16), ONE),
+    "fp16": (*low(torch.float16), ONE),
+    "fp64": (*low(torch.float64), NO_FP64),
     "sparse": (lambda: Rows(sparse()), lambda s, r: (torch.randint(0, 20, (4,)),), ONE),
 }
 
@@ -96,6 +105,16 @@ def verdicts(report: Report) -> dict[tuple[str, str], str]:
     return {(row.opponent, row.quantity): row.verdict for row in report.rows}
 
 
+def opponents(report: Report) -> list[str]:
+    return list(dict.fromkeys(row.opponent for row in report.rows))
+
+
+def assert_equal_to_the_bit(report: Report, systems: set[str]) -> None:
+    for row in report.rows:
+        if row.opponent in systems:
+            assert (row.verdict, row.absolute, row.ulps, row.share) == (EQUAL, 0, 0, 0), row
+
+
 # ---- all is well ----------------------------------------------------------------------------------------------------
 
 
@@ -107,15 +126,71 @@ def test_all_is_equal_or_within_its_bound(cluster, name, world_size):
     reports = cluster.run(verified, world_size, name)
     assert all(report == reports[0] for report in reports)
     assert reports[0].ok, reports[0].table()
-    equal_to_the_bit = {"stage 0", "twin in ring order" if world_size > 2 else "simple twin"}
-    for row in reports[0].rows:
-        if row.opponent in equal_to_the_bit:
-            assert (row.verdict, row.absolute, row.ulps, row.share) == (EQUAL, 0, 0, 0), row
-    opponents = list(dict.fromkeys(row.opponent for row in reports[0].rows))
-    ring_twin = ["twin in ring order"] if world_size > 2 else []
-    assert opponents[:-1] == ["stage 0", "simple twin", *ring_twin, "DistributedDataParallel"]
+    twins_of = TWINS[:1] if world_size <= 2 else TWINS
+    assert opponents(reports[0])[:-1] == [*STAGES, *twins_of, DDP]
+    assert_equal_to_the_bit(reports[0], {*STAGES, twins_of[-1]})
     if world_size > 1:
-        assert opponents[-1] == CASES[name][2]
+        assert opponents(reports[0])[-1] == CASES[name][2]
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "world_size"),
+    [
+        ("language-model", BF16, 2),
+        ("reentrant", replace(BF16, reduce=torch.bfloat16, output=torch.float32), 3),
+        ("dropout", Precision(compute=torch.float16, reduce=torch.bfloat16), 3),
+        ("mixed-dtypes", Precision(reduce=torch.bfloat16), 3),
+        ("bf16", Precision(compute=torch.float32, reduce=torch.float16), 2),
+        ("called-twice-or-never", Precision(compute=torch.float64), 2),
+        ("uneven", Precision(reduce=torch.bfloat16), 1),
+        ("uneven", replace(BF16, reduce=torch.bfloat16), 1),
+    ],
+    ids=lambda each: each if isinstance(each, str) else None,
+)
+def test_replicas_cast_as_sharded_models_do(cluster, name, precision, world_size):
+    report = cluster.run(verified, world_size, name, precision=precision)[0]
+    assert report.ok, report.table()
+    assert_equal_to_the_bit(report, {*STAGES, TWINS[world_size > 2]})
+    casts = precision.compute is not None
+    assert [each.endswith(", no casts") for each in opponents(report)[-2:]] == [casts, casts]
+    judged = [row for row in report.rows if row.opponent.startswith(DDP) and row.share is not None]
+    assert [row.quantity for row in judged] == ["loss of step 1"] * (not casts) + ["gradients of step 1"]
+
+
+def train_apart(group: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Body of a rank: a bf16 model that `DistributedDataParallel` does not take."""
+    task = Task(
+        make_model=lambda: Rows(Shared(reentrant=True)).bfloat16(),
+        make_batch=lambda step, rank: (rows(6)(step, rank)[0].bfloat16(),),
+        steps=2,
+        lr=1e-2,
+        weight_decay=0.1,
+        units=None,
+        precision=Precision(),
+        seed=0,
+        group=group,
+    )
+    return twins.sharded(task, 3).weights, twins.simple(task)[0].weights
+
+
+def test_several_gradients_of_one_parameter_are_added_in_the_dtype_of_the_sum(cluster):
+    for ours, theirs in cluster.run(train_apart, 2):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def wrong_precision(group: Any, **wrong: torch.dtype) -> Report:
+    """Body of a rank: sharded models with another precision than was asked for."""
+    make = twins.ShardLite
+    other = replace(BF16, **wrong)
+    with mock.patch.object(twins, "ShardLite", lambda *args, precision, **more: make(*args, precision=other, **more)):
+        return verified(group, "language-model", 1, precision=BF16)
+
+
+@pytest.mark.parametrize("wrong", [{"compute": torch.float32}, {"compute": torch.float16}, {"reduce": torch.bfloat16}])
+def test_another_precision_than_was_asked_for_is_found(cluster, wrong):
+    report = cluster.run(wrong_precision, 3, **wrong)[0]
+    what = "gradient of 'model.embed.weight' in" if "reduce" in wrong else "loss of"
+    assert report.first_failure.startswith(f"rank 0: {what} step 1, stage 3 against simple twin: ")
 
 
 def test_units_and_hyper_parameters_are_passed_on(cluster):
@@ -171,16 +246,22 @@ def spoilt_model(group: Any, which: int, rank: int) -> Report:
     return verify(make, tokens, 2, group=group)
 
 
-IN_ORDER, DDP = "twin in ring order", "DistributedDataParallel"
-MADE = ("stage 3", "stage 0", "survey", "survey in fp64", "simple twin", IN_ORDER, DDP)
+MADE = ("stage 3", *STAGES, "survey", "survey without casts", "survey in fp64", *TWINS, DDP)
 
 
 @pytest.mark.parametrize(
     ("world_size", "spoilt"),
-    [(2, "stage 0"), (2, "simple twin"), (2, DDP), (3, "stage 0"), (3, "simple twin"), (3, IN_ORDER), (3, DDP)],
+    [
+        (2, "stage 0"),
+        (2, "stage 2"),
+        (2, "simple twin"),
+        (2, DDP),
+        (3, "stage 1"),
+        *((3, each) for each in (*TWINS, DDP)),
+    ],
 )
 def test_a_gradient_that_is_off_by_a_millionth_is_named(cluster, world_size, spoilt):
-    systems = [system for system in MADE if world_size > 2 or system != IN_ORDER]
+    systems = [system for system in MADE if world_size > 2 or system != TWINS[1]]
     report = cluster.run(spoilt_model, world_size, 1 + systems.index(spoilt), 1)[0]
     assert report.first_failure.startswith(f"rank 0: gradient of {SPOILT!r} in step 1, stage 3 against {spoilt}: at [")
     assert {row.opponent for row in report.rows if row.failure} == {spoilt}
@@ -197,28 +278,20 @@ def test_a_gradient_of_ours_that_is_off_by_a_millionth_is_off_from_everything(cl
     )
 
 
-def forgets_to_divide(group: Any, stages: str) -> Report:
-    """Body of a rank: sums instead of means."""
-
-    def undivided(collective: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, divisor=1, **options: collective(*args, **options)
-
-    with ExitStack() as patches:
-        for name in stages.split():
-            patches.enter_context(mock.patch.object(reduce, name, undivided(getattr(ring, name))))
-        return verified(group, "language-model")
+def forgets_to_divide(group: Any) -> Report:
+    """Body of a rank: sums instead of means, at all stages."""
+    collective = average.reduce_scatter
+    with mock.patch.object(average, "reduce_scatter", lambda *args, divisor, **more: collective(*args, **more)):
+        return verified(group, "language-model", 1)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_sum_that_is_not_divided_is_found(cluster, world_size):
-    report = cluster.run(forgets_to_divide, world_size, "reduce_scatter")[0]
-    first = "rank 0: gradient of 'model.embed.weight' in step 1, stage 3 against"
-    assert report.first_failure.startswith(f"{first} stage 0: at [")
-    report = cluster.run(forgets_to_divide, world_size, "reduce_scatter all_reduce")[0]
-    assert report.first_failure.startswith(f"{first} simple twin: at [")
+    report = cluster.run(forgets_to_divide, world_size)[0]
+    first = "rank 0: gradient of 'model.embed.weight' in step 1, stage 3 against simple twin: at ["
+    assert report.first_failure.startswith(first)
     failed = {row.opponent for row in report.rows if row.failure and row.quantity == "gradients of step 1"}
-    others = {row.opponent for row in report.rows} - {"stage 0"}
-    assert failed == others
+    assert failed == set(opponents(report)) - set(STAGES)
 
 
 def steps_otherwise(group: Any) -> Report:
@@ -261,7 +334,26 @@ def is_not_a_number(group: Any) -> Report:
 def test_what_is_not_a_number_is_never_right(cluster):
     report = cluster.run(is_not_a_number, 2)[0]
     assert report.first_failure.startswith("rank 0: loss of step 1, stage 3 against stage 0: nan and nan, nan apart")
-    assert all(row.absolute == math.inf for row in report.rows)
+    assert all(row.absolute == math.inf for row in report.rows if "weights" not in row.quantity)
+
+
+def overflows(group: Any) -> Report:
+    """Body of a rank: a gradient is infinite."""
+
+    def make() -> nn.Module:
+        model = Rows(MLP([7, 30, 1]))
+        next(model.parameters()).register_hook(lambda grad: grad + math.inf)
+        return model
+
+    return verify(make, rows(7), 2, group=group)
+
+
+def test_replicas_leave_out_a_step_as_sharded_models_do(cluster):
+    report = cluster.run(overflows, 2)[0]
+    assert report.ok, report.table()
+    assert_equal_to_the_bit(report, {*STAGES, TWINS[0]})
+    assert verdicts(report)[DDP, "gradients of step 1"] == EQUAL
+    assert verdicts(report)[DDP, "weights after step 2"] == "not judged"
 
 
 def uses_another_parameter(group: Any) -> Report:
@@ -285,78 +377,7 @@ def test_a_gradient_that_only_one_has_is_named(cluster):
     assert report.first_failure == f"rank 0: gradient of {name} in step 1: stage 0 has one, stage 3 has none"
 
 
-# ---- numbers --------------------------------------------------------------------------------------------------------
-
-
-def test_differences_and_units_of_last_place():
-    ours = torch.tensor([1.0, 1.0, 0.0, -0.0, math.inf, math.nan, 1e-45, 3.0, math.inf])
-    theirs = torch.tensor([1.0, 1 + 2**-23, 0.0, 0.0, math.inf, 1.0, 0.0, -3.0, 1.0])
-    apart = difference(ours, theirs)
-    assert apart.tolist() == [0, 2**-23, 0, 0, 0, math.inf, 2**-149, 6, math.inf]
-    assert in_ulps(apart, ours, theirs).tolist() == [0, 1, 0, 0, 0, math.inf, 1, 6 * 2**22, math.inf]
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "same"), [(1.0, 1.0, True), (0.0, -0.0, False), (math.nan, math.nan, False)]
-)
-def test_same_bits(ours, theirs, same):
-    judgement = same_bits("", torch.tensor([2.0, ours]), torch.tensor([2.0, theirs]))
-    assert judgement.share == (0 if same else math.inf)
-    assert same or judgement.detail.startswith("at [1] ")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world_size", [3, 8, 64])
-def test_the_bound_of_a_sum_holds_in_any_order_and_is_not_far_off(world_size, dtype):
-    """Means of one set of gradients, added in two orders, one divided before and one after."""
-    gradients = torch.randn(world_size, 4096).to(dtype)
-    one, other = torch.zeros(4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
-    for gradient in gradients:
-        one += gradient
-    for gradient in gradients.flip(0):
-        other += gradient * (1 / world_size)
-    within = Sum(world_size, {"x": gradients.double().abs().mean(0)}).within(2 * world_size + 1)
-    share = within("x", one / world_size, other).share
-    assert 0.3 / world_size < share <= 1
-    assert within("x", one / world_size * (1 + 8 * world_size * torch.finfo(dtype).eps), other).share > 1
-
-
-def test_batches_are_joined_where_that_means_something():
-    a, b, few = torch.zeros(2, 3), torch.ones(2, 3), torch.ones(1, 3)
-    (joined, mode), expected = joined_batch([({"x": a}, "mode"), ({"x": b}, "mode")]), torch.cat([a, b])
-    assert mode == "mode"
-    assert torch.equal(joined["x"], expected)
-    for left, right in [((a,), (few,)), ((a,), (b.double(),)), ((a, 1), (b, 2)), ((a,), (b, 1)), ((a,), (1,))]:
-        assert joined_batch([left, right]) is None
-    assert joined_batch([(torch.zeros(()),)] * 2) is None
-
-
-# ---- the table and the command line ---------------------------------------------------------------------------------
-
-OK = [
-    Row(opponent="stage 0", quantity="loss of step 1"),
-    Row(opponent="stage 0", quantity="gradients of step 1"),
-    Row(opponent="DDP", quantity="gradients of step 1", absolute=1.5e-8, ulps=3, equal=False, share=0.251),
-    Row(opponent="DDP", quantity="weights after step 2", absolute=0.01, ulps=1e6, equal=False, share=None),
-]
-
-
-def test_the_table_lists_every_comparison():
-    assert Report(2, 2, tuple(OK)).table().splitlines() == [
-        "stage 3 against                        difference   ulps",
-        "stage 0          loss of step 1                 0      0  equal to the bit",
-        "                 gradients of step 1            0      0  equal to the bit",
-        "DDP              gradients of step 1      1.5e-08      3  within its bound (26%)",
-        "                 weights after step 2        0.01  1e+06  not judged",
-        "2 ranks, 2 steps: ok",
-    ]
-    failed = Row(opponent="DDP", quantity="x", absolute=1, ulps=2, equal=False, share=9, failure="rank 1: x")
-    report = Report(1, 1, (*OK, failed))
-    assert not report.ok
-    assert report.first_failure == "rank 1: x"
-    assert report.table().splitlines()[-2].endswith("2  BEYOND ITS BOUND")
-    assert report.table().splitlines()[-1] == "1 rank, 1 step: FAILED: rank 1: x"
-
+# ---- the command line ------------------------------------------------------------------------------------------------
 
 SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--context", "8", "--steps", "2"]
 
@@ -371,7 +392,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command_compares_a_small_gpt():
-    done = run("-m", "shardlite", "verify", "--ranks", "3", *SMALL)
+    done = run("-m", "shardlite", "verify", "--ranks", "3", "--reduce", "bf16", *SMALL)
     assert done.returncode == 0, done.stderr
     assert "twin in ring order" in done.stdout
     assert done.stdout.splitlines()[-1] == "3 ranks, 2 steps: ok"

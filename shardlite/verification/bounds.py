@@ -137,10 +137,10 @@ class Batching:
         ours - w = (ours - mean g_r) + (mean g_r - mean x_r) + (mean x_r - x) + (x - w)
 
     The first is what ShardLite itself may do, average: at most `gamma(W) * M`, see `Sum`. The second is at most the
-    mean of `|g_r - x_r|`, the errors of the ranks by themselves, with all casts that `Precision` asks for. The third is what there is to be shown: that the mean
-    of the ranks is what one process computes; it is zero, but for roundings of fp64, which `_FP64` allows for. The last
-    is the error of the one process. So every element has its bound, as large as roundings are in this model and no
-    larger: an element whose errors all have one sign uses the whole of it.
+    mean of `|g_r - x_r|`, the errors of the ranks by themselves, with all casts that `Precision` asks for. The third is
+    what there is to be shown: that the mean of the ranks is what one process computes; it is zero, but for roundings of
+    fp64, which `_FP64` allows for. The last is the error of the one process. So every element has its bound, as large
+    as roundings are in this model and no larger: an element whose errors all have one sign uses the whole of it.
     """
 
     summed: Sum

@@ -52,7 +52,7 @@ class Masters(nn.Module):
         """Yield the masters."""
         yield from self._masters.items()
 
-    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+    def state_dict(self, *_: Any, **__: Any) -> Any:
         """Return masters and buffers under all of their names."""
         masters = {self._own[name]: master.detach() for name, master in self._masters.items()}
         return {name: masters.get(entry, entry) for name, entry in self._module.state_dict(keep_vars=True).items()}

@@ -36,7 +36,7 @@ from shardlite.wrapper import ShardLite
 
 Gradients: TypeAlias = Mapping[str, Tensor | None]
 Mean: TypeAlias = Callable[[Sequence[Tensor], torch.dtype, str], Tensor]
-"""From the gradients of all ranks, in the dtype of their sum, to the mean in that of the master; last comes its name."""
+"""From the gradients of all ranks, in the dtype of their sum, to the mean in the master's; last comes its name."""
 
 
 @dataclass(frozen=True)
@@ -320,11 +320,14 @@ class _PaddedAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient; each counts its own steps."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, group)
+        """Update every parameter that has a gradient; each counts its own steps.
+
+        Nothing is updated if a gradient is not finite: ShardLite leaves such steps out.
+        """
+        pairs = [(param, group) for group in self.param_groups for param in group["params"] if param.grad is not None]
+        if all(bool(param.grad.isfinite().all()) for param, _ in pairs):
+            for param, group in pairs:
+                self._update(param, group)
 
     def _update(self, param: Tensor, group: dict[str, Any]) -> None:
         assert param.grad is not None

@@ -127,6 +127,8 @@ def verify(
 
     Raises:
         LayoutError: there is no process group, or ShardLite does not take the model.
+        RuntimeError: PyTorch's data parallelism does not; so with a module called inside and outside of a reentrant
+            checkpoint.
         ValueError: `steps` is less than 1.
     """
     if steps < 1:
