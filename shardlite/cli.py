@@ -58,6 +58,7 @@ def _add_verify(commands: Any) -> None:
         ("seed", int, "N", Settings.seed, "decides the first weights and the batches"),
     ):
         group.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=f"{meaning} ({default})")
+    group.add_argument("--compute", choices=_DTYPES, help="what forward and backward run in (no casts)")
     group.add_argument("--reduce", choices=_DTYPES, default="fp32", help="what gradients are summed in (fp32)")
     _add_model_options(parser, size="tiny")
 
@@ -140,10 +141,10 @@ def _verify(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]
         parser.error(str(wrong))
     if started is None:
         return launch(options.ranks or 2, arguments)
-    return _verify_gpt(settings, options.reduce)
+    return _verify_gpt(settings, options.compute, options.reduce)
 
 
-def _verify_gpt(settings: Settings, reduce: str) -> int:
+def _verify_gpt(settings: Settings, compute: str | None, reduce: str) -> int:
     """Compare on random bytes, together with the other ranks."""
     import torch
     import torch.distributed as dist
@@ -155,6 +156,7 @@ def _verify_gpt(settings: Settings, reduce: str) -> int:
         text = torch.randint(BYTE_VALUES, (settings.batch, settings.gpt.context + 1))
         return text[:, :-1], text[:, 1:]
 
+    computing = None if compute is None else getattr(torch, _DTYPES[compute])
     dist.init_process_group("gloo")
     try:
         report = verify(
@@ -162,7 +164,7 @@ def _verify_gpt(settings: Settings, reduce: str) -> int:
             batch,
             settings.steps,
             lr=settings.lr,
-            precision=Precision(reduce=getattr(torch, _DTYPES[reduce])),
+            precision=Precision(compute=computing, reduce=getattr(torch, _DTYPES[reduce])),
             seed=settings.seed,
         )
         if dist.get_rank() == 0:

@@ -392,9 +392,10 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command_compares_a_small_gpt():
-    done = run("-m", "shardlite", "verify", "--ranks", "3", "--reduce", "bf16", *SMALL)
+    done = run("-m", "shardlite", "verify", "--ranks", "3", "--compute", "bf16", "--reduce", "fp16", *SMALL)
     assert done.returncode == 0, done.stderr
     assert "twin in ring order" in done.stdout
+    assert "DistributedDataParallel, no casts" in done.stdout
     assert done.stdout.splitlines()[-1] == "3 ranks, 2 steps: ok"
 
 

@@ -45,7 +45,7 @@ def rotate(x: Tensor) -> Tensor:
     angle = torch.outer(torch.arange(t, device=x.device), speed)
     first, second = x.chunk(2, dim=-1)
     turned = first * angle.cos() - second * angle.sin(), first * angle.sin() + second * angle.cos()
-    return torch.cat(turned, dim=-1)
+    return torch.cat(turned, dim=-1).to(x.dtype)
 
 
 class Block(nn.Module):
