@@ -67,7 +67,6 @@ class Averager:
         shard, replicas = shared.reducing
         transport = shared.traffic.counted(shard, "reduce", unit)
         across = replicas and shared.traffic.counted(replicas, "reduce over replicas", unit)
-        staging = self._staging_for(full, mean)
         in_place = shard.world_size == 1 and mean.own.data_ptr() == full.data_ptr()
 
         def average() -> None:
@@ -77,12 +76,14 @@ class Averager:
                     transport,
                     out=mean.own,
                     divisor=1 if across else divisor,
-                    staging=staging,
+                    staging=self._staging_for(full, mean),
                     operation=operation,
                     cuts=cuts,
                 )
             if across:
-                all_reduce(mean.own, across, divisor=divisor, operation=operation)
+                numel = staging_numel(mean.own.numel(), across.world_size, mean.own.dtype, batched=across.batched)
+                room = self._room(numel, mean.own.dtype)
+                all_reduce(mean.own, across, divisor=divisor, staging=room, operation=operation)
             if self._stage == 0:
                 all_gather(mean.whole, transport, operation=operation, cuts=cuts)
             mean.bad.copy_(any_bad([mean.own], mean.own.device))
@@ -90,16 +91,19 @@ class Averager:
         return average
 
     def _staging_for(self, full: Tensor, mean: Mean) -> Tensor | None:
-        """Return where partial sums arrive, if that cannot be the shard itself. One memory serves all operations."""
+        """Return where partial sums arrive, if that cannot be the shard itself."""
         layout = mean.flat.gradients
         equal = layout.full_numel == layout.world_size * layout.shard_numel
         apart = storage_key(mean.own) != storage_key(full)
         if layout.world_size == 1 or (apart and equal and mean.own.dtype == full.dtype):
             return None
-        needed = full.element_size() * staging_numel(
-            layout.full_numel, layout.world_size, full.dtype, cuts=layout.cuts, batched=self._shared.transport.batched
-        )
-        if needed > self._staging.numel():
-            self._staging = torch.empty(needed, dtype=torch.uint8, device=self._shared.device)
+        batched = self._shared.transport.batched
+        numel = staging_numel(layout.full_numel, layout.world_size, full.dtype, cuts=layout.cuts, batched=batched)
+        return self._room(numel, full.dtype)
+
+    def _room(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return memory that serves one operation after the other. To be called on the lane, whose stream owns it."""
+        if numel * dtype.itemsize > self._staging.numel():
+            self._staging = torch.empty(numel * dtype.itemsize, dtype=torch.uint8, device=self._shared.device)
             self._shared.ledger.track("staging", self._staging)
-        return self._staging.view(full.dtype)
+        return self._staging.view(dtype)

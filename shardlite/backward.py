@@ -105,6 +105,12 @@ class Backward:
             self._outstanding[unit] -= 1
             self._recomputed[unit] += 1
 
+    def forget_forwards(self) -> None:
+        """Expect no more gradients of earlier forwards: a step has made their weights old."""
+        self._recorded.clear()
+        self._hidden.clear()
+        self._outstanding.clear()
+
     @contextmanager
     def accumulating(self, mode: Mode) -> Iterator[None]:
         """Let backwards do `mode` with their gradients."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 
 import torch
+from shardlite_kernels import send
 from torch import Tensor
 
 from shardlite.errors import NonFiniteWarning
@@ -42,7 +43,7 @@ class Census:
         if used not in self._rows:
             if len(self._rows) > 8:
                 self._rows.clear()
-            self._rows[used] = torch.tensor(used, dtype=torch.int32, device=self._shared.device)
+            self._rows[used] = send(used, torch.int32, self._shared.device)
         return self._rows[used]
 
     def _add_up(self, flags: Tensor, what: str) -> None:

@@ -25,7 +25,7 @@ class Precision:
 
     reduce: torch.dtype = torch.float32
     """Of gradients while they are accumulated and summed over the ranks. In bf16 each hop of the ring rounds, which
-    loses about `sqrt(W)` units in the last place of bf16 at `W` ranks. (One rank that casts no weights has nothing to sum,
+    loses about `sqrt(W)` units in the last place of bf16 at `W` ranks. (One rank that casts no weights sums nothing,
     and rounds nothing.)"""
 
     master: torch.dtype = torch.float32

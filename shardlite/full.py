@@ -76,17 +76,17 @@ class FullParameters:
             yield
 
     def state_dict(self, rank: int | None) -> dict[str, Tensor]:
-        """Return copies of all parameters and persistent buffers on `rank`, or everywhere; elsewhere nothing."""
+        """Return copies, on the CPU, of all parameters and persistent buffers on `rank` or all; elsewhere nothing."""
         wanted = rank is None or rank == self._shared.rank
         full: dict[Tensor, Tensor] = {}
         for unit in self._units:
             for i, flat in enumerate(unit.flats):
                 whole = self._whole(unit, i, flat)
                 if wanted:
-                    full.update({param: view.clone() for param, view in flat.views(whole)})
+                    full.update({param: view.to("cpu", copy=True) for param, view in flat.views(whole)})
         if not wanted:
             return {}
-        return {name: full[entry] if entry in full else entry.clone() for name, entry in self.entries().items()}
+        return {n: full[entry] if entry in full else entry.to("cpu", copy=True) for n, entry in self.entries().items()}
 
     def _whole(self, unit: Unit, i: int, flat: Flat) -> Tensor:
         """Gather a flat in the precision in which it is kept, [W*S]."""

@@ -1,7 +1,7 @@
 """Operations in flight. A lane works off a queue in order, beside the computation.
 
 On the CPU it is a thread. On a GPU it is a stream, and a thread as well if messages block the host (gloo). Gathers and
-reductions have a lane each, so that neither ever waits for the other. This is the only file that knows streams.
+reductions have a lane each, so that neither ever waits for the other. Only this file orders streams.
 """
 
 import weakref
@@ -10,12 +10,17 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from queue import SimpleQueue
 from threading import Thread, current_thread
+from time import monotonic, sleep
 from typing import Protocol
 
 import torch
 
 _FAREWELL = 2.0
 """Seconds that the end of a lane waits for its last operation, which may be waiting for a peer that is gone."""
+
+
+_POLL = 5e-5
+"""Seconds between two looks at a GPU."""
 
 
 class Flight(Protocol):
@@ -134,30 +139,36 @@ class StreamLane:
                 operation()
                 end.record(self._stream)
 
-        if self._thread is None:
-            on_stream()
-            return _StreamFlight(self._device, end, None)
-        return _StreamFlight(self._device, end, self._thread.submit(on_stream))
+        if self._thread is not None:
+            return _StreamFlight(self._device, end, self._thread.submit(on_stream))
+        host = _HostFlight()
+        host.run(on_stream)  # an error is the flight's, as on a thread
+        return _StreamFlight(self._device, end, host)
 
 
 class _StreamFlight:
     """An operation that is done when a stream has come to an event, which `host` records, or has recorded."""
 
-    def __init__(self, device: torch.device, end: torch.cuda.Event, host: Flight | None) -> None:
+    def __init__(self, device: torch.device, end: torch.cuda.Event, host: Flight) -> None:
         self._device = device
         self._end = end
         self._host = host
 
     def wait(self) -> None:
-        if self._host is not None:
-            self._host.wait()
+        self._host.wait()
         torch.cuda.current_stream(self._device).wait_event(self._end)
 
     def done(self) -> bool:
-        return (self._host is None or self._host.done()) and bool(self._end.query())  # type: ignore[no-untyped-call]
+        return self._host.done() and bool(self._end.query())  # type: ignore[no-untyped-call]
 
     def wait_up_to(self, seconds: float) -> bool:
-        if self._host is not None and not self._host.wait_up_to(seconds):
+        """Wait on the host: a stream would wait for good, and with it the gathers that a peer may need first."""
+        deadline = monotonic() + seconds
+        if not self._host.wait_up_to(seconds):
             return False
-        torch.cuda.current_stream(self._device).wait_event(self._end)
+        while not self._end.query():  # type: ignore[no-untyped-call]
+            if monotonic() > deadline:
+                return False
+            sleep(_POLL)
+        self.wait()
         return True

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from shardlite_kernels import send
 from torch import Tensor, nn
 
 from shardlite.average import Averager, Mean
@@ -33,7 +34,8 @@ PATIENCE = 1.0
 """Seconds that a backward waits for an earlier reduction before it takes another bucket.
 
 Waiting bounds the memory. It must not be unconditional: a peer that took another branch may start that reduction only
-at the end of its own backward, and to get there it may need our next gather.
+at the end of its own backward, and to get there it may need our next gather. Where that happened, no later backward
+waits: it would lose this time in each.
 """
 
 
@@ -74,7 +76,7 @@ class _Round:
     """In the census, this rank's first own gradient that is not finite; looked for on request only."""
 
     patient: bool = True
-    """Whether it is worth waiting for a reduction before taking another bucket."""
+    """Whether it is worth waiting for a reduction before taking another bucket: not once that was in vain."""
 
 
 class Reducer:
@@ -167,7 +169,7 @@ class Reducer:
         """Be ready for the next backward."""
         for bucket in self._buckets.values():
             bucket.arrivals = 0
-        self._round = _Round(self._now_in_order())
+        self._round = _Round(self._now_in_order(), patient=self._round.patient)
         self._backwards += 1
 
     def abandon(self) -> None:
@@ -284,7 +286,7 @@ class Reducer:
             return
         units = list(self._buckets)
         seen = [*self._observed, *(unit for unit in self._order if unit not in self._observed)]
-        order = torch.tensor([units.index(unit) for unit in seen], dtype=torch.int64, device=self._shared.device)
+        order = send([units.index(unit) for unit in seen], torch.int64, self._shared.device)
         operation = Operation(f"the order of reductions {self._shared.label}", self._backwards)
         for transport in self._shared.counted("order of reductions"):
             broadcast(order, transport, operation=operation)

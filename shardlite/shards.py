@@ -68,9 +68,9 @@ class Shards:
                     f"{self._words(shard)} has a hook, which would never run: shards are not in autograd's graph. "
                     "Register it on the module's own parameter"
                 )
-            if self._trainable[shard] and not shard.requires_grad:
+            if shard.requires_grad not in (self._trainable[shard], self._param[shard].requires_grad):
                 raise LayoutError(
-                    f"{self._words(shard)} was frozen, but the module's own parameters decide: set requires_grad on "
+                    f"requires_grad of {self._words(shard)} was set, but the module's own parameters decide: set it on "
                     "those, or call requires_grad_() of the model"
                 )
             self._follow(shard)

@@ -78,15 +78,26 @@ class Skips:
         self._counts[1] *= flag
         if flag.device.type == "cpu":
             self._seen.copy_(self._counts)
-        elif self._on_its_way is None or self._on_its_way.query():  # type: ignore[no-untyped-call]
-            self._check()  # what came back from an earlier step
-            self._seen.copy_(self._counts, non_blocking=True)
-            self._on_its_way = torch.cuda.current_stream(flag.device).record_event()
-            return
-        self._check()
+            self._check(int(self._seen[1]))
+        else:
+            self._look_later(flag.device)
 
-    def _check(self) -> None:
-        in_a_row = int(self._seen[1])
+    def _look_later(self, device: torch.device) -> None:
+        """Look at the counts that an earlier step has sent to the host, and send those of now.
+
+        The host does not wait for them, until many steps have been left out: then it does, so that all ranks find the
+        limit reached in the same step.
+        """
+        if self._on_its_way is not None:
+            if int(self._seen[1]) > LIMIT // 2:
+                self._on_its_way.synchronize()
+            elif not self._on_its_way.query():  # type: ignore[no-untyped-call]
+                return
+            self._check(int(self._seen[1]))
+        self._seen.copy_(self._counts, non_blocking=True)
+        self._on_its_way = torch.cuda.current_stream(device).record_event()
+
+    def _check(self, in_a_row: int) -> None:
         if in_a_row >= LIMIT:
             raise NonFiniteError(
                 f"{in_a_row} steps in a row were left out, because gradients have a NaN or an infinity: the model has "

@@ -262,11 +262,6 @@ class Unit:
         """Return a number that grows with every change of this rank's shards, whoever makes it."""
         return sum(flat.local._version for flat in self.flats)
 
-    @property
-    def has_memory(self) -> bool:
-        """Whether there is memory for the full weights now."""
-        return self.buffer is not None or all(flat.full is not None for flat in self.flats)
-
     def fulls(self) -> list[Tensor]:
         """Return the memory of the full weights, one tensor [W*S] per flat."""
         if self.buffer is not None:
@@ -296,8 +291,10 @@ class Unit:
         Raises:
             LayoutError: somebody has let a parameter be something else.
         """
-        keys = {storage_key(full) for full in (self.fulls() if self.has_memory else ())}
-        keys |= {storage_key(flat.placeholder) for flat in self.flats if flat.placeholder is not None}
+        homes = (home for flat in self.flats for home in (flat.full, flat.placeholder) if home is not None)
+        keys = {storage_key(home) for home in homes}
+        if self.buffer is not None:
+            keys.add(self.buffer.key)
         for flat in self.flats:
             for slot, param in zip(flat.layout.slots, flat.params, strict=True):
                 if storage_key(param) not in keys:

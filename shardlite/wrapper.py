@@ -403,6 +403,7 @@ class ShardLite(nn.Module):
                 "the last backward ended in an exception, so its gradients are incomplete: call zero_grad() and run "
                 "forward and backward again before the step"
             )
+        self._backward.forget_forwards()
 
     def _nonfinite(self) -> Tensor | None:
         """Return whether any rank has a gradient that is not finite, [], or `None` if there are no gradients."""

@@ -248,7 +248,7 @@ def test_a_sample_cannot_command_the_terminal():
     [
         ([], "required: COMMAND"),
         (["fly"], "invalid choice: 'fly'"),
-        (["train", "--stage", "2"], "invalid choice: 2"),
+        (["train", "--stage", "4"], "invalid choice: 4"),
         (["train", "--ranks", "0"], "--ranks is 0; it must be at least 1"),
         (["train", "--steps", "0"], "steps must be positive, got 0"),
         (["train", "--lr", "nan"], "lr must be positive, got nan"),

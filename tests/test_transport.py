@@ -396,7 +396,8 @@ def made_groups(group):
     """Connect twice, as one does for gathers and for reductions, and return the ranks of the groups that were made."""
     made = []
 
-    def new_group(ranks, backend, use_local_synchronization):
+    def new_group(ranks, timeout, backend, use_local_synchronization):
+        assert timeout == timedelta(seconds=1)
         assert use_local_synchronization, "ranks outside the group do not take part"
         made.append((ranks, backend))
         return group

@@ -329,26 +329,6 @@ def test_gathered_inside_gathered(cluster):
     cluster.check(nested_body, 2)
 
 
-def second_model_body(group):
-    """An optimizer that knew one model is looked at again when another takes its place."""
-    first = ShardLite(Tied(), group=group)
-    plain = Tied()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for param in plain.parameters():
-        param.grad = torch.zeros_like(param)
-    optimizer.step()
-    del first
-    gc.collect()
-    model = ShardLite(plain, group=group)
-    model(TOKENS).backward()
-    with pytest.raises(LayoutError, match="holds the unsharded parameter"):
-        optimizer.step()
-
-
-def test_an_old_optimizer_is_refused_whatever_it_stepped_before(cluster):
-    cluster.check(second_model_body, 2)
-
-
 def history_body(group, stage):
     plain = Tied()
     twin = copy.deepcopy(plain)

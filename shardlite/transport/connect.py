@@ -30,7 +30,7 @@ def connect(
         case "cpu", str():
             return GroupTransport(group, timeout)
         case "cuda", "nccl":
-            return NcclTransport(_again(group) if apart else group)
+            return NcclTransport(_again(group, timeout) if apart else group)
         case "cuda", "gloo":
             return StagedTransport(group, timeout)
     raise LayoutError(
@@ -46,8 +46,8 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
     return dict(pairs)
 
 
-def _again(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return another group of the same ranks."""
+def _again(group: dist.ProcessGroup | None, timeout: timedelta) -> dist.ProcessGroup:
+    """Return another group of the same ranks, which lives as long as the process group of all."""
     ranks = dist.get_process_group_ranks(group)
-    again: dist.ProcessGroup = dist.new_group(ranks, backend="nccl", use_local_synchronization=True)
+    again: dist.ProcessGroup = dist.new_group(ranks, timeout, backend="nccl", use_local_synchronization=True)
     return again
