@@ -19,7 +19,8 @@ from torch import Tensor
 
 from shardlite.magnitude import any_bad
 from shardlite.ring import Operation, all_gather, all_reduce, reduce_scatter, staging_numel
-from shardlite.unit import Flat, Shared, storage_key
+from shardlite.shared import Shared
+from shardlite.unit import Flat, storage_key
 
 
 @dataclass(frozen=True)

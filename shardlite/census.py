@@ -15,7 +15,8 @@ from torch import Tensor
 from shardlite.errors import NonFiniteWarning
 from shardlite.magnitude import any_bad
 from shardlite.ring import Operation, all_reduce
-from shardlite.unit import Flat, Shared
+from shardlite.shared import Shared
+from shardlite.unit import Flat
 
 
 class Census:

@@ -15,7 +15,8 @@ from torch import Tensor
 from shardlite.errors import LayoutError
 from shardlite.magnitude import largest
 from shardlite.ring import Operation, all_gather
-from shardlite.unit import Flat, Shared
+from shardlite.shared import Shared
+from shardlite.unit import Flat
 
 _EPSILON = 1e-6
 """As in `torch.nn.utils.clip_grad_norm_`."""

@@ -19,12 +19,13 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 from shardlite.phase import Weights
 from shardlite.ring import Operation, all_gather
+from shardlite.shared import Shared
 from shardlite.transport import Transport
-from shardlite.unit import Flat, Shared, Unit
+from shardlite.unit import Flat, Unit
 
 
 class Gathering(Protocol):
-    """Who sees to it that full weights are there when they are used: `Gatherer` lends them, `Replicas` keeps them."""
+    """Who sees to it that full weights are there when they are used: `Gatherer` lends them, `Unsharded` keeps them."""
 
     def hold(self, unit: Unit, *, foreseen: bool = True) -> None:
         """Make the unit's full weights readable until `release`; holds count."""

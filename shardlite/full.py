@@ -17,7 +17,8 @@ from shardlite.errors import LayoutError, PhaseError
 from shardlite.fill import Gathering
 from shardlite.handles import Calls, pop_hooks, push_hooks
 from shardlite.ring import Operation, all_gather, all_reduce
-from shardlite.unit import Flat, Shared, Unit
+from shardlite.shared import Shared
+from shardlite.unit import Flat, Unit
 
 
 class FullParameters:
@@ -38,7 +39,7 @@ class FullParameters:
         self._calls = calls
         self._uses = count()
         self._reading = False
-        if any(unit.follows for unit in units):
+        if any(unit.derived for unit in units):
             for each in module.modules():
                 each.register_state_dict_pre_hook(self._refuse)  # type: ignore[no-untyped-call]
 
@@ -144,7 +145,7 @@ class FullParameters:
         """
         changed = {id(each.flat) for each in before if each.changed()}
         written = [any(id(f) in changed or _differs(f, full) for f, full in _places(unit)) for unit in units]
-        overtaken = any(unit.follows and unit.gathered_version != unit.version() for unit in units)
+        overtaken = any(unit.derived and unit.gathered_version != unit.version() for unit in units)
         ranks = torch.tensor([*written, overtaken], dtype=torch.int32, device=self._shared.device)
         operation = Operation(f"what was written {self._shared.label}", next(self._uses))
         for transport in self._shared.counted("what was written"):

@@ -22,7 +22,8 @@ from shardlite.errors import EscapedViewWarning
 from shardlite.fill import Filler, is_fresh, unseen_by_checkpoints
 from shardlite.order import Order
 from shardlite.phase import Weights
-from shardlite.unit import Buffer, Shared, Unit, storage_key
+from shardlite.shared import Shared
+from shardlite.unit import Buffer, Unit, storage_key
 
 
 class Gatherer:
@@ -142,7 +143,7 @@ class Gatherer:
             unit.unbind()
         if unit.buffer.escaped():
             unit.escapes.append(weakref.ref(unit.buffer.bytes.untyped_storage()))
-        self._expire(unit)
+        self._outdate(unit)
         unit.move(Weights.IDLE)
 
     def _keep_idle(self, unit: Unit) -> None:
@@ -201,7 +202,7 @@ class Gatherer:
         return buffer
 
     @staticmethod
-    def _expire(unit: Unit) -> None:
+    def _outdate(unit: Unit) -> None:
         """Let autograd's own in-place check find parameters that were saved around our hooks.
 
         Not while a view of them lives: autograd would take the view for modified, and derive its gradient anew from the

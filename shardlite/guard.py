@@ -119,7 +119,7 @@ def _unscale(original: Callable[..., dict[torch.device, Tensor]]) -> Callable[..
         """Divide the gradients as ever; what any rank has found, all have."""
         found = original(scaler, optimizer, *args, **kwargs)
         for model in _models_of(optimizer):
-            flag = model.flag()
+            flag = model.skips.flag()
             if flag is not None:
                 here = found.setdefault(flag.device, torch.zeros_like(flag))
                 torch.maximum(here, flag, out=here)

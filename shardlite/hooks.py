@@ -117,7 +117,7 @@ class ModuleHooks:
         self._gatherer.hold(unit)
         if self._calls is not None:
             self._calls.current[unit] = Call(unit, self._calls)
-        if unit.follows:
+        if unit.derived:
             self._written[unit] = unit.writes()
 
     def _release(self, unit: Unit) -> None:
@@ -125,7 +125,7 @@ class ModuleHooks:
             call = self._calls.current.pop(unit)
             if in_backward():
                 self._calls.expect_backward(call)
-        written = unit.follows and unit.writes() != self._written.pop(unit)
+        written = unit.derived and unit.writes() != self._written.pop(unit)
         self._gatherer.release(unit)
         if written:
             raise LayoutError(

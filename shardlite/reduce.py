@@ -28,7 +28,8 @@ from shardlite.lane import Flight
 from shardlite.magnitude import any_bad
 from shardlite.phase import Gradients
 from shardlite.ring import Operation, broadcast
-from shardlite.unit import Flat, Shared, Unit
+from shardlite.shared import Shared
+from shardlite.unit import Flat, Unit
 
 PATIENCE = 1.0
 """Seconds that a backward waits for an earlier reduction before it takes another bucket.

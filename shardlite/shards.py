@@ -6,13 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from shardlite.errors import LayoutError
-from shardlite.fill import Gathering
 from shardlite.trace import Trace
 from shardlite.unit import Flat
 
 
 class Shards:
-    """This rank's shard of each parameter; `changed` are told when they change."""
+    """This rank's shard of each parameter."""
 
     def __init__(self, flats: Sequence[Flat], trace: Trace) -> None:
         self._trace = trace
@@ -23,15 +22,12 @@ class Shards:
         self._param: dict[Tensor, nn.Parameter] = {shard: param for param, shard in self._of.items()}
         self._addresses = [(shard, shard.data_ptr()) for shard in self._param]
         self._trainable = {shard: shard.requires_grad for shard in self._param}
-        self._resident = any(flat.full is not None for flat in flats)
+        self._permanent = any(flat.full is not None for flat in flats)
         self.are_parts = any(flat.layout.world_size > 1 and flat.rank is not None for flat in flats)
         """Whether a shard may be less than a whole parameter."""
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         return iter(self._of.values())
-
-    def __contains__(self, tensor: object) -> bool:
-        return tensor in self._param
 
     def of(self, name: str, param: nn.Parameter) -> nn.Parameter:
         """Return the shard of one of the module's own parameters.
@@ -75,19 +71,18 @@ class Shards:
                 )
             self._follow(shard)
 
-    def after_step(self, stepped: Sequence[Tensor], gatherer: Gathering) -> None:
+    def after_step(self, stepped: Sequence[Tensor]) -> None:
         """Take note of what an optimizer has changed: the fused ones of PyTorch do not."""
         self._trace.emit("step")
-        self.mark_changed(stepped, gatherer)
+        self.mark_changed(stepped)
 
-    def mark_changed(self, changed: Sequence[Tensor], gatherer: Gathering) -> None:
+    def mark_changed(self, changed: Sequence[Tensor]) -> None:
         """Raise the versions by which gathers and autograd recognise weights that are no longer what they were."""
         ours = [shard for shard in changed if shard in self._param]
         torch.autograd.graph.increment_version(ours)
-        if self._resident:  # autograd may have saved the full weights, which are changed with their shards or later
+        if self._permanent:  # autograd may have saved the full weights, which are changed with their shards or later
             params = [self._param[shard] for shard in ours]
             torch.autograd.graph.increment_version([param for param in params if param not in self._param])
-        gatherer.expire()
 
     def _follow(self, shard: Tensor) -> None:
         """Let a shard be trainable if the parameter that it stands for is."""

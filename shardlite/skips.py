@@ -21,7 +21,7 @@ class Skips:
     """Leaves out steps of one wrapped model, and counts them. `flag` returns [], 1 where gradients are bad, else 0."""
 
     def __init__(self, flag: Callable[[], Tensor | None], device: torch.device) -> None:
-        self._flag = flag
+        self.flag = flag
         self._counts = torch.zeros(2, device=device)  # all, in a row
         self._counted: Tensor | None = None
         self._seen = torch.zeros(2, pin_memory=device.type == "cuda")
@@ -39,7 +39,7 @@ class Skips:
         Raises:
             NonFiniteError: too many in a row were left out.
         """
-        flag = self._flag()
+        flag = self.flag()
         if flag is not self._counted:
             self._hidden = []  # left over from a step that ended in an exception, and outdated by another backward
         self.after_step()

@@ -21,9 +21,6 @@ class Stepping:
     ready: Callable[[], None]
     """Raises if gradients are not what a step needs."""
 
-    flag: Callable[[], Tensor | None]
-    """Returns [], 1 if a gradient on any rank is not finite, else 0; `None` before the first backward."""
-
     norm: Callable[[float, Collection[Tensor]], Tensor]
     """Returns the global norm with an exponent, [], of the gradients of some shards. To be called by every rank."""
 
@@ -36,8 +33,10 @@ class Stepping:
     def after_step(self, stepped: Sequence[Tensor]) -> None:
         """Take note of what was changed."""
         self.skips.after_step()
-        self.shards.after_step(stepped, self.gatherer)
+        self.shards.after_step(stepped)
+        self.gatherer.expire()
 
     def mark_changed(self) -> None:
         """Take note that all shards were changed by other means than a step."""
-        self.shards.mark_changed(list(self.shards), self.gatherer)
+        self.shards.mark_changed(list(self.shards))
+        self.gatherer.expire()

@@ -11,74 +11,17 @@ shape if this rank has all of the parameter, else `[k, 1, ...]`.
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import prod
 
 import torch
 from torch import Tensor, nn
 
 from shardlite.errors import LayoutError
-from shardlite.lane import Flight, Lane, make_lane
+from shardlite.lane import Flight
 from shardlite.layout import Layout, Slot, round_up
-from shardlite.ledger import Ledger
 from shardlite.phase import Weights, check_move
-from shardlite.trace import Trace
-from shardlite.traffic import Traffic
-from shardlite.transport import Transport
 
 _FLAT_ALIGN = 128
 """Bytes: where the flats start in a buffer, so that every access can be a wide one."""
-
-
-@dataclass(frozen=True)
-class Shared:
-    """What all units of one wrapped model share."""
-
-    instance: int
-    """A number that tells wrapped models apart, the same on every rank."""
-
-    transport: Transport
-    """To the ranks over which the model is sharded."""
-
-    replicas: Transport | None
-    """To the ranks that hold the same shards, if there are any (hybrid sharding)."""
-
-    reducing: tuple[Transport, Transport | None]
-    """Both again for reductions, which run in no fixed order beside gathers: over NCCL each needs connections of its
-    own, for it knows no tags."""
-
-    device: torch.device
-    trace: Trace
-    ledger: Ledger
-    traffic: Traffic
-
-    @property
-    def label(self) -> str:
-        """The model in the name of an operation, so that no two models hear each other's messages."""
-        return f"of model {self.instance}"
-
-    @property
-    def transports(self) -> list[Transport]:
-        """All: what goes over one after the other reaches every rank."""
-        return [self.transport] if self.replicas is None else [self.transport, self.replicas]
-
-    def counted(self, purpose: str) -> list[Transport]:
-        """Return them, with what is sent for a purpose of the whole model counted."""
-        return [self.traffic.counted(transport, purpose) for transport in self.transports]
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks there are, replicas included."""
-        return prod(transport.world_size for transport in self.transports)
-
-    @property
-    def rank(self) -> int:
-        """This rank among all of them."""
-        replica = 0 if self.replicas is None else self.replicas.rank
-        return replica * self.transport.world_size + self.transport.rank
-
-    def lane(self, name: str) -> Lane:
-        """Return a new lane for operations that use these transports."""
-        return make_lane(name, self.device, blocking=any(transport.blocking for transport in self.transports))
 
 
 class Buffer:
@@ -236,7 +179,7 @@ class Unit:
         return [flat for flat in self.flats if flat.rows]
 
     @property
-    def follows(self) -> bool:
+    def derived(self) -> bool:
         """Whether the full weights have to be made from the shards: they are not the same memory."""
         return any(not (flat.in_place and flat.rank is None) for flat in self.flats)
 

@@ -7,13 +7,13 @@ from itertools import count
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardlite import build, checks, guard, materialise
+from shardlite import checks, guard
+from shardlite.agree import agree, number
 from shardlite.backward import Backward, Mode
-from shardlite.build import FlatPlan, Memory
+from shardlite.build import Placement, build_units, flats_of, part_of
 from shardlite.casts import cast_floats
 from shardlite.census import SoloCensus
 from shardlite.clip import clip_gradients, total_norm
@@ -26,18 +26,21 @@ from shardlite.hooks import ModuleHooks
 from shardlite.ledger import Held, Ledger
 from shardlite.materialise import Init, Initialiser
 from shardlite.optim import adopt
-from shardlite.partition import ROOT, UnitPlan, UnitPolicy, cut
+from shardlite.partition import UnitPlan, UnitPolicy
+from shardlite.plan import Options, Plan, agree_on_plan
 from shardlite.reduce import Reducer
-from shardlite.replicas import Replicas
 from shardlite.ring import Operation
 from shardlite.shards import Shards
+from shardlite.shared import Shared, connect_all
 from shardlite.sites import needs, sites
 from shardlite.skips import Skips
+from shardlite.spread import spread, spread_buffers, spread_values
 from shardlite.stepping import Stepping
 from shardlite.trace import Trace
 from shardlite.traffic import Sent, Traffic
-from shardlite.transport import Ranks, connect, groups_of
-from shardlite.unit import Shared
+from shardlite.transport import Ranks, groups_of
+from shardlite.unit import Unit
+from shardlite.unsharded import Unsharded
 
 ReshardRule = bool | Callable[[str, nn.Module], bool]
 
@@ -108,11 +111,21 @@ class ShardLite(nn.Module):
         self._groups = groups_of(group)
         self._ignored = checks.ignored_params(ignore)
         self._collectives = count()
-        plans = self._agree(module, units, device, init, prefetch)
-        self._shared = self._share(timeout)
+        options = Options(
+            stage=stage,
+            units=units,
+            precision=precision,
+            ignored=self._ignored,
+            device=device,
+            init=init,
+            prefetch=prefetch,
+        )
+        plan = agree_on_plan(module, options, self._groups, ShardLite)
+        self._shared = self._share(plan.device, timeout)
+        self._placement = self._place(plan, reshard_after_forward)
         self.module = module
-        self._build(plans, reshard_after_forward, init)
-        self._connect(plans, prefetch, diagnose)
+        self._units = self._build(plan, init)
+        self._connect(plan, prefetch, diagnose)
 
     # ---- what a module does -------------------------------------------------------------------------------------
 
@@ -275,16 +288,16 @@ class ShardLite(nn.Module):
         Raises:
             LayoutError: on every rank, if names or shapes do not fit; nothing is changed then.
         """
-        build.agree(self._groups, [], self._full.misfit(state_dict or {}) if self._shared.rank == 0 else None)
+        agree(self._groups, [], self._full.misfit(state_dict or {}) if self._shared.rank == 0 else None)
         entries = self._full.entries()
         source = {entry: (state_dict or {}).get(name, entry) for name, entry in entries.items()}
         for unit in self._units:
-            build.spread_values(unit, self._shared.counted("values"), lambda param: source[param])
+            spread_values(unit, self._shared.counted("values"), lambda param: source[param])
         with torch.no_grad():
             for entry, value in source.items():
                 if not isinstance(entry, nn.Parameter) and self._shared.rank == 0:
                     entry.copy_(value)
-        build.spread_buffers(self.module, self._shared.counted("buffers"))
+        spread_buffers(self.module, self._shared.counted("buffers"))
         self._stepping.mark_changed()
 
     def state_dict(self, *_: Any, **__: Any) -> Any:
@@ -302,99 +315,73 @@ class ShardLite(nn.Module):
 
     # ---- construction -------------------------------------------------------------------------------------------
 
-    def _agree(
-        self, module: nn.Module, units: UnitPolicy, device: torch.device | str | None, init: Init, prefetch: int
-    ) -> list[UnitPlan]:
-        """Cut the model and make sure that every rank cuts the same."""
-        problem, plans, facts = None, [], []
-        try:
-            checks.check(module, self.stage, prefetch, self.precision, self._ignored, wrapper=ShardLite)
-            materialise.check(module, init, self._ignored, first=build.is_first(self._groups))
-            self._device = checks.device_for(module, device, build.default_device(self._groups))
-            plans = cut(module, units, self._ignored)
-            world_size = dist.get_world_size(self._groups.shard)
-            self._flat_plans = [build.plan_flats(plan, world_size, self.precision) for plan in plans]
-            facts = [f"stage {self.stage}", f"prefetch {prefetch}", f"{self.precision}"]
-            facts.append(f"shards on {self._device.type}")
-            facts += _describe(plans, self._flat_plans)
-        except Exception as error:  # whatever it is: the other ranks are waiting
-            problem = error
-        build.agree(self._groups, facts, problem)
-        return plans
-
-    def _share(self, timeout: timedelta) -> Shared:
-        groups, device = self._groups, self._device
-        (shard, replicas), reducing = (
-            (
-                connect(groups.shard, device, timeout, apart=apart),
-                None if groups.replicas is None else connect(groups.replicas, device, timeout, apart=apart),
-            )
-            for apart in (False, True)
-        )
-        build.open_connections((shard, replicas, *reducing), device)
+    def _share(self, device: torch.device, timeout: timedelta) -> Shared:
+        transport, replicas = connect_all(self._groups, device, timeout, apart=False)
         return Shared(
-            instance=build.number(groups),
-            transport=shard,
+            instance=number(self._groups),
+            transport=transport,
             replicas=replicas,
-            reducing=reducing,
+            reducing=connect_all(self._groups, device, timeout, apart=True),
             device=device,
             trace=self.trace,
             ledger=self.ledger,
             traffic=Traffic(),
         )
 
-    def _build(self, plans: list[UnitPlan], reshard: ReshardRule, init: Init) -> None:
+    def _place(self, plan: Plan, reshard: ReshardRule) -> Placement:
+        alone = self._shared.world_size == 1 and not plan.casts
+        return Placement(
+            rank=None if self.stage == 0 or alone else self._shared.transport.rank,
+            permanent=self.stage < 3 or alone,
+            alone=alone,
+            resident=lambda unit: unit.name == "" or not _reshards(reshard, unit),
+        )
+
+    def _build(self, plan: Plan, init: Init) -> list[Unit]:
         """Move the parameters into arenas, and let those on the meta device have values.
 
         Raises:
             LayoutError: on every rank, if some have none; the module is of no more use then.
         """
         shared = self._shared
-        casts = any(flat.compute != flat.layout.dtype for mine in self._flat_plans for flat in mine)
-        self._alone = shared.world_size == 1 and not casts
-        memory = Memory(
-            rank=None if self.stage == 0 or self._alone else shared.transport.rank,
-            permanent=self.stage < 3 or self._alone,
-            alone=self._alone,
-            resident=lambda plan: plan.name == "" or not _reshards(reshard, plan),
-        )
-        self._units = build.build_units(plans, self._flat_plans, memory, self._device)
-        initialiser = Initialiser(self.module, init, self._device, first=shared.rank == 0)
-        build.spread(plans, self._units, self.module, shared, initialiser)
-        checks.mark_wrapped(self._units)
-        build.agree(self._groups, [], initialiser.trouble())
-        build.spread_buffers(self.module, shared.counted("buffers"))
-        for flat in build.flats_of(self._units):
-            self.ledger.track("parameters", flat.local)
-            if flat.full is not None:
-                self.ledger.track("parameters", flat.full)
+        units = build_units(plan, self._placement)
+        initialiser = Initialiser(self.module, init, plan.device, first=shared.rank == 0)
+        spread(plan.units, units, self.module, shared, initialiser)
+        checks.mark_wrapped(units)
+        agree(self._groups, [], initialiser.trouble())
+        spread_buffers(self.module, shared.counted("buffers"))
+        for flat in flats_of(units):
+            for memory in (flat.local, flat.full):
+                if memory is not None:
+                    self.ledger.track("parameters", memory)
         for buffer in self.module.buffers():
             self.ledger.track("buffers", buffer)
+        return units
 
-    def _connect(self, plans: list[UnitPlan], prefetch: int, diagnose: bool) -> None:
+    def _connect(self, plan: Plan, prefetch: int, diagnose: bool) -> None:
         """Let hooks drive the units."""
-        shared, units = self._shared, self._units
+        shared, units, alone = self._shared, self._units, self._placement.alone
         calls = None
-        gatherer: Gatherer | Replicas
-        if self.stage < 3 or self._alone:
-            gatherer = Replicas(units, shared)
+        gatherer: Gatherer | Unsharded
+        if self._placement.permanent:
+            gatherer = Unsharded(units, shared)
         else:
             gatherer = Gatherer(units, shared, prefetch=prefetch)
             calls = Calls(gatherer, units)
-        self._reducer = Reducer([] if self._alone else units, shared, stage=self.stage, diagnose=diagnose)
+        self._reducer = Reducer([] if alone else units, shared, stage=self.stage, diagnose=diagnose)
         self._backward = Backward(self._reducer, gatherer, calls)
         self._full = FullParameters(self.module, units, shared, gatherer, calls)
         self._hooks = ModuleHooks(self._backward, gatherer, calls)
-        if not self._alone:
-            modules = needs(self.module, plans, units)
-            self._hooks.install(modules, sites(self.module, units), [plan.module for plan in plans])
+        if not alone:
+            modules = needs(self.module, plan.units, units)
+            self._hooks.install(modules, sites(self.module, units), [unit.module for unit in plan.units])
         self._backward.catch_gradients()
-        shards = Shards(build.flats_of(units), self.trace)
-        self._solo = SoloCensus(build.flats_of(units), self._device, diagnose=diagnose)
-        skips = Skips(self._nonfinite, self._device)
-        self._stepping = Stepping(shards, skips, gatherer, self._ready_for_step, self._nonfinite, self._norm)
+        flats = flats_of(units)
+        solo = SoloCensus(flats, shared.device, diagnose=diagnose) if alone else None
+        skips = Skips(solo.nonfinite if solo else lambda: self._reducer.nonfinite, shared.device)
+        self._stepping = Stepping(Shards(flats, self.trace), skips, gatherer, self._ready_for_step, self._norm)
         guard.watch(self._stepping)
-        adopt(shards.by_param(), build.part_of(units))
+        adopt(self._stepping.shards.by_param(), part_of(units))
 
     def _ready_for_step(self) -> None:
         self._hooks.reset()
@@ -405,25 +392,12 @@ class ShardLite(nn.Module):
             )
         self._backward.forget_forwards()
 
-    def _nonfinite(self) -> Tensor | None:
-        """Return whether any rank has a gradient that is not finite, [], or `None` if there are no gradients."""
-        return self._solo.nonfinite() if self._alone else self._reducer.nonfinite
-
     def _norm(self, norm_type: float, only: Collection[Tensor] | None = None) -> Tensor:
         """Return the norm of the gradients of all ranks, or of those of some shards, []."""
-        flats = [flat for flat in build.flats_of(self._units) if flat.layout.dtype.is_floating_point]
+        flats = [flat for flat in flats_of(self._units) if flat.layout.dtype.is_floating_point]
         operation = Operation(f"the norm of gradients {self._shared.label}", next(self._collectives))
         return total_norm(flats, self._shared, norm_type, operation, only)
 
 
 def _reshards(rule: ReshardRule, plan: UnitPlan) -> bool:
     return rule if isinstance(rule, bool) else bool(rule(plan.name, plan.module))
-
-
-def _describe(plans: Iterable[UnitPlan], flats: Iterable[Iterable[FlatPlan]]) -> list[str]:
-    return [
-        f"parameter {line} in unit {plan.name or ROOT!r}"
-        for plan, mine in zip(plans, flats, strict=True)
-        for flat in mine
-        for line in flat.layout.describe()
-    ]

@@ -10,16 +10,16 @@ FLOORS = [
     ["errors", "config", "casts"],
     ["layout", "phase", "trace", "order", "ledger"],
     ["transport"],
-    ["walk", "traffic", "magnitude"],
+    ["agree", "walk", "traffic", "magnitude"],
     ["ring"],
     ["arena", "lane"],
-    ["unit"],
+    ["unit", "shared"],
     ["fill", "bucket", "average", "clip"],
-    ["gather", "replicas", "census", "shards", "skips"],
+    ["gather", "unsharded", "census", "shards", "skips"],
     ["reduce"],
     ["partition", "handles"],
     ["backward", "sites", "stepping", "checks", "materialise"],
-    ["hooks"],
+    ["hooks", "plan", "spread"],
     ["counts"],
     ["slots"],
     ["optim", "build", "full", "guard"],
@@ -73,7 +73,7 @@ def test_kernels_import_only_torch_and_triton():
 
 def test_only_the_transport_and_the_edges_know_process_groups():
     """Parameters and gradients travel by our rings; others may use `torch.distributed` to agree on plain facts."""
-    allowed = {"transport", "wrapper", "build", "verification", "demo", "launch", "cli"}
+    allowed = {"transport", "agree", "verification", "demo", "launch", "cli"}
     users = {
         floor_of(path)
         for path in sources(ROOT / "shardlite")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-import shardlite.wrapper
+import shardlite.shared
 from shardlite import AdamW, ShardLite
 from shardlite.lane import StreamLane, ThreadLane, make_lane
 from shardlite.transport import NcclTransport, StagedTransport
@@ -181,15 +181,15 @@ def trained(group, stage) -> dict[str, torch.Tensor]:
 
 def other_transports_body(group):
     """Train over the transports for GPUs, which carry CPU tensors over gloo as well."""
-    connect = shardlite.wrapper.connect
+    connect = shardlite.shared.connect
     for stage in (0, 1, 2, 3):
         expected = trained(group, stage)
         for make in (NcclTransport, lambda group: StagedTransport(group, timedelta(seconds=60))):
-            shardlite.wrapper.connect = lambda group, device, timeout, apart, make=make: make(group)
+            shardlite.shared.connect = lambda group, device, timeout, apart, make=make: make(group)
             try:
                 weights = trained(group, stage)
             finally:
-                shardlite.wrapper.connect = connect
+                shardlite.shared.connect = connect
             for name, value in expected.items():
                 torch.testing.assert_close(weights[name], value, rtol=0, atol=0)
 

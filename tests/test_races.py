@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardlite import Precision, ring, wrapper
+from shardlite import Precision, ring, shared
 from tests.delays import Delayed
 from tests.models import Residual
 from tests.sharded import Pair, Turn
@@ -33,12 +33,12 @@ def on_rows(model: Callable[..., Any], turn: Turn) -> Tensor:
 @contextmanager
 def late_messages(seed: int) -> Iterator[None]:
     """Let models that are wrapped inside have transports with random delays."""
-    connect = wrapper.connect
-    wrapper.connect = lambda *where, **how: Delayed(connect(*where, **how), seed, longest=LONGEST)
+    connect = shared.connect
+    shared.connect = lambda *where, **how: Delayed(connect(*where, **how), seed, longest=LONGEST)
     try:
         yield
     finally:
-        wrapper.connect = connect
+        shared.connect = connect
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import shardlite.wrapper
+import shardlite.shared
 from shardlite import AdamW, Precision, ShardLite
 from shardlite.layout import ARENA_ALIGN, round_up
 from shardlite.transport import Counted, Tally
@@ -37,8 +37,8 @@ def totals(model: ShardLite) -> tuple[int, int]:
 def traffic_body(group, stage, precision):
     """Return what one step sent, by unit and purpose, once everything agrees with the transport."""
     tally = Tally()
-    connect = shardlite.wrapper.connect
-    shardlite.wrapper.connect = lambda *args, **options: Counted(connect(*args, **options), tally)
+    connect = shardlite.shared.connect
+    shardlite.shared.connect = lambda *args, **options: Counted(connect(*args, **options), tally)
     try:
         model = ShardLite(net(), stage=stage, group=group, precision=precision)
         optimizer = AdamW(model.parameters())
@@ -50,7 +50,7 @@ def traffic_body(group, stage, precision):
         model.full_state_dict()
         assert totals(model) == (tally.messages, tally.nbytes)
     finally:
-        shardlite.wrapper.connect = connect
+        shardlite.shared.connect = connect
     sent = {}
     for unit, purposes in after.items():
         for purpose, each in purposes.items():

@@ -22,9 +22,9 @@ from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
 from shardlite import AdamW, Precision
-from shardlite.build import FlatPlan, plan_flats
 from shardlite.layout import Layout, Slot
 from shardlite.partition import UnitPolicy, cut
+from shardlite.plan import FlatPlan, plan_flats
 
 
 @dataclass(frozen=True)

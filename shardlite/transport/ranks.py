@@ -27,10 +27,18 @@ class Groups:
         return [self.shard] if self.replicas is None else [self.shard, self.replicas]
 
     @property
-    def world_size(self) -> int:
-        """How many ranks there are."""
-        replicas = 1 if self.replicas is None else dist.get_world_size(self.replicas)
-        return dist.get_world_size(self.shard) * replicas
+    def shards(self) -> int:
+        """How many ranks share a model."""
+        return dist.get_world_size(self.shard)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank whose values all others get."""
+        return all(dist.get_rank(group) == 0 for group in self.all)
+
+    def carry(self, device_type: str) -> bool:
+        """Whether the groups have a backend for such devices."""
+        return all(device_type in dist.get_backend_config(group) for group in self.all)
 
 
 def groups_of(ranks: Ranks) -> Groups:

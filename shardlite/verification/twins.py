@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shardlite.build import plan_flats
 from shardlite.layout import ALIGN, round_up
 from shardlite.optim import AdamW
 from shardlite.partition import cut
+from shardlite.plan import plan_flats
 from shardlite.verification.masters import Masters
 from shardlite.verification.task import Batch, Task, doubled, joined_batch, mean_loss
 from shardlite.wrapper import ShardLite

@@ -14,21 +14,22 @@ import torch
 
 from shardlite.fill import Filler, is_fresh, unseen_by_checkpoints
 from shardlite.phase import Weights
-from shardlite.unit import Shared, Unit
+from shardlite.shared import Shared
+from shardlite.unit import Unit
 
 
-class Replicas:
+class Unsharded:
     """Keeps the full weights of one wrapped model; the counterpart of `Gatherer`, which lends them."""
 
     def __init__(self, units: Sequence[Unit], shared: Shared) -> None:
-        self._units = [unit for unit in units if unit.follows]
+        self._units = [unit for unit in units if unit.derived]
         self._filler = Filler(shared) if self._units else None
         self._trace = shared.trace
 
     def hold(self, unit: Unit, *, foreseen: bool = True) -> None:
         """Make the unit's full weights readable until `release`; holds count."""
         del foreseen  # everything is
-        if unit.follows and unit.holds == 0:
+        if unit.derived and unit.holds == 0:
             # Inside a `torch.func` transform the new views would be of its kind, and outlive it.
             with unseen_by_checkpoints(), torch._C._DisableFuncTorch():
                 self._request(unit)
@@ -38,7 +39,7 @@ class Replicas:
     def release(self, unit: Unit) -> None:
         """End one hold."""
         unit.holds -= 1
-        if unit.follows and unit.holds == 0:
+        if unit.derived and unit.holds == 0:
             unit.move(Weights.IDLE)
 
     def begin_pass(self, kind: Hashable) -> None:

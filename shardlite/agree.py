@@ -1,0 +1,58 @@
+"""What ranks tell each other before they do something together: control messages, by `torch.distributed`."""
+
+from collections.abc import Sequence
+from itertools import count
+
+import torch.distributed as dist
+
+from shardlite.errors import LayoutError
+from shardlite.transport import Groups
+
+_instances = count()
+
+
+def agree(groups: Groups, facts: Sequence[str], problem: Exception | None) -> None:
+    """Make sure that what all ranks are about to do is the same, and that none has a `problem`.
+
+    A rank with a problem takes part, so that no other rank waits for it in vain. Ranks are numbered within their group.
+
+    Raises:
+        LayoutError: some other rank has a problem, or a rank differs from rank 0; on every rank.
+        Exception: `problem` itself, on the rank that has it.
+    """
+    trouble = None if problem is None else str(problem)
+    for group in groups.all:
+        everyone: list[tuple[list[str], str | None]] = [([], None)] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, (list(facts), trouble), group=group)
+        trouble = trouble or _trouble(everyone)
+    if problem is not None:
+        raise problem
+    if trouble is not None:
+        raise LayoutError(trouble)
+
+
+def _trouble(everyone: Sequence[tuple[list[str], str | None]]) -> str | None:
+    """Return what is wrong with some rank of a group."""
+    for rank, (theirs, trouble) in enumerate(everyone):
+        if trouble is not None:
+            return f"rank {rank}: {trouble}"
+        if theirs != everyone[0][0]:
+            return f"ranks wrapped different models: {_first_difference(everyone[0][0], theirs, rank)}"
+    return None
+
+
+def number(groups: Groups) -> int:
+    """Return a number for a wrapped model that is the same on all ranks, and new on each of them."""
+    highest = next(_instances)
+    for group in groups.all:
+        numbers = [0] * dist.get_world_size(group)
+        dist.all_gather_object(numbers, highest, group=group)
+        highest = max(numbers)
+    return highest
+
+
+def _first_difference(expected: Sequence[str], got: Sequence[str], rank: int) -> str:
+    for ours, theirs in zip(expected, got, strict=False):
+        if ours != theirs:
+            return f"rank 0 has {ours}, rank {rank} has {theirs}"
+    return f"rank 0 has {len(expected)} entries, rank {rank} has {len(got)}"

@@ -1,0 +1,106 @@
+"""What is to be built, before any memory is there: which units, in which flats, on which device. All ranks agree on it.
+
+Legend: `W` ranks that share a model.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from shardlite import checks, materialise
+from shardlite.agree import agree
+from shardlite.config import Precision
+from shardlite.layout import Layout, lay_out
+from shardlite.materialise import Init
+from shardlite.partition import ROOT, UnitPlan, UnitPolicy, cut
+from shardlite.transport import Groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a user has asked for; see `ShardLite`."""
+
+    stage: int
+    units: UnitPolicy
+    precision: Precision
+    ignored: Collection[Tensor]
+    device: torch.device | str | None
+    init: Init
+    prefetch: int
+
+
+@dataclass(frozen=True)
+class FlatPlan:
+    """One flat to be."""
+
+    layout: Layout
+    compute: torch.dtype
+    reduce: torch.dtype
+    params: Sequence[nn.Parameter]
+
+
+def plan_flats(plan: UnitPlan, world_size: int, precision: Precision) -> list[FlatPlan]:
+    """Lay out a unit: one flat for each kind of parameters in it, in the order of their first ones."""
+    kinds: dict[tuple[torch.dtype, torch.dtype, bool], dict[nn.Parameter, str]] = {}
+    for param, name in plan.params.items():
+        master = precision.master_of(param.dtype, trainable=param.requires_grad)
+        kinds.setdefault((master, precision.compute_of(param.dtype), param.requires_grad), {})[param] = name
+    flats = []
+    for (master, compute, trainable), members in kinds.items():
+        shapes = [(name, tuple(param.shape)) for param, name in members.items()]
+        layout = lay_out(shapes, dtype=master, trainable=trainable, world_size=world_size)
+        flats.append(FlatPlan(layout, compute, precision.reduce_of(master), list(members)))
+    return flats
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be built."""
+
+    units: Sequence[UnitPlan]
+    flats: Sequence[Sequence[FlatPlan]]
+    """Of each unit."""
+
+    device: torch.device
+
+    @property
+    def casts(self) -> bool:
+        """Whether any parameter is kept in another dtype than it is used in."""
+        return any(flat.compute != flat.layout.dtype for flat in chain.from_iterable(self.flats))
+
+
+def agree_on_plan(module: nn.Module, options: Options, groups: Groups, wrapper: type[nn.Module]) -> Plan:
+    """Plan what becomes of a module, and make sure that every rank plans the same.
+
+    Raises:
+        LayoutError: the module or an option is not what it may be, here or on another rank.
+    """
+    problem, plan, facts = None, None, []
+    try:
+        plan = _make(module, options, groups, wrapper)
+        settings = (f"stage {options.stage}", f"prefetch {options.prefetch}", f"{options.precision}")
+        facts = [*settings, f"shards on {plan.device.type}", *_describe(plan)]
+    except Exception as error:  # whatever it is: the other ranks are waiting
+        problem = error
+    agree(groups, facts, problem)
+    assert plan is not None, "a problem was raised"
+    return plan
+
+
+def _make(module: nn.Module, options: Options, groups: Groups, wrapper: type[nn.Module]) -> Plan:
+    checks.check(module, options.stage, options.prefetch, options.precision, options.ignored, wrapper=wrapper)
+    materialise.check(module, options.init, options.ignored, first=groups.is_first)
+    on_gpu = torch.cuda.is_available() and groups.carry("cuda")
+    device = checks.device_for(module, options.device, torch.device("cuda" if on_gpu else "cpu"))
+    units = cut(module, options.units, options.ignored)
+    return Plan(units, [plan_flats(unit, groups.shards, options.precision) for unit in units], device)
+
+
+def _describe(plan: Plan) -> Iterable[str]:
+    for unit, flats in zip(plan.units, plan.flats, strict=True):
+        for flat in flats:
+            for line in flat.layout.describe():
+                yield f"parameter {line} in unit {unit.name or ROOT!r}"
