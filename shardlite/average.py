@@ -1,7 +1,7 @@
 """Averaging one flat's gradients over the ranks: where the mean will be, and how it gets there.
 
     stage 0     bucket [W*S]: own segment reduced in place, then gathered by all: every rank has the whole mean
-    stage 1     bucket [W*S]: own segment reduced in place; the memory of the rest is kept
+    stage 1     bucket [W*S]: own segment reduced in place, with no memory but the bucket's, which stays
     stages 2, 3 a new shard [S]; the bucket is free when the reduction is over (on one rank it is the shard itself)
 
 With replicas (hybrid sharding) each segment is added up within the ranks that share a model, then over the replicas of

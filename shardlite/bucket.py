@@ -62,8 +62,8 @@ class Bucket:
         """
         if param not in self._places:
             raise PhaseError(
-                f"unit {self.unit.name!r}: a parameter of shape {list(param.shape)} got a gradient, but did not "
-                "require one at the latest forward: change requires_grad after the backward"
+                f"parameter {self._name_of(param)!r} got a gradient, but did not require one at the latest forward: "
+                "change requires_grad after the backward"
             )
         flat, slot = self._places[param]
         target = self.full[flat][slot.start : slot.stop].view(slot.shape)
@@ -74,6 +74,12 @@ class Bucket:
             target.copy_(dense)
         self.used.add(param)
         self.arrivals += 1
+
+    def _name_of(self, param: nn.Parameter) -> str:
+        members = (
+            (each, slot) for flat in self.unit.flats for each, slot in zip(flat.params, flat.layout.slots, strict=True)
+        )
+        return next(slot.name for each, slot in members if each is param)
 
     def zero_the_rest(self) -> None:
         """Zero the padding and the places of gradients that did not come: the memory comes uninitialised."""

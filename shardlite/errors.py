@@ -6,7 +6,7 @@ class ShardLiteError(Exception):
 
 
 class LayoutError(ShardLiteError, ValueError):
-    """The caller's shapes, dtypes, models or calls do not fit. No parameter was changed."""
+    """The caller's shapes, dtypes, models or calls do not fit."""
 
 
 class PhaseError(ShardLiteError, RuntimeError):

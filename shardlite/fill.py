@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
+from shardlite.lane import Lane
 from shardlite.phase import Weights
 from shardlite.ring import Operation, all_gather
 from shardlite.shared import Shared
@@ -54,7 +55,7 @@ class Filler:
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
-        self._lane = shared.lane("gather")
+        self._lane: Lane | None = None  # made when needed: where weights never change hands it never is
 
     def start(self, unit: Unit) -> None:
         """Start filling the unit's memory with its weights of now."""
@@ -72,6 +73,7 @@ class Filler:
         self._shared.trace.emit("gather", unit.name)
         unit.gathered_version, unit.stale = unit.version(), False
         unit.move(Weights.GATHERING)
+        self._lane = self._lane or self._shared.lane("gather")
         unit.flight = self._lane.submit(go_round)
 
     def _transport_of(self, unit: Unit, flat: Flat) -> Transport | None:

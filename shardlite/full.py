@@ -114,7 +114,10 @@ class FullParameters:
         entries = self.entries()
         missing, unknown = entries.keys() - state_dict.keys(), state_dict.keys() - entries.keys()
         if missing or unknown:
-            return LayoutError(f"the state dict lacks {sorted(missing)} and has unknown {sorted(unknown)}")
+            return LayoutError(
+                f"the state dict lacks {_some(missing)} and has unknown {_some(unknown)}: was it saved from another model, "
+                "or from a wrapped one by something else than full_state_dict()?"
+            )
         for name, entry in entries.items():
             shape = state_dict[name].shape
             if entry.shape != shape:
@@ -132,7 +135,7 @@ class FullParameters:
         known = {name: homes[param] for name, param in params if param in homes}
         for name in names:
             if name not in known:
-                raise LayoutError(f"there is no parameter {name!r}; there are {', '.join(known)}")
+                raise LayoutError(f"there is no parameter {name!r}; there are {_some(known)}")
         return [unit for unit in self._units if not names or unit in {known[name] for name in names}]
 
     def _write_back(self, units: Sequence[Unit], before: Sequence["_Before"]) -> None:
@@ -179,6 +182,12 @@ class _Before:
         if self.changed():
             with torch.no_grad():
                 self.flat.local.copy_(self.copy)
+
+
+def _some(names: Iterable[str]) -> str:
+    """Return the first of many names."""
+    listed = sorted(names)
+    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "") or "nothing"
 
 
 def _places(unit: Unit) -> Iterator[tuple[Flat, Tensor]]:

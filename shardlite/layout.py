@@ -1,7 +1,7 @@
 """Where each parameter lies in a flat buffer, and which part of it is this rank's. Integers and names only.
 
 A unit's parameters of one kind (dtype, trainable or not) lie one after the other in a full buffer of `W*S` elements,
-which is cut into `W` shards of equal length. Cuts fall where they fall, also inside a parameter:
+which is cut into `W` shards, equal in length for weights. Cuts fall where they fall, also inside a parameter:
 
     W=2   full    | embed............ norm. |. head.......... pad |
           shard   |-------- rank 0 ---------|-------- rank 1 ------|
@@ -81,11 +81,6 @@ class Layout:
     def full_numel(self) -> int:
         """Elements of the full buffer: `W*S` where all shards are equal."""
         return self.cuts[-1]
-
-    @property
-    def full_nbytes(self) -> int:
-        """Bytes of the full buffer."""
-        return self.full_numel * self.dtype.itemsize
 
     @property
     def shard_numel(self) -> int:

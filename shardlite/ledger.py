@@ -78,25 +78,6 @@ class Ledger:
             self._entries[id(storage)] = entry
             self._move(purpose, entry.nbytes)
 
-    def add(self, purpose: str, nbytes: int) -> None:
-        """Count `nbytes` that no tensor storage stands for, such as mapped memory, until `remove`."""
-        with self._lock:
-            self._settle()
-            self._move(purpose, nbytes)
-
-    def remove(self, purpose: str, nbytes: int) -> None:
-        """Take back what `add` counted.
-
-        Raises:
-            ValueError: `purpose` does not hold `nbytes`.
-        """
-        with self._lock:
-            self._settle()
-            held = self._current.get(purpose, 0)
-            if nbytes > held:
-                raise ValueError(f"cannot remove {nbytes} bytes from {purpose!r}, which holds {held}")
-            self._move(purpose, -nbytes)
-
     def current(self) -> dict[str, int]:
         """Bytes held now, for every purpose ever used."""
         with self._lock:

@@ -10,7 +10,7 @@ def largest(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the largest magnitude in each tensor, [], NaN where there is one. None of them may be empty."""
     if tensors and tensors[0].is_cuda:
         return list(torch._foreach_norm(list(tensors), float("inf")))
-    # On a CPU that takes 25 times as long as a 2-norm (torch 2.13), and this as long.
+    # On a CPU that one is slow in torch 2.13.
     return [torch.maximum(low.abs(), high.abs()) for low, high in map(torch.aminmax, tensors)]
 
 

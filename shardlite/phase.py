@@ -8,10 +8,11 @@ from shardlite.errors import PhaseError
 class Weights(Enum):
     """Where a unit's full weights are."""
 
-    SHARDED = "sharded"  # only this rank's shard exists; the module's parameters are placeholders
-    GATHERING = "gathering"  # all-gather in flight: the full buffer must not be read
-    FULL = "full"  # the module's parameters are views of the full buffer, and somebody uses them
-    IDLE = "idle"  # the full buffer is valid, but unused: parameters are placeholders, it may be evicted
+    SHARDED = "sharded"  # only this rank's shard is valid; the module's parameters are placeholders
+    GATHERING = "gathering"  # all-gather in flight: the full weights must not be read
+    FULL = "full"  # the module's parameters are views of the full weights, and somebody uses them
+    IDLE = "idle"  # the full weights are valid, but unused; in a buffer (stage 3) they may be evicted, and parameters
+    # are placeholders; where they have memory of their own (stages 1, 2) parameters stay views of them
 
 
 class Gradients(Enum):

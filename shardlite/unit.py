@@ -153,7 +153,8 @@ class Unit:
     name: str
     flats: Sequence[Flat]
     resident: bool = False
-    """Never evicted for the sake of another unit: the root, whose parameters are used all through a pass."""
+    """Never evicted for the sake of another unit: the root, whose parameters are used all through a pass, and units
+    that are to stay gathered until their backward."""
 
     phase: Weights = Weights.SHARDED
     holds: int = 0

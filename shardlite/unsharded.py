@@ -23,7 +23,7 @@ class Unsharded:
 
     def __init__(self, units: Sequence[Unit], shared: Shared) -> None:
         self._units = [unit for unit in units if unit.derived]
-        self._filler = Filler(shared) if self._units else None
+        self._filler = Filler(shared)
         self._trace = shared.trace
 
     def hold(self, unit: Unit, *, foreseen: bool = True) -> None:
@@ -40,6 +40,7 @@ class Unsharded:
         """End one hold."""
         unit.holds -= 1
         if unit.derived and unit.holds == 0:
+            self._trace.emit("release", unit.name)
             unit.move(Weights.IDLE)
 
     def begin_pass(self, kind: Hashable) -> None:
@@ -70,7 +71,6 @@ class Unsharded:
                 unit.move(Weights.SHARDED)
 
     def _request(self, unit: Unit) -> None:
-        assert self._filler is not None
         if is_fresh(unit):
             return
         if unit.phase is Weights.GATHERING:  # the weights were changed once more
@@ -81,7 +81,6 @@ class Unsharded:
             self._filler.start(unit)
 
     def _land(self, unit: Unit) -> None:
-        assert self._filler is not None
         if unit.phase is Weights.GATHERING:
             self._filler.finish(unit)
             with torch.inference_mode(False):

@@ -46,7 +46,7 @@ ReshardRule = bool | Callable[[str, nn.Module], bool]
 
 
 class ShardLite(nn.Module):
-    """Wrap `module` so that each rank keeps `1/W` of its parameters, gradients and optimizer state.
+    """Wrap `module` so that each of `W` ranks keeps `1/W` of what the stage says: at stage 3, of everything.
 
     Every rank calls this with the same module; rank 0's values are used, and other ranks' may be missing: on the meta
     device. Afterwards train as before, with an optimizer on `parameters()` of the wrapped model, each rank on its own

@@ -160,9 +160,9 @@ def missing_body(group):
         (state_dict_body, "use full_state_dict()"),
         (inner_state_dict_body, "use full_state_dict()"),
         (submodule_state_dict_body, "use full_state_dict()"),
-        (unknown_name_body, "there is no parameter '0.0.wieght'; there are 0.0.weight"),
+        (unknown_name_body, "there is no parameter '0.0.wieght'; there are 0.0.bias, 0.0.weight"),
         (misfit_body, "'0.0.weight' has shape [3, 3], the model's is [8, 8]"),
-        (missing_body, "lacks ['1.0.bias'] and has unknown ['extra']"),
+        (missing_body, "lacks 1.0.bias and has unknown extra"),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
 )

@@ -1,7 +1,6 @@
 import gc
 import threading
 
-import pytest
 import torch
 
 from shardlite.ledger import Ledger, format_bytes
@@ -77,19 +76,12 @@ def test_tracking_again_moves_a_storage_or_takes_its_new_size():
     assert ledger.current()["gradients"] == 0
 
 
-def test_bytes_without_a_storage_are_added_and_removed():
-    ledger = Ledger()
-    ledger.add("mapped memory", 300)
-    ledger.remove("mapped memory", 100)
-    assert ledger.current() == {"mapped memory": 200}
-    with pytest.raises(ValueError, match="cannot remove 201 bytes from 'mapped memory', which holds 200"):
-        ledger.remove("mapped memory", 201)
-
-
 def test_reset_peak_starts_from_what_is_held():
     ledger = Ledger()
-    ledger.add("gradients", 100)
-    ledger.remove("gradients", 60)
+    kept, gone = torch.empty(10), torch.empty(15)
+    for tensor in (kept, gone):
+        ledger.track("gradients", tensor)
+    del tensor, gone
     ledger.reset_peak()
     assert ledger.peak() == {"gradients": 40}
 
@@ -101,14 +93,13 @@ def test_threads_lose_no_byte():
         for _ in range(500):
             tensor = torch.empty(8)
             ledger.track("gather buffers", tensor)
-            ledger.add("mapped memory", 1)
 
     threads = [threading.Thread(target=churn) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert ledger.current() == {"gather buffers": 0, "mapped memory": 2000}
+    assert ledger.current() == {"gather buffers": 0}
 
 
 def test_format_bytes_shows_mebibytes_with_one_decimal():

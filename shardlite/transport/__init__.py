@@ -1,4 +1,4 @@
-"""How bytes get from rank to rank. The only package that knows process groups."""
+"""How bytes get from rank to rank. Parameters and gradients travel by this package only."""
 
 from shardlite.transport.base import Completed, Message, Pending, Transport
 from shardlite.transport.connect import connect
