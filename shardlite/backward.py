@@ -61,9 +61,18 @@ class Backward:
             torch.autograd.Variable._execution_engine.queue_callback(self._close)
             self._gatherer.begin_backward(final=self._mode is Mode.STEP)
 
-    def begin_pass(self) -> None:
-        """Get ready for a forward in training: the parameters' `requires_grad` may have changed since the last one."""
+    def begin_pass(self, *, evaluating: bool) -> None:
+        """Get ready for a forward: the parameters' `requires_grad` may have changed since the last one.
+
+        One without gradients may still be the first half of reentrant checkpointing. But if it is an evaluation, it may
+        well come while gradients are accumulated, and freezing everything for its time must do no harm.
+        """
         self.repair()
+        if not (evaluating and self._reducer.accumulates):
+            self.follow_requires_grad()
+
+    def follow_requires_grad(self) -> None:
+        """Expect gradients of those parameters that require them now."""
         if self._reducer.follow_requires_grad():
             self.catch_gradients()
 

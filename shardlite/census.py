@@ -79,7 +79,9 @@ class SoloCensus:
         """Return whether a gradient is not finite, [], the same tensor until another backward; `None` without any."""
         self._watch()
         grads = {name: shard.grad for shard, name in self._names.items() if shard.grad is not None}
-        if grads and not self._known:
+        if not grads:
+            self._known.clear()
+        elif not self._known:
             values = {name: grad._values() if grad.is_sparse else grad for name, grad in grads.items()}
             bad = any_bad(list(values.values()), self._device)
             self._known.append(bad.to(torch.float32))

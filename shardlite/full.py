@@ -37,11 +37,13 @@ class FullParameters:
         self._shared = shared
         self._gatherer = gatherer
         self._calls = calls
+        self._homes = {param: unit for unit in units for param in unit.params()}
         self._uses = count()
         self._reading = False
         if any(unit.derived for unit in units):
             for each in module.modules():
                 each.register_state_dict_pre_hook(self._refuse)  # type: ignore[no-untyped-call]
+                each.register_load_state_dict_pre_hook(self._refuse_to_load)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def gathered(self, names: Sequence[str], *, writeback: bool) -> Iterator[None]:
@@ -115,8 +117,8 @@ class FullParameters:
         missing, unknown = entries.keys() - state_dict.keys(), state_dict.keys() - entries.keys()
         if missing or unknown:
             return LayoutError(
-                f"the state dict lacks {_some(missing)} and has unknown {_some(unknown)}: was it saved from another model, "
-                "or from a wrapped one by something else than full_state_dict()?"
+                f"the state dict lacks {_some(missing)} and has unknown {_some(unknown)}: was it saved from another "
+                "model, or from a wrapped one by something else than full_state_dict()?"
             )
         for name, entry in entries.items():
             shape = state_dict[name].shape
@@ -129,10 +131,17 @@ class FullParameters:
         if not self._reading:
             raise LayoutError("the module's parameters are sharded: use full_state_dict() of the ShardLite model")
 
+    def _refuse_to_load(self, module: nn.Module, *_: object) -> None:
+        """Let `load_state_dict()` of the module itself raise, but inside `gathered()`: nothing of it would be kept."""
+        if any(param in self._homes and not self._homes[param].holds for param in module._parameters.values()):
+            raise LayoutError(
+                "the module's parameters are sharded: use load_full_state_dict() of the ShardLite model, or load "
+                "inside `gathered()`"
+            )
+
     def _units_with(self, names: Iterable[str]) -> list[Unit]:
-        homes = {param: unit for unit in self._units for param in unit.params()}
         params = self._module.named_parameters(remove_duplicate=False)
-        known = {name: homes[param] for name, param in params if param in homes}
+        known = {name: self._homes[param] for name, param in params if param in self._homes}
         for name in names:
             if name not in known:
                 raise LayoutError(f"there is no parameter {name!r}; there are {_some(known)}")
@@ -170,16 +179,18 @@ class _Before:
 
     flat: Flat
     copy: Tensor
+    version: int
+    """Of the shards. Writes into the full weights do not change it; a step does, and is not undone."""
 
     @staticmethod
     def of(flat: Flat) -> "_Before":
-        return _Before(flat, flat.local.clone())
+        return _Before(flat, flat.local.clone(), flat.local._version)
 
     def changed(self) -> bool:
         return not torch.equal(self.flat.local, self.copy)
 
     def restore(self) -> None:
-        if self.changed():
+        if self.flat.local._version == self.version and self.changed():
             with torch.no_grad():
                 self.flat.local.copy_(self.copy)
 

@@ -210,7 +210,7 @@ class Gatherer:
         """
         unit.escapes = [each for each in unit.escapes if each() is not None]
         if not unit.escapes:
-            torch.autograd.graph.increment_version(unit.params())
+            unit.outdate()
 
     def _warn(self, unit: Unit) -> None:
         if not self._warned:

@@ -118,11 +118,15 @@ def _unscale(original: Callable[..., dict[torch.device, Tensor]]) -> Callable[..
     def unscale(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         """Divide the gradients as ever; what any rank has found, all have."""
         found = original(scaler, optimizer, *args, **kwargs)
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for model in _models_of(optimizer):
             flag = model.skips.flag()
             if flag is not None:
                 here = found.setdefault(flag.device, torch.zeros_like(flag))
                 torch.maximum(here, flag, out=here)
+            if held - {id(shard) for shard in model.shards}:  # ignored parameters, which each rank judges by itself
+                for here in found.values():
+                    here.copy_(model.on_any_rank(here))
         return found
 
     return unscale
@@ -154,6 +158,24 @@ def _total_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return total_norm
 
 
+def _clip(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def clip(parameters: _Tensors, *args: Any, **kwargs: Any) -> None:
+        """Scale gradients, unless `parameters` are those inside a wrapped model, which have none."""
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for model in list(_models):
+            unsharded = model.shards.names_of_unsharded()
+            for param in params:
+                if id(param) in unsharded:
+                    raise LayoutError(
+                        f"clip_grad_norm_ was given the unsharded parameter {unsharded[id(param)]!r}, which has no "
+                        "gradient: give it parameters() of the ShardLite model, not those of a module around or in it"
+                    )
+        original(params, *args, **kwargs)
+
+    return clip
+
+
 def _owner(grads: Sequence[Tensor]) -> tuple[Stepping | None, set[Tensor]]:
     """Return the model whose gradients these are, if any, and the shards that they belong to.
 
@@ -178,4 +200,5 @@ register_optimizer_step_pre_hook(_before)
 register_optimizer_step_post_hook(_after)
 setattr(GradScaler, "_unscale_grads_", _unscale(GradScaler._unscale_grads_))  # noqa: B010 (mypy refuses assignment)
 setattr(clip_grad, "_get_total_norm", _total_norm(clip_grad._get_total_norm))  # noqa: B010
+setattr(clip_grad, "_clip_grads_with_norm_", _clip(clip_grad._clip_grads_with_norm_))  # noqa: B010
 setattr(nn.utils, "get_total_norm", clip_grad._get_total_norm)  # noqa: B010

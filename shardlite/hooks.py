@@ -87,10 +87,7 @@ class ModuleHooks:
 
     def _begin_pass(self, module: nn.Module) -> None:
         self._evaluating = not torch.is_grad_enabled()
-        if self._evaluating:
-            self._backward.repair()
-        else:
-            self._backward.begin_pass()
+        self._backward.begin_pass(evaluating=self._evaluating)
         self._gatherer.begin_pass(("forward", module.training, self._evaluating))
 
     def _enter_unit(self, unit: Unit) -> None:
@@ -117,20 +114,19 @@ class ModuleHooks:
         self._gatherer.hold(unit)
         if self._calls is not None:
             self._calls.current[unit] = Call(unit, self._calls)
-        if unit.derived:
-            self._written[unit] = unit.writes()
+        self._written[unit] = unit.writes()
 
     def _release(self, unit: Unit) -> None:
         if self._calls is not None:
             call = self._calls.current.pop(unit)
             if in_backward():
                 self._calls.expect_backward(call)
-        written = unit.derived and unit.writes() != self._written.pop(unit)
+        written = unit.writes() != self._written.pop(unit)
         self._gatherer.release(unit)
         if written:
             raise LayoutError(
-                f"unit {unit.name!r}: a forward has written into its weights, which would be lost (`max_norm` of "
-                "an embedding does so, and moving averages in a forward). Write inside `gathered()`"
+                f"unit {unit.name!r}: a forward has written into its weights, which would be lost or differ between "
+                "ranks (`max_norm` of an embedding does so, and moving averages). Write inside `gathered()`"
             )
 
     def _check_sites(self, unit: Unit) -> None:

@@ -12,6 +12,7 @@ used keeps its `.grad` as it was; and they tell each other of gradients that are
 Legend: `W` ranks, `S` elements per shard.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -83,8 +84,9 @@ class _Round:
 class Reducer:
     """Reduces the gradients of one wrapped model; `diagnose` names those that are not finite."""
 
-    nonfinite: Tensor | None = None
-    """[], fp32: 1 if what the last backward left in `.grad` has a NaN or an infinity on any rank, else 0."""
+    _nonfinite: Tensor | None = None
+    _judged: Sequence["weakref.ref[Tensor]"] = ()
+    """The gradients that `_nonfinite` is about."""
 
     def __init__(self, units: Sequence[Unit], shared: Shared, *, stage: int, diagnose: bool) -> None:
         self._shared = shared
@@ -102,6 +104,11 @@ class Reducer:
     def units(self) -> Iterable[Unit]:
         """The units whose gradients this reduces."""
         return self._buckets
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether there are gradients that are not reduced yet."""
+        return any(bucket.phase is Gradients.FILLING for bucket in self._buckets.values())
 
     def follow_requires_grad(self) -> bool:
         """Have buckets for those parameters that require gradients now; return whether that changed anything.
@@ -263,12 +270,21 @@ class Reducer:
                 shard.grad = grad
         bad = [mean.bad for reduction in self._round.started for mean in reduction.means]
         bad.append(any_bad(sums, self._shared.device))
-        users, self.nonfinite = self._census.take([used for _, _, used in parts], bad)
+        users, self._nonfinite = self._census.take([used for _, _, used in parts], bad)
         for (shard, grad, used), count in zip(parts, users, strict=True):
             if count and not used:
                 shard.grad = grad if shard.grad is None else shard.grad.add_(grad)
-        if self._diagnose and self.nonfinite.item():
+        self._judged = [weakref.ref(shard.grad) for shard in self._shards() if shard.grad is not None]
+        if self._diagnose and self._nonfinite.item():
             self._name_bad()
+
+    def nonfinite(self) -> Tensor | None:
+        """Return whether what the last backward left in `.grad` has a NaN or an infinity on any rank, [], 1 or 0.
+
+        `None` if none of those gradients is there any more.
+        """
+        now = {id(shard.grad) for shard in self._shards() if shard.grad is not None}
+        return self._nonfinite if any(id(each()) in now for each in self._judged) else None
 
     def _shards(self) -> Iterator[nn.Parameter]:
         return (shard for unit in self._buckets for flat in unit.flats for shard in flat.shards)

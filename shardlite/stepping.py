@@ -21,6 +21,9 @@ class Stepping:
     ready: Callable[[], None]
     """Raises if gradients are not what a step needs."""
 
+    on_any_rank: Callable[[Tensor], Tensor]
+    """Returns whether a flag, [], is more than 0 on any rank, as 0 or 1. To be called by every rank."""
+
     norm: Callable[[float, Collection[Tensor]], Tensor]
     """Returns the global norm with an exponent, [], of the gradients of some shards. To be called by every rank."""
 

@@ -164,6 +164,9 @@ class Unit:
     stale: bool = False
     """Whether the full weights may have been written to, so that the next use must gather anew."""
 
+    sealed: int | None = None
+    """What `writes()` was when the parameters became placeholders, while they are."""
+
     gathers: int = 0
     escapes: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)
     """Buffers of this unit that somebody else views."""
@@ -225,6 +228,7 @@ class Unit:
 
     def bind(self) -> None:
         """Let the module's parameters be views of the full weights."""
+        self.sealed = None
         for flat, full in zip(self.flats, self.fulls(), strict=True):
             for param, view in flat.views(full):
                 param.data = view
@@ -233,8 +237,13 @@ class Unit:
         """Check that the module's parameters are what they were made: full weights or placeholders.
 
         Raises:
-            LayoutError: somebody has let a parameter be something else.
+            LayoutError: somebody has let a parameter be something else, or written into a placeholder.
         """
+        if self.sealed is not None and self.sealed != self.writes():
+            raise LayoutError(
+                f"unit {self.name!r}: a parameter was written to while it was sharded, which is lost. (PyTorch refuses "
+                "such writes, unless a parameter has one element.) Write into it inside `gathered()`"
+            )
         homes = (home for flat in self.flats for home in (flat.full, flat.placeholder) if home is not None)
         keys = {storage_key(home) for home in homes}
         if self.buffer is not None:
@@ -254,6 +263,13 @@ class Unit:
                 flat.placeholder = _placeholder(flat.compute, flat.local.device)
             for slot, param in zip(flat.layout.slots, flat.params, strict=True):
                 param.data = flat.placeholder.expand(slot.shape)
+        self.sealed = self.writes()
+
+    def outdate(self) -> None:
+        """Let autograd's own in-place check find parameters that were saved as they were."""
+        torch.autograd.graph.increment_version(self.params())
+        if self.sealed is not None:
+            self.sealed = self.writes()
 
 
 def _full_nbytes(flat: Flat) -> int:

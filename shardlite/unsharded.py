@@ -12,6 +12,7 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
+from shardlite.errors import PhaseError
 from shardlite.fill import Filler, is_fresh, unseen_by_checkpoints
 from shardlite.phase import Weights
 from shardlite.shared import Shared
@@ -34,6 +35,11 @@ class Unsharded:
             with unseen_by_checkpoints(), torch._C._DisableFuncTorch():
                 self._request(unit)
                 self._land(unit)
+        elif unit.derived and not is_fresh(unit):
+            raise PhaseError(
+                f"unit {unit.name!r}: its shards were changed while its full weights were in use (a step inside "
+                "`gathered()`, say), so these are a mixture of old and new ones. Step outside"
+            )
         unit.holds += 1
 
     def release(self, unit: Unit) -> None:
@@ -68,6 +74,7 @@ class Unsharded:
             if unit.phase is Weights.IDLE and not is_fresh(unit):
                 with torch.inference_mode(False):
                     unit.unbind()
+                unit.outdate()  # what autograd has saved would read as NaN
                 unit.move(Weights.SHARDED)
 
     def _request(self, unit: Unit) -> None:

@@ -29,7 +29,7 @@ from shardlite.optim import adopt
 from shardlite.partition import UnitPlan, UnitPolicy
 from shardlite.plan import Options, Plan, agree_on_plan
 from shardlite.reduce import Reducer
-from shardlite.ring import Operation
+from shardlite.ring import Operation, all_reduce
 from shardlite.shards import Shards
 from shardlite.shared import Shared, connect_all
 from shardlite.sites import needs, sites
@@ -104,6 +104,8 @@ class ShardLite(nn.Module):
         timeout: timedelta = timedelta(minutes=10),
     ) -> None:
         super().__init__()
+        if not isinstance(timeout, timedelta):
+            raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}")
         self.stage = stage
         self.precision = precision
         self.ledger = Ledger()
@@ -267,12 +269,14 @@ class ShardLite(nn.Module):
         Raises:
             LayoutError: there is no parameter of such a name.
         """
+        self._backward.follow_requires_grad()
         return self._full.gathered(names, writeback=writeback)
 
     def full_state_dict(self, *, rank: int | None = None) -> dict[str, Tensor]:
         """Return copies of all parameters and persistent buffers, with original names and shapes.
 
-        Units are gathered one after the other. To be called by every rank.
+        They are on the CPU, and in the precision in which they are kept. Units are gathered one after the other.
+        Ignored parameters are this rank's. To be called by every rank.
 
         Args:
             rank: the only rank that gets them; the others get an empty dict. `None`: every rank.
@@ -282,8 +286,8 @@ class ShardLite(nn.Module):
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor] | None) -> None:
         """Take over rank 0's `state_dict`, as `full_state_dict` or an unsharded model gives it.
 
-        What other ranks pass is ignored.
-        To be called by every rank. The optimizer state stays as it is.
+        What other ranks pass is ignored. Ignored parameters, which are each rank's own, and the optimizer state stay as
+        they are. To be called by every rank.
 
         Raises:
             LayoutError: on every rank, if names or shapes do not fit; nothing is changed then.
@@ -378,8 +382,10 @@ class ShardLite(nn.Module):
         self._backward.catch_gradients()
         flats = flats_of(units)
         solo = SoloCensus(flats, shared.device, diagnose=diagnose) if alone else None
-        skips = Skips(solo.nonfinite if solo else lambda: self._reducer.nonfinite, shared.device)
-        self._stepping = Stepping(Shards(flats, self.trace), skips, gatherer, self._ready_for_step, self._norm)
+        skips = Skips(solo.nonfinite if solo else self._reducer.nonfinite, shared.device)
+        self._stepping = Stepping(
+            Shards(flats, self.trace), skips, gatherer, self._ready_for_step, self._on_any_rank, self._norm
+        )
         guard.watch(self._stepping)
         adopt(self._stepping.shards.by_param(), part_of(units))
 
@@ -390,7 +396,20 @@ class ShardLite(nn.Module):
                 "the last backward ended in an exception, so its gradients are incomplete: call zero_grad() and run "
                 "forward and backward again before the step"
             )
+        if self._reducer.accumulates and all(shard.grad is None for shard in self._stepping.shards):
+            raise PhaseError(
+                "the gradients were only accumulated and not reduced, so there is nothing to step by: run the last "
+                "backward before a step outside of no_sync(), or call zero_grad() of the model to drop them"
+            )
         self._backward.forget_forwards()
+
+    def _on_any_rank(self, flag: Tensor) -> Tensor:
+        """Return whether a flag, [], is more than 0 on any rank."""
+        ranks = flag.reshape(1).clone()
+        operation = Operation(f"a flag of any rank {self._shared.label}", next(self._collectives))
+        for transport in self._shared.counted("flags"):
+            all_reduce(ranks, transport, operation=operation)
+        return (ranks[0] > 0).to(flag.dtype)
 
     def _norm(self, norm_type: float, only: Collection[Tensor] | None = None) -> Tensor:
         """Return the norm of the gradients of all ranks, or of those of some shards, []."""

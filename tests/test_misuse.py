@@ -18,8 +18,13 @@ def idle_body(group):
     model = ShardLite(plain, group=group)
     square(model)
     read = [param.isnan().all().item() for param in plain.parameters()]
-    with pytest.raises(RuntimeError):
-        plain[2].load_state_dict(Block().state_dict())
+    state = Block().state_dict()
+    with pytest.raises(LayoutError, match=r"use load_full_state_dict\(\) of the ShardLite model"):
+        plain[2].load_state_dict(state)
+    with model.gathered():
+        plain[2].load_state_dict(state)
+    full = model.full_state_dict()
+    assert all(torch.equal(full[f"2.{name}"], value) for name, value in state.items())
     return read
 
 
