@@ -241,8 +241,8 @@ def _check_params(group: Group) -> None:
     for index, param in enumerate(group["params"]):
         if param.requires_grad and param.numel() > 1 and not any(param.stride()):
             raise ValueError(
-                f"AdamW: parameter {group.get('param_names', range(index + 1))[index]} of the group is a placeholder of "
-                "a wrapped model: build the optimizer from parameters() of the ShardLite model itself"
+                f"AdamW: parameter {group.get('param_names', range(index + 1))[index]} of the group is a placeholder "
+                "in a wrapped model: build the optimizer from parameters() of the ShardLite model itself"
             )
         if param.requires_grad and not (param.is_contiguous() and param.dtype in _DTYPES):
             raise ValueError(
