@@ -7,13 +7,15 @@ from torch import Tensor, nn
 
 from shardlite.errors import LayoutError
 from shardlite.trace import Trace
-from shardlite.unit import Flat
+from shardlite.unit import Unit
 
 
 class Shards:
     """This rank's shard of each parameter."""
 
-    def __init__(self, flats: Sequence[Flat], trace: Trace) -> None:
+    def __init__(self, units: Sequence[Unit], trace: Trace) -> None:
+        flats = [flat for unit in units for flat in unit.flats]
+        self._home = {param: unit for unit in units for param in unit.params()}
         self._trace = trace
         self._names = {
             param: slot.name for flat in flats for param, slot in zip(flat.params, flat.layout.slots, strict=True)
@@ -82,7 +84,11 @@ class Shards:
         torch.autograd.graph.increment_version(ours)
         if self._permanent:  # autograd may have saved the full weights, which are changed with their shards or later
             params = [self._param[shard] for shard in ours]
-            torch.autograd.graph.increment_version([param for param in params if param not in self._param])
+            torch.autograd.graph.increment_version([param for param in params if self._shows_weights(param)])
+
+    def _shows_weights(self, param: nn.Parameter) -> bool:
+        """Whether a parameter is neither its own shard nor a placeholder."""
+        return param not in self._param and self._home[param].sealed is None
 
     def _follow(self, shard: Tensor) -> None:
         """Let a shard be trainable if the parameter that it stands for is."""

@@ -384,7 +384,7 @@ class ShardLite(nn.Module):
         solo = SoloCensus(flats, shared.device, diagnose=diagnose) if alone else None
         skips = Skips(solo.nonfinite if solo else self._reducer.nonfinite, shared.device)
         self._stepping = Stepping(
-            Shards(flats, self.trace), skips, gatherer, self._ready_for_step, self._on_any_rank, self._norm
+            Shards(units, self.trace), skips, gatherer, self._ready_for_step, self._on_any_rank, self._norm
         )
         guard.watch(self._stepping)
         adopt(self._stepping.shards.by_param(), part_of(units))

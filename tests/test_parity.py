@@ -330,7 +330,8 @@ BY_TURNS = [
 
 @pytest.mark.parametrize(("name", "world_size", "recipe"), BY_TURNS)
 def test_training_gives_the_bits_of_its_twin(cluster, name, world_size, recipe):
-    cluster.check(all_follow, world_size, name, [recipe])
+    """Stages 1 and 2, which differ in little, by turns."""
+    cluster.check(all_follow, world_size, name, [recipe], stages=(0, 1 + world_size % 2, 3))
 
 
 @pytest.mark.parametrize(("name", "world_size"), [("tied", 2), ("mixed-dtypes", 3), ("used-on-one-rank", 2)])
