@@ -62,6 +62,7 @@ def flags(optimizer, found_inf=None, grad_scale=None):
     optimizer.grad_scale = None if grad_scale is None else torch.tensor(grad_scale)
 
 
+@pytest.mark.usefixtures("fused")
 def test_steps_are_those_of_the_reference(launches):
     arena = make_arena()
     reference, optimizer = Reference(arena.params), AdamW(arena.params, **HYPER)
@@ -73,6 +74,7 @@ def test_steps_are_those_of_the_reference(launches):
     assert len(launches) == 4
 
 
+@pytest.mark.usefixtures("fused")
 def test_what_is_skipped_does_not_count():
     """One parameter misses a step that counts, one a step that does not: only the first has another count after."""
     arena = make_arena([64, 64, 64])
@@ -100,6 +102,7 @@ def test_parameters_with_one_history_are_one_launch(launches):
     assert launches == [256, 192, 192, 64, 192, 64]
 
 
+@pytest.mark.usefixtures("fused")
 def test_a_scale_divides_gradients():
     arena = make_arena([100, 33])
     reference, optimizer = Reference(arena.params), AdamW(arena.params, **HYPER)
@@ -113,6 +116,7 @@ def test_a_scale_divides_gradients():
     reference.assert_same(optimizer)
 
 
+@pytest.mark.usefixtures("fused")
 def test_a_learning_rate_may_change_anywhere():
     arena = make_arena([64, 33])
     lr = torch.tensor(HYPER["lr"], dtype=torch.float64)
@@ -131,6 +135,7 @@ def test_a_learning_rate_may_change_anywhere():
         reference.assert_same(optimizer)
 
 
+@pytest.mark.usefixtures("fused")
 def test_groups_have_their_own_hyper_parameters(launches):
     arena = make_arena([64, 64, 64])
     first, second, third = arena.params
@@ -164,6 +169,7 @@ def test_a_loaded_state_goes_on():
     assert_same_bits(twin.flat, arena.flat)
 
 
+@pytest.mark.usefixtures("fused")
 def test_a_count_that_was_set_by_hand_counts():
     arena = make_arena([64, 64])
     reference, optimizer = Reference(arena.params), AdamW(arena.params, **HYPER)
@@ -177,6 +183,7 @@ def test_a_count_that_was_set_by_hand_counts():
     reference.assert_same(optimizer)
 
 
+@pytest.mark.usefixtures("fused")
 def test_a_frozen_parameter_continues_later():
     arena = make_arena([64, 33])
     reference, optimizer = Reference(arena.params), AdamW(arena.params, **HYPER)
