@@ -1,24 +1,18 @@
-"""What Triton's interpreter can do, which differs between its versions."""
+"""These tests need `TRITON_INTERPRET=1` before Triton is imported: `../test_interpreter.py` runs them in a process."""
+
+import os
 
 import pytest
-import torch
-import triton
-import triton.language as tl
 
-
-@triton.jit
-def _fma_kernel(out_ptr, a_ptr, c_ptr):
-    tl.store(out_ptr, tl.fma(tl.load(a_ptr), tl.load(a_ptr), tl.load(c_ptr)))
-
-
-def interpreted_fma_rounds_once():
-    """(1 + 2^-12)^2 - 1 - 2^-11 is 2^-24, which a product rounded to fp32 has lost."""
-    out, a, c = torch.empty(1), torch.tensor([1 + 2.0**-12]), torch.tensor([-1 - 2.0**-11])
-    _fma_kernel[(1,)](out, a, c)
-    return out.item() == 2.0**-24
+collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
 
 
 @pytest.fixture
 def fused():
+    """Skip what takes a fused multiply-add, where the interpreter has none."""
+    import triton
+
+    from tests.kernels.interpreted.fma import interpreted_fma_rounds_once
+
     if not interpreted_fma_rounds_once():
         pytest.skip(f"the interpreter of Triton {triton.__version__} rounds a fused multiply-add twice")
