@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardlite.errors import NonFiniteWarning
 from shardlite.magnitude import any_bad
-from shardlite.ring import Operation, all_reduce
+from shardlite.ring import Operation
 from shardlite.shared import Shared
 from shardlite.unit import Flat
 
@@ -50,8 +50,7 @@ class Census:
     def _add_up(self, flags: Tensor, what: str) -> None:
         """Add `flags` up over all ranks, in place."""
         operation = Operation(f"{what} {self._shared.label}", next(self._numbers))
-        for transport in self._shared.counted("census"):
-            all_reduce(flags, transport, operation=operation)
+        self._shared.add_up(flags, "census", operation)
 
     def first_bad(self, index: int | None) -> list[tuple[int, int]]:
         """Exchange the index of each rank's first own gradient that is not finite; return (rank, index) of those."""

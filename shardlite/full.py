@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.fill import Gathering
 from shardlite.handles import Calls, pop_hooks, push_hooks
-from shardlite.ring import Operation, all_gather, all_reduce
+from shardlite.ring import Operation, all_gather
 from shardlite.shared import Shared
 from shardlite.unit import Flat, Unit
 
@@ -160,8 +160,7 @@ class FullParameters:
         overtaken = any(unit.derived and unit.gathered_version != unit.version() for unit in units)
         ranks = torch.tensor([*written, overtaken], dtype=torch.int32, device=self._shared.device)
         operation = Operation(f"what was written {self._shared.label}", next(self._uses))
-        for transport in self._shared.counted("what was written"):
-            all_reduce(ranks, transport, operation=operation)
+        self._shared.add_up(ranks, "what was written", operation)
         if ranks[-1] > 0:
             raise PhaseError(
                 "gathered(): the shards were changed inside it (a step, a load), which writing back would undo. "

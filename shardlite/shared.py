@@ -5,10 +5,11 @@ from datetime import timedelta
 from math import prod
 
 import torch
+from torch import Tensor
 
 from shardlite.lane import Lane, make_lane
 from shardlite.ledger import Ledger
-from shardlite.ring import all_reduce
+from shardlite.ring import Operation, all_reduce
 from shardlite.trace import Trace
 from shardlite.traffic import Traffic
 from shardlite.transport import Groups, Transport, connect
@@ -49,6 +50,11 @@ class Shared:
     def counted(self, purpose: str) -> list[Transport]:
         """Return them, with what is sent for a purpose of the whole model counted."""
         return [self.traffic.counted(transport, purpose) for transport in self.transports]
+
+    def add_up(self, numbers: Tensor, purpose: str, operation: Operation) -> None:
+        """Add [n] up over all ranks, replicas included, in place."""
+        for transport in self.counted(purpose):
+            all_reduce(numbers, transport, operation=operation)
 
     @property
     def world_size(self) -> int:

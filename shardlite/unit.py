@@ -174,18 +174,17 @@ class Unit:
     nbytes: int = field(init=False)
     """Of a buffer for the full weights."""
 
+    derived: bool = field(init=False)
+    """Whether the full weights have to be made from the shards: they are not the same memory."""
+
     def __post_init__(self) -> None:
+        self.derived = any(not (flat.in_place and flat.rank is None) for flat in self.flats)
         self.nbytes = sum(round_up(_full_nbytes(flat), _FLAT_ALIGN) for flat in self.flats)
 
     @property
     def trainable(self) -> list[Flat]:
         """The flats that have gradients now."""
         return [flat for flat in self.flats if flat.rows]
-
-    @property
-    def derived(self) -> bool:
-        """Whether the full weights have to be made from the shards: they are not the same memory."""
-        return any(not (flat.in_place and flat.rank is None) for flat in self.flats)
 
     def move(self, to: Weights) -> None:
         """Change the phase.

@@ -71,11 +71,15 @@ class Unsharded:
     def expire(self) -> None:
         """Let parameters whose shards have changed read as NaN until they are gathered, instead of as a mixture."""
         for unit in self._units:
-            if unit.phase is Weights.IDLE and not is_fresh(unit):
-                with torch.inference_mode(False):
-                    unit.unbind()
-                unit.outdate()  # what autograd has saved would read as NaN
-                unit.move(Weights.SHARDED)
+            self._expire(unit)
+
+    @staticmethod
+    def _expire(unit: Unit) -> None:
+        if unit.phase is Weights.IDLE and not is_fresh(unit):
+            with torch.inference_mode(False):
+                unit.unbind()
+            unit.outdate()  # what autograd has saved would read as NaN
+            unit.move(Weights.SHARDED)
 
     def _request(self, unit: Unit) -> None:
         if is_fresh(unit):
@@ -83,7 +87,7 @@ class Unsharded:
         if unit.phase is Weights.GATHERING:  # the weights were changed once more
             self._land(unit)
             unit.move(Weights.IDLE)
-        self.expire()
+        self._expire(unit)
         with torch.inference_mode(False), torch.no_grad():
             self._filler.start(unit)
 

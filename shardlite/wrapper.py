@@ -29,7 +29,7 @@ from shardlite.optim import adopt
 from shardlite.partition import UnitPlan, UnitPolicy
 from shardlite.plan import Options, Plan, agree_on_plan
 from shardlite.reduce import Reducer
-from shardlite.ring import Operation, all_reduce
+from shardlite.ring import Operation
 from shardlite.shards import Shards
 from shardlite.shared import Shared, connect_all
 from shardlite.sites import needs, sites
@@ -407,8 +407,7 @@ class ShardLite(nn.Module):
         """Return whether a flag, [], is more than 0 on any rank."""
         ranks = flag.reshape(1).clone()
         operation = Operation(f"a flag of any rank {self._shared.label}", next(self._collectives))
-        for transport in self._shared.counted("flags"):
-            all_reduce(ranks, transport, operation=operation)
+        self._shared.add_up(ranks, "flags", operation)
         return (ranks[0] > 0).to(flag.dtype)
 
     def _norm(self, norm_type: float, only: Collection[Tensor] | None = None) -> Tensor:
