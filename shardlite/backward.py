@@ -45,6 +45,7 @@ class Backward:
         self._calls = calls
         self._task: int | None = None
         self._mode = Mode.STEP
+        self._reducing = False
         self._caught: set[nn.Parameter] = set()
         self._got_gradients = False
         self._recorded: set[Unit] = set()
@@ -58,6 +59,7 @@ class Backward:
         """Begin, if this is the first event of a backward. To be called at every event, inside a backward."""
         if self._task is None:
             self._task = torch._C._current_graph_task_id()
+            self._reducing = self._mode is not Mode.LOCAL
             torch.autograd.Variable._execution_engine.queue_callback(self._close)
             self._gatherer.begin_backward(final=self._mode is Mode.STEP)
 
@@ -136,7 +138,8 @@ class Backward:
     def repair(self) -> None:
         """Clean up after a backward that died."""
         if self.died():
-            self._reducer.abandon()
+            self._gatherer.end_pass()
+            self._reducer.abandon(reducing=self._got_gradients and self._reducing)
             self._end()
 
     def _is_complete(self, bucket: Bucket) -> bool:
@@ -157,6 +160,7 @@ class Backward:
 
         If the reductions fail, this backward has died like any other.
         """
+        self._gatherer.end_pass()  # others may need weights yet before they can reduce
         if self._got_gradients and self._mode is not Mode.LOCAL:
             self._reducer.flush()
         else:
@@ -169,7 +173,7 @@ class Backward:
         self._recomputed.clear()
         if self._calls is not None:
             self._calls.end_backward()
-        self._gatherer.end_backward(final=final)
+        self._gatherer.after_backward(final=final)
 
 
 _Deliver = Callable[[], Callable[[Unit, nn.Parameter], None] | None]

@@ -21,6 +21,10 @@ class CommError(ShardLiteError, RuntimeError):
     """
 
 
+class DesyncError(CommError):
+    """Ranks do different things: another pass, another number of steps. Found by comparison, before data were mixed."""
+
+
 class EscapedViewWarning(UserWarning):
     """A view of gathered weights outlived their use. The result is right, but the memory is not ours to reuse."""
 

@@ -8,28 +8,28 @@ Legend: `W` ranks, `S` elements per shard.
 """
 
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from shardlite.lane import Lane
+from shardlite.lane import Flight, Lane
 from shardlite.phase import Weights
 from shardlite.ring import Operation, all_gather
 from shardlite.shared import Shared
-from shardlite.transport import Transport
 from shardlite.unit import Flat, Unit
 
 
 class Gathering(Protocol):
     """Who sees to it that full weights are there when they are used: `Gatherer` lends them, `Unsharded` keeps them."""
 
-    def hold(self, unit: Unit, *, foreseen: bool = True) -> None:
-        """Make the unit's full weights readable until `release`; holds count."""
+    def hold(self, unit: Unit) -> None:
+        """Make the unit's full weights readable until `release`; holds count. Within a pass."""
 
     def release(self, unit: Unit) -> None:
         """End one hold."""
@@ -46,41 +46,65 @@ class Gathering(Protocol):
     def begin_backward(self, *, final: bool) -> None:
         """Start the pass of a backward; a `final` one is followed by a step, after which all weights are stale."""
 
-    def end_backward(self, *, final: bool) -> None:
-        """End the pass of a backward."""
+    def end_pass(self) -> None:
+        """End the pass in progress, if there is one: this rank needs no more weights in it."""
+
+    def inside_pass(self, kind: Hashable) -> AbstractContextManager[None]:
+        """Hold units in the pass in progress or, if there is none, in one of its own."""
+
+    def after_backward(self, *, final: bool) -> None:
+        """Drop what a backward leaves that is of no more use."""
+
+    def settle(self) -> None:
+        """Wait until no other rank needs this rank's part of the weights of now."""
 
 
 class Filler:
-    """Starts all-gathers, one after the other on a lane of their own."""
+    """Runs all-gathers, one after the other on a lane of their own."""
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
         self._lane: Lane | None = None  # made when needed: where weights never change hands it never is
 
-    def start(self, unit: Unit) -> None:
-        """Start filling the unit's memory with its weights of now."""
-        unit.gathers += 1
-        label = f"all-gather of unit {unit.name!r} {self._shared.label}"
+    def submit(self, gathers: Callable[[], None]) -> Flight:
+        """Run `gathers` on the lane."""
+        self._lane = self._lane or self._shared.lane("gather")
+        return self._lane.submit(gathers)
+
+    def filling(self, unit: Unit) -> Callable[[], None]:
+        """Return what the lane has to do so that the unit's memory has its weights of now."""
         jobs = deque(
-            partial(_fill, flat, full, self._transport_of(unit, flat), Operation(f"{label}, flat {i}", unit.gathers))
+            partial(self._fill, unit, i, flat, full, "gather")
             for i, (flat, full) in enumerate(zip(unit.flats, unit.fulls(), strict=True))
         )
 
         def go_round() -> None:
+            unit.gathers += 1
             while jobs:  # emptied, so that nothing of ours views the memory once the flight is over
                 jobs.popleft()()
 
         self._shared.trace.emit("gather", unit.name)
         unit.gathered_version, unit.stale = unit.version(), False
         unit.move(Weights.GATHERING)
-        self._lane = self._lane or self._shared.lane("gather")
-        unit.flight = self._lane.submit(go_round)
+        return go_round
 
-    def _transport_of(self, unit: Unit, flat: Flat) -> Transport | None:
-        """Return what the flat is gathered by, if it is: every rank may have all of it."""
-        if flat.rank is None or self._shared.transport.world_size == 1:
-            return None
-        return self._shared.traffic.counted(self._shared.transport, "gather", unit.name)
+    def take_part(self, unit: Unit) -> None:
+        """Gather a unit for the sake of other ranks, on the lane: its weights are dropped."""
+        unit.gathers += 1
+        self._shared.trace.emit("take part", unit.name)
+        for i, flat in enumerate(unit.flats):
+            full = torch.empty(flat.layout.full_numel, dtype=flat.compute, device=flat.local.device)
+            self._shared.ledger.track("gather buffers", full)
+            self._fill(unit, i, flat, full, "take part")
+
+    def _fill(self, unit: Unit, i: int, flat: Flat, full: Tensor, purpose: str) -> None:
+        """Gather one flat [W*S], if it is gathered: every rank may have all of it."""
+        if not flat.in_place:
+            flat.own_part(full).copy_(flat.local)
+        if flat.rank is not None and self._shared.transport.world_size > 1:
+            operation = Operation(f"all-gather of unit {unit.name!r} {self._shared.label}, flat {i}", unit.gathers)
+            transport = self._shared.traffic.counted(self._shared.transport, purpose, unit.name)
+            all_gather(full, transport, operation=operation)
 
     def finish(self, unit: Unit) -> None:
         """Wait for the weights."""
@@ -93,13 +117,6 @@ class Filler:
 def is_fresh(unit: Unit) -> bool:
     """Whether the full weights are there, or on their way, and are those of now."""
     return unit.phase is not Weights.SHARDED and unit.gathered_version == unit.version() and not unit.stale
-
-
-def _fill(flat: Flat, full: Tensor, transport: Transport | None, operation: Operation) -> None:
-    if not flat.in_place:
-        flat.own_part(full).copy_(flat.local)
-    if transport is not None:
-        all_gather(full, transport, operation=operation)
 
 
 @contextmanager

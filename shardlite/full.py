@@ -71,9 +71,10 @@ class FullParameters:
     def _held(self, units: Sequence[Unit]) -> Iterator[None]:
         """Let the units' parameters be full, and computations with them have handles."""
         with ExitStack() as undo:
-            for unit in units:
-                self._gatherer.hold(unit, foreseen=False)
-                undo.callback(self._gatherer.release, unit)
+            with self._gatherer.inside_pass(("gathered", *(unit.index for unit in units))):
+                for unit in units:
+                    self._gatherer.hold(unit)
+                    undo.callback(self._gatherer.release, unit)
             if self._calls is not None and push_hooks(self._calls):
                 undo.callback(pop_hooks)
             yield
@@ -155,6 +156,7 @@ class FullParameters:
         Raises:
             PhaseError: on every rank, if the shards were changed meanwhile; writing back would undo that.
         """
+        self._gatherer.settle()
         changed = {id(each.flat) for each in before if each.changed()}
         written = [any(id(f) in changed or _differs(f, full) for f, full in _places(unit)) for unit in units]
         overtaken = any(unit.derived and unit.gathered_version != unit.version() for unit in units)

@@ -4,8 +4,8 @@
                                               -> evicted: the buffer serves another unit
 
 Buffers are a cache. An idle unit keeps its buffer until another unit needs it, and a model of any depth runs through
-`1 + prefetch` of them, besides the root's; more where more units are held at once. Each rank decides for itself whether
-a gather is needed. All decide alike as long as they hold and release in the same order: the contract with the model.
+`1 + prefetch` of them, besides the root's; more where more units are held at once. Each rank decides for itself what it
+needs to gather and what it keeps; `Passes` sees to it that all gather the same, in one order.
 
 Legend: `W` ranks, `S` elements per shard; a full buffer has `W*S` elements per flat.
 """
@@ -13,14 +13,16 @@ Legend: `W` ranks, `S` elements per shard; a full buffer has `W*S` elements per 
 import warnings
 import weakref
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
 from shardlite.config import poison_evicted_buffers
 from shardlite.errors import EscapedViewWarning
-from shardlite.fill import Filler, is_fresh, unseen_by_checkpoints
+from shardlite.fill import is_fresh, unseen_by_checkpoints
 from shardlite.order import Order
+from shardlite.passes import Passes
 from shardlite.phase import Weights
 from shardlite.shared import Shared
 from shardlite.unit import Buffer, Unit, storage_key
@@ -31,7 +33,8 @@ class Gatherer:
 
     def __init__(self, units: Sequence[Unit], shared: Shared, *, prefetch: int) -> None:
         self.order = Order()
-        self._filler = Filler(shared)
+        self._passes = Passes(units, shared)
+        self._backwards = 0
         self._units = units
         self._device = shared.device
         self._trace = shared.trace
@@ -47,18 +50,19 @@ class Gatherer:
         """Return the unit whose full buffer `tensor` views, if any."""
         return self._owners.get(storage_key(tensor))
 
-    def hold(self, unit: Unit, *, foreseen: bool = True) -> None:
-        """Make the unit's full weights readable until `release`; holds count.
+    def hold(self, unit: Unit) -> None:
+        """Make the unit's full weights readable until `release`; holds count. Within a pass.
 
-        What is not `foreseen` is no part of a pass: it is not recorded, and nothing is gathered ahead.
+        Raises:
+            CommError: a peer failed, is late, or does something else.
         """
         if unit.holds == 0:
             with unseen_by_checkpoints():
                 self._request(unit)
                 self._idle.pop(unit, None)
-                if foreseen:
-                    self.order.need(unit.index)
-                    self._prefetch_next()
+                self._passes.need(unit)
+                self.order.need(unit.index)
+                self._prefetch_next()
                 self._land(unit)
         unit.holds += 1
 
@@ -73,15 +77,36 @@ class Gatherer:
 
     def begin_pass(self, kind: Hashable) -> None:
         """Start a forward pass; those of one kind are expected to need the same units."""
-        self.finish_prefetched()
-        self.order.begin(kind)
+        self._backwards = 0
+        self._begin(kind)
 
     def begin_backward(self, *, final: bool) -> None:
-        """Start the pass of a backward; a `final` one is followed by a step, after which all weights are stale."""
-        self.order.begin(("backward", final), final=final)
+        """Start the pass of a backward; a `final` one is followed by a step, after which all weights are stale.
 
-    def end_backward(self, *, final: bool) -> None:
-        """End the pass. After a final one no rank keeps anything, whatever each has needed in it."""
+        Several in a row (a graph that is retained) are of different kinds.
+        """
+        self._backwards += 1
+        self._begin(("backward", final, self._backwards), final=final)
+
+    def _begin(self, kind: Hashable, *, final: bool = False) -> None:
+        self._passes.begin(kind, backwards=isinstance(kind, tuple) and kind[0] == "backward")
+        self.finish_prefetched()
+        self.order.begin(kind, final=final)
+
+    def end_pass(self) -> None:
+        """End the pass in progress, if there is one: this rank needs no more weights in it."""
+        self._passes.end()
+
+    def inside_pass(self, kind: Hashable) -> AbstractContextManager[None]:
+        """Hold units in the pass in progress or, if there is none, in one of its own."""
+        return self._passes.inside(kind)
+
+    def settle(self) -> None:
+        """Wait until no other rank needs this rank's part of the weights of now."""
+        self._passes.settle()
+
+    def after_backward(self, *, final: bool) -> None:
+        """Drop what is of no more use. After a final one no rank keeps anything, whatever each has needed in it."""
         self.order.end()
         if final:
             for unit in list(self._idle):
@@ -112,6 +137,8 @@ class Gatherer:
                 self._idle[unit] = None
         for unit in upcoming:
             spare = self._held() < self._capacity or self._victim(unit) not in [None, *upcoming]
+            if not is_fresh(unit) and not self._passes.comes_next(unit):
+                break  # the other ranks gather something else first, or nothing yet
             if unit.holds == 0 and (unit.buffer is not None or spare):
                 self._request(unit)
 
@@ -127,11 +154,11 @@ class Gatherer:
             buffer = self._buffer_for(unit)
             self._owners[buffer.key] = unit
             unit.buffer = buffer
-            self._filler.start(unit)
+            self._passes.gather(unit)
 
     def _land(self, unit: Unit) -> None:
         """Wait for the weights, and let the module's parameters be views of them."""
-        self._filler.finish(unit)
+        self._passes.wait(unit)
         with torch.inference_mode(False):
             unit.bind()
         unit.move(Weights.FULL)

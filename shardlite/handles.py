@@ -110,7 +110,8 @@ class Handle:
         """Return the view's values, for somebody who looks at the graph outside a backward: every rank must look."""
         self.call.check_version()
         gatherer = self.call.calls.gatherer
-        gatherer.hold(self.call.unit)
+        with gatherer.inside_pass(("look at", self.call.unit.index)):
+            gatherer.hold(self.call.unit)
         try:
             return self._of_buffer().clone()
         finally:

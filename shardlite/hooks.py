@@ -27,6 +27,8 @@ class _Frame:
     module: nn.Module
     entered: list[Unit] = field(default_factory=list)
     pushed: bool = False
+    outermost: bool = False
+    """Whether a pass began with it, and ends with it."""
 
 
 class ModuleHooks:
@@ -38,6 +40,7 @@ class ModuleHooks:
         self._calls = calls
         self._needs: Mapping[nn.Module, Sequence[Unit]] = {}
         self._sites: Mapping[Unit, Sequence[Site]] = {}
+        self._names: Mapping[nn.Module, str] = {}
         self._frames: list[_Frame] = []
         self._depth: dict[Unit, int] = {}
         self._written: dict[Unit, int] = {}
@@ -51,10 +54,13 @@ class ModuleHooks:
     ) -> None:
         """Register the hooks: `needs` tells which units each module uses, `roots` are those that a unit starts at.
 
+        The first of them is the whole model.
+
         A compiled function is traced through its modules' hooks. At the root of a unit the graph is broken, since the
         gather must happen before what follows; below it the unit is held already and the hooks vanish.
         """
         self._needs, self._sites = needs, sites
+        self._names = {module: name for root in roots[:1] for name, module in root.named_modules()}
         for module in needs:
             around = _breaking_graphs if module in roots else _unless_compiling
             module.register_forward_pre_hook(around(self._enter), prepend=True)
@@ -67,10 +73,10 @@ class ModuleHooks:
             self._leave(self._frames[-1].module)
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
-        frame = _Frame(module)
-        if not self._frames and not in_backward():
+        frame = _Frame(module, outermost=not self._frames and not in_backward())
+        if frame.outermost:
             self._begin_pass(module)
-        self._frames.append(frame)  # before anything can fail: `_leave` runs in any case
+        self._frames.append(frame)  # before anything else can fail: `_leave` runs in any case
         for unit in self._needs[module]:
             self._enter_unit(unit)
             frame.entered.append(unit)
@@ -82,13 +88,17 @@ class ModuleHooks:
         frame = self._frames.pop()
         if frame.pushed:
             pop_hooks()
-        for unit in reversed(frame.entered):
-            self._leave_unit(unit)
+        try:
+            for unit in reversed(frame.entered):
+                self._leave_unit(unit)
+        finally:
+            if frame.outermost:
+                self._gatherer.end_pass()
 
     def _begin_pass(self, module: nn.Module) -> None:
         self._evaluating = not torch.is_grad_enabled()
         self._backward.begin_pass(evaluating=self._evaluating)
-        self._gatherer.begin_pass(("forward", module.training, self._evaluating))
+        self._gatherer.begin_pass(("forward", self._names[module], module.training, self._evaluating))
 
     def _enter_unit(self, unit: Unit) -> None:
         depth = self._depth.get(unit, 0)

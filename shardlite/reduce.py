@@ -180,8 +180,13 @@ class Reducer:
         self._round = _Round(self._now_in_order(), patient=self._round.patient)
         self._backwards += 1
 
-    def abandon(self) -> None:
-        """Forget a backward that died: its gradients, and what was accumulated before it in the same buckets."""
+    def abandon(self, *, reducing: bool) -> None:
+        """Forget a backward that died: its gradients, and what was accumulated before it in the same buckets.
+
+        If it was `reducing`, other ranks may have started more reductions than this one: all make all of them.
+        """
+        while reducing and (turn := self._next_unit()) is not None:
+            self._reduce(turn)
         self._land(len(self._round.started))
         self.discard()
         self.start_over()

@@ -15,6 +15,13 @@ from shardlite.traffic import Traffic
 from shardlite.transport import Groups, Transport, connect
 
 
+@dataclass
+class Steps:
+    """How many steps optimizers have taken with a model."""
+
+    taken: int = 0
+
+
 @dataclass(frozen=True)
 class Shared:
     """The ranks, the device and the books of one wrapped model."""
@@ -32,15 +39,22 @@ class Shared:
     """Both again for reductions, which run in no fixed order beside gathers: over NCCL each needs connections of its
     own, for it knows no tags."""
 
+    control: Transport
+    """To the ranks over which the model is sharded, for what hosts tell each other: CPU tensors."""
+
     device: torch.device
+    steps: Steps
     trace: Trace
     ledger: Ledger
     traffic: Traffic
 
     @property
     def label(self) -> str:
-        """The model in the name of an operation, so that no two models hear each other's messages."""
-        return f"of model {self.instance}"
+        """The model and the step in the name of an operation.
+
+        So no two models hear each other's messages, nor ranks of which one has left a step out.
+        """
+        return f"of model {self.instance} at step {self.steps.taken}"
 
     @property
     def transports(self) -> list[Transport]:

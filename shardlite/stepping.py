@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from shardlite.fill import Gathering
 from shardlite.shards import Shards
+from shardlite.shared import Steps
 from shardlite.skips import Skips
 
 
@@ -18,6 +19,7 @@ class Stepping:
     shards: Shards
     skips: Skips
     gatherer: Gathering
+    steps: Steps
     ready: Callable[[], None]
     """Raises if gradients are not what a step needs."""
 
@@ -30,11 +32,13 @@ class Stepping:
     def before_step(self, optimizer: Optimizer) -> None:
         """Raise if a step would be a wrong one, and see to it that it does nothing if gradients are not finite."""
         self.ready()
+        self.gatherer.settle()
         self.shards.check()
         self.skips.before_step(optimizer)
 
     def after_step(self, stepped: Sequence[Tensor]) -> None:
         """Take note of what was changed."""
+        self.steps.taken += 1
         self.skips.after_step()
         self.shards.after_step(stepped)
         self.gatherer.expire()

@@ -9,6 +9,7 @@ ever gathered, and nothing but a cast from the master weights, if they have anot
 """
 
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -27,9 +28,8 @@ class Unsharded:
         self._filler = Filler(shared)
         self._trace = shared.trace
 
-    def hold(self, unit: Unit, *, foreseen: bool = True) -> None:
+    def hold(self, unit: Unit) -> None:
         """Make the unit's full weights readable until `release`; holds count."""
-        del foreseen  # everything is
         if unit.derived and unit.holds == 0:
             # Inside a `torch.func` transform the new views would be of its kind, and outlive it.
             with unseen_by_checkpoints(), torch._C._DisableFuncTorch():
@@ -59,8 +59,22 @@ class Unsharded:
     def begin_backward(self, *, final: bool) -> None:
         """Nothing: a backward finds the weights of its forward."""
 
-    def end_backward(self, *, final: bool) -> None:
+    def end_pass(self) -> None:
+        """Nothing: all gathers were started when it began."""
+
+    def inside_pass(self, kind: Hashable) -> AbstractContextManager[None]:
+        """Nothing: every rank gathers every unit."""
+        return nullcontext()
+
+    def after_backward(self, *, final: bool) -> None:
         """Nothing: the weights stay."""
+
+    def settle(self) -> None:
+        """Finish all gathers, also of what no forward has used: other ranks may be waiting for their part."""
+        for unit in self._units:
+            if unit.phase is Weights.GATHERING:
+                self._land(unit)
+                unit.move(Weights.IDLE)
 
     def forget(self, units: Sequence[Unit]) -> None:
         """Let the next hold of each gather anew, because the full weights may have been written to."""
@@ -89,7 +103,7 @@ class Unsharded:
             unit.move(Weights.IDLE)
         self._expire(unit)
         with torch.inference_mode(False), torch.no_grad():
-            self._filler.start(unit)
+            unit.flight = self._filler.submit(self._filler.filling(unit))
 
     def _land(self, unit: Unit) -> None:
         if unit.phase is Weights.GATHERING:

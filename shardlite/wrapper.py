@@ -31,14 +31,14 @@ from shardlite.plan import Options, Plan, agree_on_plan
 from shardlite.reduce import Reducer
 from shardlite.ring import Operation
 from shardlite.shards import Shards
-from shardlite.shared import Shared, connect_all
+from shardlite.shared import Shared, Steps, connect_all
 from shardlite.sites import needs, sites
 from shardlite.skips import Skips
 from shardlite.spread import spread, spread_buffers, spread_values
 from shardlite.stepping import Stepping
 from shardlite.trace import Trace
 from shardlite.traffic import Sent, Traffic
-from shardlite.transport import Ranks, groups_of
+from shardlite.transport import Ranks, connect_hosts, groups_of
 from shardlite.unit import Unit
 from shardlite.unsharded import Unsharded
 
@@ -293,6 +293,7 @@ class ShardLite(nn.Module):
             LayoutError: on every rank, if names or shapes do not fit; nothing is changed then.
         """
         agree(self._groups, [], self._full.misfit(state_dict or {}) if self._shared.rank == 0 else None)
+        self._stepping.gatherer.settle()
         entries = self._full.entries()
         source = {entry: (state_dict or {}).get(name, entry) for name, entry in entries.items()}
         for unit in self._units:
@@ -326,7 +327,9 @@ class ShardLite(nn.Module):
             transport=transport,
             replicas=replicas,
             reducing=connect_all(self._groups, device, timeout, apart=True),
+            control=connect_hosts(self._groups.shard, timeout),
             device=device,
+            steps=Steps(),
             trace=self.trace,
             ledger=self.ledger,
             traffic=Traffic(),
@@ -384,7 +387,13 @@ class ShardLite(nn.Module):
         solo = SoloCensus(flats, shared.device, diagnose=diagnose) if alone else None
         skips = Skips(solo.nonfinite if solo else self._reducer.nonfinite, shared.device)
         self._stepping = Stepping(
-            Shards(units, self.trace), skips, gatherer, self._ready_for_step, self._on_any_rank, self._norm
+            Shards(units, self.trace),
+            skips,
+            gatherer,
+            shared.steps,
+            self._ready_for_step,
+            self._on_any_rank,
+            self._norm,
         )
         guard.watch(self._stepping)
         adopt(self._stepping.shards.by_param(), part_of(units))

@@ -8,13 +8,14 @@ ROOT = Path(__file__).parent.parent
 # From the ground up. A line is a floor, or a storey of one: its files know nothing of each other.
 FLOORS = [
     ["errors", "config", "casts"],
-    ["layout", "phase", "trace", "order", "ledger"],
+    ["layout", "phase", "trace", "order", "agenda", "ledger"],
     ["transport"],
     ["agree", "walk", "traffic", "magnitude"],
     ["ring"],
     ["arena", "lane"],
     ["unit", "shared"],
-    ["fill", "bucket", "average", "clip"],
+    ["fill", "talks", "bucket", "average", "clip"],
+    ["passes"],
     ["gather", "unsharded", "census", "shards", "skips"],
     ["reduce"],
     ["partition", "handles"],

@@ -1,7 +1,7 @@
 """How bytes get from rank to rank. Parameters and gradients travel by this package only."""
 
 from shardlite.transport.base import Completed, Message, Pending, Transport
-from shardlite.transport.connect import connect
+from shardlite.transport.connect import connect, connect_hosts
 from shardlite.transport.counted import Counted, Tally
 from shardlite.transport.group import GroupTransport
 from shardlite.transport.local import LocalTransport, local_world
@@ -12,6 +12,7 @@ from shardlite.transport.staged import StagedTransport
 __all__ = [
     "Completed",
     "connect",
+    "connect_hosts",
     "Counted",
     "Groups",
     "groups_of",

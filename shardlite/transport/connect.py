@@ -30,7 +30,7 @@ def connect(
         case "cpu", str():
             return GroupTransport(group, timeout)
         case "cuda", "nccl":
-            return NcclTransport(_again(group, timeout) if apart else group)
+            return NcclTransport(_again(group, timeout, "nccl") if apart else group)
         case "cuda", "gloo":
             return StagedTransport(group, timeout)
     raise LayoutError(
@@ -40,14 +40,21 @@ def connect(
     )
 
 
+def connect_hosts(group: dist.ProcessGroup | None, timeout: timedelta) -> Transport:
+    """Return a transport for CPU tensors between the ranks of `group`, whatever it carries. All its ranks call this."""
+    if "cpu" in _backends(joined(group)):
+        return GroupTransport(group, timeout)
+    return GroupTransport(_again(group, timeout, "gloo"), timeout)
+
+
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
     """Return the name of the group's backend by device type; PyTorch writes it as `cpu:gloo,cuda:nccl`."""
     pairs = (pair.split(":", 1) for pair in dist.get_backend_config(group).split(","))
     return dict(pairs)
 
 
-def _again(group: dist.ProcessGroup | None, timeout: timedelta) -> dist.ProcessGroup:
+def _again(group: dist.ProcessGroup | None, timeout: timedelta, backend: str) -> dist.ProcessGroup:
     """Return another group of the same ranks, which lives as long as the process group of all."""
     ranks = dist.get_process_group_ranks(group)
-    again: dist.ProcessGroup = dist.new_group(ranks, timeout, backend="nccl", use_local_synchronization=True)
+    again: dist.ProcessGroup = dist.new_group(ranks, timeout, backend=backend, use_local_synchronization=True)
     return again

@@ -1,0 +1,118 @@
+"""The agenda of a pass: the gathers that all ranks are going to make in it, in one order. Integers and names only.
+
+A gather takes all ranks, and not every rank needs every unit in every pass. So the ranks agree on a list. Each goes
+down its own copy: to gather a unit it first takes part in what stands before it, and at the end of the pass in what is
+left. The agenda of a pass is what ranks have needed in the last one of its kind, merged.
+
+    agenda   blocks.0   blocks.1   blocks.2   head
+    rank 0   needs      needs      needs      needs
+    rank 1   needs      takes part takes part needs      (its forward skipped two blocks)
+"""
+
+from collections.abc import Hashable, Sequence
+from difflib import SequenceMatcher
+
+MEMORY = 8
+"""Passes of one kind after which a gather that no rank has needed in any of them leaves the agenda."""
+
+
+class Agenda:
+    """One rank's copy, and its place on it. All copies are equal, because they change by what all ranks know."""
+
+    def __init__(self) -> None:
+        self._agreed: dict[Hashable, list[int]] = {}
+        self._passes: dict[Hashable, int] = {}
+        self._needed: dict[Hashable, set[int]] = {}
+        self._kind: Hashable = None
+        self._place = 0
+        self._came: dict[int, int | None] = {}
+        self._wanted: list[int] = []
+
+    def begin(self, kind: Hashable) -> None:
+        """Start a pass."""
+        self._kind = kind
+        self._place = 0
+        self._came = {}
+        self._wanted = []
+        self._agreed.setdefault(kind, [])
+        self._needed.setdefault(kind, set())
+
+    @property
+    def items(self) -> Sequence[int]:
+        """The units that are gathered in this pass."""
+        return self._agreed.get(self._kind, [])
+
+    def coming(self) -> int | None:
+        """Return the unit that is gathered next, if the agenda says so."""
+        return self.items[self._place] if self._place < len(self.items) else None
+
+    def turn(self, unit: int) -> list[int] | None:
+        """Go on to the gather of `unit`, and return those before it; or stay, and return `None` if there is none."""
+        if unit not in self.items[self._place :]:
+            return None
+        start, self._place = self._place, self.items.index(unit, self._place) + 1
+        self._came[unit] = self._place - 1
+        return list(self.items[start : self._place - 1])
+
+    def rest(self) -> list[int]:
+        """Go to the end, and return the gathers that are left."""
+        start, self._place = self._place, len(self.items)
+        return list(self.items[start:])
+
+    def add(self, unit: int) -> None:
+        """Note that `unit` is gathered beyond the agenda."""
+        self._came[unit] = None
+
+    def need(self, unit: int) -> None:
+        """Note that this rank uses what was gathered."""
+        if unit in self._came:
+            place = self._came.pop(unit)
+            self._wanted.append(unit)
+            if place is not None:
+                self._needed[self._kind].add(place)
+
+    @property
+    def wanted(self) -> Sequence[int]:
+        """The gathers of this pass that this rank needed, in its own order."""
+        return self._wanted
+
+    def needed(self) -> list[int]:
+        """Return for each gather 1 if this rank has needed it since the agenda was last looked through, else 0."""
+        return [int(place in self._needed[self._kind]) for place in range(len(self.items))]
+
+    def is_due(self) -> bool:
+        """Count the pass that ends, and return whether the agenda is to be looked through for what nobody needs."""
+        self._passes[self._kind] = self._passes.get(self._kind, 0) + 1
+        return self._passes[self._kind] % MEMORY == 0
+
+    def shorten(self, ranks: Sequence[Sequence[int]]) -> None:
+        """Leave out what was not `needed()` on any rank."""
+        needed = [any(flags) for flags in zip(*ranks, strict=True)]
+        self._replace([unit for unit, wanted in zip(self.items, needed, strict=True) if wanted])
+
+    def extend(self, ranks: Sequence[Sequence[int]]) -> None:
+        """Let the agenda have all that any rank `wanted`: after a pass that needed more than was on it.
+
+        Where that would more than double it, the old one was another program's, and goes.
+        """
+        wanted: Sequence[int] = []
+        for theirs in ranks:
+            wanted = merged(wanted, theirs)
+        both = merged(self.items, wanted)
+        self._replace(list(both if len(both) <= 2 * len(wanted) else wanted))
+
+    def _replace(self, items: list[int]) -> None:
+        self._agreed[self._kind] = items
+        self._needed[self._kind] = set()
+
+
+def merged(first: Sequence[int], second: Sequence[int]) -> Sequence[int]:
+    """Return a sequence that has both as subsequences, with what they have in common only once."""
+    if first == second:
+        return first
+    out: list[int] = []
+    for tag, i, i_end, j, j_end in SequenceMatcher(None, first, second, autojunk=False).get_opcodes():
+        out += first[i:i_end]
+        if tag != "equal":
+            out += second[j:j_end]
+    return out
