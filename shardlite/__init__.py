@@ -1,6 +1,7 @@
 """ShardLite: train a PyTorch model that does not fit beside its optimizer on one device."""
 
 from shardlite.config import Precision
+from shardlite.ema import EMA
 from shardlite.errors import (
     CommError,
     EscapedViewWarning,
@@ -15,6 +16,7 @@ from shardlite.verification.verify import verify
 from shardlite.wrapper import ShardLite
 
 __all__ = [
+    "EMA",
     "AdamW",
     "CommError",
     "EscapedViewWarning",

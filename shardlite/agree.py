@@ -1,7 +1,10 @@
 """What ranks tell each other before they do something together: control messages, by `torch.distributed`."""
 
+import pickle
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import count
+from typing import Any
 
 import torch.distributed as dist
 
@@ -31,6 +34,24 @@ def agree(groups: Groups, facts: Sequence[str], problem: Exception | None) -> No
         raise LayoutError(trouble)
 
 
+def lend(groups: Groups, mine: Any) -> Any:
+    """Return what the first rank that has something lends to all others; `None` on a rank that has nothing.
+
+    Raises:
+        LayoutError: nobody has anything that can be pickled; on every rank.
+    """
+    found: Any = None
+    with suppress(Exception):  # what cannot be pickled cannot be lent
+        found = None if mine is None else pickle.dumps(mine)
+    for group in groups.all:
+        told: list[bytes | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(told, found, group=group)
+        found = next((each for each in told if each is not None), None)
+    if found is None:
+        raise LayoutError("a rank has no batch at all, and those of the others cannot be pickled to lend it one")
+    return pickle.loads(found)
+
+
 def _trouble(everyone: Sequence[tuple[list[str], str | None]]) -> str | None:
     """Return what is wrong with some rank of a group."""
     for rank, (theirs, trouble) in enumerate(everyone):
@@ -41,14 +62,17 @@ def _trouble(everyone: Sequence[tuple[list[str], str | None]]) -> str | None:
     return None
 
 
-def number(groups: Groups) -> int:
-    """Return a number for a wrapped model that is the same on all ranks, and new on each of them."""
-    highest = next(_instances)
+def number(groups: Groups) -> tuple[int, int]:
+    """Return a number for a wrapped model that is the same on all ranks and new on each of them, and its first rank.
+
+    The two together are a name in the whole world.
+    """
+    highest, first = next(_instances), dist.get_rank()
     for group in groups.all:
-        numbers = [0] * dist.get_world_size(group)
-        dist.all_gather_object(numbers, highest, group=group)
-        highest = max(numbers)
-    return highest
+        told = [(highest, first)] * dist.get_world_size(group)
+        dist.all_gather_object(told, (highest, first), group=group)
+        highest, first = max(n for n, _ in told), min(rank for _, rank in told)
+    return highest, first
 
 
 def _first_difference(expected: Sequence[str], got: Sequence[str], rank: int) -> str:

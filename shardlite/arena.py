@@ -25,3 +25,24 @@ def carve(kinds: Sequence[tuple[torch.dtype, bool]], lengths: Sequence[int], dev
             parts[i] = arena[start : start + lengths[i]]
             start += lengths[i]
     return parts
+
+
+def joined(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Return the memory of these pairs, [n] each, as few pairs: those that follow each other on both sides are one."""
+    runs: list[list[tuple[Tensor, Tensor]]] = []
+    for pair in sorted(pairs, key=lambda pair: pair[0].data_ptr()):
+        if runs and all(_follows(*sides) for sides in zip(runs[-1][-1], pair, strict=True)):
+            runs[-1].append(pair)
+        else:
+            runs.append([pair])
+    return [(_as_one([first for first, _ in run]), _as_one([second for _, second in run])) for run in runs]
+
+
+def _follows(part: Tensor, following: Tensor) -> bool:
+    """Whether one part of an arena ends where the other starts."""
+    same = part.untyped_storage().data_ptr() == following.untyped_storage().data_ptr()
+    return same and part.storage_offset() + part.numel() == following.storage_offset()
+
+
+def _as_one(parts: Sequence[Tensor]) -> Tensor:
+    return torch.as_strided(parts[0], (sum(part.numel() for part in parts),), (1,), parts[0].storage_offset())

@@ -44,6 +44,8 @@ class Averager:
     def __init__(self, shared: Shared, *, stage: int) -> None:
         self._shared = shared
         self._stage = stage
+        self.divisor = shared.world_size
+        """How many ranks' gradients count: by it their sum is divided."""
         self._staging = torch.empty(0, dtype=torch.uint8, device=shared.device)
 
     def place(self, flat: Flat, full: Tensor) -> Mean:
@@ -64,7 +66,7 @@ class Averager:
 
     def job(self, full: Tensor, mean: Mean, unit: str, operation: Operation) -> Callable[[], None]:
         """Return what a lane has to do with the gradients in `full`, which it overwrites."""
-        shared, cuts, divisor = self._shared, mean.flat.gradients.cuts, self._shared.world_size
+        shared, cuts, divisor = self._shared, mean.flat.gradients.cuts, self.divisor
         shard, replicas = shared.reducing
         transport = shared.traffic.counted(shard, "reduce", unit)
         across = replicas and shared.traffic.counted(replicas, "reduce over replicas", unit)

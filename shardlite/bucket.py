@@ -54,8 +54,10 @@ class Bucket:
         self.full = [torch.empty(f.gradients.full_numel, dtype=f.reduce, device=device) for f in self.flats]
         self.move(Gradients.FILLING)
 
-    def add(self, param: nn.Parameter, grad: Tensor) -> None:
+    def add(self, param: nn.Parameter, grad: Tensor | None) -> None:
         """Put a gradient in its place, cast to the dtype of the sum, or on top of what is there already.
+
+        One that does not count is `None`: it has come, and is as good as none.
 
         Raises:
             PhaseError: the parameter was frozen between its forward and this backward.
@@ -65,6 +67,9 @@ class Bucket:
                 f"parameter {self._name_of(param)!r} got a gradient, but did not require one at the latest forward: "
                 "change requires_grad after the backward"
             )
+        self.arrivals += 1
+        if grad is None:
+            return
         flat, slot = self._places[param]
         target = self.full[flat][slot.start : slot.stop].view(slot.shape)
         dense = grad.to_dense() if grad.is_sparse else grad
@@ -73,7 +78,6 @@ class Bucket:
         else:
             target.copy_(dense)
         self.used.add(param)
-        self.arrivals += 1
 
     def _name_of(self, param: nn.Parameter) -> str:
         members = (

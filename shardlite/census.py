@@ -14,7 +14,6 @@ from torch import Tensor
 
 from shardlite.errors import NonFiniteWarning
 from shardlite.magnitude import any_bad
-from shardlite.ring import Operation
 from shardlite.shared import Shared
 from shardlite.unit import Flat
 
@@ -49,7 +48,7 @@ class Census:
 
     def _add_up(self, flags: Tensor, what: str) -> None:
         """Add `flags` up over all ranks, in place."""
-        operation = Operation(f"{what} {self._shared.label}", next(self._numbers))
+        operation = self._shared.operation(what, next(self._numbers))
         self._shared.add_up(flags, "census", operation)
 
     def first_bad(self, index: int | None) -> list[tuple[int, int]]:

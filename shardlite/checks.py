@@ -86,8 +86,8 @@ def check(
         if buffer.layout is not torch.strided:
             raise LayoutError(f"buffer {name!r} is {buffer.layout}: only dense buffers can be sent to all ranks")
     named = [(name, param) for name, param in module.named_parameters() if param not in ignored]
-    if not any(param.requires_grad for _, param in named):
-        raise LayoutError(f"{type(module).__name__} has no parameter with requires_grad: there is nothing to train")
+    if not named:
+        raise LayoutError(f"{type(module).__name__} has no parameters that are not ignored: there is nothing to shard")
     _check_params(named, precision)
 
 

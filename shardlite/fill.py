@@ -20,7 +20,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 from shardlite.lane import Flight, Lane
 from shardlite.phase import Weights
-from shardlite.ring import Operation, all_gather
+from shardlite.ring import all_gather
 from shardlite.shared import Shared
 from shardlite.unit import Flat, Unit
 
@@ -102,7 +102,7 @@ class Filler:
         if not flat.in_place:
             flat.own_part(full).copy_(flat.local)
         if flat.rank is not None and self._shared.transport.world_size > 1:
-            operation = Operation(f"all-gather of unit {unit.name!r} {self._shared.label}, flat {i}", unit.gathers)
+            operation = self._shared.operation(f"all-gather of unit {unit.name!r}, flat {i}", unit.gathers)
             transport = self._shared.traffic.counted(self._shared.transport, purpose, unit.name)
             all_gather(full, transport, operation=operation)
 

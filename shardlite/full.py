@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.fill import Gathering
 from shardlite.handles import Calls, pop_hooks, push_hooks
-from shardlite.ring import Operation, all_gather
+from shardlite.ring import all_gather
 from shardlite.shared import Shared
 from shardlite.unit import Flat, Unit
 
@@ -98,9 +98,9 @@ class FullParameters:
             return flat.local
         whole = flat.local.new_empty(flat.layout.full_numel)
         flat.own_part(whole).copy_(flat.local)
-        label = f"the full state of unit {unit.name!r} {self._shared.label}, flat {i}"
+        operation = self._shared.operation(f"the full state of unit {unit.name!r}, flat {i}", next(self._uses))
         transport = self._shared.traffic.counted(self._shared.transport, "full state", unit.name)
-        all_gather(whole, transport, operation=Operation(label, next(self._uses)))
+        all_gather(whole, transport, operation=operation)
         return whole
 
     def entries(self) -> dict[str, Tensor]:
@@ -161,7 +161,7 @@ class FullParameters:
         written = [any(id(f) in changed or _differs(f, full) for f, full in _places(unit)) for unit in units]
         overtaken = any(unit.derived and unit.gathered_version != unit.version() for unit in units)
         ranks = torch.tensor([*written, overtaken], dtype=torch.int32, device=self._shared.device)
-        operation = Operation(f"what was written {self._shared.label}", next(self._uses))
+        operation = self._shared.operation("what was written", next(self._uses))
         self._shared.add_up(ranks, "what was written", operation)
         if ranks[-1] > 0:
             raise PhaseError(

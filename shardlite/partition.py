@@ -20,8 +20,9 @@ ROOT = "(root)"
 BLOCKS_SHARE = 0.1
 """Like modules in a row are the model's blocks if together they hold at least this share of its parameters."""
 
-TABLE_SHARE = 0.5
-"""An embedding or a head is a unit of its own from this share of the largest block on: else it stays with the root."""
+LARGE_SHARE = 0.5
+"""An embedding, a head or a layer unlike the others is a unit of its own from this share of the largest block on: else
+it stays with the root."""
 
 
 @dataclass(eq=False)
@@ -100,7 +101,7 @@ def _automatic(model: nn.Module) -> set[nn.Module]:
     """Find the repeated blocks, and the embeddings and heads that are large beside them."""
     total = _numel(model.parameters())
     blocks = list(_blocks(model, total))
-    enough = TABLE_SHARE * max((_numel(block.parameters()) for block in blocks), default=total)
+    enough = LARGE_SHARE * max((_numel(block.parameters()) for block in blocks), default=total)
     return {*blocks, *(table for table in _tables(model, blocks) if _numel(table.parameters()) >= enough)}
 
 
@@ -114,14 +115,23 @@ def _blocks(module: nn.Module, total: int) -> Iterator[nn.Module]:
 
 
 def _repeated(module: nn.Module, total: int) -> Sequence[nn.Module]:
-    """Return the children of a list or a sequence that are of a class which occurs there more than once."""
+    """Return the children of a list or a sequence that are of a class which occurs there more than once.
+
+    In a list of layers, a large one of another kind counts as one of them. (Otherwise its experts, if it has any, would
+    be found instead of it, and ranks call those or not as their tokens will.)
+    """
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return []
     children = [child for child in module if _numel(child.parameters())]
     classes = [type(child) for child in children]
     alike = [child for child in children if classes.count(type(child)) > 1]
     share = _numel({param for child in alike for param in child.parameters()})
-    return alike if share >= BLOCKS_SHARE * total else []
+    if share < BLOCKS_SHARE * total:
+        return []
+    if isinstance(module, nn.Sequential):
+        return alike
+    enough = LARGE_SHARE * max(_numel(child.parameters()) for child in alike)
+    return [child for child in children if child in alike or _numel(child.parameters()) >= enough]
 
 
 def _tables(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[nn.Module]:

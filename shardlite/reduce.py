@@ -28,7 +28,7 @@ from shardlite.errors import LayoutError, PhaseError
 from shardlite.lane import Flight
 from shardlite.magnitude import any_bad
 from shardlite.phase import Gradients
-from shardlite.ring import Operation, broadcast
+from shardlite.ring import broadcast
 from shardlite.shared import Shared
 from shardlite.unit import Flat, Unit
 
@@ -97,6 +97,7 @@ class Reducer:
         self._buckets = {unit: Bucket(unit) for unit in units}
         self._order = list(reversed(units))  # a guess, until the first backward has shown how gradients come
         self._observed: list[Unit] | None = []
+        self._counts = True
         self._backwards = 0
         self._round = _Round(self._now_in_order())
 
@@ -147,9 +148,17 @@ class Reducer:
             )
         if bucket.phase is Gradients.EMPTY:
             self._fill(bucket)
-        bucket.add(param, grad)
+        bucket.add(param, grad if self._counts else None)
         self._land_what_is_done()
         return bucket
+
+    def weigh(self, *, counts: bool, ranks: int) -> None:
+        """Let this rank's gradients count from now on, or not, and the means be those of so many `ranks`."""
+        self._counts = counts
+        for bucket in self._buckets.values():
+            for full in bucket.full if bucket.phase is Gradients.FILLING else ():
+                full.mul_(ranks / self._averager.divisor)  # what was accumulated was to be divided by another number
+        self._averager.divisor = ranks
 
     def complete(self, unit: Unit) -> None:
         """Note that a unit's gradients are all there, and start every reduction whose turn has come."""
@@ -222,9 +231,9 @@ class Reducer:
         if self._diagnose and self._round.first_bad is None and (bad := bucket.first_bad()) is not None:
             self._round.first_bad = bad + sum(len(reduction.used) for reduction in self._round.started)
         means = [self._averager.place(*pair) for pair in zip(bucket.flats, bucket.full, strict=True)]
-        label = f"reduce-scatter of unit {unit.name!r} {self._shared.label}"
+        label = f"reduce-scatter of unit {unit.name!r}"
         jobs = deque(
-            self._averager.job(full, mean, unit.name, Operation(f"{label}, flat {i}", self._backwards))
+            self._averager.job(full, mean, unit.name, self._shared.operation(f"{label}, flat {i}", self._backwards))
             for i, (full, mean) in enumerate(zip(bucket.full, means, strict=True))
         )
 
@@ -309,7 +318,7 @@ class Reducer:
         units = list(self._buckets)
         seen = [*self._observed, *(unit for unit in self._order if unit not in self._observed)]
         order = send([units.index(unit) for unit in seen], torch.int64, self._shared.device)
-        operation = Operation(f"the order of reductions {self._shared.label}", self._backwards)
+        operation = self._shared.operation("the order of reductions", self._backwards)
         for transport in self._shared.counted("order of reductions"):
             broadcast(order, transport, operation=operation)
         self._order = [units[i] for i in order.tolist()]

@@ -20,7 +20,7 @@ from shardlite_kernels import hop
 from torch import Tensor
 
 from shardlite.errors import CommError, LayoutError
-from shardlite.transport import Transport
+from shardlite.transport import Notes, Transport
 from shardlite.walk import Chunks, Destination, Links, add_up, pass_down, pass_on
 
 CHUNK_BYTES = 8 << 20
@@ -48,6 +48,8 @@ class Operation:
 
     label: str = "unnamed collective"
     sequence: int = 0
+    notes: Notes | None = None
+    """Where to ask, when it fails, what the other ranks are doing."""
 
     def tag(self, full: Tensor, cuts: Sequence[int] = ()) -> int:
         """Return a message tag that only ranks doing the same operation on a like buffer, cut alike, share.
@@ -344,4 +346,5 @@ def _named(operation: Operation, full: Tensor) -> Iterator[None]:
         yield
     except CommError as error:
         what = f"{operation.label} (operation {operation.sequence}, {full.numel()} elements of {full.dtype})"
-        raise CommError(f"{what}: {error}") from error
+        others = "" if operation.notes is None else operation.notes.compare(what)
+        raise CommError(f"{what}: {error}{others}") from error

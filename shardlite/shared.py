@@ -1,18 +1,22 @@
 """What all units of one wrapped model share: the ranks, the device, and the books."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from math import prod
 
 import torch
 from torch import Tensor
 
+from shardlite.agree import number
 from shardlite.lane import Lane, make_lane
 from shardlite.ledger import Ledger
 from shardlite.ring import Operation, all_reduce
 from shardlite.trace import Trace
 from shardlite.traffic import Traffic
-from shardlite.transport import Groups, Transport, connect
+from shardlite.transport import Board, Groups, Notes, StoreBoard, Transport, connect, connect_hosts
 
 
 @dataclass
@@ -39,22 +43,24 @@ class Shared:
     """Both again for reductions, which run in no fixed order beside gathers: over NCCL each needs connections of its
     own, for it knows no tags."""
 
-    control: Transport
-    """To the ranks over which the model is sharded, for what hosts tell each other: CPU tensors."""
+    hosts: tuple[Transport, Transport | None]
+    """Both once more, for what hosts tell each other: CPU tensors."""
 
     device: torch.device
     steps: Steps
+    board: Board
     trace: Trace
     ledger: Ledger
     traffic: Traffic
 
-    @property
-    def label(self) -> str:
-        """The model and the step in the name of an operation.
+    def operation(self, what: str, sequence: int = 0, *, at_any_step: bool = False) -> Operation:
+        """Name an operation of this model at its step.
 
-        So no two models hear each other's messages, nor ranks of which one has left a step out.
+        So no two models hear each other's messages, nor do ranks of which one has left a step out: unless they are to
+        meet `at_any_step`, to be told so.
         """
-        return f"of model {self.instance} at step {self.steps.taken}"
+        when = "" if at_any_step else f" at step {self.steps.taken}"
+        return Operation(f"{what} of model {self.instance}{when}", sequence, self.notes)
 
     @property
     def transports(self) -> list[Transport]:
@@ -65,10 +71,31 @@ class Shared:
         """Return them, with what is sent for a purpose of the whole model counted."""
         return [self.traffic.counted(transport, purpose) for transport in self.transports]
 
+    def count_up(self, numbers: Tensor, purpose: str, operation: Operation) -> None:
+        """Add numbers of the hosts [n], on the CPU, up over all ranks, replicas included, in place."""
+        for transport in self.hosts:
+            if transport is not None:
+                all_reduce(numbers, self.traffic.counted(transport, purpose), operation=operation)
+
     def add_up(self, numbers: Tensor, purpose: str, operation: Operation) -> None:
         """Add [n] up over all ranks, replicas included, in place."""
         for transport in self.counted(purpose):
             all_reduce(numbers, transport, operation=operation)
+
+    @cached_property
+    def notes(self) -> Notes:
+        """What ranks leave for each other when something has failed."""
+        return Notes(self.board, self.rank, self.world_size)
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Leave a note about an exception, for other ranks that will wait for this one in vain."""
+        self.notes.withdraw()
+        try:
+            yield
+        except Exception as error:
+            self.notes.leave(f"its forward at step {self.steps.taken} ended in {type(error).__name__}: {error}")
+            raise
 
     @property
     def world_size(self) -> int:
@@ -86,7 +113,28 @@ class Shared:
         return make_lane(name, self.device, blocking=any(transport.blocking for transport in self.transports))
 
 
-def connect_all(
+def share(groups: Groups, device: torch.device, timeout: timedelta) -> Shared:
+    """Connect this rank to all others that wrap the same model now. All of them call this."""
+    instance, first = number(groups)
+    transport, replicas = _connect(groups, device, timeout, apart=False)
+    hosts = connect_hosts(groups.shard, timeout)
+    other_hosts = None if groups.replicas is None else connect_hosts(groups.replicas, timeout)
+    return Shared(
+        instance=instance,
+        transport=transport,
+        replicas=replicas,
+        reducing=_connect(groups, device, timeout, apart=True),
+        hosts=(hosts, other_hosts),
+        device=device,
+        steps=Steps(),
+        board=StoreBoard(f"model {instance} from rank {first}"),
+        trace=Trace(),
+        ledger=Ledger(),
+        traffic=Traffic(),
+    )
+
+
+def _connect(
     groups: Groups, device: torch.device, timeout: timedelta, *, apart: bool
 ) -> tuple[Transport, Transport | None]:
     """Connect this rank to those that it shares a model with, and to those that hold the same shards, if any.

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from shardlite.materialise import Initialiser, children_first
 from shardlite.partition import ROOT, UnitPlan
-from shardlite.ring import Operation, broadcast
+from shardlite.ring import broadcast
 from shardlite.shared import Shared
-from shardlite.transport import Transport
 from shardlite.unit import Unit
 
 
@@ -29,7 +28,7 @@ def spread(
     for each in children_first(module):
         initialiser.initialise(each)
         if each in ends:
-            spread_values(ends[each], shared.counted("values"), lambda param: param.detach())
+            spread_values(ends[each], shared, lambda param: param.detach())
             ends[each].unbind()
             initialiser.sent(ends[each].params())
     for unit in units:
@@ -40,25 +39,24 @@ def spread(
             buffer.data = buffer.to(shared.device)
 
 
-def spread_values(unit: Unit, transports: Sequence[Transport], value: Callable[[nn.Parameter], Tensor]) -> None:
+def spread_values(unit: Unit, shared: Shared, value: Callable[[nn.Parameter], Tensor]) -> None:
     """Set a unit's shards on every rank to what `value` gives on rank 0 for each of the module's parameters.
 
     The unit's weights exist a second time, whole, only while they are sent round.
     """
-    first = all(transport.rank == 0 for transport in transports)
     with torch.no_grad():
         for i, flat in enumerate(unit.flats):
             whole = flat.local if flat.rank is None else flat.local.new_zeros(flat.layout.full_numel)
-            if first:
+            if shared.rank == 0:
                 for param, view in flat.views(whole):
                     view.copy_(value(param))
-            for transport in transports:
-                broadcast(whole, transport, operation=Operation(f"the values of unit {unit.name!r}, flat {i}"))
+            for transport in shared.counted("values"):
+                broadcast(whole, transport, operation=shared.operation(f"the values of unit {unit.name!r}, flat {i}"))
             if flat.rank is not None:
                 flat.local.copy_(flat.own_part(whole))
 
 
-def spread_buffers(module: nn.Module, transports: Sequence[Transport]) -> None:
+def spread_buffers(module: nn.Module, shared: Shared) -> None:
     """Copy rank 0's buffers (running statistics and the like) to every rank.
 
     Equal ones are not written to: a mask may be an expanded view, which cannot be.
@@ -66,7 +64,7 @@ def spread_buffers(module: nn.Module, transports: Sequence[Transport]) -> None:
     with torch.no_grad():
         for name, buffer in module.named_buffers():
             flat = buffer.detach().reshape(-1).clone()
-            for transport in transports:
-                broadcast(flat, transport, operation=Operation(f"buffer {name!r}"))
+            for transport in shared.counted("buffers"):
+                broadcast(flat, transport, operation=shared.operation(f"buffer {name!r}"))
             if not torch.equal(flat.view(buffer.shape), buffer):
                 buffer.copy_(flat.view(buffer.shape))

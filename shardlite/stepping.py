@@ -1,7 +1,9 @@
 """What happens to one wrapped model when some optimizer steps its shards, or clips their gradients."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
+from weakref import WeakSet
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -10,6 +12,13 @@ from shardlite.fill import Gathering
 from shardlite.shards import Shards
 from shardlite.shared import Steps
 from shardlite.skips import Skips
+
+
+class Follower(Protocol):
+    """Who keeps something beside the weights, and so has to know before these change."""
+
+    def before_change(self) -> None:
+        """Look at the trained weights of now. Raises if the model has others."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,9 +38,17 @@ class Stepping:
     norm: Callable[[float, Collection[Tensor]], Tensor]
     """Returns the global norm with an exponent, [], of the gradients of some shards. To be called by every rank."""
 
+    followers: "WeakSet[Follower]" = field(default_factory=WeakSet)
+
+    def announce_change(self) -> None:
+        """Let followers look at the trained weights; they raise if the model has others now."""
+        for each in self.followers:
+            each.before_change()
+
     def before_step(self, optimizer: Optimizer) -> None:
         """Raise if a step would be a wrong one, and see to it that it does nothing if gradients are not finite."""
         self.ready()
+        self.announce_change()
         self.gatherer.settle()
         self.shards.check()
         self.skips.before_step(optimizer)
@@ -44,6 +61,7 @@ class Stepping:
         self.gatherer.expire()
 
     def mark_changed(self) -> None:
-        """Take note that all shards were changed by other means than a step."""
+        """Take note that all shards were changed by other means than a step, on every rank."""
+        self.steps.taken += 1  # ranks that did not do the same are found out by it
         self.shards.mark_changed(list(self.shards))
         self.gatherer.expire()

@@ -21,7 +21,7 @@ from zlib import crc32
 import torch
 
 from shardlite.errors import DesyncError
-from shardlite.ring import Operation, all_gather
+from shardlite.ring import all_gather
 from shardlite.shared import Shared
 
 END = -1
@@ -73,17 +73,17 @@ class Talks:
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
     def _exchange(self, mine: Sequence[int], what: str) -> list[list[int]]:
-        control = self._shared.traffic.counted(self._shared.control, "talks")
-        full = torch.zeros(control.world_size, len(mine), dtype=torch.int32)
-        full[control.rank] = torch.tensor(mine, dtype=torch.int32)
+        hosts = self._shared.traffic.counted(self._shared.hosts[0], "talks")
+        full = torch.zeros(hosts.world_size, len(mine), dtype=torch.int32)
+        full[hosts.rank] = torch.tensor(mine, dtype=torch.int32)
         # The name says nothing of the step: ranks that differ in it are to meet here, and to be told apart.
-        operation = Operation(f"talks on {what} of model {self._shared.instance}", next(self._rounds))
-        all_gather(full.view(-1), control, operation=operation)
+        operation = self._shared.operation(f"talks on {what}", next(self._rounds), at_any_step=True)
+        all_gather(full.view(-1), hosts, operation=operation)
         rows: list[list[int]] = full.tolist()
         return rows
 
     def _compare(self, words: Sequence[Word], kind: Hashable) -> None:
-        mine = words[self._shared.control.rank]
+        mine = words[self._shared.transport.rank]
         for rank, theirs in enumerate(words):
             if theirs.step != mine.step:
                 raise DesyncError(
@@ -97,7 +97,7 @@ class Talks:
                 )
 
     def _here(self, mine: Word, kind: Hashable) -> str:
-        return f"rank {self._shared.control.rank} at step {mine.step}: {self._wish(mine)} in its pass {kind}"
+        return f"rank {self._shared.transport.rank} at step {mine.step}: {self._wish(mine)} in its pass {kind}"
 
     def _wish(self, word: Word) -> str:
         return "it is at the end" if word.wants == END else f"it needs unit {self._names[word.wants]!r}"

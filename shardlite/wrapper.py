@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardlite import checks, guard
-from shardlite.agree import agree, number
+from shardlite.agree import agree
 from shardlite.backward import Backward, Mode
 from shardlite.build import Placement, build_units, flats_of, part_of
 from shardlite.casts import cast_floats
@@ -23,26 +23,32 @@ from shardlite.full import FullParameters
 from shardlite.gather import Gatherer
 from shardlite.handles import Calls
 from shardlite.hooks import ModuleHooks
-from shardlite.ledger import Held, Ledger
+from shardlite.join import Batch, Join
+from shardlite.ledger import Held
 from shardlite.materialise import Init, Initialiser
 from shardlite.optim import adopt
 from shardlite.partition import UnitPlan, UnitPolicy
 from shardlite.plan import Options, Plan, agree_on_plan
 from shardlite.reduce import Reducer
-from shardlite.ring import Operation
 from shardlite.shards import Shards
-from shardlite.shared import Shared, Steps, connect_all
+from shardlite.shared import share
 from shardlite.sites import needs, sites
 from shardlite.skips import Skips
 from shardlite.spread import spread, spread_buffers, spread_values
 from shardlite.stepping import Stepping
-from shardlite.trace import Trace
-from shardlite.traffic import Sent, Traffic
-from shardlite.transport import Ranks, connect_hosts, groups_of
+from shardlite.traffic import Sent
+from shardlite.transport import Ranks, groups_of
 from shardlite.unit import Unit
 from shardlite.unsharded import Unsharded
 
 ReshardRule = bool | Callable[[str, nn.Module], bool]
+
+_NO_COPY = (
+    "a wrapped model cannot be copied or pickled, for it is tied to its ranks. For a copy wrap a second instance with the "
+    "same options and load it, on every rank: "
+    "`twin = ShardLite(make_model()); twin.load_full_state_dict(model.full_state_dict(rank=0))`. "
+    "For moving averages there is shardlite.EMA; to write it into a file use full_state_dict()"
+)
 
 
 class ShardLite(nn.Module):
@@ -82,7 +88,7 @@ class ShardLite(nn.Module):
             under the process group's own timeout; over NCCL that one counts always.)
 
     Raises:
-        LayoutError: there is no process group, nothing to train, a wrapped model inside, another model on another
+        LayoutError: there is no process group, nothing to shard, a wrapped model inside, another model on another
             rank, or a parameter or buffer on the meta device that was not initialised.
         CommError: a peer failed or is late.
     """
@@ -108,8 +114,6 @@ class ShardLite(nn.Module):
             raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}")
         self.stage = stage
         self.precision = precision
-        self.ledger = Ledger()
-        self.trace = Trace()
         self._groups = groups_of(group)
         self._ignored = checks.ignored_params(ignore)
         self._collectives = count()
@@ -123,7 +127,9 @@ class ShardLite(nn.Module):
             prefetch=prefetch,
         )
         plan = agree_on_plan(module, options, self._groups, ShardLite)
-        self._shared = self._share(plan.device, timeout)
+        self._shared = shared = share(self._groups, plan.device, timeout)
+        self.ledger, self.trace = shared.ledger, shared.trace
+        self._join = Join(shared, self._groups)
         self._placement = self._place(plan, reshard_after_forward)
         self.module = module
         self._units = self._build(plan, init)
@@ -138,7 +144,8 @@ class ShardLite(nn.Module):
         self._stepping.shards.check()
         if self.precision.compute is not None:
             args, kwargs = cast_floats((args, kwargs), self.precision.compute)
-        outputs = self.module(*args, **kwargs)
+        with self._shared.telling():
+            outputs = self.module(*args, **kwargs)
         return outputs if self.precision.output is None else cast_floats(outputs, self.precision.output)
 
     def named_parameters(
@@ -184,12 +191,12 @@ class ShardLite(nn.Module):
             return getattr(self.module, name)
 
     def __reduce_ex__(self, _: Any) -> Any:
-        """Raise: a process group cannot be copied or written."""
-        raise LayoutError("a wrapped model cannot be copied or pickled: use full_state_dict()")
+        """Raise, for `copy.copy` and `pickle`: connections to other ranks cannot be copied or written."""
+        raise LayoutError(_NO_COPY)
 
     def __deepcopy__(self, _: Any) -> Any:
-        """Raise: a process group cannot be copied."""
-        raise LayoutError("a wrapped model cannot be copied: use full_state_dict()")
+        """Raise, even if the module itself has such a method: connections to other ranks cannot be copied."""
+        raise LayoutError(_NO_COPY)
 
     def extra_repr(self) -> str:
         """Say how the model is cut."""
@@ -221,6 +228,28 @@ class ShardLite(nn.Module):
         clip_gradients(list(self._stepping.shards), max_norm, norm)
         return norm
 
+    def join(self, batches: Iterable[Batch], *, also: Iterable["ShardLite"] = ()) -> Iterator[Batch]:
+        """Yield this rank's `batches`; once it has run out its last one, until no rank has any more.
+
+        So ranks with different numbers of batches finish together: `for batch in model.join(loader)`. A rank that has
+        run out (`model.joined`) computes with the others, but its gradients do not count: means are those of the ranks
+        that have a batch. Its running statistics (batch norm) see the last batch again. A rank that had none at all is
+        lent one, by pickle. Every rank calls this, and none leaves the loop alone. The host waits once per batch.
+
+        Args:
+            batches: this rank's.
+            also: further wrapped models over the same ranks that are trained in the loop.
+
+        Raises:
+            LayoutError: a rank has no batch at all, and cannot be lent one; on every rank.
+        """
+        return self._join.over(batches, [model._reducer for model in (self, *also)])
+
+    @property
+    def joined(self) -> bool:
+        """Whether this rank has run out of batches in `join`, so that what it computes does not count."""
+        return self._join.joined
+
     @property
     def skipped_steps(self) -> int:
         """How many steps were left out because a gradient on some rank had a NaN or an infinity. The host waits.
@@ -237,7 +266,8 @@ class ShardLite(nn.Module):
         Every storage is counted from its allocation to its end, once, whole, under one purpose: `parameters` (the
         shards, or what of them is not in the full weights, and full weights that are always there), `gather buffers`,
         `gradient buckets` (before they are reduced), `gradients`, `staging` (where partial sums arrive), `optimizer
-        state` of the optimizers that have stepped the model, and `buffers`. `model.ledger.reset_peak()` resets.
+        state` of the optimizers that have stepped the model, `averages` (of `EMA`), and `buffers`.
+        `model.ledger.reset_peak()` resets.
         """
         for shard in self._stepping.shards:
             if shard.grad is not None:
@@ -297,12 +327,12 @@ class ShardLite(nn.Module):
         entries = self._full.entries()
         source = {entry: (state_dict or {}).get(name, entry) for name, entry in entries.items()}
         for unit in self._units:
-            spread_values(unit, self._shared.counted("values"), lambda param: source[param])
+            spread_values(unit, self._shared, lambda param: source[param])
         with torch.no_grad():
             for entry, value in source.items():
                 if not isinstance(entry, nn.Parameter) and self._shared.rank == 0:
                     entry.copy_(value)
-        spread_buffers(self.module, self._shared.counted("buffers"))
+        spread_buffers(self.module, self._shared)
         self._stepping.mark_changed()
 
     def state_dict(self, *_: Any, **__: Any) -> Any:
@@ -319,21 +349,6 @@ class ShardLite(nn.Module):
         )
 
     # ---- construction -------------------------------------------------------------------------------------------
-
-    def _share(self, device: torch.device, timeout: timedelta) -> Shared:
-        transport, replicas = connect_all(self._groups, device, timeout, apart=False)
-        return Shared(
-            instance=number(self._groups),
-            transport=transport,
-            replicas=replicas,
-            reducing=connect_all(self._groups, device, timeout, apart=True),
-            control=connect_hosts(self._groups.shard, timeout),
-            device=device,
-            steps=Steps(),
-            trace=self.trace,
-            ledger=self.ledger,
-            traffic=Traffic(),
-        )
 
     def _place(self, plan: Plan, reshard: ReshardRule) -> Placement:
         alone = self._shared.world_size == 1 and not plan.casts
@@ -356,7 +371,7 @@ class ShardLite(nn.Module):
         spread(plan.units, units, self.module, shared, initialiser)
         checks.mark_wrapped(units)
         agree(self._groups, [], initialiser.trouble())
-        spread_buffers(self.module, shared.counted("buffers"))
+        spread_buffers(self.module, shared)
         for flat in flats_of(units):
             for memory in (flat.local, flat.full):
                 if memory is not None:
@@ -415,14 +430,14 @@ class ShardLite(nn.Module):
     def _on_any_rank(self, flag: Tensor) -> Tensor:
         """Return whether a flag, [], is more than 0 on any rank."""
         ranks = flag.reshape(1).clone()
-        operation = Operation(f"a flag of any rank {self._shared.label}", next(self._collectives))
+        operation = self._shared.operation("a flag of any rank", next(self._collectives))
         self._shared.add_up(ranks, "flags", operation)
         return (ranks[0] > 0).to(flag.dtype)
 
     def _norm(self, norm_type: float, only: Collection[Tensor] | None = None) -> Tensor:
         """Return the norm of the gradients of all ranks, or of those of some shards, []."""
         flats = [flat for flat in flats_of(self._units) if flat.layout.dtype.is_floating_point]
-        operation = Operation(f"the norm of gradients {self._shared.label}", next(self._collectives))
+        operation = self._shared.operation("the norm of gradients", next(self._collectives))
         return total_norm(flats, self._shared, norm_type, operation, only)
 
 

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +26,13 @@ class Turn:
     def generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(10_000 * self.step + 100 * self.rank + self.micro)
 
+
+WAYS = ((2, 3), (4, 3), (2, 1), (4, 2), (2, 0))
+
+EVERYWHERE = pytest.mark.parametrize(
+    ("world_size", "stage"), WAYS, ids=[f"{ranks}-ranks-stage-{stage}" for ranks, stage in WAYS]
+)
+"""Stage 3 at two world sizes, and every other stage once."""
 
 Loss = Callable[[Callable[..., Any], Turn], Tensor]
 """From a model and a turn."""
@@ -106,13 +114,12 @@ class Pair:
         replicas: int = 1,
         **options: Any,
     ) -> None:
-        torch.manual_seed(0)
-        module = make()
+        module, plain = (_seeded(make) for _ in range(2))
         ranks = torch.distributed.get_world_size()
         if isinstance(group, torch.distributed.ProcessGroup):
             ranks = torch.distributed.get_world_size(group)
         self.rank = torch.distributed.get_rank()
-        self.twin = Twin(copy.deepcopy(module), ranks, units, precision=precision, replicas=replicas)
+        self.twin = Twin(plain, ranks, units, precision=precision, replicas=replicas)
         self.model = ShardLite(module, group=group, units=units, precision=precision, **options)
         chosen = RECIPES[recipe]
         self.optimizer = chosen.make(self.model.parameters())
@@ -122,6 +129,10 @@ class Pair:
     def step(self, loss: Loss, modes: Sequence[str] = ("step",), clip: float | None = None) -> None:
         """Run one backward per mode ("local" and "sharded" are kinds of `no_sync`), clip, step, and compare."""
         self.backward(loss, modes)
+        self.finish(clip)
+
+    def finish(self, clip: float | None = None) -> None:
+        """Clip, step, and compare gradients, weights and buffers, after the backwards of a step."""
         if clip is not None:
             same_bits(self._what("norm"), self.model.clip_grad_norm_(clip), self.twin.clip_grad_norm(clip))
         self._compare("gradient", lambda tensor: tensor.grad)
@@ -129,7 +140,20 @@ class Pair:
             optimizer.step()
             optimizer.zero_grad()
         self._compare("weight", lambda tensor: tensor.detach())
+        self._compare_buffers()
         self._steps += 1
+
+    def evaluate(self, run: Callable[[Callable[..., Any], Turn], Tensor]) -> None:
+        """Compare what a run without gradients gives in evaluation mode."""
+        turn, outputs = Turn(self._steps, self.rank, 0), []
+        self.twin.refresh()
+        with torch.no_grad(), self.twin.as_rank(self.rank):
+            for model, module in ((self.model, self.model.module), (self.twin, self.twin.module)):
+                module.eval()
+                outputs.append(run(model, turn))
+                module.train()
+        same_bits(self._what("output in evaluation"), *outputs)
+        self._compare_buffers()
 
     def backward(self, loss: Loss, modes: Sequence[str]) -> None:
         """Run the backwards only, on both sides."""
@@ -156,8 +180,28 @@ class Pair:
             if got is not None:
                 same_bits(f"{self._what(what)} of {name!r}", got, expected[name])
 
+    def _compare_buffers(self) -> None:
+        ours = dict(self.model.named_buffers())
+        with self.twin.as_rank(self.rank):
+            for name, buffer in self.twin.module.named_buffers():
+                same_bits(self._what(f"buffer {name!r}"), ours[name], buffer)
+
     def _what(self, what: str) -> str:
         return f"stage {self.model.stage}, step {self._steps}: {what}"
+
+
+def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+def trained(make: Callable[[], nn.Module], loss: Loss, group: Any, **options: Any) -> Pair:
+    """Return a pair after some steps, with accumulation and clipping."""
+    pair = Pair(make, group, **options)
+    pair.step(loss)
+    pair.step(loss, ("local", "step"), clip=0.01)
+    pair.step(loss, ("sharded", "step"))
+    return pair
 
 
 def accumulating(model: ShardLite, mode: str) -> AbstractContextManager[None]:

@@ -37,8 +37,9 @@ def totals(model: ShardLite) -> tuple[int, int]:
 def traffic_body(group, stage, precision):
     """Return what one step sent, by unit and purpose, once everything agrees with the transport."""
     tally = Tally()
-    connect = shardlite.shared.connect
+    connect, connect_hosts = shardlite.shared.connect, shardlite.shared.connect_hosts
     shardlite.shared.connect = lambda *args, **options: Counted(connect(*args, **options), tally)
+    shardlite.shared.connect_hosts = lambda *args: Counted(connect_hosts(*args), tally)
     try:
         model = ShardLite(net(), stage=stage, group=group, precision=precision)
         optimizer = AdamW(model.parameters())
@@ -50,7 +51,7 @@ def traffic_body(group, stage, precision):
         model.full_state_dict()
         assert totals(model) == (tally.messages, tally.nbytes)
     finally:
-        shardlite.shared.connect = connect
+        shardlite.shared.connect, shardlite.shared.connect_hosts = connect, connect_hosts
     sent = {}
     for unit, purposes in after.items():
         for purpose, each in purposes.items():

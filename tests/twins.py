@@ -45,19 +45,20 @@ Mean = Callable[[Sum], Tensor]
 """From each rank's flat gradient to their mean [W*S]."""
 
 
-def ring_mean(of: Sum) -> Tensor:
+def ring_mean(of: Sum, divisor: int | None = None) -> Tensor:
     """Add segment `k` over the ranks that share a model, then over the replicas; divide by the number of all, once."""
+    divisor = divisor or len(of.flats)
     mean = torch.zeros(of.layout.full_numel, dtype=of.layout.dtype)
     ranks, world_size = len(of.flats), of.layout.world_size
     for k in range(world_size):
         own = slice(*of.layout.shard_range(k))
         shards = [flat[own] for flat in of.flats]
         if ranks == world_size:
-            mean[own] = add_round(shards, k, ranks, mean.dtype)
+            mean[own] = add_round(shards, k, divisor, mean.dtype)
         else:
             replicas = [shards[first : first + world_size] for first in range(0, ranks, world_size)]
             sums = [add_round(replica, k, 1, mean.dtype) for replica in replicas]
-            mean[own] = _over_replicas(sums, of.kept[own], ranks)
+            mean[own] = _over_replicas(sums, of.kept[own], divisor)
     return mean
 
 
@@ -97,7 +98,8 @@ class Twin:
     """An unsharded replica of a model, trained on the batches of all ranks. It changes `module` in place.
 
     `masters` are what the optimizer has to step: as the model has them, but trainable ones in fp32 at least. `replicas`
-    of the ranks are groups that share a model among themselves.
+    of the ranks are groups that share a model among themselves. Buffers are each rank's own, as those of
+    `DistributedDataParallel(broadcast_buffers=False)`.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class Twin:
         self._precision = precision
         for name, param in self._own.items():
             param.data = param.data.to(kinds[name].compute)
+        self._buffers = [_copies(module) for _ in range(world_size)]
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """Run the module, with floating-point tensors among the inputs, and the output, cast as `precision` says."""
@@ -143,12 +146,21 @@ class Twin:
         self.refresh()
         results, local = [], []
         for rank in range(self.world_size):
-            with self._caught() as sums:
+            with self._caught() as sums, self.as_rank(rank):
                 results.append(run(self.module, rank))
             local.append(sums)
         for flat in self._flats:
             self._hand_out(flat, local)
         return results
+
+    @contextmanager
+    def as_rank(self, rank: int) -> Iterator[None]:
+        """Let the module have a rank's buffers inside."""
+        with torch.no_grad():
+            for name, buffer in self.module.named_buffers():
+                buffer.copy_(self._buffers[rank][name])
+        yield
+        self._buffers[rank] = _copies(self.module)
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
@@ -184,6 +196,7 @@ class Twin:
 
         def catch(name: str, dtype: torch.dtype, param: Tensor) -> None:
             grad, param.grad = param.grad.detach(), None
+            grad = grad.to_dense() if grad.is_sparse else grad
             sums[name] = (sums[name] + grad if name in sums else grad).to(dtype)
 
         handles = [
@@ -225,6 +238,10 @@ class Twin:
                 if grad is not None and (part := _part(layout, slot, grad, rank)).numel():
                     norms.append(torch.linalg.vector_norm(part, norm_type).to(precision))
         return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), dtype=precision)
+
+
+def _copies(module: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:

@@ -6,10 +6,12 @@ from shardlite.transport.counted import Counted, Tally
 from shardlite.transport.group import GroupTransport
 from shardlite.transport.local import LocalTransport, local_world
 from shardlite.transport.nccl import NcclTransport
+from shardlite.transport.notes import Board, Notes, SharedBoard, StoreBoard
 from shardlite.transport.ranks import Groups, Ranks, groups_of
 from shardlite.transport.staged import StagedTransport
 
 __all__ = [
+    "Board",
     "Completed",
     "connect",
     "connect_hosts",
@@ -21,9 +23,12 @@ __all__ = [
     "LocalTransport",
     "Message",
     "NcclTransport",
+    "Notes",
     "Pending",
     "Ranks",
+    "SharedBoard",
     "StagedTransport",
+    "StoreBoard",
     "Tally",
     "Transport",
 ]

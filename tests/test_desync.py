@@ -1,0 +1,215 @@
+"""Ranks that do different things: an error on all of them that names rank, unit, operation and step, and no mixed data.
+
+A process group is of no more use after such an error, so every scenario has groups of its own, over the same workers.
+"""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardlite import AdamW, ShardLite
+from shardlite.errors import ShardLiteError
+from tests.models import Residual
+
+WIDTH = 8
+TIMEOUT = timedelta(seconds=2)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Residual(WIDTH, 12) for _ in range(3)])
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor, fails: bool = False) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        if fails:
+            raise ArithmeticError("the third batch is bad")
+        return self.head(x).mean()
+
+
+class Trained:
+    """A wrapped model with its optimizer, on one of the ranks that go astray."""
+
+    def __init__(self, group: object, stage: int) -> None:
+        torch.manual_seed(0)
+        self.model = ShardLite(Model(), group=group, stage=stage, timeout=TIMEOUT)
+        self.optimizer = AdamW(self.model.parameters())
+        self.x = torch.ones(2, WIDTH)
+
+    def backward(self) -> None:
+        self.model(self.x).backward()
+
+    def step(self) -> None:
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def step_left_out(trained: Trained, rank: int) -> None:
+    """Rank 1 computes its third gradients without having stepped by the second ones."""
+    trained.step()
+    trained.backward()
+    if rank != 1:
+        trained.optimizer.step()
+    trained.step()
+
+
+def loop_left_early(trained: Trained, rank: int) -> None:
+    """Rank 1 has fewer batches, and saves while the others train."""
+    for _ in range(2 if rank == 1 else 3):
+        trained.step()
+    trained.model.full_state_dict()
+
+
+def evaluation_on_one_rank(trained: Trained, rank: int) -> None:
+    """The classic: `if rank == 0: validate(model)`."""
+    trained.step()
+    if rank == 0:
+        with torch.no_grad():
+            trained.model(trained.x)
+    trained.step()
+
+
+def other_module(trained: Trained, rank: int) -> None:
+    """Rank 1 calls a block where the others call the model."""
+    trained.step()
+    if rank == 1:
+        trained.model.module.blocks[0](trained.x)
+    else:
+        trained.model(trained.x)
+
+
+def other_mode(trained: Trained, rank: int) -> None:
+    """Rank 1 has forgotten `model.train()`."""
+    trained.model.train(rank == 0)
+    trained.step()
+
+
+def late(trained: Trained, rank: int) -> None:
+    trained.step()
+    if rank == 1:
+        time.sleep(2.5 * TIMEOUT.total_seconds())
+    trained.step()
+
+
+def forward_fails(trained: Trained, rank: int) -> None:
+    trained.step()
+    trained.model(trained.x, fails=rank == 1).backward()
+
+
+def backward_fails(trained: Trained, rank: int) -> None:
+    trained.step()
+    loss = trained.model(trained.x)
+    if rank == 1:
+        with pytest.raises(ArithmeticError):
+            (loss + _Fails.apply(loss)).backward()
+        trained.step()
+    loss.backward()
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        raise ArithmeticError("a bad gradient")
+
+
+def astray_body(world, size, stage, scenario: Callable[[Trained, int], None]):
+    """Run a scenario on the first ranks; return each one's error and the seconds that it took to come."""
+    group = dist.new_group(list(range(size)))
+    rank = world.rank()
+    if rank >= size:
+        return None
+    trained = Trained(group, stage)
+    begun = time.monotonic()
+    try:
+        scenario(trained, rank)
+    except (ShardLiteError, ArithmeticError) as error:
+        return type(error).__name__, str(error), time.monotonic() - begun
+    raise AssertionError("no error")
+
+
+def errors(cluster, scenario, *, size=2, stage=3) -> list[str]:
+    """Return the errors of all ranks, none of which waits for more than the timeout and the notes of the others."""
+    told = cluster.run(astray_body, 4, size, stage, scenario)[:size]
+    for _, _, seconds in told:
+        assert seconds < 60, "this is about hanging, not about speed"
+    return [f"{kind}: {message}" for kind, message, _ in told]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_step_that_one_rank_left_out(cluster, stage):
+    first, second = errors(cluster, step_left_out, stage=stage)
+    assert "at step 2" in first
+    assert "Meanwhile rank 1:" in first
+    assert "at step 1" in first.split("Meanwhile rank 1:")[1]
+    assert "at step 1" in second
+    assert "at step 2" in second.split("Meanwhile rank 0:")[1]
+
+
+def test_a_loop_that_one_rank_left_early(cluster):
+    first, second = errors(cluster, loop_left_early)
+    assert "all-gather of unit '(root)', flat 0 of model" in first
+    assert "Meanwhile rank 1: the full state of unit '(root)', flat 0" in first
+    assert "the full state of unit" in second
+    assert "Meanwhile rank 0: all-gather of unit" in second
+
+
+def test_four_ranks_tell_of_all_others(cluster):
+    told = errors(cluster, loop_left_early, size=4)
+    for rank, message in enumerate(told):
+        assert all(f"Meanwhile rank {other}: " in message for other in range(4) if other != rank)
+    assert sum("Meanwhile rank 1: the full state" in message for message in told) == 3
+
+
+def test_an_evaluation_on_one_rank(cluster):
+    first, second = errors(cluster, evaluation_on_one_rank)
+    for message in (first, second):
+        assert message.startswith("CommError: ")
+        assert "at step 1" in message
+    assert "talks on the next gather" in first  # an evaluation for the first time
+    assert "all-gather of unit '(root)'" in second
+
+
+def test_ranks_that_talk_notice_at_once(cluster):
+    """In a first pass all ranks talk, and find that they are not in the same one."""
+    first, second = errors(cluster, other_mode)
+    assert first.startswith("DesyncError: rank 0 at step 0: it needs unit '(root)' in its pass")
+    assert second.startswith("DesyncError: rank 1 at step 0: it needs unit '(root)' in its pass")
+    assert "but rank 1 is in another pass: it needs unit '(root)'" in first
+
+
+def test_another_module(cluster):
+    for message in errors(cluster, other_module):
+        assert "rank" in message
+        assert "at step 1" in message
+
+
+def test_a_late_rank(cluster):
+    first, second = errors(cluster, late)
+    assert "CommError: " in first
+    assert "Meanwhile rank 1: has said nothing" in first
+    assert "Meanwhile rank 0: " in second
+
+
+def test_an_exception_in_the_forward_of_one_rank(cluster):
+    first, second = errors(cluster, forward_fails)
+    assert "Meanwhile rank 1: its forward at step 1 ended in ArithmeticError: the third batch is bad" in first
+    assert second == "ArithmeticError: the third batch is bad"
+
+
+def test_an_exception_in_the_backward_of_one_rank(cluster):
+    for message in errors(cluster, backward_fails):
+        assert "CommError" in message
+        assert "at step 1" in message
+        assert "Meanwhile rank" in message
