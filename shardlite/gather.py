@@ -89,6 +89,8 @@ class Gatherer:
         self._begin(("backward", final, self._backwards), final=final)
 
     def _begin(self, kind: Hashable, *, final: bool = False) -> None:
+        if all(unit.holds for unit in self._units):
+            return  # inside `gathered()`: nothing is to be gathered, and ranks may run as many passes as they like
         self._passes.begin(kind, backwards=isinstance(kind, tuple) and kind[0] == "backward")
         self.finish_prefetched()
         self.order.begin(kind, final=final)

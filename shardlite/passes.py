@@ -101,6 +101,7 @@ class Passes:
         if not self._open:
             return
         self._open = False
+        self._revise = _nothing
         if not (self._alone or self._failed):
             due, needed, wanted = self._agenda.is_due(), self._agenda.needed(), list(self._agenda.wanted)
             ending = self._after(self._agenda.rest(), lambda: self._serve(due, needed, wanted))
@@ -113,11 +114,10 @@ class Passes:
             CommError: it could not be ended.
         """
         if self._ending is not None:
-            ending, self._ending = self._ending, None
             with self._noting_failure():
-                ending.wait()
+                self._ending.wait()
+            self._ending = None  # after an interrupt it is waited for again: all ranks revise the agenda
             self._revise()
-            self._revise = _nothing
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:

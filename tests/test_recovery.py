@@ -6,13 +6,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.models import LanguageModel, Residual
-from tests.sharded import Pair, Turn
+from tests.sharded import Pair, Turn, accumulating
 
 WIDTH = 12
 
 
-class Interrupted(Exception):
-    """Any exception."""
+class AnyError(Exception):
+    """Something that no library knows."""
 
 
 class Trap(nn.Module):
@@ -58,19 +58,15 @@ def loss_of(model, turn: Turn) -> Tensor:
     return functional.cross_entropy(model(x), torch.tensor([0, 1, 2]))
 
 
-def recovery_body(group, stage, error, backwards, places, accumulating):
+def recovery_body(group, stage, error, backwards, places, mode="step"):
     """Train, fail in each place, and go on; `places` says which trap is armed on a rank, for each failure."""
     pair = Pair(Trapped, group, stage=stage)
     pair.step(loss_of)
     for place in places:
         trap = pair.model.module.traps[place[group.rank() % len(place)]]
         trap.error, trap.backwards = error, backwards
-        with pytest.raises(type(error)):
-            if accumulating:
-                with pair.model.no_sync():
-                    loss_of(pair.model, Turn(0, pair.rank, 0)).backward()
-            else:
-                loss_of(pair.model, Turn(0, pair.rank, 0)).backward()
+        with pytest.raises(type(error)), accumulating(pair.model, mode):
+            loss_of(pair.model, Turn(0, pair.rank, 0)).backward()
         trap.error = None
         pair.model.zero_grad()
         pair.step(loss_of)
@@ -78,7 +74,7 @@ def recovery_body(group, stage, error, backwards, places, accumulating):
 
 
 ERRORS = {
-    "exception": Interrupted("on all ranks"),
+    "exception": AnyError("on all ranks"),
     "out-of-memory": torch.OutOfMemoryError("no more memory"),
     "interrupt": KeyboardInterrupt(),
 }
@@ -91,19 +87,19 @@ OTHER_PLACES = [(1, 3), (3, 0), (0, 2, 1, 3)]
 @pytest.mark.parametrize("backwards", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("error", ERRORS)
 def test_the_next_step_is_as_if_nothing_had_been(cluster, error, backwards, world_size):
-    cluster.check(recovery_body, world_size, 3, ERRORS[error], backwards, SAME_PLACE, False)
+    cluster.check(recovery_body, world_size, 3, ERRORS[error], backwards, SAME_PLACE)
 
 
 @pytest.mark.parametrize("error", ["exception", "interrupt"])
 @pytest.mark.parametrize("backwards", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_ranks_may_fail_in_different_places(cluster, stage, backwards, error):
-    cluster.check(recovery_body, 2, stage, ERRORS[error], backwards, OTHER_PLACES, False)
+    cluster.check(recovery_body, 2, stage, ERRORS[error], backwards, OTHER_PLACES)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_while_gradients_are_accumulated(cluster, stage):
-    cluster.check(recovery_body, 2, stage, ERRORS["exception"], True, OTHER_PLACES, True)
+    cluster.check(recovery_body, 2, stage, ERRORS["exception"], True, OTHER_PLACES, "local")
 
 
 def hook_body(group):
@@ -113,7 +109,7 @@ def hook_body(group):
     block = pair.model.module.blocks[1]
 
     def fail(*_: object) -> None:
-        raise Interrupted("in a hook")
+        raise AnyError("in a hook")
 
     for register in (
         block.register_forward_pre_hook,
@@ -122,7 +118,7 @@ def hook_body(group):
         block.up.weight.register_hook,
     ):
         hook = register(fail)
-        with pytest.raises(Interrupted):
+        with pytest.raises(AnyError):
             loss_of(pair.model, Turn(0, pair.rank, 0)).backward()
         hook.remove()
         pair.step(loss_of)
