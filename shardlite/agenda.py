@@ -9,7 +9,7 @@ left. The agenda of a pass is what ranks have needed in the last one of its kind
     rank 1   needs      takes part takes part needs      (its forward skipped two blocks)
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from difflib import SequenceMatcher
 
 MEMORY = 8
@@ -20,15 +20,15 @@ class Agenda:
     """One rank's copy, and its place on it. All copies are equal, because they change by what all ranks know."""
 
     def __init__(self) -> None:
-        self._agreed: dict[Hashable, list[int]] = {}
-        self._passes: dict[Hashable, int] = {}
-        self._needed: dict[Hashable, set[int]] = {}
-        self._kind: Hashable = None
+        self._agreed: dict[str, list[int]] = {}
+        self._passes: dict[str, int] = {}
+        self._needed: dict[str, set[int]] = {}
+        self._kind = ""
         self._place = 0
         self._came: dict[int, int | None] = {}
         self._wanted: list[int] = []
 
-    def begin(self, kind: Hashable) -> None:
+    def begin(self, kind: str) -> None:
         """Start a pass."""
         self._kind = kind
         self._place = 0

@@ -1,5 +1,6 @@
 """Casting what goes into a model and what comes out."""
 
+from collections.abc import MutableMapping
 from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -10,16 +11,40 @@ from torch.utils._pytree import tree_map
 
 
 def cast_floats(container: Any, dtype: torch.dtype) -> Any:
-    """Return `container` with its floating-point tensors in `dtype`, wherever in lists, dicts, dataclasses they are."""
+    """Return `container` with its floating-point tensors in `dtype`, wherever they are in it.
+
+    They are looked for in what PyTorch knows as a tree (lists, tuples, dicts, named tuples, what others have registered),
+    and in dataclasses, mappings and tuples of other classes, of which copies are made. All else is left as it is.
+    """
 
     def cast(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.to(dtype) if leaf.is_floating_point() else leaf
-        if not is_dataclass(leaf) or isinstance(leaf, type):
-            return leaf
-        converted = copy(leaf)
-        for field in fields(leaf):
-            object.__setattr__(converted, field.name, cast_floats(getattr(leaf, field.name), dtype))
-        return converted
+        if isinstance(leaf, tuple) and hasattr(
+            leaf, "_make"
+        ):  # a class derived from a named tuple, as `PackedSequence`
+            return leaf._make(cast_floats(each, dtype) for each in leaf)
+        if isinstance(leaf, MutableMapping):
+            return _cast_values(leaf, dtype)
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            return _cast_fields(leaf, dtype)
+        return leaf
 
     return tree_map(cast, container)
+
+
+def _cast_values(mapping: MutableMapping[Any, Any], dtype: torch.dtype) -> MutableMapping[Any, Any]:
+    """Cast a mapping of a class of its own; one that is a dataclass too has its values twice."""
+    converted: Any = copy(mapping)
+    if is_dataclass(mapping):
+        converted = _cast_fields(converted, dtype)
+    for key, value in mapping.items():
+        converted[key] = cast_floats(value, dtype)
+    return converted
+
+
+def _cast_fields(instance: Any, dtype: torch.dtype) -> Any:
+    converted = copy(instance)
+    for field in fields(instance):
+        object.__setattr__(converted, field.name, cast_floats(getattr(instance, field.name), dtype))
+    return converted

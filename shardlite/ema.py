@@ -112,18 +112,21 @@ class EMA:
         self._stepping.announce_change()
         if any(unit.holds for unit in self._model._units):
             raise PhaseError("EMA: the weights are in use: enter swapped() outside of a forward and of gathered()")
+        self._settle()
         self._exchange()
-        self._swapped = True
         try:
             yield self._model
         finally:
-            self._exchange()
-            self._swapped = False
+            try:
+                self._settle()
+            finally:
+                self._exchange()
 
     def full_state_dict(self, *, rank: int | None = None) -> dict[str, Tensor]:
         """Return the averaged model as `model.full_state_dict(rank=rank)` would: whole tensors, an unsharded model's.
 
-        What is not averaged is in it as the model has it. To be called by every rank.
+        What is not averaged is in it as the model has it. It swaps, so call it between a step and the next forward, on
+        every rank.
         """
         with nullcontext() if self._swapped else self.swapped():
             return self._model.full_state_dict(rank=rank)
@@ -194,16 +197,18 @@ class EMA:
                 self._averages[flat] = average
             self._runs = joined([(average, flat.local) for flat, average in self._averages.items()])
 
+    def _settle(self) -> None:
+        """Wait until no rank needs the weights of now any more."""
+        self._stepping.gatherer.end_pass()
+        self._stepping.gatherer.settle()
+
     @torch.no_grad()
     def _exchange(self) -> None:
-        """Let weights and averages change places, when no rank needs the weights of now any more."""
-        try:
-            self._stepping.gatherer.end_pass()
-            self._stepping.gatherer.settle()
-        finally:
-            for average, weights in self._runs:
-                _exchange(average, weights)
-            self._stepping.mark_changed()
+        """Let weights and averages change places."""
+        for average, weights in self._runs:
+            _exchange(average, weights)
+        self._swapped = not self._swapped
+        self._stepping.mark_changed()
 
     def _part(self) -> str:
         """Return in words which part of the weights this rank keeps."""

@@ -8,7 +8,7 @@ Legend: `W` ranks, `S` elements per shard.
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Protocol
@@ -40,7 +40,7 @@ class Gathering(Protocol):
     def expire(self) -> None:
         """Take note that shards have changed."""
 
-    def begin_pass(self, kind: Hashable) -> None:
+    def begin_pass(self, kind: str) -> None:
         """Start a forward pass; those of one kind are expected to need the same units."""
 
     def begin_backward(self, *, final: bool) -> None:
@@ -49,7 +49,7 @@ class Gathering(Protocol):
     def end_pass(self) -> None:
         """End the pass in progress, if there is one: this rank needs no more weights in it."""
 
-    def inside_pass(self, kind: Hashable) -> AbstractContextManager[None]:
+    def inside_pass(self, kind: str) -> AbstractContextManager[None]:
         """Hold units in the pass in progress or, if there is none, in one of its own."""
 
     def after_backward(self, *, final: bool) -> None:
@@ -64,6 +64,9 @@ class Filler:
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
+        self.during = ""
+        """The pass in progress, in the words of an error."""
+
         self._lane: Lane | None = None  # made when needed: where weights never change hands it never is
 
     def submit(self, gathers: Callable[[], None]) -> Flight:
@@ -102,7 +105,9 @@ class Filler:
         if not flat.in_place:
             flat.own_part(full).copy_(flat.local)
         if flat.rank is not None and self._shared.transport.world_size > 1:
-            operation = self._shared.operation(f"all-gather of unit {unit.name!r}, flat {i}", unit.gathers)
+            operation = self._shared.operation(
+                f"all-gather of unit {unit.name!r}, flat {i}", unit.gathers, during=self.during
+            )
             transport = self._shared.traffic.counted(self._shared.transport, purpose, unit.name)
             all_gather(full, transport, operation=operation)
 

@@ -71,7 +71,7 @@ class FullParameters:
     def _held(self, units: Sequence[Unit]) -> Iterator[None]:
         """Let the units' parameters be full, and computations with them have handles."""
         with ExitStack() as undo:
-            with self._gatherer.inside_pass(("gathered", *(unit.index for unit in units))):
+            with self._gatherer.inside_pass(f"gathered() of {[unit.name for unit in units]}"):
                 for unit in units:
                     self._gatherer.hold(unit)
                     undo.callback(self._gatherer.release, unit)

@@ -12,7 +12,7 @@ Legend: `W` ranks, `S` elements per shard; a full buffer has `W*S` elements per 
 
 import warnings
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -75,7 +75,7 @@ class Gatherer:
                 self._let_idle(unit)
                 self._keep_idle(unit)
 
-    def begin_pass(self, kind: Hashable) -> None:
+    def begin_pass(self, kind: str) -> None:
         """Start a forward pass; those of one kind are expected to need the same units."""
         self._backwards = 0
         self._begin(kind)
@@ -86,12 +86,13 @@ class Gatherer:
         Several in a row (a graph that is retained) are of different kinds.
         """
         self._backwards += 1
-        self._begin(("backward", final, self._backwards), final=final)
+        kind = f"backward {self._backwards}{' before a step' if final else ''}"
+        self._begin(kind, backwards=True, final=final)
 
-    def _begin(self, kind: Hashable, *, final: bool = False) -> None:
+    def _begin(self, kind: str, *, backwards: bool = False, final: bool = False) -> None:
         if all(unit.holds for unit in self._units):
             return  # inside `gathered()`: nothing is to be gathered, and ranks may run as many passes as they like
-        self._passes.begin(kind, backwards=isinstance(kind, tuple) and kind[0] == "backward")
+        self._passes.begin(kind, backwards=backwards)
         self.finish_prefetched()
         self.order.begin(kind, final=final)
 
@@ -99,7 +100,7 @@ class Gatherer:
         """End the pass in progress, if there is one: this rank needs no more weights in it."""
         self._passes.end()
 
-    def inside_pass(self, kind: Hashable) -> AbstractContextManager[None]:
+    def inside_pass(self, kind: str) -> AbstractContextManager[None]:
         """Hold units in the pass in progress or, if there is none, in one of its own."""
         return self._passes.inside(kind)
 

@@ -110,7 +110,7 @@ class Handle:
         """Return the view's values, for somebody who looks at the graph outside a backward: every rank must look."""
         self.call.check_version()
         gatherer = self.call.calls.gatherer
-        with gatherer.inside_pass(("look at", self.call.unit.index)):
+        with gatherer.inside_pass(f"a look at unit {self.call.unit.name!r}"):
             gatherer.hold(self.call.unit)
         try:
             return self._of_buffer().clone()

@@ -98,7 +98,12 @@ class ModuleHooks:
     def _begin_pass(self, module: nn.Module) -> None:
         self._evaluating = not torch.is_grad_enabled()
         self._backward.begin_pass(evaluating=self._evaluating)
-        self._gatherer.begin_pass(("forward", self._names[module], module.training, self._evaluating))
+        self._gatherer.begin_pass(self._kind(module))
+
+    def _kind(self, module: nn.Module) -> str:
+        """Name the kind of pass that begins with a module: passes of one kind are expected to be alike."""
+        mode = "" if module.training else " in eval mode"
+        return f"the forward of {self._names[module] or 'the model'}{mode}{' without gradients' * self._evaluating}"
 
     def _enter_unit(self, unit: Unit) -> None:
         depth = self._depth.get(unit, 0)

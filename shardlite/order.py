@@ -1,7 +1,5 @@
 """The order in which units are needed: recorded in one pass, replayed in the next to gather ahead of the need."""
 
-from collections.abc import Hashable
-
 
 class Order:
     """One recorded sequence of units per kind of pass (a forward in training, a backward, an evaluation, ...).
@@ -10,13 +8,13 @@ class Order:
     """
 
     def __init__(self) -> None:
-        self._recorded: dict[Hashable, list[int]] = {}
-        self._kind: Hashable = None
+        self._recorded: dict[str | None, list[int]] = {}
+        self._kind: str | None = None
         self._now: list[int] = []
         self._on_path = False
         self._final = False
 
-    def begin(self, kind: Hashable, *, final: bool = False) -> None:
+    def begin(self, kind: str, *, final: bool = False) -> None:
         """Start a pass; what the pass before needed is what the next of its kind will be expected to need.
 
         `final` says that the weights are going to change after it: it is the backward before a step.

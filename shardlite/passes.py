@@ -8,7 +8,7 @@ A gather that a rank only takes part in goes to memory of its own, which is free
 unit on the wire, and for its duration in memory. `traffic()` counts it under `take part`.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from shardlite.agenda import Agenda
@@ -29,7 +29,7 @@ class Passes:
         self._filler = Filler(shared)
         self._agenda = Agenda()
         self._talks = Talks(shared, [unit.name for unit in units])
-        self._kind: Hashable = None
+        self._kind = ""
         self._beyond = False
         self._open = False
         self._failed = False
@@ -37,8 +37,8 @@ class Passes:
         self._ending: Flight | None = None
         self._revise: Callable[[], None] = _nothing
 
-    def begin(self, kind: Hashable, *, backwards: bool = False) -> None:
-        """Start a pass. Those of one kind are expected to need the same units; a kind has the same `repr` everywhere.
+    def begin(self, kind: str, *, backwards: bool = False) -> None:
+        """Start a pass. Those of one kind are expected to need the same units; a kind is a name.
 
         Where ranks need different ones, those registered first come first or, `backwards`, last.
 
@@ -48,11 +48,12 @@ class Passes:
         self.end()  # of one that an interrupt left
         self.settle()
         self._kind, self._beyond, self._open = kind, False, True
+        self._filler.during = kind
         self._prefer = max if backwards else min
         self._agenda.begin(kind)
 
     @contextmanager
-    def inside(self, kind: Hashable) -> Iterator[None]:
+    def inside(self, kind: str) -> Iterator[None]:
         """Gather within the pass in progress or, if there is none, in one of its own."""
         if self._open:
             yield

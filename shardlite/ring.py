@@ -51,6 +51,9 @@ class Operation:
     notes: Notes | None = None
     """Where to ask, when it fails, what the other ranks are doing."""
 
+    during: str = ""
+    """More about it for an error. Ranks that differ in this alone meet all the same."""
+
     def tag(self, full: Tensor, cuts: Sequence[int] = ()) -> int:
         """Return a message tag that only ranks doing the same operation on a like buffer, cut alike, share.
 
@@ -345,6 +348,7 @@ def _named(operation: Operation, full: Tensor) -> Iterator[None]:
     try:
         yield
     except CommError as error:
-        what = f"{operation.label} (operation {operation.sequence}, {full.numel()} elements of {full.dtype})"
+        during = f", during {operation.during}" if operation.during else ""
+        what = f"{operation.label}{during} (operation {operation.sequence}, {full.numel()} elements of {full.dtype})"
         others = "" if operation.notes is None else operation.notes.compare(what)
         raise CommError(f"{what}: {error}{others}") from error

@@ -53,14 +53,14 @@ class Shared:
     ledger: Ledger
     traffic: Traffic
 
-    def operation(self, what: str, sequence: int = 0, *, at_any_step: bool = False) -> Operation:
-        """Name an operation of this model at its step.
+    def operation(self, what: str, sequence: int = 0, *, at_any_step: bool = False, during: str = "") -> Operation:
+        """Name an operation of this model at its step, and say `during` what it happens.
 
         So no two models hear each other's messages, nor do ranks of which one has left a step out: unless they are to
         meet `at_any_step`, to be told so.
         """
         when = "" if at_any_step else f" at step {self.steps.taken}"
-        return Operation(f"{what} of model {self.instance}{when}", sequence, self.notes)
+        return Operation(f"{what} of model {self.instance}{when}", sequence, self.notes, during)
 
     @property
     def transports(self) -> list[Transport]:

@@ -13,7 +13,7 @@ again. When the pass is over for all, it is over.
 The messages are some integers on the host, whatever device the weights are on.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from itertools import count
 from zlib import crc32
@@ -53,15 +53,20 @@ class Talks:
         self._names = names
         self._rounds = count()
 
-    def agree(self, wants: int, kind: Hashable, needed: int, prefer: Callable[[Sequence[int]], int]) -> "Round":
+    def agree(self, wants: int, kind: str, needed: int, prefer: Callable[[Sequence[int]], int]) -> "Round":
         """Take part in one round; `prefer` chooses among what is wanted.
 
         Raises:
             DesyncError: ranks are in different passes, or have taken different numbers of steps.
             CommError: a peer failed or is late.
         """
-        mine = Word(wants, crc32(repr(kind).encode()) & 0x7FFFFFFF, self._shared.steps.taken, needed)
-        words = [Word(*row) for row in self._exchange(astuple(mine), "the next gather")]
+        mine = Word(wants, crc32(kind.encode()) & 0x7FFFFFFF, self._shared.steps.taken, needed)
+        words = [
+            Word(*row)
+            for row in self._exchange(
+                astuple(mine), "the next gather", f"{self._wish(mine, kind)}, at step {mine.step}"
+            )
+        ]
         self._compare(words, kind)
         wanted = sorted({word.wants for word in words} - {END})
         return Round(prefer(wanted) if wanted else END, [word.needed for word in words])
@@ -69,38 +74,36 @@ class Talks:
     def lists(self, mine: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
         """Return the list of every rank; `lengths` are theirs."""
         padded = [*mine, *[0] * (max(lengths) - len(mine))]
-        rows = self._exchange(padded, "the gathers of a pass") if padded else [[] for _ in lengths]
+        rows = self._exchange(padded, "the gathers of a pass", "its end") if padded else [[] for _ in lengths]
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
-    def _exchange(self, mine: Sequence[int], what: str) -> list[list[int]]:
+    def _exchange(self, mine: Sequence[int], what: str, during: str) -> list[list[int]]:
         hosts = self._shared.traffic.counted(self._shared.hosts[0], "talks")
         full = torch.zeros(hosts.world_size, len(mine), dtype=torch.int32)
         full[hosts.rank] = torch.tensor(mine, dtype=torch.int32)
         # The name says nothing of the step: ranks that differ in it are to meet here, and to be told apart.
-        operation = self._shared.operation(f"talks on {what}", next(self._rounds), at_any_step=True)
+        operation = self._shared.operation(f"talks on {what}", next(self._rounds), at_any_step=True, during=during)
         all_gather(full.view(-1), hosts, operation=operation)
         rows: list[list[int]] = full.tolist()
         return rows
 
-    def _compare(self, words: Sequence[Word], kind: Hashable) -> None:
+    def _compare(self, words: Sequence[Word], kind: str) -> None:
         mine = words[self._shared.transport.rank]
+        here = f"rank {self._shared.transport.rank}, in {self._wish(mine, kind)},"
         for rank, theirs in enumerate(words):
             if theirs.step != mine.step:
                 raise DesyncError(
-                    f"{self._here(mine, kind)}, but rank {rank} has taken {theirs.step} steps and this one "
-                    f"{mine.step}: a step was left out somewhere"
+                    f"{here} has taken {mine.step} steps, but rank {rank} has taken {theirs.step}: a rank has left "
+                    "one out"
                 )
             if theirs.kind != mine.kind:
                 raise DesyncError(
-                    f"{self._here(mine, kind)}, but rank {rank} is in another pass: {self._wish(theirs)}. All ranks "
-                    "must call the same modules, in the same mode (train or eval, with or without gradients)"
+                    f"{here} at step {mine.step}, meets rank {rank} in {self._wish(theirs, 'another pass')}. All ranks "
+                    "must call the same modules, in one mode (train or eval, with or without gradients)"
                 )
 
-    def _here(self, mine: Word, kind: Hashable) -> str:
-        return f"rank {self._shared.transport.rank} at step {mine.step}: {self._wish(mine)} in its pass {kind}"
-
-    def _wish(self, word: Word) -> str:
-        return "it is at the end" if word.wants == END else f"it needs unit {self._names[word.wants]!r}"
+    def _wish(self, word: Word, kind: str) -> str:
+        return f"the end of {kind}" if word.wants == END else f"{kind}, for unit {self._names[word.wants]!r}"
 
 
 @dataclass(frozen=True)

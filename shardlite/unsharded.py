@@ -8,7 +8,7 @@ ranks whose forwards take different branches still do the same. Where every rank
 ever gathered, and nothing but a cast from the master weights, if they have another dtype, is ever due.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -49,7 +49,7 @@ class Unsharded:
             self._trace.emit("release", unit.name)
             unit.move(Weights.IDLE)
 
-    def begin_pass(self, kind: Hashable) -> None:
+    def begin_pass(self, kind: str) -> None:
         """Start all gathers that are due."""
         del kind  # all passes need all units
         for unit in self._units:
@@ -62,7 +62,7 @@ class Unsharded:
     def end_pass(self) -> None:
         """Nothing: all gathers were started when it began."""
 
-    def inside_pass(self, kind: Hashable) -> AbstractContextManager[None]:
+    def inside_pass(self, kind: str) -> AbstractContextManager[None]:
         """Nothing: every rank gathers every unit."""
         return nullcontext()
 

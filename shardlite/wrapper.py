@@ -44,8 +44,8 @@ from shardlite.unsharded import Unsharded
 ReshardRule = bool | Callable[[str, nn.Module], bool]
 
 _NO_COPY = (
-    "a wrapped model cannot be copied or pickled, for it is tied to its ranks. For a copy wrap a second instance with the "
-    "same options and load it, on every rank: "
+    "a wrapped model cannot be copied or pickled, for it is tied to its ranks. For a copy wrap a second instance with "
+    "the same options and load it, on every rank: "
     "`twin = ShardLite(make_model()); twin.load_full_state_dict(model.full_state_dict(rank=0))`. "
     "For moving averages there is shardlite.EMA; to write it into a file use full_state_dict()"
 )
