@@ -85,12 +85,12 @@ class Agenda:
         self._passes[self._kind] = self._passes.get(self._kind, 0) + 1
         return self._passes[self._kind] % MEMORY == 0
 
-    def shorten(self, ranks: Sequence[Sequence[int]]) -> None:
+    def shorten(self, kind: str, ranks: Sequence[Sequence[int]]) -> None:
         """Leave out what was not `needed()` on any rank."""
         needed = [any(flags) for flags in zip(*ranks, strict=True)]
-        self._replace([unit for unit, wanted in zip(self.items, needed, strict=True) if wanted])
+        self._replace(kind, [unit for unit, wanted in zip(self._agreed[kind], needed, strict=True) if wanted])
 
-    def extend(self, ranks: Sequence[Sequence[int]]) -> None:
+    def extend(self, kind: str, ranks: Sequence[Sequence[int]]) -> None:
         """Let the agenda have all that any rank `wanted`: after a pass that needed more than was on it.
 
         Where that would more than double it, the old one was another program's, and goes.
@@ -98,12 +98,12 @@ class Agenda:
         wanted: Sequence[int] = []
         for theirs in ranks:
             wanted = merged(wanted, theirs)
-        both = merged(self.items, wanted)
-        self._replace(list(both if len(both) <= 2 * len(wanted) else wanted))
+        both = merged(self._agreed[kind], wanted)
+        self._replace(kind, list(both if len(both) <= 2 * len(wanted) else wanted))
 
-    def _replace(self, items: list[int]) -> None:
-        self._agreed[self._kind] = items
-        self._needed[self._kind] = set()
+    def _replace(self, kind: str, items: list[int]) -> None:
+        self._agreed[kind] = items
+        self._needed[kind] = set()
 
 
 def merged(first: Sequence[int], second: Sequence[int]) -> Sequence[int]:

@@ -34,17 +34,19 @@ def cast_floats(container: Any, dtype: torch.dtype) -> Any:
 
 
 def _cast_values(mapping: MutableMapping[Any, Any], dtype: torch.dtype) -> MutableMapping[Any, Any]:
-    """Cast a mapping of a class of its own; one that is a dataclass too has its values twice."""
-    converted: Any = copy(mapping)
-    if is_dataclass(mapping):
-        converted = _cast_fields(converted, dtype)
+    """Cast a mapping of a class of its own. One that is a dataclass as well has its values as fields too."""
+    converted = _cast_fields(mapping, dtype) if is_dataclass(mapping) else copy(mapping)
     for key, value in mapping.items():
         converted[key] = cast_floats(value, dtype)
     return converted
 
 
 def _cast_fields(instance: Any, dtype: torch.dtype) -> Any:
-    converted = copy(instance)
+    """Cast a dataclass, without its constructor, which may want or do anything."""
+    converted = type(instance).__new__(type(instance))
+    vars_of = getattr(instance, "__dict__", {})
+    for name, value in vars_of.items():
+        object.__setattr__(converted, name, value)
     for field in fields(instance):
         object.__setattr__(converted, field.name, cast_floats(getattr(instance, field.name), dtype))
     return converted

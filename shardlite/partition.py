@@ -117,8 +117,8 @@ def _blocks(module: nn.Module, total: int) -> Iterator[nn.Module]:
 def _repeated(module: nn.Module, total: int) -> Sequence[nn.Module]:
     """Return the children of a list or a sequence that are of a class which occurs there more than once.
 
-    In a list of layers, a large one of another kind counts as one of them. (Otherwise its experts, if it has any, would
-    be found instead of it, and ranks call those or not as their tokens will.)
+    In a list, a large child of another class counts, too: a layer unlike the others. Otherwise the search would go on
+    inside it and take its experts, say, of which each rank calls others.
     """
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return []

@@ -10,6 +10,8 @@ unit on the wire, and for its duration in memory. `traffic()` counts it under `t
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 
 from shardlite.agenda import Agenda
 from shardlite.errors import CommError
@@ -18,6 +20,22 @@ from shardlite.lane import Flight
 from shardlite.shared import Shared
 from shardlite.talks import END, Talks
 from shardlite.unit import Unit
+
+
+@dataclass
+class _Pass:
+    """One pass, as the lane sees it, which may still be busy with its end when the next one begins."""
+
+    kind: str
+    prefer: Callable[[Sequence[int]], int]
+    """Chooses among the units that ranks want."""
+
+    beyond: bool = False
+    """Whether any rank has needed more than what was on the agenda."""
+
+    ending: Flight | None = None
+    revise: Callable[[], None] = lambda: None
+    """Changes the agenda by what all ranks have told each other at the end."""
 
 
 class Passes:
@@ -29,33 +47,28 @@ class Passes:
         self._filler = Filler(shared)
         self._agenda = Agenda()
         self._talks = Talks(shared, [unit.name for unit in units])
-        self._kind = ""
-        self._beyond = False
-        self._open = False
+        self._now: _Pass | None = None
+        self._ended: list[_Pass] = []
         self._failed = False
-        self._prefer: Callable[[Sequence[int]], int] = min
-        self._ending: Flight | None = None
-        self._revise: Callable[[], None] = _nothing
 
     def begin(self, kind: str, *, backwards: bool = False) -> None:
-        """Start a pass. Those of one kind are expected to need the same units; a kind is a name.
+        """Start a pass. Those of one kind are expected to need the same units.
 
         Where ranks need different ones, those registered first come first or, `backwards`, last.
 
         Raises:
-            CommError: the pass before could not be ended: a peer failed, is late, or does something else.
+            CommError: the last pass of the kind could not be ended: a peer failed, is late, or does something else.
         """
         self.end()  # of one that an interrupt left
-        self.settle()
-        self._kind, self._beyond, self._open = kind, False, True
-        self._filler.during = kind
-        self._prefer = max if backwards else min
+        if any(each.kind == kind for each in self._ended):
+            self.settle()
+        self._now = _Pass(kind, max if backwards else min)
         self._agenda.begin(kind)
 
     @contextmanager
     def inside(self, kind: str) -> Iterator[None]:
         """Gather within the pass in progress or, if there is none, in one of its own."""
-        if self._open:
+        if self._now is not None:
             yield
             return
         self.begin(kind)
@@ -66,23 +79,24 @@ class Passes:
 
     def comes_next(self, unit: Unit) -> bool:
         """Whether all ranks gather `unit` next, so that it may be gathered before it is needed."""
-        return self._alone or self._agenda.coming() == unit.index
+        return self._alone or (self._now is not None and self._agenda.coming() == unit.index)
 
     def gather(self, unit: Unit) -> None:
         """Start gathering `unit` into its memory, when all ranks do."""
-        if not self._open:
+        if self._now is None:
             self.begin("what follows an inner pass")
-        fill = self._filler.filling(unit)
+            assert self._now is not None
+        now, fill = self._now, self._filler.filling(unit)
         if self._alone:
             unit.flight = self._filler.submit(fill)
             return
         before = self._agenda.turn(unit.index)
         if before is not None:
-            unit.flight = self._filler.submit(self._after(before, fill))
+            unit.flight = self._submit(now, before, fill)
             return
-        self._beyond = True
+        now.beyond = True
         self._agenda.add(unit.index)
-        unit.flight = self._filler.submit(self._after(self._agenda.rest(), lambda: self._talk(unit, fill)))
+        unit.flight = self._submit(now, self._agenda.rest(), partial(self._talk, now, unit, fill))
 
     def wait(self, unit: Unit) -> None:
         """Wait for the weights.
@@ -99,26 +113,27 @@ class Passes:
 
     def end(self) -> None:
         """Take part in what is left of the pass, and in what others need beyond it. The host does not wait."""
-        if not self._open:
+        now, self._now = self._now, None
+        if now is None or self._alone or self._failed:
             return
-        self._open = False
-        self._revise = _nothing
-        if not (self._alone or self._failed):
-            due, needed, wanted = self._agenda.is_due(), self._agenda.needed(), list(self._agenda.wanted)
-            ending = self._after(self._agenda.rest(), lambda: self._serve(due, needed, wanted))
-            self._ending = self._filler.submit(ending)
+        flags = self._agenda.needed() if self._agenda.is_due() else None
+        serve = partial(self._serve, now, flags, list(self._agenda.wanted))
+        now.ending = self._submit(now, self._agenda.rest(), serve)
+        self._ended.append(now)
 
     def settle(self) -> None:
-        """Wait until the last pass is over for every rank: weights must not change before.
+        """Wait until all passes are over for every rank: weights must not change before.
 
         Raises:
-            CommError: it could not be ended.
+            CommError: one could not be ended.
         """
-        if self._ending is not None:
+        while self._ended:
+            first = self._ended[0]
+            assert first.ending is not None
             with self._noting_failure():
-                self._ending.wait()
-            self._ending = None  # after an interrupt it is waited for again: all ranks revise the agenda
-            self._revise()
+                first.ending.wait()
+            del self._ended[0]  # after an interrupt it is waited for again: all ranks revise their agendas
+            first.revise()
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
@@ -127,37 +142,35 @@ class Passes:
             yield
         except CommError:
             self._failed = True
+            self._ended.clear()
             raise
 
     # ---- on the lane --------------------------------------------------------------------------------------------
 
-    def _after(self, before: Sequence[int], then: Callable[[], None]) -> Callable[[], None]:
+    def _submit(self, now: _Pass, before: Sequence[int], last: Callable[[], None]) -> Flight:
+        """Have the lane take part in the gathers of some units, and do something after them."""
+
         def go_down() -> None:
+            self._filler.during = now.kind
             for index in before:
                 self._filler.take_part(self._units[index])
-            then()
+            last()
 
-        return go_down
+        return self._filler.submit(go_down)
 
-    def _talk(self, unit: Unit, fill: Callable[[], None]) -> None:
+    def _talk(self, now: _Pass, unit: Unit, fill: Callable[[], None]) -> None:
         """Gather what all ranks agree on, until that is `unit`."""
-        while (choice := self._talks.agree(unit.index, self._kind, 0, self._prefer).choice) != unit.index:
+        while (choice := self._talks.agree(unit.index, now.kind, 0, now.prefer).choice) != unit.index:
             self._filler.take_part(self._units[choice])
         fill()
 
-    def _serve(self, due: bool, flags: Sequence[int], wanted: Sequence[int]) -> None:
+    def _serve(self, now: _Pass, flags: Sequence[int] | None, wanted: Sequence[int]) -> None:
         """Take part in what others need, until all ranks are at the end; then look through the agenda with them."""
-        beyond = self._beyond
-        while (round_ := self._talks.agree(END, self._kind, len(wanted), self._prefer)).choice != END:
-            beyond = True
+        while (round_ := self._talks.agree(END, now.kind, len(wanted), now.prefer)).choice != END:
+            now.beyond = True
             self._filler.take_part(self._units[round_.choice])
-        if beyond:
-            ranks = self._talks.lists(wanted, round_.needed)
-            self._revise = lambda: self._agenda.extend(ranks)
-        elif due:
+        if now.beyond:
+            now.revise = partial(self._agenda.extend, now.kind, self._talks.lists(wanted, round_.needed))
+        elif flags is not None:
             ranks = self._talks.lists(flags, [len(flags)] * len(round_.needed))
-            self._revise = lambda: self._agenda.shorten(ranks)
-
-
-def _nothing() -> None:
-    pass
+            now.revise = partial(self._agenda.shorten, now.kind, ranks)

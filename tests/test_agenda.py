@@ -34,7 +34,7 @@ def agreed(*ranks: list[int]) -> Agenda:
     agenda = Agenda()
     agenda.begin("forward")
     assert agenda.turn(ranks[0][0]) is None, "nothing is agreed on yet"
-    agenda.extend(ranks)
+    agenda.extend("forward", ranks)
     agenda.begin("forward")
     return agenda
 
@@ -76,7 +76,7 @@ def test_what_no_rank_has_needed_for_long_is_left_out():
         assert not agenda.is_due(), number
         agenda.begin("forward")
     assert agenda.is_due()
-    agenda.shorten([agenda.needed(), [0, 0, 1]])
+    agenda.shorten("forward", [agenda.needed(), [0, 0, 1]])
     assert agenda.items == [1, 2]
     assert agenda.needed() == [0, 0], "what comes now counts anew"
 
@@ -85,17 +85,17 @@ def test_kinds_of_passes_have_agendas_of_their_own():
     agenda = agreed([0, 1])
     agenda.begin("backward")
     assert agenda.items == []
-    agenda.extend([[1, 0]])
+    agenda.extend("backward", [[1, 0]])
     agenda.begin("forward")
     assert agenda.items == [0, 1]
 
 
 def test_an_agenda_that_would_more_than_double_is_forgotten():
     agenda = agreed(list(range(6)))
-    agenda.extend([[5, 4, 3, 2, 1, 0]])
+    agenda.extend("forward", [[5, 4, 3, 2, 1, 0]])
     assert len(agenda.items) == 11
     agenda.begin("forward")
-    agenda.extend([[8, 9]])
+    agenda.extend("forward", [[8, 9]])
     assert agenda.items == [8, 9]
 
 
@@ -116,6 +116,6 @@ def test_copies_stay_equal(seed):
             agenda.rest()
             lists.append(agenda.wanted)
         for agenda in copies:
-            agenda.extend(lists)
+            agenda.extend("forward", lists)
         assert all(list(agenda.items) == list(copies[0].items) for agenda in copies)
         assert all(is_subsequence(list(wanted), list(copies[0].items)) for wanted in lists)

@@ -17,7 +17,7 @@ from shardlite.errors import ShardLiteError
 from tests.models import Residual
 
 WIDTH = 8
-TIMEOUT = timedelta(seconds=2)
+TIMEOUT = timedelta(seconds=4)
 
 
 class Model(nn.Module):
@@ -177,16 +177,21 @@ def test_an_evaluation_on_one_rank(cluster):
     for message in (first, second):
         assert message.startswith("CommError: ")
         assert "at step 1" in message
-    assert "talks on the next gather" in first  # an evaluation for the first time
+    assert "during the forward of the model without gradients, for unit '(root)'" in first  # it is the first one
     assert "all-gather of unit '(root)'" in second
+    assert "during the forward of the model (" in second
 
 
 def test_ranks_that_talk_notice_at_once(cluster):
     """In a first pass all ranks talk, and find that they are not in the same one."""
     first, second = errors(cluster, other_mode)
-    assert first.startswith("DesyncError: rank 0 at step 0: it needs unit '(root)' in its pass")
-    assert second.startswith("DesyncError: rank 1 at step 0: it needs unit '(root)' in its pass")
-    assert "but rank 1 is in another pass: it needs unit '(root)'" in first
+    assert first.startswith(
+        "DesyncError: rank 0, in the forward of the model, for unit '(root)', at step 0, meets rank 1"
+    )
+    assert second.startswith(
+        "DesyncError: rank 1, in the forward of the model in eval mode, for unit '(root)', at step 0, meets"
+    )
+    assert "meets rank 1 in another pass, for unit '(root)'" in first
 
 
 def test_another_module(cluster):

@@ -32,8 +32,8 @@ def nested_body(group):
     ShardLite(nn.Sequential(block(), inner), group=group)
 
 
-def frozen_body(group):
-    ShardLite(net().requires_grad_(False), group=group)
+def nothing_body(group):
+    ShardLite(nn.Sequential(nn.ReLU()), group=group)
 
 
 def not_a_module_body(group):
@@ -93,6 +93,13 @@ def one_rank_body(group):
     """Only one rank makes a mistake; the others must hear of it."""
     plain = net()
     if dist.get_rank(group) == 1:
+        plain(torch.ones(1, 8)).sum().backward()
+    ShardLite(plain, group=group)
+
+
+def frozen_on_one_rank_body(group):
+    plain = net()
+    if dist.get_rank(group) == 1:
         plain.requires_grad_(False)
     ShardLite(plain, group=group)
 
@@ -142,7 +149,7 @@ def missing_body(group):
     ("body", "words"),
     [
         (nested_body, "'1' is wrapped already: wrap the whole model once"),
-        (frozen_body, "has no parameter with requires_grad"),
+        (nothing_body, "has no parameters that are not ignored: there is nothing to shard"),
         (not_a_module_body, "wraps an nn.Module, got list"),
         (stage_body, "stage must be one of (0, 1, 2, 3), got 7"),
         (prefetch_body, "must be at least 0, got -1"),
@@ -154,7 +161,8 @@ def missing_body(group):
         (shape_body, "ranks wrapped different models: rank 0 has parameter weight [8, 8]"),
         (count_body, "ranks wrapped different models: rank 0 has 8 entries, rank 1 has 10"),
         (setting_body, "rank 0 has stage 0, rank 1 has stage 3"),
-        (one_rank_body, "nothing to train"),
+        (one_rank_body, "has a gradient, which would be lost"),
+        (frozen_on_one_rank_body, "ranks wrapped different models: rank 0 has"),
         (gradient_body, "parameter '0.0.weight' has a gradient, which would be lost: call zero_grad() before wrapping"),
         (convert_body, "before wrapping"),
         (state_dict_body, "use full_state_dict()"),
@@ -224,5 +232,6 @@ def test_a_rank_that_never_comes_is_named_in_time(tmp_path):
     environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'kernels'}"}
     command = [sys.executable, str(script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit, check=False)
-    assert "CommError: all-gather of unit '0'" in done.stdout, done.stderr
+    assert "CommError: talks on the next gather" in done.stdout, done.stderr
+    assert "the forward of the model, for unit '0', at step 0" in done.stdout
     assert "rank 0 receiving from rank 1" in done.stdout
