@@ -233,7 +233,7 @@ def ignoring_wrongly_body(group):
     with pytest.raises(LayoutError, match="ignore takes modules and parameters, got str"):
         ShardLite(Routed(0), group=group, ignore=["expert"])
     module = Routed(0)
-    with pytest.raises(LayoutError, match="nothing to train"):
+    with pytest.raises(LayoutError, match="nothing to shard"):
         ShardLite(module, group=group, ignore=[module])
 
 
