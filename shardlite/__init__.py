@@ -4,6 +4,7 @@ from shardlite.config import Precision
 from shardlite.ema import EMA
 from shardlite.errors import (
     CommError,
+    DesyncError,
     EscapedViewWarning,
     LayoutError,
     NonFiniteError,
@@ -19,6 +20,7 @@ __all__ = [
     "EMA",
     "AdamW",
     "CommError",
+    "DesyncError",
     "EscapedViewWarning",
     "LayoutError",
     "NonFiniteError",

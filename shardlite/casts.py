@@ -13,16 +13,14 @@ from torch.utils._pytree import tree_map
 def cast_floats(container: Any, dtype: torch.dtype) -> Any:
     """Return `container` with its floating-point tensors in `dtype`, wherever they are in it.
 
-    They are looked for in what PyTorch knows as a tree (lists, tuples, dicts, named tuples, what others have registered),
-    and in dataclasses, mappings and tuples of other classes, of which copies are made. All else is left as it is.
+    They are looked for in what PyTorch knows as a tree (lists, tuples, dicts, named tuples, what was registered) and in
+    dataclasses, mappings and named tuples of other classes. All of these are copied, all else is left as it is.
     """
 
     def cast(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.to(dtype) if leaf.is_floating_point() else leaf
-        if isinstance(leaf, tuple) and hasattr(
-            leaf, "_make"
-        ):  # a class derived from a named tuple, as `PackedSequence`
+        if isinstance(leaf, tuple) and hasattr(leaf, "_make"):  # of a class derived from a named one: `PackedSequence`
             return leaf._make(cast_floats(each, dtype) for each in leaf)
         if isinstance(leaf, MutableMapping):
             return _cast_values(leaf, dtype)
@@ -33,7 +31,7 @@ def cast_floats(container: Any, dtype: torch.dtype) -> Any:
     return tree_map(cast, container)
 
 
-def _cast_values(mapping: MutableMapping[Any, Any], dtype: torch.dtype) -> MutableMapping[Any, Any]:
+def _cast_values(mapping: Any, dtype: torch.dtype) -> Any:
     """Cast a mapping of a class of its own. One that is a dataclass as well has its values as fields too."""
     converted = _cast_fields(mapping, dtype) if is_dataclass(mapping) else copy(mapping)
     for key, value in mapping.items():
@@ -42,10 +40,10 @@ def _cast_values(mapping: MutableMapping[Any, Any], dtype: torch.dtype) -> Mutab
 
 
 def _cast_fields(instance: Any, dtype: torch.dtype) -> Any:
-    """Cast a dataclass, without its constructor, which may want or do anything."""
-    converted = type(instance).__new__(type(instance))
-    vars_of = getattr(instance, "__dict__", {})
-    for name, value in vars_of.items():
+    """Cast a dataclass, without its constructor: that may want or do anything."""
+    kind: Any = type(instance)
+    converted = kind.__new__(kind)
+    for name, value in getattr(instance, "__dict__", {}).items():
         object.__setattr__(converted, name, value)
     for field in fields(instance):
         object.__setattr__(converted, field.name, cast_floats(getattr(instance, field.name), dtype))

@@ -20,6 +20,13 @@ from shardlite.ring import all_gather
 from shardlite.shared import Shared
 from shardlite.unit import Flat, Unit
 
+NO_COPY = (
+    "a wrapped model cannot be copied or pickled, for it is tied to its ranks. For a copy wrap a second instance with "
+    "the same options and load it, on every rank: "
+    "`twin = ShardLite(make_model()); twin.load_full_state_dict(model.full_state_dict(rank=0))`. "
+    "For moving averages there is shardlite.EMA; to write it into a file use full_state_dict()"
+)
+
 
 class FullParameters:
     """Access to the full parameters of one wrapped model; with calls, computations with them get handles."""
@@ -88,6 +95,7 @@ class FullParameters:
                 whole = self._whole(unit, i, flat)
                 if wanted:
                     full.update({param: view.to("cpu", copy=True) for param, view in flat.views(whole)})
+                del whole  # before the next one is there
         if not wanted:
             return {}
         return {n: full[entry] if entry in full else entry.to("cpu", copy=True) for n, entry in self.entries().items()}
@@ -102,6 +110,10 @@ class FullParameters:
         transport = self._shared.traffic.counted(self._shared.transport, "full state", unit.name)
         all_gather(whole, transport, operation=operation)
         return whole
+
+    def __deepcopy__(self, _: object) -> "FullParameters":
+        """Raise: hooks of the module hold this, so whoever copies the module comes here."""
+        raise LayoutError(NO_COPY)
 
     def entries(self) -> dict[str, Tensor]:
         """Return the module's own parameters and persistent buffers, by all of their names."""

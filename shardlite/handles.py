@@ -9,7 +9,8 @@ belong to a `Call`:
               autograd drops the handle with its node; with the last handle the call lets its unit go
 
 So a unit is released when the last weight was used, which is neither when its gradients are complete (with frozen
-weights they are complete too early) nor when its backward ran once (it may have been called twice).
+weights they are complete too early) nor when its backward ran once (it may have been called twice). A compiled function
+drops its handles before it computes with the views; where one is still looked at, the release waits for the next hold.
 """
 
 from collections.abc import Callable
@@ -46,6 +47,7 @@ class Call:
         """
         if not self.held:
             self.check_version()
+            self.calls.settle()
             self.calls.gatherer.hold(self.unit)
             self.held = True
             self.calls.holding.append(self)
@@ -71,7 +73,10 @@ class Call:
         self.handles -= 1
         if self.handles == 0:
             self.calls.live[self.unit].remove(self)
-            self.release()
+            if self.held and _is_viewed(self.unit):
+                self.calls.lingering.append(self)
+            else:
+                self.release()
 
 
 class Handle:
@@ -165,6 +170,9 @@ class Calls:
         self.holding: list[Call] = []
         """Calls that this backward has made hold their units."""
 
+        self.lingering: list[Call] = []
+        """Those of them whose handles are gone, while somebody still looked at the weights."""
+
         self.current: dict[Unit, Call] = {}
         """The calls whose forward is running."""
 
@@ -180,11 +188,18 @@ class Calls:
         if earlier:
             earlier[-1].hold()
 
+    def settle(self) -> None:
+        """End the holds that waited for somebody to look away. To be called before another unit is held."""
+        lingering, self.lingering = self.lingering, []
+        for call in lingering:
+            call.release()
+
     def end_backward(self) -> None:
         """End the holds of handles that outlive the backward (`retain_graph=True`, or it died)."""
         for call in self.holding:
             call.release()
         self.holding.clear()
+        self.lingering.clear()
 
     def owner(self, tensor: Tensor) -> Unit | None:
         """Return the unit whose full weights `tensor` views, if any."""
@@ -195,6 +210,13 @@ class Calls:
     def call_of(self, unit: Unit) -> Call:
         """Return the call that a view saved now belongs to; a view saved outside any forward is a call of its own."""
         return self.current.get(unit) or Call(unit, self)
+
+
+def _is_viewed(unit: Unit) -> bool:
+    """Whether anything but the module's own parameters views the full weights, and a release would let them go."""
+    assert unit.buffer is not None, "a held unit has a buffer"
+    params = sum(len(flat.params) for flat in unit.flats)
+    return unit.holds == 1 and torch._C._storage_Use_Count(unit.buffer.key) > unit.buffer._own_uses + params
 
 
 class SavedTensorHooks:

@@ -5,8 +5,10 @@ other than `forward`, or a module recomputed by activation checkpointing finds i
 hooks innermost even where a user's own (`save_on_cpu`, a checkpoint) were entered after ours.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -44,6 +46,7 @@ class ModuleHooks:
         self._frames: list[_Frame] = []
         self._depth: dict[Unit, int] = {}
         self._written: dict[Unit, int] = {}
+        self._references: dict[Unit, list[int]] = {}
         self._evaluating = False
 
     def install(
@@ -73,6 +76,11 @@ class ModuleHooks:
             self._leave(self._frames[-1].module)
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
+        if module not in self._needs:
+            raise LayoutError(
+                "this module is a copy of a wrapped one, whose parameters it does not have: wrap a second model, and "
+                "load it with load_full_state_dict()"
+            )
         frame = _Frame(module, outermost=not self._frames and not in_backward())
         if frame.outermost:
             self._begin_pass(module)
@@ -130,6 +138,7 @@ class ModuleHooks:
         if self._calls is not None:
             self._calls.current[unit] = Call(unit, self._calls)
         self._written[unit] = unit.writes()
+        self._references[unit] = [getrefcount(param) for param in _frozen(unit)]
 
     def _release(self, unit: Unit) -> None:
         if self._calls is not None:
@@ -138,11 +147,29 @@ class ModuleHooks:
                 self._calls.expect_backward(call)
         written = unit.writes() != self._written.pop(unit)
         self._gatherer.release(unit)
+        self._check_references(unit, self._references.pop(unit))
         if written:
             raise LayoutError(
                 f"unit {unit.name!r}: a forward has written into its weights, which would be lost or differ between "
                 "ranks (`max_norm` of an embedding does so, and moving averages). Write inside `gathered()`"
             )
+
+    def _check_references(self, unit: Unit, before: Sequence[int]) -> None:
+        """Raise if a frozen parameter itself, and not a view, was kept by the forward that ends.
+
+        It is a placeholder now. One of a floating-point dtype reads as NaN, but quantised weights have codes in
+        integers, or in the bits of floats, and a placeholder of those looks as good as any.
+        """
+        if self._calls is None or sys.exc_info()[0] is not None:  # a traceback keeps locals for a while
+            return
+        views = bool(unit.escapes)  # PyTorch counts all views of a tensor as one reference to it
+        for param, count in zip(_frozen(unit), before, strict=True):
+            if getrefcount(param) > count + views:
+                raise LayoutError(
+                    f"unit {unit.name!r}: a forward has kept a frozen parameter of shape {list(param.shape)} (an "
+                    "attribute of an autograd context, say), but there is only a placeholder of it now. Keep a view "
+                    "(`weight.t()`, `weight.detach()`), use `ctx.save_for_backward`, or wrap with `ignore=[weight]`"
+                )
 
     def _check_sites(self, unit: Unit) -> None:
         """Raise if the model no longer holds the parameters that were wrapped."""
@@ -153,6 +180,10 @@ class ModuleHooks:
                     "Write into it inside `gathered()` or with `load_full_state_dict()`, or change the module "
                     "before wrapping it"
                 )
+
+
+def _frozen(unit: Unit) -> Iterator[nn.Parameter]:
+    return (param for param in unit.params() if not param.requires_grad)
 
 
 _Hook = Callable[..., None]

@@ -21,7 +21,7 @@ from shardlite.transport import Board, Groups, Notes, StoreBoard, Transport, con
 
 @dataclass
 class Steps:
-    """How many steps optimizers have taken with a model."""
+    """How often all weights of a model were changed: by a step of an optimizer, mostly, or by a load."""
 
     taken: int = 0
 

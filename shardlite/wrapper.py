@@ -19,7 +19,7 @@ from shardlite.census import SoloCensus
 from shardlite.clip import clip_gradients, total_norm
 from shardlite.config import Precision
 from shardlite.errors import LayoutError, PhaseError
-from shardlite.full import FullParameters
+from shardlite.full import NO_COPY, FullParameters
 from shardlite.gather import Gatherer
 from shardlite.handles import Calls
 from shardlite.hooks import ModuleHooks
@@ -42,13 +42,6 @@ from shardlite.unit import Unit
 from shardlite.unsharded import Unsharded
 
 ReshardRule = bool | Callable[[str, nn.Module], bool]
-
-_NO_COPY = (
-    "a wrapped model cannot be copied or pickled, for it is tied to its ranks. For a copy wrap a second instance with "
-    "the same options and load it, on every rank: "
-    "`twin = ShardLite(make_model()); twin.load_full_state_dict(model.full_state_dict(rank=0))`. "
-    "For moving averages there is shardlite.EMA; to write it into a file use full_state_dict()"
-)
 
 
 class ShardLite(nn.Module):
@@ -192,11 +185,11 @@ class ShardLite(nn.Module):
 
     def __reduce_ex__(self, _: Any) -> Any:
         """Raise, for `copy.copy` and `pickle`: connections to other ranks cannot be copied or written."""
-        raise LayoutError(_NO_COPY)
+        raise LayoutError(NO_COPY)
 
     def __deepcopy__(self, _: Any) -> Any:
         """Raise, even if the module itself has such a method: connections to other ranks cannot be copied."""
-        raise LayoutError(_NO_COPY)
+        raise LayoutError(NO_COPY)
 
     def extra_repr(self) -> str:
         """Say how the model is cut."""
@@ -342,6 +335,13 @@ class ShardLite(nn.Module):
     def load_state_dict(self, *_: Any, **__: Any) -> Any:
         """Raise: the module's own parameters are placeholders. Use `load_full_state_dict()`."""
         raise LayoutError("load_state_dict() would fill placeholders: use load_full_state_dict()")
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        """Raise: `DistributedDataParallel` looks here before it gives all ranks the first one's parameters."""
+        raise LayoutError(
+            "DistributedDataParallel would give all ranks the shards of the first: a wrapped model is one"
+        )
 
     def _apply(self, *_: Any, **__: Any) -> Any:
         raise LayoutError(

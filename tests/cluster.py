@@ -16,7 +16,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -225,11 +225,28 @@ def _answer(request: bytes, groups: dict[int, dist.ProcessGroup]) -> bytes:
         args, kwargs = _unpack(arguments)
         torch.manual_seed(0)
         group = groups[world_size]
-        return _pack(body(group if takes == "group" else _transport(group), *args, **kwargs))
+        with _nothing_ignored():
+            return _pack(body(group if takes == "group" else _transport(group), *args, **kwargs))
     except BaseException as error:
         return _pack(Failure(type(error).__name__, str(error), traceback.format_exc()))
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+@contextlib.contextmanager
+def _nothing_ignored() -> Iterator[None]:
+    """Raise what Python only prints: an exception (so a warning, too) in a finaliser."""
+    ignored: list[str] = []
+
+    def note(unraisable: Any) -> None:
+        ignored.append("".join(traceback.format_exception(unraisable.exc_value)))
+
+    before, sys.unraisablehook = sys.unraisablehook, note
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+    assert not ignored, f"ignored in a finaliser: {ignored[0]}"
 
 
 def _transport(group: dist.ProcessGroup) -> Any:

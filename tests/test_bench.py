@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import detection
 from bench.check import verify
 from bench.step import measure
 from bench.systems import SYSTEMS, Floor, build_ddp
@@ -110,6 +111,17 @@ def test_tables_have_a_line_for_each_row():
     rows = [row | {"model": model, "system": system} for model in "ab" for system in ("floor", "x")]
     assert render(rows).count("| floor: no communication | 1 |") == 2
     assert render(read_rows(results)).count("ShardLite, stage 3") == len(results)
+
+
+def test_the_cost_of_detection_is_measured_on_equal_training(cluster):
+    for row in cluster.run(_detection, 2):
+        assert row["model"] == TINY.name
+        assert row["talks_cpu_ms"] > 0
+        assert row["talks_share"] == pytest.approx(row["talks_cpu_ms"] / row["cpu_ms_p50_without"], rel=0.01)
+
+
+def _detection(group):
+    return detection.measure(TINY, 2, group)
 
 
 def test_workloads_are_the_same_each_time():

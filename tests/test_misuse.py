@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from shardlite import AdamW, LayoutError, ShardLite
@@ -93,6 +94,28 @@ def written_body(group):
         model(torch.tensor([1, 2]))
 
 
+def wrapped_by_ddp_body(group):
+    model = ShardLite(nn.Linear(9, 9), group=group)
+    with pytest.raises(LayoutError, match="DistributedDataParallel would give all ranks the shards of the first"):
+        DistributedDataParallel(model, process_group=group)
+
+
+def inner_copied_body(group):
+    """Where there is nothing that refuses to be copied, the copy does not run."""
+    plain = nn.Sequential(nn.Linear(9, 9))
+    ShardLite(plain, group=group, stage=0)
+    duplicate = copy.deepcopy(plain)
+    with pytest.raises(LayoutError, match="this module is a copy of a wrapped one"):
+        duplicate(torch.ones(2, 9))
+
+
+def inner_copied_at_stage_3_body(group):
+    plain = nn.Sequential(nn.Linear(9, 9))
+    model = ShardLite(plain, group=group)
+    with pytest.raises(LayoutError, match="wrap a second instance"):
+        copy.deepcopy(model.module)
+
+
 def wrapped_twice_body(group):
     encoder = Block()
     first = ShardLite(nn.Sequential(encoder, Block()), group=group)
@@ -102,15 +125,6 @@ def wrapped_twice_body(group):
     del first
     with pytest.raises(LayoutError, match="belongs to a model that is wrapped already, or was"):
         ShardLite(inner, group=group)
-
-
-def copied_body(group):
-    import pickle
-
-    model = ShardLite(net(), group=group)
-    for attempt in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(LayoutError, match=r"use full_state_dict\(\)"):
-            attempt(model)
 
 
 def lazy_body(group):
@@ -136,8 +150,10 @@ def inference_body(group):
         frozen_shard_body,
         shard_hook_body,
         written_body,
+        wrapped_by_ddp_body,
+        inner_copied_body,
+        inner_copied_at_stage_3_body,
         wrapped_twice_body,
-        copied_body,
         lazy_body,
         inference_body,
     ],

@@ -1,39 +1,24 @@
 """What the README shows must run as it stands there."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from bench.table import RESULTS, read_rows, render
 from shardlite.cli import main
+from tests.markdown import ROOT, assert_links_lead_somewhere, blocks, run_on_two_ranks
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+BLOCKS = blocks(README, "python")
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
-
-
-@pytest.mark.parametrize("code", blocks("python"), ids=lambda code: code.splitlines()[0])
+@pytest.mark.parametrize("code", BLOCKS, ids=lambda code: code.splitlines()[0])
 def test_python_blocks_run_on_two_ranks(tmp_path, code):
-    script = tmp_path / "train.py"
-    script.write_text(code)
-    path = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
-    launcher = [sys.executable, "-W", "default", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*launcher, str(script)], env=environment, capture_output=True, text=True, timeout=180, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_on_two_ranks(code, tmp_path)
 
 
 def test_there_are_python_blocks():
-    assert len(blocks("python")) == 3
+    assert len(BLOCKS) == 3
 
 
 def test_make_targets_exist():
@@ -52,8 +37,7 @@ def test_commands_exist(command, capsys):
 
 
 def test_links_lead_somewhere():
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert target.startswith("http") or (ROOT / target).exists(), target
+    assert_links_lead_somewhere(ROOT / "README.md")
 
 
 def test_the_tables_are_made_from_the_rows():

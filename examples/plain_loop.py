@@ -1,0 +1,131 @@
+"""A whole training script: join the other ranks, wrap, train, validate, save, and go on from what was saved.
+
+    torchrun --nproc-per-node 2 examples/plain_loop.py --steps 100
+    torchrun --nproc-per-node 2 examples/plain_loop.py --steps 100 --resume runs/plain/step-50
+
+Model and loop are ordinary ones. Comments say where sharding asks for something.
+"""
+
+import argparse
+import os
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from shardlite import AdamW, ShardLite
+from shardlite.demo.gpt import GPT, GPTConfig
+from shardlite.demo.text import Bytes, draw_batch, read_corpus
+
+CONFIG = GPTConfig(layers=4, width=128, heads=4, context=64)
+BATCH, ACCUMULATE = 8, 2
+WARMUP, MAX_NORM = 10, 1.0
+
+
+def main() -> None:
+    """Train on every rank that the launcher has started."""
+    options = parse()
+    device = join_ranks()
+    text = read_corpus(None, context=CONFIG.context, limit=1 << 20)
+
+    torch.manual_seed(options.seed)
+    model = ShardLite(GPT(CONFIG), stage=options.stage, device=device)  # rank 0's weights count
+    decayed = [p for p in model.parameters() if p.ndim >= 2]  # a shard has as many dimensions as its parameter
+    others = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = AdamW(groups, lr=2e-3, betas=(0.9, 0.95))
+    schedule = LambdaLR(optimizer, lambda step: min((step + 1) / WARMUP, 1 - step / (options.steps + 1)))
+    first = load(options.resume, model, optimizer, schedule) if options.resume else 0
+
+    for step in range(first, options.steps):
+        train_loss = take_step(model, optimizer, text.train, device, key=(options.seed, step))
+        schedule.step()
+        if (step + 1) % options.every == 0 or step + 1 == options.steps:
+            loss = validate(model, text.validation, device)
+            save(options.out / f"step-{step + 1}", model, optimizer, schedule)
+            if dist.get_rank() == 0:
+                print(f"step {step + 1}  loss {train_loss:.4f}  validation {loss:.4f}", flush=True)
+    dist.destroy_process_group()
+
+
+def join_ranks() -> torch.device:
+    """Find the other processes, over NCCL where each has a GPU; returns where this one computes."""
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    return device
+
+
+def take_step(model: ShardLite, optimizer: AdamW, text: Bytes, device: torch.device, key: tuple[int, int]) -> float:
+    """Take one step on batches of this rank's own; returns the mean loss of all ranks."""
+    total = torch.zeros((), device=device)
+    for micro in range(ACCUMULATE):
+        x, y = draw_batch(text, shape=(BATCH, CONFIG.context), key=(*key, dist.get_rank(), micro))
+        is_last = micro == ACCUMULATE - 1
+        with nullcontext() if is_last else model.no_sync():  # gradients stay on this rank until the last backward
+            loss = model(x.to(device), y.to(device)) / ACCUMULATE
+            loss.backward()
+        total += loss.detach()
+    model.clip_grad_norm_(MAX_NORM)  # by the norm over all ranks
+    optimizer.step()
+    optimizer.zero_grad()
+    return mean_over_ranks(total)
+
+
+@torch.no_grad()
+def validate(model: ShardLite, text: Bytes, device: torch.device, batches: int = 4) -> float:
+    """Return the mean loss over text that is not trained on. Every rank takes part: each forward gathers weights."""
+    model.eval()
+    total = torch.zeros((), device=device)
+    for i in range(batches):
+        x, y = draw_batch(text, shape=(BATCH, CONFIG.context), key=(i, dist.get_rank()))
+        total += model(x.to(device), y.to(device)) / batches
+    model.train()
+    return mean_over_ranks(total)
+
+
+def save(folder: Path, model: ShardLite, optimizer: AdamW, schedule: LambdaLR) -> None:
+    """Write the weights as an unsharded model has them, and beside them what each rank's optimizer keeps."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = model.full_state_dict(rank=0)  # all ranks give, rank 0 gets
+    if dist.get_rank() == 0:
+        torch.save(weights, folder / "model.pt")
+    own = {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
+    torch.save(own, folder / f"rank-{dist.get_rank()}.pt")
+
+
+def load(folder: Path, model: ShardLite, optimizer: AdamW, schedule: LambdaLR) -> int:
+    """Go on from a folder written by as many ranks at the same stage; returns the number of steps taken so far."""
+    model.load_full_state_dict(torch.load(folder / "model.pt") if dist.get_rank() == 0 else None)
+    own = torch.load(folder / f"rank-{dist.get_rank()}.pt")
+    optimizer.load_state_dict(own["optimizer"])
+    schedule.load_state_dict(own["schedule"])
+    return schedule.last_epoch
+
+
+def mean_over_ranks(value: Tensor) -> float:
+    """Return the mean of a number that each rank has, [], on every rank."""
+    dist.all_reduce(value)
+    return value.item() / dist.get_world_size()
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--every", type=int, default=50, help="steps between two validations; each saves")
+    parser.add_argument("--stage", type=int, default=3, choices=range(4))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("runs/plain"), help="folder for what is saved")
+    parser.add_argument("--resume", type=Path, help="folder of a step to go on from")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
