@@ -14,14 +14,12 @@ def cast_floats(container: Any, dtype: torch.dtype) -> Any:
     """Return `container` with its floating-point tensors in `dtype`, wherever they are in it.
 
     They are looked for in what PyTorch knows as a tree (lists, tuples, dicts, named tuples, what was registered) and in
-    dataclasses, mappings and named tuples of other classes. All of these are copied, all else is left as it is.
+    dataclasses and mappings of other classes. All of these are copied, all else is left as it is.
     """
 
     def cast(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.to(dtype) if leaf.is_floating_point() else leaf
-        if isinstance(leaf, tuple) and hasattr(leaf, "_make"):  # of a class derived from a named one: `PackedSequence`
-            return leaf._make(cast_floats(each, dtype) for each in leaf)
         if isinstance(leaf, MutableMapping):
             return _cast_values(leaf, dtype)
         if is_dataclass(leaf) and not isinstance(leaf, type):

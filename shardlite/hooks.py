@@ -6,7 +6,7 @@ hooks innermost even where a user's own (`save_on_cpu`, a checkpoint) were enter
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from sys import getrefcount
 from typing import Any
@@ -46,7 +46,7 @@ class ModuleHooks:
         self._frames: list[_Frame] = []
         self._depth: dict[Unit, int] = {}
         self._written: dict[Unit, int] = {}
-        self._references: dict[Unit, list[int]] = {}
+        self._references: dict[Unit, dict[str, int]] = {}
         self._evaluating = False
 
     def install(
@@ -138,7 +138,7 @@ class ModuleHooks:
         if self._calls is not None:
             self._calls.current[unit] = Call(unit, self._calls)
         self._written[unit] = unit.writes()
-        self._references[unit] = [getrefcount(param) for param in _frozen(unit)]
+        self._references[unit] = _references(unit)
 
     def _release(self, unit: Unit) -> None:
         if self._calls is not None:
@@ -154,7 +154,7 @@ class ModuleHooks:
                 "ranks (`max_norm` of an embedding does so, and moving averages). Write inside `gathered()`"
             )
 
-    def _check_references(self, unit: Unit, before: Sequence[int]) -> None:
+    def _check_references(self, unit: Unit, before: Mapping[str, int]) -> None:
         """Raise if a frozen parameter itself, and not a view, was kept by the forward that ends.
 
         It is a placeholder now. One of a floating-point dtype reads as NaN, but quantised weights have codes in
@@ -163,13 +163,14 @@ class ModuleHooks:
         if self._calls is None or sys.exc_info()[0] is not None:  # a traceback keeps locals for a while
             return
         views = bool(unit.escapes)  # PyTorch counts all views of a tensor as one reference to it
-        for param, count in zip(_frozen(unit), before, strict=True):
-            if getrefcount(param) > count + views:
-                raise LayoutError(
-                    f"unit {unit.name!r}: a forward has kept a frozen parameter of shape {list(param.shape)} (an "
-                    "attribute of an autograd context, say), but there is only a placeholder of it now. Keep a view "
-                    "(`weight.t()`, `weight.detach()`), use `ctx.save_for_backward`, or wrap with `ignore=[weight]`"
-                )
+        now = _references(unit)
+        kept = [name for name, count in before.items() if now.get(name, 0) > count + views]
+        if kept:
+            raise LayoutError(
+                f"unit {unit.name!r}: a forward has kept the frozen parameter {kept[0]!r} (an attribute of an autograd "
+                "context, say), but there is only a placeholder of it now. Keep a view (`weight.t()`, "
+                "`weight.detach()`), use `ctx.save_for_backward`, or wrap with `ignore=[weight]`"
+            )
 
     def _check_sites(self, unit: Unit) -> None:
         """Raise if the model no longer holds the parameters that were wrapped."""
@@ -182,8 +183,14 @@ class ModuleHooks:
                 )
 
 
-def _frozen(unit: Unit) -> Iterator[nn.Parameter]:
-    return (param for param in unit.params() if not param.requires_grad)
+def _references(unit: Unit) -> dict[str, int]:
+    """Return how many references there are to each frozen parameter."""
+    return {
+        slot.name: getrefcount(param)
+        for flat in unit.flats
+        for slot, param in zip(flat.layout.slots, flat.params, strict=True)
+        if not param.requires_grad
+    }
 
 
 _Hook = Callable[..., None]

@@ -100,20 +100,31 @@ def segments(reentrant: bool) -> nn.Module:
     return model
 
 
-CHECKPOINTED = {
-    "layers-nonreentrant": partial(layers, False),
-    "layers-reentrant": partial(layers, True),
-    "checkpoint_sequential-nonreentrant": partial(segments, False),
-    "checkpoint_sequential-reentrant": partial(segments, True),
-    "checkpoint_wrapper-nonreentrant": partial(wrapped, False),
-    "checkpoint_wrapper-reentrant": partial(wrapped, True),
-    "nested": Nested,
+CHECKPOINTED: dict[str, tuple[Callable[[], nn.Module], list[int]]] = {
+    "layers-nonreentrant": (partial(layers, False), [1, 2, 2, 1]),
+    "layers-reentrant": (partial(layers, True), [1, 2, 2, 1]),
+    "checkpoint_sequential-nonreentrant": (partial(segments, False), [2, 2, 2, 1]),
+    "checkpoint_sequential-reentrant": (partial(segments, True), [2, 2, 2, 1]),
+    "checkpoint_wrapper-nonreentrant": (partial(wrapped, False), [1, 2, 2, 1]),
+    "checkpoint_wrapper-reentrant": (partial(wrapped, True), [1, 2, 2, 1]),
+    "nested": (Nested, [3, 2, 2]),
 }
+"""With how often each unit is gathered in a step.
+
+That is once for its forward, and once for its recomputation and backward together. A first layer that is not recomputed
+needs no weights in the backward; the last block is still there; what is recomputed twice is gathered once more.
+"""
 
 
 def recomputes(group: Any, name: str, stage: int) -> None:
     """Body of a rank."""
-    trained(CHECKPOINTED[name], on_rows, group, stage=stage)
+    make, counts = CHECKPOINTED[name]
+    options = {"prefetch": 0} if stage == 3 else {}
+    pair = trained(make, on_rows, group, stage=stage, **options)
+    pair.step(on_rows)
+    pair.model.trace.take()
+    pair.step(on_rows)
+    assert stage < 3 or gathers(pair.model) == dict(zip(pair.model.unit_names, counts, strict=True))
 
 
 @pytest.mark.parametrize("name", CHECKPOINTED)
@@ -349,6 +360,7 @@ def shares_a_graph(group: Any, first_mode: str, stage: int) -> None:
         y = pair.model(rows(Turn(step, pair.rank, 0)))
         with accumulating(pair.model, first_mode):
             first(y).backward(retain_graph=True)
+        assert {unit.holds for unit in pair.model._units} == {0}
         second(y).backward()
         pair.finish(clip=0.01)
 

@@ -322,10 +322,12 @@ READ_FROM_OUTSIDE = {
 
 
 def reads_from_outside(group: Any, name: str, stage: int) -> None:
-    """Body of a rank."""
+    """Body of a rank: with the units that are found, and with a unit for everything that can be one."""
     case = READ_FROM_OUTSIDE[name]
-    pair = trained(case.make, case.loss, group, stage=stage)
-    pair.evaluate(case.loss)
+    for units in (None, lambda name, module: True):
+        pair = trained(case.make, case.loss, group, stage=stage, units=units)
+        pair.evaluate(case.loss)
+        assert not {"pool.out_proj", "outside.matrices", "outside.vectors"}.intersection(pair.model.unit_names)
 
 
 @pytest.mark.parametrize("name", READ_FROM_OUTSIDE)
