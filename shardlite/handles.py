@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlite.gather import Gatherer
-from shardlite.unit import Unit
+from shardlite.unit import Unit, storage_key
 
 Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """A pair of saved-tensor hooks, (pack, unpack)."""
@@ -164,6 +164,7 @@ class Calls:
         self.on_use: Callable[[], None] = _nothing
         """What is to happen before a handle is used in a backward."""
 
+        self._sizes = {unit.nbytes for unit in units}
         self.live: dict[Unit, list[Call]] = {unit: [] for unit in units}
         """Calls with handles, oldest first."""
 
@@ -203,13 +204,23 @@ class Calls:
 
     def owner(self, tensor: Tensor) -> Unit | None:
         """Return the unit whose full weights `tensor` views, if any."""
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
-            return None  # sparse tensors and many subclasses have no storage to look at; our weights are neither
-        return self.gatherer.owner(tensor)
+        return self.gatherer.owner(tensor) if _has_storage(tensor) else None
+
+    def has_given_up(self, tensor: Tensor) -> bool:
+        """Whether `tensor` views a buffer that was given up since somebody kept a view of it: weights all the same."""
+        if not _has_storage(tensor) or tensor.untyped_storage().nbytes() not in self._sizes:
+            return False
+        kept = (each() for unit in self.live for each in unit.escapes)
+        return any(each is not None and each._cdata == storage_key(tensor) for each in kept)
 
     def call_of(self, unit: Unit) -> Call:
         """Return the call that a view saved now belongs to; a view saved outside any forward is a call of its own."""
         return self.current.get(unit) or Call(unit, self)
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    """Whether there is a storage to look at: sparse tensors and many subclasses have none. Our weights are neither."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
 def _is_viewed(unit: Unit) -> bool:
@@ -220,7 +231,11 @@ def _is_viewed(unit: Unit) -> bool:
 
 
 class SavedTensorHooks:
-    """Saved-tensor hooks that take our weights, and leave every other tensor to the hooks in force before."""
+    """Saved-tensor hooks that take our weights, and leave every other tensor to the hooks in force before.
+
+    The latter must get the same tensors whenever a forward is run: checkpoints count what is saved in a recomputation.
+    So even a weight that somebody has kept is not for them.
+    """
 
     def __init__(self, calls: Calls) -> None:
         self.calls = calls
@@ -231,7 +246,7 @@ class SavedTensorHooks:
         unit = self.calls.owner(tensor)
         if unit is not None:
             return Handle(self.calls.call_of(unit), tensor)
-        if self._outer is not None:
+        if self._outer is not None and not self.calls.has_given_up(tensor):
             return self._outer[0](tensor)
         return Kept(tensor.detach(), tensor._version)
 
@@ -239,10 +254,10 @@ class SavedTensorHooks:
         """Return what was packed."""
         if isinstance(packed, Handle):
             return packed.view() if torch._C._current_graph_task_id() != -1 else packed.copy()
-        if self._outer is not None:
-            return self._outer[1](packed)
-        assert isinstance(packed, Kept)
-        return packed.checked()
+        if isinstance(packed, Kept):
+            return packed.checked()
+        assert self._outer is not None
+        return self._outer[1](packed)
 
 
 def push_hooks(calls: Calls) -> bool:

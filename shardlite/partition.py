@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from shardlite.errors import LayoutError
 
@@ -23,6 +24,10 @@ BLOCKS_SHARE = 0.1
 LARGE_SHARE = 0.5
 """An embedding, a head or a layer unlike the others is a unit of its own from this share of the largest block on: else
 it stays with the root."""
+
+
+NEVER_CALLED = (nn.ParameterList, nn.ParameterDict, NonDynamicallyQuantizableLinear)
+"""Modules whose parameters are read by the module around them. (The last is the output layer in attention.)"""
 
 
 @dataclass(eq=False)
@@ -44,7 +49,7 @@ def cut(model: nn.Module, policy: UnitPolicy, ignored: Collection[Tensor] = ()) 
     Raises:
         LayoutError: `policy` is none of what it may be.
     """
-    starts = _starts(model, policy)
+    starts = {start for start in _starts(model, policy) if not isinstance(start, NEVER_CALLED)}
     plans = {model: UnitPlan("", model)}
     chains: dict[nn.Parameter, list[UnitPlan]] = {}
     names: dict[nn.Parameter, str] = {}

@@ -1,11 +1,11 @@
 """Where a model keeps its parameters, and which units each of its modules needs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from shardlite.partition import ROOT, UnitPlan
+from shardlite.partition import NEVER_CALLED, ROOT, UnitPlan
 from shardlite.unit import Unit
 
 
@@ -32,7 +32,7 @@ def sites(module: nn.Module, units: Sequence[Unit]) -> dict[Unit, list[Site]]:
 
 
 def needs(module: nn.Module, plans: Sequence[UnitPlan], units: Sequence[Unit]) -> dict[nn.Module, list[Unit]]:
-    """Return which units each module's forward needs: the one that starts at it, and those of its own parameters.
+    """Return which units each module's forward needs: the one that starts at it, and those of parameters that it reads.
 
     The whole model is always among them, for a pass starts with it.
     """
@@ -41,8 +41,16 @@ def needs(module: nn.Module, plans: Sequence[UnitPlan], units: Sequence[Unit]) -
     starts = {plan.module: by_name[plan.name or ROOT] for plan in plans if (plan.name or ROOT) in by_name}
     wanted = {}
     for each in module.modules():
-        own = [home[param] for param in each._parameters.values() if param is not None and param in home]
+        own = [home[param] for param in _read_by(each) if param in home]
         start = [starts[each]] if each in starts else []
         if start or own or each is module:
             wanted[each] = list(dict.fromkeys(start + own))
     return wanted
+
+
+def _read_by(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield a module's own parameters, and those of modules in it that are never called."""
+    yield from (param for param in module._parameters.values() if param is not None)
+    for child in module.children():
+        if isinstance(child, NEVER_CALLED) or type(child).forward is nn.Module.forward:
+            yield from _read_by(child)

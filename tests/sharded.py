@@ -27,12 +27,12 @@ class Turn:
         return torch.Generator().manual_seed(10_000 * self.step + 100 * self.rank + self.micro)
 
 
-WAYS = ((2, 3), (4, 3), (2, 1), (4, 2), (2, 0))
+WAYS = ((2, 3), (4, 3), (2, 2))
 
 EVERYWHERE = pytest.mark.parametrize(
     ("world_size", "stage"), WAYS, ids=[f"{ranks}-ranks-stage-{stage}" for ranks, stage in WAYS]
 )
-"""Stage 3 at two world sizes, and every other stage once."""
+"""Stage 3 at two world sizes, and that of the others which shards most."""
 
 Loss = Callable[[Callable[..., Any], Turn], Tensor]
 """From a model and a turn."""
@@ -200,7 +200,6 @@ def trained(make: Callable[[], nn.Module], loss: Loss, group: Any, **options: An
     pair = Pair(make, group, **options)
     pair.step(loss)
     pair.step(loss, ("local", "step"), clip=0.01)
-    pair.step(loss, ("sharded", "step"))
     return pair
 
 

@@ -70,7 +70,7 @@ def compiles(group: Any, whole: bool, backend: str, reentrant: bool | None, stag
 
 FEW = pytest.mark.parametrize(
     ("backend", "world_size", "stage"),
-    [("eager", 2, 3), ("aot_eager", 2, 3), ("aot_eager", 4, 3), ("aot_eager", 2, 1), ("eager", 4, 0)],
+    [("eager", 2, 3), ("aot_eager", 2, 3), ("aot_eager", 4, 3), ("aot_eager", 2, 2)],
 )
 """Compiling takes seconds."""
 
@@ -91,9 +91,7 @@ def test_the_compiled_inner_model_breaks_its_graph_at_units(cluster, backend, wo
         assert buffers == 1
 
 
-@pytest.mark.parametrize(
-    ("reentrant", "world_size", "stage"), [(False, 2, 3), (True, 2, 3), (False, 4, 3), (True, 4, 3), (False, 2, 2)]
-)
+@pytest.mark.parametrize(("reentrant", "world_size", "stage"), [(False, 4, 3), (True, 2, 3), (False, 2, 2)])
 def test_compiled_blocks_under_activation_checkpointing(cluster, reentrant, world_size, stage):
     """Reentrant checkpointing runs each block with gradients and without, in a graph for either."""
     for graphs, _ in cluster.run(compiles, world_size, False, "aot_eager", reentrant, stage):

@@ -15,41 +15,6 @@ from tests.residual import WIDTH, Block, batch, net, square
 from tests.sharded import assert_gradients_equal, compare
 
 
-class TakesSlope(nn.Module):
-    """Uses a function transform inside its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.func.grad(lambda z: self.inner(z).sum())(x)
-
-
-def transform_body(group):
-    compare(nn.Sequential(TakesSlope(), TakesSlope()), square, group, stage=0)
-    model = ShardLite(nn.Sequential(TakesSlope(), TakesSlope()), group=group)
-    with pytest.raises(RuntimeError, match="saved tensor hooks"):
-        square(model)
-
-
-def test_function_transforms_work_at_stage_0_and_are_refused_by_torch_at_stage_3(cluster):
-    cluster.check(transform_body, 2)
-
-
-class Batched(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.vmap(lambda row: torch.tanh(self.inner(row)))(x)
-
-
-def vmap_body(group):
-    compare(nn.Sequential(*(Batched() for _ in range(3))), square, group)
-
-
-def test_vmap_inside_a_forward(cluster):
-    cluster.check(vmap_body, 2)
-
-
 class SparseInput(nn.Module):
     """Saves a sparse tensor for backward."""
 
@@ -70,21 +35,6 @@ def test_saved_sparse_tensors_pass_through(cluster):
     cluster.check(sparse_body, 2)
 
 
-def sparse_gradient_body(group):
-    model = nn.Sequential(nn.Embedding(40, WIDTH, sparse=True), Block(), Block())
-    dense = copy.deepcopy(model)
-    dense[0].sparse = False
-    wrapped = ShardLite(model, group=group)
-    tokens = torch.tensor([3, 7, 3])
-    wrapped(tokens).square().mean().backward()
-    dense(tokens).square().mean().backward()
-    assert_gradients_equal(wrapped, dense)
-
-
-def test_sparse_gradients_are_made_dense(cluster):
-    cluster.check(sparse_gradient_body, 2)
-
-
 def inference_body(group):
     """Buffers that were gathered for inference serve training afterwards."""
     plain = net()
@@ -101,54 +51,6 @@ def inference_body(group):
 
 def test_inference_then_training(cluster):
     cluster.check(inference_body, 2)
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lstm(x)[0]
-
-
-def recurrent_body(group):
-    model = nn.Sequential(Recurrent(), Recurrent())
-    compare(model, lambda m: m(batch()[None]).square().mean(), group)
-
-
-def test_lstm(cluster):
-    cluster.check(recurrent_body, 2)
-
-
-def reparametrised_body(group):
-    model = nn.Sequential(
-        nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
-        nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
-    )
-    compare(model, square, group)
-    normed = nn.Sequential(
-        nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
-        nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
-    )
-    compare(normed, square, group)
-
-
-def test_reparametrised_weights(cluster):
-    cluster.check(reparametrised_body, 2)
-
-
-def fast_path_body(group):
-    layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0, batch_first=True)
-    encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-    model, twin = compare(encoder, lambda m: m(batch()[None]).square().mean(), group)
-    model.eval(), twin.eval()
-    with torch.no_grad():
-        torch.testing.assert_close(model(batch()[None]), twin(batch()[None]), rtol=0, atol=0)
-
-
-def test_transformer_encoder_in_training_and_on_its_fast_path(cluster):
-    cluster.check(fast_path_body, 2)
 
 
 def buffers_body(group):

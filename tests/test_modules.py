@@ -325,7 +325,8 @@ def reads_from_outside(group: Any, name: str, stage: int) -> None:
     """Body of a rank: with the units that are found, and with a unit for everything that can be one."""
     case = READ_FROM_OUTSIDE[name]
     for units in (None, lambda name, module: True):
-        pair = trained(case.make, case.loss, group, stage=stage, units=units)
+        pair = Pair(case.make, group, stage=stage, units=units)
+        pair.step(case.loss)
         pair.evaluate(case.loss)
         assert not {"pool.out_proj", "outside.matrices", "outside.vectors"}.intersection(pair.model.unit_names)
 
@@ -390,7 +391,7 @@ def twice_cached(model: Callable[..., Any], turn: Turn) -> Tensor:
 def trains_reparametrised(group: Any, name: str, stage: int) -> None:
     """Body of a rank. What a rank's power iterations know is its own."""
     pair = Pair(blocks(REPARAMETRISED[name]), group, stage=stage)
-    for loss in (on_rows, twice_cached, on_rows):
+    for loss in (on_rows, twice_cached):
         pair.step(loss, ("local", "step"), clip=0.01)
     pair.evaluate(on_rows)
 

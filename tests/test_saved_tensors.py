@@ -10,12 +10,7 @@ import weakref
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.autograd.graph import saved_tensors_hooks
 
 from shardlite import AdamW, ShardLite
 from tests.sharded import assert_gradients_equal, compare
@@ -112,28 +107,6 @@ def test_hooks_of_the_user_around_the_model_see_everything_but_weights(cluster):
         assert ours == plain - weights
 
 
-def offload_body(group):
-    class Offloading(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            for block in self.blocks:
-                with save_on_cpu():
-                    x = block(x)
-            with save_on_cpu():
-                return self.head(x)
-
-    def around(model: nn.Module) -> Tensor:
-        with save_on_cpu():
-            return model(batch()).square().mean()
-
-    compare(Offloading(), lambda m: m(batch()).square().mean(), group)
-    compare(Net(), around, group)
-
-
-def test_save_on_cpu_inside_and_outside_the_model(cluster):
-    cluster.check(offload_body, 2)
-
-
 def inside_unit_body(group):
     """Hooks entered inside a block, around its layers: ours are innermost again at each layer."""
     copies: list[Tensor] = []
@@ -164,29 +137,6 @@ def test_hooks_inside_a_block_do_not_get_the_weights(cluster):
     for shapes in cluster.run(inside_unit_body, 2):
         assert (3, WIDTH) in shapes
         assert (WIDTH, WIDTH) not in shapes
-
-
-def selective_body(group):
-    def policy(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op == torch.ops.aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
-
-    class Selective(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            for block in self.blocks:
-                x = checkpoint(
-                    block,
-                    x,
-                    use_reentrant=False,
-                    context_fn=lambda: create_selective_checkpoint_contexts(policy),
-                )
-            return self.head(x)
-
-    compare(Selective(), lambda m: m(batch()).square().mean(), group)
-
-
-def test_selective_checkpointing(cluster):
-    cluster.check(selective_body, 2)
 
 
 class InPlace(nn.Module):

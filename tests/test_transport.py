@@ -370,6 +370,15 @@ def warn(group):
     warnings.warn("on purpose", stacklevel=1)
 
 
+class WarnsAtItsEnd:
+    def __del__(self):
+        warn(None)
+
+
+def warn_at_an_end(group):
+    WarnsAtItsEnd()
+
+
 def die(group):
     if dist.get_rank(group) == 1:
         os._exit(3)
@@ -383,6 +392,9 @@ def test_bodies_run_by_rank_with_the_same_seed(cluster):
 
 def test_warnings_are_errors_on_every_rank(cluster):
     assert cluster.failures(warn, 4) == [("UserWarning", "on purpose")] * 4
+    for kind, message in cluster.failures(warn_at_an_end, 2):  # Python only prints those
+        assert kind == "AssertionError"
+        assert "UserWarning: on purpose" in message
 
 
 def test_a_failing_or_dying_rank_is_named_and_the_cluster_recovers(throwaway):

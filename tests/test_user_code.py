@@ -106,7 +106,7 @@ def observes(group: Any, before: bool, stage: int) -> None:
     if not before:
         ours.observe()
         theirs.observe()
-    for step in range(3):
+    for step in range(2):
         pair.step(watched, clip=0.01)
         turn = Turn(step, pair.rank, 0)
         assert len(ours.notes[turn]) == len(theirs.notes[turn]) == 1 + 3 * (4 if before else 3)
