@@ -149,9 +149,13 @@ def on_images(model: Callable[..., Any], turn: Turn) -> Tensor:
 
 def on_vectors(model: Callable[..., Any], turn: Turn) -> Tensor:
     """Map vectors to their reverse. PyTorch's fast path of evaluation, of other bits, takes no module with hooks."""
-    torch.backends.mha.set_fastpath_enabled(False)
     x = drawn_vectors(turn)
-    return functional.mse_loss(model(x, x.roll(1, dims=1)), x.flip(1))
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        return functional.mse_loss(model(x, x.roll(1, dims=1)), x.flip(1))
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @dataclass(frozen=True)
