@@ -3,7 +3,6 @@
 import pickle
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import count
 from typing import Any
 
 import torch.distributed as dist
@@ -11,7 +10,8 @@ import torch.distributed as dist
 from shardlite.errors import LayoutError
 from shardlite.transport import Groups
 
-_instances = count()
+_latest = [0]
+"""The number of the model that this rank has wrapped last."""
 
 
 def agree(groups: Groups, facts: Sequence[str], problem: Exception | None) -> None:
@@ -67,11 +67,12 @@ def number(groups: Groups) -> tuple[int, int]:
 
     The two together are a name in the whole world.
     """
-    highest, first = next(_instances), dist.get_rank()
+    highest, first = _latest[0] + 1, dist.get_rank()
     for group in groups.all:
         told = [(highest, first)] * dist.get_world_size(group)
         dist.all_gather_object(told, (highest, first), group=group)
         highest, first = max(n for n, _ in told), min(rank for _, rank in told)
+    _latest[0] = highest
     return highest, first
 
 
