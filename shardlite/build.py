@@ -22,6 +22,9 @@ from shardlite.partition import ROOT, UnitPlan
 from shardlite.plan import FlatPlan, Plan
 from shardlite.unit import Flat, Unit
 
+ReshardRule = bool | Callable[[str, nn.Module], bool]
+"""Whether units are released after their forward: all or none, or by name and module."""
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -38,6 +41,21 @@ class Placement:
 
     resident: Callable[[UnitPlan], bool]
     """Whether a unit stays gathered from its forward to the end of the backward."""
+
+
+def place(plan: Plan, stage: int, rank: int, world_size: int, reshard: ReshardRule) -> Placement:
+    """Say what rank `rank` of those that share a model keeps, where there are `world_size` in all."""
+    alone = world_size == 1 and not plan.casts
+    return Placement(
+        rank=None if stage == 0 or alone else rank,
+        permanent=stage < 3 or alone,
+        alone=alone,
+        resident=lambda unit: unit.name == "" or not _reshards(reshard, unit),
+    )
+
+
+def _reshards(rule: ReshardRule, unit: UnitPlan) -> bool:
+    return rule if isinstance(rule, bool) else bool(rule(unit.name, unit.module))
 
 
 def build_units(plan: Plan, placement: Placement) -> list[Unit]:

@@ -72,7 +72,7 @@ class ModuleHooks:
 
     def reset(self) -> None:
         """Forget frames that were left by something stronger than an exception (an interrupt)."""
-        while self._frames:
+        while self._frames and not in_backward():
             self._leave(self._frames[-1].module)
 
     def _enter(self, module: nn.Module, *_: Any) -> None:

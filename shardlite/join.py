@@ -7,7 +7,7 @@ goes on with its last one, and its gradients do not count: they are zero, and th
     rank 1   batch 0   batch 1  (batch 1)
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from typing import Protocol, TypeVar
 
@@ -39,8 +39,12 @@ class Join:
         self.joined = False
         """Whether this rank has run out, and only keeps the others company."""
 
-    def over(self, batches: Iterable[Batch], reducers: Sequence[Weighed]) -> Iterator[Batch]:
+    def over(
+        self, batches: Iterable[Batch], reducers: Sequence[Weighed], mends: Sequence[Callable[[], None]]
+    ) -> Iterator[Batch]:
         """Yield this rank's batches, then its last one until no rank has any more.
+
+        What an exception in the last step has left unfinished the `mends` of the models end first.
 
         Raises:
             LayoutError: this rank has none at all, and cannot be lent one; on every rank.
@@ -52,6 +56,8 @@ class Join:
                 batch = next(own, _NOTHING)
                 self.joined = batch is _NOTHING
                 last = last if self.joined else batch
+                for mend in mends:
+                    mend()
                 active, without = self._count(not self.joined, last is _NOTHING)
                 if active == 0:
                     return

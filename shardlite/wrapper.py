@@ -1,6 +1,6 @@
 """`ShardLite`: a model whose parameters, gradients and optimizer state are sharded over ranks."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import count
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from shardlite import checks, guard
 from shardlite.agree import agree
 from shardlite.backward import Backward, Mode
-from shardlite.build import Placement, build_units, flats_of, part_of
+from shardlite.build import ReshardRule, build_units, flats_of, part_of, place
 from shardlite.casts import cast_floats
 from shardlite.census import SoloCensus
 from shardlite.clip import clip_gradients, total_norm
@@ -27,7 +27,7 @@ from shardlite.join import Batch, Join
 from shardlite.ledger import Held
 from shardlite.materialise import Init, Initialiser
 from shardlite.optim import adopt
-from shardlite.partition import UnitPlan, UnitPolicy
+from shardlite.partition import UnitPolicy
 from shardlite.plan import Options, Plan, agree_on_plan
 from shardlite.reduce import Reducer
 from shardlite.shards import Shards
@@ -40,8 +40,6 @@ from shardlite.traffic import Sent
 from shardlite.transport import Ranks, groups_of
 from shardlite.unit import Unit
 from shardlite.unsharded import Unsharded
-
-ReshardRule = bool | Callable[[str, nn.Module], bool]
 
 
 class ShardLite(nn.Module):
@@ -110,6 +108,7 @@ class ShardLite(nn.Module):
         self._groups = groups_of(group)
         self._ignored = checks.ignored_params(ignore)
         self._collectives = count()
+        self._forwards = 0  # that are running
         options = Options(
             stage=stage,
             units=units,
@@ -123,7 +122,7 @@ class ShardLite(nn.Module):
         self._shared = shared = share(self._groups, plan.device, timeout)
         self.ledger, self.trace = shared.ledger, shared.trace
         self._join = Join(shared, self._groups)
-        self._placement = self._place(plan, reshard_after_forward)
+        self._placement = place(plan, stage, shared.transport.rank, shared.world_size, reshard_after_forward)
         self.module = module
         self._units = self._build(plan, init)
         self._connect(plan, prefetch, diagnose)
@@ -132,13 +131,16 @@ class ShardLite(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, with inputs and outputs cast as `precision` says."""
-        self._hooks.reset()
-        self._backward.repair()
+        self._mend()
         self._stepping.shards.check()
         if self.precision.compute is not None:
             args, kwargs = cast_floats((args, kwargs), self.precision.compute)
-        with self._shared.telling():
-            outputs = self.module(*args, **kwargs)
+        self._forwards += 1
+        try:
+            with self._shared.telling():
+                outputs = self.module(*args, **kwargs)
+        finally:
+            self._forwards -= 1
         return outputs if self.precision.output is None else cast_floats(outputs, self.precision.output)
 
     def named_parameters(
@@ -171,6 +173,7 @@ class ShardLite(nn.Module):
 
         (`optimizer.zero_grad()` does not know of the latter.)
         """
+        self._mend()
         super().zero_grad(set_to_none)
         self._reducer.discard()
 
@@ -236,7 +239,8 @@ class ShardLite(nn.Module):
         Raises:
             LayoutError: a rank has no batch at all, and cannot be lent one; on every rank.
         """
-        return self._join.over(batches, [model._reducer for model in (self, *also)])
+        models = [self, *also]
+        return self._join.over(batches, [model._reducer for model in models], [model._mend for model in models])
 
     @property
     def joined(self) -> bool:
@@ -292,6 +296,7 @@ class ShardLite(nn.Module):
         Raises:
             LayoutError: there is no parameter of such a name.
         """
+        self._mend()
         self._backward.follow_requires_grad()
         return self._full.gathered(names, writeback=writeback)
 
@@ -304,6 +309,7 @@ class ShardLite(nn.Module):
         Args:
             rank: the only rank that gets them; the others get an empty dict. `None`: every rank.
         """
+        self._mend()
         return self._full.state_dict(rank)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor] | None) -> None:
@@ -315,6 +321,7 @@ class ShardLite(nn.Module):
         Raises:
             LayoutError: on every rank, if names or shapes do not fit; nothing is changed then.
         """
+        self._mend()
         agree(self._groups, [], self._full.misfit(state_dict or {}) if self._shared.rank == 0 else None)
         self._stepping.gatherer.settle()
         entries = self._full.entries()
@@ -349,15 +356,6 @@ class ShardLite(nn.Module):
         )
 
     # ---- construction -------------------------------------------------------------------------------------------
-
-    def _place(self, plan: Plan, reshard: ReshardRule) -> Placement:
-        alone = self._shared.world_size == 1 and not plan.casts
-        return Placement(
-            rank=None if self.stage == 0 or alone else self._shared.transport.rank,
-            permanent=self.stage < 3 or alone,
-            alone=alone,
-            resident=lambda unit: unit.name == "" or not _reshards(reshard, unit),
-        )
 
     def _build(self, plan: Plan, init: Init) -> list[Unit]:
         """Move the parameters into arenas, and let those on the meta device have values.
@@ -413,6 +411,12 @@ class ShardLite(nn.Module):
         guard.watch(self._stepping)
         adopt(self._stepping.shards.by_param(), part_of(units))
 
+    def _mend(self) -> None:
+        """End what an exception has left unfinished: other ranks may not have come to theirs, and wait in it."""
+        if self._forwards == 0:
+            self._hooks.reset()
+        self._backward.repair()
+
     def _ready_for_step(self) -> None:
         self._hooks.reset()
         if self._backward.died():
@@ -439,7 +443,3 @@ class ShardLite(nn.Module):
         flats = [flat for flat in flats_of(self._units) if flat.layout.dtype.is_floating_point]
         operation = self._shared.operation("the norm of gradients", next(self._collectives))
         return total_norm(flats, self._shared, norm_type, operation, only)
-
-
-def _reshards(rule: ReshardRule, plan: UnitPlan) -> bool:
-    return rule if isinstance(rule, bool) else bool(rule(plan.name, plan.module))

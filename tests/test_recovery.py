@@ -102,6 +102,45 @@ def test_while_gradients_are_accumulated(cluster, stage):
     cluster.check(recovery_body, 2, stage, ERRORS["exception"], True, OTHER_PLACES, "local")
 
 
+def load(model):
+    model.load_full_state_dict(model.full_state_dict(rank=0))
+
+
+def look(model):
+    with model.gathered(writeback=False):
+        pass
+
+
+def loop(model):
+    for _ in model.join([None]):
+        pass
+
+
+FIRST = {"full-state": lambda model: model.full_state_dict(), "load": load, "gathered": look, "join": loop}
+"""What a program may do first after an exception."""
+
+
+def first_thing_body(group, error, backwards, first):
+    """Rank 0 fails early, and does something else while rank 1 has not failed yet, for it waits for rank 0."""
+    pair = Pair(Trapped, group)
+    pair.step(loss_of)
+    trap = pair.model.module.traps[3 if (pair.rank == 0) == backwards else 0]
+    trap.error, trap.backwards = error, backwards
+    with pytest.raises(type(error)):
+        loss_of(pair.model, Turn(0, pair.rank, 0)).backward()
+    trap.error = None
+    FIRST[first](pair.model)
+    pair.step(loss_of)
+    pair.step(loss_of)
+
+
+@pytest.mark.parametrize("error", ["exception", "interrupt"])
+@pytest.mark.parametrize("backwards", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("first", FIRST)
+def test_whatever_comes_first_ends_what_was_left(cluster, first, backwards, error):
+    cluster.check(first_thing_body, 2, ERRORS[error], backwards, first)
+
+
 def hook_body(group):
     """A user's own hooks raise: before a block, after it, and when a gradient has come."""
     pair = Pair(Trapped, group)
