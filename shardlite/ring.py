@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardlite.errors import CommError, LayoutError
 from shardlite.transport import Notes, Transport
-from shardlite.walk import Chunks, Destination, Links, add_up, pass_down, pass_on
+from shardlite.walk import Chunks, LastHop, Links, add_up, pass_down, pass_on
 
 CHUNK_BYTES = 8 << 20
 """Bytes per message, equal on all ranks.
@@ -142,6 +142,7 @@ def reduce_scatter(
     cuts: Sequence[int] | None = None,
     out: Tensor | None = None,
     divisor: int = 1,
+    last: LastHop | None = None,
     staging: Tensor | None = None,
     operation: Operation = UNNAMED,
     chunk_bytes: int = CHUNK_BYTES,
@@ -161,6 +162,9 @@ def reduce_scatter(
     overwritten with partial sums, which travel in its dtype. For a bf16 or fp16 `full`, `out` may be fp32: the last
     addition and the division are then rounded to fp32 only.
 
+    With `last` the last addition is left to it, with whatever follows from the sum; nothing is divided or written then,
+    and what is returned is undefined. On one rank there is no addition, so nothing is left to it.
+
     What arrives is staged in `out`, which is free until the last step; without `out`, or if its dtype is another or
     segments differ in length, in `staging` [`staging_numel(...)` or more], which is allocated if not given.
 
@@ -177,13 +181,13 @@ def reduce_scatter(
     _check_out(own, shard)
     if transport.world_size == 1:
         return _finished_alone(own, shard, divisor)
-    in_out = staging is None and cut.even and shard.dtype == full.dtype and _apart(shard, full)
+    in_out = staging is None and last is None and cut.even and shard.dtype == full.dtype and _apart(shard, full)
     slots = cut.chunks(shard) if in_out else _slots(full, cut, staging, batched=transport.batched)
     with _named(operation, full):
         links = Links(transport, operation.tag(full, cut.offsets))
         # The path starts one segment back, so that the own one arrives last.
         path = cut.path(full, transport.rank - 1)
-        add_up(links, path, Destination(cut.chunks(shard), divisor), slots)
+        add_up(links, path, last or _into(shard, divisor), slots)
     return shard
 
 
@@ -297,6 +301,15 @@ def _slots(full: Tensor, cut: _Cut, staging: Tensor | None, *, batched: bool) ->
         staging = full.new_empty(needed)
     _check_like(full, staging, (full.dtype,), needed, staging.numel(), "staging")
     return _split(staging[:needed], min(cut.chunk, cut.longest))
+
+
+def _into(shard: Tensor, divisor: int) -> LastHop:
+    """Write the sum, divided, to `shard`."""
+
+    def last(start: int, received: Tensor, own: Tensor) -> None:
+        hop(shard[start : start + own.numel()], received, own, divisor)
+
+    return last
 
 
 def _finished_alone(own: Tensor, shard: Tensor, divisor: int) -> Tensor:

@@ -9,9 +9,10 @@ A chunk is a message's worth of a segment. Over most transports a chunk is passe
 are busy after the first chunk. Over a batched transport a step is one exchange of all its chunks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise, zip_longest
+from typing import Protocol
 
 from shardlite_kernels import hop
 from torch import Tensor
@@ -55,12 +56,14 @@ class Links:
             self.transport.exchange(messages, self.tag).wait()
 
 
-@dataclass(frozen=True)
-class Destination:
-    """Where the chunks of a finished sum go, and by what they are divided on the way."""
+class LastHop(Protocol):
+    """What becomes of a finished sum."""
 
-    chunks: Chunks
-    divisor: int
+    def __call__(self, start: int, received: Tensor, own: Tensor) -> None:
+        """Finish elements `[start, start + n)` of the segment: their sum is `received + own`, [n] each.
+
+        Called once for every chunk, in ascending order. Both tensors are used for something else afterwards.
+        """
 
 
 def pass_on(links: Links, path: Sequence[Chunks]) -> None:
@@ -88,16 +91,16 @@ def pass_down(links: Links, chunks: Chunks, *, first: bool, last: bool) -> None:
         _relay(links, [], arriving, len(departing))
 
 
-def add_up(links: Links, path: Sequence[Chunks], end: Destination, slots: Chunks) -> None:
+def add_up(links: Links, path: Sequence[Chunks], last: LastHop, slots: Chunks) -> None:
     """Send the first segment of `path`; add what arrives for each later one to it, and send the sum on.
 
-    The last sum, divided, goes to `end`. What arrives is staged in `slots`, each as long as the longest chunk: for a
+    The last addition is left to `last`. What arrives is staged in `slots`, each as long as the longest chunk: for a
     batched transport one per chunk of the longest segment, otherwise any number of them.
     """
     if links.transport.batched:
-        _add_by_steps(links, path, end, slots)
+        _add_by_steps(links, path, last, slots)
     else:
-        _add_by_chunks(links, path, end, slots)
+        _add_by_chunks(links, path, last, slots)
 
 
 def _relay(links: Links, departing: Chunks, arriving: Chunks, passed_on: int) -> None:
@@ -111,10 +114,11 @@ def _relay(links: Links, departing: Chunks, arriving: Chunks, passed_on: int) ->
     _wait_all(outgoing)
 
 
-def _add_by_chunks(links: Links, path: Sequence[Chunks], end: Destination, slots: Chunks) -> None:
+def _add_by_chunks(links: Links, path: Sequence[Chunks], last: LastHop, slots: Chunks) -> None:
     """While what has arrived in one slot is added to an own chunk, the other slots are filled."""
     own = list(chain(*path[1:]))
-    passed_on = len(own) - len(end.chunks)
+    passed_on = len(own) - len(path[-1])
+    starts = _starts(path[-1])
     ahead = len(slots)
     received = [slots[i % ahead][: chunk.numel()] for i, chunk in enumerate(own)]
     incoming = [links.receive(chunk) for chunk in received[:ahead]]
@@ -126,21 +130,30 @@ def _add_by_chunks(links: Links, path: Sequence[Chunks], end: Destination, slots
             hop(own[i], received[i], own[i], 1)
             outgoing.append(links.send(own[i]))
         else:
-            hop(end.chunks[i - passed_on], received[i], own[i], end.divisor)
+            last(next(starts), received[i], own[i])
         if i + ahead < len(own):
             incoming.append(links.receive(received[i + ahead]))  # its slot has just been read
     _wait_all(outgoing)
 
 
-def _add_by_steps(links: Links, path: Sequence[Chunks], end: Destination, slots: Chunks) -> None:
+def _add_by_steps(links: Links, path: Sequence[Chunks], last: LastHop, slots: Chunks) -> None:
     """Exchange whole segments, then add: what a step sends was summed by the step before."""
     for t, (departing, own) in enumerate(pairwise(path), start=1):
         received = [slot[: chunk.numel()] for slot, chunk in zip(slots, own, strict=False)]
         links.step(departing, received)
-        final = t == len(path) - 1
-        sums, divisor = (end.chunks, end.divisor) if final else (own, 1)
-        for total, partial, mine in zip(sums, received, own, strict=True):
-            hop(total, partial, mine, divisor)
+        for start, partial, mine in zip(_starts(own), received, own, strict=True):
+            if t < len(path) - 1:
+                hop(mine, partial, mine, 1)
+            else:
+                last(start, partial, mine)
+
+
+def _starts(chunks: Chunks) -> Iterator[int]:
+    """Yield where each chunk starts in its segment."""
+    start = 0
+    for chunk in chunks:
+        yield start
+        start += chunk.numel()
 
 
 def _wait_all(pending: Sequence[Pending]) -> None:
