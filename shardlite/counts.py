@@ -1,135 +1,253 @@
 """How many steps each parameter has made, and a step that follows from it: on the CPU, and on a device.
 
 A parameter without a gradient keeps its count, and a step that found an infinity counts for none. On the CPU all this
-is read where it is needed. A device computes it in the order of its stream and is never waited for: the host then knows
-no counts, only which parameters must have equal ones, because they had the same history.
+is read where it is needed. A device computes it in the order of its stream and is never waited for: the host then does
+not know the counts, and need not.
 
 The flag and the scale are those that `torch.amp.GradScaler` hands to a fused optimizer; anybody else may set them too.
 
-Legend: `R` rows, one per parameter on the device.
+Legend: `R` rows, one per parameter on the device; `S` elements that one call steps, `G` groups of 32 of them.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from shardlite_kernels import Hyper, adamw, adamw_cpu, adamw_scalars, hyper_table, send, use_triton
+from shardlite_kernels import (
+    CpuStep,
+    Hyper,
+    State,
+    Table,
+    adamw,
+    adamw_cpu,
+    adamw_scalars,
+    hyper_table,
+    keys,
+    reduce_adamw,
+    reduce_adamw_cpu,
+    send,
+    use_triton,
+)
 from torch import Tensor
 
 Group: TypeAlias = dict[str, Any]
 
 
+class Row(NamedTuple):
+    """What is known of a parameter once and for all."""
+
+    group: int
+    """The number of its parameter group."""
+
+    number: int
+    """Its own, among all parameters of the optimizer."""
+
+    start: int
+    """Where its first element would lie in the arena of its moments, if all of it lay there."""
+
+
+@dataclass(frozen=True)
+class Amp:
+    """What a gradient scaler, or whoever, says about a step."""
+
+    found_inf: Tensor | None = None
+    """Nothing changes unless it is zero, [] or [1]."""
+
+    grad_scale: Tensor | None = None
+    """Gradients are divided by it first, in memory too."""
+
+
+class Stretch(NamedTuple):
+    """Elements that one call steps."""
+
+    state: State
+    rows: Tensor
+    """[G], those of `state`."""
+
+    place: int
+    """Of the first element in the arena."""
+
+    row: int
+    """Of the first parameter."""
+
+
 class StepCounts(ABC):
     """The step counts of the parameters on one device."""
 
-    history: Sequence[Hashable]
-    """By row, during a step: rows with equal entries have equal counts."""
-
-    def __init__(self, group_of: Sequence[int], device: torch.device) -> None:
-        self.steps = torch.zeros(len(group_of), dtype=torch.float32, device=device)
+    def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
+        self._rows = rows
+        self.steps = torch.zeros(len(rows), dtype=torch.float32, device=device)
         """Steps done [R]."""
 
-    @abstractmethod
-    def begin(self, groups: Sequence[Group], found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
-        """Prepare a step. It changes nothing if `found_inf` is not zero; gradients are divided by `grad_scale`."""
+        self._numbers = send([row.number for row in rows], torch.int64, device)
+        self._starts = send([row.start for row in rows], torch.int64, device)
 
     @abstractmethod
-    def update(self, tensors: tuple[Tensor, Tensor, Tensor, Tensor], row: int, group: int) -> None:
-        """Step flat parameters, with their gradients and moments, which all have the count of `row`."""
+    def together(self, last: int, row: int, *, adjacent: bool) -> bool:
+        """Whether one call may step parameters with these rows, and what lies between them unless `adjacent`."""
 
     @abstractmethod
-    def end(self, rows: Sequence[int]) -> None:
-        """Count the step for `rows`."""
+    def is_active(self, row: int) -> bool:
+        """Whether a row may be stepped."""
+
+    @abstractmethod
+    def begin(self, groups: Sequence[Group], active: Sequence[int], amp: Amp) -> None:
+        """Prepare a step of the rows in `active`."""
+
+    @abstractmethod
+    def activate(self, rows: Sequence[int], users: Tensor) -> None:
+        """Step some more rows, those with `users` [len(rows)] above 0."""
+
+    @abstractmethod
+    def update(self, stretch: Stretch, grad: Tensor) -> None:
+        """Step by a gradient [S]."""
+
+    @abstractmethod
+    def reduce(self, stretch: Stretch, received: Tensor, own: Tensor, divisor: int, bad: Tensor) -> None:
+        """Step by `(received + own) / divisor`, [S] each; `bad` [], int32, becomes 1 if that is not finite."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Count the step."""
+
+    def _keys(self) -> Tensor:
+        return keys(self.steps + 1, self._numbers, self._starts)
 
 
 class HostCounts(StepCounts):
     """For parameters in CPU memory."""
 
-    def begin(self, groups: Sequence[Group], found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
-        """Read everything."""
-        self.history: list[float] = self.steps.tolist()
-        self._hypers = [_hyper(group, float(group["lr"])) for group in groups]
-        self._scale = None if grad_scale is None else float(grad_scale)
-        self._skip = found_inf is not None and float(found_inf) != 0
+    def together(self, last: int, row: int, *, adjacent: bool) -> bool:
+        """Those of one group with one count."""
+        return adjacent and self._rows[last].group == self._rows[row].group and self._done[last] == self._done[row]
 
-    def update(self, tensors: tuple[Tensor, Tensor, Tensor, Tensor], row: int, group: int) -> None:
+    def begin(self, groups: Sequence[Group], active: Sequence[int], amp: Amp) -> None:
+        """Read everything."""
+        self._done: list[float] = self.steps.tolist()
+        self._active = set(active)
+        self._hypers = [_hyper(group, float(group["lr"])) for group in groups]
+        self._scale = None if amp.grad_scale is None else float(amp.grad_scale)
+        self._skip = amp.found_inf is not None and float(amp.found_inf) != 0
+        self._table = Table(torch.empty(0, dtype=torch.int16), self._keys(), torch.empty(0))
+
+    def activate(self, rows: Sequence[int], users: Tensor) -> None:
+        """Take note."""
+        self._active |= {row for row, count in zip(rows, users.tolist(), strict=True) if count}
+
+    def is_active(self, row: int) -> bool:
+        """Whether a row is stepped."""
+        return row in self._active
+
+    def update(self, stretch: Stretch, grad: Tensor) -> None:
         """Step by PyTorch's operator."""
         if not self._skip:
-            adamw_cpu(*tensors, step=self.history[row] + 1, hyper=self._hypers[group], grad_scale=self._scale)
+            adamw_cpu(stretch.state, grad, self._step(stretch))
 
-    def end(self, rows: Sequence[int]) -> None:
-        """Count the step for `rows`."""
+    def reduce(self, stretch: Stretch, received: Tensor, own: Tensor, divisor: int, bad: Tensor) -> None:
+        """Step by PyTorch's operator, chunk by chunk."""
+        reduce_adamw_cpu(stretch.state, received, own, self._step(stretch), divisor=divisor, bad=bad)
+
+    def end(self) -> None:
+        """Count the step."""
         if not self._skip:
-            if len(rows) == len(self.steps):
+            if len(self._active) == len(self.steps):
                 self.steps += 1
             else:
-                self.steps[list(rows)] += 1
+                self.steps[list(self._active)] += 1
+
+    def _step(self, stretch: Stretch) -> CpuStep:
+        return CpuStep(
+            number=self._done[stretch.row] + 1,
+            hyper=self._hypers[self._rows[stretch.row].group],
+            grad_scale=self._scale,
+            table=self._table._replace(rows=stretch.rows, first=stretch.place),
+        )
 
 
 class DeviceCounts(StepCounts):
     """For parameters that kernels step: the numbers stay where the kernels read them.
 
     What a step needs of the host is sent only when it has changed, by `send`, which waits for nothing, and single
-    numbers are arguments of a fill. Counts are read once after they were set from outside.
+    numbers are arguments of a fill. So a step is the same launches with the same arguments each time, and can be
+    captured in a CUDA graph once it has run.
     """
 
-    def __init__(self, group_of: Sequence[int], device: torch.device) -> None:
-        super().__init__(group_of, device)
-        self._group_of = send(group_of, torch.int64, device)
-        self._version = -1  # of `steps`, when last written here
+    def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
+        super().__init__(rows, device)
+        self._group_of = send([row.group for row in rows], torch.int64, device)
         self._sent: list[Hyper] = []
-        self._stepped: set[int] = set()
+        self._wanted: set[int] | None = None
+        self._row_numbers: dict[tuple[int, ...], Tensor] = {}
 
-    def begin(self, groups: Sequence[Group], found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
-        """Compute the scalars of all rows, and tell rows apart whose counts were set from outside."""
-        if self.steps._version != self._version:
-            self.history = self.steps.tolist()  # waits: after a state was made, loaded or changed by hand
+    def together(self, last: int, row: int, *, adjacent: bool) -> bool:
+        """All: each group of 32 elements finds its own row, which says whether it is stepped at all."""
+        return True
+
+    def is_active(self, row: int) -> bool:
+        """All may."""
+        return True
+
+    def begin(self, groups: Sequence[Group], active: Sequence[int], amp: Amp) -> None:
+        """Compute the scalars of all rows."""
         device = self.steps.device
-        self._found_inf = None if found_inf is None else _on(device, found_inf)
-        self._unscale = grad_scale is not None
+        wanted = set(active)
+        if wanted != self._wanted:
+            weights = [float(row in wanted) for row in range(len(self.steps))]
+            self._wanted, self._weights = wanted, send(weights, torch.float32, device)
+        self._unscale = amp.grad_scale is not None
+        found_inf = None if amp.found_inf is None else _on(device, amp.found_inf)
         self._scalars = adamw_scalars(
             self.steps + 1,
             self._hyper(groups).index_select(0, self._group_of),
-            found_inf=self._found_inf,
-            grad_scale=None if grad_scale is None else _on(device, grad_scale),
+            active=self._weights if found_inf is None else self._weights * (found_inf == 0),
+            grad_scale=None if amp.grad_scale is None else _on(device, amp.grad_scale),
         )
+        self._keys_now = self._keys()
 
-    def update(self, tensors: tuple[Tensor, Tensor, Tensor, Tensor], row: int, group: int) -> None:
-        """Step by the kernel, which reads the scalars of `row`."""
-        adamw(*tensors, self._scalars[row], unscale=self._unscale)
+    def activate(self, rows: Sequence[int], users: Tensor) -> None:
+        """Note it on the device."""
+        key = tuple(rows)
+        if key not in self._row_numbers:
+            self._row_numbers[key] = send(rows, torch.int64, self.steps.device)
+        self._active.index_copy_(0, self._row_numbers[key], (users > 0).to(torch.float32))
 
-    def end(self, rows: Sequence[int]) -> None:
-        """Count the step for `rows`, if it found no infinity."""
-        stepped = set(rows)
-        if stepped != self._stepped:
-            weights = [float(row in stepped) for row in range(len(self.steps))]
-            self._stepped, self._weights = stepped, send(weights, torch.float32, self.steps.device)
-        self.steps += self._weights if self._found_inf is None else self._weights * (self._found_inf == 0)
-        self._version = self.steps._version
-        if len(stepped) < len(self.steps):
-            self._part(stepped)
+    def update(self, stretch: Stretch, grad: Tensor) -> None:
+        """Step by the kernel."""
+        adamw(stretch.state, grad, self._table(stretch), unscale=self._unscale)
 
-    def _part(self, stepped: set[int]) -> None:
-        """Give those who made a step and those who did not another history from now on."""
-        names: dict[Hashable, int] = {}
-        parted = [(past, row in stepped) for row, past in enumerate(self.history)]
-        self.history = [names.setdefault(past, len(names)) for past in parted]
+    def reduce(self, stretch: Stretch, received: Tensor, own: Tensor, divisor: int, bad: Tensor) -> None:
+        """Step by the kernel."""
+        reduce_adamw(stretch.state, received, own, self._table(stretch), divisor=divisor, bad=bad)
+
+    def end(self) -> None:
+        """Count the step, where it was one."""
+        self.steps += self._active
+
+    @property
+    def _active(self) -> Tensor:
+        """[R], a view."""
+        return self._scalars[:, -1]
+
+    def _table(self, stretch: Stretch) -> Table:
+        return Table(stretch.rows, self._keys_now, self._scalars, stretch.place)
 
     def _hyper(self, groups: Sequence[Group]) -> Tensor:
-        """The hyper-parameters of the groups [G, 5]; a learning rate that is here already is copied here."""
+        """The hyper-parameters of the groups [G, 6]; a learning rate that is here already is copied here."""
         here = [_is_here(group["lr"], self.steps.device) for group in groups]
         hypers = [
             _hyper(group, 0.0 if is_here else float(group["lr"])) for group, is_here in zip(groups, here, strict=True)
         ]
         if hypers != self._sent:
-            self._table, self._sent = hyper_table(hypers, self.steps.device), hypers
+            self._hypers, self._sent = hyper_table(hypers, self.steps.device), hypers
         for row, (group, is_here) in enumerate(zip(groups, here, strict=True)):
             if is_here:
-                self._table[row, 0].copy_(group["lr"].detach().reshape(()), non_blocking=True)
-        return self._table
+                self._hypers[row, 0].copy_(group["lr"].detach().reshape(()), non_blocking=True)
+        return self._hypers
 
 
 def counts_for(param: Tensor) -> type[StepCounts]:
@@ -139,7 +257,9 @@ def counts_for(param: Tensor) -> type[StepCounts]:
 
 def _hyper(group: Group, lr: float) -> Hyper:
     beta1, beta2 = group["betas"]
-    return Hyper(lr, float(beta1), float(beta2), float(group["eps"]), float(group["weight_decay"]))
+    max_update = group.get("max_update")
+    limit = inf if max_update is None else float(max_update)
+    return Hyper(lr, float(beta1), float(beta2), float(group["eps"]), float(group["weight_decay"]), limit)
 
 
 def _is_here(value: Any, device: torch.device) -> bool:

@@ -1,21 +1,30 @@
 """AdamW for parameters that lie in flat buffers: neighbours are stepped together, each run of them by one kernel call.
 
-`slots` knows where parameters and their moments lie, `counts` how many steps they have made and how the next is done.
-Nothing here knows about units, ranks or communication.
+`slots` knows where parameters and their moments lie, `runs` which of them one call can step, `counts` how many steps
+they have made and how the next is done. With `in_backward` nobody waits for all gradients: `hops` steps by what a
+backward brings. Nothing here knows about units, ranks or communication.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
 from typing import Any
 from weakref import WeakSet
 
 import torch
+from shardlite_kernels import FORMATS
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardlite.counts import Group, StepCounts, counts_for
-from shardlite.slots import Slot, check_state, place, runs
+from shardlite.counts import Amp, Group, Row, StepCounts, Stretch, counts_for
+from shardlite.errors import LayoutError
+from shardlite.hops import Hops, HopStep
+from shardlite.magnitude import any_bad
+from shardlite.runs import runs
+from shardlite.slots import Part, Slot, canonical, check_state, place
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # Options of torch.optim.AdamW: those that change the result, with the one value that is supported, and the others.
@@ -36,13 +45,30 @@ class AdamW(Optimizer):
     a step: a tensor `found_inf`, with which nothing changes unless it is zero, and a tensor `grad_scale` (or None), by
     which gradients are divided first. A step on a GPU never waits for it.
 
+    Args:
+        params: parameters, or groups of them; of a wrapped model what its `parameters()` yields.
+        lr: the learning rate, a number or a tensor of one.
+        betas: how much of the first and the second moment is kept per step.
+        eps: is added to the root of the second moment.
+        weight_decay: the part of a weight that a step takes off, per learning rate.
+        state: how moments are kept: `"fp32"` (in fact in the parameter's dtype) in 8 bytes per element, `"bf16"` in 4,
+            `"int8"` in 2.06. They are computed with in fp32; `shardlite_kernels.moments` says how they are rounded. A
+            `state_dict` has them in fp32 whatever the format, and every format loads it.
+        in_backward: step each parameter in the backward, as soon as its gradient is there. Of a wrapped model the last
+            addition of a reduction and the step are one kernel then, and no gradient is kept. See `docs/semantics.md`
+            for what that excludes. `step()` is called as ever, and closes the step.
+        max_update: cut off each element's update, before it is multiplied by the learning rate, at this magnitude (it
+            is about 1 in steady training); `None`: do not. A bound that, unlike a norm, takes no pass over gradients.
+
     Raises:
         ValueError: a hyper-parameter is out of range, or a parameter is not contiguous, overlaps another one, or has
-            no floating dtype.
+            no floating dtype, or one that does not go with `state`.
     """
 
     _step_supports_amp_scaling = True
     _plan: _Plan | None = None  # made when first needed, and anew when parameters have moved
+    _hops: Hops | None = None
+    moments = "fp32"
 
     def __init__(
         self,
@@ -51,26 +77,66 @@ class AdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        *,
+        state: str = "fp32",
+        in_backward: bool = False,
+        max_update: float | None = None,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        if state not in FORMATS:
+            raise ValueError(f"AdamW: state must be one of {', '.join(FORMATS)}, got {state!r}")
+        self.moments = state
+        self._hops = Hops(self._begin_hops) if in_backward else None
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "max_update": max_update}
+        super().__init__(params, defaults)
         _living.add(self)
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether steps are taken in the backward."""
+        return self._hops is not None
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; hyper-parameters that it does not name are those given to the constructor."""
         super().add_param_group(param_group)
         try:
-            _check_group(self.param_groups[-1])
+            _check_group(self.param_groups[-1], self.moments)
         except ValueError:
             del self.param_groups[-1]
             raise
+        self._catch(self.param_groups[-1]["params"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as PyTorch's AdamW has it, with moments in fp32. Narrow ones stand for these exactly."""
+        saved: dict[str, Any] = super().state_dict()
+        saved["state"] = {key: canonical(entry) for key, entry in saved["state"].items()}
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state of this optimizer or of PyTorch's AdamW, into the format of this one."""
+        # PyTorch would round moments to the dtype of the parameter, the upper part of a split weight.
+        kept = {key: {name: _Kept(value) for name, value in e.items()} for key, e in state_dict["state"].items()}
+        super().load_state_dict({**state_dict, "state": kept})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickled optimizer is made from."""
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {**state, "moments": self.moments, "in_backward": self.in_backward}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over a loaded or unpickled state; its values are copied into the arenas at once."""
+        copied = state.pop("in_backward", False)
+        for entry in state["state"].values():
+            entry.update({name: value.value for name, value in entry.items() if isinstance(value, _Kept)})
         _check_loaded(state)
         super().__setstate__(state)
         for group in self.param_groups:
             for option in (*_FIXED_OPTIONS, *_FREE_OPTIONS):
                 group.pop(option, None)
+            group.setdefault("max_update", None)
+        if copied:
+            self._hops = Hops(self._begin_hops)
+            for group in self.param_groups:
+                self._catch(group["params"])
         self._current_plan().adopt(self.state)
         _living.add(self)
 
@@ -85,19 +151,61 @@ class AdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._hops is not None:
+            self._hops.close()
+            return loss
         plan = self._current_plan()
-        stepped = [_active(slots, self.state) for slots in plan.groups]
+        stepped = _active(plan.slots, self.state)
         # The scaler deletes them after the step.
-        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        amp = Amp(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
         counted = _by_counts(stepped)
-        for counts in counted:
-            counts.begin(self.param_groups, found_inf, grad_scale)
-        _update(stepped, unscale=grad_scale is not None)
         for counts, rows in counted.items():
-            counts.end(rows)
+            counts.begin(self.param_groups, rows, amp)
+        _update(stepped, unscale=amp.grad_scale is not None)
+        for counts in counted:
+            counts.end()
         # The kernels wrote through views that have version counters of their own.
-        torch.autograd.graph.increment_version([slot.param for slots in stepped for slot in slots])
+        torch.autograd.graph.increment_version([slot.param for slot in stepped])
         return loss
+
+    # ---- in the backward ----------------------------------------------------------------------------------------
+
+    def hop(self, places: Sequence[tuple[Tensor, int]]) -> HopStep:
+        """Prepare the step of some parameters by a sum that is still to be made, of gradients that lie in one buffer.
+
+        `places` are the parameters, each with the place in that buffer where its gradient starts.
+        """
+        assert self._hops is not None
+        slots = self._current_plan().by_param
+        return self._hops.prepare([(slots[param], start) for param, start in places])
+
+    def _begin_hops(self) -> list[StepCounts]:
+        """Prepare a step whose parameters are not known yet."""
+        plan = self._current_plan()
+        for slot in plan.slots:
+            if not slot.holds(self.state.get(slot.param)):
+                slot.adopt(self.state)
+        for counts in plan.counts:
+            counts.begin(self.param_groups, [], Amp())
+        return plan.counts
+
+    def _catch(self, params: Iterable[Tensor]) -> None:
+        """Step parameters that are not shards as soon as autograd has their gradients."""
+        if self._hops is not None:
+            for param in params:
+                if not hasattr(param, "shardlite_part"):
+                    self._hops.catch(param, self._step_one)
+
+    @torch.no_grad()
+    def _step_one(self, param: Tensor) -> None:
+        """Step a parameter by its gradient, and drop that."""
+        assert param.grad is not None
+        step = self.hop([(param, 0)])
+        step.activate([torch.ones((), device=each.device) for each in step.params])
+        _update(_active([self._current_plan().by_param[param]], self.state), unscale=False)
+        self._hops.note(any_bad([param.grad], param.device))
+        torch.autograd.graph.increment_version([param])
+        param.grad = None
 
     def _exchange(self, shards: Mapping[Tensor, nn.Parameter], part: Callable[[Tensor, Tensor], Tensor]) -> None:
         """Hold `shards[param]` instead of `param` from now on; see `adopt`."""
@@ -106,20 +214,22 @@ class AdamW(Optimizer):
         states: dict[Tensor, Any] = {}
         for param, shard in held.items():
             if param in self.state:
-                states[shard] = _part_of_state(param, self.state[param], part)
+                states[shard] = _part_of_state(param, canonical(self.state[param]), part)
                 check_state(shard, states[shard])
         for group in self.param_groups:
             group["params"][:] = [held.get(param, param) for param in group["params"]]
         for param in held:
             self.state.pop(param, None)
+            if self._hops is not None:
+                self._hops.release(param)
         self.state.update(states)
         self._plan = None if held else self._plan
 
     def _current_plan(self) -> _Plan:
         if self._plan is None or not self._plan.fits(self.param_groups):
             for group in self.param_groups:
-                _check_params(group)
-            self._plan = _Plan(self.param_groups, self.state)
+                _check_params(group, self.moments)
+            self._plan = _Plan(self.param_groups, self.state, self.moments)
             self._plan.adopt(self.state)
         return self._plan
 
@@ -138,31 +248,72 @@ def adopt(shards: Mapping[Tensor, nn.Parameter], part: Callable[[Tensor, Tensor]
         optimizer._exchange(shards, part)
 
 
+def steps_in_backward(shards: Mapping[Tensor, str]) -> AdamW | None:
+    """Return the optimizer that steps these in the backward, if there is one; names are for an error.
+
+    Raises:
+        LayoutError: there are several, or it does not hold all that are trainable.
+    """
+    found = [o for o in _living if o.in_backward and any(p in shards for g in o.param_groups for p in g["params"])]
+    if not found:
+        return None
+    held = {param for group in found[0].param_groups for param in group["params"]}
+    missing = [name for shard, name in shards.items() if shard.requires_grad and shard not in held]
+    if len(found) > 1 or missing:
+        what = f"it lacks {missing[0]!r}" if missing else f"there are {len(found)}"
+        raise LayoutError(
+            "AdamW(in_backward=True) must be one, and hold all trainable parameters of a wrapped model, for gradients "
+            f"are gone after the backward: {what}. Use param groups of one optimizer"
+        )
+    return found[0]
+
+
+@contextmanager
+def accumulating(params: Iterable[Tensor]) -> Iterator[None]:
+    """Let optimizers leave the gradients of these parameters alone in backwards inside."""
+    wanted = set(params)
+    with_hops = [o._hops for o in _living if o._hops is not None and o._hops.caught & wanted]
+    for hops in with_hops:
+        hops.paused += 1
+    try:
+        yield
+    finally:
+        for hops in with_hops:
+            hops.paused -= 1
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A value that PyTorch's loading shall leave as it is."""
+
+    value: Any
+
+
 class _Plan:
     """What stays the same from step to step: where parameters lie, in which order, and where their states are.
 
     A parameter that is frozen keeps its place if it has a state.
     """
 
-    def __init__(self, groups: Sequence[Group], states: Mapping[Tensor, Any]) -> None:
+    def __init__(self, groups: Sequence[Group], states: Mapping[Tensor, Any], moments: str) -> None:
+        number = count()
+        numbered = [[(param, next(number)) for param in group["params"]] for group in groups]
         self._members = [
-            [Slot(param, index) for param in group["params"] if param.requires_grad or states.get(param)]
-            for index, group in enumerate(groups)
+            [Slot(param, index, n) for param, n in pairs if param.requires_grad or states.get(param)]
+            for index, pairs in enumerate(numbered)
         ]
-        self._slots = [slot for slots in self._members for slot in slots]
-        self._params = {slot.param for slot in self._slots}
-        _number(self._slots)
-        place(self._slots)
-        self.groups = [
-            sorted(slots, key=lambda slot: (id(slot.arena), slot.start, slot.end)) for slots in self._members
-        ]
+        slots = [slot for slots in self._members for slot in slots]
+        self.by_param = {slot.param: slot for slot in slots}
+        place(slots, moments)
+        self.counts = _number(slots)
+        self.slots = sorted(slots, key=lambda slot: (id(slot.arena), slot.start, slot.end))
 
     def fits(self, groups: Sequence[Group]) -> bool:
         """Whether `groups` have the parameters that this plan was made for, and none of them has moved."""
         if len(groups) != len(self._members):
             return False
         for group, slots in zip(groups, self._members, strict=True):
-            params = [param for param in group["params"] if param.requires_grad or param in self._params]
+            params = [param for param in group["params"] if param.requires_grad or param in self.by_param]
             if len(params) != len(slots):
                 return False
             pairs = zip(slots, params, strict=True)
@@ -173,20 +324,27 @@ class _Plan:
     @torch.no_grad()
     def adopt(self, states: dict[Tensor, Any]) -> None:
         """Move all `states` that exist into the arenas."""
-        for slot in self._slots:
+        for slot in self.slots:
             if states.get(slot.param) and not slot.holds(states[slot.param]):
                 slot.adopt(states)
 
 
-def _number(slots: Sequence[Slot]) -> None:
-    """Give each slot a row of step counts on the device that steps it."""
+def _number(slots: Sequence[Slot]) -> list[StepCounts]:
+    """Give each slot a row of step counts on the device that steps it, and return these."""
     by_device: dict[torch.device, list[Slot]] = {}
     for slot in slots:
         by_device.setdefault(slot.param.device, []).append(slot)
+    made = []
     for device, neighbours in by_device.items():
-        counts = counts_for(neighbours[0].param)([slot.group for slot in neighbours], device)
+        rows = [Row(slot.group, slot.number, slot.place - slot.part.offset) for slot in neighbours]
+        counts = counts_for(neighbours[0].param)(rows, device)
+        made.append(counts)
         for row, slot in enumerate(neighbours):
             slot.counts, slot.row = counts, row
+            slot.state = {"step": counts.steps[row], **slot.arena.entry(slot)}
+    for arena in {id(slot.arena): slot.arena for slot in slots}.values():
+        arena.name_rows()
+    return made
 
 
 def _active(slots: Sequence[Slot], states: dict[Tensor, Any]) -> list[Slot]:
@@ -200,24 +358,23 @@ def _active(slots: Sequence[Slot], states: dict[Tensor, Any]) -> list[Slot]:
     return active
 
 
-def _by_counts(stepped: Sequence[Sequence[Slot]]) -> dict[StepCounts, list[int]]:
+def _by_counts(stepped: Sequence[Slot]) -> dict[StepCounts, list[int]]:
     """The rows of `stepped` in each of the step counts."""
     rows: dict[StepCounts, list[int]] = {}
-    for slots in stepped:
-        for slot in slots:
-            rows.setdefault(slot.counts, []).append(slot.row)
+    for slot in stepped:
+        rows.setdefault(slot.counts, []).append(slot.row)
     return rows
 
 
-def _update(stepped: Sequence[Sequence[Slot]], unscale: bool) -> None:
-    """Step the slots of each group, run by run."""
-    addresses = {slot.param.grad.data_ptr() for slots in stepped for slot in slots}  # type: ignore[union-attr]
-    for group, slots in enumerate(stepped):
-        for run in runs(slots):
-            for piece in run.pieces(addresses):
-                run.first.counts.update(piece, run.first.row, group)
-            if unscale:
-                run.give_back()
+def _update(stepped: Sequence[Slot], unscale: bool) -> None:
+    """Step the slots, run by run."""
+    addresses = {slot.param.grad.data_ptr() for slot in stepped}  # type: ignore[union-attr]
+    for run in runs(stepped):
+        for state, grad, begin in run.pieces(addresses):
+            rows = run.first.arena.rows_of(begin, state)
+            run.first.counts.update(Stretch(state, rows, begin, run.first.row), grad)
+        if unscale:
+            run.give_back()
 
 
 def _part_of_state(param: Tensor, state: Mapping[str, Any], part: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Any]:
@@ -225,7 +382,7 @@ def _part_of_state(param: Tensor, state: Mapping[str, Any], part: Callable[[Tens
     return {name: (part(param, value) if name != "step" else value).clone() for name, value in state.items()}
 
 
-def _check_group(group: Group) -> None:
+def _check_group(group: Group, moments: str) -> None:
     lr, betas, eps, weight_decay = (group[name] for name in ("lr", "betas", "eps", "weight_decay"))
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"AdamW: lr must have one element, got shape {tuple(lr.shape)}")
@@ -234,15 +391,23 @@ def _check_group(group: Group) -> None:
             raise ValueError(f"AdamW: {name} must be at least 0, got {value}")
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"AdamW: betas must be two numbers from 0 to below 1, got {betas}")
-    _check_params(group)
+    if group["max_update"] is not None and not group["max_update"] > 0:
+        raise ValueError(f"AdamW: max_update must be above 0, or None, got {group['max_update']}")
+    _check_params(group, moments)
 
 
-def _check_params(group: Group) -> None:
+def _check_params(group: Group, moments: str) -> None:
     for index, param in enumerate(group["params"]):
         if param.requires_grad and param.numel() > 1 and not any(param.stride()):
             raise ValueError(
                 f"AdamW: parameter {group.get('param_names', range(index + 1))[index]} of the group is a placeholder "
                 "in a wrapped model: build the optimizer from parameters() of the ShardLite model itself"
+            )
+        is_split = Part.of(param).low is not None
+        if param.requires_grad and moments != "fp32" and param.dtype != torch.float32 and not is_split:
+            raise ValueError(
+                f"AdamW: state={moments!r} goes with weights in fp32, or split ones, but parameter "
+                f"{group.get('param_names', range(index + 1))[index]} of the group is {param.dtype}"
             )
         if param.requires_grad and not (param.is_contiguous() and param.dtype in _DTYPES):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Where an optimizer's parameters lie in memory, where their moments do, and which neighbours one kernel call can step.
+"""Where an optimizer's parameters lie in memory, and where their moments do.
 
 A parameter of `ShardLite` is a view into a flat buffer. It starts at a multiple of 32 elements, and the zeros up to the
 next multiple belong to it, in this buffer and in that of the gradients alike. Moments lie in arenas of their own, in
@@ -6,34 +6,59 @@ the same order, without what lies between parameters and is not ours (a full buf
 
     parameters  [ p0 p0 p0 0 | p1 p1 0 0 | .. .. .. .. | p2 p2 p2 p2 | p3 ... ]     padded to 32, drawn as 4
     moments     [ m0 m0 m0 0 | m1 m1 0 0 | m2 m2 m2 m2 | m3 ... ]
-    gradient         yes          yes                        None       yes
-    runs        [       first run        ]                           [ second ]     one kernel call each
+    rows        [     0      |     1     |      2      |   3    ]                   which step counts and scalars apply
 
-A run is updated element by element, so bits would not depend on how a buffer is cut into runs but for one thing:
-PyTorch's CPU code rounds the last `n % 16` elements of a tensor in another way than the rest. Hence runs end at
-multiples of 32 wherever the buffer reaches so far. A parameter with a storage of its own is a run of its own.
+The format of the moments (`shardlite_kernels.moments`) is that of the whole optimizer. As a group of 32 starts where a
+parameter does, or at a cut between ranks, which is at a multiple of 32, what a group holds depends on no rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from shardlite_kernels import FORMATS, GROUP, State, decode, encode
 from torch import Tensor
 
 from shardlite.counts import StepCounts
 from shardlite.layout import ALIGN, round_up
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_STATE = ("step", *_MOMENTS)
+_EXPONENTS = ("exp_avg_exponent", "exp_avg_sq_exponent")
+
+
+class Part(NamedTuple):
+    """What an optimizer has to know of a shard beside its values. Other parameters have none."""
+
+    offset: int
+    """Elements of the whole parameter that lie before the shard."""
+
+    low: Tensor | None
+    """The lower part of its weights, of the same length, where they are split; the shard is the upper part then."""
+
+    @staticmethod
+    def of(param: Tensor) -> Part:
+        """Return that of a parameter."""
+        part: Part = getattr(param, "shardlite_part", _WHOLE)
+        return part
+
+    def mark(self, param: Tensor) -> None:
+        """Let this be that of a parameter."""
+        param.shardlite_part = self  # type: ignore[attr-defined]
+
+
+_WHOLE = Part(0, None)
 
 
 class Slot:
     """Where one parameter lies in its storage, in elements, and its state in the arenas."""
 
-    __slots__ = ("address", "arena", "counts", "end", "group", "param", "place", "row", "start", "state", "stop")
+    __slots__ = (
+        *("address", "arena", "counts", "end", "group", "low_start", "number", "param", "part", "place", "row"),
+        *("start", "state", "stop"),
+    )
 
     arena: Arena
     counts: StepCounts
@@ -41,146 +66,131 @@ class Slot:
     row: int  # of the step counts
     state: dict[str, Tensor]
 
-    def __init__(self, param: Tensor, group: int) -> None:
+    def __init__(self, param: Tensor, group: int, number: int) -> None:
         self.param = param
         self.group = group
+        self.number = number  # among all parameters of the optimizer
+        self.part = Part.of(param)
         self.address = param.data_ptr()
         self.start = int(param.storage_offset())
+        self.low_start = 0 if self.part.low is None else int(self.part.low.storage_offset())
         self.end = self.stop = self.start + param.numel()  # `stop` may grow to include padding
 
     def adopt(self, states: dict[Tensor, Any]) -> None:
         """Copy the entry of `states` for this parameter (or zeros) into the arenas, and make it refer to them."""
         given = states.get(self.param)
         check_state(self.param, given)
-        for name, mine in self.state.items():
-            value = given[name] if given else 0.0
-            if value is not mine:
-                mine.copy_(value) if isinstance(value, Tensor) else mine.fill_(value)
+        if not given:
+            for mine in self.state.values():
+                mine.zero_()
+        elif not self.holds(given):
+            self._take(given)
         states[self.param] = dict(self.state)
+
+    def _take(self, given: dict[str, Any]) -> None:
+        step = given["step"]
+        if step is not self.state["step"]:
+            self.state["step"].copy_(step) if isinstance(step, Tensor) else self.state["step"].fill_(step)
+        values = canonical(given)
+        mine = self.arena.state(self, self.start, self.end)
+        if mine.exact:
+            for name in _MOMENTS:
+                if given[name] is not self.state[name]:
+                    self.state[name].copy_(values[name])
+        else:
+            m, v = (values[name].reshape(-1).to(self.param.device, torch.float32) for name in _MOMENTS)
+            encode(m, v, *mine.codes(), random=None)
 
     def holds(self, state: dict[str, Any] | None) -> bool:
         """Whether `state` refers to the arenas, so was neither replaced from outside nor never made."""
         mine = self.state
-        return bool(state) and all(state.get(name) is mine[name] for name in _STATE)  # type: ignore[union-attr]
+        return bool(state) and all(state.get(name) is mine[name] for name in mine)  # type: ignore[union-attr]
 
     def include_padding(self, next_start: int) -> None:
         """Move `stop` to the next multiple of 32, if what lies up to there is in the storage and is nobody's: zero."""
-        stop = min(round_up(self.end, ALIGN), next_start, _storage_numel(self.param))
-        if self.start % ALIGN == 0 and stop > self.end and not _flat(self.param, self.end, stop).any():
+        stop = min(round_up(self.end, ALIGN), next_start, storage_numel(self.param))
+        if self.start % ALIGN == 0 and stop > self.end and not flat(self.param, self.end, stop).any():
             self.stop = stop
 
 
 class Arena:
     """The moments of the parameters in one storage: one buffer each, as long as the padded parameters are together."""
 
-    def __init__(self, slots: list[Slot]) -> None:
+    rows: Tensor
+    """[G], the row of each group of 32 elements."""
+
+    def __init__(self, slots: list[Slot], moments: str) -> None:
         self._slots = slots
         numel = _assign_places(slots)
         param = slots[0].param
-        self._moments = [torch.zeros(numel, dtype=param.dtype, device=param.device) for _ in _MOMENTS]
-        self._runs: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
+        coded = moments == "int8"
+        dtype = param.dtype if moments == "fp32" and slots[0].part.low is None else FORMATS[moments]
+        self.avg = torch.zeros(numel, dtype=dtype, device=param.device)
+        self.sq = torch.zeros(numel, dtype=torch.uint8 if coded else dtype, device=param.device)
+        self.exponents = torch.zeros(2 if coded else 0, numel // GROUP, dtype=torch.uint8, device=param.device)
+        self._runs: dict[tuple[int, int], State] = {}
 
-    def moments(self, slot: Slot) -> dict[str, Tensor]:
-        """The moments of one parameter, in its shape."""
-        here = slice(slot.place, slot.place + slot.param.numel())
-        return {name: moment[here].view(slot.param.shape) for name, moment in zip(_MOMENTS, self._moments, strict=True)}
+    def name_rows(self) -> None:
+        """Write down which row each group belongs to."""
+        rows = torch.zeros(self.avg.numel() // GROUP, dtype=torch.int64)
+        for slot in self._slots:
+            rows[slot.place // GROUP : -(-(slot.place + slot.stop - slot.start) // GROUP)] = slot.row
+        narrow = len(self._slots[0].counts.steps) <= torch.iinfo(torch.int16).max
+        self.rows = rows.to(self.avg.device, torch.int16 if narrow else torch.int32)
 
-    def run(self, first: Slot, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The parameters and the two moments from `start` to `stop` in a run that begins with `first`, flat."""
+    def rows_of(self, begin: int, state: State) -> Tensor:
+        """The rows [G] of what is stepped from a place on."""
+        return self.rows[begin // GROUP : -(-(begin + state.param.numel()) // GROUP)]
+
+    def entry(self, slot: Slot) -> dict[str, Tensor]:
+        """What the optimizer's state of one parameter refers to: moments in its shape, and their exponents."""
+        here = self.state(slot, slot.start, slot.end)
+        avg, sq, *exponents = here.codes()
+        entry = {name: moment.view(slot.param.shape) for name, moment in zip(_MOMENTS, (avg, sq), strict=True)}
+        return entry | {name: each for name, each in zip(_EXPONENTS, exponents, strict=True) if each is not None}
+
+    def run(self, first: Slot, start: int, stop: int) -> State:
+        """`state`, remembered."""
         if len(self._runs) > 4 * len(self._slots):
             self._runs.clear()  # which parameters have gradients changes all the time: do not collect every combination
         if (start, stop) not in self._runs:
-            here = slice(first.place + start - first.start, first.place + stop - first.start)
-            exp_avg, exp_avg_sq = (moment[here] for moment in self._moments)
-            self._runs[start, stop] = _flat(first.param, start, stop), exp_avg, exp_avg_sq
+            self._runs[start, stop] = self.state(first, start, stop)
         return self._runs[start, stop]
 
-
-class Run:
-    """Parameters that follow each other without a gap, with gradients that do so too, after the same steps."""
-
-    def __init__(self, slot: Slot, grad: Tensor) -> None:
-        self.first = self._last = slot
-        self._history = slot.counts.history[slot.row]
-        self._given, self._grad = grad, grad.contiguous()
-        self._address, self._itemsize = self._grad.data_ptr(), self._grad.element_size()
-        # Elements from the start of the first gradient to the end of its storage: what lies there is one buffer.
-        self._offset = int(self._grad.storage_offset())
-        self._reach = _storage_numel(self._grad) - self._offset
-
-    def extend(self, slot: Slot, grad: Tensor) -> bool:
-        """Take `slot` in if it belongs here."""
-        first, last = self.first, self._last
-        fits = (
-            slot.start == last.stop
-            and slot.arena is last.arena
-            and slot.counts.history[slot.row] == self._history
-            and grad.data_ptr() == self._address + (slot.start - first.start) * self._itemsize
-            and slot.end - first.start <= self._reach
-            and grad.dtype == self._grad.dtype
-            and grad.is_contiguous()
-        )
-        if fits:
-            self._last = slot
-        return fits
-
-    def pieces(self, addresses: set[int]) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Yield parameters, gradients and both moments, flat, each to be stepped before the next is asked for.
-
-        That is the run whole if its gradient has padding too. If it has none, its memory ends or another gradient lies
-        there (`addresses` are where gradients start): then what reaches into the last 32 elements is stepped by itself,
-        with a padded copy of its gradient.
-        """
-        start, end, stop = self.first.start, self._last.end, self._last.stop
-        padding = range(self._address + (end - start) * self._itemsize, self._address + (stop - start) * self._itemsize)
-        padded = stop - start <= self._reach and not any(place in addresses for place in padding[:: self._itemsize])
-        body = stop if padded or stop == end else start + (end - start) // ALIGN * ALIGN
-        if body > start:
-            yield self._piece(start, body, _flat(self._grad, self._offset, self._offset + body - start))
-        if body < stop:
-            ours = _flat(self._grad, self._offset + body - start, self._offset + end - start)
-            copy = ours.new_zeros(stop - body)
-            copy[: end - body] = ours
-            yield self._piece(body, stop, copy)
-            ours.copy_(copy[: end - body])  # the step may have divided it by a scale
-
-    def _piece(self, start: int, stop: int, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        param, exp_avg, exp_avg_sq = self.first.arena.run(self.first, start, stop)
-        return param, grad, exp_avg, exp_avg_sq
-
-    def give_back(self) -> None:
-        """Write a gradient that was copied to be contiguous back to where it came from."""
-        if self._grad is not self._given:
-            self._given.copy_(self._grad)
+    def state(self, first: Slot, start: int, stop: int) -> State:
+        """What is to be stepped from `start` to `stop` in a row of parameters that begins with `first`, flat."""
+        begin = first.place + start - first.start
+        here, groups = slice(begin, begin + stop - start), slice(begin // GROUP, -(-(begin + stop - start) // GROUP))
+        low = first.part.low
+        if low is not None:
+            low = flat(low, first.low_start + start - first.start, first.low_start + stop - first.start)
+        exponents = (each[groups] for each in self.exponents) if len(self.exponents) else (None, None)
+        return State(flat(first.param, start, stop), self.avg[here], self.sq[here], low, *exponents)
 
 
-def runs(slots: Sequence[Slot]) -> Iterator[Run]:
-    """Cut `slots`, which are in the order of memory and have gradients, into runs. Empty ones have nothing to step."""
-    run = None
-    for slot in slots:
-        grad = slot.param.grad
-        if grad is None or slot.start == slot.end:
-            continue
-        if run is None or not run.extend(slot, grad):
-            if run is not None:
-                yield run
-            run = Run(slot, grad)
-    if run is not None:
-        yield run
+def canonical(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return a state of one parameter with moments in fp32 that narrow ones stand for: all that they can say is exact.
+
+    What is not narrow is returned as it is.
+    """
+    avg, sq = (entry[name] for name in _MOMENTS)
+    if avg.dtype in (torch.bfloat16, torch.int8):
+        flats = decode(avg.reshape(-1), sq.reshape(-1), *(entry.get(name) for name in _EXPONENTS))
+        entry = {"step": entry["step"]} | {n: m.view(avg.shape) for n, m in zip(_MOMENTS, flats, strict=True)}
+    return entry
 
 
-def place(slots: Sequence[Slot]) -> None:
-    """Give each slot its padding and its moments.
+def place(slots: Sequence[Slot], moments: str) -> None:
+    """Give each slot its padding and memory for its moments in a format.
 
     Raises:
         ValueError: two parameters share memory.
     """
     for neighbours in _by_storage(slots):
         _settle_borders(neighbours)
-        arena = Arena(neighbours)
+        arena = Arena(neighbours, moments)
         for slot in neighbours:
             slot.arena = arena
-            slot.state = {"step": slot.counts.steps[slot.row], **arena.moments(slot)}
 
 
 def check_state(param: Tensor, state: dict[str, Any] | None) -> None:
@@ -191,8 +201,9 @@ def check_state(param: Tensor, state: dict[str, Any] | None) -> None:
     """
     if not state:
         return
-    if set(state) != set(_STATE):
-        raise ValueError(f"AdamW: the state of a parameter must be {', '.join(_STATE)}, got {', '.join(state)}")
+    names = {"step", *_MOMENTS}
+    if set(state) not in (names, names | set(_EXPONENTS)):
+        raise ValueError(f"AdamW: the state of a parameter must be step, {', '.join(_MOMENTS)}, got {', '.join(state)}")
     for name in _MOMENTS:
         if state[name].shape != param.shape:
             raise ValueError(f"AdamW: {name} has shape {tuple(state[name].shape)}, its parameter {tuple(param.shape)}")
@@ -223,19 +234,20 @@ def _settle_borders(neighbours: list[Slot]) -> None:
 def _assign_places(slots: list[Slot]) -> int:
     """Close the gaps between `slots`, and keep side by side what is so; return how many elements that takes.
 
-    What follows a gap starts at a multiple of 32: memory is then read 16 bytes at a time.
+    Each starts at a multiple of 32: a group of 32 belongs to one parameter.
     """
-    end, stop = 0, slots[0].start
+    end = 0
     for slot in slots:
-        slot.place = end if slot.start == stop else round_up(end, ALIGN)
-        end, stop = slot.place + slot.stop - slot.start, slot.stop
+        slot.place = round_up(end, ALIGN)
+        end = slot.place + slot.stop - slot.start
     return round_up(end, ALIGN)
 
 
-def _flat(tensor: Tensor, start: int, stop: int) -> Tensor:
+def flat(tensor: Tensor, start: int, stop: int) -> Tensor:
     """Elements [start, stop) of the tensor's storage, outside of autograd."""
     return torch.as_strided(tensor.data, (stop - start,), (1,), start)
 
 
-def _storage_numel(tensor: Tensor) -> int:
+def storage_numel(tensor: Tensor) -> int:
+    """How many elements fit into the tensor's storage."""
     return int(tensor.untyped_storage().nbytes()) // tensor.element_size()

@@ -1,8 +1,12 @@
-"""AdamW on flat tensors, in place, in the arithmetic of PyTorch's fused optimizer on the same kind of device.
+"""AdamW on flat tensors, in place, in the arithmetic of PyTorch's fused optimizer on CUDA; alone, or as the last hop.
 
-Bytes per element in fp32: read `param`, `grad` and both moments, write all but `grad`: 28; with bf16 gradients 26. A
-gradient that is divided by a scale is written as well: 32 and 28. A step that is skipped only reads.
-Legend: `S` elements. `fp32(x)` is `x` rounded to fp32; all scalars are rounded before they are used.
+`adamw` steps by a gradient, `reduce_adamw` by the sum of a ring reduction's last hop: the partial sum that came in plus
+this rank's own part, which is never written to memory.
+
+Bytes per element, read and written, where weights and moments take `s` (12 in fp32, 5.0625 with split weights and
+codes), a gradient `g` and the table of rows 1/16: `adamw` moves `2*s + g`, `reduce_adamw` `2*s + 2*g`: 28 and 32 in
+fp32. A gradient that is divided by a scale is written as well. A step that is skipped only reads.
+Legend: `S` elements, `G = ceil(S / 32)` groups. All scalars are rounded to fp32 before they are used.
 
 On CUDA PyTorch computes, every line one fp32 operation (read from the machine code of torch 2.11 to 2.13):
 
@@ -17,180 +21,249 @@ The kernel does the same, so given the same scalars its bits are PyTorch's. They
 rounded correctly here and computed by CUDA's `powf` there, a few units away at most: so bits agree at step 1 and once
 `beta2^step` has vanished beside 1, and between where `powf` rounds correctly. And a weight is left alone if `decay` is
 zero, also where that is because `lr` is: PyTorch then makes a NaN of an infinite weight, and 0 of -0.
+
+What PyTorch has not: the gradient may be multiplied by a factor first, and the last line's subtrahend be cut off at a
+limit. Factor 1 and limit infinity change no bit. Weights and moments in fewer bytes are computed with in fp32 all the
+same: `split.py` and `moments.py` say how they are read and written. Beside codes, roots and quotients are the device's
+approximations, two units off at most, and the division by `sqrt(bias2)` is a multiplication.
 """
 
 # ruff: noqa: N803 (compile-time constants of a kernel are written in capitals)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
+from . import moments
 from .launch import INTERPRET, block_size, jit, launch, tl, use_triton
+from .moments import GROUP, decode_avg, decode_sq, encode_avg, encode_sq, exponent_of, round_to_bf16
+from .noise import random_bits
 from .rounding import fma_reference, load_fp32, store_rounded
-from .scalars import Hyper, Scalars
+from .scalars import COLUMNS, Table
+from .split import load_joined, split_reference, store_split
+from .state import State, check_flat
 
-_CPU_PARAMS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_GRADS = (torch.float32, torch.bfloat16, torch.float16)
-_CPU_CHUNK = 1 << 18  # elements of a gradient that are converted at a time; a multiple of 32, see README
+GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of gradients that may go with weights in fp32."""
 
 
 @jit
 def _adamw_kernel(
     param_ptr: tl.tensor,
-    grad_ptr: tl.tensor,
     exp_avg_ptr: tl.tensor,
     exp_avg_sq_ptr: tl.tensor,
+    low_ptr: tl.tensor,
+    avg_exponent_ptr: tl.tensor,
+    sq_exponent_ptr: tl.tensor,
+    grad_ptr: tl.tensor,
+    received_ptr: tl.tensor,
     scalars_ptr: tl.tensor,
+    keys_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    bad_ptr: tl.tensor,
+    first: int,
+    divisor: float,
     n: int,
     UNSCALE: tl.constexpr,
     INTERPRET: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    group = tl.program_id(0).to(tl.int64) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)[:, None]
+    offsets = group * 32 + tl.arange(0, 32)[None, :]
     mask = offsets < n
-    p = tl.load(param_ptr + offsets, mask=mask)
-    g = load_fp32(grad_ptr, offsets, mask, INTERPRET)
-    m = tl.load(exp_avg_ptr + offsets, mask=mask)
-    v = tl.load(exp_avg_sq_ptr + offsets, mask=mask)
+    in_group = group * 32 < n
+    row = tl.load(rows_ptr + group, mask=in_group, other=0).to(tl.int64)
     # In the order of `Scalars`.
-    beta1 = tl.load(scalars_ptr)
-    beta2 = tl.load(scalars_ptr + 1)
-    eps = tl.load(scalars_ptr + 2)
-    decay = tl.load(scalars_ptr + 3)
-    step_size = tl.load(scalars_ptr + 4)
-    root_bias2 = tl.load(scalars_ptr + 5)
-    found_inf = tl.load(scalars_ptr + 7)
+    scalar = scalars_ptr + row * 10
+    beta1 = tl.load(scalar)
+    beta2 = tl.load(scalar + 1)
+    eps = tl.load(scalar + 2)
+    decay = tl.load(scalar + 3)
+    step_size = tl.load(scalar + 4)
+    root_bias2 = tl.load(scalar + 5)
+    limit = tl.load(scalar + 6)
+    factor = tl.load(scalar + 7)
+    active = tl.load(scalar + 9)
+
+    # The gradient.
+    g = load_fp32(grad_ptr, offsets, mask, INTERPRET)
+    if received_ptr is not None:
+        g = tl.div_rn(load_fp32(received_ptr, offsets, mask, INTERPRET) + g, divisor)
+    if bad_ptr is not None:
+        infinite = (g.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000
+        if tl.max(tl.max((infinite & mask).to(tl.int32), axis=1), axis=0) != 0:
+            tl.store(bad_ptr, 1)  # whoever finds one writes the same
     if UNSCALE:
-        g = tl.div_rn(g, tl.load(scalars_ptr + 6))
+        g = tl.div_rn(g, tl.load(scalar + 8))
+        unscaled = g
+    g *= factor
+
+    # The state.
+    if low_ptr is not None:
+        p = load_joined(param_ptr, low_ptr, offsets, mask, INTERPRET)
+    else:
+        p = tl.load(param_ptr + offsets, mask=mask)
+    if avg_exponent_ptr is not None:
+        m = decode_avg(
+            tl.load(exp_avg_ptr + offsets, mask=mask), tl.load(avg_exponent_ptr + group, mask=in_group, other=0)
+        )
+        v = decode_sq(
+            tl.load(exp_avg_sq_ptr + offsets, mask=mask), tl.load(sq_exponent_ptr + group, mask=in_group, other=0)
+        )
+    else:
+        m = load_fp32(exp_avg_ptr, offsets, mask, INTERPRET)
+        v = load_fp32(exp_avg_sq_ptr, offsets, mask, INTERPRET)
+
+    # The step.
     p = tl.where(decay != 0, tl.fma(p, -decay, p), p)  # infinity times zero would be NaN
     m = tl.fma(m, beta1, tl.fma(g, -beta1, g))
     squared = g * g
     v = tl.fma(v, beta2, tl.fma(squared, -beta2, squared))
-    p -= tl.div_rn(step_size * m, tl.div_rn(tl.sqrt_rn(v), root_bias2) + eps)
+    if avg_exponent_ptr is not None:  # codes are further off than approximations, which save half of the instructions
+        root = tl.sqrt(v)
+        update = step_size * m / (root * (1 / root_bias2) + eps)
+    else:
+        root = tl.sqrt_rn(v)
+        update = tl.div_rn(step_size * m, tl.div_rn(root, root_bias2) + eps)
+    update = tl.where(update > limit, limit, tl.where(update < -limit, -limit, update))  # a NaN stays
+    p -= update
+
     # Not a branch: the elements would not be loaded before its condition is known.
-    mask = offsets < tl.where(found_inf == 0, n, 0)
-    tl.store(param_ptr + offsets, p, mask=mask)
-    tl.store(exp_avg_ptr + offsets, m, mask=mask)
-    tl.store(exp_avg_sq_ptr + offsets, v, mask=mask)
+    mask = mask & (active != 0)
+    in_group = in_group & (active != 0)
+    if low_ptr is not None:
+        store_split(param_ptr, low_ptr, offsets, p, mask)
+    else:
+        tl.store(param_ptr + offsets, p, mask=mask)
+    if exp_avg_ptr.dtype.element_ty == tl.float32:
+        tl.store(exp_avg_ptr + offsets, m, mask=mask)
+        tl.store(exp_avg_sq_ptr + offsets, v, mask=mask)
+    else:
+        key = tl.load(keys_ptr + row)
+        random = random_bits(first + offsets, key)
+        if avg_exponent_ptr is not None:
+            m = tl.where(offsets < n, m, 0.0)  # what lies behind the end must not make an exponent larger
+            root = tl.where(offsets < n, root, 0.0)
+            avg_exponent = exponent_of(m)
+            sq_exponent = exponent_of(root)
+            tl.store(exp_avg_ptr + offsets, encode_avg(m, avg_exponent), mask=mask)
+            tl.store(exp_avg_sq_ptr + offsets, encode_sq(root, sq_exponent, random), mask=mask)
+            tl.store(avg_exponent_ptr + group, avg_exponent.to(tl.uint8), mask=in_group)
+            tl.store(sq_exponent_ptr + group, sq_exponent.to(tl.uint8), mask=in_group)
+        else:
+            store_rounded(exp_avg_ptr, offsets, m, mask, INTERPRET)
+            tl.store(exp_avg_sq_ptr + offsets, round_to_bf16(v, random, INTERPRET), mask=mask)
     if UNSCALE:
-        store_rounded(grad_ptr, offsets, g, mask, INTERPRET)
+        store_rounded(grad_ptr, offsets, unscaled, mask, INTERPRET)
 
 
-def adamw(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Tensor, *, unscale: bool = False
-) -> None:
-    """Update `param`, `exp_avg` and `exp_avg_sq` [S] in place by the kernel, without waiting for the device.
+def adamw(state: State, grad: Tensor, table: Table, *, unscale: bool = False) -> None:
+    """Step `state` [S] in place by the kernel, without waiting for the device.
 
-    `scalars` [8] is a row of `adamw_scalars` on the same device. With `unscale` the gradient is divided by its
-    `grad_scale`, in place. If its `found_inf` is not zero, nothing changes. Param and moments are fp32, the gradient
-    is fp32, bf16 or fp16.
+    With `unscale` the gradient is divided by its `grad_scale`, in place. Where a row is not active nothing changes.
+    Weights are fp32, or split; the gradient is fp32, bf16 or fp16.
 
     Raises:
         ValueError: shapes, devices or dtypes do not fit together, or CPU tensors are not to be interpreted: those take
             `adamw_cpu`.
     """
-    if not use_triton(param):
-        raise ValueError("adamw: param is on the CPU, which takes adamw_cpu (or TRITON_INTERPRET=1)")
-    _check(param, grad, exp_avg, exp_avg_sq)
-    if param.dtype != torch.float32:
-        raise ValueError(f"adamw: param on {param.device} must be fp32, got {param.dtype}")
-    is_row = scalars.shape == (len(Scalars._fields),) and scalars.is_contiguous()
-    if not is_row or scalars.dtype != torch.float32 or scalars.device != param.device:
-        raise ValueError(
-            f"adamw: scalars must be a row of {len(Scalars._fields)} fp32 numbers on {param.device}, "
-            f"got {tuple(scalars.shape)}, {scalars.dtype} on {scalars.device}"
-        )
-    flags = {"UNSCALE": unscale, "INTERPRET": INTERPRET}
-    tensors = (param, grad, exp_avg, exp_avg_sq)
-    launch(_adamw_kernel, *tensors, scalars, n=param.numel(), block=block_size(*tensors), **flags)
+    _check("adamw", state, table, grad)
+    _launch(state, grad, None, table, None, 1, unscale)
 
 
-def adamw_reference(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Tensor, *, unscale: bool = False
+def reduce_adamw(
+    state: State, received: Tensor, own: Tensor, table: Table, *, divisor: int = 1, bad: Tensor | None = None
 ) -> None:
-    """The specification of the kernel that `adamw` launches: the formula of CUDA, on any device, one line per line."""
-    s = Scalars(*scalars.tolist())
-    if s.found_inf != 0:
-        return
-    g = grad.float()
-    if unscale:
-        g = g / s.grad_scale
-        grad.copy_(g)
-    if s.decay != 0:
-        param.copy_(fma_reference(param, -s.decay, param))
-    exp_avg.copy_(fma_reference(exp_avg, s.beta1, fma_reference(g, -s.beta1, g)))
-    squared = g * g
-    exp_avg_sq.copy_(fma_reference(exp_avg_sq, s.beta2, fma_reference(squared, -s.beta2, squared)))
-    root = exp_avg_sq.double().sqrt().float()  # PyTorch's fp32 square root on the CPU is off by one unit now and then
-    param.sub_(exp_avg * s.step_size / (root / s.root_bias2 + s.eps))
+    """Step `state` [S] by the gradient `(received + own) / divisor`, added in fp32 and never rounded further or stored.
 
-
-def adamw_cpu(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    *,
-    step: float,
-    hyper: Hyper,
-    grad_scale: float | None = None,
-) -> None:
-    """Update `param`, `exp_avg` and `exp_avg_sq` [S] on the CPU; `step` counts from 1 and is the number of this update.
-
-    The bits of `torch.optim.AdamW(fused=True)` on the same flat tensors, whose operator this is: it keeps up with
-    memory. All four may be fp32, fp64, bf16 or fp16; the gradient of fp32 parameters may also be bf16 or fp16. With
-    `grad_scale` the gradient is divided by it, in place.
+    `bad` [], int32, becomes 1 if that has a NaN or an infinity.
 
     Raises:
-        ValueError: shapes, devices or dtypes do not fit together, `step` is less than 1, or a beta is 1 in fp32.
+        ValueError: as `adamw`.
     """
-    _check(param, grad, exp_avg, exp_avg_sq)
-    if param.device.type != "cpu" or param.dtype not in _CPU_PARAMS:
-        raise ValueError(
-            f"adamw_cpu: param must be of a floating dtype and on the CPU, got {param.dtype} on {param.device}"
-        )
-    if step < 1:
-        raise ValueError(f"adamw_cpu: step must be at least 1, got step {step}")
-    hyper.check()
-    count = torch.tensor(float(step), dtype=torch.float32)
-    for p, g, m, v in _cpu_pieces(param, grad, exp_avg, exp_avg_sq, written=grad_scale is not None):
-        torch._fused_adamw_(
-            *([p], [g], [m], [v], [], [count]),
-            **hyper._asdict(),
-            amsgrad=False,
-            maximize=False,
-            grad_scale=None if grad_scale is None else torch.tensor(grad_scale, dtype=torch.float32),
-        )
+    _check("reduce_adamw", state, table, own, received)
+    _launch(state, own, received, table, bad, divisor, unscale=False)
 
 
-def _check(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-    for name, tensor in (("param", param), ("grad", grad), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
-        if tensor.dim() != 1 or not tensor.is_contiguous():
-            raise ValueError(f"adamw: {name} must be 1-D and contiguous, got {tuple(tensor.shape)}, {tensor.stride()}")
-        if tensor.numel() != param.numel() or tensor.device != param.device:
-            raise ValueError(
-                f"adamw: {name} has {tensor.numel()} elements on {tensor.device}, "
-                f"param has {param.numel()} on {param.device}"
-            )
-    if not param.dtype == exp_avg.dtype == exp_avg_sq.dtype:
-        raise ValueError(f"adamw: moments are {exp_avg.dtype} and {exp_avg_sq.dtype}, param is {param.dtype}")
-    if grad.dtype != param.dtype and (grad.dtype not in _GRADS or param.dtype != torch.float32):
-        raise ValueError(f"adamw: a gradient in {grad.dtype} does not go with a param in {param.dtype}")
+def adamw_reference(state: State, grad: Tensor, table: Table, *, unscale: bool = False) -> None:
+    """The specification of `adamw`: the formula of CUDA, on any device, one line per line."""
+    numel = state.param.numel()
+    each = table.scalars[table.row_of_each(numel)].unbind(1)  # in the order of `Scalars`
+    beta1, beta2, eps, decay, step_size, root_bias2, limit, factor, grad_scale, active = each
+    g = grad.float()
+    if unscale:
+        g = g / grad_scale
+        grad.copy_(torch.where(active != 0, g, grad.float()))
+    g = g * factor
+    p = state.weight()
+    m, v = state.moments()
+    p = torch.where(decay != 0, fma_reference(p, -decay, p), p)
+    m = fma_reference(m, beta1, fma_reference(g, -beta1, g))
+    squared = g * g
+    v = fma_reference(v, beta2, fma_reference(squared, -beta2, squared))
+    root = v.double().sqrt().float()  # PyTorch's fp32 square root on the CPU is off by one unit now and then
+    corrected = root / root_bias2 if state.avg_exponent is None else root * (1 / root_bias2)
+    update = m * step_size / (corrected + eps)
+    update = torch.where(update > limit, limit, torch.where(update < -limit, -limit, update))
+    after = state.clone()
+    if after.low is None:
+        after.param.copy_(p - update)
+    else:
+        split_reference(after.param, after.low, p - update)
+    moments.encode(m, v, *after.codes(), random=table.random_bits(numel))
+    for old, new in zip(state.tensors(), after.tensors(), strict=True):
+        changed = active[:: 1 if len(new) == numel else GROUP] != 0
+        old.copy_(torch.where(changed, new, old))
 
 
-def _cpu_pieces(param: Tensor, grad: Tensor, *moments: Tensor, written: bool) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors whole, or in chunks with the gradient converted, so that no second gradient is ever whole.
+def reduce_adamw_reference(
+    state: State, received: Tensor, own: Tensor, table: Table, *, divisor: int = 1, bad: Tensor | None = None
+) -> None:
+    """The specification of `reduce_adamw`."""
+    g = (received.float() + own.float()) / divisor
+    if bad is not None and not g.isfinite().all():
+        bad.fill_(1)
+    adamw_reference(state, g, table)
 
-    With `written` a converted gradient is rounded back when its chunk is done.
+
+def _launch(
+    state: State, grad: Tensor, received: Tensor | None, table: Table, bad: Tensor | None, divisor: int, unscale: bool
+) -> None:
+    param, exp_avg, exp_avg_sq, low, avg_exponent, sq_exponent = state
+    launch(
+        _adamw_kernel,
+        *(param, exp_avg, exp_avg_sq, low, avg_exponent, sq_exponent, grad, received),
+        *(table.scalars, table.keys, table.rows, bad, table.first, float(divisor)),
+        n=param.numel(),
+        block=block_of(state, grad, unscale=unscale),
+        UNSCALE=unscale,
+        INTERPRET=INTERPRET,
+    )
+
+
+def block_of(state: State, grad: Tensor, *, unscale: bool = False) -> int:
+    """Elements per program: each thread moves 16 bytes of the widest tensor that is written.
+
+    A gradient is only read, so one in fp32 beside narrow states is read in two accesses.
     """
-    if grad.dtype == param.dtype:
-        yield param, grad, *moments
-        return
-    for p, g, *rest in zip(*(torch.split(t, _CPU_CHUNK) for t in (param, grad, *moments)), strict=True):
-        wide = g.to(p.dtype)
-        yield p, wide, *rest
-        if written:
-            g.copy_(wide)
+    return block_size(*(state.param, state.exp_avg), *([grad] if unscale else []))
+
+
+def _check(who: str, state: State, table: Table, *grads: Tensor) -> None:
+    param = state.param
+    if not use_triton(param):
+        raise ValueError(f"{who}: param is on the CPU, which takes adamw_cpu (or TRITON_INTERPRET=1)")
+    state.check(who)
+    if state.low is None and param.dtype != torch.float32:
+        raise ValueError(f"{who}: param on {param.device} must be fp32 or split, got {param.dtype}")
+    for grad in grads:
+        check_flat(who, "grad", grad, param.numel(), grad.dtype, param.device)
+        if grad.dtype not in GRADIENTS:
+            raise ValueError(f"{who}: a gradient in {grad.dtype} does not go with weights in torch.float32")
+    groups = -(-param.numel() // GROUP)
+    if table.rows.dtype not in (torch.int16, torch.int32) or table.first % GROUP:
+        raise ValueError(f"{who}: rows must be int16 or int32, got {table.rows.dtype}; first {table.first}")
+    check_flat(who, "rows", table.rows, groups, table.rows.dtype, param.device)
+    check_flat(who, "keys", table.keys, len(table.scalars), torch.int32, param.device)
+    check_flat(who, "scalars", table.scalars.view(-1), COLUMNS * len(table.keys), torch.float32, param.device)

@@ -2,7 +2,8 @@
 
 They are not arguments of the kernel, because the host may not know them: a step that found an infinity does not count,
 and asking the device whether it did would mean to wait for it. So the device computes them, all rows at once, with a
-few operators of PyTorch, and kernels read their row.
+few operators of PyTorch. A second table names the row for every 32 elements, so one launch serves parameters of
+different groups and different numbers of steps, and no schedule compiles anything anew.
 
 Legend: `R` rows. `fp32(x)` is `x` rounded to fp32.
 """
@@ -11,11 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import c_float
-from math import sqrt
+from math import inf, sqrt
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from .moments import GROUP
+from .noise import random_bits_reference
 
 
 class Hyper(NamedTuple):
@@ -26,6 +30,8 @@ class Hyper(NamedTuple):
     beta2: float
     eps: float
     weight_decay: float
+    max_update: float = inf
+    """Of each element, in units of the learning rate."""
 
     def check(self) -> None:
         """Raise where the bias correction would divide by zero.
@@ -46,12 +52,53 @@ class Scalars(NamedTuple):
     decay: float
     step_size: float
     root_bias2: float
+    limit: float
+    """The largest update."""
+
+    factor: float
+    """By which gradients are multiplied, in registers."""
+
     grad_scale: float
-    found_inf: float
+    """By which gradients are divided before, in memory too, if a kernel is told to."""
+
+    active: float
+    """0 if nothing shall change."""
+
+
+COLUMNS = len(Scalars._fields)
+
+
+class Table(NamedTuple):
+    """What a launch reads beside its tensors; [G] for their groups of 32 elements."""
+
+    rows: Tensor
+    """[G], int16 or int32: to which row of the other tables each group belongs."""
+
+    keys: Tensor
+    """[R], int32, of `noise.keys`: on these depends what is rounded at random."""
+
+    scalars: Tensor
+    """[R, COLUMNS], of `adamw_scalars`. (On the CPU nobody looks.)"""
+
+    first: int = 0
+    """The position, for the keys, of the first element: a multiple of 32."""
+
+    def part(self, start: int, stop: int) -> Table:
+        """Elements `[start, stop)`; `start` is a multiple of 32."""
+        return self._replace(rows=self.rows[start // GROUP : -(-stop // GROUP)], first=self.first + start)
+
+    def row_of_each(self, numel: int) -> Tensor:
+        """The row of each element, [S], int64."""
+        return self.rows.long().repeat_interleave(GROUP)[:numel]
+
+    def random_bits(self, numel: int) -> Tensor:
+        """32 random bits for each element, [S], int64."""
+        position = torch.arange(self.first, self.first + numel, device=self.keys.device)
+        return random_bits_reference(position, self.keys.long()[self.row_of_each(numel)])
 
 
 def hyper_table(hypers: Sequence[Hyper], device: torch.device) -> Tensor:
-    """Hyper-parameters as a table [R, 5] in fp32 on `device`.
+    """Hyper-parameters as a table [R, 6] in fp32 on `device`.
 
     Raises:
         ValueError: a beta is not in [0, 1) in fp32.
@@ -70,27 +117,38 @@ def send(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def adamw_scalars(
-    steps: Tensor, hyper: Tensor, *, found_inf: Tensor | None = None, grad_scale: Tensor | None = None
+    steps: Tensor,
+    hyper: Tensor,
+    *,
+    active: Tensor | None = None,
+    factor: Tensor | None = None,
+    grad_scale: Tensor | None = None,
 ) -> Tensor:
-    """Return the rows [R, 8] for updates number `steps` [R] (from 1) with `hyper` [R, 5], computed where these are.
+    """Return the rows [R, COLUMNS] for updates number `steps` [R], from 1, with `hyper` [R, 6], computed there.
 
-    `found_inf` [] is not zero where nothing shall change, `grad_scale` [] is what gradients are to be divided by.
+    `active` [R] or [] is 0 where nothing shall change. Gradients are divided by `grad_scale` [] and multiplied by
+    `factor` [].
 
     Each line rounds to fp32 once: sums, products and quotients of fp32 numbers do, and those that detour through fp64
     have enough bits there for the second rounding to be the only one that counts. `beta^step` alone is computed, not
     rounded, by fp64 code of the device, whose error reaches the fp32 result about once in a hundred million numbers.
     """
-    lr, betas, weight_decay = hyper[:, 0:1], hyper[:, 1:3], hyper[:, 4:5]
+    lr, betas, weight_decay, max_update = hyper[:, 0:1], hyper[:, 1:3], hyper[:, 4:5], hyper[:, 5:6]
     bias = 1 - (betas.double() ** steps.double().unsqueeze(1)).float()
-    scale = torch.ones_like(lr) if grad_scale is None else grad_scale.expand_as(lr)
-    flag = torch.zeros_like(lr) if found_inf is None else found_inf.expand_as(lr)
+    limit = torch.where(max_update.isinf(), max_update, lr * max_update)
+    ones = torch.ones_like(lr)
+    given = [
+        ones if each is None else each.float().reshape(-1, 1).expand_as(lr) for each in (factor, grad_scale, active)
+    ]
     root_bias2 = bias[:, 1:2].double().sqrt().float()
-    return torch.cat([hyper[:, 1:4], lr * weight_decay, lr / bias[:, 0:1], root_bias2, scale, flag], dim=1)
+    return torch.cat([hyper[:, 1:4], lr * weight_decay, lr / bias[:, 0:1], root_bias2, limit, *given], dim=1)
 
 
-def adamw_scalars_reference(step: float, hyper: Hyper, *, found_inf: float = 0.0, grad_scale: float = 1.0) -> Scalars:
+def adamw_scalars_reference(
+    step: float, hyper: Hyper, *, active: float = 1.0, factor: float = 1.0, grad_scale: float = 1.0
+) -> Scalars:
     """One row of `adamw_scalars`, as Python's numbers: every operation in fp64, then rounded to fp32."""
-    lr, beta1, beta2, eps, weight_decay = (_fp32(number) for number in hyper)
+    lr, beta1, beta2, eps, weight_decay, max_update = (_fp32(number) for number in hyper)
     bias1, bias2 = (_fp32(1 - _fp32(beta**step)) for beta in (beta1, beta2))
     return Scalars(
         beta1=beta1,
@@ -99,8 +157,10 @@ def adamw_scalars_reference(step: float, hyper: Hyper, *, found_inf: float = 0.0
         decay=_fp32(lr * weight_decay),
         step_size=_fp32(lr / bias1),
         root_bias2=_fp32(sqrt(bias2)),
+        limit=inf if max_update == inf else _fp32(lr * max_update),
+        factor=_fp32(factor),
         grad_scale=_fp32(grad_scale),
-        found_inf=_fp32(found_inf),
+        active=_fp32(active),
     )
 
 

@@ -1,0 +1,170 @@
+"""AdamW on the CPU: the bits of `torch.optim.AdamW(fused=True)` on the same flat tensors, whose operator this is.
+
+On the CPU that operator keeps up with memory. Where something is not kept as it is computed with (a split weight,
+narrow moments, a gradient that is still two parts of a sum) it works on chunks: what was read of a chunk stays in the
+cache until it is written, and nothing is in memory as a whole twice.
+
+Legend: `S` elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf, sqrt
+
+import torch
+from torch import Tensor
+
+from .adamw import GRADIENTS
+from .hop import hop
+from .moments import encode
+from .scalars import Hyper, Table
+from .split import split_on_cpu
+from .state import State, check_flat
+
+_WEIGHTS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_CHUNK = 1 << 18
+"""Elements at a time; a multiple of 32, see README."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuStep:
+    """What all elements have in common in one step."""
+
+    number: float
+    """Of this update, from 1."""
+
+    hyper: Hyper
+    factor: float = 1.0
+    """By which gradients are multiplied; they stay as they are."""
+
+    grad_scale: float | None = None
+    """By which gradients are divided before, in memory too."""
+
+    table: Table | None = None
+    """The keys of what is rounded at random, which narrow moments are."""
+
+    def __post_init__(self) -> None:
+        """Check.
+
+        Raises:
+            ValueError: the number is less than 1, or a beta is 1 in fp32.
+        """
+        if self.number < 1:
+            raise ValueError(f"adamw_cpu: the number of an update must be at least 1, got {self.number}")
+        self.hyper.check()
+
+    @property
+    def plain(self) -> bool:
+        """Whether PyTorch's operator does all of it."""
+        return self.factor == 1 and self.hyper.max_update == inf
+
+
+def adamw_cpu(state: State, grad: Tensor, step: CpuStep) -> None:
+    """Step `state` [S] in place by a gradient [S].
+
+    Weights and moments may all be fp32, fp64, bf16 or fp16, and in the narrow formats; the gradient of weights that are
+    computed with in fp32 may also be bf16 or fp16.
+
+    Raises:
+        ValueError: shapes, devices or dtypes do not fit together.
+    """
+    weight = _check("adamw_cpu", state, step, grad)
+    if state.exact and grad.dtype == weight and step.plain:
+        _fused(state.param, grad, state.exp_avg, state.exp_avg_sq, step, step.grad_scale)
+        return
+
+    def gradient(start: int, stop: int) -> Tensor:
+        given = grad[start:stop]
+        wide = given.to(weight)
+        if step.grad_scale is not None:
+            wide.div_(torch.tensor(step.grad_scale, dtype=torch.float32))
+            if wide is not given:
+                given.copy_(wide)
+        return wide
+
+    _by_chunks(state, gradient, step)
+
+
+def reduce_adamw_cpu(
+    state: State, received: Tensor, own: Tensor, step: CpuStep, *, divisor: int = 1, bad: Tensor | None = None
+) -> None:
+    """Step `state` [S] by the gradient `(received + own) / divisor`, which is never whole in memory.
+
+    `bad` [], int32, becomes 1 if that has a NaN or an infinity.
+
+    Raises:
+        ValueError: as `adamw_cpu`.
+    """
+    weight = _check("reduce_adamw_cpu", state, step, received, own)
+    room = torch.empty(min(_CHUNK, state.param.numel()), dtype=weight)
+
+    def gradient(start: int, stop: int) -> Tensor:
+        total = room[: stop - start]
+        hop(total, received[start:stop], own[start:stop], divisor)
+        if bad is not None and not total.sum().isfinite() and not total.isfinite().all():
+            bad.fill_(1)
+        return total
+
+    _by_chunks(state, gradient, step)
+
+
+def _by_chunks(state: State, gradient: Callable[[int, int], Tensor], step: CpuStep) -> None:
+    """Step chunk by chunk, each by `gradient(start, stop)` [stop - start]."""
+    numel = state.param.numel()
+    for start in range(0, numel, _CHUNK):
+        stop = min(start + _CHUNK, numel)
+        piece = state.part(start, stop)
+        g, p, (m, v) = gradient(start, stop), piece.weight(), piece.moments()
+        if step.factor != 1:
+            g = g * step.factor
+        if step.hyper.max_update == inf:
+            _fused(p, g, m, v, step)
+        else:
+            _limited(p, g, m, v, step)
+        if piece.low is not None:
+            split_on_cpu(piece.param, piece.low, p)
+        if m is not piece.exp_avg:
+            assert step.table is not None, "checked"
+            random = step.table.part(start, stop).random_bits(stop - start)
+            encode(m, v, *piece.codes(), random=random)
+
+
+def _fused(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: CpuStep, grad_scale: float | None = None) -> None:
+    """PyTorch's operator; it writes a gradient that it divides by a scale."""
+    torch._fused_adamw_(
+        *([p], [g], [m], [v], [], [torch.tensor(float(step.number), dtype=torch.float32)]),
+        **{name: value for name, value in step.hyper._asdict().items() if name != "max_update"},
+        amsgrad=False,
+        maximize=False,
+        grad_scale=None if grad_scale is None else torch.tensor(grad_scale, dtype=torch.float32),
+    )
+
+
+def _limited(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: CpuStep) -> None:
+    """PyTorch's moments, and an update whose elements are cut off at `max_update` times the learning rate."""
+    lr, beta1, beta2, eps, weight_decay, max_update = step.hyper
+    nobody = torch.zeros_like(p)
+    still = step.hyper._replace(lr=0.0, weight_decay=0.0)
+    _fused(nobody, g, m, v, CpuStep(number=step.number, hyper=still))
+    root_bias2 = sqrt(1 - beta2**step.number)
+    update = m / (1 - beta1**step.number) / (v.sqrt().div_(root_bias2).add_(eps))
+    p.mul_(1 - lr * weight_decay).sub_(update.clamp_(-max_update, max_update), alpha=lr)
+
+
+def _check(who: str, state: State, step: CpuStep, *grads: Tensor) -> torch.dtype:
+    """Return in which dtype weights are computed with."""
+    state.check(who)
+    weight = torch.float32 if state.low is not None else state.param.dtype
+    if state.param.device.type != "cpu" or weight not in _WEIGHTS:
+        raise ValueError(
+            f"{who}: param must be of a floating dtype and on the CPU, got {state.param.dtype} on {state.param.device}"
+        )
+    for grad in grads:
+        check_flat(who, "grad", grad, state.param.numel(), grad.dtype, state.param.device)
+        if grad.dtype != weight and (grad.dtype not in GRADIENTS or weight != torch.float32):
+            raise ValueError(f"{who}: a gradient in {grad.dtype} does not go with weights in {weight}")
+    if state.exp_avg.dtype not in (weight, torch.float32) and step.table is None:
+        raise ValueError(f"{who}: moments in {state.exp_avg.dtype} are rounded at random, and need a table of keys")
+    return weight

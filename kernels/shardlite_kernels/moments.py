@@ -1,0 +1,202 @@
+"""Adam's moments in fewer bytes: bf16, or 8 bits with an exponent for every 32 elements.
+
+| format | first moment | second moment | bytes for both |
+|---|---|---|---|
+| `"fp32"` | itself | itself | 8 |
+| `"bf16"` | rounded to nearest even | rounded stochastically | 4 |
+| `"int8"` | `sign * (q / 127)^2 * 2^k`, `|q|` up to 127, to nearest | `((q / 255) * 2^k)^2`, `q` from 1 to 255, stochastically | 2.0625 |
+
+The second moment decays by a thousandth per step where `beta2 = 0.999`. That is less than half a unit of both narrow
+formats, so rounded to nearest it would stand still for good once gradients become smaller. Rounded up or down at
+random, such that its mean is the number itself, it follows. The square root makes the steps between codes fine where
+numbers are small, and zero is no code of the second moment, by which updates are divided.
+
+`2^k` is the smallest power of two that is not below any magnitude in a group (of the second moment: any square root),
+kept as the exponent of an fp32 number, one byte. So all that the format can say is exact in fp32, and encoding that,
+rounded to nearest, gives it back: a checkpoint holds fp32 numbers and nothing is lost. An infinity, a NaN or a
+magnitude above 2^126 makes the whole group NaN.
+
+Legend: `S` elements, `G = ceil(S / 32)` groups.
+"""
+
+# ruff: noqa: N803 (compile-time constants of a kernel are written in capitals)
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .launch import jit, tl
+
+GROUP = 32
+"""Elements that share an exponent."""
+
+FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+"""The dtype of the first moment in each format."""
+
+_NAN = 255  # the exponent of a group that is lost
+
+
+# ---- on the device ------------------------------------------------------------------------------------------------
+
+
+@jit
+def power_of_two(exponent: tl.tensor) -> tl.tensor:
+    """`2^k` of a biased exponent; 0 for 0, NaN for 255."""
+    bits = tl.where(exponent == 255, 0x7FC00000, exponent.to(tl.int32) << 23)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@jit
+def exponent_of(x: tl.tensor) -> tl.tensor:
+    """The biased exponents [G, 1] of the smallest powers of two not below the magnitudes in the rows of [G, 32]."""
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    exponent = (tl.max(bits, axis=1, keep_dims=True).to(tl.uint32) + 0x7FFFFF) >> 23
+    return tl.where(exponent > 253, 255, exponent).to(tl.int32)
+
+
+@jit
+def decode_avg(code: tl.tensor, exponent: tl.tensor) -> tl.tensor:
+    """The first moment."""
+    q = code.to(tl.float32)
+    root = tl.abs(q) * (1 / 127)
+    magnitude = root * root * power_of_two(exponent)
+    return tl.where(q < 0, -magnitude, magnitude)
+
+
+@jit
+def encode_avg(m: tl.tensor, exponent: tl.tensor) -> tl.tensor:
+    """The codes of a first moment, int8."""
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    q = tl.floor(tl.sqrt(tl.abs(m) * inverse) * 127 + 0.5)
+    q = tl.where(exponent == 255, 0.0, q)
+    return tl.where(m < 0, -q, q).to(tl.int8)
+
+
+@jit
+def decode_sq(code: tl.tensor, exponent: tl.tensor) -> tl.tensor:
+    """The second moment."""
+    root = code.to(tl.float32) * (1 / 255) * power_of_two(exponent)
+    return root * root
+
+
+@jit
+def encode_sq(root: tl.tensor, exponent: tl.tensor, random: tl.tensor) -> tl.tensor:
+    """The codes of a second moment with this square root, uint8: one of the two next to it, right in the mean."""
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    y = root * inverse * 255
+    q = tl.floor(y)
+    uniform = (random >> 8).to(tl.int32).to(tl.float32) * (2**-24)
+    q += tl.where(y * y - q * q > uniform * (2 * q + 1), 1.0, 0.0)
+    q = tl.where(exponent == 255, 1.0, tl.minimum(tl.maximum(q, 1.0), 255.0))
+    return q.to(tl.uint8)
+
+
+@jit
+def round_to_bf16(x: tl.tensor, random: tl.tensor, INTERPRET: tl.constexpr) -> tl.tensor:
+    """`x` rounded up or down to bf16, right in the mean."""
+    bits = x.to(tl.uint32, bitcast=True)
+    rounded = (bits + (random & 0xFFFF)) >> 16
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    return tl.where(is_nan, (bits >> 16) | 0x40, rounded).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+# ---- the specification, in PyTorch --------------------------------------------------------------------------------
+
+
+def decode(avg: Tensor, sq: Tensor, avg_exponent: Tensor | None, sq_exponent: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Both moments [S] in fp32; what is not narrow is returned itself. Exponents [G] go with codes."""
+    if avg_exponent is None or sq_exponent is None:
+        narrow = avg.dtype == torch.bfloat16
+        return (avg.float(), sq.float()) if narrow else (avg, sq)
+    root = _by_group(avg.float().abs() * _fp32(1 / 127))
+    magnitude = root * root * _powers(avg_exponent)
+    signed = torch.where(_by_group(avg) < 0, -magnitude, magnitude)
+    sq_root = _by_group(sq.float() * _fp32(1 / 255)) * _powers(sq_exponent)
+    return _flat(signed, avg.numel()), _flat(sq_root * sq_root, avg.numel())
+
+
+def encode(
+    m: Tensor,
+    v: Tensor,
+    avg: Tensor,
+    sq: Tensor,
+    avg_exponent: Tensor | None,
+    sq_exponent: Tensor | None,
+    random: Tensor | None,
+) -> None:
+    """Write the moments `m` and `v` [S], fp32, to `avg` and `sq` in their format.
+
+    With `random` [S] of `random_bits_reference` the second moment is rounded stochastically, without to nearest.
+    """
+    if avg_exponent is not None and sq_exponent is not None:
+        _encode_avg(m, avg, avg_exponent)
+        _encode_sq(v, sq, sq_exponent, random)
+    else:
+        narrow = avg.dtype == torch.bfloat16
+        avg.copy_(m)
+        sq.copy_(_round_to_bf16(v, random) if narrow and random is not None else v)
+
+
+def _encode_avg(m: Tensor, avg: Tensor, exponents: Tensor) -> None:
+    exponent = _exponents_of(m)
+    q = (_root(_by_group(m).abs() * _inverse(exponent)) * 127 + 0.5).floor()
+    q = torch.where(exponent == _NAN, 0.0, q)
+    avg.copy_(_flat(torch.where(_by_group(m) < 0, -q, q), m.numel()))
+    exponents.copy_(exponent.view(-1))
+
+
+def _encode_sq(v: Tensor, sq: Tensor, exponents: Tensor, random: Tensor | None) -> None:
+    root = _root(v)
+    exponent = _exponents_of(root)
+    y = _by_group(root) * _inverse(exponent) * 255
+    if random is None:
+        q = (y + 0.5).floor()
+    else:
+        q = y.floor()
+        uniform = (_by_group(random) >> 8).float() * 2**-24
+        q = q + (y * y - q * q > uniform * (2 * q + 1)).float()
+    q = torch.where(exponent == _NAN, 1.0, q.clamp(1, 255))
+    sq.copy_(_flat(q, v.numel()))
+    exponents.copy_(exponent.view(-1))
+
+
+def _round_to_bf16(x: Tensor, random: Tensor) -> Tensor:
+    bits = x.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    rounded = (bits + (random & 0xFFFF)) >> 16
+    return torch.where(x.isnan(), (bits >> 16) | 0x40, rounded).to(torch.int16).view(torch.bfloat16)
+
+
+def _root(x: Tensor) -> Tensor:
+    """The square root; PyTorch's own in fp32 is off by one unit now and then on the CPU."""
+    return x.double().sqrt().float()
+
+
+def _exponents_of(x: Tensor) -> Tensor:
+    """Biased exponents [G, 1]."""
+    bits = _by_group(x).contiguous().view(torch.int32) & 0x7FFFFFFF
+    exponent = (bits.amax(1, keepdim=True).to(torch.int64) + 0x7FFFFF) >> 23
+    return torch.where(exponent > 253, _NAN, exponent)
+
+
+def _powers(exponents: Tensor) -> Tensor:
+    """The powers of two [G, 1] of stored exponents [G]."""
+    exponent = exponents.to(torch.int32).unsqueeze(1)
+    return torch.where(exponent == _NAN, 0x7FC00000, exponent << 23).view(torch.float32)
+
+
+def _inverse(exponent: Tensor) -> Tensor:
+    return ((254 - exponent).clamp(min=0) << 23).to(torch.int32).view(torch.float32)
+
+
+def _by_group(x: Tensor) -> Tensor:
+    """[S] as [G, 32]; a last group that is not full is filled with zeros."""
+    return torch.nn.functional.pad(x, (0, -x.numel() % GROUP)).view(-1, GROUP)
+
+
+def _flat(groups: Tensor, numel: int) -> Tensor:
+    return groups.reshape(-1)[:numel]
+
+
+def _fp32(x: float) -> float:
+    return torch.tensor(x, dtype=torch.float32).item()

@@ -1,0 +1,146 @@
+"""Split weights: an fp32 number cut to its upper 24 bits, kept as a bf16 and 8 bits: 3 bytes.
+
+    fp32 bits     s eeeeeeee mmmmmmm mmmmmmmm ........        rounded to the upper 24, ties away from zero
+    high, bf16    s eeeeeeee mmmmmmm                          the nearest bf16 number, what forward and backward use
+    low, int8                        mmmmmmmm                 what that is too small (or, negative, too large) by
+
+As integers, `fp32 bits = high * 65536 + low * 256`. So joining is one addition, splitting a few integer operations, and
+what was joined splits into the same parts again. The error is at most half a unit of the 24th bit, 2^-17 relative.
+Magnitudes within 2^-17 of the largest fp32 number become infinite, and so does the bf16 part of those within 2^-9. A
+NaN stays one: rounded like a number it could overflow into zero.
+
+Bytes per element: `split` reads 4 and writes 3, `join` reads 3 and writes 4.
+Legend: `S` elements.
+"""
+
+# ruff: noqa: N803 (compile-time constants of a kernel are written in capitals)
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .launch import INTERPRET, block_size, jit, launch, tl, use_triton
+
+_CPU_CHUNK = 1 << 16  # elements: temporaries of 256 KB stay in the cache of a core
+
+
+@jit
+def load_joined(
+    high_ptr: tl.tensor, low_ptr: tl.tensor, offsets: tl.tensor, mask: tl.tensor, INTERPRET: tl.constexpr
+) -> tl.tensor:
+    """The fp32 numbers whose parts are at these offsets."""
+    high = tl.load(high_ptr + offsets, mask=mask, eviction_policy="evict_first").to(tl.int16, bitcast=True)
+    low = tl.load(low_ptr + offsets, mask=mask, eviction_policy="evict_first")
+    return ((high.to(tl.int32) << 16) + (low.to(tl.int32) << 8)).to(tl.float32, bitcast=True)
+
+
+@jit
+def store_split(high_ptr: tl.tensor, low_ptr: tl.tensor, offsets: tl.tensor, x: tl.tensor, mask: tl.tensor) -> None:
+    """Store the parts of fp32 numbers at these offsets."""
+    bits = x.to(tl.uint32, bitcast=True)
+    rounded = bits + 0x80
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    high = tl.where(is_nan, (bits >> 16) | 0x40, (rounded + 0x8000) >> 16)
+    low = tl.where(is_nan, 0, (rounded >> 8) & 0xFF)
+    tl.store(high_ptr + offsets, high.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=mask)
+    tl.store(low_ptr + offsets, low.to(tl.uint8).to(tl.int8, bitcast=True), mask=mask)
+
+
+@jit
+def _split_kernel(
+    high_ptr: tl.tensor, low_ptr: tl.tensor, source_ptr: tl.tensor, n: int, INTERPRET: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < n
+    x = tl.load(source_ptr + offsets, mask=mask, eviction_policy="evict_first")
+    store_split(high_ptr, low_ptr, offsets, x, mask)
+
+
+@jit
+def _join_kernel(
+    out_ptr: tl.tensor, high_ptr: tl.tensor, low_ptr: tl.tensor, n: int, INTERPRET: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < n
+    tl.store(out_ptr + offsets, load_joined(high_ptr, low_ptr, offsets, mask, INTERPRET), mask=mask)
+
+
+def split(high: Tensor, low: Tensor, source: Tensor) -> None:
+    """Write the parts of `source` [S], fp32, to `high` [S], bf16, and `low` [S], int8.
+
+    Raises:
+        ValueError: shapes, devices or dtypes do not fit together.
+    """
+    _check("split", source, high, low)
+    if use_triton(source):
+        _launch(_split_kernel, (high, low, source))
+        return
+    for parts in zip(*(torch.split(tensor, _CPU_CHUNK) for tensor in (high, low, source)), strict=True):
+        split_reference(*parts)
+
+
+def join(out: Tensor, high: Tensor, low: Tensor) -> None:
+    """Write the fp32 numbers that were split into `high` [S] and `low` [S] to `out` [S].
+
+    Raises:
+        ValueError: shapes, devices or dtypes do not fit together.
+    """
+    _check("join", out, high, low)
+    if use_triton(out):
+        _launch(_join_kernel, (out, high, low))
+    else:
+        join_reference(out, high, low)
+
+
+def split_reference(high: Tensor, low: Tensor, source: Tensor) -> None:
+    """The specification of `split`."""
+    bits = source.view(torch.int32)
+    rounded = bits + 0x80  # wraps around for some NaNs only
+    nan = source.isnan()
+    upper = torch.where(nan, (bits >> 16) | 0x40, (rounded + 0x8000) >> 16)
+    high.view(torch.int16).copy_(upper)
+    low.copy_(torch.where(nan, 0, rounded >> 8))  # keeps the lowest 8 bits
+
+
+def join_reference(out: Tensor, high: Tensor, low: Tensor) -> None:
+    """The specification of `join`: on the CPU two passes of PyTorch over `out`, and one copy of `low`."""
+    out.copy_(high)  # as bits: moved up by 16
+    out.view(torch.int32).add_(low.to(torch.int32), alpha=256)
+
+
+def split_on_cpu(high: Tensor, low: Tensor, source: Tensor) -> None:
+    """`split`, for a chunk [S] that is in the cache; `source` is overwritten.
+
+    Rounding to bf16 is PyTorch's, which is fast, where there are no ties (a bit below those that are kept is set) and
+    the sum of all says that every number is finite and far from the largest one.
+    """
+    if not source.sum().abs() < 1e38:
+        split_reference(high, low, source)
+        return
+    bits = source.view(torch.int32)
+    bits.add_(0x80).bitwise_or_(1)
+    high.copy_(source)
+    low.copy_(bits.to(torch.int16).bitwise_right_shift_(8))
+
+
+def _launch(kernel: object, tensors: tuple[Tensor, ...]) -> None:
+    launch(kernel, *tensors, n=tensors[0].numel(), block=block_size(*tensors), INTERPRET=INTERPRET)
+
+
+def _check(who: str, whole: Tensor, high: Tensor, low: Tensor) -> None:
+    for name, tensor, dtype in (
+        ("fp32", whole, torch.float32),
+        ("high", high, torch.bfloat16),
+        ("low", low, torch.int8),
+    ):
+        if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.dtype != dtype:
+            raise ValueError(
+                f"{who}: the {name} part must be 1-D, contiguous and {dtype}, "
+                f"got {tuple(tensor.shape)}, {tensor.stride()}, {tensor.dtype}"
+            )
+        if tensor.numel() != whole.numel() or tensor.device != whole.device:
+            raise ValueError(
+                f"{who}: the {name} part has {tensor.numel()} elements on {tensor.device}, "
+                f"the fp32 one {whole.numel()} on {whole.device}"
+            )

@@ -1,0 +1,122 @@
+"""What one step of AdamW changes: a weight and two moments, in one of six formats.
+
+| | weight | bytes | moments | bytes |
+|---|---|---|---|---|
+| exact | `param` in fp32 | 4 | fp32 | 8 |
+| narrow | `param` in bf16 and `low` in 8 bits (`split.py`) | 3 | `"bf16"` / `"int8"` (`moments.py`) | 4 / 2.0625 |
+
+Legend: `S` elements, `G = ceil(S / 32)` groups.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .moments import FORMATS, GROUP, decode
+from .split import join
+
+
+class State(NamedTuple):
+    """The tensors, all 1-D and contiguous."""
+
+    param: Tensor
+    """[S], fp32; or bf16, the upper part of a split weight."""
+
+    exp_avg: Tensor
+    """[S], fp32, bf16 or int8 codes."""
+
+    exp_avg_sq: Tensor
+    """[S], fp32, bf16 or uint8 codes."""
+
+    low: Tensor | None = None
+    """[S], int8: the lower part of a split weight."""
+
+    avg_exponent: Tensor | None = None
+    """[G], uint8, of the codes."""
+
+    sq_exponent: Tensor | None = None
+    """[G], uint8, of the codes."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether everything is kept as it is computed."""
+        return self.low is None and self.exp_avg.dtype == self.param.dtype
+
+    def part(self, start: int, stop: int) -> State:
+        """Elements `[start, stop)`; `start` is a multiple of 32."""
+        groups = slice(start // GROUP, -(-stop // GROUP))
+        here = slice(start, stop)
+        return State(
+            self.param[here],
+            self.exp_avg[here],
+            self.exp_avg_sq[here],
+            None if self.low is None else self.low[here],
+            None if self.avg_exponent is None else self.avg_exponent[groups],
+            None if self.sq_exponent is None else self.sq_exponent[groups],
+        )
+
+    def weight(self) -> Tensor:
+        """The weights [S] as they are computed with: `param`, or the fp32 numbers that were split."""
+        if self.low is None:
+            return self.param
+        out = torch.empty_like(self.param, dtype=torch.float32)
+        join(out, self.param, self.low)
+        return out
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Both moments [S] as they are computed with."""
+        if self.exact:
+            return self.exp_avg, self.exp_avg_sq
+        return decode(*self.codes())
+
+    def codes(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """What moments are kept in: what `encode` writes."""
+        return self.exp_avg, self.exp_avg_sq, self.avg_exponent, self.sq_exponent
+
+    def clone(self) -> State:
+        """A copy."""
+        low, avg, sq = (None if each is None else each.clone() for each in (self.low, *self.codes()[2:]))
+        return State(self.param.clone(), self.exp_avg.clone(), self.exp_avg_sq.clone(), low, avg, sq)
+
+    def tensors(self) -> list[Tensor]:
+        """Those that are there."""
+        return [tensor for tensor in self if tensor is not None]
+
+    def check(self, who: str) -> None:
+        """Raise unless the tensors go together.
+
+        Raises:
+            ValueError: a shape, device or dtype is not what the format says.
+        """
+        numel, device = self.param.numel(), self.param.device
+        groups = -(-numel // GROUP)
+        codes = self.exp_avg.dtype == torch.int8
+        expected = {
+            "param": (numel, torch.bfloat16 if self.low is not None else self.param.dtype),
+            "low": (numel, torch.int8),
+            "exp_avg": (numel, self.exp_avg.dtype),
+            "exp_avg_sq": (numel, torch.uint8 if codes else self.exp_avg.dtype),
+            "avg_exponent": (groups, torch.uint8),
+            "sq_exponent": (groups, torch.uint8),
+        }
+        for name, tensor in self._asdict().items():
+            if tensor is not None:
+                check_flat(who, name, tensor, *expected[name], device)
+        if self.exp_avg.dtype not in (self.param.dtype, *FORMATS.values()):
+            raise ValueError(f"{who}: moments in {self.exp_avg.dtype} do not go with a param in {self.param.dtype}")
+        if codes != (self.avg_exponent is not None) or codes != (self.sq_exponent is not None):
+            raise ValueError(f"{who}: exponents go with moments in int8 codes, and only with those")
+
+
+def check_flat(who: str, name: str, tensor: Tensor, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise unless a tensor is 1-D and contiguous and has this length, dtype and device."""
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ValueError(f"{who}: {name} must be 1-D and contiguous, got {tuple(tensor.shape)}, {tensor.stride()}")
+    if (tensor.numel(), tensor.dtype, tensor.device) != (numel, dtype, device):
+        raise ValueError(
+            f"{who}: {name} must have {numel} elements of {dtype} on {device}, "
+            f"got {tensor.numel()} of {tensor.dtype} on {tensor.device}"
+        )

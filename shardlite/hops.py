@@ -1,0 +1,194 @@
+"""Steps inside a backward: each parameter by its gradient as soon as that is there, or by the last hop of its sum.
+
+    open: the first gradient of a backward is there -> hyper-parameters of the step are read
+    steps, in any order and on any thread
+    close: `step()` of the optimizer -> the step is counted, and the next backward may open another one
+
+Between the first gradient and `step()` nothing can be taken back: weights that were stepped are new, the others old.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from shardlite.counts import StepCounts, Stretch
+from shardlite.errors import NonFiniteError, PhaseError
+from shardlite.magnitude import any_bad
+from shardlite.runs import follows
+from shardlite.slots import Slot
+
+
+class Hops:
+    """The step that one optimizer takes in a backward."""
+
+    def __init__(self, begin: Callable[[], list[StepCounts]]) -> None:
+        self._begin = begin
+        self._counts: list[StepCounts] = []  # of the step that is open
+        self._handles: dict[Tensor, RemovableHandle] = {}
+        self._done: set[Tensor] = set()
+        self._alarm = _Alarm()
+        self.paused = 0
+        """How many ask for gradients to be left alone."""
+
+    @property
+    def caught(self) -> set[Tensor]:
+        """The parameters that are stepped by hooks of their own."""
+        return set(self._handles)
+
+    def catch(self, param: Tensor, step: Callable[[Tensor], None]) -> None:
+        """Call `step(param)` when autograd has put its gradient there, unless paused."""
+
+        def take(param: Tensor) -> None:
+            if not self.paused:
+                step(param)
+
+        self._handles[param] = param.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+
+    def release(self, param: Tensor) -> None:
+        """Step a parameter no more by a hook of its own."""
+        handle = self._handles.pop(param, None)
+        if handle is not None:
+            handle.remove()
+
+    def ready(self) -> None:
+        """Raise if the step that was taken in an earlier backward is not closed.
+
+        Raises:
+            PhaseError: it is not.
+        """
+        if self._done:
+            raise PhaseError(
+                "AdamW(in_backward=True) has taken a step in an earlier backward: call step() of the optimizer after "
+                "each backward. To accumulate over several, run all but the last inside no_sync()"
+            )
+
+    def prepare(self, members: Sequence[tuple[Slot, int]]) -> HopStep:
+        """Return the step of some parameters, each with the place of its gradient in a buffer; open one if none is."""
+        params = {slot.param for slot, _ in members}
+        if params & self._done:
+            self.ready()
+        if not self._counts:
+            self._counts = self._begin()
+        self._done |= params
+        return HopStep(members)
+
+    def note(self, bad: Tensor) -> None:
+        """Take note of whether gradients that were stepped by were bad: [], above 0 if so."""
+        self._alarm.note(bad)
+
+    def close(self) -> None:
+        """Count the step.
+
+        Raises:
+            NonFiniteError: a gradient had a NaN or an infinity; on a GPU some steps later.
+        """
+        for counts in self._counts:
+            counts.end()
+        self._counts = []
+        self._done.clear()
+        self._alarm.look()
+
+
+class HopStep:
+    """The step of some parameters whose gradients lie in one buffer. Called with what is to be added to them."""
+
+    def __init__(self, members: Sequence[tuple[Slot, int]]) -> None:
+        self._members = [(slot, start) for slot, start in members if slot.start < slot.end]
+        self._counts = self._members[0][0].counts if self._members else None
+        device = members[0][0].param.device if members else torch.device("cpu")
+        self.bad = torch.zeros((), dtype=torch.int32, device=device)
+        """[], 1 if a gradient had a NaN or an infinity."""
+
+    @property
+    def params(self) -> list[Tensor]:
+        """Those that it is about and that are not empty."""
+        return [slot.param for slot, _ in self._members]
+
+    def activate(self, users: Sequence[Tensor]) -> None:
+        """Step those that somebody uses: [] each, above 0 if so. The others are left alone."""
+        if self._counts is not None:
+            self._counts.activate([slot.row for slot, _ in self._members], torch.stack(list(users)))
+
+    def __call__(self, start: int, received: Tensor | None, own: Tensor, divisor: int = 1) -> None:
+        """Step by elements `[start, start + n)` of the buffer: `(received + own) / divisor`, [n] each, or just `own`.
+
+        `start` is a multiple of 32, and so is `n` but at the end of the buffer.
+        """
+        for first, begin, end in self._stretches():
+            low, high = max(begin, start), min(end, start + own.numel())
+            if low < high:
+                mine = first.start + low - begin
+                state = first.arena.run(first, mine, mine + high - low)
+                place = first.place + low - begin
+                stretch = Stretch(state, first.arena.rows_of(place, state), place, first.row)
+                here = slice(low - start, high - start)
+                if received is not None:
+                    first.counts.reduce(stretch, received[here], own[here], divisor, self.bad)
+                else:
+                    self.bad.logical_or_(any_bad([own[here]], own.device))
+                    first.counts.update(stretch, own[here])
+
+    def _stretches(self) -> Iterator[tuple[Slot, int, int]]:
+        """Yield what one call can step: the first parameter, and where its gradients start and end."""
+        first = last = None
+        begin = 0
+        for slot, start in self._members:
+            if not slot.counts.is_active(slot.row):
+                continue
+            joins = first is not None and last is not None and follows(slot, last)
+            if first is None or last is None or not joins or start - begin != slot.start - first.start:
+                if first is not None and last is not None:
+                    yield first, begin, begin + last.stop - first.start
+                first, begin = slot, start
+            last = slot
+        if first is not None and last is not None:
+            yield first, begin, begin + last.stop - first.start
+
+
+class _Alarm:
+    """A flag that is looked at when the host need not wait for it: on a CPU at once, on a GPU when it has come."""
+
+    def __init__(self) -> None:
+        self._flag: Tensor | None = None
+        self._seen = torch.zeros((), dtype=torch.int32)
+        self._on_its_way: torch.cuda.Event | None = None
+
+    def note(self, bad: Tensor) -> None:
+        """Raise the flag if `bad` [] is above 0."""
+        bad = (bad > 0).to(torch.int32)
+        self._flag = bad if self._flag is None else torch.maximum(self._flag, bad)
+
+    def look(self) -> None:
+        """Raise if the flag is known to be up.
+
+        Raises:
+            NonFiniteError: it is.
+        """
+        if self._flag is None:
+            return
+        if self._flag.device.type == "cpu":
+            up = bool(self._flag)
+            self._flag = None
+        elif self._on_its_way is None:
+            self._send(self._flag)
+            return
+        elif not self._on_its_way.query():  # type: ignore[no-untyped-call]
+            return
+        else:
+            up = bool(self._seen)
+            self._send(self._flag)
+        if up:
+            raise NonFiniteError(
+                "a gradient had a NaN or an infinity in a step that was taken in the backward, so weights and moments "
+                "are NaN now: go on from a checkpoint. AdamW without in_backward leaves such steps out"
+            )
+
+    def _send(self, flag: Tensor) -> None:
+        """Let the flag of now be seen by a later look."""
+        self._seen = torch.empty((), dtype=torch.int32, pin_memory=True)
+        self._seen.copy_(flag, non_blocking=True)
+        self._on_its_way = torch.cuda.current_stream(flag.device).record_event()
