@@ -8,16 +8,20 @@ With replicas (hybrid sharding) each segment is added up within the ranks that s
 that segment. The division by the number of all ranks comes last, once. Where the sum has another dtype than the weights
 it is cast by its last addition.
 
-Legend: `W` ranks that share a model, `S` elements per shard.
+The last addition also takes the statistics of the own part, from which norms and the skipping of steps follow. Where it
+is no sum over the ranks that share a model (one rank alone, replicas) a pass takes them afterwards.
+
+Legend: `W` ranks that share a model, `S` elements per shard, `P` rows of statistics.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+from shardlite_kernels import new_stats, send, stats, stats_block, stats_total
 from torch import Tensor
 
-from shardlite.magnitude import any_bad
 from shardlite.ring import Operation, all_gather, all_reduce, reduce_scatter, staging_numel
 from shardlite.shared import Shared
 from shardlite.unit import Flat, storage_key
@@ -34,8 +38,24 @@ class Mean:
     own: Tensor
     """The part of `whole` that this rank adds up, [S]."""
 
+    stats: Tensor
+    """The statistics of `own`, block by block, [P, 2]."""
+
+    total: Tensor
+    """Those of all of `own`, [2] in fp64: the sum of squares, and 1 if it has a NaN or an infinity, else 0."""
+
+
+class Step(Protocol):
+    """The step that an optimizer takes by the mean of one flat's gradients, as soon as that is there."""
+
     bad: Tensor
-    """[], int32: whether `own` has a NaN or an infinity."""
+    """[], int32, not 0 once a mean had a NaN or an infinity."""
+
+    def activate(self, users: Tensor) -> None:
+        """Step those parameters that have users: a number for each slot that has gradients, [rows]."""
+
+    def __call__(self, start: int, received: Tensor | None, own: Tensor, divisor: int = 1) -> None:
+        """Step by elements `[start, start + n)` of the mean: `(received + own) / divisor`, [n] each, or just `own`."""
 
 
 class Averager:
@@ -50,19 +70,17 @@ class Averager:
 
     def place(self, flat: Flat, full: Tensor) -> Mean:
         """Find memory for the mean of `full`. It lives as long as a `.grad` views it."""
-        layout, dtype = flat.gradients, flat.local.dtype
-        own = slice(*layout.shard_range(self._shared.transport.rank))
-        bad = torch.zeros((), dtype=torch.int32, device=full.device)
+        layout, dtype = flat.gradients, flat.master
+        start, stop = layout.shard_range(self._shared.transport.rank)
         if self._stage == 0:
             whole = full if full.dtype == dtype else full.new_empty(layout.full_numel, dtype=dtype)
-            mean = Mean(flat, whole, whole[own], bad)
+            own = whole[start:stop]
         elif (self._stage == 1 or layout.world_size == 1) and full.dtype == dtype:
-            mean = Mean(flat, full[own], full[own], bad)
+            whole = own = full[start:stop]
         else:
-            shard = full.new_empty(own.stop - own.start, dtype=dtype)
-            mean = Mean(flat, shard, shard, bad)
-        self._shared.ledger.track("gradients", mean.whole)
-        return mean
+            whole = own = full.new_empty(stop - start, dtype=dtype)
+        self._shared.ledger.track("gradients", whole)
+        return Mean(flat, whole, own, new_stats(own), full.new_empty(2, dtype=torch.float64))
 
     def job(self, full: Tensor, mean: Mean, unit: str, operation: Operation) -> Callable[[], None]:
         """Return what a lane has to do with the gradients in `full`, which it overwrites."""
@@ -79,6 +97,7 @@ class Averager:
                     transport,
                     out=mean.own,
                     divisor=1 if across else divisor,
+                    stats=None if across else mean.stats,
                     staging=self._staging_for(full, mean),
                     operation=operation,
                     cuts=cuts,
@@ -87,11 +106,48 @@ class Averager:
                 numel = staging_numel(mean.own.numel(), across.world_size, mean.own.dtype, batched=across.batched)
                 room = self._room(numel, mean.own.dtype)
                 all_reduce(mean.own, across, divisor=divisor, staging=room, operation=operation)
+            if in_place or across:
+                stats(mean.own, mean.stats)
             if self._stage == 0:
                 all_gather(mean.whole, transport, operation=operation, cuts=cuts)
-            mean.bad.copy_(any_bad([mean.own], mean.own.device))
+            mean.total.copy_(stats_total(mean.stats))
 
         return average
+
+    def stepping_job(
+        self, full: Tensor, flat: Flat, step: Step, used: Sequence[int], unit: str, operation: Operation
+    ) -> Callable[[], None]:
+        """Return what a lane has to do with the gradients in `full` if the mean is stepped by and not kept.
+
+        Where the mean is the last addition of a ring, that and the step are one. Where it is gathered or added up once
+        more (stage 0, replicas) the step follows. `used` is 1 for each parameter that this rank has used, else 0.
+        """
+        shared, cuts, divisor = self._shared, flat.gradients.cuts, self.divisor
+        shard, replicas = shared.reducing
+        transport = shared.traffic.counted(shard, "reduce", unit)
+
+        def last(start: int, received: Tensor, own: Tensor) -> None:
+            step(start, received, own, divisor)
+
+        def average() -> None:
+            step.activate(self._users(used, full.device, unit, operation))
+            if self._stage == 0 or replicas or shard.world_size == 1:
+                mean = self.place(flat, full)
+                self.job(full, mean, unit, operation)()
+                step(0, None, mean.whole)
+            else:
+                staging = self._staging_of(flat, full)
+                reduce_scatter(full, transport, last=last, staging=staging, operation=operation, cuts=cuts)
+
+        return average
+
+    def _users(self, used: Sequence[int], device: torch.device, unit: str, operation: Operation) -> Tensor:
+        """Return how many ranks have used each parameter, [rows]. Steps need to know before their means are whole."""
+        users = send(used, torch.int32, device)
+        for transport in self._shared.reducing:
+            if transport is not None:
+                all_reduce(users, self._shared.traffic.counted(transport, "used", unit), operation=operation)
+        return users
 
     def _staging_for(self, full: Tensor, mean: Mean) -> Tensor | None:
         """Return where partial sums arrive, if that cannot be the shard itself."""
@@ -100,8 +156,20 @@ class Averager:
         apart = storage_key(mean.own) != storage_key(full)
         if layout.world_size == 1 or (apart and equal and mean.own.dtype == full.dtype):
             return None
+        return self._staging_of(mean.flat, full)
+
+    def _staging_of(self, flat: Flat, full: Tensor) -> Tensor:
+        """Return memory where partial sums can arrive."""
+        layout = flat.gradients
         batched = self._shared.transport.batched
-        numel = staging_numel(layout.full_numel, layout.world_size, full.dtype, cuts=layout.cuts, batched=batched)
+        numel = staging_numel(
+            layout.full_numel,
+            layout.world_size,
+            full.dtype,
+            cuts=layout.cuts,
+            batched=batched,
+            grain=stats_block(full),
+        )
         return self._room(numel, full.dtype)
 
     def _room(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -97,6 +97,8 @@ class Backward:
         grad, param.grad = param.grad, None
         assert grad is not None
         self.open()
+        if not self._got_gradients:
+            self._reducer.begin(steps=self._mode is Mode.STEP)
         self._got_gradients = True
         bucket = self._reducer.add(unit, param, grad.detach())  # with `create_graph` it has a history
         if self._mode is not Mode.LOCAL and self._is_complete(bucket):
@@ -134,6 +136,11 @@ class Backward:
     def died(self) -> bool:
         """Whether the last backward ended in an exception: the engine never called back."""
         return self._task is not None and not in_backward()
+
+    @property
+    def has_brought(self) -> bool:
+        """Whether gradients have come in the backward in progress, or that died."""
+        return self._got_gradients
 
     def repair(self) -> None:
         """Clean up after a backward that died."""

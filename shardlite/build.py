@@ -10,7 +10,7 @@
 Legend: `W` ranks that share a model, `S` elements per shard; a full buffer has `W*S` elements.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -18,12 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from shardlite.arena import carve
-from shardlite.partition import ROOT, UnitPlan
+from shardlite.partition import ROOT, UnitPlan, UnitRule, applies
 from shardlite.plan import FlatPlan, Plan
+from shardlite.slots import Part
 from shardlite.unit import Flat, Unit
-
-ReshardRule = bool | Callable[[str, nn.Module], bool]
-"""Whether units are released after their forward: all or none, or by name and module."""
 
 
 @dataclass(frozen=True)
@@ -43,27 +41,25 @@ class Placement:
     """Whether a unit stays gathered from its forward to the end of the backward."""
 
 
-def place(plan: Plan, stage: int, rank: int, world_size: int, reshard: ReshardRule) -> Placement:
+def place(plan: Plan, stage: int, rank: int, world_size: int, reshard: UnitRule) -> Placement:
     """Say what rank `rank` of those that share a model keeps, where there are `world_size` in all."""
     alone = world_size == 1 and not plan.casts
     return Placement(
         rank=None if stage == 0 or alone else rank,
         permanent=stage < 3 or alone,
         alone=alone,
-        resident=lambda unit: unit.name == "" or not _reshards(reshard, unit),
+        resident=lambda unit: unit.name == "" or not applies(reshard, unit),
     )
-
-
-def _reshards(rule: ReshardRule, unit: UnitPlan) -> bool:
-    return rule if isinstance(rule, bool) else bool(rule(unit.name, unit.module))
 
 
 def build_units(plan: Plan, placement: Placement) -> list[Unit]:
     """Allocate memory, and return the units, the root first if it has any parameters. Their weights are undefined."""
-    places = iter(_allocate(list(chain.from_iterable(plan.flats)), placement, plan.device))
+    flats_to_be = list(chain.from_iterable(plan.flats))
+    places = iter(_allocate(flats_to_be, placement, plan.device))
+    lows = iter(_allocate_lower_parts(flats_to_be, placement, plan.device))
     units: list[Unit] = []
     for start, mine in zip(plan.units, plan.flats, strict=True):
-        flats = [_make_flat(flat, *next(places), placement) for flat in mine]
+        flats = [_make_flat(flat, *next(places), next(lows), placement) for flat in mine]
         if flats:
             units.append(Unit(len(units), start.name or ROOT, flats, resident=placement.resident(start)))
     return units
@@ -96,24 +92,46 @@ def _allocate(
     return places
 
 
-def _make_flat(plan: FlatPlan, local: Tensor, full: Tensor | None, placement: Placement) -> Flat:
+def _allocate_lower_parts(
+    flats: Sequence[FlatPlan], placement: Placement, device: torch.device
+) -> Iterator[Tensor | None]:
+    """Yield for each flat memory for the lower part of what this rank keeps, if that is split."""
+    split = [flat for flat in flats if flat.split]
+    lengths = [flat.layout.full_numel if placement.rank is None else flat.layout.shard_numel for flat in split]
+    lows = iter(carve([(torch.int8, flat.layout.trainable) for flat in split], lengths, device))
+    return (next(lows) if flat.split else None for flat in flats)
+
+
+def _make_flat(plan: FlatPlan, local: Tensor, full: Tensor | None, low: Tensor | None, placement: Placement) -> Flat:
     """Tie a plan to this rank's placement."""
     flat = Flat(
         layout=plan.layout,
         compute=plan.compute,
         reduce=plan.reduce,
+        quantized=plan.quantized,
         params=plan.params,
         rank=placement.rank,
         # `.data` gives this part of the arena a version counter of its own, which all its shards share. A counter per
         # shard would not do: a shard may be empty, and code that skips empty tensors would leave ranks with different
         # opinions on whether a gather is stale.
         local=local.data,
+        low=low,
         full=full,
     )
-    views = flat.shard_views(flat.local)
-    trainable = plan.layout.trainable
-    flat.shards = plan.params if placement.alone else [nn.Parameter(view, requires_grad=trainable) for view in views]
+    flat.shards = plan.params if placement.alone else _make_shards(flat)
     return flat
+
+
+def _make_shards(flat: Flat) -> list[nn.Parameter]:
+    """Return what optimizers see of a flat."""
+    views, own = flat.shard_views(flat.local), flat.own_range(flat.layout)
+    shards = [nn.Parameter(view, requires_grad=flat.layout.trainable) for view in views]
+    for slot, shard in zip(flat.layout.slots, shards, strict=True):
+        first, stop = slot.within(*own)
+        Part(own[0] + first - slot.start, None if flat.low is None else flat.low[first:stop]).mark(shard)
+        if flat.low is not None:
+            shard.grad_dtype = None  # gradients are sums in fp32, beside an upper part in bf16
+    return shards
 
 
 def part_of(units: Sequence[Unit]) -> Callable[[Tensor, Tensor], Tensor]:

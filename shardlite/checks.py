@@ -91,6 +91,17 @@ def check(
     _check_params(named, precision)
 
 
+def check_quantized_gather(rule: object, stage: int) -> None:
+    """Raise what is wrong with the rule of which units' gathers are quantized."""
+    if not (isinstance(rule, bool) or callable(rule)):
+        raise LayoutError(f"quantized_gather must be True, False or callable(name, module), got {rule!r}")
+    if rule is not False and stage != 3:
+        raise LayoutError(
+            f"quantized_gather is for stage 3, got stage {stage}: at stages 0 to 2 full weights have memory that this "
+            "rank's shard is a part of, so codes would replace the weights that the optimizer steps"
+        )
+
+
 def _check_params(named: Sequence[tuple[str, nn.Parameter]], precision: Precision) -> None:
     for name, param in named:
         if param in _wrapped:

@@ -1,64 +1,115 @@
-"""The global norm of sharded gradients, without a host synchronisation.
+"""The global norm of sharded gradients, and clipping by it, without a host synchronisation.
 
-The norm is made of one partial per rank, combined in the order of ranks. Where gradients are not sharded every rank
-computes the partials of all, from the same pieces: so all stages get the same bits.
+The norm is made of one partial per rank, combined in the order of ranks. A rank's partial comes from the statistics
+that the reduction took on its way, if these still hold, or else from a pass over its part of the gradients. At every
+stage these are the same parts, so all get the same bits.
 
 Legend: `W` ranks that share a model.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import count
 from math import inf
 
 import torch
-from torch import Tensor
+from shardlite_kernels import scale, use_triton
+from torch import Tensor, nn
 
 from shardlite.errors import LayoutError
+from shardlite.handed import Handed
 from shardlite.magnitude import largest
-from shardlite.ring import Operation, all_gather
+from shardlite.ring import all_gather
 from shardlite.shared import Shared
 from shardlite.unit import Flat
 
 _EPSILON = 1e-6
 """As in `torch.nn.utils.clip_grad_norm_`."""
 
-
-def clip_gradients(shards: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scale gradients by `min(1, max_norm / (norm + 1e-6))`, as `torch.nn.utils.clip_grad_norm_` does."""
-    factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
-    grads = [shard.grad for shard in shards if shard.grad is not None]
-    for dtype in {grad.dtype for grad in grads}:
-        torch._foreach_mul_([grad for grad in grads if grad.dtype == dtype], factor.to(dtype))
+_SCALABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def total_norm(
-    flats: Sequence[Flat],
-    shared: Shared,
-    norm_type: float,
-    operation: Operation,
-    only: Collection[Tensor] | None = None,
-) -> Tensor:
-    """Return the norm of the gradients of all ranks, [], or of those of the shards in `only`.
+class Clipper:
+    """The norm of the gradients of one wrapped model, and clipping by it."""
 
-    Raises:
-        LayoutError: there is no such norm.
-    """
-    if not norm_type > 0:
-        raise LayoutError(f"the norm of gradients has a positive exponent or is inf, got {norm_type!r}")
-    transport = shared.transport
-    sharded = any(flat.rank is not None for flat in flats)
-    doubles = any(flat.local.dtype == torch.float64 for flat in flats)
-    partials = torch.zeros(
-        transport.world_size, dtype=torch.float64 if doubles else torch.float32, device=shared.device
-    )
-    for rank in [transport.rank] if sharded else range(transport.world_size):
-        pieces = [piece for flat in flats for piece in _pieces(flat, rank, only)]
-        if pieces:
-            norms = [norm.to(partials.dtype) for norm in _norms(pieces, norm_type)]
-            partials[rank] = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    if sharded:
+    def __init__(self, flats: Sequence[Flat], shared: Shared, handed: Callable[[], Handed | None]) -> None:
+        """`handed` returns what the last reduction has handed over."""
+        self._flats = [flat for flat in flats if flat.layout.dtype.is_floating_point]
+        self._shared = shared
+        self._handed = handed
+        self._numbers = count()
+
+    def norm(self, norm_type: float, only: Collection[Tensor] | None = None) -> Tensor:
+        """Return the norm of the gradients of all ranks, [], or of those of the shards in `only`.
+
+        To be called by every rank.
+
+        Raises:
+            LayoutError: there is no such norm.
+        """
+        if not norm_type > 0:
+            raise LayoutError(f"the norm of gradients has a positive exponent or is inf, got {norm_type!r}")
+        shared, transport = self._shared, self._shared.transport
+        doubles = any(flat.local.dtype == torch.float64 for flat in self._flats)
+        partials = torch.zeros(
+            transport.world_size, dtype=torch.float64 if doubles else torch.float32, device=shared.device
+        )
+        partials[transport.rank] = self._partial(norm_type, only, partials.dtype)
+        operation = shared.operation("the norm of gradients", next(self._numbers))
         all_gather(partials, shared.traffic.counted(transport, "norm"), operation=operation)
-    total: Tensor = torch.linalg.vector_norm(partials, norm_type)
-    return total
+        total: Tensor = torch.linalg.vector_norm(partials, norm_type)
+        return total
+
+    def _partial(self, norm_type: float, only: Collection[Tensor] | None, dtype: torch.dtype) -> Tensor | float:
+        """Return the norm of this rank's part of the gradients."""
+        graded = _graded(shard for flat in self._flats for shard in flat.shards if only is None or shard in only)
+        handed = self._handed()
+        if norm_type == 2 and handed is not None and handed.describes(graded):
+            return handed.squares(self._flats).sqrt()
+        pieces = [piece for flat in self._flats for piece in _pieces(flat, self._shared.transport.rank, only)]
+        if not pieces:
+            return 0.0
+        norms = torch.stack([norm.to(dtype) for norm in _norms(pieces, norm_type)])
+        partial: Tensor = torch.linalg.vector_norm(norms, norm_type)
+        return partial
+
+    def clip(self, shards: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+        """Scale gradients by `min(1, max_norm / (norm + 1e-6))`, as `torch.nn.utils.clip_grad_norm_` does.
+
+        Where that is 1 no gradient is read: the device finds it out, or the host on the CPU, where it need not wait.
+        """
+        factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
+        if not use_triton(factor) and factor == 1:
+            return
+        graded, handed = _graded(shards), self._handed()
+        if handed is not None and handed.are_all(graded):
+            runs = list(handed.runs())
+        else:
+            runs = [run for grad in _grads(graded) if (run := _run_or_scaled(grad, factor)) is not None]
+        for run in runs:
+            scale(run, factor)
+        torch.autograd.graph.increment_version(runs)  # a kernel does not count its writes
+
+    def gradients_written(self) -> None:
+        """Take note that gradients were written to in a way that PyTorch does not count."""
+        handed = self._handed()
+        if handed is not None:
+            handed.forget()
+
+
+def _graded(shards: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return [shard for shard in shards if shard.grad is not None]
+
+
+def _grads(shards: Iterable[nn.Parameter]) -> Iterator[Tensor]:
+    return (shard.grad for shard in shards if shard.grad is not None)
+
+
+def _run_or_scaled(grad: Tensor, factor: Tensor) -> Tensor | None:
+    """Return the memory of a gradient, [n], or scale it here if it is not what `scale` takes."""
+    if grad.layout is torch.strided and grad.is_contiguous() and grad.dtype in _SCALABLE:
+        return grad.view(-1)
+    grad.mul_(factor.to(grad.dtype))
+    return None
 
 
 def _norms(pieces: Sequence[Tensor], norm_type: float) -> Sequence[Tensor]:

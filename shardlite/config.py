@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -28,8 +29,10 @@ class Precision:
     loses about `sqrt(W)` units in the last place of bf16 at `W` ranks. (One rank that casts no weights sums nothing,
     and rounds nothing.)"""
 
-    master: torch.dtype = torch.float32
-    """Of the weights that the optimizer steps. fp64 parameters stay fp64."""
+    master: torch.dtype | Literal["split24"] = torch.float32
+    """Of the weights that the optimizer steps. fp64 parameters stay fp64. `"split24"` keeps the upper 24 bits of fp32
+    numbers in two parts, as bf16, which is what is gathered, and 8 bits more: 3 bytes per element, and no copy in the
+    dtype of the computation. It goes with `compute=torch.bfloat16` and with `shardlite.AdamW` only."""
 
     output: torch.dtype | None = None
     """To which floating-point outputs of the model are cast. `None`: they are left alone."""
@@ -43,18 +46,27 @@ class Precision:
         for name, dtype, allowed in (
             ("compute", self.compute, (None, *COMPUTE)),
             ("reduce", self.reduce, WIRE),
-            ("master", self.master, (torch.float32,)),
+            ("master", self.master, (torch.float32, "split24")),
             ("output", self.output, (None, *COMPUTE)),
         ):
             if dtype not in allowed:
                 choices = ", ".join(str(choice) for choice in allowed)
                 raise ValueError(f"Precision: {name} must be one of {choices}; got {dtype!r}")
+        if self.master == "split24" and self.compute != torch.bfloat16:
+            raise ValueError(
+                'Precision: master="split24" keeps weights as bf16 and 8 bits more, so it goes with '
+                f"compute=torch.bfloat16; got compute={self.compute}"
+            )
 
     def master_of(self, dtype: torch.dtype, *, trainable: bool) -> torch.dtype:
-        """Return in which dtype a parameter of `dtype` is kept."""
+        """Return in which dtype a parameter of `dtype` is stepped; if it is not split, it is kept so."""
         if not (trainable and dtype.is_floating_point):
             return dtype
-        return torch.promote_types(dtype, self.master)
+        return torch.promote_types(dtype, torch.float32)
+
+    def splits(self, master: torch.dtype, *, trainable: bool) -> bool:
+        """Return whether a parameter that is stepped in `master` is kept in two parts."""
+        return self.master == "split24" and trainable and master == torch.float32
 
     def compute_of(self, dtype: torch.dtype) -> torch.dtype:
         """Return in which dtype a parameter of `dtype` is gathered."""

@@ -6,7 +6,8 @@ An average lies in memory laid out like what this rank keeps of the weights, so 
     averages  [ unit 0 | unit 1 | unit 2 | ... ]     += (1 - decay) * (weights - averages)
 
 Only at stages 1 and 2, where this rank's shard is a part of the full weights, is it one call per unit. For an
-evaluation arena and averages exchange their contents: nothing exists a third time.
+evaluation arena and averages exchange their contents: nothing exists a third time. Averages of split weights are whole,
+in fp32; by an exchange they lose what is below the 24 bits that the model keeps.
 
 Legend: `n` elements that this rank keeps of a flat.
 """
@@ -16,6 +17,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from shardlite_kernels import join, split
 from torch import Tensor
 
 from shardlite.arena import carve, joined
@@ -77,6 +79,7 @@ class EMA:
         self._swapped = False
         self._averages: dict[Flat, Tensor] = {}
         self._runs: Sequence[tuple[Tensor, Tensor]] = ()
+        self._split: Sequence[tuple[Tensor, Tensor, Tensor]] = ()
         self._stepping.announce_change()
         self._take_in(flat for flat in flats_of(model._units) if flat.rows_now())
         self._stepping.followers.add(self)
@@ -93,6 +96,9 @@ class EMA:
         decay = _checked(self._decay(self.updates), self.updates) if callable(self._decay) else self._decay
         for average, weights in self._runs:
             average.lerp_(weights, 1 - decay)
+        for average, *parts in self._split:
+            for chunk, high, low in zip(*(torch.split(each, _CHUNK) for each in (average, *parts)), strict=True):
+                chunk.lerp_(_joined(high, low), 1 - decay)
         self.updates += 1
 
     @contextmanager
@@ -188,14 +194,16 @@ class EMA:
         new = list(flats)
         if not new:
             return
-        kinds = [(flat.layout.dtype, flat.layout.trainable) for flat in new]
+        kinds = [(flat.master, flat.layout.trainable) for flat in new]
         with torch.inference_mode(False), torch.no_grad():
             memory = carve(kinds, [flat.local.numel() for flat in new], self._model._shared.device)
             for flat, average in zip(new, memory, strict=True):
-                average.copy_(flat.local)
+                average.copy_(flat.weights())
                 self._model.ledger.track("averages", average)
                 self._averages[flat] = average
-            self._runs = joined([(average, flat.local) for flat, average in self._averages.items()])
+            pairs = [(average, flat.local) for flat, average in self._averages.items() if flat.low is None]
+            self._runs = joined(pairs)
+            self._split = [(a, flat.local, flat.low) for flat, a in self._averages.items() if flat.low is not None]
 
     def _settle(self) -> None:
         """Wait until no rank needs the weights of now any more."""
@@ -207,6 +215,11 @@ class EMA:
         """Let weights and averages change places."""
         for average, weights in self._runs:
             _exchange(average, weights)
+        for average, *parts in self._split:
+            for chunk, high, low in zip(*(torch.split(each, _CHUNK) for each in (average, *parts)), strict=True):
+                weights = _joined(high, low)
+                split(high, low, chunk)
+                chunk.copy_(weights)
         self._swapped = not self._swapped
         self._stepping.mark_changed()
 
@@ -214,6 +227,13 @@ class EMA:
         """Return in words which part of the weights this rank keeps."""
         rank, ranks = self._model._placement.rank, self._model._shared.transport.world_size
         return "all" if rank is None else f"part {rank} of {ranks}"
+
+
+def _joined(high: Tensor, low: Tensor) -> Tensor:
+    """Return the fp32 numbers that were split, [n]."""
+    whole = torch.empty_like(high, dtype=torch.float32)
+    join(whole, high, low)
+    return whole
 
 
 def _exchange(first: Tensor, second: Tensor) -> None:

@@ -1,8 +1,9 @@
 """Filling: a unit's full weights are made of the shards of all ranks.
 
-    shard [S] -> cast into its place in the full weights [W*S] -> all-gather
+    shard [S] -> what is sent for it -> all-gather -> full weights [W*S]
 
-Where the shard is a part of the full weights already there is nothing to cast, and on one rank nothing to gather.
+`wire.py` says what is sent. Where the shard is a part of the full weights there is nothing to make, and on one rank
+nothing to gather.
 
 Legend: `W` ranks, `S` elements per shard.
 """
@@ -23,6 +24,7 @@ from shardlite.phase import Weights
 from shardlite.ring import all_gather
 from shardlite.shared import Shared
 from shardlite.unit import Flat, Unit
+from shardlite.wire import pack, place_own, unpack
 
 
 class Gathering(Protocol):
@@ -77,7 +79,7 @@ class Filler:
     def filling(self, unit: Unit) -> Callable[[], None]:
         """Return what the lane has to do so that the unit's memory has its weights of now."""
         jobs = deque(
-            partial(self._fill, unit, i, flat, full, "gather")
+            partial(self._fill, unit, i, flat, full)
             for i, (flat, full) in enumerate(zip(unit.flats, unit.fulls(), strict=True))
         )
 
@@ -92,24 +94,42 @@ class Filler:
         return go_round
 
     def take_part(self, unit: Unit) -> None:
-        """Gather a unit for the sake of other ranks, on the lane: its weights are dropped."""
+        """Gather a unit for the sake of other ranks, on the lane: what comes is dropped."""
         unit.gathers += 1
         self._shared.trace.emit("take part", unit.name)
         for i, flat in enumerate(unit.flats):
-            full = torch.empty(flat.layout.full_numel, dtype=flat.compute, device=flat.local.device)
-            self._shared.ledger.track("gather buffers", full)
-            self._fill(unit, i, flat, full, "take part")
+            if flat.quantized:
+                self._gather(unit, i, self._packed(flat), "take part")
+            else:
+                full = torch.empty(flat.layout.full_numel, dtype=flat.compute, device=flat.local.device)
+                self._shared.ledger.track("gather buffers", full)
+                place_own(flat, full)
+                self._gather(unit, i, full, "take part")
 
-    def _fill(self, unit: Unit, i: int, flat: Flat, full: Tensor, purpose: str) -> None:
+    def _fill(self, unit: Unit, i: int, flat: Flat, full: Tensor) -> None:
         """Gather one flat [W*S], if it is gathered: every rank may have all of it."""
-        if not flat.in_place:
-            flat.own_part(full).copy_(flat.local)
-        if flat.rank is not None and self._shared.transport.world_size > 1:
-            operation = self._shared.operation(
-                f"all-gather of unit {unit.name!r}, flat {i}", unit.gathers, during=self.during
-            )
-            transport = self._shared.traffic.counted(self._shared.transport, purpose, unit.name)
-            all_gather(full, transport, operation=operation)
+        if flat.quantized:
+            wire = self._packed(flat)
+            self._gather(unit, i, wire, "gather")
+            unpack(flat, wire, full)
+        else:
+            place_own(flat, full)
+            if flat.rank is not None and self._shared.transport.world_size > 1:
+                self._gather(unit, i, full, "gather")
+
+    def _packed(self, flat: Flat) -> Tensor:
+        """Return the wire of a flat, to be gathered."""
+        wire = pack(flat)
+        self._shared.ledger.track("staging", wire)
+        return wire
+
+    def _gather(self, unit: Unit, i: int, whole: Tensor, purpose: str) -> None:
+        """All-gather what stands for a flat."""
+        operation = self._shared.operation(
+            f"all-gather of unit {unit.name!r}, flat {i}", unit.gathers, during=self.during
+        )
+        transport = self._shared.traffic.counted(self._shared.transport, purpose, unit.name)
+        all_gather(whole, transport, operation=operation)
 
     def finish(self, unit: Unit) -> None:
         """Wait for the weights."""

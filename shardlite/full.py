@@ -19,6 +19,7 @@ from shardlite.handles import Calls, pop_hooks, push_hooks
 from shardlite.ring import all_gather
 from shardlite.shared import Shared
 from shardlite.unit import Flat, Unit
+from shardlite.wire import own_as_gathered
 
 NO_COPY = (
     "a wrapped model cannot be copied or pickled, for it is tied to its ranks. For a copy wrap a second instance with "
@@ -103,9 +104,9 @@ class FullParameters:
     def _whole(self, unit: Unit, i: int, flat: Flat) -> Tensor:
         """Gather a flat in the precision in which it is kept, [W*S]."""
         if flat.rank is None:
-            return flat.local
-        whole = flat.local.new_empty(flat.layout.full_numel)
-        flat.own_part(whole).copy_(flat.local)
+            return flat.weights()
+        whole = flat.local.new_empty(flat.layout.full_numel, dtype=flat.master)
+        flat.own_part(whole).copy_(flat.weights())
         operation = self._shared.operation(f"the full state of unit {unit.name!r}, flat {i}", next(self._uses))
         transport = self._shared.traffic.counted(self._shared.transport, "full state", unit.name)
         all_gather(whole, transport, operation=operation)
@@ -180,10 +181,14 @@ class FullParameters:
                 "gathered(): the shards were changed inside it (a step, a load), which writing back would undo. "
                 "Do that outside, or pass writeback=False"
             )
+        former = {id(each.flat): each for each in before}
         with torch.no_grad():
             for unit, writers in zip(units, ranks.tolist(), strict=False):
                 for flat, full in _places(unit) if writers else ():
-                    _take_over(flat, full)
+                    if flat.in_place:
+                        former[id(flat)].take_over()
+                    else:
+                        _take_over(flat, full)
 
 
 @dataclass(frozen=True)
@@ -201,6 +206,15 @@ class _Before:
 
     def changed(self) -> bool:
         return not torch.equal(self.flat.local, self.copy)
+
+    def take_over(self) -> None:
+        """Let the shard be what was written: only the version is raised, so that other ranks' parts are gathered again.
+
+        Of weights that are split this was the upper part, and what was below counts no more.
+        """
+        if self.flat.low is not None:
+            self.flat.low.masked_fill_(self.flat.local != self.copy, 0)
+        torch.autograd.graph.increment_version(self.flat.local)
 
     def restore(self) -> None:
         if self.flat.local._version == self.version and self.changed():
@@ -220,17 +234,19 @@ def _places(unit: Unit) -> Iterator[tuple[Flat, Tensor]]:
 
 
 def _differs(flat: Flat, full: Tensor) -> bool:
-    return not flat.in_place and not torch.equal(flat.own_part(full), flat.local.to(flat.compute))
+    return not flat.in_place and not bool(_kept(flat, full).all())
+
+
+def _kept(flat: Flat, full: Tensor) -> Tensor:
+    """Return which elements of this rank's part of the full weights are as they were gathered, [S]: NaN may be, too."""
+    ours, gathered = flat.own_part(full), own_as_gathered(flat)
+    return (ours == gathered) | ((ours != ours) & (gathered != gathered))
 
 
 def _take_over(flat: Flat, full: Tensor) -> None:
     """Let the shard be what was written. Elements that were not keep all their digits: the full weights may have less.
 
-    Where both are the same memory only the version is raised, so that other ranks' parts are gathered again.
+    (Of a quantized gather they are not even the shard's, rounded.)
     """
-    if flat.in_place:
-        torch.autograd.graph.increment_version(flat.local)
-        return
     ours = flat.own_part(full)
-    same = ours == flat.local.to(flat.compute)
-    flat.local.copy_(torch.where(same, flat.local, ours.to(flat.local.dtype)))
+    flat.keep(torch.where(_kept(flat, full), flat.weights(), ours.to(flat.master)))

@@ -101,6 +101,11 @@ def _find(optimizer: Optimizer) -> Iterable[Stepping]:
                 "ShardLite model"
             )
         if held & {id(shard) for shard in model.shards}:
+            if model.shards.are_split and not getattr(optimizer, "steps_split_weights", False):
+                raise LayoutError(
+                    f"{type(optimizer).__name__} would step the upper part of weights that are split "
+                    '(master="split24") and know nothing of the rest: use shardlite.AdamW, or a master in fp32'
+                )
             kinds = {kind.__name__ for kind in type(optimizer).__mro__}
             if model.shards.are_parts and kinds & WHOLE_MATRICES:
                 raise LayoutError(
@@ -117,9 +122,12 @@ def _unscale(original: Callable[..., dict[torch.device, Tensor]]) -> Callable[..
     @wraps(original)
     def unscale(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         """Divide the gradients as ever; what any rank has found, all have."""
+        for model in _models_of(optimizer):
+            model.refuse("a gradient scaler")
         found = original(scaler, optimizer, *args, **kwargs)
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for model in _models_of(optimizer):
+            model.clipper.gradients_written()
             flag = model.skips.flag()
             if flag is not None:
                 here = found.setdefault(flag.device, torch.zeros_like(flag))
@@ -147,7 +155,7 @@ def _total_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         model, shards = _owner(grads)
         if model is None:
             return original(grads, norm_type, error_if_nonfinite, foreach)
-        norm = model.norm(float(norm_type), shards)
+        norm = model.clipper.norm(float(norm_type), shards)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
                 f"The total norm of order {norm_type} of the gradients of all ranks is {norm.item()}, so it cannot be "
@@ -160,8 +168,11 @@ def _total_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _clip(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
-    def clip(parameters: _Tensors, *args: Any, **kwargs: Any) -> None:
-        """Scale gradients, unless `parameters` are those inside a wrapped model, which have none."""
+    def clip(parameters: _Tensors, max_norm: float, total_norm: Tensor, foreach: bool | None = None) -> None:
+        """Scale gradients, unless `parameters` are those inside a wrapped model, which have none.
+
+        Those of shards are not even read where the factor is 1.
+        """
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for model in list(_models):
             unsharded = model.shards.names_of_unsharded()
@@ -171,12 +182,18 @@ def _clip(original: Callable[..., None]) -> Callable[..., None]:
                         f"clip_grad_norm_ was given the unsharded parameter {unsharded[id(param)]!r}, which has no "
                         "gradient: give it parameters() of the ShardLite model, not those of a module around or in it"
                     )
-        original(params, *args, **kwargs)
+            if {id(shard) for shard in model.shards} & {id(param) for param in params}:
+                model.refuse("clip_grad_norm_")
+        owner, shards = _owner([param.grad for param in params if param.grad is not None])
+        if owner is None:
+            original(params, max_norm, total_norm, foreach)
+        else:
+            owner.clipper.clip(shards, float(max_norm), total_norm)
 
     return clip
 
 
-def _owner(grads: Sequence[Tensor]) -> tuple[Stepping | None, set[Tensor]]:
+def _owner(grads: Sequence[Tensor]) -> tuple[Stepping | None, set[nn.Parameter]]:
     """Return the model whose gradients these are, if any, and the shards that they belong to.
 
     Raises:
@@ -184,7 +201,7 @@ def _owner(grads: Sequence[Tensor]) -> tuple[Stepping | None, set[Tensor]]:
     """
     wanted = {id(grad) for grad in grads}
     for model in list(_models):
-        shards: set[Tensor] = {shard for shard in model.shards if shard.grad is not None and id(shard.grad) in wanted}
+        shards = {shard for shard in model.shards if shard.grad is not None and id(shard.grad) in wanted}
         if len(shards) == len(wanted) and shards:
             return model, shards
         if shards:

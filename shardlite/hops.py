@@ -98,20 +98,16 @@ class HopStep:
 
     def __init__(self, members: Sequence[tuple[Slot, int]]) -> None:
         self._members = [(slot, start) for slot, start in members if slot.start < slot.end]
-        self._counts = self._members[0][0].counts if self._members else None
+        self._rows = [slot.row for slot, _ in members]
+        self._counts = members[0][0].counts if members else None
         device = members[0][0].param.device if members else torch.device("cpu")
         self.bad = torch.zeros((), dtype=torch.int32, device=device)
         """[], 1 if a gradient had a NaN or an infinity."""
 
-    @property
-    def params(self) -> list[Tensor]:
-        """Those that it is about and that are not empty."""
-        return [slot.param for slot, _ in self._members]
-
-    def activate(self, users: Sequence[Tensor]) -> None:
-        """Step those that somebody uses: [] each, above 0 if so. The others are left alone."""
+    def activate(self, users: Tensor) -> None:
+        """Step those that somebody uses: above 0 if so, [number of parameters]. The others are left alone."""
         if self._counts is not None:
-            self._counts.activate([slot.row for slot, _ in self._members], torch.stack(list(users)))
+            self._counts.activate(self._rows, users)
 
     def __call__(self, start: int, received: Tensor | None, own: Tensor, divisor: int = 1) -> None:
         """Step by elements `[start, start + n)` of the buffer: `(received + own) / divisor`, [n] each, or just `own`.

@@ -66,6 +66,7 @@ class AdamW(Optimizer):
     """
 
     _step_supports_amp_scaling = True
+    steps_split_weights = True
     _plan: _Plan | None = None  # made when first needed, and anew when parameters have moved
     _hops: Hops | None = None
     moments = "fp32"
@@ -119,7 +120,7 @@ class AdamW(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickled optimizer is made from."""
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        state: dict[str, Any] = super().__getstate__()
         return {**state, "moments": self.moments, "in_backward": self.in_backward}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -179,6 +180,16 @@ class AdamW(Optimizer):
         slots = self._current_plan().by_param
         return self._hops.prepare([(slots[param], start) for param, start in places])
 
+    def ready(self) -> None:
+        """Raise if the step of an earlier backward is not closed."""
+        if self._hops is not None:
+            self._hops.ready()
+
+    def note(self, bad: Tensor) -> None:
+        """Take note of whether what was stepped by had a NaN or an infinity: [], above 0 if so."""
+        if self._hops is not None:
+            self._hops.note(bad)
+
     def _begin_hops(self) -> list[StepCounts]:
         """Prepare a step whose parameters are not known yet."""
         plan = self._current_plan()
@@ -199,9 +210,10 @@ class AdamW(Optimizer):
     @torch.no_grad()
     def _step_one(self, param: Tensor) -> None:
         """Step a parameter by its gradient, and drop that."""
+        assert self._hops is not None
         assert param.grad is not None
         step = self.hop([(param, 0)])
-        step.activate([torch.ones((), device=each.device) for each in step.params])
+        step.activate(torch.ones(1, device=param.device))
         _update(_active([self._current_plan().by_param[param]], self.state), unscale=False)
         self._hops.note(any_bad([param.grad], param.device))
         torch.autograd.graph.increment_version([param])
@@ -248,13 +260,15 @@ def adopt(shards: Mapping[Tensor, nn.Parameter], part: Callable[[Tensor, Tensor]
         optimizer._exchange(shards, part)
 
 
-def steps_in_backward(shards: Mapping[Tensor, str]) -> AdamW | None:
-    """Return the optimizer that steps these in the backward, if there is one; names are for an error.
+def steps_in_backward(names: Callable[[], Mapping[Tensor, str]]) -> AdamW | None:
+    """Return the optimizer that steps parameters in the backward, if there is one; `names` returns theirs.
 
     Raises:
         LayoutError: there are several, or it does not hold all that are trainable.
     """
-    found = [o for o in _living if o.in_backward and any(p in shards for g in o.param_groups for p in g["params"])]
+    candidates = [optimizer for optimizer in _living if optimizer.in_backward]
+    shards = names() if candidates else {}
+    found = [o for o in candidates if any(param in shards for group in o.param_groups for param in group["params"])]
     if not found:
         return None
     held = {param for group in found[0].param_groups for param in group["params"]}

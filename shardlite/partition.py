@@ -15,6 +15,9 @@ from shardlite.errors import LayoutError
 UnitPolicy = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | None
 """A module class, several, a predicate of (name, module), or `None` to find the units."""
 
+UnitRule = bool | Callable[[str, nn.Module], bool]
+"""What holds for all units or none, or for those whose name and module it says it for."""
+
 ROOT = "(root)"
 """The name of the unit that holds what no other unit does."""
 
@@ -38,6 +41,11 @@ class UnitPlan:
     module: nn.Module
     params: dict[nn.Parameter, str] = field(default_factory=dict)
     """With the first name of each, in the order of registration."""
+
+
+def applies(rule: UnitRule, unit: UnitPlan) -> bool:
+    """Tell whether a rule holds for a unit. The root's name is empty."""
+    return rule if isinstance(rule, bool) else bool(rule(unit.name, unit.module))
 
 
 def cut(model: nn.Module, policy: UnitPolicy, ignored: Collection[Tensor] = ()) -> list[UnitPlan]:

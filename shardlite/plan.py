@@ -15,8 +15,9 @@ from shardlite.agree import agree
 from shardlite.config import Precision
 from shardlite.layout import Layout, lay_out
 from shardlite.materialise import Init
-from shardlite.partition import ROOT, UnitPlan, UnitPolicy, cut
+from shardlite.partition import ROOT, UnitPlan, UnitPolicy, UnitRule, applies, cut
 from shardlite.transport import Groups
+from shardlite.wire import can_be_quantized
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,7 @@ class Options:
     device: torch.device | str | None
     init: Init
     prefetch: int
+    quantized_gather: UnitRule
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,18 @@ class FlatPlan:
     compute: torch.dtype
     reduce: torch.dtype
     params: Sequence[nn.Parameter]
+    split: bool = False
+    """Whether weights are kept in two parts: the layout is then of the upper one."""
+
+    quantized: bool = False
+    """Whether gathers send codes of 8 bits."""
 
 
-def plan_flats(plan: UnitPlan, world_size: int, precision: Precision) -> list[FlatPlan]:
+def plan_flats(
+    plan: UnitPlan, world_size: int, precision: Precision, *, quantized_gather: UnitRule = False
+) -> list[FlatPlan]:
     """Lay out a unit: one flat for each kind of parameters in it, in the order of their first ones."""
+    quantized = world_size > 1 and applies(quantized_gather, plan)
     kinds: dict[tuple[torch.dtype, torch.dtype, bool], dict[nn.Parameter, str]] = {}
     for param, name in plan.params.items():
         master = precision.master_of(param.dtype, trainable=param.requires_grad)
@@ -51,8 +61,11 @@ def plan_flats(plan: UnitPlan, world_size: int, precision: Precision) -> list[Fl
     flats = []
     for (master, compute, trainable), members in kinds.items():
         shapes = [(name, tuple(param.shape)) for param, name in members.items()]
-        layout = lay_out(shapes, dtype=master, trainable=trainable, world_size=world_size)
-        flats.append(FlatPlan(layout, compute, precision.reduce_of(master), list(members)))
+        split = precision.splits(master, trainable=trainable)
+        kept = compute if split else master
+        layout = lay_out(shapes, dtype=kept, trainable=trainable, world_size=world_size)
+        as_codes = quantized and can_be_quantized(kept, compute)
+        flats.append(FlatPlan(layout, compute, precision.reduce_of(master), list(members), split, as_codes))
     return flats
 
 
@@ -68,8 +81,8 @@ class Plan:
 
     @property
     def casts(self) -> bool:
-        """Whether any parameter is kept in another dtype than it is used in."""
-        return any(flat.compute != flat.layout.dtype for flat in chain.from_iterable(self.flats))
+        """Whether any parameter is kept in another way than it is used."""
+        return any(flat.split or flat.compute != flat.layout.dtype for flat in chain.from_iterable(self.flats))
 
 
 def agree_on_plan(module: nn.Module, options: Options, groups: Groups, wrapper: type[nn.Module]) -> Plan:
@@ -92,15 +105,19 @@ def agree_on_plan(module: nn.Module, options: Options, groups: Groups, wrapper: 
 
 def _make(module: nn.Module, options: Options, groups: Groups, wrapper: type[nn.Module]) -> Plan:
     checks.check(module, options.stage, options.prefetch, options.precision, options.ignored, wrapper=wrapper)
+    checks.check_quantized_gather(options.quantized_gather, options.stage)
     materialise.check(module, options.init, options.ignored, first=groups.is_first)
     on_gpu = torch.cuda.is_available() and groups.carry("cuda")
     device = checks.device_for(module, options.device, torch.device("cuda" if on_gpu else "cpu"))
     units = cut(module, options.units, options.ignored)
-    return Plan(units, [plan_flats(unit, groups.shards, options.precision) for unit in units], device)
+    rule = options.quantized_gather
+    flats = [plan_flats(unit, groups.shards, options.precision, quantized_gather=rule) for unit in units]
+    return Plan(units, flats, device)
 
 
 def _describe(plan: Plan) -> Iterable[str]:
     for unit, flats in zip(plan.units, plan.flats, strict=True):
         for flat in flats:
             for line in flat.layout.describe():
-                yield f"parameter {line} in unit {unit.name or ROOT!r}"
+                codes = ", gathered as codes" if flat.quantized else ""
+                yield f"parameter {line} in unit {unit.name or ROOT!r}{codes}"

@@ -14,17 +14,19 @@ Legend: `W` ranks, `S` elements per shard.
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from shardlite_kernels import send
 from torch import Tensor, nn
 
-from shardlite.average import Averager, Mean
+from shardlite.average import Averager, Mean, Step
 from shardlite.bucket import Bucket
 from shardlite.census import Census, warn_of
 from shardlite.errors import LayoutError, PhaseError
+from shardlite.handed import Handed
 from shardlite.lane import Flight
 from shardlite.magnitude import any_bad
 from shardlite.phase import Gradients
@@ -41,6 +43,23 @@ waits: it would lose this time in each.
 """
 
 
+class Stepper(Protocol):
+    """Who steps shards by their gradients while these are reduced."""
+
+    def begin(self, *, steps: bool) -> bool:
+        """Note the first gradient of a backward, and return whether means are stepped by. `steps` if it may.
+
+        Raises:
+            PhaseError: an earlier backward has stepped, and its step is not closed.
+        """
+
+    def step(self, flat: Flat) -> Step:
+        """Prepare the step of one flat."""
+
+    def end(self, bad: Tensor) -> None:
+        """Note that shards have changed; `bad`, [], is above 0 if any rank has found a NaN or an infinity."""
+
+
 @dataclass(frozen=True)
 class _Reduction:
     """A reduction on its way, and where its results will be."""
@@ -50,6 +69,9 @@ class _Reduction:
     means: Sequence[Mean]
     used: Sequence[int]
     """1 for each parameter that this rank has used, else 0."""
+
+    steps: Sequence[Step]
+    """Those that are taken instead of keeping means."""
 
     def parts(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
         """Yield each shard with its part of the mean, a view, and whether this rank has used its parameter."""
@@ -77,6 +99,9 @@ class _Round:
     first_bad: int | None = None
     """In the census, this rank's first own gradient that is not finite; looked for on request only."""
 
+    stepping: bool = False
+    """Whether means are stepped by, and not kept."""
+
     patient: bool = True
     """Whether it is worth waiting for a reduction before taking another bucket: not once that was in vain."""
 
@@ -87,6 +112,12 @@ class Reducer:
     _nonfinite: Tensor | None = None
     _judged: Sequence["weakref.ref[Tensor]"] = ()
     """The gradients that `_nonfinite` is about."""
+
+    stepper: Stepper | None = None
+    """To be set if shards may be stepped in a backward."""
+
+    handed: Handed | None = None
+    """What the last backward left in `.grad`, and its squares; `None` if some of it was there before."""
 
     def __init__(self, units: Sequence[Unit], shared: Shared, *, stage: int, diagnose: bool) -> None:
         self._shared = shared
@@ -132,6 +163,14 @@ class Reducer:
         self._observed = []
         self._round = _Round(self._now_in_order())
         return True
+
+    def begin(self, *, steps: bool) -> None:
+        """Note the first gradient of a backward; a step follows it if `steps`, or is taken in it.
+
+        Raises:
+            PhaseError: gradients that would be accumulated are not, because an earlier backward has stepped.
+        """
+        self._round.stepping = self.stepper is not None and self.stepper.begin(steps=steps)
 
     def add(self, unit: Unit, param: nn.Parameter, grad: Tensor) -> Bucket:
         """Take in the gradient of one parameter, and return the bucket that it went to.
@@ -230,18 +269,37 @@ class Reducer:
         used = bucket.flags()
         if self._diagnose and self._round.first_bad is None and (bad := bucket.first_bad()) is not None:
             self._round.first_bad = bad + sum(len(reduction.used) for reduction in self._round.started)
-        means = [self._averager.place(*pair) for pair in zip(bucket.flats, bucket.full, strict=True)]
-        label = f"reduce-scatter of unit {unit.name!r}"
-        jobs = deque(
-            self._averager.job(full, mean, unit.name, self._shared.operation(f"{label}, flat {i}", self._backwards))
-            for i, (full, mean) in enumerate(zip(bucket.full, means, strict=True))
-        )
+        means: list[Mean] = []
+        steps: list[Step] = []
+        jobs = deque[Callable[[], None]]()
+        for i, (flat, full) in enumerate(zip(bucket.flats, bucket.full, strict=True)):
+            operation = self._shared.operation(f"reduce-scatter of unit {unit.name!r}, flat {i}", self._backwards)
+            if self._round.stepping:
+                steps.append(self._prepare_step(unit, flat))
+                mine = [int(flat.params[row] in bucket.used) for row in flat.rows]
+                jobs.append(self._averager.stepping_job(full, flat, steps[-1], mine, unit.name, operation))
+            else:
+                means.append(self._averager.place(flat, full))
+                jobs.append(self._averager.job(full, means[-1], unit.name, operation))
 
         def go_round() -> None:
             while jobs:  # emptied, so that the bucket is free once the flight is over
                 jobs.popleft()()
 
-        return _Reduction(bucket, self._lane.submit(go_round), means, used)
+        return _Reduction(bucket, self._lane.submit(go_round), means, used, steps)
+
+    def _prepare_step(self, unit: Unit, flat: Flat) -> Step:
+        """Get ready for the step of a flat in this backward.
+
+        Weights that are sent to other ranks must not change under way: a gather that was started ahead and never needed
+        here may still be. Where full weights always have memory autograd is told, too, that it may not use them again.
+        """
+        assert self.stepper is not None
+        if unit.flight is not None:
+            unit.flight.wait()
+        if flat.full is not None:
+            torch.autograd.graph.increment_version([flat.params[row] for row in flat.rows])
+        return self.stepper.step(flat)
 
     def _fill(self, bucket: Bucket) -> None:
         """Give a bucket its memory, once at most one other is on its way."""
@@ -270,11 +328,16 @@ class Reducer:
     def _hand_over(self) -> None:
         """Give the shards their gradients, as far as any rank has used their parameters.
 
-        Sums with what was accumulated before are checked, too, as are gradients that this backward has not touched.
+        Of what was reduced just now the statistics are known. Sums with what was accumulated before are checked by a
+        pass, and so are gradients that this backward has not touched.
         """
+        if self._round.stepping:
+            self._end_steps()
+            return
         parts = [part for reduction in self._round.started for part in reduction.parts()]
         if not parts:
             return
+        fresh = all(shard.grad is None for shard in self._shards())
         reduced = {shard for shard, _, _ in parts}
         sums = [shard.grad for shard in self._shards() if shard.grad is not None and shard not in reduced]
         for shard, grad, used in parts:
@@ -282,15 +345,24 @@ class Reducer:
                 sums.append(shard.grad.add_(grad) if used else shard.grad + grad)
             elif used:
                 shard.grad = grad
-        bad = [mean.bad for reduction in self._round.started for mean in reduction.means]
-        bad.append(any_bad(sums, self._shared.device))
+        means = [mean for reduction in self._round.started for mean in reduction.means]
+        bad = [mean.total[1] for mean in means]
+        bad.append(any_bad(sums, self._shared.device).double())
         users, self._nonfinite = self._census.take([used for _, _, used in parts], bad)
         for (shard, grad, used), count in zip(parts, users, strict=True):
             if count and not used:
                 shard.grad = grad if shard.grad is None else shard.grad.add_(grad)
+        self.handed = Handed({mean.flat: mean.total[0] for mean in means}, reduced) if fresh else None
         self._judged = [weakref.ref(shard.grad) for shard in self._shards() if shard.grad is not None]
         if self._diagnose and self._nonfinite.item():
             self._name_bad()
+
+    def _end_steps(self) -> None:
+        """Let everybody know that shards were stepped, and whether by anything bad on any rank."""
+        assert self.stepper is not None
+        bad = [step.bad for reduction in self._round.started for step in reduction.steps]
+        self.handed, self._judged = None, []
+        self.stepper.end(self._census.take([], bad)[1])
 
     def nonfinite(self) -> Tensor | None:
         """Return whether what the last backward left in `.grad` has a NaN or an infinity on any rank, [], 1 or 0.

@@ -16,7 +16,8 @@ from itertools import pairwise
 from zlib import crc32
 
 import torch
-from shardlite_kernels import hop
+from shardlite_kernels import check_stats, hop, stats_block
+from shardlite_kernels import stats as write_stats
 from torch import Tensor
 
 from shardlite.errors import CommError, LayoutError
@@ -93,15 +94,17 @@ def staging_numel(
     cuts: Sequence[int] | None = None,
     batched: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
+    grain: int = 1,
 ) -> int:
     """Return how many elements of `dtype` the staging buffer of a reduction needs.
 
     That is two chunks of the longest segment, or all of it over a `batched` transport, which receives whole segments.
+    Chunks are multiples of `grain` elements: of a block of statistics, if the reduction takes some.
 
     Raises:
         LayoutError: as `segment_bounds`.
     """
-    return _Cut(segment_bounds(numel, world_size, cuts), _chunk_numel(dtype, chunk_bytes)).staging_numel(batched)
+    return _Cut(segment_bounds(numel, world_size, cuts), _chunk_numel(dtype, chunk_bytes, grain)).staging_numel(batched)
 
 
 def all_gather(
@@ -142,6 +145,7 @@ def reduce_scatter(
     cuts: Sequence[int] | None = None,
     out: Tensor | None = None,
     divisor: int = 1,
+    stats: Tensor | None = None,
     last: LastHop | None = None,
     staging: Tensor | None = None,
     operation: Operation = UNNAMED,
@@ -162,8 +166,12 @@ def reduce_scatter(
     overwritten with partial sums, which travel in its dtype. For a bf16 or fp16 `full`, `out` may be fp32: the last
     addition and the division are then rounded to fp32 only.
 
+    With `stats` [P, 2] the last addition also writes the statistics of the shard, a row per block of `B` elements
+    (`shardlite_kernels.stats`). Chunks are multiples of `B` then, so rows depend on the cut as little as the sum does.
+
     With `last` the last addition is left to it, with whatever follows from the sum; nothing is divided or written then,
-    and what is returned is undefined. On one rank there is no addition, so nothing is left to it.
+    `stats` neither (but chunks are as if they were), and what is returned is undefined. On one rank there is no
+    addition, so nothing is left to it.
 
     What arrives is staged in `out`, which is free until the last step; without `out`, or if its dtype is another or
     segments differ in length, in `staging` [`staging_numel(...)` or more], which is allocated if not given.
@@ -171,23 +179,26 @@ def reduce_scatter(
     Raises:
         LayoutError: a buffer is not 1-D and contiguous or does not fit `full`; a dtype without a sum; integers divided;
             wrong `cuts`.
+        ValueError: `stats` do not fit.
         CommError: a peer failed, is late or does another operation; `full` and `out` are then undefined.
     """
     _check_flat("full", full)
     _check_arithmetic(full, divisor)
-    cut = _cut(full, transport, cuts, chunk_bytes)
+    cut = _cut(full, transport, cuts, chunk_bytes, grain=1 if stats is None and last is None else stats_block(full))
     own = full[slice(*cut.bounds[transport.rank])]
     shard = own if out is None else out
     _check_out(own, shard)
+    if stats is not None:
+        check_stats(f"reduce-scatter of {tuple(full.shape)}", shard, stats)
     if transport.world_size == 1:
-        return _finished_alone(own, shard, divisor)
+        return _finished_alone(own, shard, divisor, stats)
     in_out = staging is None and last is None and cut.even and shard.dtype == full.dtype and _apart(shard, full)
     slots = cut.chunks(shard) if in_out else _slots(full, cut, staging, batched=transport.batched)
     with _named(operation, full):
         links = Links(transport, operation.tag(full, cut.offsets))
         # The path starts one segment back, so that the own one arrives last.
         path = cut.path(full, transport.rank - 1)
-        add_up(links, path, last or _into(shard, divisor), slots)
+        add_up(links, path, last or _into(shard, divisor, stats), slots)
     return shard
 
 
@@ -280,13 +291,14 @@ class _Cut:
         return [self.chunks(full[slice(*self.bounds[(first - t) % world_size])]) for t in range(world_size)]
 
 
-def _cut(full: Tensor, transport: Transport, cuts: Sequence[int] | None, chunk_bytes: int) -> _Cut:
+def _cut(full: Tensor, transport: Transport, cuts: Sequence[int] | None, chunk_bytes: int, *, grain: int = 1) -> _Cut:
     bounds = segment_bounds(full.numel(), transport.world_size, cuts)
-    return _Cut(bounds, _chunk_numel(full.dtype, chunk_bytes))
+    return _Cut(bounds, _chunk_numel(full.dtype, chunk_bytes, grain))
 
 
-def _chunk_numel(dtype: torch.dtype, chunk_bytes: int) -> int:
-    return max(1, chunk_bytes // dtype.itemsize)
+def _chunk_numel(dtype: torch.dtype, chunk_bytes: int, grain: int = 1) -> int:
+    """Return the elements of a message: a multiple of `grain`, and more than `chunk_bytes` only if that is more."""
+    return max(1, chunk_bytes // (dtype.itemsize * grain)) * grain
 
 
 def _split(segment: Tensor, chunk: int) -> Chunks:
@@ -303,20 +315,27 @@ def _slots(full: Tensor, cut: _Cut, staging: Tensor | None, *, batched: bool) ->
     return _split(staging[:needed], min(cut.chunk, cut.longest))
 
 
-def _into(shard: Tensor, divisor: int) -> LastHop:
-    """Write the sum, divided, to `shard`."""
+def _into(shard: Tensor, divisor: int, stats: Tensor | None) -> LastHop:
+    """Write the sum, divided, to `shard`, and its statistics."""
+    block = stats_block(shard)
 
     def last(start: int, received: Tensor, own: Tensor) -> None:
-        hop(shard[start : start + own.numel()], received, own, divisor)
+        stop = start + own.numel()
+        rows = None if stats is None else stats[start // block : -(-stop // block)]
+        hop(shard[start:stop], received, own, divisor, rows)
 
     return last
 
 
-def _finished_alone(own: Tensor, shard: Tensor, divisor: int) -> Tensor:
+def _finished_alone(own: Tensor, shard: Tensor, divisor: int, stats: Tensor | None) -> Tensor:
     """Return the sum over one rank, divided in the precision of `shard`."""
-    if divisor == 1:
-        return shard.copy_(own)
-    hop(shard, torch.zeros_like(own), own, divisor)  # the addition of nothing: its division is that of every other sum
+    if divisor != 1:
+        # The addition of nothing: its division is that of every other sum.
+        hop(shard, torch.zeros_like(own), own, divisor, stats)
+        return shard
+    shard.copy_(own)
+    if stats is not None:
+        write_stats(shard, stats)
     return shard
 
 

@@ -28,6 +28,9 @@ class Shards:
         self.are_parts = any(flat.layout.world_size > 1 and flat.rank is not None for flat in flats)
         """Whether a shard may be less than a whole parameter."""
 
+        self.are_split = any(flat.low is not None for flat in flats)
+        """Whether a shard may be the upper part of weights only."""
+
     def __iter__(self) -> Iterator[nn.Parameter]:
         return iter(self._of.values())
 
@@ -45,6 +48,10 @@ class Shards:
     def by_param(self) -> dict[Tensor, nn.Parameter]:
         """Return the shard of each of the module's own parameters that is not its own shard."""
         return {param: shard for param, shard in self._of.items() if param is not shard}
+
+    def names(self) -> dict[Tensor, str]:
+        """Return the name of each shard."""
+        return {shard: self._names[param] for shard, param in self._param.items()}
 
     def names_of_unsharded(self) -> dict[int, str]:
         """Return the names of the module's own parameters that are not their own shards, by id."""

@@ -46,14 +46,15 @@ def spread_values(unit: Unit, shared: Shared, value: Callable[[nn.Parameter], Te
     """
     with torch.no_grad():
         for i, flat in enumerate(unit.flats):
-            whole = flat.local if flat.rank is None else flat.local.new_zeros(flat.layout.full_numel)
+            direct = flat.rank is None and flat.low is None
+            whole = flat.local if direct else flat.local.new_zeros(flat.layout.full_numel, dtype=flat.master)
             if shared.rank == 0:
                 for param, view in flat.views(whole):
                     view.copy_(value(param))
             for transport in shared.counted("values"):
                 broadcast(whole, transport, operation=shared.operation(f"the values of unit {unit.name!r}, flat {i}"))
-            if flat.rank is not None:
-                flat.local.copy_(flat.own_part(whole))
+            if not direct:
+                flat.keep(flat.own_part(whole))
 
 
 def spread_buffers(module: nn.Module, shared: Shared) -> None:

@@ -1,6 +1,6 @@
 """What happens to one wrapped model when some optimizer steps its shards, or clips their gradients."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakSet
@@ -8,6 +8,7 @@ from weakref import WeakSet
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardlite.clip import Clipper
 from shardlite.fill import Gathering
 from shardlite.shards import Shards
 from shardlite.shared import Steps
@@ -27,16 +28,17 @@ class Stepping:
 
     shards: Shards
     skips: Skips
+    clipper: Clipper
     gatherer: Gathering
     steps: Steps
     ready: Callable[[], None]
     """Raises if gradients are not what a step needs."""
 
+    refuse: Callable[[str], None]
+    """Raises if gradients are gone after a backward; to be told what wants them."""
+
     on_any_rank: Callable[[Tensor], Tensor]
     """Returns whether a flag, [], is more than 0 on any rank, as 0 or 1. To be called by every rank."""
-
-    norm: Callable[[float, Collection[Tensor]], Tensor]
-    """Returns the global norm with an exponent, [], of the gradients of some shards. To be called by every rank."""
 
     followers: "WeakSet[Follower]" = field(default_factory=WeakSet)
 
@@ -57,11 +59,16 @@ class Stepping:
         """Take note of what was changed."""
         self.steps.taken += 1
         self.skips.after_step()
+        self.clipper.gradients_written()  # fused optimizers divide them by the scale of a gradient scaler
         self.shards.after_step(stepped)
+        self.gatherer.expire()
+
+    def mark_stepped(self) -> None:
+        """Take note that shards were stepped in a backward; that is counted when the step is closed."""
+        self.shards.mark_changed(list(self.shards))
         self.gatherer.expire()
 
     def mark_changed(self) -> None:
         """Take note that all shards were changed by other means than a step, on every rank."""
         self.steps.taken += 1  # ranks that did not do the same are found out by it
-        self.shards.mark_changed(list(self.shards))
-        self.gatherer.expire()
+        self.mark_stepped()

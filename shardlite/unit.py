@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from shardlite_kernels import join, split
 from torch import Tensor, nn
 
 from shardlite.errors import LayoutError
@@ -59,6 +60,9 @@ class Flat:
     reduce: torch.dtype
     """In which gradients are summed."""
 
+    quantized: bool
+    """Whether gathers send codes of 8 bits."""
+
     params: Sequence[nn.Parameter]
     """The module's own, one per slot."""
 
@@ -67,6 +71,9 @@ class Flat:
 
     local: Tensor
     """What this rank keeps: its shard [S] in the arena, or all [W*S]."""
+
+    low: Tensor | None = None
+    """The lower part, laid out like `local`, of weights that are split: `local` is the upper one then."""
 
     full: Tensor | None = None
     """Memory for the full weights [W*S] where they always have some, of which `local` may be a part."""
@@ -94,6 +101,27 @@ class Flat:
         """Let those slots have gradients whose parameters require them now."""
         self.rows = self.rows_now()
         self.gradients = self.layout.only(self.rows, self.reduce)
+
+    @property
+    def master(self) -> torch.dtype:
+        """In which weights are stepped."""
+        return self.local.dtype if self.low is None else torch.float32
+
+    def weights(self) -> Tensor:
+        """Return what this rank keeps with all digits: `local` itself or, if it is split, a copy in fp32."""
+        if self.low is None:
+            return self.local
+        whole = torch.empty_like(self.local, dtype=torch.float32)
+        join(whole, self.local, self.low)
+        return whole
+
+    def keep(self, weights: Tensor) -> None:
+        """Let this rank's weights be these, as many as `local` has, in `master` or another dtype."""
+        if self.low is None:
+            self.local.copy_(weights)
+        else:
+            split(self.local, self.low, weights.to(torch.float32).contiguous())
+            torch.autograd.graph.increment_version(self.local)  # kernels do not
 
     @property
     def in_place(self) -> bool:

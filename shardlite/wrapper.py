@@ -1,6 +1,6 @@
 """`ShardLite`: a model whose parameters, gradients and optimizer state are sharded over ranks."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import count
@@ -13,21 +13,22 @@ from torch.utils._pytree import tree_leaves
 from shardlite import checks, guard
 from shardlite.agree import agree
 from shardlite.backward import Backward, Mode
-from shardlite.build import ReshardRule, build_units, flats_of, part_of, place
+from shardlite.build import build_units, flats_of, part_of, place
 from shardlite.casts import cast_floats
 from shardlite.census import SoloCensus
-from shardlite.clip import clip_gradients, total_norm
+from shardlite.clip import Clipper
 from shardlite.config import Precision
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.full import NO_COPY, FullParameters
 from shardlite.gather import Gatherer
 from shardlite.handles import Calls
 from shardlite.hooks import ModuleHooks
+from shardlite.inside import Inside
 from shardlite.join import Batch, Join
 from shardlite.ledger import Held
 from shardlite.materialise import Init, Initialiser
-from shardlite.optim import adopt
-from shardlite.partition import UnitPolicy
+from shardlite.optim import accumulating, adopt
+from shardlite.partition import UnitPolicy, UnitRule
 from shardlite.plan import Options, Plan, agree_on_plan
 from shardlite.reduce import Reducer
 from shardlite.shards import Shards
@@ -59,6 +60,12 @@ class ShardLite(nn.Module):
         reshard_after_forward: `False`: units stay gathered from their forward to the end of the backward, which saves
             one all-gather each and costs the memory of the weights; or `callable(name, module) -> bool` for each unit.
             Stage 3 only.
+        quantized_gather: `True`: gathers send weights as 8-bit codes, 33 bytes for 32 of them instead of 128 or 64, and
+            forward and backward compute with what the codes mean, equal on all ranks: off by at most 1/127 of the
+            largest of 32 neighbours. Or `callable(name, module) -> bool` for each unit, which says it of all fp32, bf16
+            and fp16 parameters in it, vectors and frozen ones too; the root's name is `""`. Gradients are taken for
+            those of the weights that the optimizer has, which keep all their digits, also in `full_state_dict()`. On
+            one rank nothing is gathered, so nothing is quantized. Stage 3 only.
         group: the ranks to shard over, `None` is the default group; or a `DeviceMesh` with one dimension, or with two,
             (replicate, shard): hybrid sharding. The model is then sharded within each group of the second dimension.
         ignore: modules and parameters that are left alone: each rank trains its own, and nothing is averaged.
@@ -91,7 +98,8 @@ class ShardLite(nn.Module):
         stage: int = 3,
         units: UnitPolicy = None,
         precision: Precision = Precision(),  # noqa: B008 (frozen)
-        reshard_after_forward: ReshardRule = True,
+        reshard_after_forward: UnitRule = True,
+        quantized_gather: UnitRule = False,
         group: Ranks = None,
         ignore: Iterable[nn.Module | nn.Parameter] = (),
         device: torch.device | str | None = None,
@@ -117,6 +125,7 @@ class ShardLite(nn.Module):
             device=device,
             init=init,
             prefetch=prefetch,
+            quantized_gather=quantized_gather,
         )
         plan = agree_on_plan(module, options, self._groups, ShardLite)
         self._shared = shared = share(self._groups, plan.device, timeout)
@@ -211,6 +220,10 @@ class ShardLite(nn.Module):
         Without `sharded` they keep their full gradients on this rank, and the next backward outside reduces the sum:
         the fewest messages. With it each reduces its gradients into the shards: the least memory.
         """
+        if sharded:
+            self._inside.refuse("no_sync(sharded=True)")
+        if self._placement.alone:
+            return accumulating(self._stepping.shards)
         return self._backward.accumulating(Mode.SHARDED if sharded else Mode.LOCAL)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -219,9 +232,14 @@ class ShardLite(nn.Module):
         The factor is that of `torch.nn.utils.clip_grad_norm_`, which gives the same on `parameters()`. Norms are those
         with a positive exponent, and `inf`. Ignored parameters are left out (PyTorch's function refuses them beside
         others). The host does not wait. To be called by every rank.
+
+        Raises:
+            PhaseError: the optimizer has stepped in the backward.
         """
-        norm = self._norm(norm_type)
-        clip_gradients(list(self._stepping.shards), max_norm, norm)
+        self._inside.refuse("clip_grad_norm_")
+        clipper = self._stepping.clipper
+        norm = clipper.norm(norm_type)
+        clipper.clip(self._stepping.shards, max_norm, norm)
         return norm
 
     def join(self, batches: Iterable[Batch], *, also: Iterable["ShardLite"] = ()) -> Iterator[Batch]:
@@ -262,8 +280,8 @@ class ShardLite(nn.Module):
 
         Every storage is counted from its allocation to its end, once, whole, under one purpose: `parameters` (the
         shards, or what of them is not in the full weights, and full weights that are always there), `gather buffers`,
-        `gradient buckets` (before they are reduced), `gradients`, `staging` (where partial sums arrive), `optimizer
-        state` of the optimizers that have stepped the model, `averages` (of `EMA`), and `buffers`.
+        `gradient buckets` (before they are reduced), `gradients`, `staging` (where partial sums and codes arrive),
+        `optimizer state` of the optimizers that have stepped the model, `averages` (of `EMA`), and `buffers`.
         `model.ledger.reset_peak()` resets.
         """
         for shard in self._stepping.shards:
@@ -371,7 +389,7 @@ class ShardLite(nn.Module):
         agree(self._groups, [], initialiser.trouble())
         spread_buffers(self.module, shared)
         for flat in flats_of(units):
-            for memory in (flat.local, flat.full):
+            for memory in (flat.local, flat.low, flat.full):
                 if memory is not None:
                     self.ledger.track("parameters", memory)
         for buffer in self.module.buffers():
@@ -402,12 +420,14 @@ class ShardLite(nn.Module):
         self._stepping = Stepping(
             Shards(units, self.trace),
             skips,
+            Clipper(flats, shared, lambda: self._reducer.handed),
             gatherer,
             shared.steps,
             self._ready_for_step,
+            lambda what: self._inside.refuse(what),
             self._on_any_rank,
-            self._norm,
         )
+        self._inside = self._reducer.stepper = Inside(self._stepping)
         guard.watch(self._stepping)
         adopt(self._stepping.shards.by_param(), part_of(units))
 
@@ -419,6 +439,8 @@ class ShardLite(nn.Module):
 
     def _ready_for_step(self) -> None:
         self._hooks.reset()
+        if self._backward.died() and self._inside.optimizer() is not None and not self._backward.has_brought:
+            self._backward.repair()  # it was refused, because the step of the one before it was to be closed first
         if self._backward.died():
             raise PhaseError(
                 "the last backward ended in an exception, so its gradients are incomplete: call zero_grad() and run "
@@ -437,9 +459,3 @@ class ShardLite(nn.Module):
         operation = self._shared.operation("a flag of any rank", next(self._collectives))
         self._shared.add_up(ranks, "flags", operation)
         return (ranks[0] > 0).to(flag.dtype)
-
-    def _norm(self, norm_type: float, only: Collection[Tensor] | None = None) -> Tensor:
-        """Return the norm of the gradients of all ranks, or of those of some shards, []."""
-        flats = [flat for flat in flats_of(self._units) if flat.layout.dtype.is_floating_point]
-        operation = self._shared.operation("the norm of gradients", next(self._collectives))
-        return total_norm(flats, self._shared, norm_type, operation, only)

@@ -1,21 +1,60 @@
 """Triton kernels of ShardLite, each beside the PyTorch reference that specifies it. See `kernels/README.md`."""
 
-from .adamw import adamw, adamw_cpu, adamw_reference
+from .adamw import adamw, adamw_reference, reduce_adamw, reduce_adamw_reference
+from .adamw_cpu import CpuStep, adamw_cpu, reduce_adamw_cpu
+from .cast import cast, cast_reference
 from .hop import hop, hop_reference
 from .launch import use_triton
-from .scalars import Hyper, Scalars, adamw_scalars, adamw_scalars_reference, hyper_table, send
+from .moments import FORMATS, GROUP, decode, encode
+from .noise import keys
+from .quantise import dequantise, dequantise_reference, quantise, quantise_reference
+from .scalars import Hyper, Scalars, Table, adamw_scalars, adamw_scalars_reference, hyper_table, send
+from .scale import scale, scale_reference
+from .split import join, join_reference, split, split_reference
+from .state import State
+from .stats import check_stats, new_stats, stats, stats_block, stats_reference, stats_rows, stats_total
 
 __all__ = [
+    "CpuStep",
+    "FORMATS",
+    "GROUP",
     "Hyper",
     "Scalars",
+    "State",
+    "Table",
     "adamw",
     "adamw_cpu",
     "adamw_reference",
     "adamw_scalars",
     "adamw_scalars_reference",
+    "cast",
+    "cast_reference",
+    "check_stats",
+    "decode",
+    "dequantise",
+    "dequantise_reference",
+    "encode",
     "hop",
     "hop_reference",
     "hyper_table",
+    "join",
+    "join_reference",
+    "keys",
+    "new_stats",
+    "quantise",
+    "quantise_reference",
+    "reduce_adamw",
+    "reduce_adamw_cpu",
+    "reduce_adamw_reference",
+    "scale",
+    "scale_reference",
     "send",
+    "split",
+    "split_reference",
+    "stats",
+    "stats_block",
+    "stats_reference",
+    "stats_rows",
+    "stats_total",
     "use_triton",
 ]

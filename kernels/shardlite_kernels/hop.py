@@ -1,7 +1,8 @@
 """One hop of a ring reduction: the partial sum that came in, plus this rank's own part, optionally averaged.
 
-Bytes per element: `received` and `own` are read once, `out` is written once: 12 in fp32, 6 in bf16.
-Legend: `S` elements.
+Bytes per element: `received` and `own` are read once, `out` is written once: 12 in fp32, 6 in bf16. Statistics of `out`
+come for nothing, but for 8 bytes per block: its elements are in registers, or on the CPU in the cache.
+Legend: `S` elements, `P` rows of statistics (`stats.py`).
 """
 
 # ruff: noqa: N803 (compile-time constants of a kernel are written in capitals)
@@ -12,13 +13,14 @@ import torch
 from torch import Tensor
 
 from .launch import INTERPRET, block_size, jit, launch, tl, use_triton
-from .rounding import load_fp32, store_rounded
+from .rounding import load_fp32, rounded, store_rounded, widened
+from .stats import check_stats, stats_block, stats_cpu, stats_reference, stats_rows, store_row
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)  # added in fp32, in any mixture
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 _NATIVE = (torch.float64, *_INTEGERS)  # added in themselves
 _LARGEST_DIVISOR = 2**24  # every smaller integer is exact in fp32
-_CPU_CHUNK = 1 << 16  # elements: a temporary of 256 KB stays in the cache of a core
+_CPU_CHUNK = 1 << 16  # elements, whole blocks of statistics: 256 KB stay in the cache of a core
 
 
 @jit
@@ -26,10 +28,12 @@ def _hop_kernel(
     out_ptr: tl.tensor,
     received_ptr: tl.tensor,
     own_ptr: tl.tensor,
+    stats_ptr: tl.tensor,
     divisor: float,
     n: int,
     NATIVE: tl.constexpr,
     DIVIDE: tl.constexpr,
+    STATS: tl.constexpr,
     INTERPRET: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -44,35 +48,45 @@ def _hop_kernel(
         if DIVIDE:
             total = tl.div_rn(total, divisor)  # a plain `/` is off by up to two units in the last place
     store_rounded(out_ptr, offsets, total, mask, INTERPRET)
+    if STATS:
+        if NATIVE:
+            store_row(stats_ptr, total, mask)
+        else:
+            store_row(stats_ptr, widened(rounded(out_ptr, total, INTERPRET), INTERPRET), mask)
 
 
-def hop(out: Tensor, received: Tensor, own: Tensor, divisor: int = 1) -> None:
+def hop(out: Tensor, received: Tensor, own: Tensor, divisor: int = 1, stats: Tensor | None = None) -> None:
     """Write `(received + own) / divisor` [S] into `out` [S], which may be the memory of `received` or of `own`.
 
     fp32, bf16 and fp16, in any mixture, are added and divided in fp32 and rounded once to the dtype of `out`. fp64 and
     integers are added in their own dtype, which all three must share; integers wrap around.
 
+    With `stats` [P, 2], and floating-point numbers only, the statistics of `out` as it is stored are written there.
+
     Raises:
         ValueError: shapes, devices or dtypes do not fit together, or `divisor` does not fit the dtype.
     """
-    _check(out, received, own, divisor)
+    _check(out, received, own, divisor, stats)
     tensors = out, received, own
     if not use_triton(out):
-        _hop_cpu(*tensors, divisor)
+        _hop_cpu_with_stats(*tensors, divisor, stats)
         return
-    flags = {"NATIVE": out.dtype in _NATIVE, "DIVIDE": divisor > 1, "INTERPRET": INTERPRET}
-    launch(_hop_kernel, *tensors, float(divisor), n=out.numel(), block=block_size(*tensors), **flags)
+    block = block_size(*tensors) if stats is None else stats_block(out)
+    flags = {"NATIVE": out.dtype in _NATIVE, "DIVIDE": divisor > 1, "STATS": stats is not None, "INTERPRET": INTERPRET}
+    launch(_hop_kernel, *tensors, stats, float(divisor), n=out.numel(), block=block, **flags)
 
 
-def hop_reference(out: Tensor, received: Tensor, own: Tensor, divisor: int = 1) -> None:
-    """The specification of `hop`."""
-    _check(out, received, own, divisor)
+def hop_reference(out: Tensor, received: Tensor, own: Tensor, divisor: int = 1, stats: Tensor | None = None) -> None:
+    """The specification of `hop`; how far the sums in `stats` may be off is said in `stats_reference`."""
+    _check(out, received, own, divisor, stats)
     accumulate = out.dtype if out.dtype in _NATIVE else torch.float32
     total = received.to(accumulate) + own.to(accumulate)
     out.copy_(total / divisor if divisor > 1 else total)
+    if stats is not None:
+        stats_reference(out, stats)
 
 
-def _check(out: Tensor, received: Tensor, own: Tensor, divisor: int) -> None:
+def _check(out: Tensor, received: Tensor, own: Tensor, divisor: int, stats: Tensor | None) -> None:
     for name, tensor in (("out", out), ("received", received), ("own", own)):
         if tensor.dim() != 1 or not tensor.is_contiguous():
             raise ValueError(f"hop: {name} must be 1-D and contiguous, got {tuple(tensor.shape)}, {tensor.stride()}")
@@ -90,6 +104,20 @@ def _check(out: Tensor, received: Tensor, own: Tensor, divisor: int) -> None:
         raise ValueError(f"hop: {out.dtype} cannot be divided by {divisor}: integers are only summed")
     if not 1 <= divisor <= _LARGEST_DIVISOR:
         raise ValueError(f"hop: divisor must be from 1 to {_LARGEST_DIVISOR}, got {divisor}")
+    if stats is not None:
+        check_stats("hop", out, stats)
+
+
+def _hop_cpu_with_stats(out: Tensor, received: Tensor, own: Tensor, divisor: int, stats: Tensor | None) -> None:
+    """Add chunk by chunk, if statistics are asked for, so that these read what is still in the cache."""
+    if stats is None:
+        _hop_cpu(out, received, own, divisor)
+        return
+    chunks = (torch.split(tensor, _CPU_CHUNK) for tensor in (out, received, own))
+    rows = torch.split(stats, stats_rows(_CPU_CHUNK, out))
+    for out_chunk, received_chunk, own_chunk, chunk_rows in zip(*chunks, rows, strict=True):
+        _hop_cpu(out_chunk, received_chunk, own_chunk, divisor)
+        stats_cpu(out_chunk, chunk_rows)
 
 
 def _hop_cpu(out: Tensor, received: Tensor, own: Tensor, divisor: int) -> None:

@@ -20,11 +20,7 @@ def load_fp32(pointer: tl.tensor, offsets: tl.tensor, mask: tl.tensor, INTERPRET
 
     They are read once and will not be needed again, so they should not push anything out of the L2 cache.
     """
-    value = tl.load(pointer + offsets, mask=mask, eviction_policy="evict_first")
-    if INTERPRET and pointer.dtype.element_ty == tl.bfloat16:
-        bits = value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
-        return bits.to(tl.float32, bitcast=True)
-    return value.to(tl.float32)
+    return widened(tl.load(pointer + offsets, mask=mask, eviction_policy="evict_first"), INTERPRET)
 
 
 @jit
@@ -32,9 +28,24 @@ def store_rounded(
     pointer: tl.tensor, offsets: tl.tensor, value: tl.tensor, mask: tl.tensor, INTERPRET: tl.constexpr
 ) -> None:
     """Store `value` at `pointer + offsets`, rounded to the pointer's dtype."""
+    tl.store(pointer + offsets, rounded(pointer, value, INTERPRET), mask=mask)
+
+
+@jit
+def rounded(pointer: tl.tensor, value: tl.tensor, INTERPRET: tl.constexpr) -> tl.tensor:
+    """`value` in the dtype of what `pointer` points to."""
     if INTERPRET and pointer.dtype.element_ty == tl.bfloat16:
         value = _bf16_by_integers(value)
-    tl.store(pointer + offsets, value.to(pointer.dtype.element_ty), mask=mask)
+    return value.to(pointer.dtype.element_ty)
+
+
+@jit
+def widened(value: tl.tensor, INTERPRET: tl.constexpr) -> tl.tensor:
+    """A bf16, fp16 or fp32 `value` in fp32, which holds it exactly."""
+    if INTERPRET and value.dtype == tl.bfloat16:
+        bits = value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        return bits.to(tl.float32, bitcast=True)
+    return value.to(tl.float32)
 
 
 @jit

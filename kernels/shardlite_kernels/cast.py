@@ -1,0 +1,107 @@
+"""A cast of a whole flat tensor, rounded once: master weights to what is computed with, or to what is sent.
+
+Bytes per element: `source` is read once, `out` is written once: 6 from fp32 to bf16.
+Legend: `S` elements.
+"""
+
+# ruff: noqa: N803 (compile-time constants of a kernel are written in capitals)
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .launch import INTERPRET, block_size, jit, launch, tl, use_triton
+from .rounding import load_fp32, store_rounded
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_NARROW = (torch.bfloat16, torch.float16)
+_CPU_CHUNK = 1 << 16  # elements: temporaries stay in the cache of a core
+
+
+@jit
+def _cast_kernel(
+    out_ptr: tl.tensor,
+    source_ptr: tl.tensor,
+    n: int,
+    WIDE: tl.constexpr,
+    TWICE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < n
+    if WIDE:
+        value = tl.load(source_ptr + offsets, mask=mask, eviction_policy="evict_first")
+        if TWICE:
+            value = _fp32_by_odd(value)
+    else:
+        value = load_fp32(source_ptr, offsets, mask, INTERPRET)
+    store_rounded(out_ptr, offsets, value, mask, INTERPRET)
+
+
+@jit
+def _fp32_by_odd(x: tl.tensor) -> tl.tensor:
+    """Of the two fp32 neighbours of fp64 `x` the one whose last bit is set; `x` where it is exact, or no number."""
+    near = x.to(tl.float32)
+    back = near.to(tl.float64)
+    bits = near.to(tl.int32, bitcast=True)
+    moves = (x == x) & (back != x) & ((bits & 1) == 0)
+    other = tl.where(tl.abs(back) < tl.abs(x), bits + 1, bits - 1)  # bits of a float grow away from zero
+    return tl.where(moves, other, bits).to(tl.float32, bitcast=True)
+
+
+def cast(out: Tensor, source: Tensor) -> None:
+    """Write `source` [S] into `out` [S], rounded once to nearest even. fp32, bf16, fp16 and fp64, in any pair.
+
+    PyTorch rounds fp64 to bf16 or fp16 twice, by way of fp32, which is wrong by one unit where the first rounding lands
+    on a tie. Here fp64 goes to fp32 by rounding to odd: then it cannot land on one (Boldo and Melquiond 2008).
+
+    Raises:
+        ValueError: shapes or devices do not fit together, or a dtype is none of the four.
+    """
+    _check(out, source)
+    if not use_triton(out):
+        _cast_cpu(out, source)
+        return
+    flags = {"WIDE": source.dtype == torch.float64, "TWICE": _takes_two(out, source), "INTERPRET": INTERPRET}
+    launch(_cast_kernel, out, source, n=out.numel(), block=block_size(out, source), **flags)
+
+
+def cast_reference(out: Tensor, source: Tensor) -> None:
+    """The specification of `cast`: PyTorch's, but fp64 becomes whole units of the last place of `out` first."""
+    _check(out, source)
+    if _takes_two(out, source):
+        digits, smallest = (8, -133) if out.dtype == torch.bfloat16 else (11, -24)
+        last_place = (torch.frexp(source).exponent - digits).clamp(min=smallest).double()
+        source = (source * 2.0**-last_place).round() * 2.0**last_place  # nothing but `round` rounds, half to even
+    out.copy_(source)
+
+
+def _check(out: Tensor, source: Tensor) -> None:
+    for name, tensor in (("out", out), ("source", source)):
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            raise ValueError(f"cast: {name} must be 1-D and contiguous, got {tuple(tensor.shape)}, {tensor.stride()}")
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(f"cast: {name} must be fp32, bf16, fp16 or fp64, got {tensor.dtype}")
+    if source.numel() != out.numel() or source.device != out.device:
+        raise ValueError(
+            f"cast: source has {source.numel()} elements on {source.device}, out has {out.numel()} on {out.device}"
+        )
+
+
+def _takes_two(out: Tensor, source: Tensor) -> bool:
+    """Whether the cast is made of two, by way of fp32."""
+    return source.dtype == torch.float64 and out.dtype in _NARROW
+
+
+def _cast_cpu(out: Tensor, source: Tensor) -> None:
+    if not _takes_two(out, source):
+        out.copy_(source)
+        return
+    for out_chunk, x in zip(out.split(_CPU_CHUNK), source.split(_CPU_CHUNK), strict=True):
+        near = x.float()
+        back, bits = near.double(), near.view(torch.int32)
+        moves = (x == x) & (back != x) & (bits & 1 == 0)
+        bits += torch.where(back.abs() < x.abs(), 1, -1).int() * moves
+        out_chunk.copy_(near)

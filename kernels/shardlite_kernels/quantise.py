@@ -1,0 +1,192 @@
+"""Blocks of 32 numbers as 32 codes of 8 bits and one scale: 33 bytes, exact to read in fp32 and bf16.
+
+    step  = 2^(scale - 133)                 scale = the exponent bits of the largest |x| in the block, as fp32 has them
+    code  = x / step, to nearest even       from -127 to 127, most |x| has 64 or more
+    value = code * step
+
+That is MXINT8 of the OCP Microscaling Formats (version 1.0, 2023), without the code -128. A scale is a power of two, so
+nothing rounds but the codes. A value has 7 bits, which bf16 holds; a scale of 0 is a step of 2^-133, the smallest bf16
+number. So reading is exact in fp32 and bf16, and writing what was read gives the same codes and scales. fp16 is rounded
+once, which is exact for blocks whose largest number is from 2^-18 to 65504.
+
+An element is off by half a step at most, which is 1/128 of the largest |x| in its block; one that is itself above 127.5
+steps by less than a step, 1/127.5 of it. Blocks below 2^-126 are off by 2^-134 at most.
+
+A block with a NaN or an infinity has the scale 255 and zeros as codes, and is NaN when it is read, all of it: what is
+wrong stays visible. -0 becomes 0.
+
+Bytes per element: from fp32 `quantise` moves 5.03, from bf16 3.03; `dequantise` to fp32 5.03, to bf16 or fp16 3.03.
+Legend: `S` elements, `W` rows of them.
+"""
+
+# ruff: noqa: N803 (compile-time constants of a kernel are written in capitals)
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .launch import INTERPRET, block_size, jit, launch, tl, use_triton
+from .rounding import load_fp32, store_rounded
+
+BLOCK = 32
+"""Elements that share a scale."""
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_POISON = 255  # as a scale
+_CPU_CHUNK = 1 << 16  # elements: temporaries stay in the cache of a core
+
+
+@jit
+def _quantise_kernel(
+    codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    source_ptr: tl.tensor,
+    n: int,
+    SHARED: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    blocks = (tl.program_id(0).to(tl.int64) * (BLOCK // SHARED) + tl.arange(0, BLOCK // SHARED))[:, None]
+    offsets = blocks * SHARED + tl.arange(0, SHARED)[None, :]
+    x = load_fp32(source_ptr, offsets, offsets < n, INTERPRET)
+    # Bits of positive floats are ordered as the floats are, with infinity and NaN on top: 255 when shifted.
+    scale = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1, keep_dims=True) >> 23
+    # 2^(127 - scale), so that the largest becomes 1 to 2. 2^-127 has no exponent bits, but one of the mantissa.
+    power = tl.where(scale >= 254, 0x400000, (254 - scale) << 23).to(tl.float32, bitcast=True)
+    # The unit of the last place of 1.5 * 2^23 is 1: the addition rounds to integers, which the lowest bits then are.
+    shifted = x * power * 64.0 + 12582912.0
+    codes = shifted.to(tl.int32, bitcast=True) - 0x4B400000
+    codes = tl.minimum(tl.maximum(codes, -127), 127)
+    codes = tl.where(scale == 255, 0, codes)
+    tl.store(codes_ptr + offsets, codes.to(tl.int8), mask=offsets < n)
+    tl.store(scales_ptr + blocks, scale.to(tl.uint8), mask=blocks * SHARED < n)
+
+
+@jit
+def _dequantise_kernel(
+    out_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    blocks_per_row: int,
+    codes_stride: int,
+    scales_stride: int,
+    n: int,
+    SHARED: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    blocks = (tl.program_id(0).to(tl.int64) * (BLOCK // SHARED) + tl.arange(0, BLOCK // SHARED))[:, None]
+    row, column = blocks // blocks_per_row, blocks % blocks_per_row
+    lanes = tl.arange(0, SHARED)[None, :]
+    offsets = blocks * SHARED + lanes
+    codes_at = row * codes_stride + column * SHARED + lanes
+    codes = tl.load(codes_ptr + codes_at, mask=offsets < n, eviction_policy="evict_first")
+    scale = tl.load(scales_ptr + row * scales_stride + column, mask=blocks * SHARED < n, other=0).to(tl.int32)
+    power = tl.where(scale == 0, 0x400000, scale << 23)  # 2^(scale - 127)
+    power = tl.where(scale == 255, 0x7FC00000, power).to(tl.float32, bitcast=True)
+    value = codes.to(tl.float32) * 0.015625 * power
+    store_rounded(out_ptr, offsets, value, offsets < n, INTERPRET)
+
+
+def quantise(codes: Tensor, scales: Tensor, source: Tensor) -> None:
+    """Write `source` [S] as `codes` [S], int8, and `scales` [S/32], uint8. `source` is fp32, bf16 or fp16.
+
+    Raises:
+        ValueError: `S` is no multiple of 32; shapes, devices or dtypes do not fit together.
+    """
+    _check("quantise", "source", source, codes, scales)
+    if codes.dim() != 1:
+        raise ValueError(f"quantise: codes must be 1-D, got {list(codes.shape)}")
+    if not use_triton(source):
+        chunks = codes.split(_CPU_CHUNK), scales.split(_CPU_CHUNK // BLOCK), source.split(_CPU_CHUNK)
+        for codes_chunk, scales_chunk, source_chunk in zip(*chunks, strict=True):
+            _quantise_cpu(codes_chunk, scales_chunk, source_chunk)
+        return
+    flags = {"SHARED": BLOCK, "INTERPRET": INTERPRET}
+    launch(_quantise_kernel, codes, scales, source, n=source.numel(), block=block_size(source), **flags)
+
+
+def quantise_reference(codes: Tensor, scales: Tensor, source: Tensor) -> None:
+    """The specification of `quantise`."""
+    _check("quantise", "source", source, codes, scales)
+    blocks = source.float().view(-1, BLOCK)
+    exponent = blocks.abs().amax(1).view(torch.int32) >> 23
+    step = torch.pow(2.0, exponent.double() - 133).unsqueeze(1)
+    rounded = (blocks.double() / step).round().clamp(-127, 127)
+    poisoned = (exponent == _POISON).unsqueeze(1)
+    codes.copy_(torch.where(poisoned, 0.0, rounded).view(-1))
+    scales.copy_(exponent)
+
+
+def dequantise(out: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """Write into `out` [S], which is fp32, bf16 or fp16, the numbers that `codes` [S] and `scales` [S/32] mean.
+
+    Codes and scales may also come in `W` rows, [W, S] and [W, S/32], which need not follow each other in memory; `out`
+    is then [W*S]. So what several ranks have sent becomes one tensor by one launch.
+
+    Raises:
+        ValueError: `S` is no multiple of 32; shapes, devices or dtypes do not fit together.
+    """
+    _check("dequantise", "out", out, codes, scales)
+    rows = (codes.view(1, -1), scales.view(1, -1)) if codes.dim() == 1 else (codes, scales)
+    if not use_triton(out):
+        _dequantise_cpu(out, *rows)
+        return
+    strides = rows[0].shape[1] // BLOCK, rows[0].stride(0), rows[1].stride(0)
+    flags = {"SHARED": BLOCK, "INTERPRET": INTERPRET}
+    launch(_dequantise_kernel, out, *rows, *strides, n=out.numel(), block=block_size(out), **flags)
+
+
+def dequantise_reference(out: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """The specification of `dequantise`."""
+    _check("dequantise", "out", out, codes, scales)
+    step = torch.pow(2.0, scales.reshape(-1, 1).double() - 133)
+    values = codes.reshape(-1, BLOCK).double() * step
+    out.copy_(torch.where(scales.reshape(-1, 1) == _POISON, torch.nan, values).view(-1))
+
+
+def _check(who: str, name: str, floats: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """Check what belongs together: `floats` [W*S], codes [W, S] and scales [W, S/32], or all 1-D."""
+    if floats.dim() != 1 or not floats.is_contiguous():
+        raise ValueError(f"{who}: {name} must be 1-D and contiguous, got {tuple(floats.shape)}, {floats.stride()}")
+    if floats.dtype not in _FLOATS:
+        raise ValueError(f"{who}: {name} must be fp32, bf16 or fp16, got {floats.dtype}")
+    if (codes.dtype, scales.dtype) != (torch.int8, torch.uint8):
+        raise ValueError(f"{who}: codes must be int8 and scales uint8, got {codes.dtype} and {scales.dtype}")
+    if not codes.device == scales.device == floats.device:
+        raise ValueError(f"{who}: {name} is on {floats.device}, codes on {codes.device}, scales on {scales.device}")
+    *rows, length = codes.shape or (0,)
+    if codes.dim() not in (1, 2) or length % BLOCK or scales.shape != (*rows, length // BLOCK):
+        raise ValueError(
+            f"{who}: codes must be rows of a multiple of {BLOCK} with a scale for each {BLOCK}, got "
+            f"{list(codes.shape)} codes and {list(scales.shape)} scales"
+        )
+    if codes.numel() != floats.numel():
+        raise ValueError(f"{who}: {name} has {floats.numel()} elements, there are {codes.numel()} codes")
+    if length and (codes.stride(-1) != 1 or scales.stride(-1) != 1):
+        raise ValueError(f"{who}: rows must be contiguous, got strides {codes.stride()} and {scales.stride()}")
+
+
+def _quantise_cpu(codes: Tensor, scales: Tensor, source: Tensor) -> None:
+    blocks = source.float().view(-1, BLOCK)
+    exponent = blocks.abs().amax(1).view(torch.int32) >> 23
+    power = torch.where(exponent >= 254, 0x400000, (254 - exponent) << 23).view(torch.float32)
+    rounded = (blocks * power.unsqueeze(1)).mul_(64.0).round_().clamp_(-127, 127)
+    rounded.masked_fill_((exponent == _POISON).unsqueeze(1), 0.0)
+    codes.copy_(rounded.view(-1))
+    scales.copy_(exponent)
+
+
+def _dequantise_cpu(out: Tensor, codes: Tensor, scales: Tensor) -> None:
+    for out_row, codes_row, scales_row in zip(out.view(codes.shape), codes, scales, strict=True):
+        chunks = out_row.split(_CPU_CHUNK), codes_row.split(_CPU_CHUNK), scales_row.split(_CPU_CHUNK // BLOCK)
+        for out_chunk, codes_chunk, scales_chunk in zip(*chunks, strict=True):
+            step = _step_cpu(scales_chunk).unsqueeze(1)
+            torch.mul(codes_chunk.view(-1, BLOCK), step, out=out_chunk.view(-1, BLOCK))
+
+
+def _step_cpu(scales: Tensor) -> Tensor:
+    exponent = scales.to(torch.int32)
+    power = torch.where(exponent == 0, 0x400000, exponent << 23)
+    return torch.where(exponent == _POISON, 0x7FC00000, power).view(torch.float32).mul_(2.0**-6)

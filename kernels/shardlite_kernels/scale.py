@@ -1,0 +1,81 @@
+"""Multiplying a tensor by a factor that only the device knows, and that mostly is 1: clipping gradients.
+
+Bytes per element: none where the factor is 1, which is found out by reading it; else each is read and written once,
+8 in fp32, 4 in bf16.
+Legend: `S` elements.
+"""
+
+# ruff: noqa: N803 (compile-time constants of a kernel are written in capitals)
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .launch import INTERPRET, block_size, jit, launch, tl, use_triton
+from .rounding import load_fp32, rounded, store_rounded, widened
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@jit
+def _scale_kernel(
+    x_ptr: tl.tensor,
+    factor_ptr: tl.tensor,
+    n: int,
+    NATIVE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < n
+    if NATIVE:
+        factor = tl.load(factor_ptr).to(tl.float64)
+        if factor != 1.0:
+            tl.store(x_ptr + offsets, tl.load(x_ptr + offsets, mask=mask) * factor, mask=mask)
+    else:
+        factor = widened(rounded(x_ptr, tl.load(factor_ptr).to(tl.float32), INTERPRET), INTERPRET)
+        if factor != 1.0:
+            store_rounded(x_ptr, offsets, load_fp32(x_ptr, offsets, mask, INTERPRET) * factor, mask, INTERPRET)
+
+
+def scale(x: Tensor, factor: Tensor) -> None:
+    """Multiply `x` [S] in place by `factor` [], rounded to the dtype of `x`. Where that is 1, `x` is not even read.
+
+    The bits are those of `torch._foreach_mul_` with the rounded factor: fp32, bf16 and fp16 are multiplied in fp32,
+    fp64 in itself, and rounded once.
+
+    Raises:
+        ValueError: shapes, devices or dtypes do not fit together.
+    """
+    _check(x, factor)
+    if use_triton(x):
+        flags = {"NATIVE": x.dtype == torch.float64, "INTERPRET": INTERPRET}
+        launch(_scale_kernel, x, factor, n=x.numel(), block=block_size(x), **flags)
+    elif (near := _near(x, factor)) != 1:  # no wait: it is the host's own memory
+        x.mul_(near)
+
+
+def scale_reference(x: Tensor, factor: Tensor) -> None:
+    """The specification of `scale`."""
+    _check(x, factor)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    x.copy_(x.to(wide) * _near(x, factor).to(wide))
+
+
+def _near(x: Tensor, factor: Tensor) -> Tensor:
+    """The factor in the dtype of `x`: from fp64 to a narrow dtype by way of fp32, as PyTorch does it."""
+    return factor.to(x.dtype)
+
+
+def _check(x: Tensor, factor: Tensor) -> None:
+    if x.dim() != 1 or not x.is_contiguous() or x.dtype not in _DTYPES:
+        raise ValueError(
+            f"scale: x must be 1-D and contiguous, of fp32, bf16, fp16 or fp64, got {tuple(x.shape)}, {x.stride()} of "
+            f"{x.dtype}"
+        )
+    if factor.dim() != 0 or factor.dtype not in (torch.float32, torch.float64) or factor.device != x.device:
+        raise ValueError(
+            f"scale: factor must be a single fp32 or fp64 number on {x.device}, got {tuple(factor.shape)} of "
+            f"{factor.dtype} on {factor.device}"
+        )

@@ -1,0 +1,152 @@
+"""Statistics of a tensor, row by row: what clipping and leaving out a step need to know of gradients.
+
+A row is two numbers about a block of `B` elements: the sum of their squares, and 1 if one of them is a NaN or an
+infinity, else 0. Row `i` is about elements `[i*B, (i+1)*B)`, so every kernel that has just computed a block can write
+its row, and no two write the same one: there are no atomics, and what is added to what does not depend on who is first.
+
+The flag is a number of its own, because the sum does not tell: squares of finite numbers may overflow.
+
+Bytes per element: those of the element are read once, by `stats`; nothing by a kernel that has them in registers.
+Legend: `S` elements, `B` in a block, `P = ceil(S / B)` rows.
+"""
+
+# ruff: noqa: N803 (compile-time constants of a kernel are written in capitals)
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .launch import INTERPRET, block_size, jit, launch, tl, use_triton
+from .rounding import load_fp32
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_FP32 = torch.empty(0)
+_CPU_BLOCK = 1 << 14
+"""Below 32768 elements PyTorch adds a tensor up in one thread, so the bits do not depend on how many there are."""
+
+
+def stats_block(like: Tensor) -> int:
+    """`B`, the elements in the block of a row, for a tensor on that device and of any dtype.
+
+    Equal for all kernels that write rows: such a kernel is launched with this block.
+    """
+    return block_size(_FP32) if use_triton(like) else _CPU_BLOCK
+
+
+def stats_rows(numel: int, like: Tensor) -> int:
+    """`P`, the rows of a tensor of `numel` elements on the device of `like`."""
+    return -(-numel // stats_block(like))
+
+
+def stats_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the rows of a tensor: fp64 for fp64, otherwise fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def new_stats(x: Tensor) -> Tensor:
+    """Memory for the rows of `x` [S], uninitialised: [P, 2]."""
+    return x.new_empty(stats_rows(x.numel(), x), 2, dtype=stats_dtype(x.dtype))
+
+
+@jit
+def store_row(stats_ptr: tl.tensor, values: tl.tensor, mask: tl.tensor) -> None:
+    """Write this program's row about its `B` values, fp32 or fp64, in any shape; those count that `mask` keeps."""
+    kept = tl.where(mask, values, 0.0)
+    bad = tl.where(tl.abs(kept) < float("inf"), 0.0, 1.0)  # a NaN is not less than anything
+    row = stats_ptr + 2 * tl.program_id(0).to(tl.int64)
+    tl.store(row, tl.sum(kept * kept))
+    tl.store(row + 1, tl.max(bad))
+
+
+@jit
+def _stats_kernel(
+    x_ptr: tl.tensor,
+    stats_ptr: tl.tensor,
+    n: int,
+    NATIVE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < n
+    if NATIVE:
+        store_row(stats_ptr, tl.load(x_ptr + offsets, mask=mask), mask)
+    else:
+        store_row(stats_ptr, load_fp32(x_ptr, offsets, mask, INTERPRET), mask)
+
+
+def stats(x: Tensor, out: Tensor) -> None:
+    """Write the statistics of `x` [S] to `out` [P, 2]: a pass of its own, where no kernel before could write them.
+
+    fp32, bf16 and fp16 are squared and added in fp32, fp64 in itself; the order of the additions within a block is the
+    device's.
+
+    Raises:
+        ValueError: shapes, devices or dtypes do not fit together.
+    """
+    _check(x, out)
+    if not use_triton(x):
+        stats_cpu(x, out)
+        return
+    native = x.dtype == torch.float64
+    launch(_stats_kernel, x, out, n=x.numel(), block=stats_block(x), NATIVE=native, INTERPRET=INTERPRET)
+
+
+def stats_reference(x: Tensor, out: Tensor) -> None:
+    """The specification of `stats`: flags are exact.
+
+    A sum is off by a factor of at most `(1 + u)**(B + 3)`, with `u` the unit roundoff of `out`, for it has `B` products
+    and `B - 1` additions of numbers that are not negative, and PyTorch may go through a root (Higham 2002, 4.2).
+    Squares that are too small for `out` are lost, at most its smallest number each.
+    """
+    _check(x, out)
+    block = stats_block(x)
+    blocks = pad(x.double(), (0, -x.numel() % block)).view(-1, block)
+    out[:, 0] = blocks.square().sum(1)
+    out[:, 1] = (~blocks.isfinite()).any(1)
+
+
+def stats_total(stats: Tensor) -> Tensor:
+    """Add rows [P, 2] up in their order: the sum of all squares, and 1 if any flag is set, else 0; [2] in fp64."""
+    if not stats.numel():
+        return stats.new_zeros(2, dtype=torch.float64)
+    return torch.stack([stats[:, 0].sum(dtype=torch.float64), stats[:, 1].amax().double()])
+
+
+def check_stats(name: str, x: Tensor, stats: Tensor) -> None:
+    """Raise if `stats` is no memory for the rows of `x`.
+
+    Raises:
+        ValueError: it is not contiguous, or of another shape, device or dtype; or `x` is not of floating-point numbers.
+    """
+    if x.dtype not in _DTYPES:
+        raise ValueError(f"{name}: there are no statistics of {x.dtype}, only of fp32, bf16, fp16 and fp64")
+    expected = [stats_rows(x.numel(), x), 2]
+    if list(stats.shape) != expected or not stats.is_contiguous() or stats.dtype != stats_dtype(x.dtype):
+        raise ValueError(
+            f"{name}: statistics of {x.numel()} elements of {x.dtype} are a contiguous {expected} of "
+            f"{stats_dtype(x.dtype)}, got {list(stats.shape)} of {stats.dtype}"
+        )
+    if stats.device != x.device:
+        raise ValueError(f"{name}: statistics are on {stats.device}, the elements on {x.device}")
+
+
+def stats_cpu(x: Tensor, out: Tensor) -> None:
+    """`stats` by PyTorch's own operators."""
+    wide = x.to(stats_dtype(x.dtype))
+    whole = x.numel() // _CPU_BLOCK * _CPU_BLOCK
+    norms = torch.linalg.vector_norm(wide[:whole].view(whole // _CPU_BLOCK, _CPU_BLOCK), dim=1)
+    if whole < x.numel():
+        norms = torch.cat([norms, torch.linalg.vector_norm(wide[whole:]).view(1)])
+    torch.square(norms, out=out[:, 0])
+    out[:, 1] = 0
+    for row in (~norms.isfinite()).nonzero().flatten().tolist():  # squares may have overflowed
+        out[row, 1] = not x[row * _CPU_BLOCK : (row + 1) * _CPU_BLOCK].isfinite().all()
+
+
+def _check(x: Tensor, out: Tensor) -> None:
+    if x.dim() != 1 or not x.is_contiguous():
+        raise ValueError(f"stats: x must be 1-D and contiguous, got {tuple(x.shape)}, {x.stride()}")
+    check_stats("stats", x, out)

@@ -1,0 +1,74 @@
+"""Steps inside a backward: what a reduction and the optimizer that steps by it know of each other."""
+
+from torch import Tensor
+
+from shardlite.average import Step
+from shardlite.errors import PhaseError
+from shardlite.optim import AdamW, steps_in_backward
+from shardlite.stepping import Stepping
+from shardlite.unit import Flat
+
+
+class Inside:
+    """Lets the optimizer of one wrapped model step inside the backward, if it is one that does."""
+
+    def __init__(self, stepping: Stepping) -> None:
+        self._stepping = stepping
+        self._optimizer: AdamW | None = None
+
+    def optimizer(self) -> AdamW | None:
+        """Return the optimizer that steps inside the backward, if there is one.
+
+        Raises:
+            LayoutError: there are several, or it lacks parameters.
+        """
+        return steps_in_backward(self._stepping.shards.names)
+
+    def begin(self, *, steps: bool) -> bool:
+        """Note the first gradient of a backward, and return whether means are stepped by. `steps` if it may.
+
+        Raises:
+            PhaseError: an earlier backward has stepped, and its step is not closed.
+        """
+        self._optimizer = self.optimizer()
+        if self._optimizer is None:
+            return False
+        self._optimizer.ready()
+        if steps:
+            self._stepping.announce_change()
+            self._stepping.shards.check()
+            self._check_gradients()
+        return steps
+
+    def _check_gradients(self) -> None:
+        for shard, name in self._stepping.shards.names().items():
+            if shard.grad is not None:
+                raise PhaseError(
+                    f"AdamW(in_backward=True) steps by what a backward brings, but the shard of {name!r} has a "
+                    "gradient already, which it would leave out: call zero_grad() first, and accumulate in no_sync()"
+                )
+
+    def step(self, flat: Flat) -> Step:
+        """Prepare the step of one flat."""
+        assert self._optimizer is not None
+        own = flat.own_range(flat.gradients)
+        starts = [slot.within(*own)[0] for slot in flat.gradients.slots]
+        return self._optimizer.hop([(flat.shards[row], start) for row, start in zip(flat.rows, starts, strict=True)])
+
+    def end(self, bad: Tensor) -> None:
+        """Note that shards have changed; `bad`, [], is above 0 if any rank has found a NaN or an infinity."""
+        assert self._optimizer is not None
+        self._optimizer.note(bad)
+        self._stepping.mark_stepped()
+
+    def refuse(self, what: str) -> None:
+        """Raise if there is such an optimizer: `what` would come too late, or not at all.
+
+        Raises:
+            PhaseError: there is.
+        """
+        if self.optimizer() is not None:
+            raise PhaseError(
+                f"{what}: AdamW(in_backward=True) has stepped by each gradient as soon as it was there, and keeps "
+                "none. Use AdamW without it; to bound updates without a look at all gradients, AdamW(max_update=...)"
+            )
