@@ -120,11 +120,11 @@ class Averager:
         """Return what a lane has to do with the gradients in `full` if the mean is stepped by and not kept.
 
         Where the mean is the last addition of a ring, that and the step are one. Where it is gathered or added up once
-        more (stage 0, replicas) the step follows. `used` is 1 for each parameter that this rank has used, else 0.
+        more (stage 0, replicas) the step follows. `used` is 1 for each parameter that this rank has used, else 0, and
+        `-W` or less for those that no rank is to step.
         """
         shared, cuts, divisor = self._shared, flat.gradients.cuts, self.divisor
         shard, replicas = shared.reducing
-        transport = shared.traffic.counted(shard, "reduce", unit)
 
         def last(start: int, received: Tensor, own: Tensor) -> None:
             step(start, received, own, divisor)
@@ -137,6 +137,7 @@ class Averager:
                 step(0, None, mean.whole)
             else:
                 staging = self._staging_of(flat, full)
+                transport = shared.traffic.counted(shard, "reduce", unit)
                 reduce_scatter(full, transport, last=last, staging=staging, operation=operation, cuts=cuts)
 
         return average

@@ -113,7 +113,12 @@ class Backward:
             self._outstanding[unit] += 1
 
     def recomputed(self, unit: Unit) -> None:
-        """Note that a forward of a unit is run again, in the backward."""
+        """Note that a forward of a unit is run again, in the backward.
+
+        Raises:
+            PhaseError: its weights are others now.
+        """
+        self._reducer.check_recomputation(unit)
         if self._outstanding[unit]:
             self._outstanding[unit] -= 1
             self._recomputed[unit] += 1

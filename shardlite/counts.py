@@ -53,13 +53,16 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Amp:
-    """What a gradient scaler, or whoever, says about a step."""
+    """What a gradient scaler, clipping, or whoever, says about a step."""
 
     found_inf: Tensor | None = None
     """Nothing changes unless it is zero, [] or [1]."""
 
     grad_scale: Tensor | None = None
     """Gradients are divided by it first, in memory too."""
+
+    factor: Tensor | None = None
+    """Gradients are multiplied by it then, but not in memory, []."""
 
 
 class Stretch(NamedTuple):
@@ -100,6 +103,10 @@ class StepCounts(ABC):
         """Prepare a step of the rows in `active`."""
 
     @abstractmethod
+    def outdated(self, groups: Sequence[Group]) -> bool:
+        """Whether hyper-parameters have changed since `begin`, as far as the host knows them."""
+
+    @abstractmethod
     def activate(self, rows: Sequence[int], users: Tensor) -> None:
         """Step some more rows, those with `users` [len(rows)] above 0."""
 
@@ -130,14 +137,19 @@ class HostCounts(StepCounts):
         """Read everything."""
         self._done: list[float] = self.steps.tolist()
         self._active = set(active)
-        self._hypers = [_hyper(group, float(group["lr"])) for group in groups]
+        self._hypers = _hypers_here(groups)
         self._scale = None if amp.grad_scale is None else float(amp.grad_scale)
+        self._factor = 1.0 if amp.factor is None else float(amp.factor)
         self._skip = amp.found_inf is not None and float(amp.found_inf) != 0
         self._table = Table(torch.empty(0, dtype=torch.int16), self._keys(), torch.empty(0))
 
+    def outdated(self, groups: Sequence[Group]) -> bool:
+        """Compare."""
+        return self._hypers != _hypers_here(groups)
+
     def activate(self, rows: Sequence[int], users: Tensor) -> None:
         """Take note."""
-        self._active |= {row for row, count in zip(rows, users.tolist(), strict=True) if count}
+        self._active |= {row for row, count in zip(rows, users.tolist(), strict=True) if count > 0}
 
     def is_active(self, row: int) -> bool:
         """Whether a row is stepped."""
@@ -165,6 +177,7 @@ class HostCounts(StepCounts):
             number=self._done[stretch.row] + 1,
             hyper=self._hypers[self._rows[stretch.row].group],
             grad_scale=self._scale,
+            factor=self._factor,
             table=self._table._replace(rows=stretch.rows, first=stretch.place),
         )
 
@@ -206,8 +219,13 @@ class DeviceCounts(StepCounts):
             self._hyper(groups).index_select(0, self._group_of),
             active=self._weights if found_inf is None else self._weights * (found_inf == 0),
             grad_scale=None if amp.grad_scale is None else _on(device, amp.grad_scale),
+            factor=None if amp.factor is None else _on(device, amp.factor),
         )
         self._keys_now = self._keys()
+
+    def outdated(self, groups: Sequence[Group]) -> bool:
+        """Compare, but for a learning rate on a device."""
+        return self._sent != self._hypers_sent(groups)[1]
 
     def activate(self, rows: Sequence[int], users: Tensor) -> None:
         """Note it on the device."""
@@ -238,10 +256,7 @@ class DeviceCounts(StepCounts):
 
     def _hyper(self, groups: Sequence[Group]) -> Tensor:
         """The hyper-parameters of the groups [G, 6]; a learning rate that is here already is copied here."""
-        here = [_is_here(group["lr"], self.steps.device) for group in groups]
-        hypers = [
-            _hyper(group, 0.0 if is_here else float(group["lr"])) for group, is_here in zip(groups, here, strict=True)
-        ]
+        here, hypers = self._hypers_sent(groups)
         if hypers != self._sent:
             self._hypers, self._sent = hyper_table(hypers, self.steps.device), hypers
         for row, (group, is_here) in enumerate(zip(groups, here, strict=True)):
@@ -249,10 +264,19 @@ class DeviceCounts(StepCounts):
                 self._hypers[row, 0].copy_(group["lr"].detach().reshape(()), non_blocking=True)
         return self._hypers
 
+    def _hypers_sent(self, groups: Sequence[Group]) -> tuple[list[bool], list[Hyper]]:
+        """Return whether the learning rate of each group is here already, and what else is to be sent."""
+        here = [_is_here(group["lr"], self.steps.device) for group in groups]
+        return here, [_hyper(g, 0.0 if is_here else float(g["lr"])) for g, is_here in zip(groups, here, strict=True)]
+
 
 def counts_for(param: Tensor) -> type[StepCounts]:
     """Which step counts go with parameters like `param`."""
     return DeviceCounts if use_triton(param) else HostCounts
+
+
+def _hypers_here(groups: Sequence[Group]) -> list[Hyper]:
+    return [_hyper(group, float(group["lr"])) for group in groups]
 
 
 def _hyper(group: Group, lr: float) -> Hyper:

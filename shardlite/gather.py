@@ -156,7 +156,7 @@ class Gatherer:
             # A buffer born in inference mode could never be saved for a backward.
             buffer = self._buffer_for(unit)
             self._owners[buffer.key] = unit
-            unit.buffer = buffer
+            unit.buffer, unit.lost = buffer, set(unit.stepped)
             self._passes.gather(unit)
 
     def _land(self, unit: Unit) -> None:

@@ -105,6 +105,7 @@ class Handle:
         """
         self.call.calls.on_use()
         self.call.hold()
+        self.call.unit.check_not_lost(int(self.offset) * self.dtype.itemsize)
         if torch.is_grad_enabled():
             # `create_graph=True`: this node is recorded too, and what it saves must be handles again. No pop is due:
             # the engine restores its thread's state, of which the hooks are part, after every node.

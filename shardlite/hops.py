@@ -10,12 +10,13 @@ Between the first gradient and `step()` nothing can be taken back: weights that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from shardlite.counts import StepCounts, Stretch
+from shardlite.counts import Group, StepCounts, Stretch
 from shardlite.errors import NonFiniteError, PhaseError
 from shardlite.magnitude import any_bad
 from shardlite.runs import follows
@@ -25,8 +26,8 @@ from shardlite.slots import Slot
 class Hops:
     """The step that one optimizer takes in a backward."""
 
-    def __init__(self, begin: Callable[[], list[StepCounts]]) -> None:
-        self._begin = begin
+    def __init__(self, begin: WeakMethod[Callable[[], list[StepCounts]]]) -> None:
+        self._begin = begin  # weak, like all that hooks hold: an optimizer that is dropped must step no more
         self._counts: list[StepCounts] = []  # of the step that is open
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._done: set[Tensor] = set()
@@ -39,12 +40,12 @@ class Hops:
         """The parameters that are stepped by hooks of their own."""
         return set(self._handles)
 
-    def catch(self, param: Tensor, step: Callable[[Tensor], None]) -> None:
+    def catch(self, param: Tensor, step: WeakMethod[Callable[[Tensor], None]]) -> None:
         """Call `step(param)` when autograd has put its gradient there, unless paused."""
 
         def take(param: Tensor) -> None:
-            if not self.paused:
-                step(param)
+            if (now := step()) is not None and not self.paused:
+                now(param)
 
         self._handles[param] = param.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 
@@ -72,7 +73,9 @@ class Hops:
         if params & self._done:
             self.ready()
         if not self._counts:
-            self._counts = self._begin()
+            begin = self._begin()
+            assert begin is not None, "the optimizer has called"
+            self._counts = begin()
         self._done |= params
         return HopStep(members)
 
@@ -80,17 +83,24 @@ class Hops:
         """Take note of whether gradients that were stepped by were bad: [], above 0 if so."""
         self._alarm.note(bad)
 
-    def close(self) -> None:
-        """Count the step.
+    def close(self, groups: Sequence[Group]) -> None:
+        """Count the step; the parameter `groups` are those of now.
 
         Raises:
             NonFiniteError: a gradient had a NaN or an infinity; on a GPU some steps later.
+            PhaseError: hyper-parameters have changed since the backward, too late for this step.
         """
+        outdated = any(counts.outdated(groups) for counts in self._counts)
         for counts in self._counts:
             counts.end()
         self._counts = []
         self._done.clear()
         self._alarm.look()
+        if outdated:
+            raise PhaseError(
+                "hyper-parameters were changed between the backward and step(), but AdamW(in_backward=True) has "
+                "stepped in the backward, with those of before: change them before the backward, or after step()"
+            )
 
 
 class HopStep:

@@ -1,5 +1,7 @@
 """Steps inside a backward: what a reduction and the optimizer that steps by it know of each other."""
 
+from weakref import ref
+
 from torch import Tensor
 
 from shardlite.average import Step
@@ -14,7 +16,7 @@ class Inside:
 
     def __init__(self, stepping: Stepping) -> None:
         self._stepping = stepping
-        self._optimizer: AdamW | None = None
+        self._now: ref[AdamW] | None = None
 
     def optimizer(self) -> AdamW | None:
         """Return the optimizer that steps inside the backward, if there is one.
@@ -30,10 +32,11 @@ class Inside:
         Raises:
             PhaseError: an earlier backward has stepped, and its step is not closed.
         """
-        self._optimizer = self.optimizer()
-        if self._optimizer is None:
+        optimizer = self.optimizer()
+        if optimizer is None:
             return False
-        self._optimizer.ready()
+        self._now = ref(optimizer)  # whoever drops an optimizer is rid of it
+        optimizer.ready()
         if steps:
             self._stepping.announce_change()
             self._stepping.shards.check()
@@ -50,16 +53,19 @@ class Inside:
 
     def step(self, flat: Flat) -> Step:
         """Prepare the step of one flat."""
-        assert self._optimizer is not None
         own = flat.own_range(flat.gradients)
         starts = [slot.within(*own)[0] for slot in flat.gradients.slots]
-        return self._optimizer.hop([(flat.shards[row], start) for row, start in zip(flat.rows, starts, strict=True)])
+        return self._optimizer().hop([(flat.shards[row], start) for row, start in zip(flat.rows, starts, strict=True)])
 
     def end(self, bad: Tensor) -> None:
         """Note that shards have changed; `bad`, [], is above 0 if any rank has found a NaN or an infinity."""
-        assert self._optimizer is not None
-        self._optimizer.note(bad)
+        self._optimizer().note(bad)
         self._stepping.mark_stepped()
+
+    def _optimizer(self) -> AdamW:
+        optimizer = None if self._now is None else self._now()
+        assert optimizer is not None, "an optimizer lives while its backward runs"
+        return optimizer
 
     def refuse(self, what: str) -> None:
         """Raise if there is such an optimizer: `what` would come too late, or not at all.

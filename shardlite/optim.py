@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakMethod, WeakSet
 
 import torch
 from shardlite_kernels import FORMATS
@@ -23,13 +23,9 @@ from shardlite.counts import Amp, Group, Row, StepCounts, Stretch, counts_for
 from shardlite.errors import LayoutError
 from shardlite.hops import Hops, HopStep
 from shardlite.magnitude import any_bad
+from shardlite.options import FOREIGN_OPTIONS, check_group, check_loaded, check_params
 from shardlite.runs import runs
-from shardlite.slots import Part, Slot, canonical, check_state, place
-
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-# Options of torch.optim.AdamW: those that change the result, with the one value that is supported, and the others.
-_FIXED_OPTIONS = {"amsgrad": False, "maximize": False, "differentiable": False, "decoupled_weight_decay": True}
-_FREE_OPTIONS = ("foreach", "fused", "capturable")
+from shardlite.slots import Slot, canonical, check_state, place
 
 _living: WeakSet[AdamW] = WeakSet()
 
@@ -57,6 +53,9 @@ class AdamW(Optimizer):
         in_backward: step each parameter in the backward, as soon as its gradient is there. Of a wrapped model the last
             addition of a reduction and the step are one kernel then, and no gradient is kept. See `docs/semantics.md`
             for what that excludes. `step()` is called as ever, and closes the step.
+        max_norm: clip gradients to this global norm in the step itself, in registers: where the norm comes with the
+            reduction (see `ShardLite.clip_grad_norm_`) that takes no pass over them, and they stay as they are.
+            `grad_norm` is the norm of the latest step. Not with `in_backward`.
         max_update: cut off each element's update, before it is multiplied by the learning rate, at this magnitude (it
             is about 1 in steady training); `None`: do not. A bound that, unlike a norm, takes no pass over gradients.
 
@@ -70,6 +69,12 @@ class AdamW(Optimizer):
     _plan: _Plan | None = None  # made when first needed, and anew when parameters have moved
     _hops: Hops | None = None
     moments = "fp32"
+    max_norm: float | None = None
+    grad_norm: Tensor | None = None
+    """The global norm [] of the gradients of the latest step, before clipping; without `max_norm` none."""
+
+    norm: Tensor | None = None
+    """The norm to clip by in the coming step, []; to be set by who knows it, else it is computed."""
 
     def __init__(
         self,
@@ -81,12 +86,19 @@ class AdamW(Optimizer):
         *,
         state: str = "fp32",
         in_backward: bool = False,
+        max_norm: float | None = None,
         max_update: float | None = None,
     ) -> None:
         if state not in FORMATS:
             raise ValueError(f"AdamW: state must be one of {', '.join(FORMATS)}, got {state!r}")
+        if max_norm is not None and (in_backward or not max_norm > 0):
+            raise ValueError(
+                f"AdamW: max_norm must be above 0 and goes without in_backward, got {max_norm}: the norm is that of "
+                "all gradients, known when the backward is over. max_update is a bound for steps in the backward"
+            )
         self.moments = state
-        self._hops = Hops(self._begin_hops) if in_backward else None
+        self.max_norm = max_norm
+        self._hops = Hops(WeakMethod(self._begin_hops)) if in_backward else None
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "max_update": max_update}
         super().__init__(params, defaults)
         _living.add(self)
@@ -100,7 +112,7 @@ class AdamW(Optimizer):
         """Add a group; hyper-parameters that it does not name are those given to the constructor."""
         super().add_param_group(param_group)
         try:
-            _check_group(self.param_groups[-1], self.moments)
+            check_group(self.param_groups[-1], self.moments)
         except ValueError:
             del self.param_groups[-1]
             raise
@@ -121,21 +133,21 @@ class AdamW(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickled optimizer is made from."""
         state: dict[str, Any] = super().__getstate__()
-        return {**state, "moments": self.moments, "in_backward": self.in_backward}
+        return {**state, "moments": self.moments, "in_backward": self.in_backward, "max_norm": self.max_norm}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over a loaded or unpickled state; its values are copied into the arenas at once."""
         copied = state.pop("in_backward", False)
         for entry in state["state"].values():
             entry.update({name: value.value for name, value in entry.items() if isinstance(value, _Kept)})
-        _check_loaded(state)
+        check_loaded(state)
         super().__setstate__(state)
         for group in self.param_groups:
-            for option in (*_FIXED_OPTIONS, *_FREE_OPTIONS):
+            for option in FOREIGN_OPTIONS:
                 group.pop(option, None)
             group.setdefault("max_update", None)
         if copied:
-            self._hops = Hops(self._begin_hops)
+            self._hops = Hops(WeakMethod(self._begin_hops))
             for group in self.param_groups:
                 self._catch(group["params"])
         self._current_plan().adopt(self.state)
@@ -153,12 +165,13 @@ class AdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._hops is not None:
-            self._hops.close()
+            self._hops.close(self.param_groups)
             return loss
         plan = self._current_plan()
         stepped = _active(plan.slots, self.state)
         # The scaler deletes them after the step.
-        amp = Amp(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
+        grad_scale = getattr(self, "grad_scale", None)
+        amp = Amp(getattr(self, "found_inf", None), grad_scale, self._clip_factor(stepped, grad_scale))
         counted = _by_counts(stepped)
         for counts, rows in counted.items():
             counts.begin(self.param_groups, rows, amp)
@@ -168,6 +181,16 @@ class AdamW(Optimizer):
         # The kernels wrote through views that have version counters of their own.
         torch.autograd.graph.increment_version([slot.param for slot in stepped])
         return loss
+
+    def _clip_factor(self, stepped: Sequence[Slot], grad_scale: Tensor | None) -> Tensor | None:
+        """Return by what gradients are to be multiplied, []: `min(1, max_norm / (norm + 1e-6))`, as PyTorch clips."""
+        norm, self.norm = self.norm, None
+        if self.max_norm is None or not stepped:
+            return None
+        if norm is None:
+            norm = torch.nn.utils.get_total_norm([slot.param.grad for slot in stepped if slot.param.grad is not None])
+        self.grad_norm = norm if grad_scale is None else norm / grad_scale.to(norm.device)
+        return torch.clamp(self.max_norm / (self.grad_norm + 1e-6), max=1.0)
 
     # ---- in the backward ----------------------------------------------------------------------------------------
 
@@ -205,7 +228,7 @@ class AdamW(Optimizer):
         if self._hops is not None:
             for param in params:
                 if not hasattr(param, "shardlite_part"):
-                    self._hops.catch(param, self._step_one)
+                    self._hops.catch(param, WeakMethod(self._step_one))
 
     @torch.no_grad()
     def _step_one(self, param: Tensor) -> None:
@@ -240,7 +263,7 @@ class AdamW(Optimizer):
     def _current_plan(self) -> _Plan:
         if self._plan is None or not self._plan.fits(self.param_groups):
             for group in self.param_groups:
-                _check_params(group, self.moments)
+                check_params(group, self.moments)
             self._plan = _Plan(self.param_groups, self.state, self.moments)
             self._plan.adopt(self.state)
         return self._plan
@@ -394,48 +417,3 @@ def _update(stepped: Sequence[Slot], unscale: bool) -> None:
 def _part_of_state(param: Tensor, state: Mapping[str, Any], part: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Any]:
     """Copies, so that the arenas of the whole state can go."""
     return {name: (part(param, value) if name != "step" else value).clone() for name, value in state.items()}
-
-
-def _check_group(group: Group, moments: str) -> None:
-    lr, betas, eps, weight_decay = (group[name] for name in ("lr", "betas", "eps", "weight_decay"))
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"AdamW: lr must have one element, got shape {tuple(lr.shape)}")
-    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        if not value >= 0:
-            raise ValueError(f"AdamW: {name} must be at least 0, got {value}")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"AdamW: betas must be two numbers from 0 to below 1, got {betas}")
-    if group["max_update"] is not None and not group["max_update"] > 0:
-        raise ValueError(f"AdamW: max_update must be above 0, or None, got {group['max_update']}")
-    _check_params(group, moments)
-
-
-def _check_params(group: Group, moments: str) -> None:
-    for index, param in enumerate(group["params"]):
-        if param.requires_grad and param.numel() > 1 and not any(param.stride()):
-            raise ValueError(
-                f"AdamW: parameter {group.get('param_names', range(index + 1))[index]} of the group is a placeholder "
-                "in a wrapped model: build the optimizer from parameters() of the ShardLite model itself"
-            )
-        is_split = Part.of(param).low is not None
-        if param.requires_grad and moments != "fp32" and param.dtype != torch.float32 and not is_split:
-            raise ValueError(
-                f"AdamW: state={moments!r} goes with weights in fp32, or split ones, but parameter "
-                f"{group.get('param_names', range(index + 1))[index]} of the group is {param.dtype}"
-            )
-        if param.requires_grad and not (param.is_contiguous() and param.dtype in _DTYPES):
-            raise ValueError(
-                f"AdamW: parameter {group.get('param_names', range(index + 1))[index]} of the group must be contiguous "
-                f"and of a floating dtype, got {param.dtype}, shape {tuple(param.shape)}, strides {param.stride()}"
-            )
-
-
-def _check_loaded(state: dict[str, Any]) -> None:
-    """Refuse what this optimizer would not continue as it was saved, before anything is changed."""
-    for group in state["param_groups"]:
-        for option, value in _FIXED_OPTIONS.items():
-            if group.get(option, value) != value:
-                raise ValueError(f"AdamW: the state was saved with {option}={group[option]}, only {value} is supported")
-    for param, entry in state["state"].items():
-        if isinstance(param, Tensor):
-            check_state(param, entry)

@@ -102,6 +102,9 @@ class _Round:
     stepping: bool = False
     """Whether means are stepped by, and not kept."""
 
+    died: bool = False
+    """Whether the backward ended in an exception, so that what is reduced now is not all."""
+
     patient: bool = True
     """Whether it is worth waiting for a reduction before taking another bucket: not once that was in vain."""
 
@@ -172,6 +175,18 @@ class Reducer:
         """
         self._round.stepping = self.stepper is not None and self.stepper.begin(steps=steps)
 
+    def check_recomputation(self, unit: Unit) -> None:
+        """Raise if a forward that is run again would see weights that were stepped since the first time.
+
+        Raises:
+            PhaseError: it would.
+        """
+        if self._round.stepping and any(reduction.bucket.unit is unit for reduction in self._round.started):
+            raise PhaseError(
+                f"unit {unit.name!r} is recomputed after AdamW(in_backward=True) has stepped it in this backward, "
+                "because its gradients were complete: use AdamW without it, or no checkpointing there"
+            )
+
     def add(self, unit: Unit, param: nn.Parameter, grad: Tensor) -> Bucket:
         """Take in the gradient of one parameter, and return the bucket that it went to.
 
@@ -225,6 +240,8 @@ class Reducer:
         """Be ready for the next backward."""
         for bucket in self._buckets.values():
             bucket.arrivals = 0
+            bucket.unit.stepped.clear()
+            bucket.unit.lost.clear()
         self._round = _Round(self._now_in_order(), patient=self._round.patient)
         self._backwards += 1
 
@@ -233,9 +250,12 @@ class Reducer:
 
         If it was `reducing`, other ranks may have started more reductions than this one: all make all of them.
         """
+        self._round.died = True
         while reducing and (turn := self._next_unit()) is not None:
             self._reduce(turn)
         self._land(len(self._round.started))
+        if reducing and self._round.stepping:
+            self._end_steps()  # of those units that all ranks had reduced before
         self.discard()
         self.start_over()
 
@@ -277,6 +297,8 @@ class Reducer:
             if self._round.stepping:
                 steps.append(self._prepare_step(unit, flat))
                 mine = [int(flat.params[row] in bucket.used) for row in flat.rows]
+                if self._round.died:
+                    mine = [-self._shared.world_size for _ in mine]  # what is not whole nobody steps by
                 jobs.append(self._averager.stepping_job(full, flat, steps[-1], mine, unit.name, operation))
             else:
                 means.append(self._averager.place(flat, full))
@@ -292,12 +314,15 @@ class Reducer:
         """Get ready for the step of a flat in this backward.
 
         Weights that are sent to other ranks must not change under way: a gather that was started ahead and never needed
-        here may still be. Where full weights always have memory autograd is told, too, that it may not use them again.
+        here may still be. Nodes of this backward may not use them again: where full weights always have memory autograd
+        is told so, and elsewhere handles look, once the weights would have to be gathered anew.
         """
         assert self.stepper is not None
         if unit.flight is not None:
             unit.flight.wait()
-        if flat.full is not None:
+        if flat.full is None:
+            unit.stepped.add(flat)
+        else:
             torch.autograd.graph.increment_version([flat.params[row] for row in flat.rows])
         return self.stepper.step(flat)
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from itertools import count
 from math import prod
 
 import torch
@@ -52,6 +53,7 @@ class Shared:
     trace: Trace
     ledger: Ledger
     traffic: Traffic
+    _flags: Iterator[int] = field(default_factory=count)
 
     def operation(self, what: str, sequence: int = 0, *, at_any_step: bool = False, during: str = "") -> Operation:
         """Name an operation of this model at its step, and say `during` what it happens.
@@ -81,6 +83,12 @@ class Shared:
         """Add [n] up over all ranks, replicas included, in place."""
         for transport in self.counted(purpose):
             all_reduce(numbers, transport, operation=operation)
+
+    def on_any_rank(self, flag: Tensor) -> Tensor:
+        """Return whether a flag, [], is more than 0 on any rank, as 0 or 1. To be called by every rank."""
+        ranks = flag.reshape(1).clone()
+        self.add_up(ranks, "flags", self.operation("a flag of any rank", next(self._flags)))
+        return (ranks[0] > 0).to(flag.dtype)
 
     @cached_property
     def notes(self) -> Notes:

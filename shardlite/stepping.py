@@ -50,6 +50,8 @@ class Stepping:
     def before_step(self, optimizer: Optimizer) -> None:
         """Raise if a step would be a wrong one, and see to it that it does nothing if gradients are not finite."""
         self.ready()
+        if not getattr(optimizer, "in_backward", False):
+            self.refuse(f"a step of {type(optimizer).__name__}")
         self.announce_change()
         self.gatherer.settle()
         self.shards.check()

@@ -195,6 +195,12 @@ class Unit:
     sealed: int | None = None
     """What `writes()` was when the parameters became placeholders, while they are."""
 
+    stepped: set[Flat] = field(default_factory=set)
+    """The flats that were stepped in the backward that is running: from now on only a buffer has what they were."""
+
+    lost: set[Flat] = field(default_factory=set)
+    """Those of them of which no buffer has that any more."""
+
     gathers: int = 0
     escapes: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)
     """Buffers of this unit that somebody else views."""
@@ -252,6 +258,24 @@ class Unit:
             views.append(buffer.bytes[start : start + nbytes].view(flat.compute))
             start += round_up(nbytes, _FLAT_ALIGN)
         return views
+
+    def check_not_lost(self, place: int) -> None:
+        """Check that the full weights at this byte of the buffer are those of before the backward's own steps.
+
+        Raises:
+            RuntimeError: they are not, in the words of PyTorch's own error.
+        """
+        start = 0
+        for flat in self.flats if self.lost else ():
+            stop = start + _full_nbytes(flat)
+            if flat in self.lost and start <= place < stop:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"AdamW(in_backward=True) has stepped weights of unit {self.name!r} whose gradients were complete, "
+                    "and this backward uses them once more (a use that brings no gradient, as of `weight.detach()`). "
+                    "Use AdamW without in_backward"
+                )
+            start = round_up(stop, _FLAT_ALIGN)
 
     def bind(self) -> None:
         """Let the module's parameters be views of the full weights."""

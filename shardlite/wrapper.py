@@ -1,9 +1,8 @@
 """`ShardLite`: a model whose parameters, gradients and optimizer state are sharded over ranks."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from itertools import count
 from typing import Any
 
 import torch
@@ -60,12 +59,9 @@ class ShardLite(nn.Module):
         reshard_after_forward: `False`: units stay gathered from their forward to the end of the backward, which saves
             one all-gather each and costs the memory of the weights; or `callable(name, module) -> bool` for each unit.
             Stage 3 only.
-        quantized_gather: `True`: gathers send weights as 8-bit codes, 33 bytes for 32 of them instead of 128 or 64, and
-            forward and backward compute with what the codes mean, equal on all ranks: off by at most 1/127 of the
-            largest of 32 neighbours. Or `callable(name, module) -> bool` for each unit, which says it of all fp32, bf16
-            and fp16 parameters in it, vectors and frozen ones too; the root's name is `""`. Gradients are taken for
-            those of the weights that the optimizer has, which keep all their digits, also in `full_state_dict()`. On
-            one rank nothing is gathered, so nothing is quantized. Stage 3 only.
+        quantized_gather: `True`: gathers send weights as 8-bit codes, 33 bytes for 32 of them, and ranks compute with
+            what these mean, while weights that are trained keep all their digits; or `callable(name, module) -> bool`
+            for each unit (the root's name is empty). Stage 3 only. See `docs/semantics.md`.
         group: the ranks to shard over, `None` is the default group; or a `DeviceMesh` with one dimension, or with two,
             (replicate, shard): hybrid sharding. The model is then sharded within each group of the second dimension.
         ignore: modules and parameters that are left alone: each rank trains its own, and nothing is averaged.
@@ -115,7 +111,6 @@ class ShardLite(nn.Module):
         self.precision = precision
         self._groups = groups_of(group)
         self._ignored = checks.ignored_params(ignore)
-        self._collectives = count()
         self._forwards = 0  # that are running
         options = Options(
             stage=stage,
@@ -222,9 +217,13 @@ class ShardLite(nn.Module):
         """
         if sharded:
             self._inside.refuse("no_sync(sharded=True)")
-        if self._placement.alone:
-            return accumulating(self._stepping.shards)
-        return self._backward.accumulating(Mode.SHARDED if sharded else Mode.LOCAL)
+        return self._accumulating(Mode.SHARDED if sharded else Mode.LOCAL)
+
+    @contextmanager
+    def _accumulating(self, mode: Mode) -> Iterator[None]:
+        own = (param for param in self.module.parameters() if param in self._ignored or self._placement.alone)
+        with accumulating(own), self._backward.accumulating(mode):
+            yield
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of all ranks to a global norm of at most `max_norm`, and return what the norm was, [].
@@ -425,7 +424,7 @@ class ShardLite(nn.Module):
             shared.steps,
             self._ready_for_step,
             lambda what: self._inside.refuse(what),
-            self._on_any_rank,
+            shared.on_any_rank,
         )
         self._inside = self._reducer.stepper = Inside(self._stepping)
         guard.watch(self._stepping)
@@ -441,6 +440,11 @@ class ShardLite(nn.Module):
         self._hooks.reset()
         if self._backward.died() and self._inside.optimizer() is not None and not self._backward.has_brought:
             self._backward.repair()  # it was refused, because the step of the one before it was to be closed first
+        if self._backward.died() and self._inside.optimizer() is not None:
+            raise PhaseError(
+                "the last backward ended in an exception, and AdamW(in_backward=True) has stepped some weights in it, "
+                "but not all: go on from a checkpoint or, with the weights as they are, after zero_grad() and step()"
+            )
         if self._backward.died():
             raise PhaseError(
                 "the last backward ended in an exception, so its gradients are incomplete: call zero_grad() and run "
@@ -452,10 +456,3 @@ class ShardLite(nn.Module):
                 "backward before a step outside of no_sync(), or call zero_grad() of the model to drop them"
             )
         self._backward.forget_forwards()
-
-    def _on_any_rank(self, flag: Tensor) -> Tensor:
-        """Return whether a flag, [], is more than 0 on any rank."""
-        ranks = flag.reshape(1).clone()
-        operation = self._shared.operation("a flag of any rank", next(self._collectives))
-        self._shared.add_up(ranks, "flags", operation)
-        return (ranks[0] > 0).to(flag.dtype)

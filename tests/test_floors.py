@@ -24,7 +24,7 @@ FLOORS = [
     ["hooks", "plan", "spread"],
     ["counts"],
     ["slots"],
-    ["runs"],
+    ["runs", "options"],
     ["hops"],
     ["optim", "build", "full", "guard"],
     ["inside"],

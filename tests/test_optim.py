@@ -28,9 +28,9 @@ def launches(monkeypatch):
 
     numels, kernel = [], shardlite.counts.adamw_cpu
 
-    def counting(param, *args, **kwargs):
-        numels.append(param.numel())
-        kernel(param, *args, **kwargs)
+    def counting(state, *args, **kwargs):
+        numels.append(state.param.numel())
+        kernel(state, *args, **kwargs)
 
     monkeypatch.setattr(shardlite.counts, "adamw_cpu", counting)
     return numels

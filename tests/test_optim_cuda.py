@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from shardlite_kernels import FORMATS
 from torch import nn
 
 from shardlite.optim import AdamW
@@ -81,3 +82,80 @@ def test_with_the_flag_nothing_changes():
     optimizer.found_inf, optimizer.grad_scale = torch.ones((), device="cuda"), torch.tensor(2.0, device="cuda")
     optimizer.step()
     assert_same(everything, before)
+
+
+def graph_of(step):
+    """A CUDA graph of `step()`, which has run before. Capturing runs nothing."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("state", FORMATS)
+def test_a_captured_step_is_replayed(state, scaled):
+    """With other gradients, another learning rate and another flag each time: the bits of a run without a graph."""
+    outcomes = []
+    for captured in (False, True):
+        flat, params = make_params()
+        lr, grads = torch.tensor(1e-2, device="cuda"), torch.zeros_like(flat)
+        optimizer = AdamW(params, **HYPER | {"lr": lr}, state=state, max_update=2.0)
+        if scaled:
+            optimizer.found_inf, optimizer.grad_scale = torch.zeros((), device="cuda"), lr.new_ones(())
+        for param in params:
+            param.grad = grads[param.storage_offset() :][: param.numel()].view(param.shape)
+        graph, side = None, torch.cuda.Stream()
+        for attempt in range(8):
+            generator = torch.Generator(device="cuda").manual_seed(attempt)
+            for param in params:
+                param.grad.normal_(generator=generator)
+            lr.fill_(1e-2 / (1 + attempt))
+            if scaled:
+                optimizer.found_inf.fill_(float(attempt in (2, 5)))
+                optimizer.grad_scale.fill_(2.0**attempt)
+            if not captured or attempt < 3:
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):  # as PyTorch asks for before a capture
+                    optimizer.step()
+                torch.cuda.current_stream().wait_stream(side)
+            else:
+                graph = graph_of(optimizer.step) if graph is None else graph
+                graph.replay()
+        torch.cuda.synchronize()
+        kept = [value for param in params for value in optimizer.state[param].values()]
+        outcomes.append([flat, grads, *kept])
+    assert_same(outcomes[1], outcomes[0])
+    assert {optimizer.state[param]["step"].item() for param in params} == {6.0 if scaled else 8.0}
+
+
+@pytest.mark.parametrize("state", FORMATS)
+def test_a_step_of_every_format_does_not_wait(no_waiting, state):
+    flat, params = make_params()
+    optimizer = AdamW(params, **HYPER, state=state, max_update=1.0)
+    for attempt in range(4):
+        set_grads(flat, params)
+        if attempt == 2:
+            no_waiting()
+            optimizer.state[params[0]]["step"].fill_(7)
+        optimizer.step()
+    torch.cuda.set_sync_debug_mode("default")
+    assert [optimizer.state[param]["step"].item() for param in params[:2]] == [9, 4]
+    assert flat.isfinite().all()
+
+
+@pytest.mark.parametrize("state", FORMATS)
+def test_steps_in_the_backward_have_the_same_bits(state):
+    outcomes = []
+    for in_backward in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 32)).cuda()
+        optimizer = AdamW(model.parameters(), **HYPER, state=state, in_backward=in_backward)
+        for _ in range(3):
+            model(torch.randn(5, 64, device="cuda")).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        kept = [value for param in model.parameters() for value in optimizer.state[param].values()]
+        outcomes.append([*(param.data for param in model.parameters()), *kept])
+    assert_same(outcomes[1], outcomes[0])

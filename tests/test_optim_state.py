@@ -85,7 +85,7 @@ def test_we_continue_the_state_of_torch(fused):
     arena = copy_of(twin)
     optimizer = AdamW(arena.params)
     optimizer.load_state_dict(twin_optimizer.state_dict())
-    assert set(optimizer.param_groups[0]) == {"params", *HYPER}
+    assert set(optimizer.param_groups[0]) == {"params", "max_update", *HYPER}
     for group in twin_optimizer.param_groups:
         group["fused"] = True
     check_both_continue_alike(arena, optimizer, twin, twin_optimizer)

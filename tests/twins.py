@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from shardlite_kernels import new_stats, stats, stats_total
 from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
@@ -122,6 +123,7 @@ class Twin:
             for name, param in self._own.items()
         }
         self._mean = mean
+        self._handed: dict[str, Tensor] = {}
         self._precision = precision
         for name, param in self._own.items():
             param.data = param.data.to(kinds[name].compute)
@@ -149,8 +151,11 @@ class Twin:
             with self._caught() as sums, self.as_rank(rank):
                 results.append(run(self.module, rank))
             local.append(sums)
+        fresh = all(master.grad is None for master in self.masters.values())
         for flat in self._flats:
             self._hand_out(flat, local)
+        grads = {name: master.grad for name, master in self.masters.items() if master.grad is not None}
+        self._handed = {name: grad.clone() for name, grad in grads.items()} if fresh else {}
         return results
 
     @contextmanager
@@ -168,9 +173,10 @@ class Twin:
             master.grad = None
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip to a norm that is made of one partial per rank, each of the norms of its parts of the parameters, []."""
+        """Clip to a norm that is made of one partial per rank, []."""
         ranks = self._flats[0].layout.world_size
-        partials = torch.stack([self._norm_of(rank, norm_type) for rank in range(ranks)])
+        of = self._root_of_squares if norm_type == 2 and self._as_handed_out() else partial(self._norm_of, norm_type)
+        partials = torch.stack([of(rank) for rank in range(ranks)])
         norm = torch.linalg.vector_norm(partials, norm_type)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for master in self.masters.values():
@@ -211,7 +217,7 @@ class Twin:
 
     def _hand_out(self, flat: FlatPlan, local: Sequence[dict[str, Tensor]]) -> None:
         layout = flat.layout
-        flats = [_flattened(flat, sums) for sums in local]
+        flats = [_flattened(flat, sums, flat.reduce) for sums in local]
         mean = self._mean(Sum(flats, layout, self._kept(layout)))
         for slot in layout.slots:
             if any(slot.name in sums for sums in local):
@@ -228,9 +234,40 @@ class Twin:
             kept[slot.start : slot.start + _padded_numel(slot.numel)] = True
         return kept
 
-    def _norm_of(self, rank: int, norm_type: float) -> Tensor:
+    def _as_handed_out(self) -> bool:
+        """Whether all gradients came from the last reduction, and are what they were then.
+
+        A rank that is alone reduces nothing, unless there is something to cast.
+        """
+        casts = any(flat.layout.dtype != flat.compute for flat in self._flats)
+        if self.world_size == 1 and not casts:
+            return False
+        grads = {name: master.grad for name, master in self.masters.items() if master.grad is not None}
+        same = (torch.equal(self._handed[name], grad) for name, grad in grads.items() if name in self._handed)
+        return grads.keys() == self._handed.keys() and all(same)
+
+    def _precision_of_norms(self) -> torch.dtype:
         doubles = any(master.dtype == torch.float64 for master in self.masters.values())
-        precision = torch.float64 if doubles else torch.float32
+        return torch.float64 if doubles else torch.float32
+
+    def _root_of_squares(self, rank: int) -> Tensor:
+        """Return the norm of a rank's part of the gradients, from the statistics of each flat; no gradient is zero."""
+        totals = []
+        for flat in self._flats:
+            kept = self._kept(flat.layout)
+            if kept.any():
+                grads = {slot.name: self.masters[slot.name].grad for slot in flat.layout.slots}
+                full = _flattened(flat, {name: g for name, g in grads.items() if g is not None}, flat.layout.dtype)
+                own = slice(*flat.layout.shard_range(rank))
+                part = full[own][kept[own]]
+                rows = new_stats(part)
+                stats(part, rows)
+                totals.append(stats_total(rows)[0])
+        return torch.stack(totals).sum().sqrt().to(self._precision_of_norms())
+
+    def _norm_of(self, norm_type: float, rank: int) -> Tensor:
+        """Return the norm of the norms of a rank's parts of the parameters."""
+        precision = self._precision_of_norms()
         norms = []
         for layout in (flat.layout for flat in self._flats):
             for slot in layout.slots:
@@ -249,9 +286,9 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
     return value.to(dtype) if casts else value
 
 
-def _flattened(flat: FlatPlan, sums: dict[str, Tensor]) -> Tensor:
-    """Put a rank's gradients in their places in a flat [W*S]; what it did not use is zero."""
-    full = torch.zeros(flat.layout.full_numel, dtype=flat.reduce)
+def _flattened(flat: FlatPlan, sums: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Put gradients in their places in a flat [W*S]; where there is none it is zero."""
+    full = torch.zeros(flat.layout.full_numel, dtype=dtype)
     for slot in flat.layout.slots:
         if slot.name in sums:
             full[slot.start : slot.stop] = sums[slot.name].reshape(-1)

@@ -20,7 +20,7 @@ from .adamw import GRADIENTS
 from .hop import hop
 from .moments import encode
 from .scalars import Hyper, Table
-from .split import split_on_cpu
+from .split import join_on_cpu, split_on_cpu
 from .state import State, check_flat
 
 _WEIGHTS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -113,10 +113,14 @@ def reduce_adamw_cpu(
 def _by_chunks(state: State, gradient: Callable[[int, int], Tensor], step: CpuStep) -> None:
     """Step chunk by chunk, each by `gradient(start, stop)` [stop - start]."""
     numel = state.param.numel()
+    room = torch.empty(2, min(_CHUNK, numel) if state.low is not None else 0, dtype=torch.int32)
     for start in range(0, numel, _CHUNK):
         stop = min(start + _CHUNK, numel)
-        piece = state.part(start, stop)
-        g, p, (m, v) = gradient(start, stop), piece.weight(), piece.moments()
+        piece, (joined, free) = state.part(start, stop), room[:, : stop - start]
+        g, p, (m, v) = gradient(start, stop), piece.param, piece.moments()
+        if piece.low is not None:
+            p = joined.view(torch.float32)
+            join_on_cpu(p, piece.param, piece.low, free)
         if step.factor != 1:
             g = g * step.factor
         if step.hyper.max_update == inf:
@@ -124,7 +128,7 @@ def _by_chunks(state: State, gradient: Callable[[int, int], Tensor], step: CpuSt
         else:
             _limited(p, g, m, v, step)
         if piece.low is not None:
-            split_on_cpu(piece.param, piece.low, p)
+            split_on_cpu(piece.param, piece.low, p, free)
         if m is not piece.exp_avg:
             assert step.table is not None, "checked"
             random = step.table.part(start, stop).random_bits(stop - start)

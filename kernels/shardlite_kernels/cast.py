@@ -99,7 +99,7 @@ def _cast_cpu(out: Tensor, source: Tensor) -> None:
     if not _takes_two(out, source):
         out.copy_(source)
         return
-    for out_chunk, x in zip(out.split(_CPU_CHUNK), source.split(_CPU_CHUNK), strict=True):
+    for out_chunk, x in zip(torch.split(out, _CPU_CHUNK), torch.split(source, _CPU_CHUNK), strict=True):
         near = x.float()
         back, bits = near.double(), near.view(torch.int32)
         moves = (x == x) & (back != x) & (bits & 1 == 0)

@@ -4,12 +4,13 @@
 |---|---|---|---|
 | `"fp32"` | itself | itself | 8 |
 | `"bf16"` | rounded to nearest even | rounded stochastically | 4 |
-| `"int8"` | `sign * (q / 127)^2 * 2^k`, `|q|` up to 127, to nearest | `((q / 255) * 2^k)^2`, `q` from 1 to 255, stochastically | 2.0625 |
+| `"int8"` | `sign * (q / 127)^2 * 2^k`, to nearest | `((q / 255) * 2^k)^2`, stochastically | 2.0625 |
 
 The second moment decays by a thousandth per step where `beta2 = 0.999`. That is less than half a unit of both narrow
 formats, so rounded to nearest it would stand still for good once gradients become smaller. Rounded up or down at
 random, such that its mean is the number itself, it follows. The square root makes the steps between codes fine where
-numbers are small, and zero is no code of the second moment, by which updates are divided.
+numbers are small, and zero is no code of the second moment, by which updates are divided: codes are up to 127 in
+magnitude, and from 1 to 255.
 
 `2^k` is the smallest power of two that is not below any magnitude in a group (of the second moment: any square root),
 kept as the exponent of an fp32 number, one byte. So all that the format can say is exact in fp32, and encoding that,
@@ -109,11 +110,9 @@ def decode(avg: Tensor, sq: Tensor, avg_exponent: Tensor | None, sq_exponent: Te
     if avg_exponent is None or sq_exponent is None:
         narrow = avg.dtype == torch.bfloat16
         return (avg.float(), sq.float()) if narrow else (avg, sq)
-    root = _by_group(avg.float().abs() * _fp32(1 / 127))
-    magnitude = root * root * _powers(avg_exponent)
-    signed = torch.where(_by_group(avg) < 0, -magnitude, magnitude)
-    sq_root = _by_group(sq.float() * _fp32(1 / 255)) * _powers(sq_exponent)
-    return _flat(signed, avg.numel()), _flat(sq_root * sq_root, avg.numel())
+    root = avg.float() * _fp32(1 / 127)
+    sq_root = sq.float() * _fp32(1 / 255) * _each(_powers(sq_exponent), sq.numel())
+    return root * root.abs() * _each(_powers(avg_exponent), avg.numel()), sq_root * sq_root
 
 
 def encode(
@@ -140,62 +139,62 @@ def encode(
 
 def _encode_avg(m: Tensor, avg: Tensor, exponents: Tensor) -> None:
     exponent = _exponents_of(m)
-    q = (_root(_by_group(m).abs() * _inverse(exponent)) * 127 + 0.5).floor()
-    q = torch.where(exponent == _NAN, 0.0, q)
-    avg.copy_(_flat(torch.where(_by_group(m) < 0, -q, q), m.numel()))
-    exponents.copy_(exponent.view(-1))
+    magnitude = _root(m.abs() * _each(_inverses(exponent), m.numel()))
+    q = magnitude.mul_(127).add_(0.5).floor_().copysign_(m)
+    if (exponent == _NAN).any():
+        q = torch.where(_each(exponent, m.numel()) == _NAN, 0.0, q)
+    avg.copy_(q)
+    exponents.copy_(exponent)
 
 
 def _encode_sq(v: Tensor, sq: Tensor, exponents: Tensor, random: Tensor | None) -> None:
     root = _root(v)
     exponent = _exponents_of(root)
-    y = _by_group(root) * _inverse(exponent) * 255
+    y = root * _each(_inverses(exponent), v.numel()) * 255
     if random is None:
-        q = (y + 0.5).floor()
+        q = y.add_(0.5).floor_()
     else:
         q = y.floor()
-        uniform = (_by_group(random) >> 8).float() * 2**-24
-        q = q + (y * y - q * q > uniform * (2 * q + 1)).float()
-    q = torch.where(exponent == _NAN, 1.0, q.clamp(1, 255))
-    sq.copy_(_flat(q, v.numel()))
-    exponents.copy_(exponent.view(-1))
+        uniform = (random >> 8).bitwise_and_(0xFFFFFF).float().mul_(2**-24)
+        q += y * y - q * q > uniform * (2 * q + 1)
+    if (exponent == _NAN).any():
+        q = torch.where(_each(exponent, v.numel()) == _NAN, 1.0, q)
+    sq.copy_(q.clamp_(1, 255))
+    exponents.copy_(exponent)
 
 
 def _round_to_bf16(x: Tensor, random: Tensor) -> Tensor:
-    bits = x.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-    rounded = (bits + (random & 0xFFFF)) >> 16
+    bits = x.view(torch.int32)
+    rounded = (bits + (random & 0xFFFF)) >> 16  # wraps around for some NaNs only
     return torch.where(x.isnan(), (bits >> 16) | 0x40, rounded).to(torch.int16).view(torch.bfloat16)
 
 
 def _root(x: Tensor) -> Tensor:
     """The square root; PyTorch's own in fp32 is off by one unit now and then on the CPU."""
-    return x.double().sqrt().float()
+    return x.double().sqrt_().float()
 
 
 def _exponents_of(x: Tensor) -> Tensor:
-    """Biased exponents [G, 1]."""
-    bits = _by_group(x).contiguous().view(torch.int32) & 0x7FFFFFFF
-    exponent = (bits.amax(1, keepdim=True).to(torch.int64) + 0x7FFFFF) >> 23
+    """Biased exponents [G], int64."""
+    bits = torch.nn.functional.pad(x, (0, -x.numel() % GROUP)).view(torch.int32) & 0x7FFFFFFF
+    exponent = (bits.view(-1, GROUP).amax(1).to(torch.int64) + 0x7FFFFF) >> 23
     return torch.where(exponent > 253, _NAN, exponent)
 
 
 def _powers(exponents: Tensor) -> Tensor:
-    """The powers of two [G, 1] of stored exponents [G]."""
-    exponent = exponents.to(torch.int32).unsqueeze(1)
+    """The powers of two [G] of stored exponents [G]."""
+    exponent = exponents.to(torch.int32)
     return torch.where(exponent == _NAN, 0x7FC00000, exponent << 23).view(torch.float32)
 
 
-def _inverse(exponent: Tensor) -> Tensor:
+def _inverses(exponent: Tensor) -> Tensor:
+    """One over the powers of two, [G]; 0 where a group is lost."""
     return ((254 - exponent).clamp(min=0) << 23).to(torch.int32).view(torch.float32)
 
 
-def _by_group(x: Tensor) -> Tensor:
-    """[S] as [G, 32]; a last group that is not full is filled with zeros."""
-    return torch.nn.functional.pad(x, (0, -x.numel() % GROUP)).view(-1, GROUP)
-
-
-def _flat(groups: Tensor, numel: int) -> Tensor:
-    return groups.reshape(-1)[:numel]
+def _each(groups: Tensor, numel: int) -> Tensor:
+    """What is said of groups [G], of each element [S]."""
+    return groups.repeat_interleave(GROUP)[:numel]
 
 
 def _fp32(x: float) -> float:

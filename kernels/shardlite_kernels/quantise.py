@@ -99,7 +99,7 @@ def quantise(codes: Tensor, scales: Tensor, source: Tensor) -> None:
     if codes.dim() != 1:
         raise ValueError(f"quantise: codes must be 1-D, got {list(codes.shape)}")
     if not use_triton(source):
-        chunks = codes.split(_CPU_CHUNK), scales.split(_CPU_CHUNK // BLOCK), source.split(_CPU_CHUNK)
+        chunks = _chunks(codes), _chunks(scales, BLOCK), _chunks(source)
         for codes_chunk, scales_chunk, source_chunk in zip(*chunks, strict=True):
             _quantise_cpu(codes_chunk, scales_chunk, source_chunk)
         return
@@ -180,7 +180,7 @@ def _quantise_cpu(codes: Tensor, scales: Tensor, source: Tensor) -> None:
 
 def _dequantise_cpu(out: Tensor, codes: Tensor, scales: Tensor) -> None:
     for out_row, codes_row, scales_row in zip(out.view(codes.shape), codes, scales, strict=True):
-        chunks = out_row.split(_CPU_CHUNK), codes_row.split(_CPU_CHUNK), scales_row.split(_CPU_CHUNK // BLOCK)
+        chunks = _chunks(out_row), _chunks(codes_row), _chunks(scales_row, BLOCK)
         for out_chunk, codes_chunk, scales_chunk in zip(*chunks, strict=True):
             step = _step_cpu(scales_chunk).unsqueeze(1)
             torch.mul(codes_chunk.view(-1, BLOCK), step, out=out_chunk.view(-1, BLOCK))
@@ -190,3 +190,8 @@ def _step_cpu(scales: Tensor) -> Tensor:
     exponent = scales.to(torch.int32)
     power = torch.where(exponent == 0, 0x400000, exponent << 23)
     return torch.where(exponent == _POISON, 0x7FC00000, power).view(torch.float32).mul_(2.0**-6)
+
+
+def _chunks(tensor: Tensor, shared: int = 1) -> tuple[Tensor, ...]:
+    """Cut a tensor of which each element is for `shared` numbers."""
+    return torch.split(tensor, _CPU_CHUNK // shared)

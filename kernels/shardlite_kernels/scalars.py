@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .moments import GROUP
-from .noise import random_bits_reference
+from .noise import random_bits_by_group
 
 
 class Hyper(NamedTuple):
@@ -92,9 +92,8 @@ class Table(NamedTuple):
         return self.rows.long().repeat_interleave(GROUP)[:numel]
 
     def random_bits(self, numel: int) -> Tensor:
-        """32 random bits for each element, [S], int64."""
-        position = torch.arange(self.first, self.first + numel, device=self.keys.device)
-        return random_bits_reference(position, self.keys.long()[self.row_of_each(numel)])
+        """32 random bits for each element, [S], int32."""
+        return random_bits_by_group(self.keys[self.rows.long()].long(), self.first, GROUP)[:numel]
 
 
 def hyper_table(hypers: Sequence[Hyper], device: torch.device) -> Tensor:

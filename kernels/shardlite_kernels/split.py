@@ -5,7 +5,7 @@
     low, int8                        mmmmmmmm                 what that is too small (or, negative, too large) by
 
 As integers, `fp32 bits = high * 65536 + low * 256`. So joining is one addition, splitting a few integer operations, and
-what was joined splits into the same parts again. The error is at most half a unit of the 24th bit, 2^-17 relative.
+what was joined splits into the same parts again. The error is at most half a unit of the 24th bit, 2^-16 relative.
 Magnitudes within 2^-17 of the largest fp32 number become infinite, and so does the bf16 part of those within 2^-9. A
 NaN stays one: rounded like a number it could overflow into zero.
 
@@ -109,8 +109,14 @@ def join_reference(out: Tensor, high: Tensor, low: Tensor) -> None:
     out.view(torch.int32).add_(low.to(torch.int32), alpha=256)
 
 
-def split_on_cpu(high: Tensor, low: Tensor, source: Tensor) -> None:
-    """`split`, for a chunk [S] that is in the cache; `source` is overwritten.
+def join_on_cpu(out: Tensor, high: Tensor, low: Tensor, room: Tensor) -> None:
+    """`join`, for a chunk [S] that is to stay in the cache, with room [S], int32: new memory would cost more."""
+    out.copy_(high)
+    out.view(torch.int32).add_(room.copy_(low), alpha=256)
+
+
+def split_on_cpu(high: Tensor, low: Tensor, source: Tensor, room: Tensor) -> None:
+    """`split`, for a chunk [S] that is in the cache, with room [S], int32; `source` is overwritten.
 
     Rounding to bf16 is PyTorch's, which is fast, where there are no ties (a bit below those that are kept is set) and
     the sum of all says that every number is finite and far from the largest one.
@@ -121,7 +127,8 @@ def split_on_cpu(high: Tensor, low: Tensor, source: Tensor) -> None:
     bits = source.view(torch.int32)
     bits.add_(0x80).bitwise_or_(1)
     high.copy_(source)
-    low.copy_(bits.to(torch.int16).bitwise_right_shift_(8))
+    half = room.view(torch.int16)[: len(bits)]
+    low.copy_(half.copy_(bits).bitwise_right_shift_(8))
 
 
 def _launch(kernel: object, tensors: tuple[Tensor, ...]) -> None:

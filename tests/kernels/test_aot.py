@@ -1,4 +1,4 @@
-"""What the compiler makes of each kernel for GPUs that are not here: wide accesses, no spills, exact arithmetic."""
+"""What compilers make of kernels for GPUs that are not here: `bench.aot` on lines of its table, and that it can fail."""
 
 import json
 import os
@@ -8,53 +8,129 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent / "aot.py"
-KERNELS = ["hop fp32 fp32 fp32", "hop bf16 bf16 bf16", "hop bf16 fp32 fp32", "hop fp32 bf16 fp32"]
-KERNELS += ["hop fp64 fp64 fp64", "hop i8 i8 i8"]
-KERNELS += ["adamw fp32", "adamw bf16", "adamw fp32 unscale", "adamw bf16 unscale"]
+from bench import aot
+from bench.kernel_cases import cases
+
+ROOT = Path(__file__).parents[2]
+LINES = [
+    "adamw: fp32 weights, fp32 moments",
+    "adamw: split24 weights, int8 moments",
+    "adamw unscale: fp32 weights, bf16 moments",
+    "reduce_adamw: split24 weights, bf16 moments",
+    *("split", "join", "stats: bf16", "scale: bf16", "cast: fp32 to bf16", "quantise: bf16 to 8 bits"),
+    *(
+        "hop: fp32 + fp32 to fp32",
+        "hop: i8 + i8 to i8",
+        "hop, statistics: bf16 + bf16 to bf16",
+        "dequantise: 8 bits to fp32",
+    ),
+]
+"""One of each kind: all of them take minutes, and `python bench/aot.py --check`."""
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-    root = SCRIPT.parents[2]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(root), str(root / "kernels")]),
-        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
-    }
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run([sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    parsed = [json.loads(line) for line in done.stdout.splitlines()]
-    return {(row["target"], row["kernel"]): row for row in parsed}
+def environment(pytestconfig, tmp_path_factory):
+    """Of a shell that knows nothing of this checkout; compiled kernels are kept for the next run, by their sources."""
+    cache = getattr(pytestconfig, "cache", None)
+    kept = cache.mkdir("triton") if cache else tmp_path_factory.mktemp("triton")
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
+    return inherited | {"TRITON_CACHE_DIR": str(kept)}
 
 
-@pytest.mark.parametrize("target", ["80", "90", "100", "gfx942"])
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_accesses_are_wide_and_nothing_is_spilled(rows, target, kernel):
-    row = rows[target, kernel]
-    # hop reads two tensors and writes one, adamw reads four and writes three, or four if it divides the gradient
-    accesses = 3 if kernel.startswith("hop") else 7 + ("unscale" in kernel)
-    wide = [width for width in row["widths"] if width > 32]
-    assert len(wide) == accesses, "one access per thread and tensor"
-    assert 128 in wide
-    assert len(row["widths"]) - len(wide) == scalar_reads(target, kernel), "a tensor is accessed number by number"
-    assert (row["spilled"], row["shared"]) == (0, 0)
+@pytest.fixture(scope="module")
+def rows(environment, tmp_path_factory):
+    """A file of rows."""
+    done = run(["bench/aot.py", "--json", *LINES], environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    file.write_text(done.stdout)
+    return file
 
 
-def scalar_reads(target, kernel):
-    """Reads of the table of scalars: one per number, except that AMD's scalar unit does them."""
-    if kernel.startswith("hop") or target.startswith("gfx"):
-        return 0
-    return 7 + ("unscale" in kernel)
+def run(command, environment):
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
+    )
 
 
-@pytest.mark.parametrize("target", ["80", "90", "100"])
-@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if "fp64" not in kernel])
-def test_division_and_root_are_exact(rows, target, kernel):
-    assert rows[target, kernel]["inexact"] == []
+def test_nothing_is_wrong_with_kernels_and_the_table_in_the_readme_is_theirs(rows, capsys):
+    assert aot.main(["--check", "--rows", str(rows), *LINES]) == 0, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("target", ["80", "90", "100", "gfx942"])
-def test_an_unknown_length_costs_the_wide_accesses(rows, target):
-    """Shards are padded for this reason; and it shows that the tests above would notice."""
-    assert set(rows[target, "unhinted"]["widths"]) == {32}
+def test_the_readme_has_a_line_for_each_kernel_and_format():
+    lines = [
+        line.split(" | ")[:2]
+        for line in aot.README.read_text().partition(aot.BEGIN)[2].partition(aot.END)[0].split("\n")
+    ]
+    there = [f"{line[0].removeprefix('| ')}: {line[1]}" for line in lines if len(line) == 2]
+    assert there[2:] == list(dict.fromkeys(case.line for case in cases()))
+
+
+def test_all_targets_were_compiled_for_and_all_accesses_found(rows):
+    parsed = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert {row["target"] for row in parsed} == {"sm_80", "sm_90", "sm_100", "gfx942"}
+    plain = next(row for row in parsed if (row["kernel"], row["gradient"]) == ("adamw", "fp32"))
+    assert plain["widths"] == {"param": [128, 128], "exp_avg": [128, 128], "exp_avg_sq": [128, 128], "grad": [128]}
+    assert (plain["bytes"], plain["side_bytes"]) == (28 + 1 / 16, 1 / 16)
+
+
+def test_side_tables_take_one_access_per_entry_and_thread(rows):
+    """A row of statistics is two numbers, a factor one, and a scale is written as a byte."""
+    for row in map(json.loads, rows.read_text().splitlines()):
+        expected = {"stats": {"stats": [32, 32]}, "quantise": {"scales": [8]}}.get(row["kernel"], row["side_widths"])
+        assert row["side_widths"] == expected
+        if row["kernel"] == "scale" and row["target"] != "gfx942":  # AMD's scalar unit reads it there
+            assert row["side_widths"] == {"factor": [32]}
+
+
+def test_shared_memory_is_where_the_threads_of_a_program_meet(rows):
+    meet = {"reduce_adamw", "hop, statistics", "stats", "quantise"}
+    for row in map(json.loads, rows.read_text().splitlines()):
+        meets = row["kernel"] in meet or "int8" in row["format"]
+        assert row["shared"] <= (1024 if meets else 0), row
+
+
+def test_an_unknown_length_costs_the_wide_accesses_and_is_reported(environment):
+    """Shards are padded for this reason."""
+    targets = ["--target", "sm_90", "--target", "gfx942"]
+    done = run(["-m", "bench.aot", "--unhinted", *targets, "hop: fp32 + fp32 to fp32"], environment)
+    assert done.returncode == 1
+    assert "sm_90: own is accessed 32 bits at a time, not 128" in done.stderr
+    assert "gfx942: own is accessed 32 bits at a time, not 128" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"spilled": 8}, "8 bytes are spilled"),
+        ({"widths": {"param": [128, 32]}}, "param is accessed 32 bits at a time, not 128"),
+        ({"bytes": 30.0}, "30.0 bytes per element are moved, by the formula 28.0625"),
+        ({"inexact": ["div.full.f32"]}, "not exact: div.full.f32"),
+    ],
+)
+def test_what_is_wrong_is_said(rows, tmp_path, capsys, change, said):
+    first, *others = rows.read_text().splitlines()
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join([json.dumps(json.loads(first) | change), *others]))
+    assert aot.main(["--rows", str(file)]) == 1
+    assert capsys.readouterr().err == f"adamw fp32 weights, fp32 moments fp32 sm_80: {said}\n"
+
+
+def test_another_table_in_the_readme_is_noticed(rows, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(aot, "README", tmp_path / "README.md")
+    aot.README.write_text(f"above\n{aot.BEGIN}{aot.END}below\n")
+    assert aot.main(["--check", "--rows", str(rows)]) == 1
+    assert "python bench/aot.py --write" in capsys.readouterr().err
+    assert aot.main(["--write", "--rows", str(rows)]) == 0
+    assert aot.README.read_text().startswith(f"above\n{aot.BEGIN}\n| kernel |")
+    assert aot.README.read_text().endswith(f"|\n\n{aot.END}below\n")
+    assert aot.main(["--check", "--rows", str(rows)]) == 0
+    aot.README.write_text(aot.README.read_text().replace("| join |", "| joined |"))
+    assert aot.main(["--check", "--rows", str(rows)]) == 1
+
+
+def test_a_table_of_another_triton_is_not_compared(rows, tmp_path, capsys):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(json.dumps(json.loads(row) | {"triton": "0.1"}) for row in rows.read_text().splitlines()))
+    assert aot.main(["--check", "--rows", str(file)]) == 0
+    assert "not compared" in capsys.readouterr().err

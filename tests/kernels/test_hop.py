@@ -4,9 +4,10 @@ from itertools import product
 
 import pytest
 import torch
-from shardlite_kernels import hop, hop_reference
+from shardlite_kernels import hop, hop_reference, new_stats, stats
 
 from tests.kernels.bits import assert_same_bits, pairs
+from tests.kernels.stats_cases import assert_rows, awkward, finite, numels
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -64,7 +65,41 @@ def test_nothing_to_add():
     assert out.numel() == 0
 
 
+@pytest.mark.parametrize(("out", "wire"), [*product(NARROW, NARROW), (torch.float64, torch.float64)])
+@pytest.mark.parametrize("divisor", [1, 3])
+def test_statistics_are_those_of_what_was_stored(out, wire, divisor):
+    """The sum has the bits that it has without them, and they have those of a pass afterwards."""
+    for numel in numels():
+        for first, second in (
+            (finite(numel, wire, 1), finite(numel, wire, 2)),
+            (awkward(numel + 900, 3).to(wire), awkward(numel + 900, 4).to(wire)),
+        ):
+            expected, got = (torch.empty(first.numel(), dtype=out) for _ in range(2))
+            rows, passed = new_stats(got), new_stats(got)
+            hop(expected, first, second, divisor)
+            hop(got, first, second, divisor, rows)
+            stats(expected, passed)
+            assert_same_bits(got, expected)
+            assert_same_bits(rows, passed)
+            assert_rows(rows, expected)
+
+
+def test_statistics_in_place():
+    received, own = finite(70_000, torch.float32, 5), finite(70_000, torch.float32, 6)
+    expected, rows = received + own, torch.empty(5, 2)
+    hop(own, received, own, 1, rows)
+    assert_same_bits(own, expected)
+    assert_rows(rows, expected)
+
+
 X = torch.zeros(8)
+
+
+def test_statistics_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"hop: statistics of 8 elements .* \[1, 2\] of torch.float32, got \[2, 2\]"):
+        hop(X, X, X, 1, torch.zeros(2, 2))
+    with pytest.raises(ValueError, match=r"hop: there are no statistics of torch.int32"):
+        hop(X.int(), X.int(), X.int(), 1, torch.zeros(1, 2))
 
 
 @pytest.mark.parametrize(

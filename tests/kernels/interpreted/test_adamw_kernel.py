@@ -1,108 +1,328 @@
-"""The AdamW kernel, run by Triton's interpreter, against its reference: equal to the bit."""
+"""The AdamW kernels, run by Triton's interpreter, against their references: equal to the bit."""
+
+from itertools import pairwise
 
 import pytest
 import torch
-from shardlite_kernels import Hyper, adamw, adamw_reference, adamw_scalars_reference
+from shardlite_kernels import State, Table, adamw, adamw_reference, reduce_adamw, reduce_adamw_reference
 
+from tests.kernels.adamw_cases import (
+    FORMS,
+    HYPER,
+    INACTIVE,
+    assert_same_state,
+    groups,
+    mixed_table,
+    one_row,
+    random_grad,
+    random_state,
+    state_of,
+)
 from tests.kernels.bits import assert_same_bits, pairs
 
 # The interpreter computes with numpy, which warns where a GPU just makes an infinity or a NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")
 
-HYPER = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
+GRADIENTS = [torch.float32, torch.bfloat16, torch.float16]
+NUMEL = 20_005  # more than one program; neither whole groups nor a multiple of 16
+by_form = pytest.mark.parametrize("form", FORMS, ids="-".join)
 
 
-def scalars(step, hyper=HYPER, **flags):
-    return torch.tensor(adamw_scalars_reference(step, hyper, **flags))
+def assert_adamw_is_the_reference(state, grad, table, unscale=False):
+    """Return what became of state and gradient."""
+    mine, theirs = state.clone(), state.clone()
+    my_grad, their_grad = grad.clone(), grad.clone()
+    given = [tensor.clone() for tensor in table[:3]]
+    adamw(mine, my_grad, table, unscale=unscale)
+    adamw_reference(theirs, their_grad, table, unscale=unscale)
+    assert_same_state(mine, theirs)
+    assert_same_bits(my_grad, their_grad)
+    for tensor, before in zip(table[:3], given, strict=True):
+        assert_same_bits(tensor, before)
+    return mine, my_grad
 
 
-def assert_adamw_is_the_reference(tensors, row, unscale=False):
-    mine, theirs = ([tensor.clone() for tensor in tensors] for _ in range(2))
-    adamw(*mine, row, unscale=unscale)
-    adamw_reference(*theirs, row, unscale=unscale)
-    for got, expected in zip(mine, theirs, strict=True):
-        assert_same_bits(got, expected)
-    return mine
+def assert_reduce_adamw_is_the_reference(state, received, own, table, divisor):
+    """Return what became of the state, and whether the sum was bad."""
+    mine, theirs = state.clone(), state.clone()
+    my_bad, their_bad = torch.zeros(2, dtype=torch.int32)
+    given = received.clone(), own.clone()
+    reduce_adamw(mine, received, own, table, divisor=divisor, bad=my_bad)
+    reduce_adamw_reference(theirs, received, own, table, divisor=divisor, bad=their_bad)
+    assert_same_state(mine, theirs)
+    assert_same_bits(my_bad, their_bad)
+    for tensor, before in zip((received, own), given, strict=True):
+        assert_same_bits(tensor, before)
+    return mine, bool(my_bad)
 
 
-def random_tensors(grad_dtype, seed):
-    torch.manual_seed(seed)
-    param, grad, exp_avg, exp_avg_sq = torch.randn(4, 20_005)  # more than one program, not a multiple of 16
-    return param, grad.to(grad_dtype), exp_avg * 0.1, exp_avg_sq**2 * 0.01
+def active_elements(table, numel):
+    return table.row_of_each(numel) != INACTIVE
+
+
+def assert_changed_where_active(after, before, table):
+    """Every weight but those of rows that are not active, and of these nothing at all."""
+    numel = len(before.param)
+    active = active_elements(table, numel)
+    for new, old in zip(after.tensors(), before.tensors(), strict=True):
+        still = ~active[:: 1 if len(new) == numel else 32]
+        assert_same_bits(new[still], old[still])
+    changed = after.weight() != before.weight()
+    assert changed[active].float().mean() > 0.99
+    assert not changed[~active].any()
 
 
 @pytest.mark.usefixtures("fused")
-@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("grad_dtype", GRADIENTS)
+@pytest.mark.parametrize("unscale", [False, True])
+@by_form
+def test_adamw(form, unscale, grad_dtype):
+    state, grad, table = random_state(form, NUMEL, 0), random_grad(NUMEL, 0, grad_dtype), mixed_table(NUMEL)
+    after, divided = assert_adamw_is_the_reference(state, grad, table, unscale)
+    assert_changed_where_active(after, state, table)
+    expected = torch.where(active_elements(table, NUMEL), grad.float() / 3, grad.float()) if unscale else grad
+    assert_same_bits(divided, expected.to(grad_dtype))
+
+
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("dtypes", [GRADIENTS[:1] * 2, GRADIENTS[1:2] * 2, GRADIENTS[2:] * 2, GRADIENTS[:2]])
+@pytest.mark.parametrize("divisor", [1, 3, 4])
+@by_form
+def test_reduce_adamw(form, divisor, dtypes):
+    state, table = random_state(form, NUMEL, 0), mixed_table(NUMEL)
+    received, own = (random_grad(NUMEL, seed, dtype) for seed, dtype in enumerate(dtypes))
+    after, bad = assert_reduce_adamw_is_the_reference(state, received, own, table, divisor)
+    assert_changed_where_active(after, state, table)
+    assert not bad
+    apart = state.clone()
+    adamw_reference(apart, (received.float() + own.float()) / divisor, table)
+    assert_same_state(after, apart)
+
+
+@pytest.mark.usefixtures("fused")
 @pytest.mark.parametrize("step", [1, 2, 1000])
-def test_adamw(grad_dtype, weight_decay, step):
-    tensors = random_tensors(grad_dtype, seed=step)
-    after = assert_adamw_is_the_reference(tensors, scalars(step, HYPER._replace(weight_decay=weight_decay)))
-    assert_same_bits(after[1], tensors[1])
-    assert not any(torch.equal(after[index], tensors[index]) for index in (0, 2, 3))
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@by_form
+def test_one_row_of_scalars(form, weight_decay, step):
+    table = one_row(NUMEL, step, HYPER._replace(weight_decay=weight_decay))
+    assert_adamw_is_the_reference(random_state(form, NUMEL, step), random_grad(NUMEL, step), table)
 
 
 @pytest.mark.usefixtures("fused")
-@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_adamw_divides_the_gradient_in_place(grad_dtype):
-    tensors = random_tensors(grad_dtype, seed=0)
-    after = assert_adamw_is_the_reference(tensors, scalars(7, grad_scale=3.0), unscale=True)
-    assert_same_bits(after[1], (tensors[1].float() / 3).to(grad_dtype))
+@by_form
+def test_several_steps_from_nothing(form):
+    zeros = torch.zeros(500)
+    state = state_of(form, random_grad(500, 9), zeros, zeros)
+    for step in range(1, 6):
+        state, _ = assert_adamw_is_the_reference(state, random_grad(500, step), one_row(500, step))
 
 
-@pytest.mark.parametrize("found_inf", [1.0, 2.0, float("nan")])
+@pytest.mark.parametrize("flag", [0.0, -0.0])
 @pytest.mark.parametrize("unscale", [False, True])
-def test_adamw_changes_nothing_if_an_infinity_was_found(found_inf, unscale):
-    tensors = random_tensors(torch.bfloat16, seed=0)
-    row = scalars(7, found_inf=found_inf, grad_scale=3.0)
-    for got, before in zip(assert_adamw_is_the_reference(tensors, row, unscale), tensors, strict=True):
-        assert_same_bits(got, before)
+@by_form
+def test_what_is_not_active_stays(form, unscale, flag):
+    state, grad = random_state(form, NUMEL, 0), random_grad(NUMEL, 0, torch.bfloat16)
+    grad[::3] = float("nan")
+    table = one_row(NUMEL, 7, active=flag, grad_scale=3.0)
+    after, same = assert_adamw_is_the_reference(state, grad, table, unscale)
+    assert_same_state(after, state)
+    assert_same_bits(same, grad)
+
+
+def awkward(numel=1003):
+    param, grad = pairs(numel, seed=3)
+    exp_avg, exp_avg_sq = (tensor.roll(7) for tensor in pairs(numel, seed=4))
+    return param, exp_avg, exp_avg_sq.abs(), grad
 
 
 @pytest.mark.usefixtures("fused")
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("unscale", [False, True])
-def test_adamw_with_awkward_numbers(weight_decay, unscale):
-    param, grad = pairs(1000, seed=3)
-    exp_avg, exp_avg_sq = (tensor.roll(7) for tensor in pairs(1000, seed=4))
-    row = scalars(3, HYPER._replace(weight_decay=weight_decay), grad_scale=0.1)
-    assert_adamw_is_the_reference((param, grad, exp_avg, exp_avg_sq.abs()), row, unscale)
+@by_form
+def test_awkward_numbers(form, unscale, weight_decay):
+    *tensors, grad = awkward()
+    table = one_row(1003, 3, HYPER._replace(weight_decay=weight_decay), grad_scale=0.1)
+    assert_adamw_is_the_reference(state_of(form, *tensors), grad, table, unscale)
+    assert_adamw_is_the_reference(state_of(form, *tensors), grad, mixed_table(1003), unscale)
+
+
+@pytest.mark.usefixtures("fused")
+@by_form
+def test_awkward_sums(form):
+    *tensors, own = awkward()
+    state, received = state_of(form, *tensors), own.roll(11)
+    assert assert_reduce_adamw_is_the_reference(state, received, own, mixed_table(1003), 3)[1]
+
+
+@pytest.mark.parametrize("worst", [float("inf"), float("-inf"), float("nan"), 3e38])
+@pytest.mark.parametrize("place", [0, 16_384, NUMEL - 1])
+def test_one_bad_element_is_seen(place, worst):
+    """Also where a sum is what overflows, and in the last, shorter program."""
+    state, received, own = random_state(FORMS[0], NUMEL, 0), random_grad(NUMEL, 0), random_grad(NUMEL, 1)
+    received[place] = own[place] = worst
+    assert assert_reduce_adamw_is_the_reference(state, received, own, mixed_table(NUMEL), 2)[1]
+
+
+def test_a_flag_that_is_up_stays_up():
+    state, grad, bad = random_state(FORMS[0], 40, 0), random_grad(40, 0), torch.ones((), dtype=torch.int32)
+    reduce_adamw(state, grad, grad, one_row(40), bad=bad)
+    assert bad == 1
 
 
 @pytest.mark.parametrize("hyper", [HYPER._replace(weight_decay=0.0), HYPER._replace(lr=0.0)])
-def test_adamw_without_decay_leaves_odd_weights_alone(hyper):
+@pytest.mark.parametrize("weights", ["whole", "split"])
+def test_without_decay_odd_weights_are_left_alone(weights, hyper):
     param, zeros = torch.tensor([-0.0, 0.0, float("inf"), float("-inf"), float("nan")]), torch.zeros(5)
-    after = assert_adamw_is_the_reference((param, zeros, zeros, zeros), scalars(1, hyper))
-    assert_same_bits(after[0], param)
+    state = state_of((weights, "fp32"), param, zeros, zeros)
+    after, _ = assert_adamw_is_the_reference(state, zeros, one_row(5, hyper=hyper))
+    assert_same_bits(after.weight(), param)
 
 
-def test_adamw_writes_nothing_beyond_the_end():
-    buffers = [torch.full((32,), 7.0) for _ in range(4)]
-    adamw(*(buffer[:17] for buffer in buffers), scalars(1, grad_scale=2.0), unscale=True)
-    for buffer in buffers:
-        assert (buffer[:17] != 7).all()
-        assert (buffer[17:] == 7).all()
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("limit", [0.01, 0.5, 1e30])
+@by_form
+def test_no_update_exceeds_the_limit(form, limit):
+    """From weights of zero, so that the change is not rounded, but where weights are cut to 24 bits."""
+    zeros = torch.zeros(NUMEL)
+    state = state_of(form, zeros, random_grad(NUMEL, 1), random_grad(NUMEL, 2) ** 2 + 1e-6)
+    table = one_row(NUMEL, 5, HYPER._replace(max_update=limit))
+    after, _ = assert_adamw_is_the_reference(state, random_grad(NUMEL, 3), table)
+    largest = table.scalars[0, 6]
+    if form[0] == "split":
+        largest = largest * (1 + 2.0**-16)
+    assert after.weight().abs().max() <= largest
+    if limit < 1:
+        assert (after.weight().abs() >= table.scalars[0, 6] * (1 - 2.0**-16)).float().mean() > 0.1
 
 
-def test_nothing_to_step():
+@pytest.mark.usefixtures("fused")
+@by_form
+def test_a_nan_is_not_limited(form):
+    state, grad = random_state(form, 64, 0), random_grad(64, 0)
+    grad[3] = float("nan")
+    after, _ = assert_adamw_is_the_reference(state, grad, one_row(64, hyper=HYPER._replace(max_update=1.0)))
+    assert after.weight()[3].isnan()
+    assert after.weight()[32:].isfinite().all()
+
+
+@by_form
+def test_nothing_is_written_beyond_the_end(form):
+    """Seventeen elements in the middle of buffers that are full of something else."""
+    rest = random_state(form, 96, 5)
+    buffers, grad = rest.clone(), torch.full((96,), 7.0)
+    part = buffers.part(32, 49)
+    inside = random_state(form, 17, 0)
+    for tensor, value in zip(part.tensors(), inside.tensors(), strict=True):
+        tensor.copy_(value)
+    adamw(part, grad[32:49], one_row(17, grad_scale=2.0), unscale=True)
+    assert (part.weight() != inside.weight()).all()
+    assert (grad[32:49] == 3.5).all()
+    assert (torch.cat([grad[:32], grad[49:]]) == 7).all()
+    for start, stop in ((0, 32), (64, 96)):
+        assert_same_state(buffers.part(start, stop), rest.part(start, stop))
+    for got, before in zip(buffers.tensors(), rest.tensors(), strict=True):
+        if len(got) == 96:
+            assert_same_bits(got[49:64], before[49:64])
+
+
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("reduce", [False, True])
+@by_form
+def test_results_do_not_depend_on_how_a_state_is_cut(form, reduce):
+    """Neither on the cuts of launches, nor on those of programs: the random bits of an element are its own."""
+    whole, table = random_state(form, NUMEL, 0), mixed_table(NUMEL)
+    grad, received = random_grad(NUMEL, 0), random_grad(NUMEL, 1)
+
+    def step(state, table, start, stop):
+        if reduce:
+            reduce_adamw(state, received[start:stop], grad[start:stop], table, divisor=3)
+        else:
+            adamw(state, grad[start:stop], table)
+
+    parts = whole.clone()
+    step(whole, table, 0, NUMEL)
+    cuts = [0, 32, 96, 4096, 16_384 + 64, 19_968, NUMEL]
+    for start, stop in pairwise(cuts):
+        step(parts.part(start, stop), table.part(start, stop), start, stop)
+    assert_same_state(parts, whole)
+
+
+@pytest.mark.parametrize("moments", ["bf16", "int8"])
+def test_what_is_random_depends_on_the_key_and_the_position(moments):
+    """Otherwise the test above would show nothing."""
+    numel, outcomes = 4096, []
+    for options in ({}, {"first": 32}, {"number": 1}, {"step": 2}):
+        state = random_state(("whole", moments), numel, 0)
+        table = one_row(numel, **options)._replace(scalars=one_row(numel).scalars)
+        adamw(state, random_grad(numel, 0), table)
+        outcomes.append(state)
+    for other in outcomes[1:]:
+        assert_same_bits(other.exp_avg, outcomes[0].exp_avg)
+        differing = (other.exp_avg_sq != outcomes[0].exp_avg_sq).float().mean()
+        assert 0.2 < differing < 0.5  # a third, if both are uniform: 2 * the integral of x * (1 - x)
+
+
+@by_form
+def test_nothing_to_step(form):
     empty = torch.empty(0)
-    adamw(empty, empty, empty, empty, scalars(1))
-    assert empty.numel() == 0
+    state = state_of(form, empty, empty, empty)
+    adamw(state, empty, one_row(0))
+    reduce_adamw(state, empty, empty, one_row(0))
+    assert state.param.numel() == 0
 
 
-X = torch.zeros(8)
+def test_rows_may_be_many():
+    state, table = random_state(FORMS[0], 200, 0), mixed_table(200)
+    wide = table._replace(rows=table.rows.to(torch.int32))
+    mine, theirs = state.clone(), state.clone()
+    adamw(mine, random_grad(200, 0), wide)
+    adamw(theirs, random_grad(200, 0), table)
+    assert_same_state(mine, theirs)
+
+
+# Errors
+
+X, ROW = torch.zeros(40), one_row(40)
+INT8 = state_of(("split", "int8"), X, X, X)
 
 
 @pytest.mark.parametrize(
-    ("tensors", "row", "message"),
+    ("state", "grad", "table", "message"),
     [
-        ([X.double()] * 4, X, r"must be fp32, got torch\.float64"),
-        ((X, X, torch.zeros(9), X), X, "exp_avg has 9 elements"),
-        ([X] * 4, torch.zeros(7), r"scalars must be a row of 8 fp32 numbers on cpu, got \(7,\)"),
-        ([X] * 4, X.double(), "scalars must be a row of 8 fp32 numbers on cpu, got .*float64"),
-        ([X] * 4, torch.zeros(16)[::2], "scalars must be a row"),
+        (State(*[X.double()] * 3), X.double(), ROW, r"must be fp32 or split, got torch\.float64"),
+        (State(X, torch.zeros(41), X), X, ROW, r"exp_avg must have 40 elements of torch\.float32 on cpu, got 41 of"),
+        (State(X, X, X.bfloat16()), X, ROW, r"exp_avg_sq must have 40 elements of torch\.float32"),
+        (State(X, X, X.view(2, 20)), X, ROW, "exp_avg_sq must be 1-D and contiguous"),
+        (State(X, X.half(), X.half()), X, ROW, r"moments in torch\.float16 do not go with a param in torch\.float32"),
+        (State(X, X, X), X[:39], ROW, "grad must have 40 elements"),
+        (State(X, X, X), X.double(), ROW, r"a gradient in torch\.float64"),
+        (INT8._replace(sq_exponent=None), X, ROW, "exponents go with moments in int8 codes"),
+        (INT8._replace(sq_exponent=torch.zeros(1, dtype=torch.uint8)), X, ROW, "sq_exponent must have 2 elements"),
+        (INT8._replace(param=X), X, ROW, r"param must have 40 elements of torch\.bfloat16"),
+        (State(X, X, X), X, ROW._replace(rows=torch.zeros(1, dtype=torch.int16)), "rows must have 2 elements"),
+        (State(X, X, X), X, ROW._replace(rows=torch.zeros(2)), r"rows must be int16 or int32, got torch\.float32"),
+        (State(X, X, X), X, ROW._replace(first=16), "first 16"),
+        (State(X, X, X), X, ROW._replace(keys=torch.zeros(1)), r"keys must have 1 elements of torch\.int32"),
+        (State(X, X, X), X, ROW._replace(scalars=torch.zeros(1, 7)), "scalars must have 10 elements"),
+        (State(X, X, X), X, ROW._replace(scalars=ROW.scalars.double()), r"scalars must have .*torch\.float64"),
+        (State(X, X, X), X, ROW._replace(scalars=torch.zeros(1, 20)[:, ::2]), "scalars"),
     ],
 )
-def test_errors_name_what_does_not_fit(tensors, row, message):
+def test_errors_name_what_does_not_fit(state, grad, table, message):
     with pytest.raises(ValueError, match=message):
-        adamw(*tensors, row)
+        adamw(state, grad, table)
+    with pytest.raises(ValueError, match=message):
+        reduce_adamw(state, X if len(grad) < 40 else grad, grad, table)
+
+
+def test_both_parts_of_a_sum_must_fit():
+    with pytest.raises(ValueError, match="reduce_adamw: grad must have 40 elements"):
+        reduce_adamw(State(X, X, X), torch.zeros(39), X, ROW)
+
+
+def test_a_table_is_cut_with_its_state():
+    table = Table(torch.arange(4, dtype=torch.int16), torch.zeros(4, dtype=torch.int32), torch.zeros(4, 10), first=64)
+    part = table.part(32, 100)
+    assert (part.rows.tolist(), part.first) == ([1, 2, 3], 96)
+    assert part.row_of_each(68).tolist() == [1] * 32 + [2] * 32 + [3] * 4
+    assert groups(68) == 3

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from shardlite_kernels import Hyper, adamw_reference, adamw_scalars_reference
+from shardlite_kernels import FORMATS, Hyper, adamw_reference, adamw_scalars_reference
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardlite.counts
 from shardlite.optim import AdamW
+from tests.kernels.adamw_cases import one_row, state_of
 from tests.kernels.bits import assert_same_bits
 from tests.optim_cases import HYPER, make_arena, padded
 
@@ -15,33 +16,46 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide b
 
 
 class Reference:
-    """`adamw_reference` on a padded copy of each parameter, with a count that the host keeps."""
+    """`adamw_reference` on a padded copy of each parameter, with a count that the host keeps.
 
-    def __init__(self, params):
+    `params` are those of the optimizer, in its order; `only` some of them are stepped.
+    """
+
+    def __init__(self, params, moments="fp32", only=None):
         self._params = params
+        self._only = range(len(params)) if only is None else only
+        zeros = [torch.zeros_like(padded(param)) for param in params]
         self.states = [
-            [padded(param), torch.zeros_like(padded(param)), torch.zeros_like(padded(param))] for param in params
+            state_of(("whole", moments), padded(param), zero, zero) for param, zero in zip(params, zeros, strict=True)
         ]
         self.counts = [0 for _ in params]
 
-    def step(self, found_inf=0.0, grad_scale=1.0, **changed):
+    def step(self, found_inf=0.0, grad_scale=1.0, max_update=float("inf"), **changed):
         """`grad_scale` divides a copy; that the gradient itself is written is checked elsewhere."""
         hyper = HYPER | changed
-        for index, param in enumerate(self._params):
+        numbers = Hyper(hyper["lr"], *hyper["betas"], hyper["eps"], hyper["weight_decay"], max_update)
+        for index in self._only:
+            param = self._params[index]
             if param.grad is not None and param.requires_grad:
-                numbers = Hyper(hyper["lr"], *hyper["betas"], hyper["eps"], hyper["weight_decay"])
-                flags = {"found_inf": found_inf, "grad_scale": grad_scale}
-                row = torch.tensor(adamw_scalars_reference(self.counts[index] + 1, numbers, **flags))
-                flat, exp_avg, exp_avg_sq = self.states[index]
-                adamw_reference(flat, padded(param.grad), exp_avg, exp_avg_sq, row, unscale=True)
+                grad = padded(param.grad)
+                flags = {"active": float(found_inf == 0), "grad_scale": grad_scale}
+                table = one_row(len(grad), self.counts[index] + 1, numbers, number=index, **flags)
+                adamw_reference(self.states[index], grad, table, unscale=True)
                 self.counts[index] += found_inf == 0
 
     def assert_same(self, optimizer):
-        for param, count, state in zip(self._params, self.counts, self.states, strict=True):
-            mine = optimizer.state[param]
-            assert mine["step"].item() == count
-            for got, expected in zip((param.data, mine["exp_avg"], mine["exp_avg_sq"]), state, strict=True):
+        for index in self._only:
+            param, state, mine = self._params[index], self.states[index], optimizer.state[self._params[index]]
+            assert mine["step"].item() == self.counts[index]
+            pairs = (
+                (param.data, state.param),
+                *((mine[name], getattr(state, name)) for name in ("exp_avg", "exp_avg_sq")),
+            )
+            for got, expected in pairs:
                 assert_same_bits(got.flatten(), expected[: param.numel()])
+            if state.avg_exponent is not None:
+                assert_same_bits(mine["exp_avg_exponent"], state.avg_exponent)
+                assert_same_bits(mine["exp_avg_sq_exponent"], state.sq_exponent)
 
 
 @pytest.fixture
@@ -49,9 +63,9 @@ def launches(monkeypatch):
     """The number of elements of each kernel launch."""
     numels, kernel = [], shardlite.counts.adamw
 
-    def counting(param, *args, **kwargs):
-        numels.append(param.numel())
-        kernel(param, *args, **kwargs)
+    def counting(state, *args, **kwargs):
+        numels.append(state.param.numel())
+        kernel(state, *args, **kwargs)
 
     monkeypatch.setattr(shardlite.counts, "adamw", counting)
     return numels
@@ -63,9 +77,11 @@ def flags(optimizer, found_inf=None, grad_scale=None):
 
 
 @pytest.mark.usefixtures("fused")
-def test_steps_are_those_of_the_reference(launches):
+@pytest.mark.parametrize("moments", FORMATS)
+def test_steps_are_those_of_the_reference(launches, moments):
+    """Of each parameter alone: random bits depend on nothing but where in its parameter an element lies."""
     arena = make_arena()
-    reference, optimizer = Reference(arena.params), AdamW(arena.params, **HYPER)
+    reference, optimizer = Reference(arena.params, moments), AdamW(arena.params, **HYPER, state=moments)
     for seed in range(4):
         arena.new_grads(seed)
         reference.step()
@@ -90,16 +106,44 @@ def test_what_is_skipped_does_not_count():
     assert reference.counts == [4, 3, 4]
 
 
-def test_parameters_with_one_history_are_one_launch(launches):
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("moments", FORMATS)
+def test_parameters_with_any_histories_are_one_launch(launches, moments):
+    """Also across those without a gradient, where what lies in its place is not looked at."""
+    arena = make_arena([64, 64, 64, 64])
+    reference, optimizer = Reference(arena.params, moments), AdamW(arena.params, **HYPER, state=moments)
+    for seed, unused in enumerate([[], [3], [], [1, 2], [0], []]):
+        arena.new_grads(seed)
+        for index in unused:
+            arena.params[index].grad.fill_(float("nan"))
+            arena.params[index].grad = None
+        reference.step()
+        optimizer.step()
+    reference.assert_same(optimizer)
+    assert reference.counts == [5, 5, 5, 5]
+    assert launches == [256, 192, 256, 256, 192, 256]
+
+
+def test_without_a_gradient_in_the_same_place_launches_are_several(launches):
     arena = make_arena([64, 64, 64, 64])
     optimizer = AdamW(arena.params, **HYPER)
-    for unused in (None, 3, None, None):
-        arena.new_grads(0)
-        if unused is not None:
-            arena.params[unused].grad = None
-        flags(optimizer, 1.0 if unused is None else 0.0)
-        optimizer.step()
-    assert launches == [256, 192, 192, 64, 192, 64]
+    arena.params[1].grad = arena.params[1].grad.clone()
+    optimizer.step()
+    assert launches == [64, 64, 128]
+
+
+@pytest.mark.usefixtures("fused")
+def test_a_scale_divides_nothing_of_a_parameter_without_a_gradient(launches):
+    arena = make_arena([64, 64, 64])
+    optimizer = AdamW(arena.params, **HYPER)
+    before = arena.flat_grad.clone()
+    arena.params[1].grad = None
+    flags(optimizer, 0.0, 4.0)
+    optimizer.step()
+    assert launches == [192]
+    expected = before / 4
+    expected[64:128] = before[64:128]
+    assert_same_bits(arena.flat_grad, expected)
 
 
 @pytest.mark.usefixtures("fused")
@@ -139,16 +183,33 @@ def test_a_learning_rate_may_change_anywhere():
 def test_groups_have_their_own_hyper_parameters(launches):
     arena = make_arena([64, 64, 64])
     first, second, third = arena.params
-    references = [Reference([first, third]), Reference([second])]
-    optimizer = AdamW([{"params": [second], "lr": 0.5, "eps": 1e-3}, {"params": [third, first]}], **HYPER)
-    for seed in range(2):
+    ordered = [second, third, first]
+    references = [Reference(ordered, only=[0]), Reference(ordered, only=[1]), Reference(ordered, only=[2])]
+    groups = [{"params": [second], "lr": 0.5, "eps": 1e-3}, {"params": [third]}, {"params": [first], "max_update": 0.3}]
+    optimizer = AdamW(groups, **HYPER)
+    for seed in range(3):
         arena.new_grads(seed)
-        references[0].step()
-        references[1].step(lr=0.5, eps=1e-3)
+        references[0].step(lr=0.5, eps=1e-3)
+        references[1].step()
+        references[2].step(max_update=0.3)
         optimizer.step()
     for reference in references:
         reference.assert_same(optimizer)
-    assert launches == [64, 64, 64] * 2
+    assert launches == [192] * 3
+
+
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("moments", FORMATS)
+def test_a_limit_may_change(moments):
+    arena = make_arena([64, 33])
+    reference = Reference(arena.params, moments)
+    optimizer = AdamW(arena.params, **HYPER, state=moments, max_update=0.5)
+    for seed, limit in enumerate([0.5, 0.1, None]):
+        arena.new_grads(seed)
+        optimizer.param_groups[0]["max_update"] = limit
+        reference.step(max_update=float("inf") if limit is None else limit)
+        optimizer.step()
+        reference.assert_same(optimizer)
 
 
 def test_a_loaded_state_goes_on():
@@ -206,10 +267,11 @@ class _NoWaiting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_step_asks_the_device_for_nothing(monkeypatch):
+@pytest.mark.parametrize("moments", FORMATS)
+def test_a_step_asks_the_device_for_nothing(monkeypatch, moments):
     """Not for a learning rate, a flag, a scale or a count; nor does it send anything unless something has changed."""
     arena = make_arena()
-    optimizer = AdamW(arena.params, **HYPER | {"lr": torch.tensor(1e-3)})
+    optimizer = AdamW(arena.params, **HYPER | {"lr": torch.tensor(1e-3)}, state=moments)
     arena.params[1].grad = None
     flags(optimizer, 0.0, 2.0)
     optimizer.step()
@@ -217,8 +279,8 @@ def test_a_step_asks_the_device_for_nothing(monkeypatch):
     optimizer.step()  # the state of the second parameter is made here
     arena.new_grads(2)
     optimizer.step()
-    rows = []
-    monkeypatch.setattr(shardlite.counts, "adamw", lambda *args, unscale: rows.append(args[4]))
+    tables = []
+    monkeypatch.setattr(shardlite.counts, "adamw", lambda state, grad, table, unscale: tables.append(table))
     monkeypatch.setattr(shardlite.counts, "send", lambda *_: pytest.fail("something was sent"))
     monkeypatch.setattr(shardlite.counts, "hyper_table", lambda *_: pytest.fail("something was sent"))
     for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__"):
@@ -228,6 +290,55 @@ def test_a_step_asks_the_device_for_nothing(monkeypatch):
             arena.new_grads(3)
             flags(optimizer, flag, 2.0)
             optimizer.step()
+        optimizer.state[arena.params[4]]["step"].fill_(11)  # from outside
+        arena.new_grads(3)
+        optimizer.step()
     monkeypatch.undo()
-    assert [row[7].item() for row in rows] == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
-    assert [optimizer.state[param]["step"].item() for param in arena.params] == [4, 3, 4, 4, 4, 4]
+    assert [table.scalars[:, 9].tolist() for table in tables] == [[0.0] * 6, [1.0] * 6, [1.0] * 6]
+    expected = adamw_scalars_reference(
+        12, Hyper(1e-3, *HYPER["betas"], HYPER["eps"], HYPER["weight_decay"]), grad_scale=2.0
+    )
+    assert_same_bits(tables[2].scalars[4], torch.tensor(expected))
+    assert [optimizer.state[param]["step"].item() for param in arena.params] == [5, 4, 5, 5, 12, 5]
+
+
+def test_numbers_are_sent_when_they_have_changed_and_only_then(monkeypatch):
+    """Hyper-parameters, and which parameters have gradients."""
+    arena, sent = make_arena([64, 64]), []
+    optimizer = AdamW(arena.params, **HYPER)
+    optimizer.step()
+    for name in ("send", "hyper_table"):
+        original = getattr(shardlite.counts, name)
+        monkeypatch.setattr(
+            shardlite.counts, name, lambda *args, name=name, original=original: (sent.append(name), original(*args))[1]
+        )
+    seen = []
+    for change in ("nothing", "lr", "nothing", "fewer gradients", "fewer gradients", "nothing"):
+        arena.new_grads(0)
+        if change == "lr":
+            optimizer.param_groups[0]["lr"] *= 0.5
+        if change == "fewer gradients":
+            arena.params[0].grad = None
+        optimizer.step()
+        seen.append(tuple(sent))
+        sent.clear()
+    assert seen == [(), ("hyper_table",), (), ("send",), (), ("send",)]
+
+
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("moments", FORMATS)
+def test_steps_in_the_backward_have_the_same_bits(moments):
+    """Through hooks: one parameter at a time, in whatever order gradients come."""
+    outcomes = []
+    for in_backward in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(7, 33), torch.nn.Tanh(), torch.nn.Linear(33, 3))
+        optimizer = AdamW(model.parameters(), **HYPER, state=moments, in_backward=in_backward, max_update=0.7)
+        for _ in range(3):
+            model(torch.randn(5, 7)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        entries = [optimizer.state[param] for param in model.parameters()]
+        outcomes.append([*model.parameters(), *(value for entry in entries for value in entry.values())])
+    for got, expected in zip(*outcomes, strict=True):
+        assert_same_bits(got, expected)

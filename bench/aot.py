@@ -1,0 +1,225 @@
+"""What compilers make of every kernel, for GPUs that need not be here: a table, and whether it is as it should be.
+
+    python bench/aot.py            compiles everything for four targets and prints the table; if something is wrong,
+                                   says what, and exits 1
+    python bench/aot.py --write    puts the table into kernels/README.md
+    python bench/aot.py --check    exits 1 too if the table there is another one
+
+Wrong is: something was spilled; an access of a thread to an element tensor is narrower than its elements allow, up to
+128 bits (so also a scalar one); the bytes that are moved, as the machine code says, are not those of the formula; or an
+instruction is not exact where the kernel promises bits.
+
+Element tensors have an element for each of `S`. What one thread moves is counted in the machine code: the bits of its
+accesses, divided by its elements. Beside them there are side tables: those of which groups of elements share an entry
+are counted by formula, those of a fixed size are not. No figure here is measured; all follow from the code alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+# As a script this finds nothing beside itself otherwise.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import triton
+from shardlite_kernels.launch import _THREADS
+
+from bench.kernel_cases import DTYPES, cases
+from bench.machine_code import TARGETS, compile_for, read
+
+Row = dict[str, Any]
+
+README = Path(__file__).resolve().parents[1] / "kernels" / "README.md"
+CONSTRAINTS = README.parents[1] / "constraints.txt"
+BEGIN, END = "<!-- made by `python bench/aot.py --write` -->\n", "<!-- end of what was made -->\n"
+WORKERS = 2
+
+
+# ---- what becomes of it -------------------------------------------------------------------------------------------
+
+
+def compiled_row(case_and_target: tuple[int, str], *, hinted: bool = True) -> Row:
+    """Compile one case for one target and return what there is to say."""
+    number, target = case_and_target
+    case = cases()[number]
+    launch = case.launch
+    figures = read(TARGETS[target], launch, compile_for(TARGETS[target], launch, hinted=hinted))
+    per_thread = case.block // _THREADS
+    side_bytes = sum(use.bytes for use in case.uses.values() if use.share != 1)
+    accesses = figures.pop("accesses")
+    widths = {name: bits for name, bits in accesses.items() if name in case.elements}
+    return {
+        **{"kernel": case.kernel, "format": case.format, "gradient": case.gradient, "target": target},
+        **{"per_thread": per_thread, "exact": case.exact, "triton": triton.__version__},
+        **figures,
+        "widths": widths,
+        "widest": {name: min(128, per_thread * 8 * DTYPES[case.uses[name].dtype].itemsize) for name in widths},
+        "side_widths": {name: bits for name, bits in accesses.items() if name in case.uses and name not in widths},
+        "unknown": sorted(accesses.keys() - case.uses.keys()),
+        "bytes": sum(map(sum, widths.values())) / 8 / per_thread + side_bytes,
+        **{"bytes_by_formula": case.bytes, "side_bytes": side_bytes},
+    }
+
+
+def unhinted_row(case_and_target: tuple[int, str]) -> Row:
+    """The same where nothing is known about the length."""
+    return compiled_row(case_and_target, hinted=False)
+
+
+def compiled_rows(numbers: Sequence[int], targets: Sequence[str], *, hinted: bool) -> list[Row]:
+    """A row for each case of these numbers and each target: those of a case follow each other."""
+    # New processes and not forks, because torch has threads.
+    with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
+        return list(pool.map(compiled_row if hinted else unhinted_row, product(numbers, targets)))
+
+
+def problems(row: Row) -> list[str]:
+    """What is wrong with a row, in words."""
+    found: list[str] = []
+    if row["spilled"]:
+        found.append(f"{row['spilled']} bytes are spilled")
+    for name, widths in row["widths"].items():
+        if min(widths) < row["widest"][name]:
+            found.append(f"{name} is accessed {min(widths)} bits at a time, not {row['widest'][name]}")
+    if row["bytes"] != row["bytes_by_formula"]:
+        found.append(f"{row['bytes']} bytes per element are moved, by the formula {row['bytes_by_formula']}")
+    if row["unknown"]:
+        found.append(f"cannot tell what is accessed: {', '.join(row['unknown'])}")
+    if row["exact"] and row["inexact"]:
+        found.append(f"not exact: {', '.join(row['inexact'])}")
+    who = " ".join(filter(None, [row["kernel"], row["format"], row["gradient"], row["target"]]))
+    return [f"{who}: {what}" for what in found]
+
+
+# ---- the table ----------------------------------------------------------------------------------------------------
+
+COLUMNS: dict[str, Callable[[list[Row]], str]] = {
+    "kernel": lambda rows: rows[0]["kernel"],
+    "tensors": lambda rows: rows[0]["format"],
+    "registers": lambda rows: _by_target(rows, "registers"),
+    "spilled": lambda rows: _by_target(rows, "spilled"),
+    "shared": lambda rows: _by_target(rows, "shared"),
+    "bits per access": lambda rows: _span([bits for row in rows for each in row["widths"].values() for bits in each]),
+    "bytes per element": lambda rows: _by_gradient(rows, "bytes", "side_bytes"),
+    "side tables": lambda rows: _number(rows[0]["side_bytes"]) if rows[0]["side_bytes"] else "",
+    "instructions": lambda rows: _instructions(rows),
+}
+
+
+def render(rows: Sequence[Row]) -> str:
+    """A table with a line for each kernel and format: of dtypes of gradients the worst counts."""
+    lines: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        lines.setdefault((row["kernel"], row["format"]), []).append(row)
+    cells = [list(COLUMNS), ["---", "---", *["---:"] * (len(COLUMNS) - 2)]]
+    for kernel in dict.fromkeys(kernel for kernel, _ in lines):
+        cells += [[cell(same) for cell in COLUMNS.values()] for (name, _), same in lines.items() if name == kernel]
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+def _by_target(rows: Sequence[Row], name: str) -> str:
+    """The figures of the targets, or the one that they have in common."""
+    worst = [max(row[name] for row in rows if row["target"] == target) for target in _targets(rows)]
+    return "/".join(map(str, worst if len(set(worst)) > 1 else worst[:1]))
+
+
+def _targets(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(row["target"] for row in rows))
+
+
+def _by_gradient(rows: Sequence[Row], name: str, less: str) -> str:
+    return ", ".join(dict.fromkeys(_number(row[name] - row[less]) for row in rows))
+
+
+def _span(numbers: Sequence[int]) -> str:
+    return " to ".join(map(str, sorted({min(numbers), max(numbers)})))
+
+
+def _number(number: float) -> str:
+    return f"{number:.5f}".rstrip("0").rstrip(".")
+
+
+def _instructions(rows: Sequence[Row]) -> str:
+    """Per element, on sm_90."""
+    counts = [row["instructions"] / row["per_thread"] for row in rows if row["target"] == "sm_90"]
+    return f"{max(counts):.0f}" if counts else ""
+
+
+# ---- the command --------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile kernels, and say what came of it."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument(
+        "lines", nargs="*", help="of the table, as 'kernel' or 'kernel: tensors'; all, if there are none"
+    )
+    parser.add_argument("--target", action="append", choices=list(TARGETS), help="one of the targets, or several")
+    parser.add_argument("--rows", type=Path, help="compile nothing: read what --json printed")
+    parser.add_argument("--unhinted", action="store_true", help="as if nothing was known about lengths")
+    parser.add_argument("--json", action="store_true", help="print rows, one JSON object a line")
+    parser.add_argument("--write", action="store_true", help="put the table into kernels/README.md")
+    parser.add_argument("--check", action="store_true", help="compare these lines with the table there")
+    asked = parser.parse_args(arguments)
+    if asked.write and (asked.lines or asked.target or asked.unhinted):
+        parser.error("--write takes the whole table")
+    if asked.rows:
+        rows = [json.loads(line) for line in asked.rows.read_text().splitlines()]
+    elif os.environ.get("TRITON_INTERPRET") == "1":
+        parser.error("TRITON_INTERPRET is set: nothing would be compiled")
+    else:
+        numbers = [i for i, case in enumerate(cases()) if not asked.lines or {case.kernel, case.line} & {*asked.lines}]
+        if not numbers:
+            parser.error(f"there is no line of these names: {asked.lines}")
+        rows = compiled_rows(numbers, asked.target or list(TARGETS), hinted=not asked.unhinted)
+    wrong = [problem for row in rows for problem in problems(row)]
+    print("\n".join(map(json.dumps, rows)) if asked.json else render(rows))
+    if asked.write and not wrong:
+        write(render(rows))
+    if asked.check and same_compiler(rows[0]["triton"]):
+        wrong += differences(render(rows), whole=not asked.lines)
+    print(*wrong, sep="\n", end="\n" if wrong else "", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def same_compiler(version: str) -> bool:
+    """Whether this is the Triton that is pinned: another one may compile to other figures."""
+    same = f"triton=={version}" in CONSTRAINTS.read_text().splitlines()
+    if not same:
+        print(f"not compared: the README's table is of the Triton in constraints.txt, not {version}", file=sys.stderr)
+    return same
+
+
+def write(table: str) -> None:
+    """Put the table between its marks."""
+    before, _, after = _parts()
+    README.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+
+
+def differences(table: str, *, whole: bool) -> list[str]:
+    """Lines of the table that are not in the README, or, of a `whole` one, are only there."""
+    got, there = table.split("\n"), _parts()[1].strip("\n").split("\n")
+    wrong = [f"not in kernels/README.md: {line}" for line in got if line and line not in there]
+    if whole:
+        wrong += [f"only in kernels/README.md: {line}" for line in there if line not in got]
+    return [*wrong, "to put it right: python bench/aot.py --write"] if wrong else []
+
+
+def _parts() -> tuple[str, str, str]:
+    before, _, rest = README.read_text().partition(BEGIN)
+    table, _, after = rest.partition(END)
+    return before, table, after
+
+
+if __name__ == "__main__":
+    sys.exit(main())

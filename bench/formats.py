@@ -1,0 +1,203 @@
+"""What the state formats of AdamW change in training: the loss of a small GPT after 1000 steps.
+
+    python -m bench.formats
+
+writes `bench/results/formats-gpt.jsonl`, one JSON object for each run. All runs see the same batches and go through
+`ShardLite` on one rank. How much chance there is in a loss is measured on exact runs: from weights that differ by
+2^-22, relative, and from weights that were drawn anew.
+
+A format is as good as exact if its loss differs from that of the exact run, which starts from the same weights, by no
+more than `chance`: the standard deviation of the losses of exact runs that start from different weights. Two of those
+differ by more than that in half of all cases (by `sqrt(2)` standard deviations in the mean square), so to notice such a
+difference between two formats takes 16 runs of each (two-sided, 5 %, power 80 %: `2 * (1.96 + 0.84)^2`).
+
+That must not be so because nothing is ever found: in `bf16 weights` the master weights are rounded to bf16, to nearest,
+after each step, and that has to differ by more.
+
+| key | what it is |
+|---|---|
+| `loss` | the mean over the last tenth of the steps, in nats per byte |
+| `difference` | from the exact run from the same weights |
+| `chance` | as above |
+| `of_chance` | the magnitude of `difference` as a part of it |
+| `rounding` | the largest difference of an exact run from weights that differ by 2^-22 |
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from bench.machine import machine
+from bench.table import RESULTS, Row
+from shardlite import AdamW, Precision, ShardLite
+from shardlite.demo.gpt import GPT
+from shardlite.demo.settings import GPTConfig
+from shardlite.demo.text import Corpus, draw_batch, read_corpus
+
+CONFIG = GPTConfig(layers=1, width=64, heads=2, context=32)
+BATCH = 8
+STEPS = 1000
+LR = 3e-3
+BETAS = (0.9, 0.999)
+PERTURBATION = 2.0**-22
+_WARM_UP = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """One run."""
+
+    state: str = "fp32"
+    """In which moments are kept."""
+
+    split: bool = False
+    """Compute in bf16 with split weights, which are stepped in the backward."""
+
+    seed: int = 0
+    """Of the weights at the start."""
+
+    perturbed: int = 0
+    """Which perturbation of them; 0 is none."""
+
+    rounds_weights: bool = False
+    """Round the master weights to bf16 after each step."""
+
+
+EXACT = {
+    "exact": Training(),
+    "exact, other weights": Training(seed=1),
+    "exact, third weights": Training(seed=2),
+    "exact, fourth weights": Training(seed=3),
+}
+"""Chance is measured on these."""
+
+PERTURBED = {f"exact, weights * (1 +- 2^-22), {n}": Training(perturbed=n) for n in (1, 2, 3)}
+
+FORMATS = {
+    "bf16 moments": Training(state="bf16"),
+    "int8 moments": Training(state="int8"),
+    "split24 weights, int8 moments, in the backward": Training(state="int8", split=True),
+}
+
+CONTROL = {"bf16 weights": Training(rounds_weights=True)}
+
+
+def train(training: Training, corpus: Corpus, group: dist.ProcessGroup, steps: int = STEPS) -> float:
+    """Return the mean loss over the last tenth of the steps, in nats per byte."""
+    precision = Precision(compute=torch.bfloat16, master="split24") if training.split else Precision()
+    model = ShardLite(_make(training), precision=precision, group=group)
+    optimizer = AdamW(model.parameters(), lr=LR, betas=BETAS, state=training.state, in_backward=training.split)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / _WARM_UP, 1 - step / steps))
+    losses = []
+    for step in range(steps):
+        x, y = draw_batch(corpus.train, shape=(BATCH, CONFIG.context), key=(step,))
+        logits: Tensor = model(x)
+        loss = F.cross_entropy(logits.float().flatten(0, 1), y.flatten())  # in fp32, also where logits are bf16
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if training.rounds_weights:
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.copy_(param.bfloat16())
+        losses.append(loss.item())
+    last = losses[-max(1, steps // 10) :]
+    return sum(last) / len(last)
+
+
+def measure(group: dist.ProcessGroup, trainings: Mapping[str, Training], steps: int = STEPS) -> list[Row]:
+    """Make all runs, of which those of `EXACT` must be some, and return a row for each."""
+    corpus = read_corpus(None, context=CONFIG.context)
+    losses = {name: train(training, corpus, group, steps) for name, training in trainings.items()}
+    chance = torch.tensor([losses[name] for name in EXACT], dtype=torch.float64).std().item()
+    common = _common(corpus, steps)
+    rounding = [abs(losses[name] - losses["exact"]) for name in PERTURBED if name in losses]
+    rows = []
+    for name, loss in losses.items():
+        compared = trainings[name].seed == EXACT["exact"].seed
+        difference = loss - losses["exact"] if compared else None
+        rows.append(
+            {
+                **common,
+                "run": name,
+                "loss": loss,
+                "difference": difference,
+                "chance": chance,
+                "of_chance": None if difference is None else abs(difference) / chance,
+                "rounding": max(rounding, default=None),
+            }
+        )
+    return rows
+
+
+def render(rows: Iterable[Row]) -> str:
+    """A table in Markdown."""
+    lines = ["| run | loss | difference | part of chance |", "|---|---:|---:|---:|"]
+    for row in rows:
+        compared = row["difference"] is not None and row["run"] != "exact"
+        cells = [f"{row['difference']:+.2g}", f"{row['of_chance']:.2g}"] if compared else ["", ""]
+        lines.append(f"| {row['run']} | {row['loss']:.4f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _common(corpus: Corpus, steps: int) -> Row:
+    """What all rows share."""
+    return {
+        "bench": "formats",
+        "model": "gpt",
+        "words": f"a GPT of {CONFIG.layers} block, {CONFIG.width} wide, on {corpus.source}",
+        "parameters": sum(param.numel() for param in GPT(CONFIG).parameters()),
+        "optimizer": f"AdamW, lr {LR} with a warm-up and a decay to zero, betas {BETAS}",
+        "ranks": 1,
+        "threads": torch.get_num_threads(),
+        "batch": BATCH,
+        "context": CONFIG.context,
+        "steps": steps,
+        **machine(),
+    }
+
+
+@torch.no_grad()
+def _make(training: Training) -> GPT:
+    torch.manual_seed(training.seed)
+    model = GPT(CONFIG)
+    if training.perturbed:
+        chance = torch.Generator().manual_seed(training.perturbed)
+        for param in model.parameters():
+            sign = torch.randint(0, 2, param.shape, generator=chance) * 2 - 1
+            param.mul_(1 + PERTURBATION * sign)
+    return model
+
+
+def main(arguments: list[str]) -> int:
+    """Measure on one rank and one thread."""
+    parser = argparse.ArgumentParser(prog="python -m bench.formats", description="what state formats change")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of each run (%(default)s)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.group.WORLD
+    assert group is not None
+    rows = measure(group, {**EXACT, **PERTURBED, **FORMATS, **CONTROL}, options.steps)
+    dist.destroy_process_group()
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "formats-gpt.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print(render(rows))
+    print(f"\nchance {rows[0]['chance']:.2g}, rounding {rows[0]['rounding']:.2g} nats per byte")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,199 @@
+"""Every kernel as it is launched, for each state format and dtype: what `bench.aot` compiles.
+
+A kernel is described by what it does with its tensors: from that its bytes are counted, side tables by formula and
+element tensors in its machine code. The sum has to be what the docstring of the kernel's module says, which stands here
+as `bytes`.
+
+Element tensors have an element for each of `S`. In side tables groups of elements share an entry, or their size has
+nothing to do with `S`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from shardlite_kernels.adamw import _adamw_kernel, block_of
+from shardlite_kernels.cast import _cast_kernel
+from shardlite_kernels.hop import _hop_kernel
+from shardlite_kernels.launch import block_size
+from shardlite_kernels.quantise import _dequantise_kernel, _quantise_kernel
+from shardlite_kernels.scale import _scale_kernel
+from shardlite_kernels.split import _join_kernel, _split_kernel
+from shardlite_kernels.state import State
+from shardlite_kernels.stats import _stats_kernel, stats_block
+
+from bench.machine_code import Launch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+DTYPES |= {"i8": torch.int8, "u8": torch.uint8, "i16": torch.int16, "i32": torch.int32}
+
+
+class Use(NamedTuple):
+    """What a kernel does with one tensor."""
+
+    dtype: str
+    moved: str
+    """A letter for each time that an entry is read or written."""
+
+    share: int = 1
+    """Elements that share an entry; 0 for a table whose size has nothing to do with them."""
+
+    @property
+    def bytes(self) -> float:
+        """Moved per element."""
+        return DTYPES[self.dtype].itemsize * len(self.moved) / self.share if self.share else 0.0
+
+
+class Case(NamedTuple):
+    """A kernel as it is launched for tensors of these dtypes."""
+
+    kernel: str
+    format: str
+    code: Any
+    uses: Mapping[str, Use]
+    bytes: float
+    """Per element, by the formula in the docstring of the kernel's module."""
+
+    block: int
+    flags: Mapping[str, Any] = {}
+    gradient: str = ""
+    exact: bool = True
+    """Whether no instruction may be an approximation."""
+
+    @property
+    def line(self) -> str:
+        """The name of its line in the table."""
+        return f"{self.kernel}: {self.format}"
+
+    @property
+    def launch(self) -> Launch:
+        """What Triton compiles for."""
+        pointers = {name: use.dtype for name, use in self.uses.items()}
+        constants = {**self.flags, "BLOCK": self.block, "INTERPRET": False}
+        known = {name: value for name, value in constants.items() if name in self.code.arg_names}
+        return Launch(self.code, pointers, known)
+
+    @property
+    def elements(self) -> dict[str, Use]:
+        """The tensors [S]."""
+        return {name: use for name, use in self.uses.items() if use.share == 1}
+
+
+WEIGHTS = {"fp32": {"param": Use("fp32", "rw")}, "split24": {"param": Use("bf16", "rw"), "low": Use("i8", "rw")}}
+MOMENTS = {
+    "fp32": {"exp_avg": Use("fp32", "rw"), "exp_avg_sq": Use("fp32", "rw")},
+    "bf16": {"exp_avg": Use("bf16", "rw"), "exp_avg_sq": Use("bf16", "rw")},
+    "int8": {
+        **{"exp_avg": Use("i8", "rw"), "exp_avg_sq": Use("u8", "rw")},
+        **{"avg_exponent": Use("u8", "rw", 32), "sq_exponent": Use("u8", "rw", 32)},
+    },
+}
+WEIGHT_BYTES = {"fp32": 4, "split24": 3}
+MOMENT_BYTES = {"fp32": 8, "bf16": 4, "int8": 2.0625}
+TABLES = {"rows": Use("i16", "r", 32), "scalars": Use("fp32", "r", 0), "keys": Use("i32", "r", 0)}
+
+
+def cases() -> list[Case]:
+    """Everything that is compiled."""
+    return [*adamws(), *splits(), *hops(), *statistics(), *casts(), *codes()]
+
+
+def adamws() -> Iterator[Case]:
+    """`adamw` and `reduce_adamw`: six formats, and two dtypes of gradients (fp16 is as wide as bf16)."""
+    for kernel, weight, moment, gradient in product(
+        ("adamw", "adamw unscale", "reduce_adamw"), WEIGHTS, MOMENTS, ("fp32", "bf16")
+    ):
+        unscale, reduces = kernel == "adamw unscale", kernel == "reduce_adamw"
+        grads = {"grad": Use(gradient, "rw" if unscale else "r")}
+        if reduces:
+            grads |= {"received": Use(gradient, "r"), "bad": Use("i32", "w", 0)}
+        uses = {**WEIGHTS[weight], **MOMENTS[moment], **grads, **TABLES}
+        like = {name: torch.empty(0, dtype=DTYPES[use.dtype]) for name, use in uses.items()}
+        state = State(like["param"], like["exp_avg"], like["exp_avg_sq"])
+        s, g = WEIGHT_BYTES[weight] + MOMENT_BYTES[moment], DTYPES[gradient].itemsize
+        yield Case(
+            kernel=kernel,
+            format=f"{weight} weights, {moment} moments",
+            gradient=gradient,
+            code=_adamw_kernel,
+            uses=uses,
+            bytes=2 * s + (2 * g if unscale or reduces else g) + 1 / 16,
+            block=block_of(state, like["grad"], unscale=unscale),
+            flags={"UNSCALE": unscale},
+            exact=moment != "int8",
+        )
+
+
+def splits() -> Iterator[Case]:
+    """A weight in one part and in two."""
+    parts = ("high", "bf16"), ("low", "i8")
+    block = _block("fp32")
+    to = {"source": Use("fp32", "r"), **{name: Use(dtype, "w") for name, dtype in parts}}
+    back = {"out": Use("fp32", "w"), **{name: Use(dtype, "r") for name, dtype in parts}}
+    yield Case("split", "fp32 to bf16 and 8 bits", _split_kernel, to, 7, block)
+    yield Case("join", "bf16 and 8 bits to fp32", _join_kernel, back, 7, block)
+
+
+def hops() -> Iterator[Case]:
+    """A hop of a reduction."""
+    for out, received, own in [
+        *(("fp32", "fp32", "fp32"), ("bf16", "bf16", "bf16"), ("bf16", "fp32", "fp32"), ("fp32", "bf16", "fp32")),
+        *(("fp32", "bf16", "bf16"), ("fp64", "fp64", "fp64"), ("i8", "i8", "i8")),
+    ]:
+        uses = {"out": Use(out, "w"), "received": Use(received, "r"), "own": Use(own, "r")}
+        flags = {"NATIVE": out in ("fp64", "i8"), "DIVIDE": out != "i8", "STATS": False}
+        bytes_: float = sum(DTYPES[dtype].itemsize for dtype in (out, received, own))
+        block = _block(out, received, own)
+        yield Case("hop", f"{received} + {own} to {out}", _hop_kernel, uses, bytes_, block, flags, exact=out != "fp64")
+        if received == own and out != "i8":
+            wide = "fp64" if out == "fp64" else "fp32"
+            block = stats_block(torch.empty(0, device="meta"))
+            uses = {**uses, "stats": Use(wide, "ww", block)}
+            bytes_ += 2 * DTYPES[wide].itemsize / block
+            yield Case(
+                kernel="hop, statistics",
+                format=f"{received} + {own} to {out}",
+                code=_hop_kernel,
+                uses=uses,
+                bytes=bytes_,
+                block=block,
+                flags={**flags, "STATS": True},
+                exact=out != "fp64",
+            )
+
+
+def statistics() -> Iterator[Case]:
+    """A pass for statistics alone, and a multiplication by a factor."""
+    for dtype in ("fp32", "bf16", "fp64"):
+        wide, size, flags = "fp64" if dtype == "fp64" else "fp32", DTYPES[dtype].itemsize, {"NATIVE": dtype == "fp64"}
+        block = stats_block(torch.empty(0, device="meta"))
+        uses = {"x": Use(dtype, "r"), "stats": Use(wide, "ww", block)}
+        yield Case("stats", dtype, _stats_kernel, uses, size + 2 * DTYPES[wide].itemsize / block, block, flags)
+        uses = {"x": Use(dtype, "rw"), "factor": Use("fp32", "r", 0)}
+        yield Case("scale", dtype, _scale_kernel, uses, 2 * size, _block(dtype), flags)
+
+
+def casts() -> Iterator[Case]:
+    """From one dtype to another."""
+    for out, source in (("bf16", "fp32"), ("fp32", "bf16"), ("fp16", "bf16"), ("bf16", "fp64"), ("fp64", "fp32")):
+        uses = {"out": Use(out, "w"), "source": Use(source, "r")}
+        flags = {"WIDE": source == "fp64", "TWICE": (out, source) == ("bf16", "fp64")}
+        bytes_ = DTYPES[out].itemsize + DTYPES[source].itemsize
+        yield Case("cast", f"{source} to {out}", _cast_kernel, uses, bytes_, _block(out, source), flags)
+
+
+def codes() -> Iterator[Case]:
+    """8 bits and an exponent for each 32 elements."""
+    for dtype in ("fp32", "bf16"):
+        bytes_, block, flags = DTYPES[dtype].itemsize + 1 + 1 / 32, _block(dtype), {"SHARED": 32}
+        uses = {"codes": Use("i8", "w"), "scales": Use("u8", "w", 32), "source": Use(dtype, "r")}
+        yield Case("quantise", f"{dtype} to 8 bits", _quantise_kernel, uses, bytes_, block, flags)
+        uses = {"out": Use(dtype, "w"), "codes": Use("i8", "r"), "scales": Use("u8", "r", 32)}
+        yield Case("dequantise", f"8 bits to {dtype}", _dequantise_kernel, uses, bytes_, block, flags)
+
+
+def _block(*dtypes: str) -> int:
+    return block_size(*(torch.empty(0, dtype=DTYPES[dtype]) for dtype in dtypes))

@@ -1,0 +1,69 @@
+"""Tables made of the rows of `bench.kernels`: `python -m bench.kernel_table` prints them in Markdown."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from bench.table import RESULTS, Row, read_rows
+
+_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "kernel": lambda row: f"{row['system']}: {row['operation']}",
+    "format": lambda row: str(row["format"]),
+    "B": lambda row: _number(row["bytes_per_element"]),
+    "ms": lambda row: _number(row["ms_p50"]) or str(row["note"]),
+    "p20 to p80": lambda row: f"{_number(row['ms_p20'])} to {_number(row['ms_p80'])}" if row["rounds"] else "",
+    "GB/s": lambda row: f"{row['gbps']:.0f}" if row["gbps"] else "",
+    "share": lambda row: f"{row['share']:.2f}" if row["share"] else "",
+    "/ raw": lambda row: _number(row["vs_raw"]),
+    "/ raw, CPU": lambda row: _number(row["cpu_vs_raw"]),
+    "goal": lambda row: f"{row['goal']}: {'yes' if row['reached'] else 'no'}" if row["goal"] else "",
+    "error": lambda row: "bits" if row["contract"] == "bits" else _number(row["error"], 2),
+}
+
+
+def render(rows: Sequence[Row]) -> str:
+    """One table for each device, number of threads and size, headed by what was measured and where."""
+    return "\n\n".join(_render_run(list(run)) for _, run in groupby(rows, key=_run))
+
+
+def _run(row: Row) -> tuple[str, int, int]:
+    return row["device"], row["threads"], row["numel"]
+
+
+def _render_run(rows: Sequence[Row]) -> str:
+    lines = [list(_COLUMNS), ["---", "---", *["---:"] * (len(_COLUMNS) - 2)]]
+    lines += [[cell(row) for cell in _COLUMNS.values()] for row in rows]
+    return "\n".join([_heading(rows[0]), "", *(f"| {' | '.join(line)} |" for line in lines)])
+
+
+def _heading(row: Row) -> str:
+    """What is common to all rows of a run."""
+    where = f"on the CPU with {_counted(row['threads'], 'thread')}" if row["device"] == "cpu" else f"on {row['device']}"
+    return (
+        f"{row['numel']:,} elements {where}; share of {row['ceiling']} in the same rounds, of the time of "
+        f"torch._fused_adamw_ (raw), of CPU time too; medians; {row['machine']}, torch {row['torch']}, {row['date']}."
+    )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    """A few digits, and nothing for nothing."""
+    return "" if value is None else f"{value:.{digits}g}" if value < 999.5 else f"{value:.0f}"
+
+
+def main() -> None:
+    """Print the tables of the files given, or of all."""
+    parser = argparse.ArgumentParser(prog="python -m bench.kernel_table", description=main.__doc__)
+    parser.add_argument("files", nargs="*", type=Path, help="rows, one JSON object a line")
+    files = parser.parse_args().files or list(RESULTS.glob("kernels-*.jsonl"))
+    print(render(read_rows(files)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,311 @@
+"""What is measured of our own kernels: each by itself, and as the chain that a step with clipping is.
+
+What is expected of a kernel is what its reference says: to the bit, but for sums of squares and, on a GPU, for moments
+in codes, whose kernel takes the device's approximations. On the CPU the expected step is PyTorch's operator on whole
+fp32 tensors between a reference's decoding and encoding.
+
+Legend: `S` elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
+
+import torch
+from shardlite_kernels import (
+    FORMATS,
+    State,
+    adamw,
+    adamw_cpu,
+    adamw_reference,
+    cast,
+    cast_reference,
+    encode,
+    hop,
+    hop_reference,
+    new_stats,
+    reduce_adamw,
+    reduce_adamw_cpu,
+    scale,
+    scale_reference,
+    split_reference,
+    stats_block,
+    stats_total,
+)
+from torch import Tensor
+
+from bench.kernel_inputs import (
+    HYPER,
+    MASTERS,
+    STEP,
+    by_kernels,
+    cpu_step,
+    exact_weights,
+    gradient,
+    nbytes,
+    numbers,
+    state_of,
+    table,
+)
+from bench.kernel_runs import Result, Run, Work
+
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+WEIGHT_BOUND = 2.0**-22
+"""Of weights in fp32, relative, Euclidean. A step changes them by about 1e-3, so 2^-12 of the update may be wrong."""
+
+SPLIT_BOUND = 2.0**-17
+"""Of weights in two parts: what splitting them costs."""
+
+_CODES_BOUND = 2.0**-10  # one code in a thousand may be the neighbour, which differs by 1/127 and less
+_NOT_NEEDED, _NEEDED = 1e9, 1e-2  # the largest norm of the gradient, per root of `S`; it is about 0.14
+
+
+def works(device: torch.device) -> Iterator[Work]:
+    """All of ours on that device. On the CPU a narrow gradient is measured with two formats only."""
+    for master, moments, dtype in product(MASTERS, FORMATS, NAMES):
+        if by_kernels(device) or dtype == torch.float32 or moments == "fp32":
+            yield _adamw(master, moments, dtype, device)
+    for wire, (master, moments) in product(NAMES, (("fp32", "fp32"), ("split24", "fp32"), ("split24", "int8"))):
+        if by_kernels(device) or wire == torch.float32 or master == "fp32":
+            yield _reduced("reduce_adamw", master, moments, wire)
+            yield _reduced("hop, adamw", master, moments, wire)
+    for dtype in NAMES:
+        yield from (_hop(dtype, False), _hop(dtype, True), _scale(dtype, 1.0), _scale(dtype, 0.999))
+    yield Work(system="shardlite", operation="cast", format="fp32 to bf16", make=_make_cast)
+    for master, needed in product(MASTERS, (False, True)):
+        yield _chain(master, needed)
+
+
+def step_by(state: State, grad: Tensor) -> Callable[[], None]:
+    """The step of `state` [S] by a gradient [S], on the path of its device."""
+    if by_kernels(grad.device):
+        rows = table(grad.numel(), grad.device)
+        return lambda: adamw(state, grad, rows)
+    step = cpu_step(grad.numel())
+    return lambda: adamw_cpu(state, grad, step)
+
+
+def after(state: State, grad: Tensor) -> State:
+    """What `state` [S] will be after a step by a gradient [S], by the specification."""
+    new, numel = state.clone(), grad.numel()
+    rows = table(numel, grad.device)
+    if by_kernels(grad.device):
+        adamw_reference(new, grad, rows)
+        return new
+    p, (m, v) = new.weight(), new.moments()
+    steps, hyper = [torch.tensor(float(STEP))], HYPER._asdict()
+    del hyper["max_update"]
+    torch._fused_adamw_([p], [grad.float()], [m], [v], [], steps, **hyper, amsgrad=False, maximize=False)
+    if new.low is not None:
+        split_reference(new.param, new.low, p)
+    if m is not new.exp_avg:
+        encode(m, v, *new.codes(), random=rows.random_bits(numel))
+    return new
+
+
+def _compared(state: State) -> list[Result]:
+    """A state as it is compared: to the bit, but for what is computed by approximations."""
+    if state.avg_exponent is None or not by_kernels(state.param.device):
+        return [Result(tensor) for tensor in state.tensors()]
+    m, v = state.moments()
+    bound = WEIGHT_BOUND if state.low is None else SPLIT_BOUND
+    return [Result(state.weight(), bound), Result(m, _CODES_BOUND), Result(v, _CODES_BOUND)]
+
+
+def _tensors(state: State) -> Sequence[Tensor]:
+    return [result.tensor for result in _compared(state)]
+
+
+def _format(master: str, moments: str, dtype: torch.dtype) -> str:
+    return f"{master} weights, {moments} moments, {NAMES[dtype]} gradient"
+
+
+def _adamw(master: str, moments: str, dtype: torch.dtype, device: torch.device) -> Work:
+    def make(numel: int, device: torch.device) -> Run:
+        state, grad = state_of(master, moments, numel, device), gradient(numel, device, dtype)
+        held = nbytes(*state.tensors(), grad)
+        return Run(
+            step=step_by(state, grad),
+            results=lambda: _compared(state),
+            expected=lambda: _tensors(after(state, grad)),
+            moved=2 * nbytes(*state.tensors()) + nbytes(grad),
+            held=held,
+        )
+
+    on_cpu, exact = not by_kernels(device), (master, moments) == ("fp32", "fp32")
+    cpu_goal = {("fp32", "fp32"): 1.05, ("split24", "fp32"): 1.7}.get((master, moments))
+    share = 0.92 if exact else 0.8 if (master, moments) == ("split24", "int8") else None
+    return Work(
+        system="shardlite",
+        operation="adamw",
+        format=_format(master, moments, dtype),
+        make=make,
+        at_most=cpu_goal if on_cpu and dtype == torch.float32 else None,
+        share_at_least=None if on_cpu else share,
+    )
+
+
+def _reduced(operation: str, master: str, moments: str, wire: torch.dtype) -> Work:
+    """The last hop of a reduction and the step: in one, or apart with the gradient in memory between them."""
+
+    def make(numel: int, device: torch.device) -> Run:
+        state = state_of(master, moments, numel, device)
+        received, own = (gradient(numel, device, wire, seed) for seed in (5, 6))
+        fused = operation == "reduce_adamw"
+        total = torch.empty_like(own) if not fused else None
+        if total is not None:
+            step = _apart(state, received, own, total)
+        elif by_kernels(device):
+            step = partial(reduce_adamw, state, received, own, table(numel, device))
+        else:
+            step = partial(reduce_adamw_cpu, state, received, own, cpu_step(numel))
+
+        def expected() -> Sequence[Tensor]:
+            return _tensors(after(state, received.float() + own.float() if fused else received + own))
+
+        return Run(
+            step=step,
+            results=lambda: _compared(state),
+            expected=expected,
+            moved=2 * nbytes(*state.tensors()) + nbytes(received, own) + 2 * nbytes(total),
+            held=nbytes(*state.tensors(), received, own, total),
+        )
+
+    return Work(system="shardlite", operation=operation, format=_format(master, moments, wire), make=make)
+
+
+def _apart(state: State, received: Tensor, own: Tensor, total: Tensor) -> Callable[[], None]:
+    step = step_by(state, total)
+
+    def apart() -> None:
+        hop(total, received, own)
+        step()
+
+    return apart
+
+
+def _hop(dtype: torch.dtype, with_stats: bool) -> Work:
+    def make(numel: int, device: torch.device) -> Run:
+        received, own = (gradient(numel, device, dtype, seed) for seed in (5, 6))
+        out = torch.empty_like(own)
+        rows = new_stats(out) if with_stats else None
+
+        def expected() -> list[Tensor]:
+            right, right_rows = torch.empty_like(out), None if rows is None else torch.empty_like(rows)
+            hop_reference(right, received, own, 1, right_rows)
+            return [right] if right_rows is None else [right, right_rows]
+
+        sums = [] if rows is None else [Result(rows, (stats_block(out) + 3) * 2.0**-24)]
+        moved = nbytes(received, own, out, rows)
+        return Run(
+            step=lambda: hop(out, received, own, 1, rows),
+            results=lambda: [Result(out), *sums],
+            expected=expected,
+            moved=moved,
+            held=moved,
+        )
+
+    operation = "hop with statistics" if with_stats else "hop"
+    return Work(system="shardlite", operation=operation, format=NAMES[dtype], make=make)
+
+
+def _scale(dtype: torch.dtype, factor: float) -> Work:
+    def make(numel: int, device: torch.device) -> Run:
+        x, by = gradient(numel, device, dtype), torch.tensor(factor, device=device)
+
+        def expected() -> list[Tensor]:
+            right = x.clone()
+            scale_reference(right, by)
+            return [right]
+
+        return Run(
+            step=lambda: scale(x, by),
+            results=lambda: [Result(x)],
+            expected=expected,
+            moved=0 if factor == 1 else 2 * nbytes(x),
+            held=nbytes(x),
+        )
+
+    return Work(system="shardlite", operation=f"scale by {factor:g}", format=NAMES[dtype], make=make)
+
+
+def _make_cast(numel: int, device: torch.device) -> Run:
+    source = numbers(numel, device, 2)
+    out = torch.empty_like(source, dtype=torch.bfloat16)
+
+    def expected() -> list[Tensor]:
+        right = torch.empty_like(out)
+        cast_reference(right, source)
+        return [right]
+
+    moved = nbytes(source, out)
+    return Run(
+        step=lambda: cast(out, source), results=lambda: [Result(out)], expected=expected, moved=moved, held=moved
+    )
+
+
+# ---- a step with clipping -------------------------------------------------------------------------------------------
+
+
+def largest_norm(numel: int, needed: bool) -> float:
+    """To which norm a sum of two gradients [S] is clipped; unless `needed` theirs is below."""
+    return (_NEEDED if needed else _NOT_NEEDED) * math.sqrt(numel)
+
+
+def chain_format(needed: bool) -> str:
+    """What of a chain is not in its name."""
+    return f"fp32, the norm is {'above' if needed else 'below'} the limit"
+
+
+def expected_of_chain(state: State, received: Tensor, own: Tensor, limit: float) -> Tensor:
+    """The weights [S] after a step by the clipped sum, in fp64."""
+    total = received.double() + own.double()
+    factor = min(1.0, limit / (float(total.norm()) + 1e-6))
+    return exact_weights(state, total, factor)
+
+
+def _chain(master: str, needed: bool) -> Work:
+    """From the last hop to the weights that are gathered; those of a split master need no cast."""
+
+    def make(numel: int, device: torch.device) -> Run:
+        state = state_of(master, "fp32", numel, device)
+        received, own = (gradient(numel, device, torch.float32, seed) for seed in (5, 6))
+        total, limit = torch.empty_like(own), largest_norm(numel, needed)
+        rows, update = new_stats(total), step_by(state, total)
+        half = torch.empty_like(total, dtype=torch.bfloat16) if state.low is None else None
+
+        def step() -> None:
+            hop(total, received, own, 1, rows)
+            norm = stats_total(rows)[0].sqrt()
+            scale(total, (limit / (norm + 1e-6)).clamp(max=1).float())
+            update()
+            if half is not None:
+                cast(half, state.param)
+
+        def expected() -> list[Tensor]:
+            right = expected_of_chain(state, received, own, limit)
+            return [right] if half is None else [right, right.float().bfloat16()]
+
+        bound = WEIGHT_BOUND if state.low is None else SPLIT_BOUND
+        casts = [] if half is None else [Result(half, CAST_BOUND)]
+        moved = nbytes(received, own, total, rows) + (2 * nbytes(total) if needed else 0)
+        moved += 2 * nbytes(*state.tensors()) + nbytes(total) + (0 if half is None else nbytes(state.param, half))
+        return Run(
+            step=step,
+            results=lambda: [Result(state.weight(), bound), *casts],
+            expected=expected,
+            moved=moved,
+            held=nbytes(received, own, total, rows, half, *state.tensors()),
+        )
+
+    last = ", cast" if master == "fp32" else ""
+    operation = f"hop with statistics, scale, adamw{last} ({master} weights)"
+    return Work(system="shardlite", operation=operation, format=chain_format(needed), make=make)
+
+
+CAST_BOUND = 2.0**-12
+"""Of bf16 weights: one in a few hundred may be the neighbour, because what was cast is off by a last bit."""

@@ -1,0 +1,239 @@
+"""Times of the optimizer's kernels, beside PyTorch's operators and other packages: verified, then timed.
+
+    python -m bench.kernels                       on the GPU if there is one, else on the CPU
+    python -m bench.kernels --device cpu --threads 1 2
+
+(with `TRITON_INTERPRET=1` the kernels of GPUs are verified in the interpreter, and nothing is timed)
+
+writes `bench/results/kernels-DEVICE.jsonl`, one JSON object for each kernel, format, size and number of threads:
+
+| key | what it is |
+|---|---|
+| `ms_p20`, `ms_p50`, `ms_p80` | milliseconds; on a GPU those of the device, with nothing in its cache at the start |
+| `bytes_per_element` | the fewest that a step can read and write in these formats |
+| `gbps` | 1e9 such bytes per second, at the median |
+| `ceiling`, `ceiling_gbps` | bandwidth in the same rounds: of a copy on a GPU, on the CPU of `a.add_(b)`, whose target is read anyway |
+| `share` | `gbps` as a part of that; below what caches hold it may exceed 1 |
+| `vs_raw` | the median over rounds of the time as a part of that of `torch._fused_adamw_` on fp32, in the same round |
+| `cpu_ms_p50`, `cpu_vs_raw` | milliseconds of work in all threads, and the same ratio of these; on a GPU of launching alone |
+| `goal`, `reached` | what we want, and whether it is so |
+| `contract`, `error`, `tolerance_used` | whether results were to be equal to the bit, their largest relative error, and that as a part of what is allowed |
+| `note` | why there is no time: a package is not installed, or memory does not suffice |
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+
+import torch
+from shardlite_kernels.launch import INTERPRET
+
+from bench.kernel_peers import peers, raw_fused
+from bench.kernel_runs import (
+    VERIFIED,
+    Clock,
+    DeviceClock,
+    HostClock,
+    Run,
+    Sample,
+    Verdict,
+    Work,
+    bandwidth_run,
+    packed,
+    time_runs,
+    verify,
+)
+from bench.kernel_table import render
+from bench.kernel_work import works
+from bench.machine import machine
+from bench.measure import percentile
+from bench.table import RESULTS, Row
+
+_CPU_NUMELS = (10**6, 10**7, 5 * 10**7)
+_GPU_NUMELS = (10**6, 10**7, 10**8, 10**9)
+_CPU_ROOM = 4 << 30
+_CEILING = "ceiling"
+_MEASURED = (
+    *("ms_p20", "ms_p50", "ms_p80", "cpu_ms_p50", "gbps", "ceiling_gbps", "share", "vs_raw", "cpu_vs_raw", "rounds"),
+    *("goal", "reached"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How much is measured."""
+
+    numels: Sequence[int]
+
+    rounds: int = 30
+
+    budget: float = 10.0
+    """Seconds that the steps of one work may take at one size; three are taken whatever they take."""
+
+    ceiling_bytes: int
+    """In one tensor of the yardstick of bandwidth: far above any cache."""
+
+    room: int
+    """Bytes that works hold at once, yardsticks included."""
+
+
+def plan_for(device: torch.device, rounds: int = 30, numels: Sequence[int] | None = None) -> Plan:
+    """What is measured on a device, if nobody asks for something else."""
+    if device.type == "cpu":
+        return Plan(numels=numels or _CPU_NUMELS, rounds=rounds, ceiling_bytes=1 << 27, room=_CPU_ROOM)
+    room = torch.cuda.mem_get_info(device)[0] * 9 // 10 - (2 << 30)  # what is compiled needs some, too
+    return Plan(numels=numels or _GPU_NUMELS, rounds=rounds, ceiling_bytes=1 << 30, room=room)
+
+
+def measure(chosen: Sequence[Work], device: torch.device, plan: Plan) -> Iterator[Row]:
+    """Verify all works, and yield a row for each of them at each size, PyTorch's fused operator first.
+
+    Raises:
+        ResultError: a work computes something else than it should; nothing has been timed then.
+    """
+    raw = raw_fused()
+    found = [(work, _verified(work, device)) for work in (raw, *chosen)]
+    clock: Clock = DeviceClock(device) if device.type == "cuda" else HostClock()
+    for numel in plan.numels:
+        common = {**_common(device), "numel": numel}
+        held = {_name(work): verdict.held * numel // VERIFIED for work, verdict in found if verdict}
+        timed = _times({_name(work): work for work, _ in found}, held, numel, device, clock, plan)
+        for work, verdict in found:
+            note = "not installed" if verdict is None else None if _name(work) in timed else "does not fit"
+            row = {**common, **_described(work, verdict), "note": note, **dict.fromkeys(_MEASURED)}
+            yield {**row, **timed.get(_name(work), {})}
+
+
+def _verified(work: Work, device: torch.device) -> Verdict | None:
+    try:
+        return verify(work, device)
+    except ImportError:
+        return None
+
+
+def _times(
+    named: Mapping[str, Work], held: Mapping[str, int], numel: int, device: torch.device, clock: Clock, plan: Plan
+) -> dict[str, Row]:
+    """What is measured of each work in `held` that fits, group by group; the first is PyTorch's fused operator."""
+    raw, *others = held
+    room = plan.room - 2 * plan.ceiling_bytes - held[raw]
+    timed: dict[str, Row] = {}
+    for group in packed({name: held[name] for name in others}, room) or [[]]:
+        runs = {name: named[name].make(numel, device) for name in (raw, *group)}
+        runs[_CEILING] = bandwidth_run(plan.ceiling_bytes, device)
+        taken = time_runs(runs, clock, plan.rounds, plan.budget)
+        gbps = runs[_CEILING].moved / percentile([sample.wall for sample in taken.pop(_CEILING)], 50) / 1e9
+        for name, samples in taken.items():
+            timed.setdefault(name, _timed(named[name], runs[name], samples, taken[raw], gbps))
+        del runs  # before the next ones are made
+    return timed
+
+
+def _timed(work: Work, run: Run, samples: Sequence[Sample], raw: Sequence[Sample], ceiling: float) -> Row:
+    """What was measured of a work: its samples and the yardstick's, round by round, and the bandwidth of memory."""
+    wall, cpu = zip(*samples, strict=True)
+    gbps = run.moved / percentile(wall, 50) / 1e9
+    ratio, cpu_ratio = (median(mine[i] / theirs[i] for mine, theirs in zip(samples, raw, strict=False)) for i in (0, 1))
+    row: Row = {f"ms_p{percent}": _short(1e3 * percentile(wall, percent)) for percent in (20, 50, 80)}
+    row |= {"cpu_ms_p50": _short(1e3 * percentile(cpu, 50))}
+    row |= {"gbps": _short(gbps), "ceiling_gbps": _short(ceiling), "share": _short(gbps / ceiling)}
+    row |= {"vs_raw": _short(ratio), "cpu_vs_raw": _short(cpu_ratio), "rounds": len(samples)}
+    if work.at_most is not None:
+        row |= {"goal": f"vs_raw <= {work.at_most}", "reached": ratio <= work.at_most}
+    if work.share_at_least is not None:
+        row |= {"goal": f"share >= {work.share_at_least}", "reached": gbps / ceiling >= work.share_at_least}
+    return row
+
+
+def _described(work: Work, verdict: Verdict | None) -> Row:
+    """What is known of a work before it is timed."""
+    described: Row = {"system": work.system, "operation": work.operation, "format": work.format}
+    if verdict is None:
+        return {**described, "bytes_per_element": None, "contract": None, "error": None, "tolerance_used": None}
+    return {
+        **described,
+        "bytes_per_element": round(verdict.moved / VERIFIED, 3),
+        "contract": verdict.contract,
+        "error": _short(verdict.error),
+        "tolerance_used": _short(verdict.tolerance_used),
+    }
+
+
+def _name(work: Work) -> str:
+    return f"{work.system}: {work.operation} ({work.format})"
+
+
+def _short(value: float) -> float:
+    """Four digits."""
+    return float(f"{value:.4g}")
+
+
+def _common(device: torch.device) -> Row:
+    """What all rows of a run share."""
+    gpu = device.type == "cuda"
+    return {
+        "bench": "kernels",
+        "device": torch.cuda.get_device_name(device) if gpu else "cpu",
+        "threads": torch.get_num_threads(),
+        "ceiling": "copy_" if gpu else "add_",
+        "verified": VERIFIED,
+        "triton": _version("triton"),
+        "cuda": torch.version.cuda if gpu else None,
+        **machine(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _file(device: torch.device) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return f"kernels-{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}.jsonl"
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.kernels", description="times of the optimizer's kernels")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="(the GPU if there is one)")
+    parser.add_argument("--numel", type=lambda text: int(float(text)), nargs="+", help="elements, such as 1e6 5e7")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="on the CPU (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=30, help="of each work (%(default)s)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure on one device, print tables and write rows."""
+    options = _options(arguments)
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    plan = plan_for(device, options.rounds, options.numel)
+    chosen = [*works(device), *peers(device)]
+    if INTERPRET:
+        for work in chosen:
+            print(f"{_name(work)}: {_verified(work, device)}", flush=True)
+        return 0
+    rows: list[Row] = []
+    for threads in options.threads if device.type == "cpu" else [torch.get_num_threads()]:
+        torch.set_num_threads(threads)
+        for row in measure(chosen, device, plan):
+            print(json.dumps(row), flush=True)
+            rows.append(row)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / _file(device)).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print(f"\n{render(rows)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

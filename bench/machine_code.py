@@ -1,0 +1,309 @@
+"""Compiling a Triton kernel for a GPU that is not here, as it would be launched there, and reading its machine code.
+
+Every access of global memory is traced back to the argument that its address was computed from: addresses are followed
+through the registers, from the first instruction to the last. What is jumped over is read too, so counts are of the
+code and not of one way through it.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from shardlite_kernels.launch import _THREADS
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TARGETS = {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 90, 100)}
+TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
+
+_NO_RESULT = ("s_cmp", "s_bitcmp", "s_cbranch", "s_waitcnt", "s_barrier", "ds_write", "global_store", "buffer_store")
+"""Instructions of AMD whose first operand is not written."""
+
+Accesses = dict[str, list[int]]
+"""For each argument the bits of every access of a thread."""
+
+
+class Launch(NamedTuple):
+    """What Triton compiles for: the types of arguments and all that is constant."""
+
+    kernel: Any
+    pointers: Mapping[str, str]
+    """Argument to dtype, as Triton writes it; pointers that are not here are `None`."""
+
+    constants: Mapping[str, Any]
+    """`BLOCK` among them."""
+
+
+def compile_for(target: GPUTarget, launch: Launch, *, hinted: bool = True) -> Any:
+    """The compiled kernel; all memory starts at multiples of 16 bytes.
+
+    `hinted` says that integers are divisible by 16 where they are in a launch, which Triton sees for itself there.
+    """
+    types, constants = _types(launch), dict(launch.constants)
+    constants |= {name: None for name, kind in types.items() if kind == "constexpr" and name.endswith("_ptr")}
+    divisible = [name for name, kind in types.items() if kind.startswith("*") or (hinted and _is_divisible(name, kind))]
+    place = launch.kernel.arg_names.index
+    attributes = {(place(name),): [["tt.divisibility", 16]] for name in divisible}
+    source = ASTSource(fn=launch.kernel, signature=types, constexprs=constants, attrs=attributes)
+    options = {"num_warps": _THREADS // target.warp_size, "enable_fp_fusion": False}
+    return triton.compile(source, target=target, options=options)
+
+
+def read(target: GPUTarget, launch: Launch, compiled: Any) -> dict[str, Any]:
+    """What a kernel needs and does, in its machine code.
+
+    `registers` of a thread (32 bits each), bytes that were `spilled` and bytes of `shared` memory, `barriers` and all
+    `instructions`, those that are `inexact` (on NVIDIA's GPUs), and `accesses`.
+    """
+    if target.backend == "cuda":
+        figures = _read_nvidia(compiled.asm["cubin"], compiled.asm["ptx"], launch)
+    else:
+        figures = _read_amd(compiled.asm["amdgcn"], launch)
+    return {**figures, "shared": compiled.metadata.shared}  # asked for at a launch, so the code does not say
+
+
+def _types(launch: Launch) -> dict[str, str]:
+    """The type of each argument, in their order. Numbers are annotated in the kernel."""
+    types = {}
+    for parameter in launch.kernel.params:
+        name = parameter.name
+        if name in launch.constants:
+            types[name] = "constexpr"
+        elif name.endswith("_ptr"):
+            types[name] = f"*{launch.pointers[name[:-4]]}" if name[:-4] in launch.pointers else "constexpr"
+        else:
+            types[name] = parameter.annotation
+    return types
+
+
+def _is_divisible(name: str, kind: str) -> bool:
+    """Lengths, strides and positions are: shards and rows of a buffer are padded for it. Counts of blocks are not."""
+    return kind == "i32" and not name.startswith("blocks")
+
+
+class _Arguments:
+    """Where arguments lie in memory."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.names: dict[int, str] = {}
+        end = 0
+        for name, kind in _types(launch).items():
+            if kind == "constexpr":
+                continue
+            size = 8 if kind.startswith("*") else 4
+            end = -(-end // size) * size
+            if size == 8:
+                self.names[end] = name[:-4]
+            end += size
+        self.size = -(-end // 8) * 8 + 16  # two more pointers, to scratch memory of Triton's
+
+    def at(self, offset: int) -> set[str]:
+        """The name of the pointer that has a byte here."""
+        return {self.names[start] for start in (offset // 8 * 8,) if start in self.names}
+
+
+class _Registers(dict[str, set[str]]):
+    """For each register the arguments that its value was computed from."""
+
+    def sources(self, names: Iterable[str]) -> set[str]:
+        """Those of any of these registers."""
+        return set().union(*(self.get(name, set()) for name in names))
+
+
+# ---- NVIDIA -------------------------------------------------------------------------------------------------------
+
+
+def _read_nvidia(cubin: bytes, ptx: str, launch: Launch) -> dict[str, Any]:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([tool, "-res-usage", "-sass", file.name], capture_output=True, text=True, check=True)
+    used = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", done.stdout)}
+    constant = int(re.findall(r"CONSTANT\[0\]:(\d+)", done.stdout)[0])  # arguments are the last in this bank
+    line = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:(@\S+)\s+)?([A-Z0-9_.]+)\s*(.*?)\s*;"
+    code = re.findall(line, done.stdout, re.MULTILINE)
+    arguments = _Arguments(launch)
+    return {
+        "registers": used["REG"],
+        "spilled": used["STACK"] + used["LOCAL"],
+        "barriers": sum(name.startswith("BAR") for _, name, _ in code),
+        "instructions": sum(name.split(".")[0] not in ("NOP", "BRA") for _, name, _ in code),
+        "inexact": sorted(set(re.findall(r"div\.full\S*|\w+\.approx\S*|\S+\.ftz\S*", ptx))),
+        "accesses": _nvidia_accesses(code, arguments, constant - arguments.size),
+    }
+
+
+class _GuardedRegisters:
+    """Registers of a program whose instructions may have a guard: those of one guard happen together."""
+
+    def __init__(self) -> None:
+        self.always, self.under = _Registers(), defaultdict[str, _Registers](_Registers)
+
+    def sources(self, names: Iterable[str], guard: str) -> set[str]:
+        """Of what an instruction with this guard reads."""
+        here = self.under[guard]
+        return set().union(*(here[name] if name in here else self.always.sources([name]) for name in names))
+
+    def write(self, name: str, sources: set[str], guard: str) -> None:
+        """Note what an instruction with this guard writes, or with none, which is the empty one."""
+        if guard:
+            self.under[guard][name] = sources
+            self.always[name] = sources | self.always.sources([name])
+            return
+        self.always[name] = sources
+        for registers in self.under.values():
+            registers.pop(name, None)
+
+    def forget(self, predicates: Iterable[str]) -> None:
+        """What was under these is no longer, as they have been written."""
+        for name in predicates:
+            self.under.pop(f"@{name}", None)
+            self.under.pop(f"@!{name}", None)
+
+
+def _nvidia_accesses(code: Iterable[tuple[str, str, str]], arguments: _Arguments, base: int) -> Accesses:
+    """Accesses of instructions (guard, name, operands); arguments start at `base` of the constants.
+
+    Of a pair of registers with an address only the lower one is followed.
+    """
+    registers, accesses = _GuardedRegisters(), Accesses()
+    for guard, name, text in code:
+        operands = re.sub(r"desc\[\w+\]", "", text).split(", ")  # of all memory, not of one argument
+        result = _nvidia_result(name, operands)
+        read = [operand for i, operand in enumerate(operands) if i != result]
+        sources = registers.sources(_nvidia_registers(" ".join(read)), guard)
+        constants = [int(offset, 16) - base for offset in re.findall(r"c\[0x0\]\[0x([0-9a-f]+)\]", text)]
+        bits = 64 if re.search(r"WIDE|\.64|^CS2R$", name) else 32
+        if name.startswith(("LD", "ST")):
+            bits = int((re.findall(r"\.[US]?(8|16|64|128|256)\b", name) or ["32"])[-1])
+        if name.startswith(("LD", "ST", "PRMT")):
+            sources = set()  # what was loaded, or put together from bytes, is no address
+        if name.startswith(("LDG", "STG")):
+            address = next(operand for operand in operands if operand.startswith("["))
+            found = registers.sources(_nvidia_registers(address), guard)
+            accesses.setdefault(_only(found), []).append(bits)
+        registers.forget(operand for operand in operands[:3] if re.fullmatch(r"U?P\d", operand))
+        if result is not None and (first := _nvidia_registers(operands[result])):
+            kind, _, lowest = first[0].partition("R")
+            for i in range(max(1, bits // 32)):
+                of_constants = set().union(*(arguments.at(at + 4 * i) for at in constants))
+                registers.write(f"{kind}R{int(lowest) + i}", sources | of_constants, guard)
+    return accesses
+
+
+def _nvidia_registers(operands: str) -> list[str]:
+    return re.findall(r"\bU?R\d+\b", operands)
+
+
+def _nvidia_result(name: str, operands: list[str]) -> int | None:
+    """Which operand is written, if any is a register."""
+    if name.startswith(("ST", "RED", "BAR", "CALL", "RET", "BRA", "EXIT", "FCHK")):
+        return None
+    if not re.fullmatch(r"U?P(\d|T)", operands[0]):
+        return 0
+    # A predicate comes first: alone, or before the register.
+    return 1 if name.startswith(("SHFL", "LOP3", "ULOP3", "IADD3", "UIADD3")) else None
+
+
+# ---- AMD ----------------------------------------------------------------------------------------------------------
+
+
+def _read_amd(assembly: str, launch: Launch) -> dict[str, Any]:
+    code = re.findall(r"^(?:([.\w]+):|\s+([a-z]\w+)[ \t]*([^;\n]*))", assembly, re.MULTILINE)
+
+    def figure(name: str) -> int:
+        return sum(map(int, re.findall(rf"\.{name}: *(\d+)", assembly)))
+
+    return {
+        "registers": figure("vgpr_count"),
+        "spilled": figure("[sv]gpr_spill_count") + figure("private_segment_fixed_size"),
+        "barriers": sum(name == "s_barrier" for _, name, _ in code),
+        "instructions": sum(bool(name) for _, name, _ in code),
+        "inexact": [],
+        "accesses": _amd_accesses(code, _Arguments(launch)),
+    }
+
+
+def _amd_accesses(code: list[tuple[str, str, str]], arguments: _Arguments) -> Accesses:
+    """Accesses of labels and instructions (label, name, operands).
+
+    Parts that are jumped to may stand behind the end, so every jump is followed, with what is known of registers there,
+    until nothing new is known anywhere.
+    """
+    places = {label: i for i, (label, _, _) in enumerate(code) if label}
+    known: dict[int, _Registers] = {0: _Registers()}
+    found: dict[int, set[str]] = {}
+    waiting = [0]
+
+    def goes_to(place: int, registers: _Registers) -> None:
+        before = known.get(place)
+        joined = _Registers({name: registers.sources([name]) for name in registers})
+        for name, names in (before or {}).items():
+            joined[name] = joined.sources([name]) | names
+        if joined != before:
+            known[place] = joined
+            waiting.append(place)
+
+    while waiting:
+        place = waiting.pop()
+        registers = _Registers(known[place])
+        for i, (label, name, text) in enumerate(code[place:], place):
+            if label and i > place:
+                goes_to(i, registers)
+                break
+            if name.startswith(("s_cbranch", "s_branch")):
+                goes_to(places[text.strip()], registers)
+            if name in ("s_branch", "s_endpgm"):
+                break
+            if name and (address := _amd_step(name, text, registers, arguments)) is not None:
+                found[i] = address
+
+    accesses = Accesses()
+    for i, names in sorted(found.items()):
+        accesses.setdefault(_only(names), []).append(_amd_bits(code[i][1]))
+    return accesses
+
+
+def _amd_step(name: str, text: str, registers: _Registers, arguments: _Arguments) -> set[str] | None:
+    """Follow one instruction; the arguments that an address was computed from, if it is an access."""
+    operands = [operand.strip() for operand in text.split(",")]
+    sources = registers.sources(register for operand in operands[1:] for register in _amd_registers(operand))
+    written = [] if name.startswith(_NO_RESULT) else _amd_registers(operands[0])
+    address = None
+    if _amd_bits(name):
+        of_address = operands[::2] if name.startswith("global_store") else operands[1:]  # the second is the data
+        address = registers.sources(register for operand in of_address for register in _amd_registers(operand))
+    if name.startswith("s_load") and operands[1] == "s[0:1]" and operands[2].startswith("0x"):
+        for i, register in enumerate(written):
+            registers[register] = arguments.at(int(operands[2], 16) + 4 * i)
+    else:
+        loaded = _amd_bits(name) or name.startswith(("s_load", "ds_read"))  # which is no address
+        registers |= dict.fromkeys(written, set() if loaded else sources)
+    return address
+
+
+def _amd_bits(name: str) -> int:
+    """Bits of an access of global memory; 0 if it is none."""
+    access = re.fullmatch(r"(?:global|buffer)_(?:load|store)_(?:[us]?(byte|short)|dword(?:x(\d))?)\w*", name)
+    return {"byte": 8, "short": 16}.get(access[1], 32 * int(access[2] or 1)) if access else 0
+
+
+def _amd_registers(operand: str) -> list[str]:
+    match = re.match(r"([sv])(?:(\d+)$|\[(\d+):(\d+)\])", operand)
+    if not match:
+        return []
+    first, last = (match[2], match[2]) if match[2] else (match[3], match[4])
+    return [f"{match[1]}{i}" for i in range(int(first), int(last) + 1)]
+
+
+def _only(found: set[str]) -> str:
+    """The argument that is accessed; several, or none, are no name of an argument."""
+    return " or ".join(sorted(found)) or "unknown"

@@ -1,0 +1,197 @@
+"""What quantized gathers change: the loss of a small GPT, and the bytes that its ranks send.
+
+    python -m bench.quantized --ranks 2
+
+starts its ranks itself and writes `bench/results/quantized-gpt-Nranks.jsonl`, one JSON object for each seed. A seed is
+trained five times: with plain gathers, with quantized ones and, to know how much chance there is in a loss, with plain
+ones again: twice from weights that differ by 2^-22, relative, and once on other batches.
+
+| key | what it is |
+|---|---|
+| `train_loss` | of each run: the mean over the last tenth of the steps and over the ranks, in nats per byte |
+| `validation_loss` | of each run at the end, on text that was not trained on |
+| `difference` | of quantized gathers from plain ones in both |
+| `noise` | the larger difference of the perturbed runs from the plain one in both |
+| `chance` | the difference of the run on other batches from the plain one in both |
+| `gather_bytes_per_step`, `bytes_per_step` | what a rank sends for gathers, and for everything, in a step of training |
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from bench.machine import machine
+from bench.table import RESULTS, Row
+from shardlite import AdamW, ShardLite
+from shardlite.demo.gpt import GPT
+from shardlite.demo.settings import GPTConfig
+from shardlite.demo.text import Bytes, Corpus, draw_batch, read_corpus
+
+CONFIG = GPTConfig(layers=3, width=96, heads=3, context=64)
+BATCH = 8
+LR = 2e-3
+PERTURBATION = 2.0**-22
+PERTURBED = ("perturbed", "perturbed again")
+RUNS = ("plain", "quantized", *PERTURBED, "other batches")
+LOSSES = ("train_loss", "validation_loss")
+
+_TRAIN, _VALIDATION, _OTHER = 0, 1, 2  # part of the key of a batch
+_VALIDATION_BATCHES = 16
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all runs have in common."""
+
+    config: GPTConfig
+    corpus: Corpus
+    steps: int
+    seed: int
+    group: dist.ProcessGroup
+
+    def draw(self, text: Bytes, part: int, turn: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw this rank's batch of a turn from a part of the text, [BATCH, context] twice."""
+        key = (self.seed, part, self.group.rank(), turn)
+        return draw_batch(text, shape=(BATCH, self.config.context), key=key)
+
+
+def train(task: Task, run: str) -> Row:
+    """Train once, and return losses and bytes per step. To be called by every rank."""
+    model = ShardLite(_make(task, run), group=task.group, quantized_gather=run == "quantized")
+    optimizer = AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share_of_lr(step / task.steps))
+    part = _OTHER if run == "other batches" else _TRAIN
+    losses, before = [], _sent(model)
+    for step in range(task.steps):
+        loss = model(*task.draw(task.corpus.train, part, step))
+        loss.backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    gathered, everything = (round((n - b) / task.steps) for n, b in zip(_sent(model), before, strict=True))
+    last = losses[-max(1, task.steps // 10) :]
+    return {
+        "train_loss": _mean(sum(last) / len(last), task.group),
+        "validation_loss": _mean(_validate(model, task), task.group),
+        "gather_bytes_per_step": gathered,
+        "bytes_per_step": everything,
+    }
+
+
+def measure(task: Task) -> Row:
+    """Run all runs of a seed, and compare them. To be called by every rank."""
+    runs = {run: train(task, run) for run in RUNS}
+    return {
+        "bench": "quantized",
+        "model": "gpt",
+        "words": f"a GPT of {task.config.layers} blocks, {task.config.width} wide, on {task.corpus.source}",
+        "parameters": sum(param.numel() for param in GPT(task.config).parameters()),
+        "compute": "fp32",
+        "optimizer": f"AdamW, lr {LR} with a warm-up and a cosine, clipped to a norm of 1",
+        "ranks": task.group.size(),
+        "threads": torch.get_num_threads(),
+        "batch": BATCH,
+        "context": task.config.context,
+        "steps": task.steps,
+        "seed": task.seed,
+        **machine(),
+        **{loss: {run: round(runs[run][loss], 6) for run in RUNS} for loss in LOSSES},
+        "difference": _differences(runs, "quantized"),
+        "noise": _differences(runs, *PERTURBED),
+        "chance": _differences(runs, "other batches"),
+        **{key: {run: runs[run][key] for run in RUNS[:2]} for key in ("gather_bytes_per_step", "bytes_per_step")},
+    }
+
+
+def _differences(runs: dict[str, Row], *names: str) -> Row:
+    """Return by how much the losses of a run differ from those of the plain one; of several runs the largest."""
+    plain = runs["plain"]
+    found = {loss: [runs[name][loss] - plain[loss] for name in names] for loss in LOSSES}
+    return {loss: round(max(differences, key=abs), 6) for loss, differences in found.items()}
+
+
+@torch.no_grad()
+def _make(task: Task, run: str) -> GPT:
+    torch.manual_seed(task.seed)
+    model = GPT(task.config)
+    if run in PERTURBED:
+        chance = torch.Generator().manual_seed(RUNS.index(run))
+        for param in model.parameters():
+            sign = torch.randint(0, 2, param.shape, generator=chance) * 2 - 1
+            param.mul_(1 + PERTURBATION * sign)
+    return model
+
+
+def _share_of_lr(progress: float) -> float:
+    """Return the factor of the learning rate: it rises within a twentieth of the steps, then a cosine leads down."""
+    return min(progress * 20 + 0.01, 0.55 + 0.45 * math.cos(math.pi * min(progress, 1.0)))
+
+
+@torch.no_grad()
+def _validate(model: ShardLite, task: Task) -> float:
+    batches = [task.draw(task.corpus.validation, _VALIDATION, turn) for turn in range(_VALIDATION_BATCHES)]
+    return sum(model(*batch).item() for batch in batches) / len(batches)
+
+
+def _sent(model: ShardLite) -> tuple[int, int]:
+    """Return the bytes that this rank has sent for gathers, and for everything."""
+    purposes = [item for by_purpose in model.traffic().values() for item in by_purpose.items()]
+    gathered = sum(sent.nbytes for purpose, sent in purposes if purpose in ("gather", "take part"))
+    return gathered, sum(sent.nbytes for _, sent in purposes)
+
+
+def _mean(value: float, group: dist.ProcessGroup) -> float:
+    mean = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(mean, group=group)
+    return float(mean) / group.size()
+
+
+def _run_rank(options: argparse.Namespace) -> None:
+    """Be one of the ranks."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    assert group is not None
+    corpus = read_corpus(None, context=CONFIG.context)
+    rows = []
+    for seed in range(options.seeds):
+        rows.append(measure(Task(CONFIG, corpus, options.steps, seed, group)))
+        if group.rank() == 0:
+            print(json.dumps(rows[-1]), flush=True)
+    if group.rank() == 0:
+        options.out.mkdir(parents=True, exist_ok=True)
+        file = options.out / f"quantized-gpt-{group.size()}ranks.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dist.destroy_process_group()
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, as one rank if a launcher started this process, else by starting the ranks."""
+    parser = argparse.ArgumentParser(prog="python -m bench.quantized", description="what quantized gathers change")
+    parser.add_argument("--ranks", type=int, default=2, help="processes on this machine (%(default)s)")
+    parser.add_argument("--steps", type=int, default=400, help="of each run (%(default)s)")
+    parser.add_argument("--seeds", type=int, default=2, help="how many (%(default)s)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
+    options = parser.parse_args(arguments)
+    if "RANK" in os.environ:
+        _run_rank(options)
+        return 0
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*launcher, "-m", "bench.quantized", *arguments], env=environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

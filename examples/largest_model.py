@@ -1,0 +1,353 @@
+"""Find the largest GPT that trains within a budget of memory, with FSDP2 and with what ShardLite has to save memory.
+
+    python examples/largest_model.py --gigabytes 1
+    python examples/largest_model.py --gigabytes 1 --ranks 2 --out bench/results
+
+On a GPU the budget is the card if nothing else is said: a model fits if three steps end without an out-of-memory error
+of CUDA. On a CPU it is the most bytes in tensors at any time, building the model included. Each trial runs in processes
+of its own, one per rank, so nothing of an earlier one is left. All systems get the same models, batch, dtypes and
+checkpointing, and a trial counts only if its loss falls. A system that raises stands in the table with its error.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from largest_systems import BASE, BATCH, CONTEXT, FAMILY, SYSTEMS, TRAINING, Shape
+
+from shardlite.demo.gpt import BYTE_VALUES
+from shardlite.launch import process_group, shared_cores
+from shardlite.memory import Meter
+
+Row = dict[str, Any]
+
+STEPS = 3
+
+
+# ---- one trial, seen from a rank ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One system with the model of about `size` parameters, on ranks that may have `budget` bytes each."""
+
+    system: str
+    size: int
+    budget: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a trial: the peak in bytes and the loss of each step, or what went wrong if not memory ran out."""
+
+    fits: bool = False
+    peak: int = 0
+    losses: Sequence[float] = ()
+    error: str | None = None
+
+
+class TooMuch(MemoryError):  # noqa: N818 (an answer)
+    """More bytes than the budget are in tensors."""
+
+
+def run_rank(trial: Trial, folder: Path) -> None:
+    """Be one of the ranks, and leave the outcome in `folder`."""
+    with process_group() as device:
+        try:
+            measure = on_gpu if device.type == "cuda" else on_cpu
+            losses, peak = measure(trial, device)
+            outcome = judged(losses, peak)
+        except Exception as error:
+            outcome = Outcome() if ran_out(error) else Outcome(error=described(error))
+        unfinished = folder / f"{dist.get_rank()}"
+        unfinished.write_text(json.dumps(asdict(outcome)))
+        unfinished.rename(unfinished.with_suffix(".json"))
+        if not outcome.fits:
+            os._exit(1)  # at once, for peers may wait for messages that will not come
+
+
+def train(trial: Trial, device: torch.device) -> list[float]:
+    """Build, and take a few steps on one batch; returns the loss before each."""
+    torch.manual_seed(dist.get_rank())  # FSDP2's ranks draw their own shards
+    model, optimizer = SYSTEMS[trial.system](Shape.near(trial.size).on_meta(), device)
+    chance = torch.Generator().manual_seed(1 + dist.get_rank())
+    text = torch.randint(BYTE_VALUES, (BATCH, CONTEXT + 1), generator=chance).to(device)
+    losses = []
+    for _ in range(STEPS):
+        loss = model(text[:, :-1], text[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def on_gpu(trial: Trial, device: torch.device) -> tuple[list[float], int]:
+    """Losses and the most bytes that PyTorch allocated; it may not take more than the budget."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, trial.budget / total), device)
+    return train(trial, device), torch.cuda.max_memory_allocated(device)
+
+
+def on_cpu(trial: Trial, device: torch.device) -> tuple[list[float], int]:
+    """Losses and the most bytes in tensors; ends as soon as there are too many."""
+
+    def check() -> None:
+        if meter.peak > trial.budget:
+            raise TooMuch(f"{meter.peak} bytes are in tensors, the budget is {trial.budget}")
+
+    with Meter(on_peak=check) as meter:
+        losses = train(trial, device)
+    return losses, meter.peak
+
+
+def judged(losses: Sequence[float], peak: int) -> Outcome:
+    """A trial in which nothing was learnt says nothing about memory."""
+    if not all(map(math.isfinite, losses)) or losses[-1] >= losses[0]:
+        return Outcome(peak=peak, error=f"the loss does not fall: {', '.join(f'{loss:.4f}' for loss in losses)}")
+    return Outcome(fits=True, peak=peak, losses=losses)
+
+
+def ran_out(error: BaseException | None) -> bool:
+    """Whether memory was what failed, also if somebody has wrapped the error since (NCCL raises one of its own)."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError | TooMuch) or "out of memory" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def described(error: Exception) -> str:
+    """The error in one line."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+# ---- the search -----------------------------------------------------------------------------------------------------
+
+
+def bisect(fits: Callable[[int], bool], first: int, most: int, within: float) -> tuple[int, int]:
+    """Return the largest size that was found to fit, and the smallest that was not, the next one or `within` of it.
+
+    Starts at `first`, or at less if that does not fit; `most` is known to be too much. Each trial then takes the root
+    of the ratio of the two.
+
+    Raises:
+        ValueError: nothing fits.
+    """
+    low, high = first, most
+    while not fits(low):
+        low, high = low // 4, low
+        if low == 0:
+            raise ValueError("not even the smallest model fits")
+    while high > max(low + 1, low * (1 + within)):
+        middle = max(low + 1, math.isqrt(low * high))
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low, high
+
+
+def largest(system: str, budget: int, ranks: int, within: float, run: Callable[[Trial, int], Outcome]) -> Row:
+    """Search for one system; an error in a trial ends the search and stands in the row."""
+    outcomes: dict[int, Outcome] = {}
+
+    def fits(size: int) -> bool:
+        outcome = outcomes[size] = run(Trial(system, size, budget), ranks)
+        if outcome.error is not None:
+            raise RuntimeError(outcome.error)
+        return outcome.fits
+
+    try:
+        # Weights, gradients and two moments in fp32 take 16 bytes, and weights in bf16 alone 2.
+        low, high = bisect(fits, first=ranks * budget // 32, most=ranks * budget // 2, within=within)
+    except (RuntimeError, ValueError) as error:
+        return {"system": system, "parameters": None, "trials": len(outcomes), "error": str(error)}
+    parameters, peak = Shape.near(low).parameters(), outcomes[low].peak
+    return {
+        "system": system,
+        "parameters": parameters,
+        "too_many_parameters": Shape.near(high).parameters(),
+        "peak_bytes": peak,
+        "bytes_per_parameter": round(peak * ranks / parameters, 3),  # on all ranks together
+        **asdict(Shape.near(low)),
+        "losses": outcomes[low].losses,
+        "trials": len(outcomes),
+        "error": None,
+    }
+
+
+def run_trial(trial: Trial, ranks: int) -> Outcome:
+    """Run a trial in fresh processes. If one of them ends badly, those that wait for it are ended, too."""
+    with TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--trial", json.dumps(asdict(trial)), "--out", folder]
+        shared = shared_cores(ranks) | _meeting_point(ranks)
+        shared.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # a full card has no room for gaps
+        shared.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the cores that other programs have
+        processes = [
+            subprocess.Popen(command, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(ranks)
+        ]
+        try:
+            while None in (ended := [process.poll() for process in processes]) and not any(ended):
+                time.sleep(0.05)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        outcomes = [Outcome(**json.loads(file.read_text())) for file in Path(folder).glob("*.json")]
+    return _worst(outcomes, [process.returncode for process in processes])
+
+
+def _worst(outcomes: Sequence[Outcome], ended: Sequence[int]) -> Outcome:
+    """One for all ranks: that of one that ran out of memory, for the errors of others follow from it."""
+    bad = [outcome for outcome in outcomes if not outcome.fits]
+    if bad:
+        return min(bad, key=lambda outcome: outcome.error is not None)
+    if len(outcomes) < len(ended) or any(ended):
+        return Outcome(error=f"a rank ended without a result: exit statuses {list(ended)}")
+    return max(outcomes, key=lambda outcome: outcome.peak)
+
+
+def _meeting_point(ranks: int) -> dict[str, str]:
+    """What a launcher tells all ranks."""
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    return {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
+
+
+# ---- rows and the table ---------------------------------------------------------------------------------------------
+
+_COLUMNS: dict[str, Callable[[Row, Row], str]] = {
+    "system": lambda row, _: row["system"],
+    "parameters": lambda row, _: _millions(row["parameters"]),
+    "did not fit": lambda row, _: _millions(row["too_many_parameters"]),
+    "bytes per parameter": lambda row, _: f"{row['bytes_per_parameter']:.2f}",
+    "times FSDP2's": lambda row, base: f"{row['parameters'] / base['parameters']:.2f}" if base["parameters"] else "",
+}
+
+
+def render(rows: Sequence[Row]) -> str:
+    """One table of rows that were measured together, headed by what was measured and where, in Markdown."""
+    base = next((row for row in rows if row["system"] == BASE), {"parameters": None})
+    rule = ["---", *["---:"] * (len(_COLUMNS) - 1)]
+    lines = [list(_COLUMNS), rule, *(_cells(row, base) for row in rows)]
+    return f"{_heading(rows[0])}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cells(row: Row, base: Row) -> list[str]:
+    if row["error"] is None:
+        return [cell(row, base) for cell in _COLUMNS.values()]
+    return [row["system"], row["error"].replace("|", "/"), *[""] * (len(_COLUMNS) - 2)]
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:,.1f}M" if count >= 1e6 else f"{count:,}"
+
+
+def _heading(row: Row) -> str:
+    return (
+        f"The largest model that takes {row['steps']} steps in {row['budget_bytes'] / 1e9:.3g} GB per rank, within "
+        f"{100 * row['within']:g} %; {row['words']}; {row['training']}; {row['ranks']} rank{'s' * (row['ranks'] > 1)}; "
+        f"{row['machine']}, torch {row['torch']}, {row['date']}."
+    )
+
+
+def common(options: argparse.Namespace, budget: int, device: str) -> Row:
+    """What all rows of a run share."""
+    return {
+        "bench": "largest",
+        "words": FAMILY,
+        "training": TRAINING,
+        "steps": STEPS,
+        "budget_bytes": budget,
+        "within": options.within,
+        "ranks": options.ranks,
+        "machine": device,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+    }
+
+
+def machine() -> str:
+    """What a CPU's rows name: Linux knows it best."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{names[0] if names else platform.machine()}, {cores} cores"
+
+
+def card(ranks: int) -> tuple[str, int]:
+    """The name of the GPUs and the bytes that are free on each, asked in a process that leaves nothing on them.
+
+    Raises:
+        ValueError: ranks would share a GPU.
+    """
+    if torch.cuda.device_count() < ranks:
+        raise ValueError(f"each rank fills a GPU: got {ranks} ranks and {torch.cuda.device_count()} GPUs")
+    ask = f"import torch.cuda as c; print(c.get_device_name(), min(c.mem_get_info(i)[0] for i in range({ranks})))"
+    name, _, free = subprocess.check_output([sys.executable, "-c", ask], text=True).strip().rpartition(" ")
+    return name, int(free)
+
+
+def main() -> None:
+    """Search for each system in turn, or be one rank of a trial."""
+    options = parse()
+    if options.trial is not None:
+        run_rank(options.trial, options.out)
+        return
+    device, budget = card(options.ranks) if torch.cuda.is_available() else (machine(), None)
+    if options.gigabytes is not None:
+        budget = int(options.gigabytes * 1e9)
+    if budget is None:
+        raise SystemExit("without a GPU it must be said what the budget is: --gigabytes 1")
+    shared = common(options, budget, device)
+    rows = [shared | largest(system, budget, options.ranks, options.within, told) for system in SYSTEMS]
+    print(f"\n{render(rows)}", flush=True)
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        name = "cpu" if not torch.cuda.is_available() else device.lower().replace(" ", "-")
+        (options.out / f"largest-{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def told(trial: Trial, ranks: int) -> Outcome:
+    """Run a trial and say how it went."""
+    start = time.perf_counter()
+    outcome = run_trial(trial, ranks)
+    result = outcome.error or (f"fits, {outcome.peak / 1e9:.3f} GB at the peak" if outcome.fits else "does not fit")
+    parameters = _millions(Shape.near(trial.size).parameters())
+    print(f"{trial.system}: {parameters} {result} ({time.perf_counter() - start:.0f} s)", flush=True)
+    return outcome
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, help="of 1e9 bytes, the budget of a rank; by default its whole GPU")
+    parser.add_argument("--ranks", type=int, default=1, help="processes on this machine (%(default)s)")
+    parser.add_argument("--within", type=float, default=0.02, help="how near to the limit to go (%(default)s)")
+    parser.add_argument("--out", type=Path, help="folder for the rows, as JSON lines")
+    parser.add_argument("--trial", type=lambda text: Trial(**json.loads(text)), help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

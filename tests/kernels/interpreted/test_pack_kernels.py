@@ -1,0 +1,51 @@
+"""Casts and quantisation, run by Triton's interpreter, against their references: equal to the bit."""
+
+from itertools import product
+
+import pytest
+import torch
+from shardlite_kernels import cast, cast_reference, dequantise, dequantise_reference, quantise, quantise_reference
+
+from tests.kernels.bits import assert_same_bits, pairs
+from tests.kernels.test_cast import DTYPES, NARROW, near_ties
+from tests.kernels.test_quantise import FLOATS, INPUTS, inputs, read, written
+
+# The interpreter computes with numpy, which warns where a GPU just makes an infinity or a NaN.
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")
+
+
+@pytest.mark.parametrize(("out", "source"), list(product(DTYPES, repeat=2)))
+def test_cast(out, source):
+    x = pairs(20_005, seed=0)[0].double()  # more than one program, not a multiple of 16
+    if source == torch.float64:
+        beyond = torch.tensor([1e300, -1e300, 1e39, 1e-300, -5e-324, 65519.999999999], dtype=source)
+        x = torch.cat([x, beyond, *map(near_ties, NARROW)])
+    x = x.to(source)
+    got, expected = x.new_empty(len(x), dtype=out), x.new_empty(len(x), dtype=out)
+    cast(got, x)
+    cast_reference(expected, x)
+    assert_same_bits(got, expected)
+
+
+@pytest.mark.parametrize(("name", "source"), list(product(INPUTS, FLOATS)))
+def test_quantise_and_dequantise(name, source):
+    x = inputs()[name].to(source)
+    coded = written(x, quantise)
+    for got, expected in zip(coded, written(x, quantise_reference), strict=True):
+        assert_same_bits(got, expected)
+    for out in FLOATS:
+        assert_same_bits(read(*coded, out, dequantise), read(*coded, out, dequantise_reference))
+
+
+def test_rows_and_nothing_beyond_them():
+    memory = torch.full((3, 112), 77, dtype=torch.uint8)
+    codes, scales = memory[:, :96].view(torch.int8), memory[:, 96:99]
+    x = torch.randn(3, 96)
+    for row in range(3):
+        quantise(codes[row], scales[row], x[row])
+    assert (memory[:, 99:] == 77).all()
+    out, expected = torch.full((300,), 7.0), torch.empty(288)
+    dequantise(out[:288], codes, scales)
+    dequantise_reference(expected, codes, scales)
+    assert_same_bits(out[:288], expected)
+    assert (out[288:] == 7).all()

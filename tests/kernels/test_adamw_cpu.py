@@ -1,0 +1,202 @@
+"""AdamW on the CPU where something is not kept as it is computed with, or updates are limited: chunk by chunk."""
+
+import pytest
+import torch
+from shardlite_kernels import CpuStep, State, adamw_cpu, adamw_reference, hop, reduce_adamw_cpu, split_reference
+from shardlite_kernels.moments import encode
+
+from tests.kernels.adamw_cases import (
+    FORMS,
+    HYPER,
+    assert_same_state,
+    cpu_step,
+    one_row,
+    random_grad,
+    random_state,
+    state_of,
+)
+from tests.kernels.bits import assert_same_bits, pairs
+
+CHUNK = 1 << 18  # elements that `adamw_cpu` works on at a time
+LENGTHS = [0, 1, 1027, CHUNK, CHUNK + 1, 2 * CHUNK + 37]
+by_form = pytest.mark.parametrize("form", FORMS, ids="-".join)
+
+
+def by_hand(state, grad, step):
+    """As a whole: read, PyTorch's operator or the limit, write."""
+    param, (m, v) = state.weight().clone(), (moment.clone() for moment in state.moments())
+    whole = State(param, m, v)
+    adamw_cpu(whole, grad.float(), CpuStep(number=step.number, hyper=step.hyper))
+    after = state.clone()
+    if after.low is None:
+        after.param.copy_(param)
+    else:
+        split_reference(after.param, after.low, param)
+    encode(m, v, *after.codes(), random=step.table.random_bits(len(grad)))
+    return after
+
+
+@pytest.mark.parametrize("numel", LENGTHS)
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+@by_form
+def test_narrow_states_are_read_stepped_and_written(form, grad_dtype, numel):
+    """To the bit: chunks change nothing."""
+    state, grad, step = random_state(form, numel, 0), random_grad(numel, 0, grad_dtype), cpu_step(numel)
+    expected, given = by_hand(state, grad, step), grad.clone()
+    adamw_cpu(state, grad, step)
+    assert_same_state(state, expected)
+    assert_same_bits(grad, given)
+
+
+@by_form
+def test_awkward_numbers_on_the_cpu(form):
+    param, grad = pairs(1003, seed=3)
+    exp_avg, exp_avg_sq = (tensor.roll(7) for tensor in pairs(1003, seed=4))
+    state, step = state_of(form, param, exp_avg, exp_avg_sq.abs()), cpu_step(1003)
+    expected = by_hand(state, grad, step)
+    adamw_cpu(state, grad, step)
+    assert_same_state(state, expected)
+
+
+@by_form
+def test_random_bits_do_not_depend_on_how_a_state_is_cut(form):
+    numel = CHUNK + 320
+    whole, grad, step = random_state(form, numel, 0), random_grad(numel, 0), cpu_step(numel)
+    parts = whole.clone()
+    adamw_cpu(whole, grad, step)
+    for start, stop in ((0, 96), (96, CHUNK + 32), (CHUNK + 32, numel)):
+        part = CpuStep(number=step.number, hyper=HYPER, table=step.table.part(start, stop))
+        adamw_cpu(parts.part(start, stop), grad[start:stop], part)
+    assert_same_state(parts, whole)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.float32, torch.float16)])
+@pytest.mark.parametrize("divisor", [1, 3, 4])
+@by_form
+def test_a_reduction_is_a_hop_and_a_step(form, divisor, dtypes):
+    numel = CHUNK + 1027
+    received, own = (random_grad(numel, seed, dtype) for seed, dtype in enumerate(dtypes))
+    mine, theirs = (random_state(form, numel, 0) for _ in range(2))
+    given, bad = (received.clone(), own.clone()), torch.zeros((), dtype=torch.int32)
+    reduce_adamw_cpu(mine, received, own, cpu_step(numel), divisor=divisor, bad=bad)
+    total = torch.empty(numel)
+    hop(total, received, own, divisor)
+    adamw_cpu(theirs, total, cpu_step(numel))
+    assert_same_state(mine, theirs)
+    assert_same_bits(received, given[0])
+    assert_same_bits(own, given[1])
+    assert bad == 0
+
+
+@pytest.mark.parametrize("worst", [float("inf"), float("-inf"), float("nan"), 3e38])
+@pytest.mark.parametrize("place", [0, CHUNK - 1, CHUNK, CHUNK + 4])
+def test_a_bad_sum_is_seen(place, worst):
+    numel = CHUNK + 5
+    received, own, bad = random_grad(numel, 0), random_grad(numel, 1), torch.zeros((), dtype=torch.int32)
+    received[place] = own[place] = worst
+    reduce_adamw_cpu(random_state(FORMS[0], numel, 0), received, own, cpu_step(numel), bad=bad)
+    assert bad == 1
+
+
+def test_a_sum_that_is_large_in_all_is_not_bad():
+    """The sum over a chunk, by which most chunks are found to be good, overflows here."""
+    grad, bad = torch.full((64,), 1e38), torch.zeros((), dtype=torch.int32)
+    reduce_adamw_cpu(random_state(FORMS[0], 64, 0), grad, grad, cpu_step(64), bad=bad)
+    assert bad == 0
+
+
+@by_form
+def test_a_factor_multiplies_a_copy_of_the_gradient(form):
+    numel = CHUNK + 5
+    mine, theirs = (random_state(form, numel, 0) for _ in range(2))
+    grad = random_grad(numel, 0)
+    given = grad.clone()
+    adamw_cpu(mine, grad, cpu_step(numel, factor=0.3))
+    adamw_cpu(theirs, grad * 0.3, cpu_step(numel))
+    assert_same_state(mine, theirs)
+    assert_same_bits(grad, given)
+
+
+@by_form
+def test_a_scale_divides_gradients_of_narrow_states_in_place(form):
+    numel = CHUNK + 5
+    for dtype in (torch.float32, torch.bfloat16):
+        mine, theirs = (random_state(form, numel, 0) for _ in range(2))
+        grad = random_grad(numel, 0, dtype)
+        divided = grad.float() / 3
+        adamw_cpu(mine, grad, cpu_step(numel, grad_scale=3.0))
+        adamw_cpu(theirs, divided, cpu_step(numel))
+        assert_same_state(mine, theirs)
+        assert_same_bits(grad, divided.to(dtype))
+
+
+# The limit of an update
+
+
+@by_form
+@pytest.mark.parametrize("limit", [0.01, 0.5, 1e30])
+def test_moments_of_a_limited_step_are_those_without_a_limit(form, limit):
+    numel = CHUNK + 37
+    limited, free = (random_state(form, numel, 0) for _ in range(2))
+    grad, hyper = random_grad(numel, 0), HYPER._replace(max_update=limit)
+    adamw_cpu(limited, grad, cpu_step(numel, hyper=hyper))
+    adamw_cpu(free, grad, cpu_step(numel))
+    for name in ("exp_avg", "exp_avg_sq", "avg_exponent", "sq_exponent"):
+        if getattr(free, name) is not None:
+            assert_same_bits(getattr(limited, name), getattr(free, name))
+
+
+@pytest.mark.parametrize("limit", [0.01, 0.5])
+def test_no_update_exceeds_the_limit(limit):
+    """From weights of zero, where a change is not rounded once more."""
+    numel = 1027
+    state = random_state(FORMS[0], numel, 0)
+    state.param.zero_()
+    adamw_cpu(state, random_grad(numel, 0), cpu_step(numel, hyper=HYPER._replace(max_update=limit)))
+    largest = torch.tensor(HYPER.lr * limit)
+    assert state.param.abs().max() <= torch.nextafter(largest, torch.tensor(1.0))
+    assert (state.param.abs() > 0.999 * largest).float().mean() > 0.1
+    assert (state.param.abs() < 0.999 * largest).any()
+
+
+@pytest.mark.parametrize("number", [1, 3, 1000])
+def test_a_limit_that_nothing_reaches_changes_roundings_alone(number):
+    numel = 1027
+    limited, free = (random_state(FORMS[0], numel, 0) for _ in range(2))
+    param, grad = limited.param.clone(), random_grad(numel, 0)
+    adamw_cpu(limited, grad, cpu_step(numel, number, hyper=HYPER._replace(max_update=1e30)))
+    adamw_cpu(free, grad, cpu_step(numel, number))
+    # Weights are rounded twice on either side; the update is a handful of operations, each of half a unit.
+    update = (free.param.double() - param.double() * (1 - HYPER.lr * HYPER.weight_decay)).abs()
+    bound = 4 * 2.0**-24 * param.abs().double() + 16 * 2.0**-24 * (update + 1e-9)
+    assert ((limited.param.double() - free.param.double()).abs() <= bound).all()
+
+
+def test_a_limited_step_is_that_of_the_reference_but_for_roundings():
+    """The two formulas weight new gradients differently by 1.3e-5; see `test_reference_is_adamw`."""
+    numel = 1027
+    mine, theirs = (random_state(FORMS[0], numel, 0) for _ in range(2))
+    hyper = HYPER._replace(max_update=0.5)
+    adamw_cpu(mine, random_grad(numel, 0), cpu_step(numel, 5, hyper=hyper))
+    adamw_reference(theirs, random_grad(numel, 0), one_row(numel, 5, hyper))
+    torch.testing.assert_close(mine.param, theirs.param, rtol=2 * 2**-23, atol=1e-3 * 4e-5)
+
+
+@by_form
+def test_a_nan_is_not_limited(form):
+    state, grad = random_state(form, 70, 0), random_grad(70, 0)
+    grad[3] = float("nan")
+    adamw_cpu(state, grad, cpu_step(70, hyper=HYPER._replace(max_update=1.0)))
+    weight = state.weight()
+    assert weight[3].isnan()
+    assert weight[32:].isfinite().all()
+    assert state.moments()[0][3].isnan()
+    assert state.moments()[1][3].isnan()
+
+
+def test_an_infinite_update_is_limited():
+    """A first moment without a second one, and eps of zero: a division by zero."""
+    state = State(torch.zeros(3), torch.tensor([1.0, -1.0, 0.0]), torch.zeros(3))
+    hyper = HYPER._replace(eps=0.0, max_update=2.0)
+    adamw_cpu(state, torch.zeros(3), cpu_step(3, hyper=hyper))
+    torch.testing.assert_close(state.param, torch.tensor([-2e-3, 2e-3, float("nan")]), equal_nan=True)

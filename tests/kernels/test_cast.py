@@ -1,0 +1,93 @@
+"""`cast` on the CPU against its reference and against exact arithmetic.
+
+The Triton kernel is tested in `interpreted/`.
+"""
+
+from fractions import Fraction
+from itertools import product
+
+import pytest
+import torch
+from shardlite_kernels import cast, cast_reference
+from torch import Tensor
+
+from tests.kernels.bits import assert_same_bits, pairs
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+NARROW = (torch.bfloat16, torch.float16)
+
+
+def near_ties(dtype: torch.dtype) -> Tensor:
+    """The middle of every two neighbours of bf16 or fp16, and what is just beside it, in fp64."""
+    bits = torch.arange(-(2**15), 2**15 - 1).to(torch.int16)
+    lower, upper = bits.view(dtype).double(), (bits + 1).view(dtype).double()
+    middle = (lower + upper) / 2
+    return torch.cat([middle, middle * (1 + 2**-40), middle * (1 - 2**-40)])
+
+
+def sources(dtype: torch.dtype) -> Tensor:
+    if dtype != torch.float64:
+        return pairs(70_001, seed=0)[0].to(dtype)  # more than one chunk
+    beyond = torch.tensor([1e300, -1e300, 1e39, 1e-300, -5e-324, 65519.999999999], dtype=dtype)
+    return torch.cat([pairs(70_001, seed=0)[0].double(), beyond, *map(near_ties, NARROW)])
+
+
+@pytest.mark.parametrize(("out", "source"), list(product(DTYPES, repeat=2)))
+def test_every_pair_of_dtypes_has_the_bits_of_the_reference(out, source):
+    x = sources(source)
+    got, expected = x.new_empty(len(x), dtype=out), x.new_empty(len(x), dtype=out)
+    cast(got, x)
+    cast_reference(expected, x)
+    assert_same_bits(got, expected)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_the_reference_is_the_nearest_number(dtype):
+    """No neighbour of it is nearer, in exact arithmetic; of two that are as near it is the even one."""
+    x = near_ties(dtype)[::61].contiguous()
+    rounded = torch.empty(len(x), dtype=dtype)
+    cast_reference(rounded, x)
+    checked = 0
+    for exact, got in zip(x.tolist(), rounded, strict=True):
+        bits = int(got.view(torch.int16)) & 0x7FFF
+        if got.isfinite() and bits != 0:
+            error = abs(Fraction(exact) - Fraction(got.item()))
+            for step in (-1, 1):
+                other = (got.view(torch.int16) + step).view(dtype)
+                if other.isfinite():
+                    theirs = abs(Fraction(exact) - Fraction(other.item()))
+                    assert error < theirs or (error == theirs and bits % 2 == 0), exact
+                    checked += 1
+    assert checked > 1000
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_pytorch_rounds_fp64_twice(dtype):
+    """Otherwise `copy_` would do."""
+    x = near_ties(dtype)
+    got = torch.empty(len(x), dtype=dtype)
+    cast(got, x)
+    assert not torch.equal(got.nan_to_num(), x.to(dtype).nan_to_num())
+
+
+def test_nothing_to_cast():
+    cast(torch.empty(0), torch.empty(0).bfloat16())
+
+
+X = torch.zeros(8)
+
+
+@pytest.mark.parametrize(
+    ("out", "source", "message"),
+    [
+        (X, torch.zeros(9), "source has 9 elements on cpu, out has 8"),
+        (X, torch.zeros(2, 4), "source must be 1-D and contiguous"),
+        (torch.zeros(16)[::2], X, "out must be 1-D and contiguous"),
+        (X.int(), X, "out must be fp32, bf16, fp16 or fp64, got torch.int32"),
+        (X, X.bool(), "source must be fp32, bf16, fp16 or fp64, got torch.bool"),
+        (X, X.to("meta"), "source has 8 elements on meta, out has 8 on cpu"),
+    ],
+)
+def test_errors_name_what_does_not_fit(out, source, message):
+    with pytest.raises(ValueError, match=message):
+        cast(out, source)

@@ -1,0 +1,161 @@
+"""`quantise` and `dequantise` on the CPU: the format's promises, and the bits of the references.
+
+The Triton kernels are tested in `interpreted/`.
+"""
+
+from itertools import product
+
+import pytest
+import torch
+from shardlite_kernels import dequantise, dequantise_reference, quantise, quantise_reference
+from torch import Tensor
+
+from tests.kernels.bits import assert_same_bits, pairs
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+EXACT = (torch.float32, torch.bfloat16)
+
+
+def inputs() -> dict[str, Tensor]:
+    """fp32 numbers, [S] each: awkward ones, all magnitudes, all bit patterns, and blocks of one kind."""
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.randint(-149, 128, (3000, 1), generator=generator)
+    magnitudes = torch.randn(3000, 32, generator=generator).clamp(-1.9, 1.9) * 2.0 ** exponents.double()
+    bits = torch.randint(-(2**31), 2**31, (32 * 3000,), generator=generator)
+    largest = torch.finfo(torch.float32).max
+    return {
+        "awkward": pairs(70_016, seed=0)[0],  # more than one chunk
+        "magnitudes": magnitudes.float().view(-1),
+        "bits": bits.to(torch.int32).view(torch.float32).clone(),
+        "zeros": torch.tensor([0.0, -0.0] * 32),
+        "smallest": torch.full((32,), -1e-45),
+        "largest": torch.full((32,), largest).where(torch.arange(32) % 2 == 0, -largest),
+        "nothing": torch.empty(0),
+    }
+
+
+INPUTS = list(inputs())
+
+
+def written(source: Tensor, by=quantise) -> tuple[Tensor, Tensor]:
+    codes = torch.empty(source.numel(), dtype=torch.int8)
+    scales = torch.empty(source.numel() // 32, dtype=torch.uint8)
+    by(codes, scales, source)
+    return codes, scales
+
+
+def read(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32, by=dequantise) -> Tensor:
+    out = torch.empty(codes.numel(), dtype=dtype)
+    by(out, codes, scales)
+    return out
+
+
+@pytest.mark.parametrize(("name", "source", "out"), list(product(INPUTS, FLOATS, FLOATS)))
+def test_both_ways_have_the_bits_of_the_references(name, source, out):
+    x = inputs()[name].to(source)
+    coded = written(x)
+    for got, expected in zip(coded, written(x, quantise_reference), strict=True):
+        assert_same_bits(got, expected)
+    assert_same_bits(read(*coded, out), read(*coded, out, dequantise_reference))
+
+
+@pytest.mark.parametrize(("name", "dtype"), list(product(INPUTS, EXACT)))
+def test_reading_is_exact_and_writing_what_was_read_changes_nothing(name, dtype):
+    coded = written(inputs()[name])
+    values = read(*coded, dtype)
+    assert_same_bits(values.double(), read(*coded).double())
+    for got, expected in zip(written(values), coded, strict=True):
+        assert_same_bits(got, expected)
+
+
+def test_fp16_is_exact_within_its_range():
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.arange(-18, 16).repeat_interleave(20).view(-1, 1)
+    x = (torch.rand(len(exponents), 32, generator=generator) * 1.98 - 0.99).mul(2.0**exponents)
+    x[:, 0] = 2.0 ** exponents[:, 0]  # the largest
+    coded = written(x.view(-1))
+    assert_same_bits(read(*coded, torch.float16).float(), read(*coded))
+    for got, expected in zip(written(read(*coded, torch.float16)), coded, strict=True):
+        assert_same_bits(got, expected)
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_errors_are_within_the_bounds(name):
+    """Half a step, or less than a step where a number is above 127.5 of them: of what is largest 1/127.5."""
+    x = inputs()[name].double().view(-1, 32)
+    x = x[x.isfinite().all(1)]
+    got = read(*written(x.float().view(-1))).double().view(-1, 32)
+    largest, error = x.abs().amax(1, keepdim=True), (got - x).abs()
+    step = 2.0 ** (torch.frexp(largest).exponent - 7).double().clamp(min=-133)  # 1/64 of the power of two below
+    assert (error <= torch.where(x.abs() <= 127.5 * step, step / 2, step)).all()
+    assert (error <= torch.where(largest >= 2.0**-126, largest / 127.5, 2.0**-134)).all()
+
+
+def test_ties_go_to_even_and_the_largest_code_is_127():
+    x = torch.zeros(32)
+    x[:8] = torch.tensor([64.0, 0.5, 1.5, 2.5, -0.5, -2.5, -63.5, 127.75])
+    codes, scales = written(x)
+    assert scales.tolist() == [133]  # a step of 1
+    assert codes[:8].tolist() == [64, 0, 2, 2, 0, -2, -64, 127]
+    assert written(-x)[0][7] == -127
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_poisons_its_block_and_no_other(bad):
+    x = torch.randn(96)
+    clean = read(*written(x))
+    x[40] = bad
+    codes, scales = written(x)
+    assert scales[1] == 255
+    assert not codes[32:64].any()
+    for dtype in FLOATS:
+        got = read(codes, scales, dtype)
+        assert got[32:64].isnan().all()
+        expected = clean.to(dtype)
+        assert_same_bits(got[:32], expected[:32])
+        assert_same_bits(got[64:], expected[64:])
+
+
+def test_a_scale_of_255_is_nan_whatever_the_codes_are():
+    codes, scales = torch.arange(-16, 16).to(torch.int8), torch.tensor([255], dtype=torch.uint8)
+    assert read(codes, scales).isnan().all()
+
+
+def test_rows_need_not_follow_each_other():
+    memory = torch.zeros(3, 112, dtype=torch.uint8)
+    codes, scales = memory[:, :96].view(torch.int8), memory[:, 96:99]
+    x = torch.randn(3, 96)
+    for row in range(3):
+        quantise(codes[row], scales[row], x[row])
+    for by in (dequantise, dequantise_reference):
+        out = torch.empty(3 * 96)
+        by(out, codes, scales)
+        assert_same_bits(out, torch.cat([read(*written(row)) for row in x]))
+
+
+X, Q, S = torch.zeros(64), torch.zeros(64, dtype=torch.int8), torch.zeros(2, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("floats", "codes", "scales", "message"),
+    [
+        (torch.zeros(33), Q[:33], S, "a multiple of 32 with a scale for each 32, got .33. codes and .2. scales"),
+        (X, Q, S[:1], "got .64. codes and .1. scales"),
+        (X[:32], Q, S, "has 32 elements, there are 64 codes"),
+        (X.view(2, 32), Q, S, "must be 1-D and contiguous"),
+        (X.double(), Q, S, "must be fp32, bf16 or fp16, got torch.float64"),
+        (X, Q.int(), S, "codes must be int8 and scales uint8, got torch.int32 and torch.uint8"),
+        (X, Q, S.to("meta"), "on cpu, codes on cpu, scales on meta"),
+        (X, torch.zeros(128, dtype=torch.int8)[::2], S, "rows must be contiguous"),
+    ],
+)
+def test_errors_name_what_does_not_fit(floats, codes, scales, message):
+    with pytest.raises(ValueError, match=f"^quantise: .*{message}"):
+        quantise(codes, scales, floats)
+    with pytest.raises(ValueError, match=f"^dequantise: .*{message}"):
+        dequantise(floats, codes, scales)
+
+
+def test_quantise_writes_one_row():
+    with pytest.raises(ValueError, match="codes must be 1-D"):
+        quantise(Q.view(2, 32), S.view(2, 1), X)

@@ -1,0 +1,218 @@
+"""Split weights: what `split` cuts off, and that `join` gives the rest back. The kernels are run in `interpreted/`."""
+
+import pytest
+import torch
+from shardlite_kernels import join, join_reference, split, split_reference
+from shardlite_kernels.split import join_on_cpu, split_on_cpu
+
+from tests.kernels.bits import AWKWARD, assert_same_bits, pairs
+
+LARGEST = torch.finfo(torch.float32).max
+NANS = [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFF800001, 0x7FC00000, 0xFFC00000, 0x7FBFFFFF, 0x7FFFFF80, 0x7FFF8000]
+
+
+def from_bits(bits):
+    """Integers up to 2^32 as the fp32 numbers that have these bits."""
+    return torch.as_tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32)
+
+
+def bits_of(x):
+    return x.view(torch.int32).long() & 0xFFFFFFFF
+
+
+def every_kind():
+    """Fp32 numbers of every exponent and both signs, with mantissas next to the borders of rounding; no NaN."""
+    lower = [0, 1, 0x7F, 0x80, 0x81, 0xFF, 0x7F7F, 0x7F80, 0x7FFF, 0x8000, 0x807F, 0x8080, 0xFF7F, 0xFF80, 0xFFFF]
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.arange(255).repeat_interleave(4)
+    mantissas = torch.randint(0, 128, (len(exponents),), generator=generator)
+    mantissas[::4], mantissas[1::4] = 0, 127
+    upper = (exponents << 7 | mantissas) << 16
+    positive = (upper[:, None] + torch.tensor(lower)).flatten()
+    return torch.cat([from_bits(positive), from_bits(positive + 2**31), pairs(10_000, 1)[0].nan_to_num(1.0, 2.0, -2.0)])
+
+
+def split_in_cache(high, low, source):
+    split_on_cpu(high, low, source, torch.empty_like(source, dtype=torch.int32))
+
+
+def parts_of(x, by=split):
+    high, low = torch.empty_like(x, dtype=torch.bfloat16), torch.empty_like(x, dtype=torch.int8)
+    by(high, low, x.clone())
+    return high, low
+
+
+def joined(high, low):
+    out = torch.empty_like(high, dtype=torch.float32)
+    join(out, high, low)
+    return out
+
+
+def test_the_error_is_at_most_half_a_unit_of_24_bits():
+    x = every_kind()
+    back = joined(*parts_of(x))
+    largest = LARGEST * (1 - 2.0**-17)
+    fits = x.abs() < largest
+    assert back[fits].isfinite().all()
+    # Bits of a magnitude are an integer that grows with it; a unit of 24 bits is 256 of the last one of 32.
+    assert (bits_of(back[fits].abs()) - bits_of(x[fits].abs())).abs().max() == 128
+    assert torch.equal(back[fits].signbit(), x[fits].signbit())
+    normal = fits & (x.abs() >= torch.finfo(torch.float32).tiny)
+    relative = (back.double() - x.double()).abs()[normal] / x.double().abs()[normal]
+    assert relative.max() <= 2.0**-16
+    assert relative.max() > 2.0**-16 * 0.9
+
+
+def test_a_tie_is_rounded_away_from_zero():
+    for bits in (0x3F800080, 0x3F800180, 0x3F80FF80, 0x3FFFFF80, 0xBF800080, 0xBF80FF80, 0x00000080, 0x80000080):
+        x = from_bits([bits])
+        assert bits_of(joined(*parts_of(x))).item() == bits + 0x80
+
+
+def test_the_upper_part_is_the_nearest_bf16():
+    """To what the parts stand for; the larger magnitude if two are as near. So to the number itself, unless it lies
+    within half a unit of 24 bits of the middle between two bf16 numbers."""
+    x = every_kind()
+    high, low = parts_of(x)
+    back = joined(high, low)
+    fits = back.isfinite() & (x.abs() < LARGEST * (1 - 2.0**-8))
+    tie = bits_of(back) & 0xFFFF == 0x8000
+    clear = fits & ~tie
+    assert_same_bits(high[clear], back[clear].bfloat16())
+    assert_same_bits(high[clear], x[clear].bfloat16())
+    assert tie.any()
+    assert (high[tie & fits].float().abs() > back[tie & fits].abs()).all()
+    assert (low[tie] == -128).all()
+    assert (low[~tie] != -128).all()
+
+
+def test_what_was_joined_splits_into_the_same_parts():
+    high, low = parts_of(torch.cat([every_kind(), torch.tensor(AWKWARD), from_bits(NANS)]))
+    again = parts_of(joined(high, low))
+    assert torch.equal(again[0].view(torch.int16), high.view(torch.int16))
+    assert torch.equal(again[1], low)
+
+
+def test_nothing_is_cut_off_a_number_of_24_bits():
+    x = from_bits(bits_of(every_kind()) & 0xFFFFFF00)
+    back = joined(*parts_of(x))
+    assert torch.equal(bits_of(back), bits_of(x))
+
+
+@pytest.mark.parametrize("by", [split, split_reference, split_in_cache])
+def test_a_nan_stays_a_nan(by):
+    """Whatever its payload. Rounded like a number it could become -0, whose bits come after those of all NaNs."""
+    generator = torch.Generator().manual_seed(0)
+    payloads = torch.randint(1, 1 << 23, (2, 4096), generator=generator) + torch.tensor([[0x7F800000], [0xFF800000]])
+    for bits in (torch.tensor(NANS), payloads.flatten(), payloads[:, :1].flatten()):
+        high, low = parts_of(from_bits(bits), by)
+        assert high.isnan().all()
+        assert joined(high, low).isnan().all()
+        assert (low == 0).all()
+
+
+@pytest.mark.parametrize("by", [split, split_reference, split_in_cache])
+def test_infinities_and_zeros_stay_what_they_are(by):
+    x = torch.tensor([float("inf"), float("-inf"), 0.0, -0.0])
+    for numbers in (x, x[:1], x[1:2], x[2:]):
+        assert_same_bits(joined(*parts_of(numbers, by)), numbers)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("by", [split, split_reference, split_in_cache])
+def test_the_largest_numbers(by, sign):
+    """Those within 2^-17 of the largest one become infinite; of those within 2^-9 only the upper part is."""
+    edge = from_bits([0x7F7FFF7F, 0x7F7FFF80, 0x7F7FFFFF, 0x7F7F7F7F, 0x7F7F7F80]) * sign
+    high, low = parts_of(edge, by)
+    infinity = float("inf") * sign
+    assert high.tolist() == [infinity, infinity, infinity, torch.finfo(torch.bfloat16).max * sign, infinity]
+    rounded = from_bits([0x7F7FFF00, 0x7F800000, 0x7F800000, 0x7F7F7F00, 0x7F7F8000]) * sign
+    assert_same_bits(joined(high, low), rounded)
+
+
+def test_subnormal_numbers_are_rounded_like_others():
+    x = from_bits([1, 0x7F, 0x80, 0x100, 0x7F80, 0x8000, 0x7FFFFF, 0x80000080])
+    assert bits_of(joined(*parts_of(x))).tolist() == [0, 0, 0x100, 0x100, 0x8000, 0x8000, 0x800000, 0x80000100]
+
+
+# As the CPU splits what is in its cache
+
+
+@pytest.mark.parametrize("numel", [0, 1, 7, 8, 16, 31, 1000, 70_001])
+def test_on_the_cpu_the_bits_are_the_same(numel):
+    generator = torch.Generator().manual_seed(numel)
+    for source in (
+        torch.randn(numel, generator=generator),
+        from_bits(torch.randint(0, 0x7E000000, (numel,), generator=generator)) * torch.randn(numel).sign(),
+        from_bits(torch.randint(0, 1 << 23, (numel,), generator=generator)),  # subnormal
+    ):
+        for got, expected in zip(parts_of(source, split_in_cache), parts_of(source, split_reference), strict=True):
+            assert_same_bits(got, expected)
+
+
+def test_on_the_cpu_all_kinds_of_numbers_have_the_same_bits():
+    """In pieces, most of which are far from the largest number, and so take the fast way."""
+    for piece in every_kind().split(61):
+        for got, expected in zip(parts_of(piece, split_in_cache), parts_of(piece, split_reference), strict=True):
+            assert_same_bits(got, expected)
+
+
+@pytest.mark.parametrize("worst", [float("inf"), float("-inf"), float("nan"), LARGEST, -LARGEST])
+@pytest.mark.parametrize("place", [0, 500, 999])
+def test_on_the_cpu_one_bad_number_spoils_no_other(place, worst):
+    source = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    source[place] = worst
+    for got, expected in zip(parts_of(source, split_in_cache), parts_of(source, split_reference), strict=True):
+        assert_same_bits(got, expected)
+
+
+def test_on_the_cpu_huge_numbers_that_cancel_are_right_or_nan():
+    """The sum does not show them. Where a NaN is given the right result is an infinity: it is seen all the same."""
+    huge = from_bits(torch.randint(0x7E800000, 0x7F800000, (4096,), generator=torch.Generator().manual_seed(0)))
+    huge = torch.cat([huge, from_bits([0x7F7FFF7F, 0x7F7FFF80, 0x7F7FFFFF, 0x7F7F7F80])])
+    source = torch.stack([huge, -huge], dim=1).flatten()
+    for piece in (source, *source.split(2)):
+        got, expected = (joined(*parts_of(piece, by)) for by in (split_in_cache, split_reference))
+        right = (got == expected) | (got.isnan() & ~expected.isfinite())
+        assert right.all(), (piece[~right], got[~right], expected[~right])
+
+
+@pytest.mark.parametrize("numel", [0, 1, 100, 1 << 16, (1 << 16) + 1, 3 * (1 << 16) + 17])
+def test_lengths(numel):
+    """More than one chunk, and nothing at all; sources stay as they are."""
+    source = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    high, low = parts_of(source, split_reference)
+    mine = torch.empty_like(high), torch.empty_like(low)
+    given = source.clone()
+    split(*mine, source)
+    assert_same_bits(source, given)
+    for got, expected in zip(mine, (high, low), strict=True):
+        assert_same_bits(got, expected)
+    back = torch.empty_like(source)
+    join_reference(back, high, low)
+    assert_same_bits(joined(high, low), back)
+    in_cache = torch.empty_like(source)
+    join_on_cpu(in_cache, high, low, torch.empty_like(source, dtype=torch.int32))
+    assert_same_bits(in_cache, back)
+
+
+X, HIGH, LOW = torch.zeros(8), torch.zeros(8, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("whole", "high", "low", "message"),
+    [
+        (X.double(), HIGH, LOW, r"the fp32 part must be 1-D, contiguous and torch\.float32"),
+        (X, X, LOW, r"the high part must be 1-D, contiguous and torch\.bfloat16"),
+        (X, HIGH, LOW.to(torch.uint8), r"the low part must be 1-D, contiguous and torch\.int8, .*torch\.uint8"),
+        (X, HIGH.view(2, 4), LOW, r"the high part must be 1-D.*\(2, 4\)"),
+        (X, HIGH, torch.zeros(16, dtype=torch.int8)[::2], r"the low part must be 1-D, contiguous .*\(2,\)"),
+        (X, HIGH[:7], LOW, "the high part has 7 elements on cpu, the fp32 one 8 on cpu"),
+        (X, HIGH, LOW.to("meta"), "the low part has 8 elements on meta"),
+    ],
+)
+def test_errors_name_what_does_not_fit(whole, high, low, message):
+    with pytest.raises(ValueError, match=f"^split: {message}"):
+        split(high, low, whole)
+    with pytest.raises(ValueError, match=f"^join: {message}"):
+        join(whole, high, low)

@@ -1,0 +1,52 @@
+"""The narrow state formats train a small GPT to the loss that exact state trains it to, as far as chance lets one see.
+
+`bench.formats` says what is trained, and by which criterion a format is as good as exact.
+"""
+
+import pytest
+import torch.distributed as dist
+
+from bench.formats import CONTROL, EXACT, FORMATS, STEPS, Training, measure, render
+
+LEARNED = 2.5
+"""Nats per byte: a model that ignores context loses 3.2 (`unigram_entropy`), one that has not begun 5.5."""
+
+
+@pytest.fixture(scope="module")
+def group():
+    """One rank, in this process: a minute of training is too long for a body of the cluster."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def rows(group):
+    return {row["run"]: row for row in measure(group, {**EXACT, **FORMATS, **CONTROL}, STEPS)}
+
+
+def test_the_exact_runs_have_learned(rows):
+    assert all(row["loss"] < LEARNED for row in rows.values())
+    assert 0 < rows["exact"]["chance"] < 0.1
+
+
+@pytest.mark.parametrize("run", FORMATS)
+def test_a_format_is_as_good_as_exact(rows, run):
+    assert rows[run]["difference"] != 0, "it would be no other format"
+    assert rows[run]["of_chance"] <= 1, f"{rows[run]['difference']:+.4f}, chance {rows[run]['chance']:.4f}"
+
+
+def test_weights_in_bf16_alone_are_not(rows):
+    (control,) = (rows[run] for run in CONTROL)
+    assert control["of_chance"] > 1
+    assert control["difference"] > 0
+
+
+def test_a_table_has_a_line_for_each_run(group):
+    rows = measure(group, {**EXACT, "again": Training()}, steps=3)
+    assert len(render(rows).splitlines()) == 2 + len(rows)
+    first, other, *_, again = rows
+    assert first["difference"] == again["difference"] == 0
+    assert other["difference"] is None
+    assert first["chance"] > 0
+    assert {"machine", "torch", "date", "parameters", "steps", "rounding"} <= first.keys()
