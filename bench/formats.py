@@ -14,6 +14,8 @@ difference between two formats takes 16 runs of each (two-sided, 5 %, power 80 %
 That must not be so because nothing is ever found: in `bf16 weights` the master weights are rounded to bf16, to nearest,
 after each step, and that has to differ by more.
 
+The number in the name of a run is that of the weights at its start.
+
 | key | what it is |
 |---|---|
 | `loss` | the mean over the last tenth of the steps, in nats per byte |
@@ -29,7 +31,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -47,7 +49,7 @@ from shardlite.demo.text import Corpus, draw_batch, read_corpus
 CONFIG = GPTConfig(layers=1, width=64, heads=2, context=32)
 BATCH = 8
 STEPS = 1000
-LR = 3e-3
+LR = 2e-3
 BETAS = (0.9, 0.999)
 PERTURBATION = 2.0**-22
 _WARM_UP = 50
@@ -73,23 +75,22 @@ class Training:
     """Round the master weights to bf16 after each step."""
 
 
-EXACT = {
-    "exact": Training(),
-    "exact, other weights": Training(seed=1),
-    "exact, third weights": Training(seed=2),
-    "exact, fourth weights": Training(seed=3),
-}
-"""Chance is measured on these."""
-
-PERTURBED = {f"exact, weights * (1 +- 2^-22), {n}": Training(perturbed=n) for n in (1, 2, 3)}
-
+SEEDS = 4
 FORMATS = {
     "bf16 moments": Training(state="bf16"),
     "int8 moments": Training(state="int8"),
     "split24 weights, int8 moments, in the backward": Training(state="int8", split=True),
 }
+EXACT = {f"exact {seed}": Training(seed=seed) for seed in range(SEEDS)}
+"""Chance is measured on these."""
 
-CONTROL = {"bf16 weights": Training(rounds_weights=True)}
+PERTURBED = {f"exact 0 * (1 +- 2^-22), {n}": Training(perturbed=n) for n in (1, 2, 3)}
+CONTROL = {"bf16 weights 0": Training(rounds_weights=True)}
+
+
+def formats(seeds: int) -> dict[str, Training]:
+    """All formats, from the weights of some seeds each."""
+    return {f"{name} {n}": replace(training, seed=n) for name, training in FORMATS.items() for n in range(seeds)}
 
 
 def train(training: Training, corpus: Corpus, group: dist.ProcessGroup, steps: int = STEPS) -> float:
@@ -120,24 +121,14 @@ def measure(group: dist.ProcessGroup, trainings: Mapping[str, Training], steps: 
     """Make all runs, of which those of `EXACT` must be some, and return a row for each."""
     corpus = read_corpus(None, context=CONFIG.context)
     losses = {name: train(training, corpus, group, steps) for name, training in trainings.items()}
-    chance = torch.tensor([losses[name] for name in EXACT], dtype=torch.float64).std().item()
-    common = _common(corpus, steps)
-    rounding = [abs(losses[name] - losses["exact"]) for name in PERTURBED if name in losses]
+    exact = [losses[name] for name in EXACT]
+    common = {**_common(corpus, steps), "chance": torch.tensor(exact, dtype=torch.float64).std().item()}
+    common["rounding"] = max((abs(losses[name] - exact[0]) for name in PERTURBED if name in losses), default=None)
     rows = []
     for name, loss in losses.items():
-        compared = trainings[name].seed == EXACT["exact"].seed
-        difference = loss - losses["exact"] if compared else None
-        rows.append(
-            {
-                **common,
-                "run": name,
-                "loss": loss,
-                "difference": difference,
-                "chance": chance,
-                "of_chance": None if difference is None else abs(difference) / chance,
-                "rounding": max(rounding, default=None),
-            }
-        )
+        difference = loss - exact[trainings[name].seed]
+        compared = {"difference": difference, "of_chance": abs(difference) / common["chance"]}
+        rows.append({**common, "run": name, "loss": loss, **compared})
     return rows
 
 
@@ -145,9 +136,8 @@ def render(rows: Iterable[Row]) -> str:
     """A table in Markdown."""
     lines = ["| run | loss | difference | part of chance |", "|---|---:|---:|---:|"]
     for row in rows:
-        compared = row["difference"] is not None and row["run"] != "exact"
-        cells = [f"{row['difference']:+.2g}", f"{row['of_chance']:.2g}"] if compared else ["", ""]
-        lines.append(f"| {row['run']} | {row['loss']:.4f} | {' | '.join(cells)} |")
+        cells = f"{row['difference']:+.2g} | {row['of_chance']:.2g}" if row["run"] not in EXACT else " | "
+        lines.append(f"| {row['run']} | {row['loss']:.4f} | {cells} |")
     return "\n".join(lines)
 
 
@@ -190,7 +180,7 @@ def main(arguments: list[str]) -> int:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group = dist.group.WORLD
     assert group is not None
-    rows = measure(group, {**EXACT, **PERTURBED, **FORMATS, **CONTROL}, options.steps)
+    rows = measure(group, {**EXACT, **PERTURBED, **formats(SEEDS), **CONTROL}, options.steps)
     dist.destroy_process_group()
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "formats-gpt.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

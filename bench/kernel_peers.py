@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from bench.kernel_inputs import HYPER, STEP, exact_weights, gradient, nbytes, numbers, state_of
 from bench.kernel_runs import Result, Run, Work
-from bench.kernel_work import CAST_BOUND, WEIGHT_BOUND, chain_format, expected_of_chain, largest_norm
+from bench.kernel_work import WEIGHT_BOUND
 
 _OPTIONS: dict[str, Any] = {
     "lr": HYPER.lr,
@@ -38,8 +38,6 @@ def peers(device: torch.device) -> Iterator[Work]:
     yield from (_optimizer("AdamW(fused=True)", fused=True), _optimizer("AdamW(foreach=True)", foreach=True))
     if device.type != "cpu":
         yield _optimizer("AdamW(foreach=True), compiled", foreach=True, capturable=True)
-    yield from (_chain(needed) for needed in (False, True))
-    if device.type != "cpu":
         yield from packages()
 
 
@@ -68,6 +66,7 @@ def packages() -> Iterator[Work]:
             operation=name,
             format=f"fp32 weights, {codes}, fp32 gradient",
             make=_of_package(module, name, torch.float32, state_bytes=2 + _BLOCK_SCALES),
+            optional=True,
         )
     yield Work(
         system="flashoptim",
@@ -76,6 +75,7 @@ def packages() -> Iterator[Work]:
         make=_of_package(
             "flashoptim", "FlashAdamW", torch.bfloat16, state_bytes=3 + 2 * 2 / 32, options={"master_weight_bits": 24}
         ),
+        optional=True,
     )
 
 
@@ -84,14 +84,14 @@ def _optimizer(name: str, **flags: bool) -> Work:
         state, grad = state_of("fp32", "fp32", numel, device), gradient(numel, device, torch.float32)
         param = nn.Parameter(state.param)
         param.grad = grad
-        step = _adamw_of_torch(param, state, flags).step
+        step = adamw_of_torch(param, state, flags).step
         temporaries = 12 * numel if "foreach" in flags else 0
         return _run(state, grad, torch.compile(step) if "capturable" in flags else step, param, temporaries)
 
-    return Work(system="torch", operation=name, format=_FP32, make=make)
+    return Work(system="torch", operation=name, format=_FP32, make=make, optional="capturable" in flags)
 
 
-def _adamw_of_torch(param: nn.Parameter, state: State, flags: dict[str, bool]) -> torch.optim.AdamW:
+def adamw_of_torch(param: nn.Parameter, state: State, flags: dict[str, bool]) -> torch.optim.AdamW:
     """Return PyTorch's optimizer with these moments, before step `STEP`."""
     optimizer = torch.optim.AdamW([param], **_OPTIONS, **flags)
     on_device = "fused" in flags or "capturable" in flags
@@ -111,40 +111,6 @@ def _run(state: State, grad: Tensor, step: Callable[[], object], param: Tensor, 
         moved=2 * nbytes(*state.tensors()) + nbytes(grad),
         held=nbytes(*state.tensors(), grad) + temporaries,
     )
-
-
-def _chain(needed: bool) -> Work:
-    """What a step is around FSDP2: the sum (there NCCL's), the norm, clipping, the fused step, and the cast."""
-
-    def make(numel: int, device: torch.device) -> Run:
-        state, limit = state_of("fp32", "fp32", numel, device), largest_norm(numel, needed)
-        received, own = (gradient(numel, device, torch.float32, seed) for seed in (5, 6))
-        param, total = nn.Parameter(state.param), torch.empty_like(own)
-        param.grad, half = total, torch.empty_like(total, dtype=torch.bfloat16)
-        optimizer = _adamw_of_torch(param, state, {"fused": True})
-
-        def step() -> None:
-            torch.add(received, own, out=total)
-            nn.utils.clip_grad_norm_([param], limit)
-            optimizer.step()
-            half.copy_(param.detach())
-
-        def expected() -> list[Tensor]:
-            right = expected_of_chain(state, received, own, limit)
-            return [right, right.float().bfloat16()]
-
-        moved = nbytes(received, own, total) + 3 * nbytes(total)
-        moved += 2 * nbytes(*state.tensors()) + nbytes(total) + nbytes(param, half)
-        return Run(
-            step=step,
-            results=lambda: [Result(param.detach(), WEIGHT_BOUND), Result(half, CAST_BOUND)],
-            expected=expected,
-            moved=moved,
-            held=nbytes(received, own, total, half, *state.tensors()) + nbytes(total),
-        )
-
-    operation = "add, clip_grad_norm_, AdamW(fused=True), cast"
-    return Work(system="torch", operation=operation, format=chain_format(needed), make=make)
 
 
 def _of_package(

@@ -76,6 +76,9 @@ class Work:
         ImportError: it is of a package that is not installed.
     """
 
+    optional: bool = False
+    """Whether it may fail: it is not ours, and then has a row that says why instead of a time."""
+
     at_most: float | None = None
     """The goal for its time, as a part of that of PyTorch's fused operator in the same rounds."""
 

@@ -1,4 +1,4 @@
-"""What is measured of our own kernels: each by itself, and as the chain that a step with clipping is.
+"""What is measured of our own kernels, each by itself.
 
 What is expected of a kernel is what its reference says: to the bit, but for sums of squares and, on a GPU, for moments
 in codes, whose kernel takes the device's approximations. On the CPU the expected step is PyTorch's operator on whole
@@ -9,7 +9,6 @@ Legend: `S` elements.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
@@ -33,7 +32,6 @@ from shardlite_kernels import (
     scale_reference,
     split_reference,
     stats_block,
-    stats_total,
 )
 from torch import Tensor
 
@@ -43,7 +41,6 @@ from bench.kernel_inputs import (
     STEP,
     by_kernels,
     cpu_step,
-    exact_weights,
     gradient,
     nbytes,
     numbers,
@@ -61,7 +58,6 @@ SPLIT_BOUND = 2.0**-17
 """Of weights in two parts: what splitting them costs."""
 
 _CODES_BOUND = 2.0**-10  # one code in a thousand may be the neighbour, which differs by 1/127 and less
-_NOT_NEEDED, _NEEDED = 1e9, 1e-2  # the largest norm of the gradient, per root of `S`; it is about 0.14
 
 
 def works(device: torch.device) -> Iterator[Work]:
@@ -76,8 +72,6 @@ def works(device: torch.device) -> Iterator[Work]:
     for dtype in NAMES:
         yield from (_hop(dtype, False), _hop(dtype, True), _scale(dtype, 1.0), _scale(dtype, 0.999))
     yield Work(system="shardlite", operation="cast", format="fp32 to bf16", make=_make_cast)
-    for master, needed in product(MASTERS, (False, True)):
-        yield _chain(master, needed)
 
 
 def step_by(state: State, grad: Tensor) -> Callable[[], None]:
@@ -246,66 +240,3 @@ def _make_cast(numel: int, device: torch.device) -> Run:
     return Run(
         step=lambda: cast(out, source), results=lambda: [Result(out)], expected=expected, moved=moved, held=moved
     )
-
-
-# ---- a step with clipping -------------------------------------------------------------------------------------------
-
-
-def largest_norm(numel: int, needed: bool) -> float:
-    """To which norm a sum of two gradients [S] is clipped; unless `needed` theirs is below."""
-    return (_NEEDED if needed else _NOT_NEEDED) * math.sqrt(numel)
-
-
-def chain_format(needed: bool) -> str:
-    """What of a chain is not in its name."""
-    return f"fp32, the norm is {'above' if needed else 'below'} the limit"
-
-
-def expected_of_chain(state: State, received: Tensor, own: Tensor, limit: float) -> Tensor:
-    """The weights [S] after a step by the clipped sum, in fp64."""
-    total = received.double() + own.double()
-    factor = min(1.0, limit / (float(total.norm()) + 1e-6))
-    return exact_weights(state, total, factor)
-
-
-def _chain(master: str, needed: bool) -> Work:
-    """From the last hop to the weights that are gathered; those of a split master need no cast."""
-
-    def make(numel: int, device: torch.device) -> Run:
-        state = state_of(master, "fp32", numel, device)
-        received, own = (gradient(numel, device, torch.float32, seed) for seed in (5, 6))
-        total, limit = torch.empty_like(own), largest_norm(numel, needed)
-        rows, update = new_stats(total), step_by(state, total)
-        half = torch.empty_like(total, dtype=torch.bfloat16) if state.low is None else None
-
-        def step() -> None:
-            hop(total, received, own, 1, rows)
-            norm = stats_total(rows)[0].sqrt()
-            scale(total, (limit / (norm + 1e-6)).clamp(max=1).float())
-            update()
-            if half is not None:
-                cast(half, state.param)
-
-        def expected() -> list[Tensor]:
-            right = expected_of_chain(state, received, own, limit)
-            return [right] if half is None else [right, right.float().bfloat16()]
-
-        bound = WEIGHT_BOUND if state.low is None else SPLIT_BOUND
-        casts = [] if half is None else [Result(half, CAST_BOUND)]
-        moved = nbytes(received, own, total, rows) + (2 * nbytes(total) if needed else 0)
-        moved += 2 * nbytes(*state.tensors()) + nbytes(total) + (0 if half is None else nbytes(state.param, half))
-        return Run(
-            step=step,
-            results=lambda: [Result(state.weight(), bound), *casts],
-            expected=expected,
-            moved=moved,
-            held=nbytes(received, own, total, rows, half, *state.tensors()),
-        )
-
-    last = ", cast" if master == "fp32" else ""
-    operation = f"hop with statistics, scale, adamw{last} ({master} weights)"
-    return Work(system="shardlite", operation=operation, format=chain_format(needed), make=make)
-
-
-CAST_BOUND = 2.0**-12
-"""Of bf16 weights: one in a few hundred may be the neighbour, because what was cast is off by a last bit."""

@@ -18,7 +18,7 @@ writes `bench/results/kernels-DEVICE.jsonl`, one JSON object for each kernel, fo
 | `cpu_ms_p50`, `cpu_vs_raw` | milliseconds of work in all threads, and the same ratio of these; on a GPU of launching alone |
 | `goal`, `reached` | what we want, and whether it is so |
 | `contract`, `error`, `tolerance_used` | whether results were to be equal to the bit, their largest relative error, and that as a part of what is allowed |
-| `note` | why there is no time: a package is not installed, or memory does not suffice |
+| `note` | why there is no time: a package is not installed or fails, or memory does not suffice |
 """  # noqa: E501
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from statistics import median
 import torch
 from shardlite_kernels.launch import INTERPRET
 
+from bench.kernel_chain import chains
 from bench.kernel_peers import peers, raw_fused
 from bench.kernel_runs import (
     VERIFIED,
@@ -57,8 +58,8 @@ from bench.machine import machine
 from bench.measure import percentile
 from bench.table import RESULTS, Row
 
-_CPU_NUMELS = (10**6, 10**7, 5 * 10**7)
-_GPU_NUMELS = (10**6, 10**7, 10**8, 10**9)
+_CPU_NUMELS: tuple[int, ...] = (10**6, 10**7, 5 * 10**7)
+_GPU_NUMELS: tuple[int, ...] = (10**6, 10**7, 10**8, 10**9)
 _CPU_ROOM = 4 << 30
 _CEILING = "ceiling"
 _MEASURED = (
@@ -73,7 +74,7 @@ class Plan:
 
     numels: Sequence[int]
 
-    rounds: int = 30
+    rounds: int
 
     budget: float = 10.0
     """Seconds that the steps of one work may take at one size; three are taken whatever they take."""
@@ -85,38 +86,49 @@ class Plan:
     """Bytes that works hold at once, yardsticks included."""
 
 
-def plan_for(device: torch.device, rounds: int = 30, numels: Sequence[int] | None = None) -> Plan:
-    """What is measured on a device, if nobody asks for something else."""
+def plan_for(device: torch.device, rounds: int, budget: float, numels: Sequence[int] | None = None) -> Plan:
+    """What is measured on a device; `numels` are those that suit it if nobody names any."""
     if device.type == "cpu":
-        return Plan(numels=numels or _CPU_NUMELS, rounds=rounds, ceiling_bytes=1 << 27, room=_CPU_ROOM)
-    room = torch.cuda.mem_get_info(device)[0] * 9 // 10 - (2 << 30)  # what is compiled needs some, too
-    return Plan(numels=numels or _GPU_NUMELS, rounds=rounds, ceiling_bytes=1 << 30, room=room)
+        sizes, ceiling, room = _CPU_NUMELS, 1 << 27, _CPU_ROOM
+    else:
+        free, _ = torch.cuda.mem_get_info(device)
+        sizes, ceiling, room = _GPU_NUMELS, 1 << 30, free * 9 // 10 - (2 << 30)  # what is compiled needs some, too
+    return Plan(numels=numels or sizes, rounds=rounds, budget=budget, ceiling_bytes=ceiling, room=room)
 
 
 def measure(chosen: Sequence[Work], device: torch.device, plan: Plan) -> Iterator[Row]:
     """Verify all works, and yield a row for each of them at each size, PyTorch's fused operator first.
 
     Raises:
-        ResultError: a work computes something else than it should; nothing has been timed then.
+        ResultError: a work that is not optional computes something else than it should; nothing has been timed then.
     """
     raw = raw_fused()
     found = [(work, _verified(work, device)) for work in (raw, *chosen)]
     clock: Clock = DeviceClock(device) if device.type == "cuda" else HostClock()
     for numel in plan.numels:
         common = {**_common(device), "numel": numel}
-        held = {_name(work): verdict.held * numel // VERIFIED for work, verdict in found if verdict}
+        verdicts = {_name(work): verdict for work, verdict in found if isinstance(verdict, Verdict)}
+        held = {name: verdict.held * numel // VERIFIED for name, verdict in verdicts.items()}
         timed = _times({_name(work): work for work, _ in found}, held, numel, device, clock, plan)
         for work, verdict in found:
-            note = "not installed" if verdict is None else None if _name(work) in timed else "does not fit"
+            fits = None if _name(work) in timed else "does not fit"
+            note = verdict if isinstance(verdict, str) else fits
             row = {**common, **_described(work, verdict), "note": note, **dict.fromkeys(_MEASURED)}
             yield {**row, **timed.get(_name(work), {})}
 
 
-def _verified(work: Work, device: torch.device) -> Verdict | None:
+def _verified(work: Work, device: torch.device) -> Verdict | str:
+    """What the comparison has found, or why there was none of a work that may fail."""
     try:
         return verify(work, device)
     except ImportError:
-        return None
+        if work.optional:
+            return "not installed"
+        raise
+    except Exception as error:  # whatever other people's code does must not end hours of measurements
+        if work.optional:
+            return f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise
 
 
 def _times(
@@ -134,6 +146,8 @@ def _times(
         for name, samples in taken.items():
             timed.setdefault(name, _timed(named[name], runs[name], samples, taken[raw], gbps))
         del runs  # before the next ones are made
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
     return timed
 
 
@@ -153,10 +167,10 @@ def _timed(work: Work, run: Run, samples: Sequence[Sample], raw: Sequence[Sample
     return row
 
 
-def _described(work: Work, verdict: Verdict | None) -> Row:
+def _described(work: Work, verdict: Verdict | str) -> Row:
     """What is known of a work before it is timed."""
     described: Row = {"system": work.system, "operation": work.operation, "format": work.format}
-    if verdict is None:
+    if isinstance(verdict, str):
         return {**described, "bytes_per_element": None, "contract": None, "error": None, "tolerance_used": None}
     return {
         **described,
@@ -209,6 +223,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--numel", type=lambda text: int(float(text)), nargs="+", help="elements, such as 1e6 5e7")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="on the CPU (%(default)s)")
     parser.add_argument("--rounds", type=int, default=30, help="of each work (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="that one takes at most at a size (%(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
     return parser.parse_args(arguments)
 
@@ -217,8 +232,8 @@ def main(arguments: Sequence[str]) -> int:
     """Measure on one device, print tables and write rows."""
     options = _options(arguments)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    plan = plan_for(device, options.rounds, options.numel)
-    chosen = [*works(device), *peers(device)]
+    plan = plan_for(device, options.rounds, options.seconds, options.numel)
+    chosen = [*works(device), *chains(), *peers(device)]
     if INTERPRET:
         for work in chosen:
             print(f"{_name(work)}: {_verified(work, device)}", flush=True)

@@ -44,10 +44,15 @@ class Hops:
         """Call `step(param)` when autograd has put its gradient there, unless paused."""
 
         def take(param: Tensor) -> None:
-            if (now := step()) is not None and not self.paused:
-                now(param)
+            if (now := step()) is None or self.paused:
+                return
+            if param in self._done:
+                param.grad = None  # it is of a backward that is refused
+            self.ready_for(param)
+            now(param)
 
-        self._handles[param] = param.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+        if param not in self._handles:
+            self._handles[param] = param.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 
     def release(self, param: Tensor) -> None:
         """Step a parameter no more by a hook of its own."""
@@ -67,11 +72,20 @@ class Hops:
                 "each backward. To accumulate over several, run all but the last inside no_sync()"
             )
 
+    def ready_for(self, param: Tensor) -> None:
+        """Raise if this parameter was stepped, and the step is not closed.
+
+        Raises:
+            PhaseError: it is not.
+        """
+        if param in self._done:
+            self.ready()
+
     def prepare(self, members: Sequence[tuple[Slot, int]]) -> HopStep:
         """Return the step of some parameters, each with the place of its gradient in a buffer; open one if none is."""
         params = {slot.param for slot, _ in members}
-        if params & self._done:
-            self.ready()
+        for param in params:
+            self.ready_for(param)
         if not self._counts:
             begin = self._begin()
             assert begin is not None, "the optimizer has called"

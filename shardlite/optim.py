@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardlite.counts import Amp, Group, Row, StepCounts, Stretch, counts_for
-from shardlite.errors import LayoutError
+from shardlite.errors import LayoutError, PhaseError
 from shardlite.hops import Hops, HopStep
 from shardlite.magnitude import any_bad
 from shardlite.options import FOREIGN_OPTIONS, check_group, check_loaded, check_params
@@ -165,6 +165,7 @@ class AdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._hops is not None:
+            self._step_the_rest()
             self._hops.close(self.param_groups)
             return loss
         plan = self._current_plan()
@@ -227,8 +228,30 @@ class AdamW(Optimizer):
         """Step parameters that are not shards as soon as autograd has their gradients."""
         if self._hops is not None:
             for param in params:
-                if not hasattr(param, "shardlite_part"):
+                if param.requires_grad and not hasattr(param, "shardlite_part"):
                     self._hops.catch(param, WeakMethod(self._step_one))
+
+    def _step_the_rest(self) -> None:
+        """Step what has a gradient yet: a parameter that was frozen until now had no hook.
+
+        Raises:
+            PhaseError: gradients were scaled, or a shard has one, which no backward has brought.
+        """
+        if getattr(self, "grad_scale", None) is not None or getattr(self, "found_inf", None) is not None:
+            raise PhaseError(
+                "AdamW(in_backward=True) has stepped by gradients as the backward brought them, scaled: a gradient "
+                "scaler needs an optimizer without it. (bf16 needs no scaler)"
+            )
+        params = [param for group in self.param_groups for param in group["params"]]
+        for param in params:
+            if param.grad is not None and param.requires_grad:
+                if hasattr(param, "shardlite_part"):
+                    raise PhaseError(
+                        "AdamW(in_backward=True) steps by what a backward brings, but a shard has a gradient that was "
+                        "put there otherwise: call zero_grad(), or step it by an optimizer without in_backward"
+                    )
+                self._step_one(param)
+                self._catch([param])
 
     @torch.no_grad()
     def _step_one(self, param: Tensor) -> None:

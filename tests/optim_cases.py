@@ -111,5 +111,21 @@ def set_grads(params, seed):
         param.grad = torch.randn(param.shape, generator=generator)
 
 
+def small_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 3))
+
+
+def loss_of(model, seed):
+    return model(torch.randn(5, 7, generator=torch.Generator().manual_seed(seed))).square().sum()
+
+
+def train(model, optimizer, seeds):
+    for seed in seeds:
+        optimizer.zero_grad()
+        loss_of(model, seed).backward()
+        optimizer.step()
+
+
 def assert_same(got, expected):
     torch.testing.assert_close(got, expected, rtol=0, atol=0)

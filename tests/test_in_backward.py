@@ -16,9 +16,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
 from shardlite import EMA, Precision, ShardLite
 from shardlite.traffic import Sent
 from tests.duos import Duo, alike
-from tests.models import MLP, LanguageModel, Residual, compiled, frozen, with_lora
+from tests.models import MLP, LanguageModel, Residual, frozen, with_lora
 from tests.models import Shared as CalledTwice
 from tests.sharded import Turn, same_bits
+from tests.test_compile import recorded_graphs
 from tests.test_composition import Nested
 from tests.test_composition import on_rows as on_residual_rows
 from tests.test_participation import Branching, layer_drop, loss_on, one_rank_alone, other_orders
@@ -160,17 +161,21 @@ def test_in_a_hybrid(cluster):
     cluster.check(in_a_hybrid, 4)
 
 
-def compiles(group: Any) -> None:
+def compiles(group: Any, stage: int) -> None:
     """Body of a rank."""
+    with recorded_graphs("aot_eager") as (noting, graphs):
+        duo = Duo(lambda: LanguageModel(blocks=2), group, stage=stage)
+        for side in duo.sides:
+            for block in side.model.module.blocks:
+                block.compile(backend=noting)
+        duo.step(on_tokens)
+        duo.step(on_tokens, ("local", "step"))
+        assert graphs
 
-    def make() -> nn.Module:
-        return compiled(LanguageModel(), in_place=True, backend="aot_eager")
 
-    alike(make, on_tokens, group, stages=(2, 3), modes=[("step",), ("local", "step")])
-
-
-def test_blocks_may_be_compiled(cluster):
-    cluster.check(compiles, 2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_blocks_may_be_compiled(cluster, stage):
+    cluster.check(compiles, 2, stage)
 
 
 def survives(group: Any, stage: int, precision: Precision, state: str) -> None:

@@ -1,6 +1,5 @@
 """The search for the largest model finds it, and a trial of each system says truly whether a model fits."""
 
-import inspect
 import json
 import os
 import sys
@@ -10,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardlite import AdamW
-
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))  # where the script finds what it compares
 
 import largest_model as example
@@ -20,9 +17,6 @@ from largest_systems import BASE, SYSTEMS, Shape
 ROOT = Path(__file__).parent.parent
 MB = 10**6
 STANDARD = "ShardLite"
-LATER = pytest.mark.skipif(
-    "in_backward" not in inspect.signature(AdamW).parameters, reason="AdamW has no in_backward in this version"
-)
 
 
 # ---- the search -----------------------------------------------------------------------------------------------------
@@ -112,7 +106,7 @@ def outcomes():
     return {}
 
 
-@pytest.mark.parametrize("system", [pytest.param(name, marks=[LATER] * (i > 1)) for i, name in enumerate(SYSTEMS)])
+@pytest.mark.parametrize("system", list(SYSTEMS))
 def test_every_system_trains_and_begins_alike(system, on_cpu, outcomes):
     trial = example.Trial(system, 2 * MB, 100 * MB)
     outcome = outcomes[system] = example.run_trial(trial, 1)

@@ -10,9 +10,18 @@ from torch import nn
 
 from shardlite.optim import AdamW
 from tests.kernels.adamw_cases import one_row, state_of
-from tests.optim_cases import HYPER, assert_same, make_arena, padded, plain_params, run, set_grads
+from tests.optim_cases import (
+    HYPER,
+    assert_same,
+    make_arena,
+    padded,
+    plain_params,
+    run,
+    set_grads,
+    small_model,
+    train,
+)
 
-NUMELS = [100, 32, 1, 0, 500, 33]
 NARROW = ["bf16", "int8"]
 by_state = pytest.mark.parametrize("state", FORMATS)
 narrow_states = pytest.mark.parametrize("state", NARROW)
@@ -288,25 +297,6 @@ def test_a_limit_changes_nothing_that_it_does_not_reach(state):
         assert_same(mine, theirs)
     for mine, theirs in zip(params, others, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=5 * 2**-23, atol=5 * HYPER["lr"] * 2**-20)
-
-
-# ---- steps in the backward -----------------------------------------------------------------------------------------
-
-
-def small_model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 3))
-
-
-def loss_of(model, seed):
-    return model(torch.randn(5, 7, generator=torch.Generator().manual_seed(seed))).square().sum()
-
-
-def train(model, optimizer, seeds):
-    for seed in seeds:
-        optimizer.zero_grad()
-        loss_of(model, seed).backward()
-        optimizer.step()
 
 
 # ---- errors --------------------------------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ from torch import nn
 
 from shardlite.errors import NonFiniteError, PhaseError
 from shardlite.optim import AdamW, accumulating
-from tests.optim_cases import HYPER, assert_same, make_arena
-from tests.test_optim_formats import loss_of, small_model, train
+from tests.optim_cases import HYPER, assert_same, loss_of, make_arena, small_model, train
 
 by_state = pytest.mark.parametrize("state", FORMATS)
 

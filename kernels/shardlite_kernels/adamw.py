@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from . import moments
+from .hop import LARGEST_DIVISOR
 from .launch import INTERPRET, block_size, jit, launch, tl, use_triton
 from .moments import GROUP, decode_avg, decode_sq, encode_avg, encode_sq, exponent_of, round_to_bf16
 from .noise import random_bits
@@ -92,7 +93,7 @@ def _adamw_kernel(
         g = tl.div_rn(load_fp32(received_ptr, offsets, mask, INTERPRET) + g, divisor)
     if bad_ptr is not None:
         infinite = (g.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000
-        if tl.max(tl.max((infinite & mask).to(tl.int32), axis=1), axis=0) != 0:
+        if tl.max(tl.max((infinite & mask & (active != 0)).to(tl.int32), axis=1), axis=0) != 0:
             tl.store(bad_ptr, 1)  # whoever finds one writes the same
     if UNSCALE:
         g = tl.div_rn(g, tl.load(scalar + 8))
@@ -177,12 +178,14 @@ def reduce_adamw(
 ) -> None:
     """Step `state` [S] by the gradient `(received + own) / divisor`, added in fp32 and never rounded further or stored.
 
-    `bad` [], int32, becomes 1 if that has a NaN or an infinity.
+    `bad` [], int32, becomes 1 if that has a NaN or an infinity where something is stepped.
 
     Raises:
-        ValueError: as `adamw`.
+        ValueError: as `adamw`, or the divisor is not from 1 to 2^24.
     """
     _check("reduce_adamw", state, table, own, received)
+    if not 1 <= divisor <= LARGEST_DIVISOR:
+        raise ValueError(f"reduce_adamw: divisor must be from 1 to {LARGEST_DIVISOR}, got {divisor}")
     _launch(state, own, received, table, bad, divisor, unscale=False)
 
 
@@ -222,7 +225,8 @@ def reduce_adamw_reference(
 ) -> None:
     """The specification of `reduce_adamw`."""
     g = (received.float() + own.float()) / divisor
-    if bad is not None and not g.isfinite().all():
+    active = table.scalars[table.row_of_each(len(g)), -1] != 0
+    if bad is not None and not g[active].isfinite().all():
         bad.fill_(1)
     adamw_reference(state, g, table)
 
@@ -266,4 +270,6 @@ def _check(who: str, state: State, table: Table, *grads: Tensor) -> None:
         raise ValueError(f"{who}: rows must be int16 or int32, got {table.rows.dtype}; first {table.first}")
     check_flat(who, "rows", table.rows, groups, table.rows.dtype, param.device)
     check_flat(who, "keys", table.keys, len(table.scalars), torch.int32, param.device)
-    check_flat(who, "scalars", table.scalars.view(-1), COLUMNS * len(table.keys), torch.float32, param.device)
+    if table.scalars.shape != (len(table.keys), COLUMNS) or not table.scalars.is_contiguous():
+        raise ValueError(f"{who}: scalars must be [{len(table.keys)}, {COLUMNS}], got {tuple(table.scalars.shape)}")
+    check_flat(who, "scalars", table.scalars.view(-1), table.scalars.numel(), torch.float32, param.device)

@@ -19,7 +19,7 @@ from .stats import check_stats, stats_block, stats_cpu, stats_reference, stats_r
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)  # added in fp32, in any mixture
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 _NATIVE = (torch.float64, *_INTEGERS)  # added in themselves
-_LARGEST_DIVISOR = 2**24  # every smaller integer is exact in fp32
+LARGEST_DIVISOR = 2**24  # every smaller integer is exact in fp32
 _CPU_CHUNK = 1 << 16  # elements, whole blocks of statistics: 256 KB stay in the cache of a core
 
 
@@ -102,8 +102,8 @@ def _check(out: Tensor, received: Tensor, own: Tensor, divisor: int, stats: Tens
         )
     if divisor != 1 and out.dtype in _INTEGERS:
         raise ValueError(f"hop: {out.dtype} cannot be divided by {divisor}: integers are only summed")
-    if not 1 <= divisor <= _LARGEST_DIVISOR:
-        raise ValueError(f"hop: divisor must be from 1 to {_LARGEST_DIVISOR}, got {divisor}")
+    if not 1 <= divisor <= LARGEST_DIVISOR:
+        raise ValueError(f"hop: divisor must be from 1 to {LARGEST_DIVISOR}, got {divisor}")
     if stats is not None:
         check_stats("hop", out, stats)
 

@@ -15,7 +15,8 @@ magnitude, and from 1 to 255.
 `2^k` is the smallest power of two that is not below any magnitude in a group (of the second moment: any square root),
 kept as the exponent of an fp32 number, one byte. So all that the format can say is exact in fp32, and encoding that,
 rounded to nearest, gives it back: a checkpoint holds fp32 numbers and nothing is lost. An infinity, a NaN or a
-magnitude above 2^126 makes the whole group NaN.
+magnitude above 2^126 (of the second moment: a root above 2^64 or so, whose square fp32 cannot hold) is lost, and the
+whole group with it.
 
 Legend: `S` elements, `G = ceil(S / 32)` groups.
 """

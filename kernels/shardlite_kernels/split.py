@@ -6,6 +6,8 @@
 
 As integers, `fp32 bits = high * 65536 + low * 256`. So joining is one addition, splitting a few integer operations, and
 what was joined splits into the same parts again. The error is at most half a unit of the 24th bit, 2^-16 relative.
+The bf16 part is the nearest to the rounded number, which next to the middle of two of them may not be the nearest to
+the one before.
 Magnitudes within 2^-17 of the largest fp32 number become infinite, and so does the bf16 part of those within 2^-9. A
 NaN stays one: rounded like a number it could overflow into zero.
 

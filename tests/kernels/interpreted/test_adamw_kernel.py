@@ -303,7 +303,7 @@ INT8 = state_of(("split", "int8"), X, X, X)
         (State(X, X, X), X, ROW._replace(rows=torch.zeros(2)), r"rows must be int16 or int32, got torch\.float32"),
         (State(X, X, X), X, ROW._replace(first=16), "first 16"),
         (State(X, X, X), X, ROW._replace(keys=torch.zeros(1)), r"keys must have 1 elements of torch\.int32"),
-        (State(X, X, X), X, ROW._replace(scalars=torch.zeros(1, 7)), "scalars must have 10 elements"),
+        (State(X, X, X), X, ROW._replace(scalars=torch.zeros(1, 7)), r"scalars must be \[1, 10\]"),
         (State(X, X, X), X, ROW._replace(scalars=ROW.scalars.double()), r"scalars must have .*torch\.float64"),
         (State(X, X, X), X, ROW._replace(scalars=torch.zeros(1, 20)[:, ::2]), "scalars"),
     ],

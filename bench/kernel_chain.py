@@ -1,0 +1,120 @@
+"""A step with clipping from the last hop to the weights that are gathered: our chain of kernels, and what FSDP2 runs.
+
+Legend: `S` elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import product
+
+import torch
+from shardlite_kernels import State, cast, hop, new_stats, scale, stats_total
+from torch import Tensor, nn
+
+from bench.kernel_inputs import MASTERS, exact_weights, gradient, nbytes, state_of
+from bench.kernel_peers import adamw_of_torch
+from bench.kernel_runs import Result, Run, Work
+from bench.kernel_work import SPLIT_BOUND, WEIGHT_BOUND, step_by
+
+_NOT_NEEDED, _NEEDED = 1e9, 1e-2  # the largest norm of the gradient, per root of `S`; it is about 0.14
+
+_CAST_BOUND = 2.0**-12  # of bf16 weights: one in a few hundred may be the neighbour, if the fp32 one is off by a bit
+
+
+def chains() -> Iterator[Work]:
+    """Ours for both masters, then PyTorch's, each where the norm is below the limit and above it."""
+    for master, needed in product(MASTERS, (False, True)):
+        yield _ours(master, needed)
+    yield from (_theirs(needed) for needed in (False, True))
+
+
+def _largest_norm(numel: int, needed: bool) -> float:
+    """To which norm a sum of two gradients [S] is clipped; unless `needed` theirs is below."""
+    return (_NEEDED if needed else _NOT_NEEDED) * math.sqrt(numel)
+
+
+def _format(needed: bool) -> str:
+    """What of a chain is not in its name."""
+    return f"fp32, the norm is {'above' if needed else 'below'} the limit"
+
+
+def _expected(state: State, received: Tensor, own: Tensor, limit: float) -> Tensor:
+    """The weights [S] after a step by the clipped sum, in fp64."""
+    total = received.double() + own.double()
+    factor = min(1.0, limit / (float(total.norm()) + 1e-6))
+    return exact_weights(state, total, factor)
+
+
+def _ours(master: str, needed: bool) -> Work:
+    """From the last hop to the weights that are gathered; those of a split master need no cast."""
+
+    def make(numel: int, device: torch.device) -> Run:
+        state = state_of(master, "fp32", numel, device)
+        received, own = (gradient(numel, device, torch.float32, seed) for seed in (5, 6))
+        total, limit = torch.empty_like(own), _largest_norm(numel, needed)
+        rows, update = new_stats(total), step_by(state, total)
+        half = torch.empty_like(total, dtype=torch.bfloat16) if state.low is None else None
+
+        def step() -> None:
+            hop(total, received, own, 1, rows)
+            norm = stats_total(rows)[0].sqrt()
+            scale(total, (limit / (norm + 1e-6)).clamp(max=1).float())
+            update()
+            if half is not None:
+                cast(half, state.param)
+
+        def expected() -> list[Tensor]:
+            right = _expected(state, received, own, limit)
+            return [right] if half is None else [right, right.float().bfloat16()]
+
+        bound = WEIGHT_BOUND if state.low is None else SPLIT_BOUND
+        casts = [] if half is None else [Result(half, _CAST_BOUND)]
+        moved = nbytes(received, own, total, rows) + (2 * nbytes(total) if needed else 0)
+        moved += 2 * nbytes(*state.tensors()) + nbytes(total) + (0 if half is None else nbytes(state.param, half))
+        return Run(
+            step=step,
+            results=lambda: [Result(state.weight(), bound), *casts],
+            expected=expected,
+            moved=moved,
+            held=nbytes(received, own, total, rows, half, *state.tensors()),
+        )
+
+    last = ", cast" if master == "fp32" else ""
+    operation = f"hop with statistics, scale, adamw{last} ({master} weights)"
+    return Work(system="shardlite", operation=operation, format=_format(needed), make=make)
+
+
+def _theirs(needed: bool) -> Work:
+    """What a step is around FSDP2: the sum (there NCCL's), the norm, clipping, the fused step, and the cast."""
+
+    def make(numel: int, device: torch.device) -> Run:
+        state, limit = state_of("fp32", "fp32", numel, device), _largest_norm(numel, needed)
+        received, own = (gradient(numel, device, torch.float32, seed) for seed in (5, 6))
+        param, total = nn.Parameter(state.param), torch.empty_like(own)
+        param.grad, half = total, torch.empty_like(total, dtype=torch.bfloat16)
+        optimizer = adamw_of_torch(param, state, {"fused": True})
+
+        def step() -> None:
+            torch.add(received, own, out=total)
+            nn.utils.clip_grad_norm_([param], limit)
+            optimizer.step()
+            half.copy_(param.detach())
+
+        def expected() -> list[Tensor]:
+            right = _expected(state, received, own, limit)
+            return [right, right.float().bfloat16()]
+
+        moved = nbytes(received, own, total) + 3 * nbytes(total)
+        moved += 2 * nbytes(*state.tensors()) + nbytes(total) + nbytes(param, half)
+        return Run(
+            step=step,
+            results=lambda: [Result(param.detach(), WEIGHT_BOUND), Result(half, _CAST_BOUND)],
+            expected=expected,
+            moved=moved,
+            held=nbytes(received, own, total, half, *state.tensors()) + nbytes(total),
+        )
+
+    operation = "add, clip_grad_norm_, AdamW(fused=True), cast"
+    return Work(system="torch", operation=operation, format=_format(needed), make=make)
