@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from shardlite.bucket import Bucket
+from shardlite.errors import PhaseError
 from shardlite.fill import Gathering
 from shardlite.handles import Calls
 from shardlite.reduce import Reducer
@@ -142,10 +143,34 @@ class Backward:
         """Whether the last backward ended in an exception: the engine never called back."""
         return self._task is not None and not in_backward()
 
-    @property
-    def has_brought(self) -> bool:
-        """Whether gradients have come in the backward in progress, or that died."""
-        return self._got_gradients
+    def check_step(self, *, graded: bool, inside: bool) -> None:
+        """Raise if gradients are not what a step needs. Forwards before it are over.
+
+        Args:
+            graded: whether any shard has a gradient.
+            inside: whether steps are taken inside the backward, and only closed now.
+
+        Raises:
+            PhaseError: the last backward has died, or gradients are accumulated only.
+        """
+        if self.died() and inside and not self._got_gradients:
+            self.repair()  # it was refused, because the step of the one before it was to be closed first
+        if self.died() and inside:
+            raise PhaseError(
+                "the last backward ended in an exception, and AdamW(in_backward=True) has stepped some weights in it, "
+                "but not all: go on from a checkpoint or, with the weights as they are, after zero_grad() and step()"
+            )
+        if self.died():
+            raise PhaseError(
+                "the last backward ended in an exception, so its gradients are incomplete: call zero_grad() and run "
+                "forward and backward again before the step"
+            )
+        if self._reducer.accumulates and not graded:
+            raise PhaseError(
+                "the gradients were only accumulated and not reduced, so there is nothing to step by: run the last "
+                "backward before a step outside of no_sync(), or call zero_grad() of the model to drop them"
+            )
+        self.forget_forwards()
 
     def repair(self) -> None:
         """Clean up after a backward that died."""

@@ -8,7 +8,7 @@
   (`get_total_norm` is that function itself: who imported it by name before ShardLite has the old one.)
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -19,6 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from shardlite.errors import LayoutError
 from shardlite.stepping import Stepping
@@ -38,9 +39,13 @@ def watch(model: Stepping) -> None:
     _generation += 1
 
 
-def optimizers_of(model: Stepping) -> list[Optimizer]:
-    """Return the optimizers that have stepped a model."""
-    return [optimizer for optimizer, (_, _, models) in _stepping.items() if any(each() is model for each in models)]
+def state_of_optimizers(model: Stepping) -> Iterator[Tensor]:
+    """Yield what the optimizers that have stepped a model hold: their states and, if they have any, `tables()`."""
+    for optimizer, (_, _, models) in _stepping.items():
+        if any(each() is model for each in models):
+            tables = getattr(optimizer, "tables", list)
+            leaves = tree_leaves([*optimizer.state.values(), *tables()])
+            yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
 # ---- steps ----------------------------------------------------------------------------------------------------------

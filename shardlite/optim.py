@@ -119,10 +119,18 @@ class AdamW(Optimizer):
         self._catch(self.param_groups[-1]["params"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as PyTorch's AdamW has it, with moments in fp32. Narrow ones stand for these exactly."""
+        """Return the state as PyTorch's AdamW has it, with moments in fp32. Narrow ones stand for these exactly.
+
+        Those are copies then, in host memory, for in fp32 they may be more than a GPU has left.
+        """
         saved: dict[str, Any] = super().state_dict()
-        saved["state"] = {key: canonical(entry) for key, entry in saved["state"].items()}
+        saved["state"] = {key: canonical(entry, torch.device("cpu")) for key, entry in saved["state"].items()}
         return saved
+
+    def tables(self) -> list[Tensor]:
+        """Return what this holds beside the state: to which row of scalars each group of 32 elements belongs."""
+        arenas = {id(slot.arena): slot.arena for slot in self._plan.slots} if self._plan is not None else {}
+        return [arena.rows for arena in arenas.values()]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of this optimizer or of PyTorch's AdamW, into the format of this one."""

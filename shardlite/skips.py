@@ -88,6 +88,8 @@ class Skips:
         The host does not wait for them, until many steps have been left out: then it does, so that all ranks find the
         limit reached in the same step.
         """
+        if torch.cuda.is_current_stream_capturing():
+            return  # a replay does not come here, and while it is recorded nothing may be asked
         if self._on_its_way is not None:
             if int(self._seen[1]) > LIMIT // 2:
                 self._on_its_way.synchronize()

@@ -168,15 +168,16 @@ class Arena:
         return State(flat(first.param, start, stop), self.avg[here], self.sq[here], low, *exponents)
 
 
-def canonical(entry: dict[str, Any]) -> dict[str, Any]:
+def canonical(entry: dict[str, Any], device: torch.device | None = None) -> dict[str, Any]:
     """Return a state of one parameter with moments in fp32 that narrow ones stand for: all that they can say is exact.
 
-    What is not narrow is returned as it is.
+    Those are on `device`, or where they were; what is not narrow is returned as it is.
     """
     avg, sq = (entry[name] for name in _MOMENTS)
     if avg.dtype in (torch.bfloat16, torch.int8):
         flats = decode(avg.reshape(-1), sq.reshape(-1), *(entry.get(name) for name in _EXPONENTS))
-        entry = {"step": entry["step"]} | {n: m.view(avg.shape) for n, m in zip(_MOMENTS, flats, strict=True)}
+        entry = {"step": entry["step"]}
+        entry |= {name: m.view(avg.shape).to(device or m.device) for name, m in zip(_MOMENTS, flats, strict=True)}
     return entry
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from shardlite import checks, guard
 from shardlite.agree import agree
@@ -17,7 +16,7 @@ from shardlite.casts import cast_floats
 from shardlite.census import SoloCensus
 from shardlite.clip import Clipper
 from shardlite.config import Precision
-from shardlite.errors import LayoutError, PhaseError
+from shardlite.errors import LayoutError
 from shardlite.full import NO_COPY, FullParameters
 from shardlite.gather import Gatherer
 from shardlite.handles import Calls
@@ -286,10 +285,8 @@ class ShardLite(nn.Module):
         for shard in self._stepping.shards:
             if shard.grad is not None:
                 self.ledger.track("gradients", shard.grad)  # on one rank they are autograd's own
-        for optimizer in guard.optimizers_of(self._stepping):
-            for value in tree_leaves(list(optimizer.state.values())):
-                if isinstance(value, Tensor):
-                    self.ledger.track("optimizer state", value)
+        for tensor in guard.state_of_optimizers(self._stepping):
+            self.ledger.track("optimizer state", tensor)
         return self.ledger.held()
 
     def traffic(self) -> Mapping[str, Mapping[str, Sent]]:
@@ -438,21 +435,5 @@ class ShardLite(nn.Module):
 
     def _ready_for_step(self) -> None:
         self._hooks.reset()
-        if self._backward.died() and self._inside.optimizer() is not None and not self._backward.has_brought:
-            self._backward.repair()  # it was refused, because the step of the one before it was to be closed first
-        if self._backward.died() and self._inside.optimizer() is not None:
-            raise PhaseError(
-                "the last backward ended in an exception, and AdamW(in_backward=True) has stepped some weights in it, "
-                "but not all: go on from a checkpoint or, with the weights as they are, after zero_grad() and step()"
-            )
-        if self._backward.died():
-            raise PhaseError(
-                "the last backward ended in an exception, so its gradients are incomplete: call zero_grad() and run "
-                "forward and backward again before the step"
-            )
-        if self._reducer.accumulates and all(shard.grad is None for shard in self._stepping.shards):
-            raise PhaseError(
-                "the gradients were only accumulated and not reduced, so there is nothing to step by: run the last "
-                "backward before a step outside of no_sync(), or call zero_grad() of the model to drop them"
-            )
-        self._backward.forget_forwards()
+        graded = any(shard.grad is not None for shard in self._stepping.shards)
+        self._backward.check_step(graded=graded, inside=self._inside.optimizer() is not None)

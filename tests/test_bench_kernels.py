@@ -13,6 +13,7 @@ from bench import kernel_chain, kernel_peers, kernel_runs, kernel_work, kernels
 from bench.kernel_runs import HostClock, ResultError, Run, Sample, Work, packed, time_runs, verify
 from bench.kernel_table import render
 from bench.kernels import Plan, measure
+from bench.table import read_rows
 
 CPU = torch.device("cpu")
 TINY = Plan(numels=(64, 3200), rounds=2, ceiling_bytes=4096, room=1 << 28)
@@ -63,6 +64,18 @@ def test_a_row_for_each_work_and_size():
     table = render(rows)
     assert table.count("\n| ") - 2 * len(TINY.numels) == len(rows)
     assert "3,200 elements on the CPU with 1 thread" in table
+
+
+@pytest.mark.usefixtures("small")
+def test_the_command_writes_rows_and_prints_tables(tmp_path, capsys):
+    options = ["--device", "cpu", "--numel", "64", "3.2e3", "--threads", "1", "--rounds", "1", "--out", str(tmp_path)]
+    assert kernels.main(options) == 0
+    rows = read_rows([tmp_path / "kernels-cpu.jsonl"])
+    assert {row["numel"] for row in rows} == {64, 3200}
+    assert {row["operation"] for row in rows} >= {"_fused_adamw_", "adamw", "reduce_adamw", "hop", "cast"}
+    printed = capsys.readouterr().out
+    assert [json.loads(line) for line in printed.splitlines()[: len(rows)]] == rows
+    assert printed.endswith(render(rows) + "\n")
 
 
 @pytest.mark.parametrize(

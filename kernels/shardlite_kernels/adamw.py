@@ -63,9 +63,9 @@ def _adamw_kernel(
     keys_ptr: tl.tensor,
     rows_ptr: tl.tensor,
     bad_ptr: tl.tensor,
-    first: int,
+    first: tl.tensor,
     divisor: float,
-    n: int,
+    n: tl.tensor,
     UNSCALE: tl.constexpr,
     INTERPRET: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -91,10 +91,7 @@ def _adamw_kernel(
     g = load_fp32(grad_ptr, offsets, mask, INTERPRET)
     if received_ptr is not None:
         g = tl.div_rn(load_fp32(received_ptr, offsets, mask, INTERPRET) + g, divisor)
-    if bad_ptr is not None:
-        infinite = (g.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000
-        if tl.max(tl.max((infinite & mask & (active != 0)).to(tl.int32), axis=1), axis=0) != 0:
-            tl.store(bad_ptr, 1)  # whoever finds one writes the same
+    total = g
     if UNSCALE:
         g = tl.div_rn(g, tl.load(scalar + 8))
         unscaled = g
@@ -115,6 +112,11 @@ def _adamw_kernel(
     else:
         m = load_fp32(exp_avg_ptr, offsets, mask, INTERPRET)
         v = load_fp32(exp_avg_sq_ptr, offsets, mask, INTERPRET)
+
+    if bad_ptr is not None:  # behind all loads, which would wait for what it has to exchange
+        infinite = (total.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000
+        if tl.max(tl.max((infinite & mask & (active != 0)).to(tl.int32), axis=1), axis=0) != 0:
+            tl.store(bad_ptr, 1)  # whoever finds one writes the same
 
     # The step.
     p = tl.where(decay != 0, tl.fma(p, -decay, p), p)  # infinity times zero would be NaN

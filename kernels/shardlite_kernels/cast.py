@@ -23,7 +23,7 @@ _CPU_CHUNK = 1 << 16  # elements: temporaries stay in the cache of a core
 def _cast_kernel(
     out_ptr: tl.tensor,
     source_ptr: tl.tensor,
-    n: int,
+    n: tl.tensor,
     WIDE: tl.constexpr,
     TWICE: tl.constexpr,
     INTERPRET: tl.constexpr,

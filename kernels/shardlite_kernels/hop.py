@@ -30,7 +30,7 @@ def _hop_kernel(
     own_ptr: tl.tensor,
     stats_ptr: tl.tensor,
     divisor: float,
-    n: int,
+    n: tl.tensor,
     NATIVE: tl.constexpr,
     DIVIDE: tl.constexpr,
     STATS: tl.constexpr,

@@ -22,7 +22,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def _scale_kernel(
     x_ptr: tl.tensor,
     factor_ptr: tl.tensor,
-    n: int,
+    n: tl.tensor,
     NATIVE: tl.constexpr,
     INTERPRET: tl.constexpr,
     BLOCK: tl.constexpr,

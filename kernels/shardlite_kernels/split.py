@@ -51,7 +51,12 @@ def store_split(high_ptr: tl.tensor, low_ptr: tl.tensor, offsets: tl.tensor, x: 
 
 @jit
 def _split_kernel(
-    high_ptr: tl.tensor, low_ptr: tl.tensor, source_ptr: tl.tensor, n: int, INTERPRET: tl.constexpr, BLOCK: tl.constexpr
+    high_ptr: tl.tensor,
+    low_ptr: tl.tensor,
+    source_ptr: tl.tensor,
+    n: tl.tensor,
+    INTERPRET: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n
@@ -61,7 +66,12 @@ def _split_kernel(
 
 @jit
 def _join_kernel(
-    out_ptr: tl.tensor, high_ptr: tl.tensor, low_ptr: tl.tensor, n: int, INTERPRET: tl.constexpr, BLOCK: tl.constexpr
+    out_ptr: tl.tensor,
+    high_ptr: tl.tensor,
+    low_ptr: tl.tensor,
+    n: tl.tensor,
+    INTERPRET: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n

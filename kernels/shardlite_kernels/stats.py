@@ -64,7 +64,7 @@ def store_row(stats_ptr: tl.tensor, values: tl.tensor, mask: tl.tensor) -> None:
 def _stats_kernel(
     x_ptr: tl.tensor,
     stats_ptr: tl.tensor,
-    n: int,
+    n: tl.tensor,
     NATIVE: tl.constexpr,
     INTERPRET: tl.constexpr,
     BLOCK: tl.constexpr,
