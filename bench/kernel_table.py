@@ -44,7 +44,8 @@ def _heading(row: Row) -> str:
     where = f"on the CPU with {_counted(row['threads'], 'thread')}" if row["device"] == "cpu" else f"on {row['device']}"
     return (
         f"{row['numel']:,} elements {where}; share of {row['ceiling']} in the same rounds, of the time of "
-        f"torch._fused_adamw_ (raw), of CPU time too; medians; {row['machine']}, torch {row['torch']}, {row['date']}."
+        f"torch._fused_adamw_ (raw), of CPU time too; medians; a load of {row['load']} on {row['machine']}, "
+        f"torch {row['torch']}, {row['date']}."
     )
 
 

@@ -16,6 +16,7 @@ writes `bench/results/kernels-DEVICE.jsonl`, one JSON object for each kernel, fo
 | `share` | `gbps` as a part of that; below what caches hold it may exceed 1 |
 | `vs_raw` | the median over rounds of the time as a part of that of `torch._fused_adamw_` on fp32, in the same round |
 | `cpu_ms_p50`, `cpu_vs_raw` | milliseconds of work in all threads, and the same ratio of these; on a GPU of launching alone |
+| `load` | how many threads on this machine wanted to run in the minute before: more than ours mean that times are noisy |
 | `goal`, `reached` | what we want, and whether it is so |
 | `contract`, `error`, `tolerance_used` | whether results were to be equal to the bit, their largest relative error, and that as a part of what is allowed |
 | `note` | why there is no time: a package is not installed or fails, or memory does not suffice |
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -197,6 +199,7 @@ def _common(device: torch.device) -> Row:
         "bench": "kernels",
         "device": torch.cuda.get_device_name(device) if gpu else "cpu",
         "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
         "ceiling": "copy_" if gpu else "add_",
         "verified": VERIFIED,
         "triton": _version("triton"),
