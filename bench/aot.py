@@ -22,6 +22,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -48,11 +49,14 @@ WORKERS = 2
 # ---- what becomes of it -------------------------------------------------------------------------------------------
 
 
-def compiled_row(case_and_target: tuple[int, str], *, hinted: bool = True) -> Row:
-    """Compile one case for one target and return what there is to say."""
+def compiled_row(case_and_target: tuple[int, str], *, hinted: bool = True, counts: str = "i32") -> Row:
+    """Compile one case for one target and return what there is to say.
+
+    Unless `hinted` nothing is known about lengths; `counts` is the type of them.
+    """
     number, target = case_and_target
     case = cases()[number]
-    launch = case.launch
+    launch = case.launch._replace(counts=counts)
     figures = read(TARGETS[target], launch, compile_for(TARGETS[target], launch, hinted=hinted))
     per_thread = case.block // _THREADS
     side_bytes = sum(use.bytes for use in case.uses.values() if use.share != 1)
@@ -71,16 +75,11 @@ def compiled_row(case_and_target: tuple[int, str], *, hinted: bool = True) -> Ro
     }
 
 
-def unhinted_row(case_and_target: tuple[int, str]) -> Row:
-    """The same where nothing is known about the length."""
-    return compiled_row(case_and_target, hinted=False)
-
-
-def compiled_rows(numbers: Sequence[int], targets: Sequence[str], *, hinted: bool) -> list[Row]:
-    """A row for each case of these numbers and each target: those of a case follow each other."""
+def compiled_rows(numbers: Sequence[int], targets: Sequence[str], **settings: Any) -> list[Row]:
+    """A `compiled_row` for each case of these numbers and each target: those of a case follow each other."""
     # New processes and not forks, because torch has threads.
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
-        return list(pool.map(compiled_row if hinted else unhinted_row, product(numbers, targets)))
+        return list(pool.map(partial(compiled_row, **settings), product(numbers, targets)))
 
 
 def problems(row: Row) -> list[str]:
@@ -110,8 +109,8 @@ COLUMNS: dict[str, Callable[[list[Row]], str]] = {
     "spilled": lambda rows: _by_target(rows, "spilled"),
     "shared": lambda rows: _by_target(rows, "shared"),
     "bits per access": lambda rows: _span([bits for row in rows for each in row["widths"].values() for bits in each]),
-    "bytes per element": lambda rows: _by_gradient(rows, "bytes", "side_bytes"),
-    "side tables": lambda rows: _number(rows[0]["side_bytes"]) if rows[0]["side_bytes"] else "",
+    "bytes per element: tensors [S]": lambda rows: _by_gradient(rows, "bytes", "side_bytes"),
+    "and side tables": lambda rows: _number(rows[0]["side_bytes"]) if rows[0]["side_bytes"] else "",
     "instructions": lambda rows: _instructions(rows),
 }
 
@@ -167,11 +166,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", action="append", choices=list(TARGETS), help="one of the targets, or several")
     parser.add_argument("--rows", type=Path, help="compile nothing: read what --json printed")
     parser.add_argument("--unhinted", action="store_true", help="as if nothing was known about lengths")
+    parser.add_argument("--long", action="store_true", help="as for 2^31 elements and more: lengths have 64 bits")
     parser.add_argument("--json", action="store_true", help="print rows, one JSON object a line")
     parser.add_argument("--write", action="store_true", help="put the table into kernels/README.md")
     parser.add_argument("--check", action="store_true", help="compare these lines with the table there")
     asked = parser.parse_args(arguments)
-    if asked.write and (asked.lines or asked.target or asked.unhinted):
+    if asked.write and (asked.lines or asked.target or asked.unhinted or asked.long):
         parser.error("--write takes the whole table")
     if asked.rows:
         rows = [json.loads(line) for line in asked.rows.read_text().splitlines()]
@@ -181,7 +181,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         numbers = [i for i, case in enumerate(cases()) if not asked.lines or {case.kernel, case.line} & {*asked.lines}]
         if not numbers:
             parser.error(f"there is no line of these names: {asked.lines}")
-        rows = compiled_rows(numbers, asked.target or list(TARGETS), hinted=not asked.unhinted)
+        settings = {"hinted": not asked.unhinted, "counts": "i64" if asked.long else "i32"}
+        rows = compiled_rows(numbers, asked.target or list(TARGETS), **settings)
     wrong = [problem for row in rows for problem in problems(row)]
     print("\n".join(map(json.dumps, rows)) if asked.json else render(rows))
     if asked.write and not wrong:

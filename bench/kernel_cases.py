@@ -93,6 +93,9 @@ MOMENTS = {
 }
 WEIGHT_BYTES = {"fp32": 4, "split24": 3}
 MOMENT_BYTES = {"fp32": 8, "bf16": 4, "int8": 2.0625}
+ROW_BYTES = 1 / 16
+"""Of the table of rows: 2 for 32 elements."""
+
 TABLES = {"rows": Use("i16", "r", 32), "scalars": Use("fp32", "r", 0), "keys": Use("i32", "r", 0)}
 
 
@@ -120,7 +123,7 @@ def adamws() -> Iterator[Case]:
             gradient=gradient,
             code=_adamw_kernel,
             uses=uses,
-            bytes=2 * s + (2 * g if unscale or reduces else g) + 1 / 16,
+            bytes=2 * s + (2 * g if unscale or reduces else g) + ROW_BYTES,
             block=block_of(state, like["grad"], unscale=unscale),
             flags={"UNSCALE": unscale},
             exact=moment != "int8",

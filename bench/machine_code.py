@@ -40,6 +40,9 @@ class Launch(NamedTuple):
     constants: Mapping[str, Any]
     """`BLOCK` among them."""
 
+    counts: str = "i32"
+    """The type of what counts elements or is a position: Triton takes "i64" from 2^31 on."""
+
 
 def compile_for(target: GPUTarget, launch: Launch, *, hinted: bool = True) -> Any:
     """The compiled kernel; all memory starts at multiples of 16 bytes.
@@ -70,7 +73,7 @@ def read(target: GPUTarget, launch: Launch, compiled: Any) -> dict[str, Any]:
 
 
 def _types(launch: Launch) -> dict[str, str]:
-    """The type of each argument, in their order. Numbers are annotated in the kernel."""
+    """The type of each argument, in their order. Annotations in the kernel say it: `tensor` of what counts elements."""
     types = {}
     for parameter in launch.kernel.params:
         name = parameter.name
@@ -79,13 +82,13 @@ def _types(launch: Launch) -> dict[str, str]:
         elif name.endswith("_ptr"):
             types[name] = f"*{launch.pointers[name[:-4]]}" if name[:-4] in launch.pointers else "constexpr"
         else:
-            types[name] = parameter.annotation
+            types[name] = launch.counts if parameter.annotation == "tensor" else parameter.annotation
     return types
 
 
 def _is_divisible(name: str, kind: str) -> bool:
     """Lengths, strides and positions are: shards and rows of a buffer are padded for it. Counts of blocks are not."""
-    return kind == "i32" and not name.startswith("blocks")
+    return kind in ("i32", "i64") and not name.startswith("blocks")
 
 
 class _Arguments:
@@ -97,9 +100,9 @@ class _Arguments:
         for name, kind in _types(launch).items():
             if kind == "constexpr":
                 continue
-            size = 8 if kind.startswith("*") else 4
+            size = 8 if kind.startswith("*") or kind.endswith("64") else 4
             end = -(-end // size) * size
-            if size == 8:
+            if kind.startswith("*"):
                 self.names[end] = name[:-4]
             end += size
         self.size = -(-end // 8) * 8 + 16  # two more pointers, to scratch memory of Triton's

@@ -27,6 +27,20 @@ def carve(kinds: Sequence[tuple[torch.dtype, bool]], lengths: Sequence[int], dev
     return parts
 
 
+def mark_padded(grad: Tensor) -> Tensor:
+    """Say of a gradient that lies like its parameter that what pads it to a multiple of 32 elements is zero, and ours.
+
+    Nothing about a tensor tells: what lies behind it in its storage may as well belong to somebody else.
+    """
+    grad.shardlite_padded = True  # type: ignore[attr-defined]
+    return grad
+
+
+def is_padded(grad: Tensor) -> bool:
+    """Whether that was said."""
+    return getattr(grad, "shardlite_padded", False)
+
+
 def joined(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
     """Return the memory of these pairs, [n] each, as few pairs: those that follow each other on both sides are one."""
     runs: list[list[tuple[Tensor, Tensor]]] = []

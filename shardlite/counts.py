@@ -111,8 +111,8 @@ class StepCounts(ABC):
         """Step some more rows, those with `users` [len(rows)] above 0."""
 
     @abstractmethod
-    def update(self, stretch: Stretch, grad: Tensor) -> None:
-        """Step by a gradient [S]."""
+    def update(self, stretch: Stretch, grad: Tensor, bad: Tensor | None = None) -> None:
+        """Step by a gradient [S]; `bad` [], int32, becomes 1 if that is not finite."""
 
     @abstractmethod
     def reduce(self, stretch: Stretch, received: Tensor, own: Tensor, divisor: int, bad: Tensor) -> None:
@@ -155,10 +155,10 @@ class HostCounts(StepCounts):
         """Whether a row is stepped."""
         return row in self._active
 
-    def update(self, stretch: Stretch, grad: Tensor) -> None:
+    def update(self, stretch: Stretch, grad: Tensor, bad: Tensor | None = None) -> None:
         """Step by PyTorch's operator."""
         if not self._skip:
-            adamw_cpu(stretch.state, grad, self._step(stretch))
+            adamw_cpu(stretch.state, grad, self._step(stretch), bad=bad)
 
     def reduce(self, stretch: Stretch, received: Tensor, own: Tensor, divisor: int, bad: Tensor) -> None:
         """Step by PyTorch's operator, chunk by chunk."""
@@ -234,9 +234,9 @@ class DeviceCounts(StepCounts):
             self._row_numbers[key] = send(rows, torch.int64, self.steps.device)
         self._active.index_copy_(0, self._row_numbers[key], (users > 0).to(torch.float32))
 
-    def update(self, stretch: Stretch, grad: Tensor) -> None:
+    def update(self, stretch: Stretch, grad: Tensor, bad: Tensor | None = None) -> None:
         """Step by the kernel."""
-        adamw(stretch.state, grad, self._table(stretch), unscale=self._unscale)
+        adamw(stretch.state, grad, self._table(stretch), unscale=self._unscale, bad=bad)
 
     def reduce(self, stretch: Stretch, received: Tensor, own: Tensor, divisor: int, bad: Tensor) -> None:
         """Step by the kernel."""

@@ -78,20 +78,20 @@ def _prepare(optimizer: Optimizer, models: Iterable[Stepping]) -> None:
     models = list(models)
     for model in models:
         model.before_step(optimizer)
-    if models and getattr(optimizer, "max_norm", None) is not None:
+    if models and getattr(optimizer, "clips_by_norm", False):
         optimizer.norm = _norm_for(optimizer, models)  # type: ignore[attr-defined]
 
 
 def _norm_for(optimizer: Optimizer, models: Sequence[Stepping]) -> Tensor:
     """Return the global norm that an optimizer clips by itself, []."""
-    shards = {id(shard) for shard in models[0].shards}
-    others = [param for group in optimizer.param_groups for param in group["params"] if id(param) not in shards]
-    if len(models) > 1 or others:
+    shards = set(models[0].shards)
+    held = {param for group in optimizer.param_groups for param in group["params"]}
+    if len(models) > 1 or held - shards:
         raise LayoutError(
             f"{type(optimizer).__name__}(max_norm=...) clips by the norm of one wrapped model, but holds parameters of "
             f"{'several' if len(models) > 1 else 'it and others'}: call clip_grad_norm_ of each model instead"
         )
-    return models[0].clipper.norm(2.0)
+    return models[0].clipper.norm(2.0, None if held == shards else shards & held)
 
 
 def _after(optimizer: Optimizer, *_: Any) -> None:

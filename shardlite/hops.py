@@ -9,6 +9,7 @@ Between the first gradient and `step()` nothing can be taken back: weights that 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from weakref import WeakMethod
 
@@ -18,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 
 from shardlite.counts import Group, StepCounts, Stretch
 from shardlite.errors import NonFiniteError, PhaseError
-from shardlite.magnitude import any_bad
 from shardlite.runs import follows
 from shardlite.slots import Slot
 
@@ -32,19 +32,19 @@ class Hops:
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._done: set[Tensor] = set()
         self._alarm = _Alarm()
-        self.paused = 0
-        """How many ask for gradients to be left alone."""
+        self.paused: Counter[Tensor] = Counter()
+        """How many ask for the gradient of each parameter to be left alone."""
 
     @property
-    def caught(self) -> set[Tensor]:
-        """The parameters that are stepped by hooks of their own."""
-        return set(self._handles)
+    def is_open(self) -> bool:
+        """Whether a step is under way."""
+        return bool(self._counts)
 
     def catch(self, param: Tensor, step: WeakMethod[Callable[[Tensor], None]]) -> None:
         """Call `step(param)` when autograd has put its gradient there, unless paused."""
 
         def take(param: Tensor) -> None:
-            if (now := step()) is None or self.paused:
+            if (now := step()) is None or self.paused[param]:
                 return
             if param in self._done:
                 param.grad = None  # it is of a backward that is refused
@@ -101,7 +101,7 @@ class Hops:
         """Count the step; the parameter `groups` are those of now.
 
         Raises:
-            NonFiniteError: a gradient had a NaN or an infinity; on a GPU some steps later.
+            NonFiniteError: a gradient had a NaN or an infinity; on a GPU one step later.
             PhaseError: hyper-parameters have changed since the backward, too late for this step.
         """
         outdated = any(counts.outdated(groups) for counts in self._counts)
@@ -149,8 +149,7 @@ class HopStep:
                 if received is not None:
                     first.counts.reduce(stretch, received[here], own[here], divisor, self.bad)
                 else:
-                    self.bad.logical_or_(any_bad([own[here]], own.device))
-                    first.counts.update(stretch, own[here])
+                    first.counts.update(stretch, own[here], self.bad)
 
     def _stretches(self) -> Iterator[tuple[Slot, int, int]]:
         """Yield what one call can step: the first parameter, and where its gradients start and end."""
@@ -170,11 +169,14 @@ class HopStep:
 
 
 class _Alarm:
-    """A flag that is looked at when the host need not wait for it: on a CPU at once, on a GPU when it has come."""
+    """A flag that the host looks at: on a CPU at once, on a GPU one step later, when that step is over anyhow.
+
+    So every rank finds it up in the same step.
+    """
 
     def __init__(self) -> None:
         self._flag: Tensor | None = None
-        self._seen = torch.zeros((), dtype=torch.int32)
+        self._seen: Tensor | None = None
         self._on_its_way: torch.cuda.Event | None = None
 
     def note(self, bad: Tensor) -> None:
@@ -183,32 +185,30 @@ class _Alarm:
         self._flag = bad if self._flag is None else torch.maximum(self._flag, bad)
 
     def look(self) -> None:
-        """Raise if the flag is known to be up.
+        """Lower the flag, and raise if it was known to be up.
 
         Raises:
-            NonFiniteError: it is.
+            NonFiniteError: it was.
         """
-        if self._flag is None:
+        flag, self._flag = self._flag, None
+        if flag is None or (flag.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
-        if self._flag.device.type == "cpu":
-            up = bool(self._flag)
-            self._flag = None
-        elif self._on_its_way is None:
-            self._send(self._flag)
-            return
-        elif not self._on_its_way.query():  # type: ignore[no-untyped-call]
-            return
-        else:
-            up = bool(self._seen)
-            self._send(self._flag)
-        if up:
+        seen = self._see(flag)
+        if seen is not None and int(seen):
+            self._seen = self._on_its_way = None
             raise NonFiniteError(
                 "a gradient had a NaN or an infinity in a step that was taken in the backward, so weights and moments "
                 "are NaN now: go on from a checkpoint. AdamW without in_backward leaves such steps out"
             )
 
-    def _send(self, flag: Tensor) -> None:
-        """Let the flag of now be seen by a later look."""
+    def _see(self, flag: Tensor) -> Tensor | None:
+        """Return the flag or, on a GPU, that of the last step, and send this one on its way."""
+        if not flag.is_cuda:
+            return flag
+        if self._on_its_way is not None:
+            self._on_its_way.synchronize()
+        last = self._seen
         self._seen = torch.empty((), dtype=torch.int32, pin_memory=True)
         self._seen.copy_(flag, non_blocking=True)
         self._on_its_way = torch.cuda.current_stream(flag.device).record_event()
+        return last

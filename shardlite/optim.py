@@ -7,10 +7,10 @@ backward brings. Nothing here knows about units, ranks or communication.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 from weakref import WeakMethod, WeakSet
 
@@ -19,13 +19,13 @@ from shardlite_kernels import FORMATS
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardlite.counts import Amp, Group, Row, StepCounts, Stretch, counts_for
+from shardlite.counts import Amp, Group, StepCounts
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.hops import Hops, HopStep
 from shardlite.magnitude import any_bad
 from shardlite.options import FOREIGN_OPTIONS, check_group, check_loaded, check_params
-from shardlite.runs import runs
-from shardlite.slots import Slot, canonical, check_state, place
+from shardlite.slots import Slot, canonical, check_state
+from shardlite.stepplan import Plan, active, by_counts, update
 
 _living: WeakSet[AdamW] = WeakSet()
 
@@ -66,7 +66,7 @@ class AdamW(Optimizer):
 
     _step_supports_amp_scaling = True
     steps_split_weights = True
-    _plan: _Plan | None = None  # made when first needed, and anew when parameters have moved
+    _plan: Plan | None = None  # made when first needed, and anew when parameters have moved
     _hops: Hops | None = None
     moments = "fp32"
     max_norm: float | None = None
@@ -102,6 +102,11 @@ class AdamW(Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "max_update": max_update}
         super().__init__(params, defaults)
         _living.add(self)
+
+    @property
+    def clips_by_norm(self) -> bool:
+        """Whether a step needs `norm`, the global one."""
+        return self.max_norm is not None
 
     @property
     def in_backward(self) -> bool:
@@ -177,14 +182,14 @@ class AdamW(Optimizer):
             self._hops.close(self.param_groups)
             return loss
         plan = self._current_plan()
-        stepped = _active(plan.slots, self.state)
+        stepped = active(plan.slots, self.state)
         # The scaler deletes them after the step.
         grad_scale = getattr(self, "grad_scale", None)
         amp = Amp(getattr(self, "found_inf", None), grad_scale, self._clip_factor(stepped, grad_scale))
-        counted = _by_counts(stepped)
+        counted = by_counts(stepped)
         for counts, rows in counted.items():
             counts.begin(self.param_groups, rows, amp)
-        _update(stepped, unscale=amp.grad_scale is not None)
+        update(stepped, unscale=amp.grad_scale is not None)
         for counts in counted:
             counts.end()
         # The kernels wrote through views that have version counters of their own.
@@ -209,7 +214,7 @@ class AdamW(Optimizer):
         `places` are the parameters, each with the place in that buffer where its gradient starts.
         """
         assert self._hops is not None
-        slots = self._current_plan().by_param
+        slots = self._plan_of_now().by_param
         return self._hops.prepare([(slots[param], start) for param, start in places])
 
     def ready(self) -> None:
@@ -268,7 +273,7 @@ class AdamW(Optimizer):
         assert param.grad is not None
         step = self.hop([(param, 0)])
         step.activate(torch.ones(1, device=param.device))
-        _update(_active([self._current_plan().by_param[param]], self.state), unscale=False)
+        update(active([self._plan_of_now().by_param[param]], self.state), unscale=False)
         self._hops.note(any_bad([param.grad], param.device))
         torch.autograd.graph.increment_version([param])
         param.grad = None
@@ -291,11 +296,17 @@ class AdamW(Optimizer):
         self.state.update(states)
         self._plan = None if held else self._plan
 
-    def _current_plan(self) -> _Plan:
+    def _plan_of_now(self) -> Plan:
+        """The plan of the step that is open or, if none is, the current one."""
+        if self._plan is not None and self._hops is not None and self._hops.is_open:
+            return self._plan
+        return self._current_plan()
+
+    def _current_plan(self) -> Plan:
         if self._plan is None or not self._plan.fits(self.param_groups):
             for group in self.param_groups:
                 check_params(group, self.moments)
-            self._plan = _Plan(self.param_groups, self.state, self.moments)
+            self._plan = Plan(self.param_groups, self.state, self.moments)
             self._plan.adopt(self.state)
         return self._plan
 
@@ -340,14 +351,14 @@ def steps_in_backward(names: Callable[[], Mapping[Tensor, str]]) -> AdamW | None
 def accumulating(params: Iterable[Tensor]) -> Iterator[None]:
     """Let optimizers leave the gradients of these parameters alone in backwards inside."""
     wanted = set(params)
-    with_hops = [o._hops for o in _living if o._hops is not None and o._hops.caught & wanted]
-    for hops in with_hops:
-        hops.paused += 1
+    paused = [optimizer._hops for optimizer in _living if optimizer._hops is not None]
+    for hops in paused:
+        hops.paused.update(wanted)
     try:
         yield
     finally:
-        for hops in with_hops:
-            hops.paused -= 1
+        for hops in paused:
+            hops.paused = hops.paused - Counter(wanted)
 
 
 @dataclass(frozen=True)
@@ -355,94 +366,6 @@ class _Kept:
     """A value that PyTorch's loading shall leave as it is."""
 
     value: Any
-
-
-class _Plan:
-    """What stays the same from step to step: where parameters lie, in which order, and where their states are.
-
-    A parameter that is frozen keeps its place if it has a state.
-    """
-
-    def __init__(self, groups: Sequence[Group], states: Mapping[Tensor, Any], moments: str) -> None:
-        number = count()
-        numbered = [[(param, next(number)) for param in group["params"]] for group in groups]
-        self._members = [
-            [Slot(param, index, n) for param, n in pairs if param.requires_grad or states.get(param)]
-            for index, pairs in enumerate(numbered)
-        ]
-        slots = [slot for slots in self._members for slot in slots]
-        self.by_param = {slot.param: slot for slot in slots}
-        place(slots, moments)
-        self.counts = _number(slots)
-        self.slots = sorted(slots, key=lambda slot: (id(slot.arena), slot.start, slot.end))
-
-    def fits(self, groups: Sequence[Group]) -> bool:
-        """Whether `groups` have the parameters that this plan was made for, and none of them has moved."""
-        if len(groups) != len(self._members):
-            return False
-        for group, slots in zip(groups, self._members, strict=True):
-            params = [param for param in group["params"] if param.requires_grad or param in self.by_param]
-            if len(params) != len(slots):
-                return False
-            pairs = zip(slots, params, strict=True)
-            if not all(slot.param is param and slot.address == param.data_ptr() for slot, param in pairs):
-                return False
-        return True
-
-    @torch.no_grad()
-    def adopt(self, states: dict[Tensor, Any]) -> None:
-        """Move all `states` that exist into the arenas."""
-        for slot in self.slots:
-            if states.get(slot.param) and not slot.holds(states[slot.param]):
-                slot.adopt(states)
-
-
-def _number(slots: Sequence[Slot]) -> list[StepCounts]:
-    """Give each slot a row of step counts on the device that steps it, and return these."""
-    by_device: dict[torch.device, list[Slot]] = {}
-    for slot in slots:
-        by_device.setdefault(slot.param.device, []).append(slot)
-    made = []
-    for device, neighbours in by_device.items():
-        rows = [Row(slot.group, slot.number, slot.place - slot.part.offset) for slot in neighbours]
-        counts = counts_for(neighbours[0].param)(rows, device)
-        made.append(counts)
-        for row, slot in enumerate(neighbours):
-            slot.counts, slot.row = counts, row
-            slot.state = {"step": counts.steps[row], **slot.arena.entry(slot)}
-    for arena in {id(slot.arena): slot.arena for slot in slots}.values():
-        arena.name_rows()
-    return made
-
-
-def _active(slots: Sequence[Slot], states: dict[Tensor, Any]) -> list[Slot]:
-    """Those of `slots` that are trainable and have a gradient. Their states are in the arenas then."""
-    active = [slot for slot in slots if slot.param.requires_grad and slot.param.grad is not None]
-    for slot in active:
-        if slot.param.grad.layout is not torch.strided:  # type: ignore[union-attr]
-            raise ValueError(f"AdamW: gradients must be dense, got a {slot.param.grad.layout} gradient")  # type: ignore[union-attr]
-        if not slot.holds(states.get(slot.param)):
-            slot.adopt(states)
-    return active
-
-
-def _by_counts(stepped: Sequence[Slot]) -> dict[StepCounts, list[int]]:
-    """The rows of `stepped` in each of the step counts."""
-    rows: dict[StepCounts, list[int]] = {}
-    for slot in stepped:
-        rows.setdefault(slot.counts, []).append(slot.row)
-    return rows
-
-
-def _update(stepped: Sequence[Slot], unscale: bool) -> None:
-    """Step the slots, run by run."""
-    addresses = {slot.param.grad.data_ptr() for slot in stepped}  # type: ignore[union-attr]
-    for run in runs(stepped):
-        for state, grad, begin in run.pieces(addresses):
-            rows = run.first.arena.rows_of(begin, state)
-            run.first.counts.update(Stretch(state, rows, begin, run.first.row), grad)
-        if unscale:
-            run.give_back()
 
 
 def _part_of_state(param: Tensor, state: Mapping[str, Any], part: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Any]:

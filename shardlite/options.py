@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from shardlite_kernels import Hyper
 from torch import Tensor
 
 from shardlite.counts import Group
@@ -32,6 +33,7 @@ def check_group(group: Group, moments: str) -> None:
             raise ValueError(f"AdamW: {name} must be at least 0, got {value}")
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"AdamW: betas must be two numbers from 0 to below 1, got {betas}")
+    Hyper(0.0, betas[0], betas[1], 0.0, 0.0).check()
     if group["max_update"] is not None and not group["max_update"] > 0:
         raise ValueError(f"AdamW: max_update must be above 0, or None, got {group['max_update']}")
     check_params(group, moments)

@@ -17,8 +17,9 @@ from collections.abc import Iterator, Sequence
 from shardlite_kernels import State
 from torch import Tensor
 
+from shardlite.arena import is_padded
 from shardlite.layout import ALIGN
-from shardlite.slots import Slot, flat, storage_numel
+from shardlite.slots import Slot, flat
 
 
 class Run:
@@ -26,41 +27,37 @@ class Run:
 
     def __init__(self, slot: Slot, grad: Tensor) -> None:
         self.first = self._last = slot
+        self._padded = is_padded(grad) and grad.is_contiguous()
         self._given, self._grad = grad, grad.contiguous()
-        self._address, self._itemsize = self._grad.data_ptr(), self._grad.element_size()
-        # Elements from the start of the first gradient to the end of its storage: what lies there is one buffer.
-        self._offset = int(self._grad.storage_offset())
-        self._reach = storage_numel(self._grad) - self._offset
 
     def extend(self, slot: Slot, grad: Tensor) -> bool:
-        """Take `slot` in if it belongs here."""
+        """Take `slot` in if it belongs here, and only padding lies between its gradient and the one before."""
+        distance = (slot.start - self.first.start) * grad.element_size()
         fits = (
             follows(slot, self._last)
-            and grad.data_ptr() == self._address + (slot.start - self.first.start) * self._itemsize
-            and slot.end - self.first.start <= self._reach
+            and ((self._padded and is_padded(grad)) or slot.start == self._last.end)
+            and grad.data_ptr() == self._grad.data_ptr() + distance
             and grad.untyped_storage().data_ptr() == self._grad.untyped_storage().data_ptr()
             and grad.dtype == self._grad.dtype
             and grad.is_contiguous()
         )
         if fits:
-            self._last = slot
+            self._last, self._padded = slot, is_padded(grad)
         return fits
 
-    def pieces(self, addresses: set[int]) -> Iterator[tuple[State, Tensor, int]]:
+    def pieces(self) -> Iterator[tuple[State, Tensor, int]]:
         """Yield what is to be stepped by which gradient, and its place in the arena; step it before asking for more.
 
-        That is the run whole if its gradient has padding too. If it has none, its memory ends or another gradient lies
-        there (`addresses` are where gradients start): then what reaches into the last 32 elements is stepped by itself,
-        with a padded copy of its gradient.
+        That is the run whole if its gradient has padding too. If not, what reaches into the last 32 elements is stepped
+        by itself, with a padded copy of its gradient.
         """
         start, end, stop = self.first.start, self._last.end, self._last.stop
-        padding = range(self._address + (end - start) * self._itemsize, self._address + (stop - start) * self._itemsize)
-        padded = stop - start <= self._reach and not any(place in addresses for place in padding[:: self._itemsize])
-        body = stop if padded or stop == end else start + (end - start) // ALIGN * ALIGN
+        begin = int(self._grad.storage_offset())
+        body = stop if self._padded or stop == end else start + (end - start) // ALIGN * ALIGN
         if body > start:
-            yield self._piece(start, body, flat(self._grad, self._offset, self._offset + body - start))
+            yield self._piece(start, body, flat(self._grad, begin, begin + body - start))
         if body < stop:
-            ours = flat(self._grad, self._offset + body - start, self._offset + end - start)
+            ours = flat(self._grad, begin + body - start, begin + end - start)
             copy = ours.new_zeros(stop - body)
             copy[: end - body] = ours
             yield self._piece(body, stop, copy)

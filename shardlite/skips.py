@@ -39,6 +39,8 @@ class Skips:
         Raises:
             NonFiniteError: too many in a row were left out.
         """
+        if getattr(optimizer, "in_backward", False):
+            return  # it has stepped already
         flag = self.flag()
         if flag is not self._counted:
             self._hidden = []  # left over from a step that ended in an exception, and outdated by another backward

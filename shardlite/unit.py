@@ -16,6 +16,7 @@ import torch
 from shardlite_kernels import join, split
 from torch import Tensor, nn
 
+from shardlite.arena import mark_padded
 from shardlite.errors import LayoutError
 from shardlite.lane import Flight
 from shardlite.layout import Layout, Slot, round_up
@@ -155,7 +156,7 @@ class Flat:
         """Yield the shards that have gradients, each with its part of a gradient shard."""
         views = _cut_all(mean, self.gradients, self.own_range(self.gradients))
         for row, view in zip(self.rows, views, strict=True):
-            yield self.shards[row], view
+            yield self.shards[row], mark_padded(view)
 
 
 def _cut_all(local: Tensor, layout: Layout, own: tuple[int, int]) -> list[Tensor]:

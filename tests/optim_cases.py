@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from shardlite.arena import mark_padded
+
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 NUMELS = [100, 32, 1, 0, 500, 33]
 
@@ -24,7 +26,7 @@ class Arena:
         for param in self.params:
             here = slice(param.storage_offset(), param.storage_offset() + param.numel())
             self.flat_grad[here] = torch.randn(param.numel(), generator=generator)
-            param.grad = self.flat_grad[here].view(param.shape)
+            param.grad = mark_padded(self.flat_grad[here].view(param.shape))
 
 
 def padded_numel(numel: int) -> int:

@@ -25,7 +25,7 @@ FLOORS = [
     ["counts"],
     ["slots"],
     ["runs", "options"],
-    ["hops"],
+    ["hops", "stepplan"],
     ["optim", "build", "full", "guard"],
     ["inside"],
     ["wrapper"],

@@ -4,8 +4,9 @@
 this rank's own part, which is never written to memory.
 
 Bytes per element, read and written, where weights and moments take `s` (12 in fp32, 5.0625 with split weights and
-codes), a gradient `g` and the table of rows 1/16: `adamw` moves `2*s + g`, `reduce_adamw` `2*s + 2*g`: 28 and 32 in
-fp32. A gradient that is divided by a scale is written as well. A step that is skipped only reads.
+codes) and a gradient `g`: `adamw` moves `2*s + g + 1/16`, `reduce_adamw` `2*s + 2*g + 1/16`, of which the last are the
+table of rows: 28.06 and 32.06 in fp32. A gradient that is divided by a scale is written as well. A step that is skipped
+only reads.
 Legend: `S` elements, `G = ceil(S / 32)` groups. All scalars are rounded to fp32 before they are used.
 
 On CUDA PyTorch computes, every line one fp32 operation (read from the machine code of torch 2.11 to 2.13):
@@ -161,18 +162,19 @@ def _adamw_kernel(
         store_rounded(grad_ptr, offsets, unscaled, mask, INTERPRET)
 
 
-def adamw(state: State, grad: Tensor, table: Table, *, unscale: bool = False) -> None:
+def adamw(state: State, grad: Tensor, table: Table, *, unscale: bool = False, bad: Tensor | None = None) -> None:
     """Step `state` [S] in place by the kernel, without waiting for the device.
 
     With `unscale` the gradient is divided by its `grad_scale`, in place. Where a row is not active nothing changes.
-    Weights are fp32, or split; the gradient is fp32, bf16 or fp16.
+    Weights are fp32, or split; the gradient is fp32, bf16 or fp16. `bad` [], int32, becomes 1 if that has a NaN or an
+    infinity where something is stepped.
 
     Raises:
         ValueError: shapes, devices or dtypes do not fit together, or CPU tensors are not to be interpreted: those take
             `adamw_cpu`.
     """
     _check("adamw", state, table, grad)
-    _launch(state, grad, None, table, None, 1, unscale)
+    _launch(state, grad, None, table, bad, 1, unscale)
 
 
 def reduce_adamw(
@@ -191,12 +193,16 @@ def reduce_adamw(
     _launch(state, own, received, table, bad, divisor, unscale=False)
 
 
-def adamw_reference(state: State, grad: Tensor, table: Table, *, unscale: bool = False) -> None:
+def adamw_reference(
+    state: State, grad: Tensor, table: Table, *, unscale: bool = False, bad: Tensor | None = None
+) -> None:
     """The specification of `adamw`: the formula of CUDA, on any device, one line per line."""
     numel = state.param.numel()
     each = table.scalars[table.row_of_each(numel)].unbind(1)  # in the order of `Scalars`
     beta1, beta2, eps, decay, step_size, root_bias2, limit, factor, grad_scale, active = each
     g = grad.float()
+    if bad is not None and not g[active != 0].isfinite().all():
+        bad.fill_(1)
     if unscale:
         g = g / grad_scale
         grad.copy_(torch.where(active != 0, g, grad.float()))
@@ -226,11 +232,7 @@ def reduce_adamw_reference(
     state: State, received: Tensor, own: Tensor, table: Table, *, divisor: int = 1, bad: Tensor | None = None
 ) -> None:
     """The specification of `reduce_adamw`."""
-    g = (received.float() + own.float()) / divisor
-    active = table.scalars[table.row_of_each(len(g)), -1] != 0
-    if bad is not None and not g[active].isfinite().all():
-        bad.fill_(1)
-    adamw_reference(state, g, table)
+    adamw_reference(state, (received.float() + own.float()) / divisor, table, bad=bad)
 
 
 def _launch(

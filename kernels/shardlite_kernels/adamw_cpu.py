@@ -9,8 +9,8 @@ Legend: `S` elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from math import inf, sqrt
 
 import torch
@@ -24,7 +24,7 @@ from .split import join_on_cpu, split_on_cpu
 from .state import State, check_flat
 
 _WEIGHTS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_CHUNK = 1 << 18
+_CHUNK = 1 << 19
 """Elements at a time; a multiple of 32, see README."""
 
 
@@ -61,8 +61,8 @@ class CpuStep:
         return self.factor == 1 and self.hyper.max_update == inf
 
 
-def adamw_cpu(state: State, grad: Tensor, step: CpuStep) -> None:
-    """Step `state` [S] in place by a gradient [S].
+def adamw_cpu(state: State, grad: Tensor, step: CpuStep, *, bad: Tensor | None = None) -> None:
+    """Step `state` [S] in place by a gradient [S]; `bad` [], int32, becomes 1 if that has a NaN or an infinity.
 
     Weights and moments may all be fp32, fp64, bf16 or fp16, and in the narrow formats; the gradient of weights that are
     computed with in fp32 may also be bf16 or fp16.
@@ -71,20 +71,11 @@ def adamw_cpu(state: State, grad: Tensor, step: CpuStep) -> None:
         ValueError: shapes, devices or dtypes do not fit together.
     """
     weight = _check("adamw_cpu", state, step, grad)
+    _look(grad, bad)
     if state.exact and grad.dtype == weight and step.plain:
-        _fused(state.param, grad, state.exp_avg, state.exp_avg_sq, step, step.grad_scale)
-        return
-
-    def gradient(start: int, stop: int) -> Tensor:
-        given = grad[start:stop]
-        wide = given.to(weight)
-        if step.grad_scale is not None:
-            wide.div_(torch.tensor(step.grad_scale, dtype=torch.float32))
-            if wide is not given:
-                given.copy_(wide)
-        return wide
-
-    _by_chunks(state, gradient, step)
+        _operator(step, step.grad_scale)(state.param, grad, state.exp_avg, state.exp_avg_sq)
+    else:
+        _by_chunks(state, (_unscaled(chunk, weight, step) for chunk in torch.split(grad, _CHUNK)), step)
 
 
 def reduce_adamw_cpu(
@@ -100,61 +91,78 @@ def reduce_adamw_cpu(
     weight = _check("reduce_adamw_cpu", state, step, received, own)
     room = torch.empty(min(_CHUNK, state.param.numel()), dtype=weight)
 
-    def gradient(start: int, stop: int) -> Tensor:
-        total = room[: stop - start]
-        hop(total, received[start:stop], own[start:stop], divisor)
-        if bad is not None and not total.sum().isfinite() and not total.isfinite().all():
-            bad.fill_(1)
-        return total
+    def sums() -> Iterator[Tensor]:
+        for partial, mine in zip(torch.split(received, _CHUNK), torch.split(own, _CHUNK), strict=True):
+            total = room[: len(mine)]
+            hop(total, partial, mine, divisor)
+            _look(total, bad)
+            yield total
 
-    _by_chunks(state, gradient, step)
+    _by_chunks(state, sums(), step)
 
 
-def _by_chunks(state: State, gradient: Callable[[int, int], Tensor], step: CpuStep) -> None:
-    """Step chunk by chunk, each by `gradient(start, stop)` [stop - start]."""
+def _unscaled(given: Tensor, weight: torch.dtype, step: CpuStep) -> Tensor:
+    """A chunk of a gradient in the dtype of the weights, divided by its scale, in memory too."""
+    wide = given.to(weight)
+    if step.grad_scale is not None:
+        wide.div_(torch.tensor(step.grad_scale, dtype=torch.float32))
+        if wide is not given:
+            given.copy_(wide)
+    return wide
+
+
+def _look(grad: Tensor, bad: Tensor | None) -> None:
+    """Note whether a gradient is not finite; a sum that is says enough."""
+    if bad is not None and not grad.sum().isfinite() and not grad.isfinite().all():
+        bad.fill_(1)
+
+
+def _by_chunks(state: State, gradients: Iterable[Tensor], step: CpuStep) -> None:
+    """Step chunk by chunk, each by its gradient."""
     numel = state.param.numel()
     room = torch.empty(2, min(_CHUNK, numel) if state.low is not None else 0, dtype=torch.int32)
-    for start in range(0, numel, _CHUNK):
-        stop = min(start + _CHUNK, numel)
-        piece, (joined, free) = state.part(start, stop), room[:, : stop - start]
-        g, p, (m, v) = gradient(start, stop), piece.param, piece.moments()
+    run = _operator(step) if step.hyper.max_update == inf else _limited(step)
+    for i, (piece, g) in enumerate(zip(state.split(_CHUNK), gradients, strict=True)):
+        p, (m, v) = piece.param, piece.moments()
         if piece.low is not None:
+            joined, free = room[:, : len(g)].unbind()
             p = joined.view(torch.float32)
             join_on_cpu(p, piece.param, piece.low, free)
-        if step.factor != 1:
-            g = g * step.factor
-        if step.hyper.max_update == inf:
-            _fused(p, g, m, v, step)
-        else:
-            _limited(p, g, m, v, step)
+        run(p, g if step.factor == 1 else g * step.factor, m, v)
         if piece.low is not None:
-            split_on_cpu(piece.param, piece.low, p, free)
+            split_on_cpu(piece.param, piece.low, p)
         if m is not piece.exp_avg:
             assert step.table is not None, "checked"
-            random = step.table.part(start, stop).random_bits(stop - start)
+            random = step.table.part(i * _CHUNK, i * _CHUNK + len(g)).random_bits(len(g))
             encode(m, v, *piece.codes(), random=random)
 
 
-def _fused(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: CpuStep, grad_scale: float | None = None) -> None:
-    """PyTorch's operator; it writes a gradient that it divides by a scale."""
-    torch._fused_adamw_(
-        *([p], [g], [m], [v], [], [torch.tensor(float(step.number), dtype=torch.float32)]),
-        **{name: value for name, value in step.hyper._asdict().items() if name != "max_update"},
-        amsgrad=False,
-        maximize=False,
-        grad_scale=None if grad_scale is None else torch.tensor(grad_scale, dtype=torch.float32),
-    )
+def _operator(step: CpuStep, grad_scale: float | None = None) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+    """PyTorch's operator for the tensors of a step; it writes a gradient that it divides by a scale."""
+    options = {name: value for name, value in step.hyper._asdict().items() if name != "max_update"}
+    number = torch.tensor(float(step.number), dtype=torch.float32)
+    scale = None if grad_scale is None else torch.tensor(grad_scale, dtype=torch.float32)
+
+    def run(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
+        torch._fused_adamw_(
+            *([p], [g], [m], [v], [], [number]), **options, amsgrad=False, maximize=False, grad_scale=scale
+        )
+
+    return run
 
 
-def _limited(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: CpuStep) -> None:
+def _limited(step: CpuStep) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
     """PyTorch's moments, and an update whose elements are cut off at `max_update` times the learning rate."""
     lr, beta1, beta2, eps, weight_decay, max_update = step.hyper
-    nobody = torch.zeros_like(p)
-    still = step.hyper._replace(lr=0.0, weight_decay=0.0)
-    _fused(nobody, g, m, v, CpuStep(number=step.number, hyper=still))
-    root_bias2 = sqrt(1 - beta2**step.number)
-    update = m / (1 - beta1**step.number) / (v.sqrt().div_(root_bias2).add_(eps))
-    p.mul_(1 - lr * weight_decay).sub_(update.clamp_(-max_update, max_update), alpha=lr)
+    still = _operator(replace(step, hyper=step.hyper._replace(lr=0.0, weight_decay=0.0)))
+
+    def run(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
+        still(torch.zeros_like(p), g, m, v)
+        root_bias2 = sqrt(1 - beta2**step.number)
+        update = m / (1 - beta1**step.number) / (v.sqrt().div_(root_bias2).add_(eps))
+        p.mul_(1 - lr * weight_decay).sub_(update.clamp_(-max_update, max_update), alpha=lr)
+
+    return run
 
 
 def _check(who: str, state: State, step: CpuStep, *grads: Tensor) -> torch.dtype:

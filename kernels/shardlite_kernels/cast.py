@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .launch import INTERPRET, block_size, jit, launch, tl, use_triton
-from .rounding import load_fp32, store_rounded
+from .rounding import fp32_by_odd, fp32_by_odd_reference, load_fp32, store_rounded
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NARROW = (torch.bfloat16, torch.float16)
@@ -34,28 +34,17 @@ def _cast_kernel(
     if WIDE:
         value = tl.load(source_ptr + offsets, mask=mask, eviction_policy="evict_first")
         if TWICE:
-            value = _fp32_by_odd(value)
+            value = fp32_by_odd(value)
     else:
         value = load_fp32(source_ptr, offsets, mask, INTERPRET)
     store_rounded(out_ptr, offsets, value, mask, INTERPRET)
-
-
-@jit
-def _fp32_by_odd(x: tl.tensor) -> tl.tensor:
-    """Of the two fp32 neighbours of fp64 `x` the one whose last bit is set; `x` where it is exact, or no number."""
-    near = x.to(tl.float32)
-    back = near.to(tl.float64)
-    bits = near.to(tl.int32, bitcast=True)
-    moves = (x == x) & (back != x) & ((bits & 1) == 0)
-    other = tl.where(tl.abs(back) < tl.abs(x), bits + 1, bits - 1)  # bits of a float grow away from zero
-    return tl.where(moves, other, bits).to(tl.float32, bitcast=True)
 
 
 def cast(out: Tensor, source: Tensor) -> None:
     """Write `source` [S] into `out` [S], rounded once to nearest even. fp32, bf16, fp16 and fp64, in any pair.
 
     PyTorch rounds fp64 to bf16 or fp16 twice, by way of fp32, which is wrong by one unit where the first rounding lands
-    on a tie. Here fp64 goes to fp32 by rounding to odd: then it cannot land on one (Boldo and Melquiond 2008).
+    on a tie. Here fp64 goes to fp32 by rounding to odd: then it cannot land on one.
 
     Raises:
         ValueError: shapes or devices do not fit together, or a dtype is none of the four.
@@ -100,8 +89,4 @@ def _cast_cpu(out: Tensor, source: Tensor) -> None:
         out.copy_(source)
         return
     for out_chunk, x in zip(torch.split(out, _CPU_CHUNK), torch.split(source, _CPU_CHUNK), strict=True):
-        near = x.float()
-        back, bits = near.double(), near.view(torch.int32)
-        moves = (x == x) & (back != x) & (bits & 1 == 0)
-        bits += torch.where(back.abs() < x.abs(), 1, -1).int() * moves
-        out_chunk.copy_(near)
+        out_chunk.copy_(fp32_by_odd_reference(x))

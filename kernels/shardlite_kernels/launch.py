@@ -19,7 +19,10 @@ try:
 except ImportError:
     triton = tl = None
 
-__all__ = ["INTERPRET", "block_size", "jit", "launch", "tl", "use_triton"]
+__all__ = ["GROUP", "INTERPRET", "block_size", "constexpr", "jit", "launch", "tl", "use_triton"]
+
+GROUP = 32
+"""Elements that share an exponent or a row of scalars. Shards are padded to multiples of it."""
 
 INTERPRET: bool = triton is not None and bool(triton.knobs.runtime.interpret)
 
@@ -32,6 +35,11 @@ _INTERPRETED_BLOCK = 16384  # the interpreter pays about 1 ms per program, whate
 def jit(function: Callable[..., Any]) -> Any:
     """`triton.jit`, or the plain function where there is no Triton: `launch` then refuses it."""
     return function if triton is None else triton.jit(function)
+
+
+def constexpr(value: int) -> Any:
+    """A global number that kernels may read, which are refused plain ones; for kernels only."""
+    return value if triton is None else tl.constexpr(value)
 
 
 def use_triton(tensor: Tensor) -> bool:

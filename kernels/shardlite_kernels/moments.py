@@ -28,10 +28,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .launch import GROUP as GROUP
 from .launch import jit, tl
-
-GROUP = 32
-"""Elements that share an exponent."""
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 """The dtype of the first moment in each format."""

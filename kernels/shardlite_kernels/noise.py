@@ -15,18 +15,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .launch import jit, tl
+from .launch import constexpr, jit, tl
 
 GOLDEN = 0x9E3779B1  # 2^32 over the golden ratio, odd: neighbours are far apart
 _STEP, _NUMBER = 0x85EBCA77, 0xC2B2AE3D  # odd, and unlike each other
+_FIRST, _SECOND = 0x85EBCA6B, 0xC2B2AE35  # the factors of MurmurHash3's finaliser
+_TL_GOLDEN, _TL_FIRST, _TL_SECOND = constexpr(GOLDEN), constexpr(_FIRST), constexpr(_SECOND)
 
 
 @jit
 def random_bits(position: tl.tensor, key: tl.tensor) -> tl.tensor:
     """32 random bits for each position of parameters with these keys, uint32."""
-    x = position.to(tl.uint32) * 0x9E3779B1 + key.to(tl.uint32, bitcast=True)
-    x = (x ^ (x >> 16)) * 0x85EBCA6B
-    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    x = position.to(tl.uint32) * _TL_GOLDEN + key.to(tl.uint32, bitcast=True)
+    x = (x ^ (x >> 16)) * _TL_FIRST
+    x = (x ^ (x >> 13)) * _TL_SECOND
     return x ^ (x >> 16)
 
 
@@ -54,8 +56,8 @@ def keys(steps: Tensor, numbers: Tensor, starts: Tensor) -> Tensor:
 
 def _mix(x: Tensor) -> Tensor:
     """Mix int32 numbers in their bits; conversions to int32 keep the lowest bits, and products wrap around."""
-    x = (x ^ _shift(x, 16)) * _signed(0x85EBCA6B)
-    x = (x ^ _shift(x, 13)) * _signed(0xC2B2AE35)
+    x = (x ^ _shift(x, 16)) * _signed(_FIRST)
+    x = (x ^ _shift(x, 13)) * _signed(_SECOND)
     return x ^ _shift(x, 16)
 
 

@@ -60,12 +60,40 @@ def _bf16_by_integers(x: tl.tensor) -> tl.tensor:
     return tl.where(is_nan, (bits >> 16) | 0x40, rounded).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
+@jit
+def fp32_by_odd(x: tl.tensor) -> tl.tensor:
+    """Fp64 `x` in fp32, rounded to odd as `round_to_odd` does."""
+    near = x.to(tl.float32)
+    back = near.to(tl.float64)
+    bits = near.to(tl.int32, bitcast=True)
+    moves = (x == x) & (back != x) & ((bits & 1) == 0)
+    other = tl.where(tl.abs(back) < tl.abs(x), bits + 1, bits - 1)  # bits of a float grow away from zero
+    return tl.where(moves, other, bits).to(tl.float32, bitcast=True)
+
+
+def fp32_by_odd_reference(x: Tensor) -> Tensor:
+    """The specification of `fp32_by_odd`."""
+    near = x.float()
+    back = near.double()
+    return round_to_odd(near, inexact=(x == x) & (back != x), outwards=back.abs() < x.abs())
+
+
+def round_to_odd(near: Tensor, *, inexact: Tensor, outwards: Tensor) -> Tensor:
+    """Of the two neighbours of an exact number the one whose last bit is set; `near`, one of them, where not `inexact`.
+
+    So what is rounded again, to a narrower format, cannot look like a tie that it is not (Boldo and Melquiond 2008).
+    `outwards` says where the exact number is further from zero than `near`, which is fp32 or fp64.
+    """
+    bits = near.view(torch.int32 if near.dtype == torch.float32 else torch.int64)
+    neighbour = torch.where(outwards, bits + 1, bits - 1)  # bits of a float grow away from zero
+    return torch.where(inexact & (bits & 1 == 0), neighbour, bits).view(near.dtype)
+
+
 def fma_reference(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
     """`a * b + c` of fp32 numbers, rounded once to fp32: what the hardware's fused multiply-add gives.
 
     The product of two fp32 numbers is exact in fp64 (48 bits). The fp64 sum is not always, and rounding it again to
-    fp32 would be wrong by one unit where the first rounding landed on a tie. So the sum is rounded to odd instead: the
-    last bit of an inexact sum is set, and it can no longer look like a tie (Boldo and Melquiond 2008).
+    fp32 would be wrong by one unit where the first rounding landed on a tie. So the sum is rounded to odd instead.
 
     `b` may be a Python float that fp32 represents exactly. Infinities, NaNs and signed zeros follow IEEE 754.
     """
@@ -74,13 +102,5 @@ def fma_reference(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
     total = product + addend
     virtual = total - product  # Knuth's TwoSum: `total + error` is the exact sum
     error = (product - (total - virtual)) + (addend - virtual)
-    return _round_to_odd(total, error).float()
-
-
-def _round_to_odd(total: Tensor, error: Tensor) -> Tensor:
-    """Of the two fp64 neighbours of the exact `total + error`, the one whose last bit is set; `total` where exact."""
-    bits = total.view(torch.int64)
-    outwards = (error > 0) == (total > 0)  # bits of a float grow away from zero
-    neighbour = torch.where(outwards, bits + 1, bits - 1)
-    must_move = (error != 0) & total.isfinite() & (bits & 1 == 0)
-    return torch.where(must_move, neighbour, bits).view(torch.float64)
+    inexact = (error != 0) & total.isfinite()
+    return round_to_odd(total, inexact=inexact, outwards=(error > 0) == (total > 0)).float()

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .moments import GROUP
+from .launch import GROUP
 from .noise import random_bits_by_group
 
 

@@ -127,11 +127,12 @@ def join_on_cpu(out: Tensor, high: Tensor, low: Tensor, room: Tensor) -> None:
     out.view(torch.int32).add_(room.copy_(low), alpha=256)
 
 
-def split_on_cpu(high: Tensor, low: Tensor, source: Tensor, room: Tensor) -> None:
-    """`split`, for a chunk [S] that is in the cache, with room [S], int32; `source` is overwritten.
+def split_on_cpu(high: Tensor, low: Tensor, source: Tensor) -> None:
+    """`split`, for a chunk [S] that is in the cache; `source` is overwritten.
 
     Rounding to bf16 is PyTorch's, which is fast, where there are no ties (a bit below those that are kept is set) and
-    the sum of all says that every number is finite and far from the largest one.
+    every number is finite and far from the largest one. The sum of all says so, unless some of the largest cancel in
+    it: these become NaN then instead of infinite.
     """
     if not source.sum().abs() < 1e38:
         split_reference(high, low, source)
@@ -139,8 +140,7 @@ def split_on_cpu(high: Tensor, low: Tensor, source: Tensor, room: Tensor) -> Non
     bits = source.view(torch.int32)
     bits.add_(0x80).bitwise_or_(1)
     high.copy_(source)
-    half = room.view(torch.int16)[: len(bits)]
-    low.copy_(half.copy_(bits).bitwise_right_shift_(8))
+    low.copy_(bits.bitwise_right_shift_(8))  # keeps the lowest 8 bits
 
 
 def _launch(kernel: object, tensors: tuple[Tensor, ...]) -> None:

@@ -10,12 +10,15 @@ Legend: `S` elements, `G = ceil(S / 32)` groups.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import repeat, starmap
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .moments import FORMATS, GROUP, decode
+from .launch import GROUP
+from .moments import FORMATS, decode
 from .split import join
 
 
@@ -57,6 +60,16 @@ class State(NamedTuple):
             None if self.avg_exponent is None else self.avg_exponent[groups],
             None if self.sq_exponent is None else self.sq_exponent[groups],
         )
+
+    def split(self, numel: int) -> Iterator[State]:
+        """Cut into parts of `numel` elements, a multiple of 32; the last may be shorter."""
+        count = max(1, -(-self.param.numel() // numel))  # of nothing there is one part, as with torch.split
+        sizes = (numel, numel, numel, numel, numel // GROUP, numel // GROUP)
+        columns = [
+            repeat(None, count) if tensor is None else torch.split(tensor, size)
+            for tensor, size in zip(self, sizes, strict=True)
+        ]
+        return starmap(State, zip(*columns, strict=True))
 
     def weight(self) -> Tensor:
         """The weights [S] as they are computed with: `param`, or the fp32 numbers that were split."""

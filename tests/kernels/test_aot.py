@@ -71,13 +71,36 @@ def test_all_targets_were_compiled_for_and_all_accesses_found(rows):
     assert (plain["bytes"], plain["side_bytes"]) == (28 + 1 / 16, 1 / 16)
 
 
-def test_side_tables_take_one_access_per_entry_and_thread(rows):
-    """A row of statistics is two numbers, a factor one, and a scale is written as a byte."""
+def test_a_thread_accesses_an_entry_of_a_side_table_once(rows):
+    """A row of statistics is two numbers, a factor one, and a scale is a byte."""
+    side_bits = {
+        **dict.fromkeys(("split", "join", "cast", "hop"), {}),
+        **dict.fromkeys(("stats", "hop, statistics"), {"stats": 32 + 32}),
+        **dict.fromkeys(("quantise", "dequantise"), {"scales": 8}),
+        "scale": {"factor": 32},
+    }
     for row in map(json.loads, rows.read_text().splitlines()):
-        expected = {"stats": {"stats": [32, 32]}, "quantise": {"scales": [8]}}.get(row["kernel"], row["side_widths"])
-        assert row["side_widths"] == expected
-        if row["kernel"] == "scale" and row["target"] != "gfx942":  # AMD's scalar unit reads it there
-            assert row["side_widths"] == {"factor": [32]}
+        expected = side_bits_of_adamw(row) if "adamw" in row["kernel"] else side_bits[row["kernel"]]
+        if (row["kernel"], row["target"]) == ("scale", "gfx942"):  # AMD's scalar unit reads the factor
+            expected = {}
+        assert {name: sum(widths) for name, widths in row["side_widths"].items()} == expected, row
+
+
+def side_bits_of_adamw(row):
+    """The number of a row, its scalars (the scale of gradients only where it is needed), a key where bits are random.
+
+    Exponents are read and written. Where they are, threads share groups in another way than elements, so the number of
+    the row and whether it is active are read once more.
+    """
+    coded, unscale = "int8" in row["format"], row["kernel"] == "adamw unscale"
+    bits = {"rows": 16 + 16 * coded, "scalars": 32 * (9 + unscale + coded)}
+    if "fp32 moments" not in row["format"]:
+        bits["keys"] = 32
+    if coded:
+        bits |= {"avg_exponent": 8 + 8, "sq_exponent": 8 + 8}
+    if row["kernel"] == "reduce_adamw":
+        bits["bad"] = 32
+    return bits
 
 
 def test_shared_memory_is_where_the_threads_of_a_program_meet(rows):
@@ -94,6 +117,21 @@ def test_an_unknown_length_costs_the_wide_accesses_and_is_reported(environment):
     assert done.returncode == 1
     assert "sm_90: own is accessed 32 bits at a time, not 128" in done.stderr
     assert "gfx942: own is accessed 32 bits at a time, not 128" in done.stderr
+
+
+def test_more_than_two_billion_elements_compile_to_the_same_accesses(environment):
+    """Lengths, strides and positions have 64 bits then."""
+    targets = ["--target", "sm_90", "--target", "gfx942"]
+    lines = ["adamw: split24 weights, int8 moments", "hop: fp32 + fp32 to fp32", "dequantise: 8 bits to fp32"]
+    done = run(["bench/aot.py", "--long", *targets, *lines], environment)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_no_argument_is_confined_to_32_bits():
+    """Triton passes what is annotated with `int` as 32 bits, and what is annotated with `tl.tensor` as it needs."""
+    for case in cases():
+        confined = {each.name for each in case.code.params if each.annotation_type}
+        assert confined <= {"divisor"}, case.line
 
 
 @pytest.mark.parametrize(

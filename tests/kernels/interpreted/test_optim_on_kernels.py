@@ -280,7 +280,7 @@ def test_a_step_asks_the_device_for_nothing(monkeypatch, moments):
     arena.new_grads(2)
     optimizer.step()
     tables = []
-    monkeypatch.setattr(shardlite.counts, "adamw", lambda state, grad, table, unscale: tables.append(table))
+    monkeypatch.setattr(shardlite.counts, "adamw", lambda state, grad, table, unscale, bad: tables.append(table))
     monkeypatch.setattr(shardlite.counts, "send", lambda *_: pytest.fail("something was sent"))
     monkeypatch.setattr(shardlite.counts, "hyper_table", lambda *_: pytest.fail("something was sent"))
     for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__"):
