@@ -32,7 +32,7 @@ class Placement:
     """Whose shard the optimizer steps here; `None` if it steps all of them."""
 
     permanent: bool
-    """Whether the full weights always have placement."""
+    """Whether the full weights always have memory."""
 
     alone: bool
     """Whether nobody else is there and no cast is due, so that the module's parameters can be their own shards."""

@@ -81,3 +81,35 @@ def test_parameters_without_padding_between_them():
     assert_same(flat[140:171], before)
     assert sum(state_storages(optimizer, "exp_avg").values()) <= 4 * (96 + 64 + 160)
     assert optimizer.state[params[2]]["exp_avg"].storage_offset() % 32 == 0, "reads of 16 bytes need it"
+
+
+# What lies behind a gradient
+
+
+@pytest.mark.parametrize("state", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("behind", [1e6, float("inf")])
+def test_what_lies_behind_a_gradient_is_not_its_padding(state, behind):
+    """Autograd hands out views: that of a concatenation has other gradients behind it."""
+    buffer = torch.zeros(64)
+    param = nn.Parameter(buffer[:5])
+    with torch.no_grad():
+        param.normal_(generator=torch.Generator().manual_seed(0))
+    twin = nn.Parameter(param.detach().clone())
+    other = torch.ones(59, requires_grad=True)
+    (torch.cat([param, other]) * torch.tensor([1.0] * 5 + [behind] * 59)).sum().backward()
+    assert param.grad.untyped_storage().nbytes() > 4 * param.numel()
+    twin.grad = param.grad.clone()
+    for each in (param, twin):
+        AdamW([each], state=state).step()
+    assert_same(param.data, twin.data)
+    assert not buffer[5:32].any()
+
+
+def test_a_scale_divides_no_gradient_of_somebody_else():
+    first, second = nn.Parameter(torch.zeros(64)[:5]), nn.Parameter(torch.zeros(59))
+    (torch.cat([first, second]) * 48).sum().backward()
+    optimizer = AdamW([first])
+    optimizer.found_inf, optimizer.grad_scale = torch.zeros(()), torch.tensor(8.0)
+    optimizer.step()
+    assert_same(first.grad, torch.full((5,), 6.0))
+    assert_same(second.grad, torch.full((59,), 48.0))
