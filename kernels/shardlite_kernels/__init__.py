@@ -4,8 +4,8 @@ from .adamw import adamw, adamw_reference, reduce_adamw, reduce_adamw_reference
 from .adamw_cpu import CpuStep, adamw_cpu, reduce_adamw_cpu
 from .cast import cast, cast_reference
 from .hop import hop, hop_reference
-from .launch import use_triton
-from .moments import FORMATS, GROUP, decode, encode
+from .launch import GROUP, use_triton
+from .moments import FORMATS, decode, encode
 from .noise import keys
 from .quantise import dequantise, dequantise_reference, quantise, quantise_reference
 from .scalars import Hyper, Scalars, Table, adamw_scalars, adamw_scalars_reference, hyper_table, send

@@ -38,8 +38,8 @@ from torch import Tensor
 
 from . import moments
 from .hop import LARGEST_DIVISOR
-from .launch import INTERPRET, block_size, jit, launch, tl, use_triton
-from .moments import GROUP, decode_avg, decode_sq, encode_avg, encode_sq, exponent_of, round_to_bf16
+from .launch import GROUP, INTERPRET, block_size, jit, launch, tl, use_triton
+from .moments import decode_avg, decode_sq, encode_avg, encode_sq, exponent_of, round_to_bf16
 from .noise import random_bits
 from .rounding import fma_reference, load_fp32, store_rounded
 from .scalars import COLUMNS, Table
@@ -114,11 +114,6 @@ def _adamw_kernel(
         m = load_fp32(exp_avg_ptr, offsets, mask, INTERPRET)
         v = load_fp32(exp_avg_sq_ptr, offsets, mask, INTERPRET)
 
-    if bad_ptr is not None:  # behind all loads, which would wait for what it has to exchange
-        infinite = (total.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000
-        if tl.max(tl.max((infinite & mask & (active != 0)).to(tl.int32), axis=1), axis=0) != 0:
-            tl.store(bad_ptr, 1)  # whoever finds one writes the same
-
     # The step.
     p = tl.where(decay != 0, tl.fma(p, -decay, p), p)  # infinity times zero would be NaN
     m = tl.fma(m, beta1, tl.fma(g, -beta1, g))
@@ -132,6 +127,11 @@ def _adamw_kernel(
         update = tl.div_rn(step_size * m, tl.div_rn(root, root_bias2) + eps)
     update = tl.where(update > limit, limit, tl.where(update < -limit, -limit, update))  # a NaN stays
     p -= update
+
+    if bad_ptr is not None:  # behind all loads, which would wait for what it has to exchange
+        infinite = (total.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000
+        if tl.max(tl.max((infinite & mask & (active != 0)).to(tl.int32), axis=1), axis=0) != 0:
+            tl.store(bad_ptr, 1)  # whoever finds one writes the same
 
     # Not a branch: the elements would not be loaded before its condition is known.
     mask = mask & (active != 0)

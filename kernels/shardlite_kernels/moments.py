@@ -28,8 +28,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .launch import GROUP as GROUP
-from .launch import jit, tl
+from .launch import GROUP, jit, tl
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 """The dtype of the first moment in each format."""

@@ -74,9 +74,9 @@ def test_all_targets_were_compiled_for_and_all_accesses_found(rows):
 def test_a_thread_accesses_an_entry_of_a_side_table_once(rows):
     """A row of statistics is two numbers, a factor one, and a scale is a byte."""
     side_bits = {
-        **dict.fromkeys(("split", "join", "cast", "hop"), {}),
-        **dict.fromkeys(("stats", "hop, statistics"), {"stats": 32 + 32}),
-        **dict.fromkeys(("quantise", "dequantise"), {"scales": 8}),
+        **{kernel: {} for kernel in ("split", "join", "cast", "hop")},
+        **{kernel: {"stats": 32 + 32} for kernel in ("stats", "hop, statistics")},
+        **{kernel: {"scales": 8} for kernel in ("quantise", "dequantise")},
         "scale": {"factor": 32},
     }
     for row in map(json.loads, rows.read_text().splitlines()):
