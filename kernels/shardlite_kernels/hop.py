@@ -14,13 +14,13 @@ from torch import Tensor
 
 from .launch import INTERPRET, block_size, jit, launch, tl, use_triton
 from .rounding import load_fp32, rounded, store_rounded, widened
-from .stats import check_stats, stats_block, stats_cpu, stats_reference, stats_rows, store_row
+from .stats import check_stats, stats_block, stats_cpu, stats_reference, store_row
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)  # added in fp32, in any mixture
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 _NATIVE = (torch.float64, *_INTEGERS)  # added in themselves
 LARGEST_DIVISOR = 2**24  # every smaller integer is exact in fp32
-_CPU_CHUNK = 1 << 16  # elements, whole blocks of statistics: 256 KB stay in the cache of a core
+_CPU_CHUNK = 1 << 16  # elements: a temporary of 256 KB stays in the cache of a core
 
 
 @jit
@@ -69,7 +69,9 @@ def hop(out: Tensor, received: Tensor, own: Tensor, divisor: int = 1, stats: Ten
     _check(out, received, own, divisor, stats)
     tensors = out, received, own
     if not use_triton(out):
-        _hop_cpu_with_stats(*tensors, divisor, stats)
+        _hop_cpu(*tensors, divisor)
+        if stats is not None:
+            stats_cpu(out, stats)  # a pass: chunks that stay in a cache take longer, each being several calls
         return
     block = block_size(*tensors) if stats is None else stats_block(out)
     flags = {"NATIVE": out.dtype in _NATIVE, "DIVIDE": divisor > 1, "STATS": stats is not None, "INTERPRET": INTERPRET}
@@ -106,18 +108,6 @@ def _check(out: Tensor, received: Tensor, own: Tensor, divisor: int, stats: Tens
         raise ValueError(f"hop: divisor must be from 1 to {LARGEST_DIVISOR}, got {divisor}")
     if stats is not None:
         check_stats("hop", out, stats)
-
-
-def _hop_cpu_with_stats(out: Tensor, received: Tensor, own: Tensor, divisor: int, stats: Tensor | None) -> None:
-    """Add chunk by chunk, if statistics are asked for, so that these read what is still in the cache."""
-    if stats is None:
-        _hop_cpu(out, received, own, divisor)
-        return
-    chunks = (torch.split(tensor, _CPU_CHUNK) for tensor in (out, received, own))
-    rows = torch.split(stats, stats_rows(_CPU_CHUNK, out))
-    for out_chunk, received_chunk, own_chunk, chunk_rows in zip(*chunks, rows, strict=True):
-        _hop_cpu(out_chunk, received_chunk, own_chunk, divisor)
-        stats_cpu(out_chunk, chunk_rows)
 
 
 def _hop_cpu(out: Tensor, received: Tensor, own: Tensor, divisor: int) -> None:
