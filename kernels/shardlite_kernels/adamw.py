@@ -39,11 +39,11 @@ from torch import Tensor
 from . import moments
 from .hop import LARGEST_DIVISOR
 from .launch import GROUP, INTERPRET, block_size, jit, launch, tl, use_triton
-from .moments import decode_avg, decode_sq, encode_avg, encode_sq, exponent_of, round_to_bf16
+from .moments import load_avg, load_sq, store_avg, store_sq
 from .noise import random_bits
 from .rounding import fma_reference, load_fp32, store_rounded
 from .scalars import COLUMNS, Table
-from .split import load_joined, split_reference, store_split
+from .split import load_weight, split_reference, store_weight
 from .state import State, check_flat
 
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -99,20 +99,9 @@ def _adamw_kernel(
     g *= factor
 
     # The state.
-    if low_ptr is not None:
-        p = load_joined(param_ptr, low_ptr, offsets, mask, INTERPRET)
-    else:
-        p = tl.load(param_ptr + offsets, mask=mask)
-    if avg_exponent_ptr is not None:
-        m = decode_avg(
-            tl.load(exp_avg_ptr + offsets, mask=mask), tl.load(avg_exponent_ptr + group, mask=in_group, other=0)
-        )
-        v = decode_sq(
-            tl.load(exp_avg_sq_ptr + offsets, mask=mask), tl.load(sq_exponent_ptr + group, mask=in_group, other=0)
-        )
-    else:
-        m = load_fp32(exp_avg_ptr, offsets, mask, INTERPRET)
-        v = load_fp32(exp_avg_sq_ptr, offsets, mask, INTERPRET)
+    p = load_weight(param_ptr, low_ptr, offsets, mask)
+    m = load_avg(exp_avg_ptr, avg_exponent_ptr, offsets, group, mask, in_group, INTERPRET)
+    v = load_sq(exp_avg_sq_ptr, sq_exponent_ptr, offsets, group, mask, in_group, INTERPRET)
 
     # The step.
     p = tl.where(decay != 0, tl.fma(p, -decay, p), p)  # infinity times zero would be NaN
@@ -134,32 +123,19 @@ def _adamw_kernel(
             tl.store(bad_ptr, 1)  # whoever finds one writes the same
 
     # Not a branch: the elements would not be loaded before its condition is known.
-    mask = mask & (active != 0)
+    kept = mask & (active != 0)
     in_group = in_group & (active != 0)
-    if low_ptr is not None:
-        store_split(param_ptr, low_ptr, offsets, p, mask)
-    else:
-        tl.store(param_ptr + offsets, p, mask=mask)
-    if exp_avg_ptr.dtype.element_ty == tl.float32:
-        tl.store(exp_avg_ptr + offsets, m, mask=mask)
-        tl.store(exp_avg_sq_ptr + offsets, v, mask=mask)
-    else:
-        key = tl.load(keys_ptr + row)
-        random = random_bits(first + offsets, key)
-        if avg_exponent_ptr is not None:
-            m = tl.where(offsets < n, m, 0.0)  # what lies behind the end must not make an exponent larger
-            root = tl.where(offsets < n, root, 0.0)
-            avg_exponent = exponent_of(m)
-            sq_exponent = exponent_of(root)
-            tl.store(exp_avg_ptr + offsets, encode_avg(m, avg_exponent), mask=mask)
-            tl.store(exp_avg_sq_ptr + offsets, encode_sq(root, sq_exponent, random), mask=mask)
-            tl.store(avg_exponent_ptr + group, avg_exponent.to(tl.uint8), mask=in_group)
-            tl.store(sq_exponent_ptr + group, sq_exponent.to(tl.uint8), mask=in_group)
-        else:
-            store_rounded(exp_avg_ptr, offsets, m, mask, INTERPRET)
-            tl.store(exp_avg_sq_ptr + offsets, round_to_bf16(v, random, INTERPRET), mask=mask)
+    store_weight(param_ptr, low_ptr, offsets, p, kept)
+    random = 0
+    if exp_avg_ptr.dtype.element_ty != tl.float32:
+        random = random_bits(first + offsets, tl.load(keys_ptr + row))
+    if avg_exponent_ptr is not None:
+        m = tl.where(mask, m, 0.0)  # what lies behind the end must not make an exponent larger
+        root = tl.where(mask, root, 0.0)
+    store_avg(exp_avg_ptr, avg_exponent_ptr, offsets, group, m, kept, in_group, INTERPRET)
+    store_sq(exp_avg_sq_ptr, sq_exponent_ptr, offsets, group, v, root, random, kept, in_group)
     if UNSCALE:
-        store_rounded(grad_ptr, offsets, unscaled, mask, INTERPRET)
+        store_rounded(grad_ptr, offsets, unscaled, kept, INTERPRET)
 
 
 def adamw(state: State, grad: Tensor, table: Table, *, unscale: bool = False, bad: Tensor | None = None) -> None:

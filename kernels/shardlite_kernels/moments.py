@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from .launch import GROUP, jit, tl
+from .rounding import load_fp32, store_rounded
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 """The dtype of the first moment in each format."""
@@ -92,12 +93,91 @@ def encode_sq(root: tl.tensor, exponent: tl.tensor, random: tl.tensor) -> tl.ten
 
 
 @jit
-def round_to_bf16(x: tl.tensor, random: tl.tensor, INTERPRET: tl.constexpr) -> tl.tensor:
+def round_to_bf16(x: tl.tensor, random: tl.tensor) -> tl.tensor:
     """`x` rounded up or down to bf16, right in the mean."""
     bits = x.to(tl.uint32, bitcast=True)
     rounded = (bits + (random & 0xFFFF)) >> 16
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
     return tl.where(is_nan, (bits >> 16) | 0x40, rounded).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@jit
+def load_avg(
+    avg_ptr: tl.tensor,
+    exponent_ptr: tl.tensor,
+    offsets: tl.tensor,
+    group: tl.tensor,
+    mask: tl.tensor,
+    in_group: tl.tensor,
+    INTERPRET: tl.constexpr,
+) -> tl.tensor:
+    """The first moments [G, 32] in fp32, in whatever format they are; exponents [G, 1] go with codes."""
+    if exponent_ptr is None:
+        return load_fp32(avg_ptr, offsets, mask, INTERPRET)
+    else:
+        exponent = tl.load(exponent_ptr + group, mask=in_group, other=0)
+        return decode_avg(tl.load(avg_ptr + offsets, mask=mask), exponent)
+
+
+@jit
+def load_sq(
+    sq_ptr: tl.tensor,
+    exponent_ptr: tl.tensor,
+    offsets: tl.tensor,
+    group: tl.tensor,
+    mask: tl.tensor,
+    in_group: tl.tensor,
+    INTERPRET: tl.constexpr,
+) -> tl.tensor:
+    """The second moments, likewise."""
+    if exponent_ptr is None:
+        return load_fp32(sq_ptr, offsets, mask, INTERPRET)
+    else:
+        exponent = tl.load(exponent_ptr + group, mask=in_group, other=0)
+        return decode_sq(tl.load(sq_ptr + offsets, mask=mask), exponent)
+
+
+@jit
+def store_avg(
+    avg_ptr: tl.tensor,
+    exponent_ptr: tl.tensor,
+    offsets: tl.tensor,
+    group: tl.tensor,
+    m: tl.tensor,
+    mask: tl.tensor,
+    in_group: tl.tensor,
+    INTERPRET: tl.constexpr,
+) -> None:
+    """Store the first moments in their format."""
+    if exponent_ptr is None:
+        store_rounded(avg_ptr, offsets, m, mask, INTERPRET)
+    else:
+        exponent = exponent_of(m)
+        tl.store(avg_ptr + offsets, encode_avg(m, exponent), mask=mask)
+        tl.store(exponent_ptr + group, exponent.to(tl.uint8), mask=in_group)
+
+
+@jit
+def store_sq(
+    sq_ptr: tl.tensor,
+    exponent_ptr: tl.tensor,
+    offsets: tl.tensor,
+    group: tl.tensor,
+    v: tl.tensor,
+    root: tl.tensor,
+    random: tl.tensor,
+    mask: tl.tensor,
+    in_group: tl.tensor,
+) -> None:
+    """Store the second moments, of which `root` is the square root, in their format; narrow ones take random bits."""
+    if exponent_ptr is not None:
+        exponent = exponent_of(root)
+        tl.store(sq_ptr + offsets, encode_sq(root, exponent, random), mask=mask)
+        tl.store(exponent_ptr + group, exponent.to(tl.uint8), mask=in_group)
+    elif sq_ptr.dtype.element_ty == tl.bfloat16:
+        tl.store(sq_ptr + offsets, round_to_bf16(v, random), mask=mask)
+    else:
+        tl.store(sq_ptr + offsets, v, mask=mask)
 
 
 # ---- the specification, in PyTorch --------------------------------------------------------------------------------

@@ -28,9 +28,7 @@ _CPU_CHUNK = 1 << 16  # elements: temporaries of 256 KB stay in the cache of a c
 
 
 @jit
-def load_joined(
-    high_ptr: tl.tensor, low_ptr: tl.tensor, offsets: tl.tensor, mask: tl.tensor, INTERPRET: tl.constexpr
-) -> tl.tensor:
+def load_joined(high_ptr: tl.tensor, low_ptr: tl.tensor, offsets: tl.tensor, mask: tl.tensor) -> tl.tensor:
     """The fp32 numbers whose parts are at these offsets."""
     high = tl.load(high_ptr + offsets, mask=mask, eviction_policy="evict_first").to(tl.int16, bitcast=True)
     low = tl.load(low_ptr + offsets, mask=mask, eviction_policy="evict_first")
@@ -47,6 +45,24 @@ def store_split(high_ptr: tl.tensor, low_ptr: tl.tensor, offsets: tl.tensor, x: 
     low = tl.where(is_nan, 0, (rounded >> 8) & 0xFF)
     tl.store(high_ptr + offsets, high.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=mask)
     tl.store(low_ptr + offsets, low.to(tl.uint8).to(tl.int8, bitcast=True), mask=mask)
+
+
+@jit
+def load_weight(param_ptr: tl.tensor, low_ptr: tl.tensor, offsets: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """Weights in fp32: those that were split or, without `low_ptr`, as they are."""
+    if low_ptr is None:
+        return tl.load(param_ptr + offsets, mask=mask)
+    else:
+        return load_joined(param_ptr, low_ptr, offsets, mask)
+
+
+@jit
+def store_weight(param_ptr: tl.tensor, low_ptr: tl.tensor, offsets: tl.tensor, x: tl.tensor, mask: tl.tensor) -> None:
+    """Store weights, split or, without `low_ptr`, as they are."""
+    if low_ptr is None:
+        tl.store(param_ptr + offsets, x, mask=mask)
+    else:
+        store_split(param_ptr, low_ptr, offsets, x, mask)
 
 
 @jit
@@ -75,7 +91,7 @@ def _join_kernel(
 ) -> None:
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n
-    tl.store(out_ptr + offsets, load_joined(high_ptr, low_ptr, offsets, mask, INTERPRET), mask=mask)
+    tl.store(out_ptr + offsets, load_joined(high_ptr, low_ptr, offsets, mask), mask=mask)
 
 
 def split(high: Tensor, low: Tensor, source: Tensor) -> None:
