@@ -154,6 +154,7 @@ def test_awkward_sums(form):
     assert assert_reduce_adamw_is_the_reference(state, received, own, mixed_table(1003), 3)[1]
 
 
+@pytest.mark.usefixtures("fused")
 @pytest.mark.parametrize("worst", [float("inf"), float("-inf"), float("nan"), 3e38])
 @pytest.mark.parametrize("place", [0, 16_384, NUMEL - 1])
 def test_one_bad_element_is_seen(place, worst):
