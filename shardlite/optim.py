@@ -201,8 +201,9 @@ class AdamW(Optimizer):
         norm, self.norm = self.norm, None
         if self.max_norm is None or not stepped:
             return None
-        if norm is None:
-            norm = torch.nn.utils.get_total_norm([slot.param.grad for slot in stepped if slot.param.grad is not None])
+        if norm is None:  # in the order in which they were given: slots are in that of memory, which is no run's
+            params = [param for group in self.param_groups for param in group["params"] if param.requires_grad]
+            norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
         self.grad_norm = norm if grad_scale is None else norm / grad_scale.to(norm.device)
         return torch.clamp(self.max_norm / (self.grad_norm + 1e-6), max=1.0)
 

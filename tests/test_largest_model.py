@@ -111,13 +111,16 @@ def test_every_system_trains_and_begins_alike(system, on_cpu, outcomes):
     trial = example.Trial(system, 2 * MB, 100 * MB)
     outcome = outcomes[system] = example.run_trial(trial, 1)
     assert outcome.fits, outcome.error
-    assert outcome.losses[0] == outcomes[BASE].losses[0]  # all compute in bf16, with weights that are drawn alike
+    # All compute in bf16, with weights that are drawn alike; split ones are rounded twice on the way to bf16, so that a
+    # few of them (next to the middle of two bf16 numbers, one in 2^9) are a unit away.
+    tolerance = 2**-9 if "split24" in system else 0
+    assert outcome.losses[0] == pytest.approx(outcomes[BASE].losses[0], rel=tolerance, abs=0)
     per_parameter = outcome.peak / Shape.near(trial.size).parameters()
     if system in (BASE, STANDARD):
         assert outcome.losses == outcomes[BASE].losses
         assert 16 < per_parameter < 20  # weights, gradients and two moments in fp32
     else:
-        assert per_parameter < 16
+        assert outcome.peak < outcomes[STANDARD].peak
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

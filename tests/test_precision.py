@@ -259,7 +259,7 @@ def test_masters_keep_all_their_digits(cluster, body, stage):
         ({"reduce": torch.int64}, r"Precision: reduce must be one of torch\.float32, .*; got torch\.int64"),
         ({"reduce": torch.float64}, r"Precision: reduce must be one of .*; got torch\.float64"),
         ({"reduce": None}, r"Precision: reduce must be one of .*; got None"),
-        ({"master": torch.bfloat16}, r"Precision: master must be one of torch\.float32; got torch\.bfloat16"),
+        ({"master": torch.bfloat16}, r"Precision: master must be one of torch\.float32, split24; got torch\.bfloat16"),
         ({"output": torch.complex64}, r"Precision: output must be one of .*; got torch\.complex64"),
     ],
 )
