@@ -26,6 +26,8 @@ _FP32 = torch.empty(0)
 _CPU_BLOCK = 1 << 14
 """Below 32768 elements PyTorch adds a tensor up in one thread, so the bits do not depend on how many there are."""
 
+_CPU_CHUNK = 16 * _CPU_BLOCK  # elements that are widened at a time
+
 
 def stats_block(like: Tensor) -> int:
     """`B`, the elements in the block of a row, for a tensor on that device and of any dtype.
@@ -134,12 +136,19 @@ def check_stats(name: str, x: Tensor, stats: Tensor) -> None:
 
 
 def stats_cpu(x: Tensor, out: Tensor) -> None:
-    """`stats` by PyTorch's own operators."""
-    wide = x.to(stats_dtype(x.dtype))
+    """`stats` by PyTorch's own operators; what has to be widened is so chunk by chunk, in the cache."""
+    if x.dtype == out.dtype:
+        _stats_cpu(x, out)
+        return
+    for chunk, rows in zip(torch.split(x, _CPU_CHUNK), torch.split(out, _CPU_CHUNK // _CPU_BLOCK), strict=True):
+        _stats_cpu(chunk.to(out.dtype), rows)
+
+
+def _stats_cpu(x: Tensor, out: Tensor) -> None:
     whole = x.numel() // _CPU_BLOCK * _CPU_BLOCK
-    norms = torch.linalg.vector_norm(wide[:whole].view(whole // _CPU_BLOCK, _CPU_BLOCK), dim=1)
+    norms = torch.linalg.vector_norm(x[:whole].view(whole // _CPU_BLOCK, _CPU_BLOCK), dim=1)
     if whole < x.numel():
-        norms = torch.cat([norms, torch.linalg.vector_norm(wide[whole:]).view(1)])
+        norms = torch.cat([norms, torch.linalg.vector_norm(x[whole:]).view(1)])
     torch.square(norms, out=out[:, 0])
     out[:, 1] = 0
     for row in (~norms.isfinite()).nonzero().flatten().tolist():  # squares may have overflowed
