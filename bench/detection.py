@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -32,6 +31,7 @@ import torch.distributed as dist
 
 from bench.machine import machine
 from bench.measure import WARM_UP, percentile, time_steps
+from bench.ranks import start_ranks
 from bench.systems import Trainer, build_shardlite
 from bench.table import RESULTS, Row
 from bench.workloads import WORKLOADS, Batch, Workload
@@ -140,9 +140,7 @@ def main(arguments: Sequence[str]) -> int:
     if "RANK" in os.environ:
         _run_rank(options)
         return 0
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*launcher, "-m", "bench.detection", *arguments], env=environment, check=False).returncode
+    return start_ranks("bench.detection", options.ranks, arguments)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ import argparse
 import json
 import math
 import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from bench.machine import machine
+from bench.ranks import start_ranks
 from bench.table import RESULTS, Row
 from shardlite import AdamW, ShardLite
 from shardlite.demo.gpt import GPT
@@ -188,9 +188,7 @@ def main(arguments: list[str]) -> int:
     if "RANK" in os.environ:
         _run_rank(options)
         return 0
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*launcher, "-m", "bench.quantized", *arguments], env=environment, check=False).returncode
+    return start_ranks("bench.quantized", options.ranks, arguments)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,6 +31,7 @@ import torch.distributed as dist
 from bench.check import verify
 from bench.machine import machine
 from bench.measure import Times, activation_bytes, peak_bytes, percentile, time_steps
+from bench.ranks import start_ranks
 from bench.systems import OPTIMIZER, SYSTEMS, Build
 from bench.table import RESULTS, Row, render
 from bench.workloads import MEASURED, WORKLOADS, Workload
@@ -126,13 +126,6 @@ def _chosen(model: str) -> Sequence[str]:
     return MEASURED if model == "all" else (model,)
 
 
-def _launch(ranks: int, arguments: Sequence[str]) -> int:
-    """Start this module once per rank, and return the exit status."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*launcher, "-m", "bench.step", *arguments], env=environment, check=False).returncode
-
-
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.step", description="step time and peak memory, side by side")
     parser.add_argument("--ranks", type=int, default=2, help="processes on this machine (%(default)s)")
@@ -146,7 +139,7 @@ def main(arguments: Sequence[str]) -> int:
     """Measure, as one rank if a launcher started this process, else by starting the ranks."""
     options = _options(arguments)
     if "RANK" not in os.environ:
-        return _launch(options.ranks, arguments)
+        return start_ranks("bench.step", options.ranks, arguments)
     _run_rank(options)
     return 0
 
