@@ -22,9 +22,8 @@ from torch.optim import Optimizer
 from shardlite.counts import Amp, Group, StepCounts
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.hops import Hops, HopStep
-from shardlite.magnitude import any_bad
 from shardlite.options import FOREIGN_OPTIONS, check_group, check_loaded, check_params
-from shardlite.slots import Slot, canonical, check_state
+from shardlite.slots import Part, Slot, canonical, check_state
 from shardlite.stepplan import Plan, active, by_counts, update
 
 _living: WeakSet[AdamW] = WeakSet()
@@ -242,7 +241,7 @@ class AdamW(Optimizer):
         """Step parameters that are not shards as soon as autograd has their gradients."""
         if self._hops is not None:
             for param in params:
-                if param.requires_grad and not hasattr(param, "shardlite_part"):
+                if param.requires_grad and not Part.is_of(param):
                     self._hops.catch(param, WeakMethod(self._step_one))
 
     def _step_the_rest(self) -> None:
@@ -259,7 +258,7 @@ class AdamW(Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         for param in params:
             if param.grad is not None and param.requires_grad:
-                if hasattr(param, "shardlite_part"):
+                if Part.is_of(param):
                     raise PhaseError(
                         "AdamW(in_backward=True) steps by what a backward brings, but a shard has a gradient that was "
                         "put there otherwise: call zero_grad(), or step it by an optimizer without in_backward"
@@ -274,8 +273,8 @@ class AdamW(Optimizer):
         assert param.grad is not None
         step = self.hop([(param, 0)])
         step.activate(torch.ones(1, device=param.device))
-        update(active([self._plan_of_now().by_param[param]], self.state), unscale=False)
-        self._hops.note(any_bad([param.grad], param.device))
+        update(active([self._plan_of_now().by_param[param]], self.state), unscale=False, bad=step.bad)
+        self._hops.note(step.bad)
         torch.autograd.graph.increment_version([param])
         param.grad = None
 

@@ -44,6 +44,11 @@ class Part(NamedTuple):
         part: Part = getattr(param, "shardlite_part", _WHOLE)
         return part
 
+    @staticmethod
+    def is_of(param: Tensor) -> bool:
+        """Whether a parameter has one, and so is a shard."""
+        return Part.of(param) is not _WHOLE
+
     def mark(self, param: Tensor) -> None:
         """Let this be that of a parameter."""
         param.shardlite_part = self  # type: ignore[attr-defined]

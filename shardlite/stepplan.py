@@ -91,11 +91,11 @@ def by_counts(stepped: Sequence[Slot]) -> dict[StepCounts, list[int]]:
     return rows
 
 
-def update(stepped: Sequence[Slot], unscale: bool) -> None:
-    """Step the slots, run by run."""
+def update(stepped: Sequence[Slot], unscale: bool, bad: Tensor | None = None) -> None:
+    """Step the slots, run by run; `bad` [], int32, becomes 1 if a gradient is not finite."""
     for run in runs(stepped):
         for state, grad, begin in run.pieces():
             rows = run.first.arena.rows_of(begin, state)
-            run.first.counts.update(Stretch(state, rows, begin, run.first.row), grad)
+            run.first.counts.update(Stretch(state, rows, begin, run.first.row), grad, bad)
         if unscale:
             run.give_back()
