@@ -12,6 +12,7 @@ from shardlite_kernels import (
     reduce_adamw_cpu,
     reduce_adamw_reference,
 )
+from shardlite_kernels.adamw_cpu import _CHUNK as CHUNK
 
 from tests.kernels.adamw_cases import (
     FORMS,
@@ -25,7 +26,6 @@ from tests.kernels.adamw_cases import (
 )
 from tests.kernels.bits import assert_same_bits
 
-CHUNK = 1 << 18  # elements that `adamw_cpu` works on at a time
 LENGTHS = [0, 1, 1027, CHUNK, CHUNK + 1, 2 * CHUNK + 37]
 by_form = pytest.mark.parametrize("form", FORMS, ids="-".join)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from shardlite_kernels import CpuStep, State, adamw_cpu, adamw_reference, hop, reduce_adamw_cpu, split_reference
+from shardlite_kernels.adamw_cpu import _CHUNK as CHUNK
 from shardlite_kernels.moments import encode
 
 from tests.kernels.adamw_cases import (
@@ -17,7 +18,6 @@ from tests.kernels.adamw_cases import (
 )
 from tests.kernels.bits import assert_same_bits, pairs
 
-CHUNK = 1 << 18  # elements that `adamw_cpu` works on at a time
 LENGTHS = [0, 1, 1027, CHUNK, CHUNK + 1, 2 * CHUNK + 37]
 by_form = pytest.mark.parametrize("form", FORMS, ids="-".join)
 
