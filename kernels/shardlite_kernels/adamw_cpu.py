@@ -20,12 +20,19 @@ from .adamw import GRADIENTS
 from .hop import hop
 from .moments import encode
 from .scalars import Hyper, Table
-from .split import join_on_cpu, split_on_cpu
+from .split import join_reference, split_on_cpu
 from .state import State, check_flat
+from .threads import on_threads
 
 _WEIGHTS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _CHUNK = 1 << 19
 """Elements at a time; a multiple of 32, see README."""
+
+_STRETCH = 1 << 17
+"""Elements that are worth a thread."""
+
+_Gradients = Callable[[int, int], Iterable[Tensor]]
+"""Chunk by chunk, of the elements from one to another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +82,11 @@ def adamw_cpu(state: State, grad: Tensor, step: CpuStep, *, bad: Tensor | None =
     if state.exact and grad.dtype == weight and step.plain:
         _operator(step, step.grad_scale)(state.param, grad, state.exp_avg, state.exp_avg_sq)
     else:
-        _by_chunks(state, (_unscaled(chunk, weight, step) for chunk in torch.split(grad, _CHUNK)), step)
+
+        def unscaled(start: int, stop: int) -> Iterator[Tensor]:
+            return (_unscaled(chunk, weight, step) for chunk in torch.split(grad[start:stop], _CHUNK))
+
+        _by_chunks(state, unscaled, step)
 
 
 def reduce_adamw_cpu(
@@ -89,16 +100,17 @@ def reduce_adamw_cpu(
         ValueError: as `adamw_cpu`.
     """
     weight = _check("reduce_adamw_cpu", state, step, received, own)
-    room = torch.empty(min(_CHUNK, state.param.numel()), dtype=weight)
 
-    def sums() -> Iterator[Tensor]:
-        for partial, mine in zip(torch.split(received, _CHUNK), torch.split(own, _CHUNK), strict=True):
+    def sums(start: int, stop: int) -> Iterator[Tensor]:
+        room = torch.empty(min(_CHUNK, stop - start), dtype=weight)
+        parts = (torch.split(tensor[start:stop], _CHUNK) for tensor in (received, own))
+        for partial, mine in zip(*parts, strict=True):
             total = room[: len(mine)]
             hop(total, partial, mine, divisor)
             _look(total, bad)
             yield total
 
-    _by_chunks(state, sums(), step)
+    _by_chunks(state, sums, step)
 
 
 def _unscaled(given: Tensor, weight: torch.dtype, step: CpuStep) -> Tensor:
@@ -117,24 +129,27 @@ def _look(grad: Tensor, bad: Tensor | None) -> None:
         bad.fill_(1)
 
 
-def _by_chunks(state: State, gradients: Iterable[Tensor], step: CpuStep) -> None:
-    """Step chunk by chunk, each by its gradient."""
-    numel = state.param.numel()
-    room = torch.empty(2, min(_CHUNK, numel) if state.low is not None else 0, dtype=torch.int32)
+def _by_chunks(state: State, gradients: _Gradients, step: CpuStep) -> None:
+    """Step chunk by chunk, each by its gradient, on all threads."""
     run = _operator(step) if step.hyper.max_update == inf else _limited(step)
-    for i, (piece, g) in enumerate(zip(state.split(_CHUNK), gradients, strict=True)):
-        p, (m, v) = piece.param, piece.moments()
-        if piece.low is not None:
-            joined, free = room[:, : len(g)].unbind()
-            p = joined.view(torch.float32)
-            join_on_cpu(p, piece.param, piece.low, free)
-        run(p, g if step.factor == 1 else g * step.factor, m, v)
-        if piece.low is not None:
-            split_on_cpu(piece.param, piece.low, p)
-        if m is not piece.exp_avg:
-            assert step.table is not None, "checked"
-            random = step.table.part(i * _CHUNK, i * _CHUNK + len(g)).random_bits(len(g))
-            encode(m, v, *piece.codes(), random=random)
+
+    def stretch(start: int, stop: int) -> None:
+        room = torch.empty(min(_CHUNK, stop - start) if state.low is not None else 0)
+        for piece, g in zip(state.part(start, stop).split(_CHUNK), gradients(start, stop), strict=True):
+            p, (m, v) = piece.param, piece.moments()
+            if piece.low is not None:
+                p = room[: len(g)]
+                join_reference(p, piece.param, piece.low)
+            run(p, g if step.factor == 1 else g * step.factor, m, v)
+            if piece.low is not None:
+                split_on_cpu(piece.param, piece.low, p)
+            if m is not piece.exp_avg:
+                assert step.table is not None, "checked"
+                random = step.table.part(start, start + len(g)).random_bits(len(g))
+                encode(m, v, *piece.codes(), random=random)
+            start += len(g)
+
+    on_threads(state.param.numel(), _STRETCH, stretch)
 
 
 def _operator(step: CpuStep, grad_scale: float | None = None) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:

@@ -132,25 +132,18 @@ def split_reference(high: Tensor, low: Tensor, source: Tensor) -> None:
 
 
 def join_reference(out: Tensor, high: Tensor, low: Tensor) -> None:
-    """The specification of `join`: on the CPU two passes of PyTorch over `out`, and one copy of `low`."""
+    """The specification of `join`: on the CPU two passes of PyTorch over `out`."""
     out.copy_(high)  # as bits: moved up by 16
-    out.view(torch.int32).add_(low.to(torch.int32), alpha=256)
-
-
-def join_on_cpu(out: Tensor, high: Tensor, low: Tensor, room: Tensor) -> None:
-    """`join`, for a chunk [S] that is to stay in the cache, with room [S], int32: new memory would cost more."""
-    out.copy_(high)
-    out.view(torch.int32).add_(room.copy_(low), alpha=256)
+    out.view(torch.int32).add_(low, alpha=256)
 
 
 def split_on_cpu(high: Tensor, low: Tensor, source: Tensor) -> None:
     """`split`, for a chunk [S] that is in the cache; `source` is overwritten.
 
     Rounding to bf16 is PyTorch's, which is fast, where there are no ties (a bit below those that are kept is set) and
-    every number is finite and far from the largest one. The sum of all says so, unless some of the largest cancel in
-    it: these become NaN then instead of infinite.
+    every number is finite and far from the largest one, which the sum of squares says.
     """
-    if not source.sum().abs() < 1e38:
+    if not torch.dot(source, source).item() < 1e38:
         split_reference(high, low, source)
         return
     bits = source.view(torch.int32)

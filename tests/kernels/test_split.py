@@ -3,7 +3,7 @@
 import pytest
 import torch
 from shardlite_kernels import join, join_reference, split, split_reference
-from shardlite_kernels.split import join_on_cpu, split_on_cpu
+from shardlite_kernels.split import split_on_cpu
 
 from tests.kernels.bits import AWKWARD, assert_same_bits, pairs
 
@@ -166,15 +166,14 @@ def test_on_the_cpu_one_bad_number_spoils_no_other(place, worst):
         assert_same_bits(got, expected)
 
 
-def test_on_the_cpu_huge_numbers_that_cancel_are_right_or_nan():
-    """The sum does not show them. Where a NaN is given the right result is an infinity: it is seen all the same."""
+def test_on_the_cpu_huge_numbers_that_cancel_are_right():
+    """Their plain sum would not show them."""
     huge = from_bits(torch.randint(0x7E800000, 0x7F800000, (4096,), generator=torch.Generator().manual_seed(0)))
     huge = torch.cat([huge, from_bits([0x7F7FFF7F, 0x7F7FFF80, 0x7F7FFFFF, 0x7F7F7F80])])
     source = torch.stack([huge, -huge], dim=1).flatten()
     for piece in (source, *source.split(2)):
-        got, expected = (joined(*parts_of(piece, by)) for by in (split_in_cache, split_reference))
-        right = (got == expected) | (got.isnan() & ~expected.isfinite())
-        assert right.all(), (piece[~right], got[~right], expected[~right])
+        for got, expected in zip(parts_of(piece, split_in_cache), parts_of(piece, split_reference), strict=True):
+            assert_same_bits(got, expected)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 100, 1 << 16, (1 << 16) + 1, 3 * (1 << 16) + 17])
@@ -191,9 +190,6 @@ def test_lengths(numel):
     back = torch.empty_like(source)
     join_reference(back, high, low)
     assert_same_bits(joined(high, low), back)
-    in_cache = torch.empty_like(source)
-    join_on_cpu(in_cache, high, low, torch.empty_like(source, dtype=torch.int32))
-    assert_same_bits(in_cache, back)
 
 
 X, HIGH, LOW = torch.zeros(8), torch.zeros(8, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int8)
