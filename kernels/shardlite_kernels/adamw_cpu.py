@@ -20,7 +20,7 @@ from .adamw import GRADIENTS
 from .hop import hop
 from .moments import encode
 from .scalars import Hyper, Table
-from .split import join_reference, split_on_cpu
+from .split import join_on_cpu, split_on_cpu
 from .state import State, check_flat
 from .threads import on_threads
 
@@ -134,12 +134,13 @@ def _by_chunks(state: State, gradients: _Gradients, step: CpuStep) -> None:
     run = _operator(step) if step.hyper.max_update == inf else _limited(step)
 
     def stretch(start: int, stop: int) -> None:
-        room = torch.empty(min(_CHUNK, stop - start) if state.low is not None else 0)
+        length = min(_CHUNK, stop - start) if state.low is not None else 0
+        room, joined = torch.empty(length, dtype=torch.int32), torch.empty(length)
         for piece, g in zip(state.part(start, stop).split(_CHUNK), gradients(start, stop), strict=True):
             p, (m, v) = piece.param, piece.moments()
             if piece.low is not None:
-                p = room[: len(g)]
-                join_reference(p, piece.param, piece.low)
+                p = joined[: len(g)]
+                join_on_cpu(p, piece.param, piece.low, room[: len(g)])
             run(p, g if step.factor == 1 else g * step.factor, m, v)
             if piece.low is not None:
                 split_on_cpu(piece.param, piece.low, p)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from shardlite_kernels import join, join_reference, split, split_reference
-from shardlite_kernels.split import split_on_cpu
+from shardlite_kernels.split import join_on_cpu, split_on_cpu
 
 from tests.kernels.bits import AWKWARD, assert_same_bits, pairs
 
@@ -190,6 +190,9 @@ def test_lengths(numel):
     back = torch.empty_like(source)
     join_reference(back, high, low)
     assert_same_bits(joined(high, low), back)
+    in_cache = torch.empty_like(source)
+    join_on_cpu(in_cache, high, low, torch.empty_like(source, dtype=torch.int32))
+    assert_same_bits(in_cache, back)
 
 
 X, HIGH, LOW = torch.zeros(8), torch.zeros(8, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int8)
