@@ -103,7 +103,7 @@ class Averager:
                     cuts=cuts,
                 )
             if across:
-                numel = staging_numel(mean.own.numel(), across.world_size, mean.own.dtype, batched=across.batched)
+                numel = staging_numel(mean.own.numel(), across, mean.own.dtype)
                 room = self._room(numel, mean.own.dtype)
                 all_reduce(mean.own, across, divisor=divisor, staging=room, operation=operation)
             if in_place or across:
@@ -162,15 +162,8 @@ class Averager:
     def _staging_of(self, flat: Flat, full: Tensor) -> Tensor:
         """Return memory where partial sums can arrive."""
         layout = flat.gradients
-        batched = self._shared.transport.batched
-        numel = staging_numel(
-            layout.full_numel,
-            layout.world_size,
-            full.dtype,
-            cuts=layout.cuts,
-            batched=batched,
-            grain=stats_block(full),
-        )
+        transport, _ = self._shared.reducing
+        numel = staging_numel(layout.full_numel, transport, full.dtype, cuts=layout.cuts, grain=stats_block(full))
         return self._room(numel, full.dtype)
 
     def _room(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -1,15 +1,16 @@
 """Ring collectives over a `Transport`. Pure functions: no process group, no module, no stream, no state.
 
-Rank `r` sends only to its right neighbour `r+1` and receives only from its left neighbour `r-1` (modulo `W`). Each rank
-sends `(W-1)/W` of the buffer per gather or reduction, which is optimal (Thakur, Rabenseifner, Gropp, 2005, IJHPCA 19).
-A function returns when its buffers may be used: by the host, or, if the transport is not `blocking`, by what is put on
+The transport names the algorithm, `schedule.py` writes it out, `walk.py` carries it out. What is drawn here is the ring:
+rank `r` sends only to its right neighbour `r+1` and receives only from its left neighbour `r-1` (modulo `W`). In every
+algorithm each rank sends `(W-1)/W` of the buffer per gather or reduction, which is the least possible, and `direct` adds
+in the order of the ring, to the bit. A function returns when its buffers may be used: by the host, or, if the transport is not `blocking`, by what is put on
 the device's current stream afterwards.
 
 Legend: `W` ranks, `r` this rank, `t` a step of the ring, `n` elements in the full buffer. Segment `k` is
 `[cuts[k], cuts[k+1])`. Without `cuts` it has `S = ceil(n/W)` elements, and the last ones may be shorter or empty.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,9 +21,11 @@ from shardlite_kernels import check_stats, hop, stats_block
 from shardlite_kernels import stats as write_stats
 from torch import Tensor
 
+from shardlite import schedule
 from shardlite.errors import CommError, LayoutError
+from shardlite.schedule import Schedule
 from shardlite.transport import Notes, Transport
-from shardlite.walk import Chunks, LastHop, Links, add_up, pass_down, pass_on
+from shardlite.walk import BLOCK, Chunk, LastHop, Links, add_up, spread
 
 CHUNK_BYTES = 8 << 20
 """Bytes per message, equal on all ranks.
@@ -55,14 +58,14 @@ class Operation:
     during: str = ""
     """More about it for an error. Ranks that differ in this alone meet all the same."""
 
-    def tag(self, full: Tensor, cuts: Sequence[int] = ()) -> int:
-        """Return a message tag that only ranks doing the same operation on a like buffer, cut alike, share.
+    def tag(self, full: Tensor, cuts: Sequence[int] = (), algorithm: str = "") -> int:
+        """Return a message tag that only ranks share that do the same operation on a like buffer in the same way.
 
         Ranks that disagree therefore do not mix data: their receives stay unanswered and end in a `CommError`. (Over
         NCCL, which knows no tags, nothing tells them apart.) The tag is 31 bits of a CRC, so that no registry of labels
         has to be agreed on; two names collide once in 2^31.
         """
-        what = f"{self.label}\n{self.sequence}\n{full.dtype}\n{full.numel()}\n{list(cuts)}"
+        what = f"{self.label}\n{self.sequence}\n{full.dtype}\n{full.numel()}\n{list(cuts)}\n{algorithm}"
         return crc32(what.encode()) & 0x7FFFFFFF
 
 
@@ -88,23 +91,25 @@ def segment_bounds(numel: int, world_size: int, cuts: Sequence[int] | None = Non
 
 def staging_numel(
     numel: int,
-    world_size: int,
+    transport: Transport,
     dtype: torch.dtype,
     *,
     cuts: Sequence[int] | None = None,
-    batched: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
     grain: int = 1,
 ) -> int:
-    """Return how many elements of `dtype` the staging buffer of a reduction needs.
+    """Return how many elements of `dtype` the staging buffer of a reduction over `transport` needs.
 
-    That is two chunks of the longest segment, or all of it over a `batched` transport, which receives whole segments.
-    Chunks are multiples of `grain` elements: of a block of statistics, if the reduction takes some.
+    That is two chunks; over a batched transport, which receives whole pieces, what comes in a step; and where a
+    transport lends, room for the sum of several messages, if a rank adds several at a time. Chunks are multiples of
+    `grain` elements: of a block of statistics, if the reduction takes some.
 
     Raises:
         LayoutError: as `segment_bounds`.
     """
-    return _Cut(segment_bounds(numel, world_size, cuts), _chunk_numel(dtype, chunk_bytes, grain)).staging_numel(batched)
+    bounds = segment_bounds(numel, transport.world_size, cuts)
+    cut = _Cut(bounds, _chunk_numel(dtype, chunk_bytes, grain), grain)
+    return cut.slots(_reduction(transport), transport) * cut.slot_numel(transport)
 
 
 def all_gather(
@@ -134,8 +139,9 @@ def all_gather(
     if transport.world_size == 1:
         return
     with _named(operation, full):
-        links = Links(transport, operation.tag(full, cut.offsets))
-        pass_on(links, cut.path(full, transport.rank))
+        links = Links(transport, operation.tag(full, cut.offsets, transport.algorithm))
+        plan = schedule.all_gather(transport.algorithm, transport.world_size, node=transport.node)
+        spread(links, plan, cut.of(full, plan.parts))
 
 
 def reduce_scatter(
@@ -173,8 +179,8 @@ def reduce_scatter(
     `stats` neither (but chunks are as if they were), and what is returned is undefined. On one rank there is no
     addition, so nothing is left to it.
 
-    What arrives is staged in `out`, which is free until the last step; without `out`, or if its dtype is another or
-    segments differ in length, in `staging` [`staging_numel(...)` or more], which is allocated if not given.
+    What arrives is staged in `staging` [`staging_numel(...)` or more], which is allocated if not given. A ring needs none
+    if `out` is given, has the same dtype, and all segments are equal: `out` is free until the last step.
 
     Raises:
         LayoutError: a buffer is not 1-D and contiguous or does not fit `full`; a dtype without a sum; integers divided;
@@ -192,13 +198,13 @@ def reduce_scatter(
         check_stats(f"reduce-scatter of {tuple(full.shape)}", shard, stats)
     if transport.world_size == 1:
         return _finished_alone(own, shard, divisor, stats)
-    in_out = staging is None and last is None and cut.even and shard.dtype == full.dtype and _apart(shard, full)
-    slots = cut.chunks(shard) if in_out else _slots(full, cut, staging, batched=transport.batched)
+    plan = _reduction(transport)
+    as_ring = transport.algorithm == "ring" and not transport.lends
+    in_out = as_ring and staging is None and last is None and cut.even and shard.dtype == full.dtype
+    slots = cut.chunks(shard) if in_out and _apart(shard, full) else _slots(full, cut, plan, transport, staging)
     with _named(operation, full):
-        links = Links(transport, operation.tag(full, cut.offsets))
-        # The path starts one segment back, so that the own one arrives last.
-        path = cut.path(full, transport.rank - 1)
-        add_up(links, path, last or _into(shard, divisor, stats), slots)
+        links = Links(transport, operation.tag(full, cut.offsets, transport.algorithm))
+        add_up(links, plan, cut.of(full, plan.parts), last or _into(shard, divisor, stats), slots)
     return shard
 
 
@@ -252,19 +258,22 @@ def broadcast(
         raise LayoutError(f"broadcast: no rank {source} in a world of {world_size}")
     if world_size == 1:
         return
-    distance = (transport.rank - source) % world_size
     chunks = _split(full, _chunk_numel(full.dtype, chunk_bytes))
     with _named(operation, full):
-        links = Links(transport, operation.tag(full))
-        pass_down(links, chunks, first=distance == 0, last=distance == world_size - 1)
+        chain = schedule.broadcast(world_size, source, parts=len(chunks))
+        spread(Links(transport, operation.tag(full)), chain, lambda _, part: [Chunk(0, chunks[part])])
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """How a full buffer is cut: into one segment per rank, and each segment into messages of `chunk` elements."""
+    """How a full buffer is cut: into one segment per rank, each into parts, and these into messages of `chunk` elements.
+
+    Parts and messages start at multiples of `grain` elements in their segment.
+    """
 
     bounds: Sequence[tuple[int, int]]
     chunk: int
+    grain: int = 1
 
     @property
     def offsets(self) -> list[int]:
@@ -278,22 +287,45 @@ class _Cut:
     def even(self) -> bool:
         return len({stop - start for start, stop in self.bounds}) == 1
 
-    def staging_numel(self, batched: bool) -> int:
-        return self.longest if batched else _SLOTS * min(self.chunk, self.longest)
+    def slots(self, plan: Schedule, transport: Transport) -> int:
+        """Return how many slots there are for what arrives in a reduction."""
+        if transport.lends and not transport.batched:
+            return int(any(len(arrival.sources) > 1 for arrival in plan.program(transport.rank).arrivals))
+        if not transport.batched:
+            return _SLOTS if self.longest else 0
+        at_once = max((sum(each.target == transport.rank for each in step) for step in plan.steps), default=0)
+        return at_once * -(-self.longest // self.chunk)
 
-    def chunks(self, segment: Tensor) -> Chunks:
+    def slot_numel(self, transport: Transport) -> int:
+        """Return how many elements a slot has."""
+        most = BLOCK if transport.lends and not transport.batched else self.chunk
+        return min(most, self.longest)
+
+    def chunks(self, segment: Tensor) -> Sequence[Tensor]:
         """Cut a segment, or a buffer of another dtype that goes with it, into messages."""
         return _split(segment, self.chunk)
 
-    def path(self, full: Tensor, first: int) -> list[Chunks]:
-        """Return the segments `first`, `first-1`, ..., all round, as they pass a rank."""
-        world_size = len(self.bounds)
-        return [self.chunks(full[slice(*self.bounds[(first - t) % world_size])]) for t in range(world_size)]
+    def of(self, full: Tensor, parts: int = 1) -> Callable[[int, int], Sequence[Chunk]]:
+        """Return what gives the messages of a segment's part."""
+
+        def pieces(segment: int, part: int) -> Sequence[Chunk]:
+            start, stop = self.bounds[segment]
+            length = -(-(stop - start) // (parts * self.grain)) * self.grain
+            first, end = (min(start + i * length, stop) for i in (part, part + 1))
+            return [
+                Chunk(first - start + i * self.chunk, chunk) for i, chunk in enumerate(self.chunks(full[first:end]))
+            ]
+
+        return pieces
 
 
 def _cut(full: Tensor, transport: Transport, cuts: Sequence[int] | None, chunk_bytes: int, *, grain: int = 1) -> _Cut:
     bounds = segment_bounds(full.numel(), transport.world_size, cuts)
-    return _Cut(bounds, _chunk_numel(full.dtype, chunk_bytes, grain))
+    return _Cut(bounds, _chunk_numel(full.dtype, chunk_bytes, grain), grain)
+
+
+def _reduction(transport: Transport) -> Schedule:
+    return schedule.reduce_scatter(transport.algorithm, transport.world_size, node=transport.node)
 
 
 def _chunk_numel(dtype: torch.dtype, chunk_bytes: int, grain: int = 1) -> int:
@@ -301,18 +333,21 @@ def _chunk_numel(dtype: torch.dtype, chunk_bytes: int, grain: int = 1) -> int:
     return max(1, chunk_bytes // (dtype.itemsize * grain)) * grain
 
 
-def _split(segment: Tensor, chunk: int) -> Chunks:
+def _split(segment: Tensor, chunk: int) -> Sequence[Tensor]:
     """Cut a segment into messages; an empty one has none."""
     return torch.split(segment, chunk) if segment.numel() else ()
 
 
-def _slots(full: Tensor, cut: _Cut, staging: Tensor | None, *, batched: bool) -> Chunks:
+def _slots(
+    full: Tensor, cut: _Cut, plan: Schedule, transport: Transport, staging: Tensor | None
+) -> Sequence[Tensor]:
     """Cut the staging buffer, or a new one, into the slots where partial sums arrive."""
-    needed = cut.staging_numel(batched)
+    length = cut.slot_numel(transport)
+    needed = cut.slots(plan, transport) * length
     if staging is None:
         staging = full.new_empty(needed)
     _check_like(full, staging, (full.dtype,), needed, staging.numel(), "staging")
-    return _split(staging[:needed], min(cut.chunk, cut.longest))
+    return _split(staging[:needed], length)
 
 
 def _into(shard: Tensor, divisor: int, stats: Tensor | None) -> LastHop:

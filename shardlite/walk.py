@@ -1,59 +1,37 @@
-"""How segments travel round the ring: two walks, one order of additions. Knows chunks and links, not whose they are.
+"""How a schedule is carried out over a transport. Knows pieces, chunks and links, not whose they are.
 
-The segments that pass a rank form its path. The first departs from here; each later one arrives from the left neighbour
-and goes on to the right one at the next step; the last stays.
-
-    step t   sends path[t], receives path[t+1]
-
-A chunk is a message's worth of a segment. Over most transports a chunk is passed on as soon as it came, so all links
-are busy after the first chunk. Over a batched transport a step is one exchange of all its chunks.
+A piece is what a schedule moves at once; a chunk is a message's worth of it. Over most transports a chunk is passed on
+as soon as it came, so all links are busy after the first chunk. Over a batched transport a step is one exchange of all
+its chunks. Where a transport lends, what arrives is read where it lies; elsewhere it is staged in slots.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise, zip_longest
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from shardlite_kernels import hop
 from torch import Tensor
 
-from shardlite.transport import Message, Pending, Transport
+from shardlite.schedule import Arrival, Program, Schedule
+from shardlite.transport import Loan, Message, Pending, Transport
 
-Chunks = Sequence[Tensor]
-"""A segment, cut into messages. An empty segment has none."""
+BLOCK = 1 << 17
+"""Elements of a sum of several lent messages that are added at a time: their sum stays in the cache. A multiple of every
+block of statistics."""
 
 
-@dataclass(frozen=True)
-class Links:
-    """The two links that a rank uses in one operation: it receives from the left and sends to the right."""
+class Chunk(NamedTuple):
+    """A message's worth of a segment."""
 
-    transport: Transport
-    tag: int
+    start: int
+    """Its first element, in the segment."""
 
-    @property
-    def left(self) -> int:
-        """The rank before this one."""
-        return (self.transport.rank - 1) % self.transport.world_size
+    tensor: Tensor
 
-    @property
-    def right(self) -> int:
-        """The rank after this one."""
-        return (self.transport.rank + 1) % self.transport.world_size
 
-    def send(self, chunk: Tensor) -> Pending:
-        """Start sending one chunk."""
-        return self.transport.isend(chunk, self.right, self.tag)
-
-    def receive(self, chunk: Tensor) -> Pending:
-        """Start receiving one chunk."""
-        return self.transport.irecv(chunk, self.left, self.tag)
-
-    def step(self, departing: Chunks, arriving: Chunks) -> None:
-        """Send and receive at once, and wait for both."""
-        messages = [Message(chunk, self.left, outgoing=False) for chunk in arriving]
-        messages += [Message(chunk, self.right, outgoing=True) for chunk in departing]
-        if messages:
-            self.transport.exchange(messages, self.tag).wait()
+Pieces = Callable[[int, int], Sequence[Chunk]]
+"""Returns the chunks of a segment's part. An empty one has none."""
 
 
 class LastHop(Protocol):
@@ -62,98 +40,212 @@ class LastHop(Protocol):
     def __call__(self, start: int, received: Tensor, own: Tensor) -> None:
         """Finish elements `[start, start + n)` of the segment: their sum is `received + own`, [n] each.
 
-        Called once for every chunk, in ascending order. Both tensors are used for something else afterwards.
+        Called for ranges that cover the segment, each once; each starts at a multiple of the grain. Both tensors are
+        used for something else afterwards.
         """
 
 
-def pass_on(links: Links, path: Sequence[Chunks]) -> None:
-    """Receive each segment of `path` but the first, and send each but the last."""
+@dataclass(frozen=True)
+class Links:
+    """The links of a rank in one operation."""
+
+    transport: Transport
+    tag: int
+
+    def send(self, chunk: Tensor, peer: int) -> Pending:
+        """Start sending one chunk."""
+        return self.transport.isend(chunk, peer, self.tag)
+
+    def receive(self, chunk: Tensor, peer: int) -> Pending:
+        """Start receiving one chunk."""
+        return self.transport.irecv(chunk, peer, self.tag)
+
+    def borrow(self, like: Tensor, peer: int) -> Loan:
+        """Expect one chunk, to be read where it lies."""
+        return self.transport.borrow(like.numel(), like.dtype, peer, self.tag)
+
+    def depart(self, program: Program, pieces: Pieces) -> list[Pending]:
+        """Start sending what does not wait for anything."""
+        return [
+            self.send(chunk, peer)
+            for departure in program.departures
+            for _, chunk in pieces(departure.segment, departure.part)
+            for peer in departure.targets
+        ]
+
+    def exchange(self, departing: Sequence[tuple[Tensor, int]], arriving: Sequence[tuple[Tensor, int]]) -> None:
+        """Send and receive chunks, each with a peer, at once, and wait for all."""
+        messages = [Message(chunk, peer, outgoing=False) for chunk, peer in arriving]
+        messages += [Message(chunk, peer, outgoing=True) for chunk, peer in departing]
+        if messages:
+            self.transport.exchange(messages, self.tag).wait()
+
+
+def spread(links: Links, schedule: Schedule, pieces: Pieces) -> None:
+    """Bring every piece to where the schedule says; what arrives is written to its place."""
+    rank = links.transport.rank
     if links.transport.batched:
-        for departing, arriving in pairwise(path):
-            links.step(departing, arriving)
-    else:
-        _relay(links, path[0], list(chain(*path[1:])), sum(map(len, path[1:-1])))
+        for step in range(len(schedule.steps)):
+            arriving = [(each.tensor, peer) for each, peer in _received(schedule, step, rank, pieces)]
+            links.exchange(_sent(schedule, step, rank, pieces), arriving)
+        return
+    program = schedule.program(rank)
+    incoming = [
+        [(chunk, links.receive(chunk, arrival.sources[0])) for _, chunk in pieces(arrival.segment, arrival.part)]
+        for arrival in program.arrivals
+    ]
+    outgoing = links.depart(program, pieces)
+    for arrival, messages in zip(program.arrivals, incoming, strict=True):
+        for chunk, message in messages:
+            message.wait()
+            outgoing += [links.send(chunk, peer) for peer in arrival.targets]
+    _wait_all(outgoing)
 
 
-def pass_down(links: Links, chunks: Chunks, *, first: bool, last: bool) -> None:
-    """Send `chunks` down a chain of ranks, of which this one may be the `first` or the `last`."""
-    arriving = [] if first else chunks
-    departing = [] if last else chunks
-    if links.transport.batched:
-        ahead: list[Chunks] = [[chunk] for chunk in arriving]
-        behind: list[Chunks] = [[chunk] for chunk in departing]
-        late: list[Chunks] = [[]] if arriving else []  # a chunk goes on while the next one arrives
-        for sent, received in zip_longest(late + behind, ahead, fillvalue=()):
-            links.step(sent, received)
-    elif first:
-        _relay(links, departing, [], 0)
-    else:
-        _relay(links, [], arriving, len(departing))
+def add_up(links: Links, schedule: Schedule, pieces: Pieces, last: LastHop, slots: Sequence[Tensor]) -> None:
+    """Add what arrives to the own pieces, in place, and send sums on; the last addition of a piece is left to `last`.
 
-
-def add_up(links: Links, path: Sequence[Chunks], last: LastHop, slots: Chunks) -> None:
-    """Send the first segment of `path`; add what arrives for each later one to it, and send the sum on.
-
-    The last addition is left to `last`. What arrives is staged in `slots`, each as long as the longest chunk: for a
-    batched transport one per chunk of the longest segment, otherwise any number of them.
+    What arrives is staged in `slots`, each as long as the longest chunk: for a batched transport as many as chunks
+    arrive in a step, otherwise two or more. Where the transport lends, a slot holds the sum of several loans instead.
     """
     if links.transport.batched:
-        _add_by_steps(links, path, last, slots)
-    else:
-        _add_by_chunks(links, path, last, slots)
+        _add_by_steps(links, schedule, pieces, last, slots)
+        return
+    rank = links.transport.rank
+    program = schedule.program(rank)
+    wanted = [
+        (chunk, source)
+        for arrival in program.arrivals
+        for _, chunk in pieces(arrival.segment, arrival.part)
+        for source in arrival.sources
+    ]
+    inbox = _Loans(links, wanted, slots) if links.transport.lends else _Slots(links, wanted, slots)
+    outgoing = links.depart(program, pieces)
+    for arrival, finish in _finishers(program, rank, last):
+        for start, own in pieces(arrival.segment, arrival.part):
+            inbox.add(len(arrival.sources), start, own, finish)
+            outgoing += [links.send(own, peer) for peer in arrival.targets]
+    _wait_all(outgoing)
 
 
-def _relay(links: Links, departing: Chunks, arriving: Chunks, passed_on: int) -> None:
-    """Send `departing`, receive `arriving`, and pass the first `passed_on` of those on as they come."""
-    incoming = [links.receive(chunk) for chunk in arriving]
-    outgoing = [links.send(chunk) for chunk in departing]
-    for i, (pending, chunk) in enumerate(zip(incoming, arriving, strict=True)):
+class _Slots:
+    """Messages that are staged: while what has arrived in one slot is added, the others are filled."""
+
+    def __init__(self, links: Links, wanted: Sequence[tuple[Tensor, int]], slots: Sequence[Tensor]) -> None:
+        self._links = links
+        self._wanted = iter(wanted)
+        self._posted: deque[tuple[Pending, Tensor, Tensor]] = deque()
+        for slot in slots:
+            self._post(slot)
+
+    def add(self, sources: int, start: int, own: Tensor, finish: LastHop) -> None:
+        """Take one chunk from each of so many sources, add them up, and finish with the own one."""
+        total, free = self._take()
+        for _ in range(sources - 1):
+            more, slot = self._take()
+            hop(more, total, more, 1)
+            self._post(free)
+            total, free = more, slot
+        finish(start, total, own)
+        self._post(free)
+
+    def _take(self) -> tuple[Tensor, Tensor]:
+        """Wait for the next message, and return it with its slot."""
+        pending, message, slot = self._posted.popleft()
         pending.wait()
-        if i < passed_on:
-            outgoing.append(links.send(chunk))
-    _wait_all(outgoing)
+        return message, slot
+
+    def _post(self, slot: Tensor) -> None:
+        """Receive the next message in a slot that is free."""
+        if (wanted := next(self._wanted, None)) is not None:
+            like, source = wanted
+            message = slot[: like.numel()]
+            self._posted.append((self._links.receive(message, source), message, slot))
 
 
-def _add_by_chunks(links: Links, path: Sequence[Chunks], last: LastHop, slots: Chunks) -> None:
-    """While what has arrived in one slot is added to an own chunk, the other slots are filled."""
-    own = list(chain(*path[1:]))
-    passed_on = len(own) - len(path[-1])
-    starts = _starts(path[-1])
-    ahead = len(slots)
-    received = [slots[i % ahead][: chunk.numel()] for i, chunk in enumerate(own)]
-    incoming = [links.receive(chunk) for chunk in received[:ahead]]
-    outgoing = [links.send(chunk) for chunk in path[0]]
-    for i in range(len(own)):
-        incoming[i].wait()
-        if i < passed_on:
-            # In place: a segment passes each rank once, so nothing that is still being sent is overwritten.
-            hop(own[i], received[i], own[i], 1)
-            outgoing.append(links.send(own[i]))
+class _Loans:
+    """Messages that are read where they lie. The sum of several is made block by block."""
+
+    def __init__(self, links: Links, wanted: Sequence[tuple[Tensor, int]], slots: Sequence[Tensor]) -> None:
+        self._loans = deque(links.borrow(like, source) for like, source in wanted)
+        self._room = slots[0] if slots else None
+
+    def add(self, sources: int, start: int, own: Tensor, finish: LastHop) -> None:
+        """Take one chunk from each of so many sources, add them up, and finish with the own one."""
+        loans = [self._loans.popleft() for _ in range(sources)]
+        lent = [loan.look() for loan in loans]
+        if sources == 1:
+            finish(start, lent[0], own)
         else:
-            last(next(starts), received[i], own[i])
-        if i + ahead < len(own):
-            incoming.append(links.receive(received[i + ahead]))  # its slot has just been read
-    _wait_all(outgoing)
+            assert self._room is not None, "there is a slot for sums"
+            for begin in range(0, own.numel(), len(self._room)):
+                here = slice(begin, begin + len(self._room))
+                mine = own[here]
+                total = self._room[: len(mine)]
+                hop(total, lent[0][here], lent[1][here], 1)
+                for each in lent[2:]:
+                    hop(total, total, each[here], 1)
+                finish(start + begin, total, mine)
+        for loan in loans:
+            loan.give_back()
 
 
-def _add_by_steps(links: Links, path: Sequence[Chunks], last: LastHop, slots: Chunks) -> None:
-    """Exchange whole segments, then add: what a step sends was summed by the step before."""
-    for t, (departing, own) in enumerate(pairwise(path), start=1):
-        received = [slot[: chunk.numel()] for slot, chunk in zip(slots, own, strict=False)]
-        links.step(departing, received)
-        for start, partial, mine in zip(_starts(own), received, own, strict=True):
-            if t < len(path) - 1:
-                hop(mine, partial, mine, 1)
-            else:
-                last(start, partial, mine)
+def _in_place(start: int, received: Tensor, own: Tensor) -> None:
+    """Finish a sum that goes on.
+
+    A piece passes each rank once, so nothing that is still being sent is overwritten.
+    """
+    hop(own, received, own, 1)
 
 
-def _starts(chunks: Chunks) -> Iterator[int]:
-    """Yield where each chunk starts in its segment."""
-    start = 0
-    for chunk in chunks:
-        yield start
-        start += chunk.numel()
+def _add_by_steps(
+    links: Links, schedule: Schedule, pieces: Pieces, last: LastHop, slots: Sequence[Tensor]
+) -> None:
+    """Exchange whole pieces, then add: what a step sends was summed by the steps before."""
+    rank = links.transport.rank
+    finishers = list(_finishers(schedule.program(rank), rank, last))
+    for step in range(len(schedule.steps)):
+        expected = list(_received(schedule, step, rank, pieces))
+        staged = [slot[: chunk.tensor.numel()] for slot, (chunk, _) in zip(slots, expected, strict=False)]
+        peers = [peer for _, peer in expected]
+        links.exchange(_sent(schedule, step, rank, pieces), list(zip(staged, peers, strict=True)))
+        found = {
+            (chunk.tensor.data_ptr(), peer): message
+            for message, (chunk, peer) in zip(staged, expected, strict=True)
+        }
+        for arrival, finish in finishers:
+            if arrival.step == step:
+                for start, own in pieces(arrival.segment, arrival.part):
+                    messages = [found[own.data_ptr(), source] for source in arrival.sources]
+                    for earlier, later in zip(messages, messages[1:], strict=False):
+                        hop(later, earlier, later, 1)
+                    finish(start, messages[-1], own)
+
+
+def _sent(schedule: Schedule, step: int, rank: int, pieces: Pieces) -> list[tuple[Tensor, int]]:
+    """Return the chunks that a rank sends in a step, each with its target."""
+    return [
+        (chunk, each.target)
+        for each in schedule.steps[step]
+        if each.source == rank
+        for _, chunk in pieces(each.segment, each.part)
+    ]
+
+
+def _received(schedule: Schedule, step: int, rank: int, pieces: Pieces) -> Iterator[tuple[Chunk, int]]:
+    """Yield the places of the chunks that a rank receives in a step, each with its source."""
+    for each in schedule.steps[step]:
+        if each.target == rank:
+            for chunk in pieces(each.segment, each.part):
+                yield chunk, each.source
+
+
+def _finishers(program: Program, rank: int, last: LastHop) -> Iterator[tuple[Arrival, LastHop]]:
+    """Yield arrivals, each with what finishes its sum: `last`, where it is the last one of a piece that stays here."""
+    final = {arrival.part: i for i, arrival in enumerate(program.arrivals) if arrival.segment == rank}
+    for i, arrival in enumerate(program.arrivals):
+        stays = arrival.segment == rank and final[arrival.part] == i
+        yield arrival, last if stays else _in_place
 
 
 def _wait_all(pending: Sequence[Pending]) -> None:

@@ -4,23 +4,20 @@ import time
 from collections.abc import Sequence
 from random import Random
 
+import torch
 from torch import Tensor
 
-from shardlite.transport import Message, Pending, Transport
+from shardlite.transport import Around, Loan, Message, Pending, Transport
 
 
-class Delayed:
+class Delayed(Around):
     """`transport`, with a pause of up to `longest` seconds before each send and each receive.
 
     The pauses of a rank follow from `seed` and the rank, so a failure can be repeated.
     """
 
     def __init__(self, transport: Transport, seed: int, *, longest: float) -> None:
-        self.rank = transport.rank
-        self.world_size = transport.world_size
-        self.batched = transport.batched
-        self.blocking = transport.blocking
-        self._transport = transport
+        super().__init__(transport)
         self._random = Random(f"{seed} {transport.rank}")
         self._longest = longest
 
@@ -31,6 +28,10 @@ class Delayed:
     def irecv(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         self._pause()
         return self._transport.irecv(tensor, peer, tag)
+
+    def borrow(self, numel: int, dtype: torch.dtype, peer: int, tag: int) -> Loan:
+        self._pause()
+        return self._transport.borrow(numel, dtype, peer, tag)
 
     def exchange(self, messages: Sequence[Message], tag: int) -> Pending:
         self._pause()

@@ -303,8 +303,8 @@ def rows_body(transport: Any, numel: int, dtype: torch.dtype) -> list[tuple[Tens
         for staged in (False, True):
             full, out = values.clone(), torch.empty(numel // transport.world_size)
             rows = new_stats(out).fill_(-7)
-            cut = {"chunk_bytes": chunk_bytes, "batched": transport.batched, "grain": stats_block(full)}
-            needed = staging_numel(numel, transport.world_size, dtype, **cut)
+            cut = {"chunk_bytes": chunk_bytes, "grain": stats_block(full)}
+            needed = staging_numel(numel, transport, dtype, **cut)
             staging = full.new_empty(needed) if staged else None
             reduce_scatter(full, transport, out=out, divisor=3, stats=rows, staging=staging, chunk_bytes=chunk_bytes)
             results.append((out, rows))

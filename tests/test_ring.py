@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from shardlite import schedule
 from shardlite.errors import CommError, LayoutError
 from shardlite.ring import Operation, all_gather, all_reduce, broadcast, reduce_scatter, segment_bounds, staging_numel
 from shardlite.transport import local_world
+from shardlite.walk import BLOCK
 from tests.cluster import run_local
 from tests.delays import Delayed
 from tests.worlds import IN_PROCESS, Batched, run
@@ -21,7 +23,7 @@ INTEGERS = [torch.int32, torch.int64, torch.uint8]
 EVERY_DTYPE = [*FLOATS, *INTEGERS, torch.bool]
 NARROW = [torch.bfloat16, torch.float16]
 SMALL_CHUNK = 96  # bytes: a segment of the tests below travels in many messages
-SIZES = {"threads": range(1, 9), "steps": range(1, 6), "gloo": range(1, 5), "staged": [3], "batches": [2, 3]}
+SIZES = {"threads": range(1, 9), "steps": range(1, 6), "gloo": range(1, 5), "shared": range(1, 5), "staged": [3], "batches": [2, 3]}
 WORLDS = [(kind, size) for kind, sizes in SIZES.items() for size in sizes]
 
 
@@ -118,7 +120,7 @@ def reduce_everything(transport, cases, divisor):
     for i, case in enumerate(cases):
         start, stop = case.bounds(transport.world_size)[transport.rank]
         cut = {"cuts": case.cuts, "chunk_bytes": case.chunk}
-        needed = staging_numel(case.numel, transport.world_size, case.dtype, batched=transport.batched, **cut)
+        needed = staging_numel(case.numel, transport, case.dtype, **cut)
         staging, out = (torch.empty(n, dtype=case.dtype) for n in (needed, stop - start))
         given = {"divisor": divisor, "operation": Operation("reduce", i), **cut}
         full = tensor_of(transport.rank, case.numel, case.dtype)
@@ -305,7 +307,7 @@ def test_wrong_cuts_are_refused(cuts):
         with pytest.raises(LayoutError, match=message):
             call(full, local_world(3)[0], cuts=cuts)
     with pytest.raises(LayoutError, match=message):
-        staging_numel(8, 3, full.dtype, cuts=cuts)
+        staging_numel(8, local_world(3)[0], full.dtype, cuts=cuts)
 
 
 def test_wrong_cuts_are_refused_by_a_single_rank_too():
@@ -315,16 +317,19 @@ def test_wrong_cuts_are_refused_by_a_single_rank_too():
 
 
 def test_staging_is_two_chunks_and_never_more_than_two_segments():
-    assert staging_numel(1000, 4, torch.float32, chunk_bytes=400) == 200
-    assert staging_numel(1000, 4, torch.float32, chunk_bytes=1 << 20) == 500
-    assert staging_numel(0, 4, torch.float32) == 0
-    assert staging_numel(1000, 2, torch.float32, cuts=[0, 300, 1000], chunk_bytes=1 << 20) == 1400
-    assert staging_numel(1000, 2, torch.float32, cuts=[0, 300, 1000], chunk_bytes=400) == 200
+    four, two = local_world(4)[0], local_world(2)[0]
+    assert staging_numel(1000, four, torch.float32, chunk_bytes=400) == 200
+    assert staging_numel(1000, four, torch.float32, chunk_bytes=1 << 20) == 500
+    assert staging_numel(0, four, torch.float32) == 0
+    assert staging_numel(1000, two, torch.float32, cuts=[0, 300, 1000], chunk_bytes=1 << 20) == 1400
+    assert staging_numel(1000, two, torch.float32, cuts=[0, 300, 1000], chunk_bytes=400) == 200
 
 
-def test_staging_of_whole_steps_is_the_longest_segment():
-    assert staging_numel(1000, 4, torch.float32, batched=True, chunk_bytes=400) == 250
-    assert staging_numel(1000, 2, torch.float32, cuts=[0, 300, 1000], batched=True) == 700
+def test_staging_of_whole_steps_is_the_longest_segment_in_whole_chunks():
+    four, two = Batched(local_world(4)[0]), Batched(local_world(2)[0])
+    assert staging_numel(1000, four, torch.float32, chunk_bytes=400) == 300
+    assert staging_numel(1000, four, torch.float32) == 250
+    assert staging_numel(1000, two, torch.float32, cuts=[0, 300, 1000]) == 700
     with pytest.raises(LayoutError, match="staging has 699 elements, expected at least 700"):
         reduce_scatter(torch.zeros(1000), Batched(local_world(2)[0]), cuts=[0, 300, 1000], staging=torch.zeros(699))
 
@@ -387,3 +392,74 @@ def test_ranks_that_do_different_operations_never_mix_data(mine, theirs):
     for rank, (values, message) in enumerate(run_local(body, 2, timeout=timedelta(milliseconds=50))):
         assert values == [float(rank)]
         assert (mine if rank == 0 else theirs)[0] in message
+
+
+# Other algorithms: the order of additions that their schedules say, over every kind of transport.
+
+BY_ALGORITHM = [
+    *((algorithm, size, 1) for algorithm in ("direct", "bidirectional") for size in (1, 2, 3, 4)),
+    *(("hierarchical", size, node) for size, node in ((4, 2), (4, 1), (3, 3), (4, 4))),
+]
+
+
+def sum_in_order(order, summands, wide):
+    """The sum of rank numbers as `order_of_addition` nests them, rounded to the dtype of the wire at each addition."""
+    if isinstance(order, int):
+        return summands[order]
+    first, second = (sum_in_order(each, summands, wide) for each in order)
+    return (first.to(wide) + second.to(wide)).to(summands[0].dtype)
+
+
+def reduce_by_algorithm(transport, cases, divisor):
+    results = []
+    for i, case in enumerate(cases):
+        start, stop = case.bounds(transport.world_size)[transport.rank]
+        cut = {"cuts": case.cuts, "chunk_bytes": case.chunk}
+        out = torch.empty(stop - start, dtype=case.dtype)
+        full = tensor_of(transport.rank, case.numel, case.dtype)
+        staging = torch.empty(staging_numel(case.numel, transport, case.dtype, **cut), dtype=case.dtype)
+        operation = Operation("reduce", i)
+        reduce_scatter(full, transport, out=out, staging=staging, divisor=divisor, operation=operation, **cut)
+        results.append(out)
+    return results
+
+
+@pytest.mark.parametrize("kind", ["threads", "steps", "gloo", "shared", "batches"])
+@pytest.mark.parametrize(("algorithm", "size", "node"), BY_ALGORITHM)
+def test_other_algorithms_add_in_the_order_of_their_schedule(cluster, kind, algorithm, size, node):
+    cases = cases_for(size, [torch.float32, torch.bfloat16])
+    results = run(kind, cluster, reduce_by_algorithm, size, cases, 1, algorithm=algorithm, node=node)
+    plan = schedule.reduce_scatter(algorithm, size, node=node)
+    for rank, shards in enumerate(results):
+        for case, shard in zip(cases, shards, strict=True):
+            start, stop = case.bounds(size)[rank]
+            summands = [tensor_of(r, case.numel, case.dtype)[start:stop] for r in range(size)]
+            half = -(-(stop - start) // plan.parts)
+            for part in range(plan.parts):
+                here = slice(min(part * half, stop - start), min((part + 1) * half, stop - start))
+                order = schedule.order_of_addition(plan, rank, part)
+                assert_equal_bits(shard[here], sum_in_order(order, [each[here] for each in summands], torch.float32))
+
+
+@pytest.mark.parametrize("kind", ["threads", "steps", "gloo", "shared", "batches"])
+@pytest.mark.parametrize(("algorithm", "size", "node"), BY_ALGORITHM)
+def test_other_algorithms_gather_everything(cluster, kind, algorithm, size, node):
+    cases = cases_for(size, [torch.float32, torch.bool])
+    for results in run(kind, cluster, gather_everything, size, cases, algorithm=algorithm, node=node):
+        for case, full in zip(cases, results, strict=True):
+            assert_equal_bits(full, tensor_of(99, case.numel, case.dtype))
+
+
+def reduce_large(transport, numel):
+    """More than a block of a sum of several lent messages."""
+    full = torch.randn(numel, generator=torch.Generator().manual_seed(transport.rank))
+    return reduce_scatter(full, transport, divisor=transport.world_size).clone()
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_the_order_of_the_ring_in_large_sums_of_lent_messages(cluster, size):
+    numel = size * (2 * BLOCK + 77)
+    direct = run("shared", cluster, reduce_large, size, numel)
+    ring = run("shared", cluster, reduce_large, size, numel, algorithm="ring")
+    for one, other in zip(direct, ring, strict=True):
+        assert_equal_bits(one, other)

@@ -80,13 +80,13 @@ def assert_came_from_the_left(results):
             assert_close(got, sent.float() if dtype.itemsize == 1 else sent, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["threads", "gloo", "staged"])
+@pytest.mark.parametrize("kind", ["threads", "gloo", "shared", "staged"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_dtype_travels(cluster, kind, size):
     assert_came_from_the_left(run(kind, cluster, exchange_every_dtype, size))
 
 
-@pytest.mark.parametrize("kind", ["threads", "steps", "gloo", "staged", "batches"])
+@pytest.mark.parametrize("kind", ["threads", "steps", "gloo", "shared", "staged", "batches"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_messages_of_one_exchange_do_not_wait_for_each_other(cluster, kind, size):
     assert_came_from_the_left(run(kind, cluster, exchange_at_once, size))
@@ -102,7 +102,7 @@ def test_an_exchange_is_one_batch_of_what_is_not_empty(cluster):
     assert run("batches", cluster, batch_sizes, 2) == [[2 * len(DTYPES)]] * 2
 
 
-@pytest.mark.parametrize("kind", ["threads", "gloo", "staged"])
+@pytest.mark.parametrize("kind", ["threads", "gloo", "shared", "staged"])
 def test_messages_match_by_tag_and_then_by_order(cluster, kind):
     for a, b, c in run(kind, cluster, exchange_crossed_tags, 2):
         assert (a[0].item(), c[0].item(), b[0].item()) == (0.0, 1.0, 2.0)

@@ -3,6 +3,7 @@
 threads   in-process ranks, message by message
 steps     in-process ranks, a ring step at a time
 gloo      processes, message by message
+shared    processes, messages that stay where they are
 staged    processes, each message copied through host memory
 batches   processes, a ring step in one batch: the code that drives NCCL, over gloo
 """
@@ -12,23 +13,29 @@ from typing import Any
 
 from torch import Tensor
 
-from shardlite.transport import GroupTransport, Message, NcclTransport, Pending, StagedTransport, Transport
+from shardlite.transport import (
+    Around,
+    GroupTransport,
+    Message,
+    NcclTransport,
+    Pending,
+    SharedMemoryTransport,
+    StagedTransport,
+    Transport,
+    meet,
+)
 from tests.cluster import GLOO_TIMEOUT, Cluster, run_local
 
 IN_PROCESS = ("threads", "steps")
 
 
-class Batched:
+class Batched(Around):
     """`transport` as one that takes nothing but batches; `steps` keeps their messages."""
 
-    batched = True
-
     def __init__(self, transport: Transport) -> None:
-        self.rank = transport.rank
-        self.world_size = transport.world_size
-        self.blocking = transport.blocking
+        super().__init__(transport)
+        self.batched = True
         self.steps: list[list[Message]] = []
-        self._transport = transport
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         raise AssertionError("a single message may wait for its peer for good")
@@ -41,8 +48,30 @@ class Batched:
         return self._transport.exchange(messages, tag)
 
 
-def run(kind: str, cluster: Cluster, body: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+class By:
+    """A body that sees its transport with another algorithm."""
+
+    def __init__(self, algorithm: str, node: int, body: Callable[..., Any]) -> None:
+        self.algorithm, self.node, self.body = algorithm, node, body
+
+    def __call__(self, transport: Transport, *args: Any) -> Any:
+        around = Around(transport)
+        around.algorithm, around.node = self.algorithm, self.node
+        return self.body(around, *args)
+
+
+def run(
+    kind: str,
+    cluster: Cluster,
+    body: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    algorithm: str | None = None,
+    node: int = 1,
+) -> list[Any]:
     """Run `body(transport, *args)` on each rank of a world of that kind, and return the results by rank."""
+    if algorithm is not None:
+        body = By(algorithm, node, body)
     if kind == "threads":
         return run_local(body, world_size, *args)
     if kind == "steps":
@@ -54,6 +83,10 @@ def _on_process(group: Any, kind: str, body: Callable[..., Any], args: tuple[Any
     match kind:
         case "gloo":
             return body(GroupTransport(group, GLOO_TIMEOUT), *args)
+        case "shared":
+            neighbours = meet(group).neighbours
+            assert neighbours is not None, meet(group).why_not
+            return body(SharedMemoryTransport(neighbours, GLOO_TIMEOUT), *args)
         case "staged":
             return body(StagedTransport(group, GLOO_TIMEOUT), *args)
         case "batches":

@@ -1,16 +1,19 @@
 """How bytes get from rank to rank. Parameters and gradients travel by this package only."""
 
-from shardlite.transport.base import Completed, Message, Pending, Transport
+from shardlite.transport.base import Around, Completed, Loan, Message, Pending, Transport
 from shardlite.transport.connect import connect, connect_hosts
 from shardlite.transport.counted import Counted, Tally
 from shardlite.transport.group import GroupTransport
 from shardlite.transport.local import LocalTransport, local_world
 from shardlite.transport.nccl import NcclTransport
+from shardlite.transport.meeting import meet
 from shardlite.transport.notes import Board, Notes, SharedBoard, StoreBoard
 from shardlite.transport.ranks import Groups, Ranks, groups_of
+from shardlite.transport.shared_memory import SharedMemoryTransport
 from shardlite.transport.staged import StagedTransport
 
 __all__ = [
+    "Around",
     "Board",
     "Completed",
     "connect",
@@ -20,13 +23,16 @@ __all__ = [
     "groups_of",
     "GroupTransport",
     "local_world",
+    "Loan",
     "LocalTransport",
+    "meet",
     "Message",
     "NcclTransport",
     "Notes",
     "Pending",
     "Ranks",
     "SharedBoard",
+    "SharedMemoryTransport",
     "StagedTransport",
     "StoreBoard",
     "Tally",

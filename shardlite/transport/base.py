@@ -1,9 +1,10 @@
-"""What a collective may ask of a two-sided transport: who am I, send, receive, wait. Knows no process group."""
+"""What a collective may ask of a transport: who am I, send, receive, wait. Knows no process group."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -35,6 +36,24 @@ class Pending(Protocol):
         """
 
 
+class Loan(Protocol):
+    """A message that is read where it lies."""
+
+    def look(self) -> Tensor:
+        """Wait for it, and return it: to be read, not written, until `give_back`.
+
+        Raises:
+            CommError: as `Pending.wait`.
+        """
+
+    def give_back(self) -> None:
+        """Let the sender write there again.
+
+        Raises:
+            CommError: the sender had given up before, so that what was read may be wrong.
+        """
+
+
 class Transport(Protocol):
     """Messages between ranks.
 
@@ -63,11 +82,29 @@ class Transport(Protocol):
     def blocking(self) -> bool:
         """Whether waits block the host, so that a caller who has other work needs a thread for them."""
 
+    @property
+    def lends(self) -> bool:
+        """Whether what arrives can be read where it lies, by `borrow`."""
+
+    @property
+    def algorithm(self) -> str:
+        """The schedule that collectives take: one of `shardlite.schedule.ALGORITHMS`."""
+
+    @property
+    def node(self) -> int:
+        """How many ranks there are per node, which the hierarchical schedule asks."""
+
+    def empty(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return memory [nbytes], uninitialised, from which sending costs least."""
+
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Start sending `tensor` to rank `peer`."""
 
     def irecv(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Start receiving the next message with `tag` from rank `peer` into `tensor`."""
+
+    def borrow(self, numel: int, dtype: torch.dtype, peer: int, tag: int) -> Loan:
+        """Expect the next message with `tag` from rank `peer`, `numel` elements, to be read where it lies."""
 
     def exchange(self, messages: Sequence[Message], tag: int) -> Pending:
         """Start all `messages`, none of which waits for another; those of one route keep their order."""
@@ -80,7 +117,26 @@ class Completed:
         """Return at once."""
 
 
-class OneByOne:
+class Plain:
+    """What most transports have in common: what arrives is written to where it is expected, and any memory is as good.
+
+    `connect` sets the algorithm.
+    """
+
+    lends = False
+    algorithm = "ring"
+    node = 1
+
+    def empty(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return memory [nbytes] on a device."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def borrow(self, numel: int, dtype: torch.dtype, peer: int, tag: int) -> Loan:
+        """Not be called: see `lends`."""
+        raise AssertionError(f"{type(self).__name__} does not lend")
+
+
+class OneByOne(Plain):
     """The `exchange` of a transport whose sends and receives do not wait for each other."""
 
     batched = False
@@ -101,3 +157,37 @@ class _Together:
     def wait(self) -> None:
         for part in self.parts:
             part.wait()
+
+
+class Around:
+    """A transport around another one, of which it is like in all that it does not change."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.rank = transport.rank
+        self.world_size = transport.world_size
+        self.batched = transport.batched
+        self.blocking = transport.blocking
+        self.lends = transport.lends
+        self.algorithm = transport.algorithm
+        self.node = transport.node
+
+    def empty(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return memory [nbytes] of the other one."""
+        return self._transport.empty(nbytes, device)
+
+    def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
+        """Start sending through the other one."""
+        return self._transport.isend(tensor, peer, tag)
+
+    def irecv(self, tensor: Tensor, peer: int, tag: int) -> Pending:
+        """Start receiving through the other one."""
+        return self._transport.irecv(tensor, peer, tag)
+
+    def borrow(self, numel: int, dtype: torch.dtype, peer: int, tag: int) -> Loan:
+        """Expect a message of the other one."""
+        return self._transport.borrow(numel, dtype, peer, tag)
+
+    def exchange(self, messages: Sequence[Message], tag: int) -> Pending:
+        """Start messages through the other one."""
+        return self._transport.exchange(messages, tag)

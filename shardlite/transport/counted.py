@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shardlite.transport.base import Message, Pending, Transport
+from shardlite.transport.base import Around, Message, Pending, Transport
 
 
 @dataclass
@@ -21,29 +21,21 @@ class Tally:
         self.nbytes += tensor.nbytes
 
 
-class Counted:
+class Counted(Around):
     """`transport`, with all that this rank sends through it added to `tally`."""
 
     def __init__(self, transport: Transport, tally: Tally) -> None:
-        self._transport = transport
+        super().__init__(transport)
         self._tally = tally
-        self.rank = transport.rank
-        self.world_size = transport.world_size
-        self.batched = transport.batched
-        self.blocking = transport.blocking
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Count `tensor` and start sending it."""
         self._tally.add(tensor)
-        return self._transport.isend(tensor, peer, tag)
-
-    def irecv(self, tensor: Tensor, peer: int, tag: int) -> Pending:
-        """Start receiving; the sender counts."""
-        return self._transport.irecv(tensor, peer, tag)
+        return super().isend(tensor, peer, tag)
 
     def exchange(self, messages: Sequence[Message], tag: int) -> Pending:
         """Count the outgoing ones of `messages` and start them all."""
         for message in messages:
             if message.outgoing:
                 self._tally.add(message.tensor)
-        return self._transport.exchange(messages, tag)
+        return super().exchange(messages, tag)

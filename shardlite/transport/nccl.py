@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlite.transport.base import Completed, Message, Pending
+from shardlite.transport.base import Completed, Message, Pending, Plain
 from shardlite.transport.works import InFlight, Posted, joined
 
 
-class NcclTransport:
+class NcclTransport(Plain):
     """Messages over `group` (`None`: the default group), whose backend for the tensors' device is NCCL.
 
     It promises less than other transports. NCCL knows no tags: it pairs messages by their order alone. So all ranks

@@ -1,0 +1,145 @@
+"""How the ranks of one host come by each other's memory: descriptors, passed over sockets that have no file.
+
+    each rank    makes a heap and a socket that listens, and tells all ranks its address   (over the process group)
+    each pair    connects, says who it is, and swaps the descriptors of the heaps
+    all ranks    say whether that worked: if it did not for one, nobody uses it            (over the process group)
+
+The sockets stay open: a process that ends, however it ends, closes its ends, and so its peers notice.
+"""
+
+import os
+import secrets
+import select
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from shardlite.transport import futex
+from shardlite.transport.heap import Heap, Mapping
+from shardlite.transport.mailbox import control_nbytes
+from shardlite.transport.shared_memory import Neighbours
+
+_BOOT = "/proc/sys/kernel/random/boot_id"  # one per running kernel
+
+_PATIENCE = 20.0
+"""Seconds for a connection between two processes of one host."""
+
+
+@dataclass(frozen=True)
+class Met:
+    """What came of a meeting."""
+
+    neighbours: Neighbours | None
+    why_not: str
+    """Why there is none, the same on every rank."""
+
+
+_MET: "WeakKeyDictionary[dist.ProcessGroup, Met]" = WeakKeyDictionary()
+
+
+def meet(group: dist.ProcessGroup) -> Met:
+    """Return the ranks of `group` as neighbours, if all are on one host. All of them call this, and meet once."""
+    if group not in _MET:
+        _MET[group] = _meet(group)
+    return _MET[group]
+
+
+def _meet(group: dist.ProcessGroup) -> Met:
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    heap, listener, why_not = None, None, futex.why_not()
+    if not why_not:
+        try:
+            heap = Heap(control_nbytes(world_size))
+            listener = _listen(world_size)
+        except OSError as error:
+            why_not = f"this system gives no shared memory: {error}"
+    address = "" if listener is None else listener.getsockname()
+    rows = _tell(group, (why_not, _host(), address))
+    why_not = next((f"rank {r}: {row[0]}" for r, row in enumerate(rows) if row[0]), "")
+    if not why_not and len({row[1] for row in rows}) > 1:
+        why_not = "the ranks are on several hosts"
+    if why_not:
+        return Met(None, why_not)
+    assert heap is not None and listener is not None, "or there was a reason"
+    neighbours, failure = None, ""
+    try:
+        neighbours = _connect(rank, heap, listener, [row[2] for row in rows])
+    except OSError as error:
+        failure = f"rank {rank} cannot connect to the others: {error}"
+    failures = [said for said in _tell(group, failure) if said]
+    return Met(None, failures[0]) if failures else Met(neighbours, "")
+
+
+def _tell(group: dist.ProcessGroup, mine: object) -> list[object]:
+    rows: list[object] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(rows, mine, group=group)
+    return rows
+
+
+def _host() -> str:
+    """Name this host as all of its processes do."""
+    try:
+        with open(_BOOT) as boot:
+            return boot.read().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _listen(world_size: int) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(b"\0shardlite-" + secrets.token_hex(16).encode())  # abstract: it has no file
+    listener.listen(world_size)
+    return listener
+
+
+def _connect(rank: int, heap: Heap, listener: socket.socket, addresses: Sequence[bytes]) -> Neighbours:
+    """Swap heaps with every other rank: connect to those before this one, be connected to by those after it."""
+    sockets: dict[int, socket.socket] = {}
+    mappings: dict[int, Mapping] = {rank: heap}
+    with listener:
+        listener.settimeout(_PATIENCE)
+        for peer in range(rank):
+            sockets[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sockets[peer].settimeout(_PATIENCE)
+            sockets[peer].connect(addresses[peer])
+            _give(sockets[peer], rank, heap)
+        for _ in range(rank + 1, len(addresses)):
+            connection, _ = listener.accept()
+            connection.settimeout(_PATIENCE)
+            peer, mappings[peer] = _receive(connection)
+            sockets[peer] = connection
+            _give(connection, rank, heap)
+        for peer in range(rank):
+            _, mappings[peer] = _receive(sockets[peer])
+    return Neighbours(rank, heap, [mappings[r] for r in range(len(addresses))], _Watch(sockets))
+
+
+def _give(connection: socket.socket, rank: int, heap: Heap) -> None:
+    socket.send_fds(connection, [rank.to_bytes(4, "little")], [heap.descriptor])
+
+
+def _receive(connection: socket.socket) -> tuple[int, Mapping]:
+    said, descriptors, _, _ = socket.recv_fds(connection, 4, 1)
+    if len(said) != 4 or len(descriptors) != 1:
+        raise OSError("a peer hung up")
+    try:
+        return int.from_bytes(said, "little"), Mapping(descriptors[0])
+    finally:
+        os.close(descriptors[0])
+
+
+class _Watch:
+    """Tells whether a peer's process lives, by the socket that it holds open."""
+
+    def __init__(self, sockets: dict[int, socket.socket]) -> None:
+        self._sockets = sockets
+        self._poll = {}
+        for peer, connection in sockets.items():
+            self._poll[peer] = select.poll()
+            self._poll[peer].register(connection, select.POLLHUP | select.POLLRDHUP)
+
+    def __call__(self, peer: int) -> bool:
+        return not self._poll[peer].poll(0)

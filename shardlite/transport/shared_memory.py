@@ -1,0 +1,331 @@
+"""A transport between processes of one host: a message stays in the memory of its sender, where the receiver reads it.
+
+    sender      announces it in the receiver's mailbox, and waits until it was taken
+    receiver    copies it to where it belongs, or computes with it where it lies; then says that it was taken
+
+So a message is copied once at most. It is copied once more if it does not lie in the heap that the ranks share: who
+sends much lets its buffers be made by `empty`.
+
+Whoever waits also takes what has come for others of its process, so it does not matter in which order ranks wait. A
+rank that has waited in vain takes no more part, and says so: a message that it has announced may change from then on.
+"""
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import cache
+from typing import NoReturn
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from shardlite.errors import CommError, LayoutError
+from shardlite.transport.base import Completed, Loan, OneByOne, Pending
+from shardlite.transport.heap import Heap, Mapping
+from shardlite.transport.mailbox import PLACES, Announcement, Control
+
+_LOOK = 0.05
+"""Seconds between two looks at whether the others are still there."""
+
+_TRIES = 20
+"""Looks at the mailboxes before a thread goes to sleep, which costs more than a short wait."""
+
+
+class Neighbours:
+    """The ranks of one host, as one of them sees them: their memory, and messages that are open with them."""
+
+    def __init__(self, rank: int, heap: Heap, mappings: Sequence[Mapping], alive: Callable[[int], bool]) -> None:
+        self.rank = rank
+        self.heap = heap
+        self.world_size = len(mappings)
+        self._mappings = mappings
+        self._alive = alive
+        self._controls = [Control(each, r, rank, self.world_size) for r, each in enumerate(mappings)]
+        self._mine = self._controls[rank]
+        self._lock = threading.Lock()
+        self._others = [r for r in range(self.world_size) if r != rank]
+        self._sent = [0] * self.world_size
+        self._seen = [0] * self.world_size
+        self._kept: dict[tuple[int, int], Tensor] = {}
+        self._expected: dict[tuple[int, int], deque[_Arriving]] = defaultdict(deque)
+        self._early: dict[tuple[int, int], deque[Announcement]] = defaultdict(deque)
+        self._to_copy: deque[_Arriving] = deque()
+        self._broken = ""
+
+    def send(self, tensor: Tensor, peer: int, tag: int, limit: float) -> "_Departing":
+        """Announce a message [n]."""
+        source = tensor.detach()
+        offset = self.heap.offset_of(source)
+        if offset is None:
+            room = self.heap.empty(source.nbytes).view(source.dtype)
+            source = room.copy_(source)
+            offset = self.heap.offset_of(source)
+            assert offset is not None, "it was made there"
+        with self._lock:
+            number = self._sent[peer] = self._sent[peer] + 1
+        control = self._controls[peer]
+        departing = _Departing(self, peer, number, source, tag, limit)
+        if not control.was_taken(number - PLACES):
+            self.wait(lambda: control.was_taken(number - PLACES), departing.words, limit)
+        with self._lock:
+            self._kept[peer, number % PLACES] = source
+            control.announce(Announcement(number, tag, _kind(source.dtype), offset, source.nbytes))
+        return departing
+
+    def expect(self, arriving: "_Arriving") -> None:
+        """Let a message that has come, or comes next, with this tag from this peer be the one that is expected."""
+        route = arriving.peer, arriving.tag
+        with self._lock:
+            if self._early[route]:
+                self._match(arriving, self._early[route].popleft())
+            else:
+                self._expected[route].append(arriving)
+
+    def wait(self, done: Callable[[], bool], words: Callable[[], str], limit: float) -> None:
+        """Wait until something is `done`, and meanwhile take what comes.
+
+        Raises:
+            CommError: a rank is gone or has given up, a header is damaged, or nothing happened within `limit` seconds.
+        """
+        deadline = time.monotonic() + limit
+        tries = 0
+        while True:
+            heard = self._mine.bell()
+            self._progress(words)
+            if done():
+                return
+            if self._broken:
+                raise CommError(f"{words()} failed: {self._broken}")
+            tries += 1
+            if tries < _TRIES:
+                continue
+            left = deadline - time.monotonic()
+            if left <= 0:
+                self._fail(words, f"nothing happened within {limit:g} s. The peer is late or does another operation.")
+            self._mine.sleep(heard, min(left, _LOOK))
+            if self._mine.bell() == heard:
+                self._look_at_others(words)
+
+    def _progress(self, words: Callable[[], str]) -> None:
+        """Take all announcements, and copy what has come for a place."""
+        with self._lock:
+            for peer in self._others:
+                try:
+                    while (message := self._mine.arrived(peer, self._seen[peer] + 1)) is not None:
+                        self._seen[peer] += 1
+                        self._sort(peer, message)
+                except ValueError as error:
+                    self._fail(words, f"rank {peer} sent what cannot be read: {error}")
+        while self._to_copy:
+            try:
+                arriving = self._to_copy.popleft()
+            except IndexError:  # another thread was faster
+                return
+            arriving.copy()
+            self.take(arriving)
+
+    def _sort(self, peer: int, message: Announcement) -> None:
+        route = peer, message.tag
+        if self._expected[route]:
+            self._match(self._expected[route].popleft(), message)
+        else:
+            self._early[route].append(message)
+
+    def _match(self, arriving: "_Arriving", message: Announcement) -> None:
+        arriving.message = message
+        if arriving.tensor is not None and arriving.fits(message):
+            self._to_copy.append(arriving)
+
+    def view(self, peer: int, message: Announcement, dtype: torch.dtype) -> Tensor:
+        """Return a message where it lies."""
+        return self._mappings[peer].tensor(message.offset, message.nbytes // dtype.itemsize, dtype)
+
+    def take(self, arriving: "_Arriving") -> None:
+        """Say that a message was read.
+
+        Raises:
+            CommError: its sender had given up by then, so that it may have changed.
+        """
+        assert arriving.message is not None, "it has come"
+        peer = arriving.peer
+        if self._controls[peer].has_quit:
+            self._fail(arriving.words, f"rank {peer} has given up.")
+        with self._lock:
+            self._mine.take(peer, arriving.message.number)
+            arriving.taken = True
+            self._controls[peer].ring()
+            self._mine.ring()  # another thread may be waiting for this one
+
+    def was_taken(self, peer: int, number: int) -> bool:
+        """Whether a message of this rank may be overwritten."""
+        return self._sent[peer] - number >= PLACES or self._controls[peer].was_taken(number)
+
+    def drop(self, peer: int, number: int) -> None:
+        """Keep a message no more."""
+        if self._sent[peer] - number < PLACES:
+            self._kept.pop((peer, number % PLACES), None)
+
+    def _look_at_others(self, words: Callable[[], str]) -> None:
+        for peer in self._others:
+            if self._controls[peer].has_quit:
+                self._fail(words, f"rank {peer} has given up: an operation of its own failed.")
+            if not self._alive(peer):
+                self._fail(words, f"rank {peer} is gone: its process has ended.")
+
+    def _fail(self, words: Callable[[], str], why: str) -> NoReturn:
+        """Take no more part, and tell the others.
+
+        Raises:
+            CommError: always.
+        """
+        if not self._broken:
+            self._broken = why
+            self._mine.quit()
+            for peer in self._others:
+                self._controls[peer].ring()
+        raise CommError(f"{words()} failed: {why}")
+
+
+class SharedMemoryTransport(OneByOne):
+    """Messages between the processes of one host, each to be done within `timeout` of being waited for.
+
+    Once a wait has ended in a `CommError` the ranks have parted for good, as over gloo, and the run must end.
+    """
+
+    blocking = True
+    lends = True
+    algorithm = "direct"
+
+    def __init__(self, neighbours: Neighbours, timeout: timedelta) -> None:
+        self._neighbours = neighbours
+        self._limit = timeout.total_seconds()
+        self.rank = neighbours.rank
+        self.world_size = neighbours.world_size
+
+    def empty(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return memory [nbytes] that is sent from without a copy."""
+        return self._neighbours.heap.empty(nbytes) if device.type == "cpu" else super().empty(nbytes, device)
+
+    def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
+        """Announce `tensor` to rank `peer`."""
+        _check(tensor)
+        return self._neighbours.send(tensor, peer, tag, self._limit) if tensor.numel() else Completed()
+
+    def irecv(self, tensor: Tensor, peer: int, tag: int) -> Pending:
+        """Expect the next message with `tag` from rank `peer` for `tensor`."""
+        _check(tensor)
+        if not tensor.numel():
+            return Completed()
+        arriving = _Arriving(self._neighbours, peer, tag, tensor.numel(), tensor.dtype, self._limit, tensor.detach())
+        self._neighbours.expect(arriving)
+        return arriving
+
+    def borrow(self, numel: int, dtype: torch.dtype, peer: int, tag: int) -> Loan:
+        """Expect the next message with `tag` from rank `peer`, to be read where it lies."""
+        arriving = _Arriving(self._neighbours, peer, tag, numel, dtype, self._limit, None)
+        self._neighbours.expect(arriving)
+        return arriving
+
+
+class _Departing:
+    """A message of this rank."""
+
+    def __init__(
+        self, neighbours: Neighbours, peer: int, number: int, tensor: Tensor, tag: int, limit: float
+    ) -> None:
+        self._neighbours = neighbours
+        self._peer = peer
+        self._number = number
+        self._tensor = tensor
+        self._tag = tag
+        self._limit = limit
+
+    def wait(self) -> None:
+        """Wait until the peer has read it."""
+        self._neighbours.wait(self._done, self.words, self._limit)
+        self._neighbours.drop(self._peer, self._number)
+
+    def _done(self) -> bool:
+        return self._neighbours.was_taken(self._peer, self._number)
+
+    def words(self) -> str:
+        return (
+            f"rank {self._neighbours.rank} sending to rank {self._peer} "
+            f"({self._tensor.numel()} elements of {self._tensor.dtype}, {self._tensor.nbytes} bytes, tag {self._tag})"
+        )
+
+
+class _Arriving:
+    """A message to this rank: for `tensor`, or to be read where it lies."""
+
+    def __init__(
+        self,
+        neighbours: Neighbours,
+        peer: int,
+        tag: int,
+        numel: int,
+        dtype: torch.dtype,
+        limit: float,
+        tensor: Tensor | None,
+    ) -> None:
+        self._neighbours = neighbours
+        self.peer = peer
+        self.tag = tag
+        self._numel = numel
+        self._dtype = dtype
+        self._limit = limit
+        self.tensor = tensor
+        self.message: Announcement | None = None
+        self.taken = False
+
+    def wait(self) -> None:
+        """Wait until it was copied to its place."""
+        self._neighbours.wait(self._is_taken, self.words, self._limit)
+
+    def look(self) -> Tensor:
+        """Wait for it, and return it where it lies, to be read until `give_back()`."""
+        self._neighbours.wait(self._has_come, self.words, self._limit)
+        assert self.message is not None, "waited for"
+        return self._neighbours.view(self.peer, self.message, self._dtype)
+
+    def give_back(self) -> None:
+        """Let the sender write there again."""
+        self._neighbours.take(self)
+
+    def copy(self) -> None:
+        """Copy it to its place."""
+        assert self.tensor is not None and self.message is not None, "asked for"
+        self.tensor.copy_(self._neighbours.view(self.peer, self.message, self._dtype))
+
+    def fits(self, message: Announcement) -> bool:
+        """Whether a message is of the expected kind."""
+        return (message.nbytes, message.kind) == (self._numel * self._dtype.itemsize, _kind(self._dtype))
+
+    def _is_taken(self) -> bool:
+        return self._has_come() and self.taken
+
+    def _has_come(self) -> bool:
+        if self.message is not None and not self.fits(self.message):
+            raise CommError(f"{self.words()} failed: the peer sent {self.message.nbytes} bytes of another kind")
+        return self.message is not None
+
+    def words(self) -> str:
+        return (
+            f"rank {self._neighbours.rank} receiving from rank {self.peer} "
+            f"({self._numel} elements of {self._dtype}, {self._numel * self._dtype.itemsize} bytes, tag {self.tag})"
+        )
+
+
+@cache
+def _kind(dtype: torch.dtype) -> int:
+    return crc32(str(dtype).encode())
+
+
+def _check(tensor: Tensor) -> None:
+    assert tensor.dim() == 1, f"a message is 1-D, got {tuple(tensor.shape)}"
+    assert tensor.is_contiguous(), "a message is contiguous"
+    if tensor.device.type != "cpu":
+        raise LayoutError(f"SharedMemoryTransport sends CPU tensors, got one on {tensor.device}")
