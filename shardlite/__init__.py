@@ -1,6 +1,6 @@
 """ShardLite: train a PyTorch model that does not fit beside its optimizer on one device."""
 
-from shardlite.config import Precision
+from shardlite.config import Precision, Route
 from shardlite.ema import EMA
 from shardlite.errors import (
     CommError,
@@ -27,6 +27,7 @@ __all__ = [
     "NonFiniteWarning",
     "PhaseError",
     "Precision",
+    "Route",
     "ShardLite",
     "ShardLiteError",
     "verify",

@@ -6,7 +6,8 @@ lays its state out in the same way.
 Legend: `W` ranks, `S` elements per shard of one unit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,12 +15,21 @@ from torch import Tensor
 from shardlite.layout import ARENA_ALIGN, round_up
 
 
-def carve(kinds: Sequence[tuple[torch.dtype, bool]], lengths: Sequence[int], device: torch.device) -> list[Tensor]:
-    """Allocate one arena for each kind, (dtype, trainable), and return the parts of these lengths, zeroed."""
+Empty: TypeAlias = Callable[[int, torch.dtype], Tensor]
+"""Makes memory: so many elements of a dtype, uninitialised."""
+
+
+def empty_on(device: torch.device) -> Empty:
+    """Return what makes memory on a device."""
+    return lambda numel, dtype: torch.empty(numel, dtype=dtype, device=device)
+
+
+def carve(kinds: Sequence[tuple[torch.dtype, bool]], lengths: Sequence[int], empty: Empty) -> list[Tensor]:
+    """Make one arena for each kind, (dtype, trainable), and return the parts of these lengths, zeroed."""
     parts: list[Tensor] = [torch.empty(0)] * len(kinds)
     for kind in dict.fromkeys(kinds):
         members = [i for i, each in enumerate(kinds) if each == kind]
-        arena = torch.zeros(round_up(sum(lengths[i] for i in members), ARENA_ALIGN), dtype=kind[0], device=device)
+        arena = empty(round_up(sum(lengths[i] for i in members), ARENA_ALIGN), kind[0]).zero_()
         start = 0
         for i in members:
             parts[i] = arena[start : start + lengths[i]]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from shardlite.arena import Empty
 from shardlite.errors import PhaseError
 from shardlite.layout import Layout, Slot
 from shardlite.phase import Gradients, check_move
@@ -49,9 +50,9 @@ class Bucket:
         """Whether every parameter has got `rounds` gradients in the backward that is running."""
         return self.arrivals == rounds * sum(len(flat.rows) for flat in self.flats)
 
-    def fill(self, device: torch.device) -> None:
+    def fill(self, empty: Empty) -> None:
         """Get memory."""
-        self.full = [torch.empty(f.gradients.full_numel, dtype=f.reduce, device=device) for f in self.flats]
+        self.full = [empty(flat.gradients.full_numel, flat.reduce) for flat in self.flats]
         self.move(Gradients.FILLING)
 
     def add(self, param: nn.Parameter, grad: Tensor | None) -> None:

@@ -1,10 +1,12 @@
-"""What can be set: precision, and the environment variables that ShardLite knows, which are read nowhere else."""
+"""What can be set: precision, the route of messages, and the environment variables that ShardLite knows, which are read nowhere else."""
 
 import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast, get_args
 
 import torch
+
+from shardlite.schedule import ALGORITHMS, Algorithm
 
 COMPUTE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """Dtypes that forward and backward may run in."""
@@ -75,6 +77,47 @@ class Precision:
     def reduce_of(self, dtype: torch.dtype) -> torch.dtype:
         """Return in which dtype the gradients of weights kept in `dtype` are summed: those of fp64 ones in fp64."""
         return torch.float64 if dtype == torch.float64 else self.reduce
+
+
+TransportName = Literal["auto", "shared_memory", "p2p"]
+AlgorithmName = Literal["auto"] | Algorithm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """How messages get from rank to rank."""
+
+    transport: TransportName = "auto"
+    """`"shared_memory"`: CPU tensors between processes of one host stay in memory that these share. `"p2p"`: messages of
+    the process group (NCCL, gloo; CUDA tensors over gloo go through pinned memory). `"auto"`: shared memory where it can
+    be had, else messages."""
+
+    algorithm: AlgorithmName = "auto"
+    """The schedule of gathers and reductions, see `docs/rings.md`. `"auto"` takes `"ring"` or `"direct"`, which add in
+    the same order; the others give other last bits."""
+
+    def __post_init__(self) -> None:
+        """Check.
+
+        Raises:
+            ValueError: there is no such transport or algorithm.
+        """
+        for name, value, names in (
+            ("transport", self.transport, get_args(TransportName)),
+            ("algorithm", self.algorithm, ("auto", *ALGORITHMS)),
+        ):
+            if value not in names:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, names))}; got {value!r}")
+
+
+def transport_or_default(name: TransportName) -> TransportName:
+    """Return `name` or, if that is `"auto"`, what the environment says (`SHARDLITE_TRANSPORT`), if it says anything.
+
+    Raises:
+        ValueError: it is not the name of a transport.
+    """
+    named = os.environ.get("SHARDLITE_TRANSPORT", "auto") if name == "auto" else name
+    return Route(transport=cast(TransportName, named)).transport
 
 
 def poison_evicted_buffers() -> bool:

@@ -101,7 +101,7 @@ class Filler:
             if flat.quantized:
                 self._gather(unit, i, self._packed(flat), "take part")
             else:
-                full = torch.empty(flat.layout.full_numel, dtype=flat.compute, device=flat.local.device)
+                full = self._shared.empty(flat.layout.full_numel, flat.compute)
                 self._shared.ledger.track("gather buffers", full)
                 place_own(flat, full)
                 self._gather(unit, i, full, "take part")
@@ -119,7 +119,7 @@ class Filler:
 
     def _packed(self, flat: Flat) -> Tensor:
         """Return the wire of a flat, to be gathered."""
-        wire = pack(flat)
+        wire = pack(flat, self._shared.empty)
         self._shared.ledger.track("staging", wire)
         return wire
 

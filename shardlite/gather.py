@@ -36,7 +36,7 @@ class Gatherer:
         self._passes = Passes(units, shared)
         self._backwards = 0
         self._units = units
-        self._device = shared.device
+        self._empty = shared.empty
         self._trace = shared.trace
         self._ledger = shared.ledger
         self._prefetch = prefetch
@@ -212,7 +212,7 @@ class Gatherer:
         buffer = self._evict(victim) if victim else None
         if buffer is None or buffer.bytes.numel() != unit.nbytes:
             del buffer  # before, not after, there is another one
-            buffer = Buffer(unit.nbytes, self._device)
+            buffer = Buffer(self._empty(unit.nbytes, torch.uint8))
             self._ledger.track("gather buffers", buffer.bytes)
         return buffer
 

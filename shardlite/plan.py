@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardlite import checks, materialise
 from shardlite.agree import agree
-from shardlite.config import Precision
+from shardlite.config import Precision, Route
 from shardlite.layout import Layout, lay_out
 from shardlite.materialise import Init
 from shardlite.partition import ROOT, UnitPlan, UnitPolicy, UnitRule, applies, cut
@@ -32,6 +32,7 @@ class Options:
     init: Init
     prefetch: int
     quantized_gather: UnitRule
+    route: Route
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,12 @@ def agree_on_plan(module: nn.Module, options: Options, groups: Groups, wrapper: 
     problem, plan, facts = None, None, []
     try:
         plan = _make(module, options, groups, wrapper)
-        settings = (f"stage {options.stage}", f"prefetch {options.prefetch}", f"{options.precision}")
+        settings = (
+            f"stage {options.stage}",
+            f"prefetch {options.prefetch}",
+            f"{options.precision}",
+            f"{options.route}",
+        )
         facts = [*settings, f"shards on {plan.device.type}", *_describe(plan)]
     except Exception as error:  # whatever it is: the other ranks are waiting
         problem = error

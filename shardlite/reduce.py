@@ -333,7 +333,7 @@ class Reducer:
             now.patient = now.started[now.landed].flight.wait_up_to(PATIENCE)
             if now.patient:
                 self._land(now.landed + 1)
-        bucket.fill(self._shared.device)
+        bucket.fill(self._shared.empty)
         for full in bucket.full:
             self._shared.ledger.track("gradient buckets", full)
 

@@ -338,9 +338,7 @@ def _split(segment: Tensor, chunk: int) -> Sequence[Tensor]:
     return torch.split(segment, chunk) if segment.numel() else ()
 
 
-def _slots(
-    full: Tensor, cut: _Cut, plan: Schedule, transport: Transport, staging: Tensor | None
-) -> Sequence[Tensor]:
+def _slots(full: Tensor, cut: _Cut, plan: Schedule, transport: Transport, staging: Tensor | None) -> Sequence[Tensor]:
     """Cut the staging buffer, or a new one, into the slots where partial sums arrive."""
     length = cut.slot_numel(transport)
     needed = cut.slots(plan, transport) * length

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardlite.agree import number
+from shardlite.config import Route
 from shardlite.lane import Lane, make_lane
 from shardlite.ledger import Ledger
 from shardlite.ring import Operation, all_reduce
@@ -116,22 +117,30 @@ class Shared:
         replica = 0 if self.replicas is None else self.replicas.rank
         return replica * self.transport.world_size + self.transport.rank
 
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return memory [numel], uninitialised, for what goes to other ranks."""
+        return self.transport.empty(numel * dtype.itemsize, self.device).view(dtype)
+
     def lane(self, name: str) -> Lane:
         """Return a new lane for operations that use these transports."""
         return make_lane(name, self.device, blocking=any(transport.blocking for transport in self.transports))
 
 
-def share(groups: Groups, device: torch.device, timeout: timedelta) -> Shared:
-    """Connect this rank to all others that wrap the same model now. All of them call this."""
+def share(groups: Groups, device: torch.device, timeout: timedelta, route: Route) -> Shared:
+    """Connect this rank to all others that wrap the same model now. All of them call this.
+
+    Raises:
+        LayoutError: the route cannot be taken.
+    """
     instance, first = number(groups)
-    transport, replicas = _connect(groups, device, timeout, apart=False)
-    hosts = connect_hosts(groups.shard, timeout)
-    other_hosts = None if groups.replicas is None else connect_hosts(groups.replicas, timeout)
+    transport, replicas = _connect(groups, device, timeout, route, apart=False)
+    hosts = connect_hosts(groups.shard, timeout, route=route)
+    other_hosts = None if groups.replicas is None else connect_hosts(groups.replicas, timeout, route=route)
     return Shared(
         instance=instance,
         transport=transport,
         replicas=replicas,
-        reducing=_connect(groups, device, timeout, apart=True),
+        reducing=_connect(groups, device, timeout, route, apart=True),
         hosts=(hosts, other_hosts),
         device=device,
         steps=Steps(),
@@ -143,14 +152,14 @@ def share(groups: Groups, device: torch.device, timeout: timedelta) -> Shared:
 
 
 def _connect(
-    groups: Groups, device: torch.device, timeout: timedelta, *, apart: bool
+    groups: Groups, device: torch.device, timeout: timedelta, route: Route, *, apart: bool
 ) -> tuple[Transport, Transport | None]:
     """Connect this rank to those that it shares a model with, and to those that hold the same shards, if any.
 
     Connections that are made at the first message are made here, where all ranks come in the same order.
     """
-    shard = connect(groups.shard, device, timeout, apart=apart)
-    replicas = None if groups.replicas is None else connect(groups.replicas, device, timeout, apart=apart)
+    shard = connect(groups.shard, device, timeout, route=route, apart=apart)
+    replicas = None if groups.replicas is None else connect(groups.replicas, device, timeout, route=route, apart=apart)
     for transport in (shard, replicas):
         if transport is not None and transport.batched:
             all_reduce(torch.zeros(transport.world_size, device=device), transport)

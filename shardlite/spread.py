@@ -47,7 +47,7 @@ def spread_values(unit: Unit, shared: Shared, value: Callable[[nn.Parameter], Te
     with torch.no_grad():
         for i, flat in enumerate(unit.flats):
             direct = flat.rank is None and flat.low is None
-            whole = flat.local if direct else flat.local.new_zeros(flat.layout.full_numel, dtype=flat.master)
+            whole = flat.local if direct else shared.empty(flat.layout.full_numel, flat.master).zero_()
             if shared.rank == 0:
                 for param, view in flat.views(whole):
                     view.copy_(value(param))

@@ -29,8 +29,8 @@ _FLAT_ALIGN = 128
 class Buffer:
     """Memory for one unit's full weights, and the means to tell whether somebody else still looks at it."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    def __init__(self, memory: Tensor) -> None:
+        self.bytes = memory
         self.key = storage_key(self.bytes)
         self._own_uses = torch._C._storage_Use_Count(self.key)
 

@@ -198,9 +198,7 @@ def _in_place(start: int, received: Tensor, own: Tensor) -> None:
     hop(own, received, own, 1)
 
 
-def _add_by_steps(
-    links: Links, schedule: Schedule, pieces: Pieces, last: LastHop, slots: Sequence[Tensor]
-) -> None:
+def _add_by_steps(links: Links, schedule: Schedule, pieces: Pieces, last: LastHop, slots: Sequence[Tensor]) -> None:
     """Exchange whole pieces, then add: what a step sends was summed by the steps before."""
     rank = links.transport.rank
     finishers = list(_finishers(schedule.program(rank), rank, last))
@@ -210,8 +208,7 @@ def _add_by_steps(
         peers = [peer for _, peer in expected]
         links.exchange(_sent(schedule, step, rank, pieces), list(zip(staged, peers, strict=True)))
         found = {
-            (chunk.tensor.data_ptr(), peer): message
-            for message, (chunk, peer) in zip(staged, expected, strict=True)
+            (chunk.tensor.data_ptr(), peer): message for message, (chunk, peer) in zip(staged, expected, strict=True)
         }
         for arrival, finish in finishers:
             if arrival.step == step:

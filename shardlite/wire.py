@@ -15,6 +15,7 @@ import torch
 from shardlite_kernels import cast, dequantise, quantise
 from torch import Tensor
 
+from shardlite.arena import Empty
 from shardlite.layout import ALIGN, round_up
 from shardlite.unit import Flat
 
@@ -39,10 +40,10 @@ def place_own(flat: Flat, full: Tensor) -> None:
         cast(own, flat.local)
 
 
-def pack(flat: Flat) -> Tensor:
-    """Return a new wire [W*R] of which this rank's row has the codes of its shard."""
+def pack(flat: Flat, empty: Empty) -> Tensor:
+    """Return a wire [W*R] that `empty` makes, of which this rank's row has the codes of its shard."""
     assert flat.rank is not None, "who has all weights gathers none"
-    wire = torch.empty(flat.layout.world_size * _row_nbytes(flat), dtype=torch.uint8, device=flat.local.device)
+    wire = empty(flat.layout.world_size * _row_nbytes(flat), torch.uint8)
     codes, scales = _columns(flat, wire)
     quantise(codes[flat.rank], scales[flat.rank], flat.local)
     return wire

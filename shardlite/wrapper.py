@@ -15,7 +15,7 @@ from shardlite.build import build_units, flats_of, part_of, place
 from shardlite.casts import cast_floats
 from shardlite.census import SoloCensus
 from shardlite.clip import Clipper
-from shardlite.config import Precision
+from shardlite.config import AlgorithmName, Precision, Route, TransportName, transport_or_default
 from shardlite.errors import LayoutError
 from shardlite.full import NO_COPY, FullParameters
 from shardlite.gather import Gatherer
@@ -76,6 +76,8 @@ class ShardLite(nn.Module):
             those of `torch.nn` do, is born with the same weights on meta and off. Other ranks' generators stay as they
             are.
         prefetch: how many units are gathered ahead, each in a buffer of its own.
+        transport, algorithm: how messages travel, see `shardlite.Route`; what `"auto"` has chosen is in `repr` and
+            logged once.
         diagnose: warn of gradients that are not finite by parameter and rank. The host then waits in each backward.
         timeout: how long a rank waits for a message of another one. (That ranks agree on what they wrap is checked
             under the process group's own timeout; over NCCL that one counts always.)
@@ -100,6 +102,8 @@ class ShardLite(nn.Module):
         device: torch.device | str | None = None,
         init: Init = None,
         prefetch: int = 1,
+        transport: TransportName = "auto",
+        algorithm: AlgorithmName = "auto",
         diagnose: bool = False,
         timeout: timedelta = timedelta(minutes=10),
     ) -> None:
@@ -120,9 +124,10 @@ class ShardLite(nn.Module):
             init=init,
             prefetch=prefetch,
             quantized_gather=quantized_gather,
+            route=Route(transport=transport_or_default(transport), algorithm=algorithm),
         )
         plan = agree_on_plan(module, options, self._groups, ShardLite)
-        self._shared = shared = share(self._groups, plan.device, timeout)
+        self._shared = shared = share(self._groups, plan.device, timeout, options.route)
         self.ledger, self.trace = shared.ledger, shared.trace
         self._join = Join(shared, self._groups)
         self._placement = place(plan, stage, shared.transport.rank, shared.world_size, reshard_after_forward)
@@ -199,7 +204,8 @@ class ShardLite(nn.Module):
 
     def extra_repr(self) -> str:
         """Say how the model is cut."""
-        return f"stage={self.stage}, ranks={self._shared.world_size}, units={self.unit_names}"
+        route = f"transport={type(self._shared.transport).__name__}, algorithm={self._shared.transport.algorithm}"
+        return f"stage={self.stage}, ranks={self._shared.world_size}, {route}, units={self.unit_names}"
 
     @property
     def unit_names(self) -> list[str]:
@@ -378,7 +384,7 @@ class ShardLite(nn.Module):
             LayoutError: on every rank, if some have none; the module is of no more use then.
         """
         shared = self._shared
-        units = build_units(plan, self._placement)
+        units = build_units(plan, self._placement, self._shared.empty)
         initialiser = Initialiser(self.module, init, plan.device, first=shared.rank == 0)
         spread(plan.units, units, self.module, shared, initialiser)
         checks.mark_wrapped(units)

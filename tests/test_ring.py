@@ -23,7 +23,14 @@ INTEGERS = [torch.int32, torch.int64, torch.uint8]
 EVERY_DTYPE = [*FLOATS, *INTEGERS, torch.bool]
 NARROW = [torch.bfloat16, torch.float16]
 SMALL_CHUNK = 96  # bytes: a segment of the tests below travels in many messages
-SIZES = {"threads": range(1, 9), "steps": range(1, 6), "gloo": range(1, 5), "shared": range(1, 5), "staged": [3], "batches": [2, 3]}
+SIZES = {
+    "threads": range(1, 9),
+    "steps": range(1, 6),
+    "gloo": range(1, 5),
+    "shared": range(1, 5),
+    "staged": [3],
+    "batches": [2, 3],
+}
 WORLDS = [(kind, size) for kind, sizes in SIZES.items() for size in sizes]
 
 

@@ -230,9 +230,9 @@ def describe_connections(group, backends, device):
 @pytest.mark.parametrize(
     ("backends", "device", "expected"),
     [
-        (None, CPU, ("GroupTransport", False, True)),
+        (None, CPU, ("SharedMemoryTransport", False, True)),
         (None, CUDA, ("StagedTransport", False, True)),
-        ("cpu:gloo,cuda:nccl", CPU, ("GroupTransport", False, True)),
+        ("cpu:gloo,cuda:nccl", CPU, ("SharedMemoryTransport", False, True)),
         ("cpu:gloo,cuda:nccl", torch.device("cuda:1"), ("NcclTransport", True, False)),
         ("cuda:nccl", CUDA, ("NcclTransport", True, False)),
         ("cpu:gloo,cuda:gloo", CUDA, ("StagedTransport", False, True)),

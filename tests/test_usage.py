@@ -39,7 +39,7 @@ def traffic_body(group, stage, precision):
     tally = Tally()
     connect, connect_hosts = shardlite.shared.connect, shardlite.shared.connect_hosts
     shardlite.shared.connect = lambda *args, **options: Counted(connect(*args, **options), tally)
-    shardlite.shared.connect_hosts = lambda *args: Counted(connect_hosts(*args), tally)
+    shardlite.shared.connect_hosts = lambda *args, **options: Counted(connect_hosts(*args, **options), tally)
     try:
         model = ShardLite(net(), stage=stage, group=group, precision=precision)
         optimizer = AdamW(model.parameters())

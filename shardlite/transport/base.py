@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shardlite.schedule import Algorithm
+
 
 @dataclass(frozen=True)
 class Message:
@@ -86,13 +88,11 @@ class Transport(Protocol):
     def lends(self) -> bool:
         """Whether what arrives can be read where it lies, by `borrow`."""
 
-    @property
-    def algorithm(self) -> str:
-        """The schedule that collectives take: one of `shardlite.schedule.ALGORITHMS`."""
+    algorithm: Algorithm
+    """The schedule that collectives take."""
 
-    @property
-    def node(self) -> int:
-        """How many ranks there are per node, which the hierarchical schedule asks."""
+    node: int
+    """How many ranks there are per node, for the hierarchical schedule; otherwise 1."""
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
         """Return memory [nbytes], uninitialised, from which sending costs least."""
@@ -124,8 +124,8 @@ class Plain:
     """
 
     lends = False
-    algorithm = "ring"
-    node = 1
+    algorithm: Algorithm = "ring"
+    node: int = 1
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
         """Return memory [nbytes] on a device."""

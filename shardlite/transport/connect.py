@@ -1,20 +1,48 @@
-"""Which transport serves which tensors."""
+"""Which transport serves which tensors, by which algorithm, and why. The choice can be set, and is reported once."""
 
+import logging
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from shardlite.config import Route, TransportName
 from shardlite.errors import LayoutError
 from shardlite.transport.base import Transport
 from shardlite.transport.group import GroupTransport
+from shardlite.transport.meeting import meet, nodes_of
 from shardlite.transport.nccl import NcclTransport
+from shardlite.transport.shared_memory import SharedMemoryTransport
 from shardlite.transport.staged import StagedTransport
 from shardlite.transport.works import joined
 
+log = logging.getLogger("shardlite")
+
+_reported: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A transport, and why it is this one."""
+
+    transport: Transport
+    reason: str
+
+    @property
+    def words(self) -> str:
+        """The choice in one line."""
+        name, ranks = type(self.transport).__name__, self.transport.world_size
+        return f"{name} between {ranks} ranks, algorithm {self.transport.algorithm}: {self.reason}"
+
 
 def connect(
-    group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta, *, apart: bool = False
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    timeout: timedelta,
+    *,
+    route: Route = Route(),  # noqa: B008 (frozen)
+    apart: bool = False,
 ) -> Transport:
     """Return the transport for tensors on `device` over `group` (`None`: the default group). All its ranks call this.
 
@@ -23,28 +51,76 @@ def connect(
     themselves; NCCL knows none, so there it takes another process group of the same ranks.
 
     Raises:
-        LayoutError: this process is not a member of `group`, or `group` has no backend that can carry such tensors.
+        LayoutError: this process is not a member of `group`, the group has no backend that can carry such tensors, or
+            the route cannot be taken.
     """
-    backends = _backends(joined(group))
-    match device.type, backends.get(device.type):
-        case "cpu", str():
-            return GroupTransport(group, timeout)
-        case "cuda", "nccl":
-            return NcclTransport(_again(group, timeout, "nccl") if apart else group)
-        case "cuda", "gloo":
-            return StagedTransport(group, timeout)
-    raise LayoutError(
-        f"no transport for tensors on {device} over a process group with the backends {backends}: start it with "
-        "'gloo' or 'cpu:gloo,cuda:nccl', as in torch.distributed.init_process_group('cpu:gloo,cuda:nccl'), "
-        "and use CPU or CUDA tensors"
-    )
+    choice = choose(group, device, timeout, route=route, apart=apart)
+    if choice.words not in _reported:
+        _reported.add(choice.words)
+        log.info("%s tensors go over %s", device.type, choice.words)
+    return choice.transport
 
 
-def connect_hosts(group: dist.ProcessGroup | None, timeout: timedelta) -> Transport:
+def connect_hosts(
+    group: dist.ProcessGroup | None,
+    timeout: timedelta,
+    *,
+    route: Route = Route(),  # noqa: B008 (frozen)
+) -> Transport:
     """Return a transport for CPU tensors between the ranks of `group`, whatever it carries. All its ranks call this."""
     if "cpu" in _backends(joined(group)):
-        return GroupTransport(group, timeout)
+        return connect(group, torch.device("cpu"), timeout, route=route)
     return GroupTransport(_again(group, timeout, "gloo"), timeout)
+
+
+def choose(
+    group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta, *, route: Route, apart: bool = False
+) -> Choice:
+    """Choose for `connect`, which see, and say why."""
+    everyone = joined(group)
+    backends = _backends(everyone)
+    match device.type, backends.get(device.type):
+        case "cpu", str():
+            choice = _for_host(group, timeout, route.transport)
+        case "cuda", "nccl":
+            nccl = NcclTransport(_again(group, timeout, "nccl") if apart else group)
+            choice = Choice(nccl, "the group's backend for CUDA tensors is NCCL")
+        case "cuda", "gloo":
+            staged = StagedTransport(group, timeout)
+            choice = Choice(staged, "the group has gloo alone, which sends from host memory")
+        case _:
+            raise LayoutError(
+                f"no transport for tensors on {device} over a process group with the backends {backends}: start it "
+                "with 'gloo' or 'cpu:gloo,cuda:nccl', as in "
+                "torch.distributed.init_process_group('cpu:gloo,cuda:nccl'), and use CPU or CUDA tensors"
+            )
+    if route.transport == "shared_memory" and device.type != "cpu":
+        raise LayoutError(f"transport='shared_memory' is for CPU tensors, these are on {device}: use 'p2p' or 'auto'")
+    return _by(choice, route, everyone)
+
+
+def _for_host(group: dist.ProcessGroup | None, timeout: timedelta, wanted: TransportName) -> Choice:
+    """Choose for CPU tensors."""
+    everyone = joined(group)
+    if wanted == "p2p":
+        return Choice(GroupTransport(group, timeout), "it was asked for")
+    if dist.get_world_size(group) == 1:
+        return Choice(GroupTransport(group, timeout), "one rank sends nothing")
+    met = meet(everyone)
+    if met.neighbours is not None:
+        return Choice(SharedMemoryTransport(met.neighbours, timeout), "all ranks are processes of this host")
+    if wanted == "shared_memory":
+        raise LayoutError(f"transport='shared_memory' cannot be had: {met.why_not}. Use 'p2p', or 'auto'")
+    return Choice(GroupTransport(group, timeout), f"no shared memory, for {met.why_not}")
+
+
+def _by(choice: Choice, route: Route, group: dist.ProcessGroup) -> Choice:
+    """Set the algorithm of a transport."""
+    if route.algorithm != "auto":
+        choice.transport.algorithm = route.algorithm
+        if route.algorithm == "hierarchical":
+            choice.transport.node = nodes_of(group)
+    return choice
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:

@@ -13,16 +13,20 @@ import select
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from shardlite.errors import LayoutError
 from shardlite.transport import futex
 from shardlite.transport.heap import Heap, Mapping
 from shardlite.transport.mailbox import control_nbytes
 from shardlite.transport.shared_memory import Neighbours
 
 _BOOT = "/proc/sys/kernel/random/boot_id"  # one per running kernel
+
+_T = TypeVar("_T")
 
 _PATIENCE = 20.0
 """Seconds for a connection between two processes of one host."""
@@ -47,16 +51,37 @@ def meet(group: dist.ProcessGroup) -> Met:
     return _MET[group]
 
 
+def nodes_of(group: dist.ProcessGroup) -> int:
+    """Return how many consecutive ranks each host has. All ranks of `group` call this.
+
+    Raises:
+        LayoutError: hosts have different numbers of ranks, or those of one are not consecutive.
+    """
+    hosts = _tell(group, _host())
+    node = next((i for i, host in enumerate(hosts) if host != hosts[0]), len(hosts))
+    starts = hosts[::node]
+    if (
+        len(hosts) % node
+        or hosts != [host for host in starts for _ in range(node)]
+        or len(set(map(str, starts))) < len(starts)
+    ):
+        raise LayoutError(
+            "algorithm='hierarchical' takes the same number of ranks on each host, in consecutive order; "
+            f"got {[str(host)[:8] for host in hosts]}"
+        )
+    return node
+
+
 def _meet(group: dist.ProcessGroup) -> Met:
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    heap, listener, why_not = None, None, futex.why_not()
+    heap, listener, address, why_not = None, None, b"", futex.why_not()
     if not why_not:
         try:
             heap = Heap(control_nbytes(world_size))
             listener = _listen(world_size)
+            address = listener.getsockname()
         except OSError as error:
             why_not = f"this system gives no shared memory: {error}"
-    address = "" if listener is None else listener.getsockname()
     rows = _tell(group, (why_not, _host(), address))
     why_not = next((f"rank {r}: {row[0]}" for r, row in enumerate(rows) if row[0]), "")
     if not why_not and len({row[1] for row in rows}) > 1:
@@ -73,8 +98,9 @@ def _meet(group: dist.ProcessGroup) -> Met:
     return Met(None, failures[0]) if failures else Met(neighbours, "")
 
 
-def _tell(group: dist.ProcessGroup, mine: object) -> list[object]:
-    rows: list[object] = [None] * dist.get_world_size(group)
+def _tell(group: dist.ProcessGroup, mine: _T) -> list[_T]:
+    """Return what every rank says."""
+    rows = [mine] * dist.get_world_size(group)
     dist.all_gather_object(rows, mine, group=group)
     return rows
 
@@ -132,14 +158,12 @@ def _receive(connection: socket.socket) -> tuple[int, Mapping]:
 
 
 class _Watch:
-    """Tells whether a peer's process lives, by the socket that it holds open."""
+    """Tells whether a peer's process lives, by the socket that it holds open. Threads may ask at once."""
 
     def __init__(self, sockets: dict[int, socket.socket]) -> None:
         self._sockets = sockets
-        self._poll = {}
-        for peer, connection in sockets.items():
-            self._poll[peer] = select.poll()
-            self._poll[peer].register(connection, select.POLLHUP | select.POLLRDHUP)
 
     def __call__(self, peer: int) -> bool:
-        return not self._poll[peer].poll(0)
+        poll = select.poll()
+        poll.register(self._sockets[peer], select.POLLHUP | select.POLLRDHUP)
+        return not poll.poll(0)

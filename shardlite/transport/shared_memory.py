@@ -10,6 +10,7 @@ Whoever waits also takes what has come for others of its process, so it does not
 rank that has waited in vain takes no more part, and says so: a message that it has announced may change from then on.
 """
 
+import ctypes
 import threading
 import time
 from collections import defaultdict, deque
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from shardlite.errors import CommError, LayoutError
+from shardlite.schedule import Algorithm
 from shardlite.transport.base import Completed, Loan, OneByOne, Pending
 from shardlite.transport.heap import Heap, Mapping
 from shardlite.transport.mailbox import PLACES, Announcement, Control
@@ -45,7 +47,7 @@ class Neighbours:
         self._alive = alive
         self._controls = [Control(each, r, rank, self.world_size) for r, each in enumerate(mappings)]
         self._mine = self._controls[rank]
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._others = [r for r in range(self.world_size) if r != rank]
         self._sent = [0] * self.world_size
         self._seen = [0] * self.world_size
@@ -139,6 +141,10 @@ class Neighbours:
         if arriving.tensor is not None and arriving.fits(message):
             self._to_copy.append(arriving)
 
+    def copy(self, peer: int, message: Announcement, tensor: Tensor) -> None:
+        """Copy a message to a tensor, as bytes: PyTorch would show a view of another rank's memory to whoever counts."""
+        ctypes.memmove(tensor.data_ptr(), self._mappings[peer].address + message.offset, message.nbytes)
+
     def view(self, peer: int, message: Announcement, dtype: torch.dtype) -> Tensor:
         """Return a message where it lies."""
         return self._mappings[peer].tensor(message.offset, message.nbytes // dtype.itemsize, dtype)
@@ -181,11 +187,12 @@ class Neighbours:
         Raises:
             CommError: always.
         """
-        if not self._broken:
-            self._broken = why
-            self._mine.quit()
-            for peer in self._others:
-                self._controls[peer].ring()
+        with self._lock:
+            if not self._broken:
+                self._broken = why
+                self._mine.quit()
+                for peer in self._others:
+                    self._controls[peer].ring()
         raise CommError(f"{words()} failed: {why}")
 
 
@@ -197,7 +204,7 @@ class SharedMemoryTransport(OneByOne):
 
     blocking = True
     lends = True
-    algorithm = "direct"
+    algorithm: Algorithm = "direct"
 
     def __init__(self, neighbours: Neighbours, timeout: timedelta) -> None:
         self._neighbours = neighbours
@@ -233,9 +240,7 @@ class SharedMemoryTransport(OneByOne):
 class _Departing:
     """A message of this rank."""
 
-    def __init__(
-        self, neighbours: Neighbours, peer: int, number: int, tensor: Tensor, tag: int, limit: float
-    ) -> None:
+    def __init__(self, neighbours: Neighbours, peer: int, number: int, tensor: Tensor, tag: int, limit: float) -> None:
         self._neighbours = neighbours
         self._peer = peer
         self._number = number
@@ -298,7 +303,7 @@ class _Arriving:
     def copy(self) -> None:
         """Copy it to its place."""
         assert self.tensor is not None and self.message is not None, "asked for"
-        self.tensor.copy_(self._neighbours.view(self.peer, self.message, self._dtype))
+        self._neighbours.copy(self.peer, self.message, self.tensor)
 
     def fits(self, message: Announcement) -> bool:
         """Whether a message is of the expected kind."""
