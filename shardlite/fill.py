@@ -129,13 +129,15 @@ class Filler:
             f"all-gather of unit {unit.name!r}, flat {i}", unit.gathers, during=self.during
         )
         transport = self._shared.traffic.counted(self._shared.transport, purpose, unit.name)
-        all_gather(whole, transport, operation=operation)
+        with self._shared.traffic.running(purpose, unit.name):
+            all_gather(whole, transport, operation=operation)
 
     def finish(self, unit: Unit) -> None:
         """Wait for the weights."""
         if unit.flight is not None:
             self._shared.trace.emit("wait", unit.name)
-            unit.flight.wait()
+            with self._shared.traffic.waiting("gather", unit.name):
+                unit.flight.wait()
             unit.flight = None
 
 

@@ -305,8 +305,9 @@ class Reducer:
                 jobs.append(self._averager.job(full, means[-1], unit.name, operation))
 
         def go_round() -> None:
-            while jobs:  # emptied, so that the bucket is free once the flight is over
-                jobs.popleft()()
+            with self._shared.traffic.running("reduce", unit.name):
+                while jobs:  # emptied, so that the bucket is free once the flight is over
+                    jobs.popleft()()
 
         return _Reduction(bucket, self._lane.submit(go_round), means, used, steps)
 
@@ -330,7 +331,9 @@ class Reducer:
         """Give a bucket its memory, once at most one other is on its way."""
         now = self._round
         while now.patient and len(now.started) - now.landed > 1:
-            now.patient = now.started[now.landed].flight.wait_up_to(PATIENCE)
+            first = now.started[now.landed]
+            with self._shared.traffic.waiting("reduce", first.bucket.unit.name):
+                now.patient = first.flight.wait_up_to(PATIENCE)
             if now.patient:
                 self._land(now.landed + 1)
         bucket.fill(self._shared.empty)
@@ -346,7 +349,8 @@ class Reducer:
     def _land(self, count: int) -> None:
         """Wait until the first `count` reductions are over, and free their buckets."""
         for reduction in self._round.started[self._round.landed : count]:
-            reduction.flight.wait()
+            with self._shared.traffic.waiting("reduce", reduction.bucket.unit.name):
+                reduction.flight.wait()
             reduction.bucket.clear()
             self._round.landed += 1
 

@@ -147,7 +147,7 @@ def share(groups: Groups, device: torch.device, timeout: timedelta, route: Route
         board=StoreBoard(f"model {instance} from rank {first}"),
         trace=Trace(),
         ledger=Ledger(),
-        traffic=Traffic(),
+        traffic=Traffic(device),
     )
 
 

@@ -298,9 +298,9 @@ class ShardLite(nn.Module):
     def traffic(self) -> Mapping[str, Mapping[str, Sent]]:
         """Return what this rank has sent since it was wrapped: calls, messages and bytes by unit and purpose.
 
-        Purposes are `gather`, `reduce`, with hybrid sharding `reduce over replicas`, and `full state`. What
-        concerns the whole model is under `"(no unit)"`. Control messages, by which ranks compare what they
-        wrap, are not counted.
+        Gathers and reductions also tell how long they ran, and how long computation stood still for them. Purposes are
+        `gather`, `reduce`, with hybrid sharding `reduce over replicas`, and `full state`. What concerns the whole
+        model is under `"(no unit)"`. Control messages, by which ranks compare what they wrap, are not counted.
         """
         return self._shared.traffic.by_unit()
 

@@ -294,11 +294,16 @@ def _sent(model: ShardLite) -> dict[str, dict[str, Sent]]:
 
 
 def _less(now: dict[str, dict[str, Sent]], before: dict[str, dict[str, Sent]]) -> dict[str, dict[str, Sent]]:
-    nothing = Sent(0, 0, 0)
+    nothing = Sent(0, 0, 0, 0.0, 0.0)
     return {
         unit: {
             purpose: Sent(
-                *(a - b for a, b in zip(astuple(each), astuple(before[unit].get(purpose, nothing)), strict=True))
+                *(
+                    a - b
+                    for a, b in zip(astuple(each)[:3], astuple(before[unit].get(purpose, nothing))[:3], strict=True)
+                ),
+                seconds=0.0,
+                exposed=0.0,
             )
             for purpose, each in sent.items()
         }

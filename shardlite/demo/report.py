@@ -6,13 +6,14 @@ import csv
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 from shardlite.demo.footprint import Footprint
 from shardlite.ledger import format_bytes
+from shardlite.traffic import Sent
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,18 @@ def printable(text: bytes) -> str:
     decoded = text.decode(errors="replace")
     return "".join(
         letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in decoded
+    )
+
+
+def describe_traffic(traffic: Mapping[str, Mapping[str, Sent]], steps: int) -> str:
+    """What one rank sent in a step, how long that took, and how much of it computation waited for: means over a run."""
+    sent = [each for purposes in traffic.values() for each in purposes.values()]
+    nbytes, seconds, exposed = (
+        sum(part) / steps for part in zip(*((s.nbytes, s.seconds, s.exposed) for s in sent), strict=True)
+    )
+    return (
+        f"A step sends {format_bytes(int(nbytes))} per rank. Gathers and reductions run for {seconds * 1e3:.1f} ms, of "
+        f"which computation waits for {exposed * 1e3:.1f} ms."
     )
 
 

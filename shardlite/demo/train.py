@@ -16,7 +16,15 @@ import torch.distributed as dist
 from shardlite import AdamW, ShardLite
 from shardlite.demo.footprint import Batch, Footprint, book_state, measure, measure_plain
 from shardlite.demo.gpt import GPT
-from shardlite.demo.report import Point, Progress, describe_result, footprint_table, printable, write_curve
+from shardlite.demo.report import (
+    Point,
+    Progress,
+    describe_result,
+    describe_traffic,
+    footprint_table,
+    printable,
+    write_curve,
+)
 from shardlite.demo.settings import Settings
 from shardlite.demo.text import Bytes, Corpus, draw_batch, read_corpus, unigram_entropy
 from shardlite.launch import process_group
@@ -159,6 +167,8 @@ def _report(run: Run, curve: list[Point], sharded: Footprint, plain: Footprint) 
     entropy = unigram_entropy(run.corpus.validation)
     print(f"\n{describe_result(curve[-1].validation or math.nan, entropy)}")
     print(f"\nOne training step holds, each row at its highest:\n\n{footprint_table(footprints, plain)}\n")
+    if dist.get_world_size() > 1:
+        print(f"{describe_traffic(run.model.traffic(), run.settings.steps)}\n")
     print("\n".join(write_curve(run.settings.out, curve, entropy)), flush=True)
 
 
