@@ -11,14 +11,15 @@ from shardlite.transport import Around, Loan, Message, Pending, Transport
 
 
 class Delayed(Around):
-    """`transport`, with a pause of up to `longest` seconds before each send and each receive.
+    """`transport`, with a pause of `shortest` to `longest` seconds before each send and each receive.
 
     The pauses of a rank follow from `seed` and the rank, so a failure can be repeated.
     """
 
-    def __init__(self, transport: Transport, seed: int, *, longest: float) -> None:
+    def __init__(self, transport: Transport, seed: int, *, longest: float, shortest: float = 0.0) -> None:
         super().__init__(transport)
         self._random = Random(f"{seed} {transport.rank}")
+        self._shortest = shortest
         self._longest = longest
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
@@ -38,4 +39,4 @@ class Delayed(Around):
         return self._transport.exchange(messages, tag)
 
     def _pause(self) -> None:
-        time.sleep(self._random.uniform(0.0, self._longest))
+        time.sleep(self._random.uniform(self._shortest, self._longest))
