@@ -12,6 +12,7 @@ from typing import Any
 
 from shardlite.demo.settings import SIZES, GPTConfig, Settings
 
+_MOST_RANKS = 64  # of a picture
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -23,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_train(commands)
     _add_verify(commands)
+    _add_doctor(commands)
+    _add_ring(commands)
     options = parser.parse_args(arguments)
     status: int = options.run(options, arguments)
     return status
@@ -61,6 +64,48 @@ def _add_verify(commands: Any) -> None:
     group.add_argument("--compute", choices=_DTYPES, help="what forward and backward run in (no casts)")
     group.add_argument("--reduce", choices=_DTYPES, default="fp32", help="what gradients are summed in (fp32)")
     _add_model_options(parser, size="tiny")
+
+
+def _add_ring(commands: Any) -> None:
+    from shardlite.schedule import ALGORITHMS
+
+    parser: ArgumentParser = commands.add_parser(
+        "ring",
+        help="show step by step how the segments of a buffer go round the ranks",
+        description="Print, step by step, what each rank holds and sends in a collective, and in which order sums are"
+        " added. Runs nothing and needs no other process.",
+    )
+    parser.set_defaults(run=lambda options, arguments: _ring(parser, options))
+    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="from 1 to 64 (4)")
+    parser.add_argument(
+        "--operation", choices=("all-gather", "reduce-scatter"), default="reduce-scatter", help="(reduce-scatter)"
+    )
+    parser.add_argument("--algorithm", choices=ALGORITHMS, default="ring", help="(ring)")
+    parser.add_argument("--node", type=int, metavar="N", help="ranks per node; for hierarchical, and needed there")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw it as an image, too; needs matplotlib")
+
+
+def _add_doctor(commands: Any) -> None:
+    parser: ArgumentParser = commands.add_parser(
+        "doctor",
+        help="say what this machine offers, which way messages take here, and why",
+        description="Starts some ranks, asks for each transport as the library would, tries those that can be had, and"
+        " says why each choice was made. The exit status is 1 if one gave wrong results or an error.",
+    )
+    parser.set_defaults(run=lambda options, arguments: _doctor(parser, options, arguments))
+    parser.add_argument("--ranks", type=int, metavar="N", help="processes (one per GPU, 2 without any)")
+
+
+def _doctor(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> int:
+    """Start the ranks, or be one of them."""
+    from shardlite.launch import default_ranks, launch
+
+    if _started_ranks(parser, options) is None:
+        return launch(options.ranks or default_ranks(), arguments)
+
+    from shardlite.doctor import examine
+
+    return examine()
 
 
 def _add_run_options(parser: ArgumentParser) -> None:
@@ -173,6 +218,33 @@ def _verify_gpt(settings: Settings, compute: str | None, reduce: str) -> int:
     finally:
         dist.destroy_process_group()
     return 0 if report.ok else 1
+
+
+def _ring(parser: ArgumentParser, options: Namespace) -> int:
+    """Print the picture of a schedule, and paint it if a file is named."""
+    from shardlite.picture import text
+    from shardlite.schedule import all_gather, reduce_scatter
+
+    if not 1 <= options.ranks <= _MOST_RANKS:
+        parser.error(f"--ranks is {options.ranks}; pictures are made for 1 to {_MOST_RANKS} ranks")
+    if options.algorithm == "hierarchical" and options.node is None:
+        parser.error(f"--algorithm hierarchical needs --node: ranks per node, a divisor of {options.ranks}")
+    node = 1 if options.node is None else options.node
+    make = all_gather if options.operation == "all-gather" else reduce_scatter
+    try:
+        schedule = make(options.algorithm, options.ranks, node=node)
+        if options.png is not None:
+            from shardlite.painting import paint
+
+            paint(schedule, options.png, node)
+    except ModuleNotFoundError:
+        parser.error("--png needs matplotlib, which is not installed; pip install 'shardlite[demo]'")
+    except (ValueError, OSError) as wrong:
+        parser.error(str(wrong))
+    print(text(schedule, node))
+    if options.png is not None:
+        print(f"\nwrote {options.png}")
+    return 0
 
 
 def _started_ranks(parser: ArgumentParser, options: Namespace) -> int | None:

@@ -1,7 +1,7 @@
 """How bytes get from rank to rank. Parameters and gradients travel by this package only."""
 
 from shardlite.transport.base import Around, Completed, Loan, Message, Pending, Transport
-from shardlite.transport.connect import connect, connect_hosts
+from shardlite.transport.connect import Choice, choose, connect, connect_hosts
 from shardlite.transport.counted import Counted, Tally
 from shardlite.transport.group import GroupTransport
 from shardlite.transport.local import LocalTransport, local_world
@@ -15,6 +15,8 @@ from shardlite.transport.staged import StagedTransport
 __all__ = [
     "Around",
     "Board",
+    "Choice",
+    "choose",
     "Completed",
     "connect",
     "connect_hosts",
