@@ -19,7 +19,7 @@ Legend: `W` ranks, `r` and `k` ranks (modulo `W`), `t` a step, `g` ranks per nod
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property, reduce
+from functools import cache, cached_property, lru_cache, reduce
 from itertools import pairwise, zip_longest
 from typing import Literal, TypeAlias, Union, get_args
 
@@ -190,8 +190,7 @@ def reduce_scatter(algorithm: Algorithm, world_size: int, *, node: int = 1) -> S
 
         1 --1--> 2 --1+2--> 3 --1+2+3--> 0        1+2+3+0
 
-    direct: one step. Rank `k` receives all at once and adds them as the ring would: the same bits, for `W-1` times the
-    room for what arrives.
+    direct: one step. Rank `k` receives from all at once and adds in the order of the ring: the same bits.
 
         1 ----> 0                                 1+2+3+0
         2 ----> 0
@@ -266,7 +265,7 @@ _Steps: TypeAlias = tuple[tuple[Transfer, ...], ...]
 _Piece: TypeAlias = tuple[int, int]  # a segment's number, and which part of it
 
 
-@cache
+@lru_cache(64)
 def _chain(world_size: int, source: int, parts: int) -> Schedule:
     links = list(pairwise((source + t) % world_size for t in range(world_size)))
     steps = tuple(
