@@ -1,4 +1,4 @@
-"""What can be set: precision, the route of messages, and the environment variables that ShardLite knows, which are read nowhere else."""
+"""What can be set: precision, the route of messages, and environment variables, which are read nowhere else."""
 
 import os
 from dataclasses import dataclass
@@ -79,7 +79,7 @@ class Precision:
         return torch.float64 if dtype == torch.float64 else self.reduce
 
 
-TransportName = Literal["auto", "shared_memory", "p2p"]
+TransportName = Literal["auto", "shared_memory", "symmetric_memory", "p2p"]
 AlgorithmName = Literal["auto"] | Algorithm
 
 
@@ -88,9 +88,11 @@ class Route:
     """How messages get from rank to rank."""
 
     transport: TransportName = "auto"
-    """`"shared_memory"`: CPU tensors between processes of one host stay in memory that these share. `"p2p"`: messages of
-    the process group (NCCL, gloo; CUDA tensors over gloo go through pinned memory). `"auto"`: shared memory where it can
-    be had, else messages."""
+    """`"shared_memory"`: CPU tensors between processes of one host stay in memory that these share.
+    `"symmetric_memory"`: CUDA tensors go through memory that the GPUs of one host can all read (PyTorch's symmetric
+    memory; 64 MiB per rank and connection). `"p2p"`: messages of the process group (NCCL, gloo; CUDA tensors over
+    gloo go through pinned memory). `"auto"`: shared memory where it can be had, else messages. It never chooses
+    symmetric memory: no GPU has run that yet, so nothing says whether it is faster than NCCL."""
 
     algorithm: AlgorithmName = "auto"
     """The schedule of gathers and reductions, see `docs/rings.md`. `"auto"` takes `"ring"` or `"direct"`, which add in
@@ -118,6 +120,11 @@ def transport_or_default(name: TransportName) -> TransportName:
     """
     named = os.environ.get("SHARDLITE_TRANSPORT", "auto") if name == "auto" else name
     return Route(transport=cast(TransportName, named)).transport
+
+
+def devices_may_overlap() -> bool:
+    """Tell whether ranks may have symmetric memory on one GPU (`TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1`)."""
+    return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "0") == "1"
 
 
 def poison_evicted_buffers() -> bool:

@@ -16,7 +16,7 @@ from shardlite.transport import local_world
 from shardlite.walk import BLOCK
 from tests.cluster import run_local
 from tests.delays import Delayed
-from tests.worlds import IN_PROCESS, Batched, run
+from tests.worlds import IN_PROCESS, PLAYED, Batched, run
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 INTEGERS = [torch.int32, torch.int64, torch.uint8]
@@ -30,6 +30,7 @@ SIZES = {
     "shared": range(1, 5),
     "staged": [3],
     "batches": [2, 3],
+    "symmetric": range(1, 5),
 }
 WORLDS = [(kind, size) for kind, sizes in SIZES.items() for size in sizes]
 
@@ -52,7 +53,7 @@ class Case(NamedTuple):
 def world(request):
     """`(run, world_size)`: every kind of transport, from 1 rank up."""
     kind, size = request.param
-    cluster = None if kind in IN_PROCESS else request.getfixturevalue("cluster")
+    cluster = None if kind in (*IN_PROCESS, *PLAYED) else request.getfixturevalue("cluster")
     return lambda body, size, *args: run(kind, cluster, body, size, *args), size
 
 
@@ -431,7 +432,7 @@ def reduce_by_algorithm(transport, cases, divisor):
     return results
 
 
-@pytest.mark.parametrize("kind", ["threads", "steps", "gloo", "shared", "batches"])
+@pytest.mark.parametrize("kind", ["threads", "steps", "gloo", "shared", "batches", "symmetric"])
 @pytest.mark.parametrize(("algorithm", "size", "node"), BY_ALGORITHM)
 def test_other_algorithms_add_in_the_order_of_their_schedule(cluster, kind, algorithm, size, node):
     cases = cases_for(size, [torch.float32, torch.bfloat16])
@@ -448,7 +449,7 @@ def test_other_algorithms_add_in_the_order_of_their_schedule(cluster, kind, algo
                 assert_equal_bits(shard[here], sum_in_order(order, [each[here] for each in summands], torch.float32))
 
 
-@pytest.mark.parametrize("kind", ["threads", "steps", "gloo", "shared", "batches"])
+@pytest.mark.parametrize("kind", ["threads", "steps", "gloo", "shared", "batches", "symmetric"])
 @pytest.mark.parametrize(("algorithm", "size", "node"), BY_ALGORITHM)
 def test_other_algorithms_gather_everything(cluster, kind, algorithm, size, node):
     cases = cases_for(size, [torch.float32, torch.bool])

@@ -6,6 +6,7 @@ gloo      processes, message by message
 shared    processes, messages that stay where they are
 staged    processes, each message copied through host memory
 batches   processes, a ring step in one batch: the code that drives NCCL, over gloo
+symmetric in-process ranks whose symmetric memory is played: the code for CUDA tensors, by its algorithm `direct`
 """
 
 from collections.abc import Callable, Sequence
@@ -25,8 +26,10 @@ from shardlite.transport import (
     meet,
 )
 from tests.cluster import GLOO_TIMEOUT, Cluster, run_local
+from tests.played_symmetric import run_played
 
 IN_PROCESS = ("threads", "steps")
+PLAYED = ("symmetric",)
 
 
 class Batched(Around):
@@ -76,6 +79,8 @@ def run(
         return run_local(body, world_size, *args)
     if kind == "steps":
         return run_local(lambda transport, *given: body(Batched(transport), *given), world_size, *args)
+    if kind in PLAYED:
+        return run_played(body, world_size, *args)
     return cluster.run(_on_process, world_size, kind, body, args)
 
 

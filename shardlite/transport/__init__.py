@@ -5,12 +5,13 @@ from shardlite.transport.connect import Choice, choose, connect, connect_hosts
 from shardlite.transport.counted import Counted, Tally
 from shardlite.transport.group import GroupTransport
 from shardlite.transport.local import LocalTransport, local_world
-from shardlite.transport.nccl import NcclTransport
 from shardlite.transport.meeting import meet
+from shardlite.transport.nccl import NcclTransport
 from shardlite.transport.notes import Board, Notes, SharedBoard, StoreBoard
 from shardlite.transport.ranks import Groups, Ranks, groups_of
 from shardlite.transport.shared_memory import SharedMemoryTransport
 from shardlite.transport.staged import StagedTransport
+from shardlite.transport.symmetric import SymmetricMemoryTransport
 
 __all__ = [
     "Around",
@@ -37,6 +38,7 @@ __all__ = [
     "SharedMemoryTransport",
     "StagedTransport",
     "StoreBoard",
+    "SymmetricMemoryTransport",
     "Tally",
     "Transport",
 ]

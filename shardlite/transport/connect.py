@@ -1,7 +1,7 @@
 """Which transport serves which tensors, by which algorithm, and why. The choice can be set, and is reported once."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -15,6 +15,7 @@ from shardlite.transport.meeting import meet, nodes_of
 from shardlite.transport.nccl import NcclTransport
 from shardlite.transport.shared_memory import SharedMemoryTransport
 from shardlite.transport.staged import StagedTransport
+from shardlite.transport.symmetric import symmetric_memory
 from shardlite.transport.works import joined
 
 log = logging.getLogger("shardlite")
@@ -46,9 +47,11 @@ def connect(
 ) -> Transport:
     """Return the transport for tensors on `device` over `group` (`None`: the default group). All its ranks call this.
 
-    `timeout` bounds each wait that blocks. NCCL's waits do not: over NCCL the timeout of the group itself counts.
+    `timeout` bounds each wait that blocks, and those in symmetric memory. NCCL's waits do not block: over NCCL the
+    timeout of the group itself counts.
     `apart` asks for a transport whose operations may run beside those of another one in any order. Tags allow that by
-    themselves; NCCL knows none, so there it takes another process group of the same ranks.
+    themselves; NCCL knows none, so there it takes another process group of the same ranks. Symmetric memory is taken
+    only where the route names it; every connection has 64 MiB of it.
 
     Raises:
         LayoutError: this process is not a member of `group`, the group has no backend that can carry such tensors, or
@@ -67,7 +70,12 @@ def connect_hosts(
     *,
     route: Route = Route(),  # noqa: B008 (frozen)
 ) -> Transport:
-    """Return a transport for CPU tensors between the ranks of `group`, whatever it carries. All its ranks call this."""
+    """Return a transport for CPU tensors between the ranks of `group`, whatever it carries. All its ranks call this.
+
+    A route that only CUDA tensors can take is not asked of these.
+    """
+    if route.transport == "symmetric_memory":
+        route = replace(route, transport="auto")
     if "cpu" in _backends(joined(group)):
         return connect(group, torch.device("cpu"), timeout, route=route)
     return GroupTransport(_again(group, timeout, "gloo"), timeout)
@@ -82,26 +90,22 @@ def choose(
     match device.type, backends.get(device.type):
         case "cpu", str():
             choice = _for_host(group, timeout, route.transport)
-        case "cuda", "nccl":
-            nccl = NcclTransport(_again(group, timeout, "nccl") if apart else group)
-            choice = Choice(nccl, "the group's backend for CUDA tensors is NCCL")
-        case "cuda", "gloo":
-            staged = StagedTransport(group, timeout)
-            choice = Choice(staged, "the group has gloo alone, which sends from host memory")
+        case "cuda", "nccl" | "gloo":
+            choice = _for_gpu(group, device, timeout, route.transport, apart=apart)
         case _:
             raise LayoutError(
                 f"no transport for tensors on {device} over a process group with the backends {backends}: start it "
                 "with 'gloo' or 'cpu:gloo,cuda:nccl', as in "
                 "torch.distributed.init_process_group('cpu:gloo,cuda:nccl'), and use CPU or CUDA tensors"
             )
-    if route.transport == "shared_memory" and device.type != "cpu":
-        raise LayoutError(f"transport='shared_memory' is for CPU tensors, these are on {device}: use 'p2p' or 'auto'")
     return _by(choice, route, everyone)
 
 
 def _for_host(group: dist.ProcessGroup | None, timeout: timedelta, wanted: TransportName) -> Choice:
     """Choose for CPU tensors."""
     everyone = joined(group)
+    if wanted == "symmetric_memory":
+        raise LayoutError("transport='symmetric_memory' is for CUDA tensors, these are on the CPU: use 'p2p' or 'auto'")
     if wanted == "p2p":
         return Choice(GroupTransport(group, timeout), "it was asked for")
     if dist.get_world_size(group) == 1:
@@ -112,6 +116,22 @@ def _for_host(group: dist.ProcessGroup | None, timeout: timedelta, wanted: Trans
     if wanted == "shared_memory":
         raise LayoutError(f"transport='shared_memory' cannot be had: {met.why_not}. Use 'p2p', or 'auto'")
     return Choice(GroupTransport(group, timeout), f"no shared memory, for {met.why_not}")
+
+
+def _for_gpu(
+    group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta, wanted: TransportName, *, apart: bool
+) -> Choice:
+    """Choose for CUDA tensors. Over symmetric memory transports are always apart: each has memory of its own."""
+    everyone = joined(group)
+    if wanted == "shared_memory":
+        raise LayoutError(f"transport='shared_memory' is for CPU tensors, these are on {device}: use 'p2p' or 'auto'")
+    if wanted == "symmetric_memory" and dist.get_world_size(group) > 1:  # one rank sends nothing
+        return Choice(symmetric_memory(everyone, device, timeout), "it was asked for")
+    if _backends(everyone)["cuda"] == "nccl":
+        nccl = NcclTransport(_again(group, timeout, "nccl") if apart else group)
+        return Choice(nccl, "the group's backend for CUDA tensors is NCCL")
+    staged = StagedTransport(group, timeout)
+    return Choice(staged, "the group has gloo alone, which sends from host memory")
 
 
 def _by(choice: Choice, route: Route, group: dist.ProcessGroup) -> Choice:
