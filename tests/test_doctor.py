@@ -26,7 +26,7 @@ def test_it_says_what_there_is_and_why():
     assert "Messages between 2 ranks: cpu tensors" in lines
     start = lines.index('transport="auto"')
     assert lines[start + 1].startswith(
-        "SharedMemoryTransport between 2 ranks, algorithm direct: all ranks are processes"
+        "SharedMemoryTransport between 2 ranks, algorithm ring: all ranks are processes"
     )
     assert lines[start + 2].startswith("tried with 1 MiB: all-gather ")
     p2p = lines.index('transport="p2p"')

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from shardlite.config import Route, TransportName
+from shardlite.cost import LINKS, best_algorithm
 from shardlite.errors import LayoutError
 from shardlite.transport.base import Transport
 from shardlite.transport.group import GroupTransport
@@ -21,6 +22,8 @@ from shardlite.transport.works import joined
 log = logging.getLogger("shardlite")
 
 _reported: set[str] = set()
+
+_LINKS_OF: dict[type, str] = {SharedMemoryTransport: "shared_memory", GroupTransport: "p2p"}
 
 
 @dataclass(frozen=True)
@@ -134,12 +137,22 @@ def _for_gpu(
     return Choice(staged, "the group has gloo alone, which sends from host memory")
 
 
+_UNIT = 1 << 20
+"""Bytes of a buffer for which an algorithm is chosen. By the links known today the choice is the same at any size."""
+
+
 def _by(choice: Choice, route: Route, group: dist.ProcessGroup) -> Choice:
-    """Set the algorithm of a transport."""
+    """Set the algorithm of a transport: what was asked for, or the fastest by the model of links that keeps the bits.
+
+    A transport whose links were not measured has the algorithm of its class.
+    """
+    transport = choice.transport
     if route.algorithm != "auto":
-        choice.transport.algorithm = route.algorithm
+        transport.algorithm = route.algorithm
         if route.algorithm == "hierarchical":
-            choice.transport.node = nodes_of(group)
+            transport.node = nodes_of(group)
+    elif (link := LINKS.get(_LINKS_OF.get(type(transport), ""))) is not None and transport.world_size > 1:
+        transport.algorithm = best_algorithm(_UNIT, transport.world_size, link)
     return choice
 
 

@@ -1,0 +1,265 @@
+"""Times of our collectives beside gloo's own, on CPU ranks: verified, then timed in turn.
+
+    python -m bench.ring --ranks 2 4
+
+starts its ranks itself and writes `bench/results/ring-cpu.jsonl`, where it replaces rows of as many ranks. One JSON
+object (`"bench": "ring"`) for each operation, size and system:
+
+| key | what it is |
+|---|---|
+| `nbytes` | the whole buffer, `S`: what a gather ends with, what each rank brings to a sum |
+| `ms_p20`, `ms_p50`, `ms_p80` | milliseconds from the common start until the last rank is done |
+| `cpu_ms_p50` | milliseconds of work in all threads of the rank that works most: other programs hardly change it |
+| `algbw_gbps`, `busbw_gbps` | `S/t`, and that times `(W-1)/W`, in an all-reduce `2(W-1)/W`: as nccl-tests define them |
+| `speedup` | the median over rounds of gloo's time for the same in the same round as a multiple of this one |
+| `cpu_speedup` | gloo's `cpu_ms_p50` for the same as a multiple of this one |
+| `messages`, `sent_bytes` | by the rank that sends most, if they are ours |
+| `predicted_ms`, `prediction_error` | by the fitted link; how much that is above the measured time, as a part of it |
+| `goal`, `reached` | the `speedup` that we want, and whether it is so |
+| `load` | how many threads on this machine wanted to run in the minute before the size was measured |
+
+and two (`"bench": "ring-fit"`) for each transport, with the link (`shardlite.cost`) that explains best its times under
+`key`, and by how much it is off. `python -m bench.ring_table` prints the tables again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from random import Random
+from statistics import median
+from time import perf_counter, process_time
+
+import torch
+import torch.distributed as dist
+
+from bench.machine import machine
+from bench.measure import Times, percentile
+from bench.ranks import start_ranks
+from bench.ring_systems import GLOO, OPERATIONS, Case, System, cases
+from bench.ring_table import render
+from bench.table import RESULTS, Row, read_rows
+from shardlite.config import TransportName
+from shardlite.cost import LINKS, fit, predicted
+from shardlite.ring import CHUNK_BYTES
+from shardlite.schedule import ALGORITHMS, IN_RING_ORDER
+from shardlite.transport import SharedMemoryTransport
+
+SIZES: tuple[int, ...] = tuple(4096 << shift for shift in range(0, 15, 2))
+"""4 KiB to 64 MiB."""
+
+TRANSPORTS: tuple[TransportName, ...] = ("shared_memory", "p2p")
+
+_WARM_UP = 2
+_SHORT = 1 << 20  # bytes: calls of up to so many are short, and are made more often
+_MORE = 5
+_AHEAD = 300e-6  # seconds from the agreement on a start to the start
+_DIGITS = 4
+
+
+def measure(sizes: Sequence[int], systems: Sequence[System], rounds: int, group: dist.ProcessGroup) -> list[Row]:
+    """Verify and time all systems at all sizes; return a row for each, and one per link. To be called by every rank.
+
+    Raises:
+        ResultError: a system computes something else; nothing more is measured.
+    """
+    rows: list[Row] = []
+    for nbytes in sizes:
+        numel = -(-nbytes // (4 * group.size())) * group.size()
+        load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
+        todo = cases(systems, numel, group)
+        for case in todo:
+            case.verify()
+        count = rounds * (_MORE if nbytes <= _SHORT else 1)
+        taken = time_cases(todo, count, group)
+        rows += [_row(case, taken, i, group) | {"rounds": count, "load": load} for i, case in enumerate(todo)]
+    rows.sort(key=lambda row: OPERATIONS.index(row["operation"]))
+    return rows + _fitted(rows)
+
+
+def time_cases(todo: Sequence[Case], rounds: int, group: dist.ProcessGroup) -> list[Times]:
+    """Call each case once a round, in another order each time: who comes after whom matters. All ranks draw the same.
+
+    Times are those of the slowest rank.
+    """
+    taken = [Times() for _ in todo]
+    for turn in range(_WARM_UP + rounds):
+        for place in Random(turn).sample(range(len(todo)), len(todo)):
+            todo[place].fill()
+            start = _start_together(group)
+            cpu = process_time()
+            todo[place].call()
+            end, worked = perf_counter(), process_time() - cpu
+            if turn >= _WARM_UP:
+                taken[place].wall.append(end - start)
+                taken[place].cpu.append(worked)
+    flat = torch.tensor([[times.wall, times.cpu] for times in taken], dtype=torch.float64)
+    dist.all_reduce(flat, dist.ReduceOp.MAX, group=group)
+    return [Times(wall, cpu) for wall, cpu in flat.tolist()]
+
+
+def _start_together(group: dist.ProcessGroup) -> float:
+    """Return at the same moment on all ranks, and which it is: they are on one machine, and have one clock.
+
+    After a barrier ranks set out one after the other, and what is measured of a short call would be that.
+    """
+    moment = torch.tensor(perf_counter() + _AHEAD, dtype=torch.float64)
+    dist.all_reduce(moment, dist.ReduceOp.MAX, group=group)
+    start = moment.item()
+    while perf_counter() < start:
+        os.sched_yield()
+    return start
+
+
+def _row(case: Case, taken: Sequence[Times], place: int, group: dist.ProcessGroup) -> Row:
+    """Describe one case; gloo's for the same operation is the first one."""
+    world_size, nbytes, wall = group.size(), case.full.nbytes, taken[place].wall
+    gloo = taken[OPERATIONS.index(case.operation)]
+    cpu, gloos_cpu = (1e3 * percentile(times.cpu, 50) for times in (taken[place], gloo))
+    ms = {f"ms_p{percent}": 1e3 * percentile(wall, percent) for percent in (20, 50, 80)}
+    algbw = nbytes / ms["ms_p50"] / 1e6
+    speedup = median(theirs / ours for theirs, ours in zip(gloo.wall, wall, strict=True))
+    goal = goal_of(case.operation, case.system, nbytes)
+    return {
+        "bench": "ring",
+        "operation": case.operation,
+        "transport": case.system.transport,
+        "algorithm": case.system.algorithm,
+        "ranks": world_size,
+        "threads": torch.get_num_threads(),
+        "nbytes": nbytes,
+        "chunk_bytes": None if case.tally is None else CHUNK_BYTES,
+        **_rounded(ms | {"cpu_ms_p50": cpu}),
+        **_rounded({"algbw_gbps": algbw, "busbw_gbps": algbw * _shares_moved(case) * (world_size - 1) / world_size}),
+        "speedup": round(speedup, 3),
+        "cpu_speedup": round(gloos_cpu / cpu, 3),
+        **_sent(case, group),
+        "predicted_ms": None,
+        "prediction_error": None,
+        "goal": goal,
+        "reached": None if goal is None else speedup >= goal,
+        **machine(),
+    }
+
+
+def goal_of(operation: str, system: System, nbytes: int) -> float | None:
+    """Return how many times as fast as gloo a system is to be."""
+    if system == System("p2p", "ring") and operation == "reduce-scatter":
+        return 1.0
+    if system != System("shared_memory", SharedMemoryTransport.algorithm):
+        return None
+    if nbytes == 16 << 20:
+        return {"all-gather": 3.0, "reduce-scatter": 8.0}.get(operation)
+    return 2.0 if nbytes == 4096 else None
+
+
+def _shares_moved(case: Case) -> int:
+    """How often every byte but the own goes out: an all-reduce is a sum and a gather."""
+    return 2 if case.operation == "all-reduce" else 1
+
+
+def _sent(case: Case, group: dist.ProcessGroup) -> Row:
+    if case.tally is None:
+        return {"messages": None, "sent_bytes": None}
+    sent = torch.tensor([case.tally.messages, case.tally.nbytes])
+    dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)
+    messages, nbytes = sent.tolist()
+    return {"messages": messages, "sent_bytes": nbytes}
+
+
+def _fitted(rows: Sequence[Row]) -> list[Row]:
+    """Fit links to the times of each transport, write what they predict to their rows, and return a row per link."""
+    links = []
+    for transport in dict.fromkeys(row["transport"] for row in rows if row["transport"] != GLOO):
+        ours = [row for row in rows if row["transport"] == transport and row["algorithm"] in IN_RING_ORDER]
+        loads = [row["load"] for row in ours if row["load"] is not None]
+        for key in ("ms_p50", "cpu_ms_p50"):
+            link = fit(ours, key=key, overlaps=LINKS[transport].overlaps)
+            errors = [1e3 * predicted(row, link) / row[key] - 1 for row in ours]
+            if key == "ms_p50":
+                for row, error in zip(ours, errors, strict=True):
+                    row |= _rounded({"predicted_ms": (1 + error) * row[key], "prediction_error": error})
+            off = sorted(map(abs, errors))
+            common = {name: ours[0][name] for name in ("transport", "ranks", "threads", *machine())}
+            found = {"key": key, **asdict(link), **_rounded({"error_p50": median(off), "error_max": off[-1]})}
+            links.append({"bench": "ring-fit", **common, "load": max(loads, default=None), **found})
+    return links
+
+
+def _rounded(values: Row) -> Row:
+    """Keep as many digits as mean something."""
+    return {key: float(f"{value:.{_DIGITS}g}") for key, value in values.items()}
+
+
+def _report(rows: list[Row], file: Path) -> None:
+    """Write the rows of one run in place of those of as many ranks, and print them for people."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    others = [row for row in read_rows([file] if file.exists() else []) if row["ranks"] != rows[0]["ranks"]]
+    kept = sorted([*others, *rows], key=lambda row: (row["bench"], row["ranks"]))
+    file.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    print(f"{render(rows)}\n\n{_goals(rows)}\n", flush=True)
+
+
+def _goals(rows: Iterable[Row]) -> str:
+    """Which goals were reached."""
+    lines = [
+        f"- {row['operation']} of {row['nbytes']} bytes by {row['transport']} {row['algorithm']}: "
+        f"{row['speedup']:.2f} times gloo's, goal {row['goal']:g}: {'reached' if row['reached'] else 'NOT reached'}"
+        for row in rows
+        if row.get("goal") is not None
+    ]
+    return "\n".join(lines)
+
+
+def _run_rank(options: argparse.Namespace) -> None:
+    """Be one of the ranks."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    assert group is not None
+    if group.rank() == 0:
+        print(json.dumps(machine()), flush=True)
+    systems = [System(GLOO), *(System(*pair) for pair in product(TRANSPORTS, options.algorithms))]
+    rows = measure(options.sizes, systems, options.rounds, group)
+    if group.rank() == 0:
+        _report(rows, options.out / "ring-cpu.jsonl")
+    dist.destroy_process_group()
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.ring", description="collectives beside gloo's own")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="processes on this machine (%(default)s)")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the whole buffer (%(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=20, help="timed calls, of short ones 5 times as many (%(default)s)"
+    )
+    parser.add_argument(
+        "--algorithms", nargs="+", choices=[a for a in ALGORITHMS if a != "hierarchical"], default=["ring", "direct"]
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
+    options = parser.parse_args(arguments)
+    if min(options.ranks) < 2:
+        parser.error("one rank sends nothing")
+    return options
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, as one rank if a launcher started this process, else by starting the ranks."""
+    options = _options(arguments)
+    if "RANK" in os.environ:
+        _run_rank(options)
+        return 0
+    for ranks in options.ranks:
+        if status := start_ranks("bench.ring", ranks, arguments):
+            return status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,179 @@
+"""Collectives to be compared: gloo's own and ours, each verified against what the sum or the gather must be.
+
+A `Case` is one collective of one system on buffers of its own, which are filled anew before each call. Gloo's are
+ordinary tensors, ours are made by the transport, as the library makes them.
+
+Legend: `W` ranks, `r` this rank, `n` elements in the full buffer, a multiple of `W`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import reduce
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bench.check import UNIT_ROUNDOFF, ResultError
+from shardlite import ring
+from shardlite.config import Route, TransportName
+from shardlite.schedule import IN_RING_ORDER, Algorithm
+from shardlite.transport import Counted, Tally, Transport, connect
+
+Operation = Literal["all-gather", "reduce-scatter", "all-reduce"]
+
+OPERATIONS: tuple[Operation, ...] = ("all-gather", "reduce-scatter", "all-reduce")
+
+GLOO: Literal["gloo"] = "gloo"
+
+_CPU = torch.device("cpu")
+_TIMEOUT = timedelta(seconds=120)
+
+
+@dataclass(frozen=True)
+class System:
+    """Who carries a collective out."""
+
+    transport: TransportName | Literal["gloo"]
+    algorithm: Algorithm | Literal[""] = ""
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.transport, self.algorithm)))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A collective that can be called, with its buffers."""
+
+    system: System
+    operation: Operation
+    group: dist.ProcessGroup
+    brought: Sequence[Tensor]
+    """What each rank brings to a sum, [n]; to a gather rank `k` brings segment `k` of it."""
+
+    full: Tensor
+    """[n], to be reduced or to be filled."""
+
+    shard: Tensor
+    """[n/W], what gloo gathers from, and where a reduce-scatter puts the sum."""
+
+    call: Callable[[], object]
+    tally: Tally | None
+    """Counts messages of the first call, if they are ours."""
+
+    def fill(self) -> None:
+        """Write this rank's part to its place, and something else to where results go."""
+        world_size, rank = self.group.size(), self.group.rank()
+        if self.operation == "all-gather":
+            segment = self.brought[rank].view(world_size, -1)[rank]
+            self.full.fill_(float("nan"))
+            self.shard.copy_(segment)
+            if self.system.transport != GLOO:
+                self.full.view(world_size, -1)[rank].copy_(segment)
+        else:
+            self.full.copy_(self.brought[rank])
+            self.shard.fill_(float("nan"))
+
+    def verify(self) -> None:
+        """Call it once, and compare: with the sum in the order of the ring, to the bit where that is the order.
+
+        Raises:
+            ResultError: on every rank, if the result is wrong on any.
+        """
+        self.fill()
+        self.call()
+        wrong = self._difference(self.shard if self.operation == "reduce-scatter" else self.full)
+        anywhere = torch.tensor(float(bool(wrong)))
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self.group)
+        if anywhere.item():
+            raise ResultError(
+                f"{self.operation} of {self.full.nbytes} bytes by {self.system} on rank {self.group.rank()}: "
+                f"{wrong or 'right here, but wrong on another rank'}"
+            )
+
+    def _difference(self, got: Tensor) -> str:
+        """Say in which way a result is wrong, or nothing."""
+        world_size = self.group.size()
+        rows = [each.view(world_size, -1) for each in self.brought]
+        if self.operation == "all-gather":
+            gathered = torch.cat([rows[k][k] for k in range(world_size)])
+            return "" if got.equal(gathered) else "the gathered segments are not those of the ranks"
+        owners = range(world_size) if self.operation == "all-reduce" else [self.group.rank()]
+        if self.system.algorithm in IN_RING_ORDER:
+            ordered = [[rows[(k + 1 + i) % world_size][k] for i in range(world_size)] for k in owners]
+            sums = torch.cat([reduce(torch.add, addends) for addends in ordered])
+            return "" if got.equal(sums) else "the sum has other bits than one in the order of the ring"
+        addends = [torch.cat([row[k] for k in owners]).double() for row in rows]
+        exact, magnitude = reduce(torch.add, addends), reduce(torch.add, [each.abs() for each in addends])
+        # W-1 additions in any order (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2).
+        bound = 1.01 * (world_size - 1) * UNIT_ROUNDOFF * magnitude
+        near = bool(((got.double() - exact).abs() <= bound).all())
+        return "" if near else "the sum is not within the bound of its rounding"
+
+
+def cases(systems: Sequence[System], numel: int, group: dist.ProcessGroup) -> list[Case]:
+    """Make all collectives of all systems, for buffers of `numel` elements. Those of a system share their buffers."""
+    brought = [torch.randn(numel, generator=torch.Generator().manual_seed(r)) for r in range(group.size())]
+    made = []
+    for system in systems:
+        shard = torch.empty(numel // group.size())
+        if system.transport == GLOO:
+            full = torch.empty(numel)
+            for operation in OPERATIONS:
+                call = _of_gloo(operation, full, shard, group)
+                made.append(Case(system, operation, group, brought, full, shard, call, None))
+            continue
+        transport = connect(group, _CPU, _TIMEOUT, route=_route(system))
+        full = transport.empty(4 * numel, _CPU).view(torch.float32)
+        staging = full.new_empty(ring.staging_numel(numel, transport, full.dtype))
+        for operation in OPERATIONS:
+            tally = Tally()
+            call = _of_ours(operation, full, shard, staging, _FirstCounted(transport, tally))
+            made.append(Case(system, operation, group, brought, full, shard, call, tally))
+    return made
+
+
+def _route(system: System) -> Route:
+    assert system.transport != GLOO, "it has no transport"
+    assert system.algorithm, "or it is none of ours"
+    return Route(transport=system.transport, algorithm=system.algorithm)
+
+
+def _of_gloo(operation: Operation, full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Callable[[], object]:
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name warns
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    match operation:
+        case "all-gather":
+            return lambda: gather(full, shard, group=group)
+        case "reduce-scatter":
+            return lambda: scatter(shard, full, group=group)
+        case "all-reduce":
+            return lambda: dist.all_reduce(full, group=group)
+
+
+def _of_ours(
+    operation: Operation, full: Tensor, shard: Tensor, staging: Tensor, transport: _FirstCounted
+) -> Callable[[], object]:
+    match operation:
+        case "all-gather":
+            return lambda: ring.all_gather(full, transport())
+        case "reduce-scatter":
+            return lambda: ring.reduce_scatter(full, transport(), out=shard, staging=staging)
+        case "all-reduce":
+            return lambda: ring.all_reduce(full, transport(), staging=staging)
+
+
+class _FirstCounted:
+    """Gives a transport: the first time one that counts, then the plain one, whose calls take less."""
+
+    def __init__(self, transport: Transport, tally: Tally) -> None:
+        self._plain = transport
+        self._counted: Transport | None = Counted(transport, tally)
+
+    def __call__(self) -> Transport:
+        given, self._counted = self._counted or self._plain, None
+        return given

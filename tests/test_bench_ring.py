@@ -1,0 +1,169 @@
+"""The bench of collectives runs, its rows are complete, and a wrong result is not timed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import ring_systems
+from bench.ring import goal_of, main, measure
+from bench.ring_systems import GLOO, OPERATIONS, System, cases
+from bench.ring_table import render, size_words
+from bench.table import read_rows
+from shardlite import ring
+from shardlite.cost import LINKS, Link, fit, predicted
+
+ROOT = Path(__file__).parent.parent
+SYSTEMS = [System(GLOO), *(System(t, a) for t in ("shared_memory", "p2p") for a in ("ring", "direct", "bidirectional"))]
+KEYS = set(
+    """
+    bench operation transport algorithm ranks threads nbytes chunk_bytes rounds ms_p20 ms_p50 ms_p80 cpu_ms_p50
+    algbw_gbps busbw_gbps speedup cpu_speedup messages sent_bytes predicted_ms prediction_error goal reached load
+    machine torch python date
+    """.split()  # noqa: SIM905
+)
+FIT_KEYS = set(
+    """
+    bench key transport ranks threads alpha beta gamma overhead overlaps error_p50 error_max load
+    machine torch python date
+    """.split()  # noqa: SIM905
+)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_row_for_each_system_operation_and_size_and_for_each_link(cluster, world_size):
+    rows = cluster.run(_measure, world_size)[0]
+    times, links = rows[:-4], rows[-4:]
+    assert [(row["operation"], row["transport"], row["algorithm"]) for row in times] == [
+        (operation, system.transport, system.algorithm)
+        for operation in OPERATIONS
+        for _ in range(2)
+        for system in SYSTEMS
+    ]
+    assert all(set(row) == KEYS for row in times)
+    assert all(set(row) == FIT_KEYS for row in links)
+    for row in times:
+        moved = (world_size - 1) / world_size * (2 if row["operation"] == "all-reduce" else 1)
+        assert row["nbytes"] % (4 * world_size) == 0
+        assert row["busbw_gbps"] == pytest.approx(row["nbytes"] / row["ms_p50"] / 1e6 * moved, rel=1e-2)
+        assert row["sent_bytes"] == (None if row["transport"] == GLOO else moved * row["nbytes"])
+        assert (row["messages"] is None) == (row["transport"] == GLOO)
+        assert row["transport"] != GLOO or row["speedup"] == row["cpu_speedup"] == 1
+        assert (row["predicted_ms"] is None) == (row["algorithm"] not in ("ring", "direct"))
+    for link in links:
+        ours = [row for row in times if row["transport"] == link["transport"] and row["predicted_ms"]]
+        fitted = Link(**{key: link[key] for key in ("alpha", "beta", "gamma", "overhead", "overlaps")})
+        assert fitted == fit(ours, key=link["key"], overlaps=LINKS[link["transport"]].overlaps)
+        if link["key"] == "ms_p50":
+            assert all(row["predicted_ms"] == pytest.approx(1e3 * predicted(row, fitted), rel=1e-3) for row in ours)
+    table = render(rows)
+    assert table.count("\n| ") == len(times) + 2 * len(OPERATIONS)
+    assert table.count("alpha") == len(links)
+
+
+def _measure(group):
+    return measure([100, 4096], SYSTEMS, 2, group)
+
+
+@pytest.mark.parametrize("wrong", ["gathered", "order", "gloo", "one rank"])
+def test_a_wrong_result_stops_the_bench_on_every_rank(cluster, wrong):
+    failures = cluster.failures(_measure_wrong, 2 if wrong != "order" else 4, wrong)
+    assert {kind for kind, _ in failures} == {"ResultError"}
+    if wrong == "one rank":
+        assert "wrong on another rank" in failures[0][1]
+        assert "order of the ring" in failures[1][1]
+
+
+def _measure_wrong(group, wrong):
+    mine, gloos = System("p2p", "ring"), System(GLOO)
+    with pytest.MonkeyPatch.context() as patch:
+        if wrong == "gathered":
+            patch.setattr(ring, "all_gather", _after(ring.all_gather, lambda full: full.neg_()))
+        elif wrong == "order":  # a schedule that adds in another order, under the name of the ring
+            real = ring_systems.connect
+            patch.setattr(ring_systems, "connect", lambda *args, **route: _bidirectional(real(*args, **route)))
+        elif wrong == "gloo":
+            real_of_gloo = ring_systems._of_gloo
+            patch.setattr(ring_systems, "_of_gloo", lambda *args: _twice(real_of_gloo(*args), args[2]))
+        elif group.rank() == 1:
+            nudge = torch.tensor(float("inf"))
+            patch.setattr(ring, "all_reduce", _after(ring.all_reduce, lambda full: full[:1].nextafter_(nudge)))
+        measure([4096], [gloos, mine], 1, group)
+
+
+def _after(collective, spoil):
+    def spoiled(full, *args, **kwargs):
+        collective(full, *args, **kwargs)
+        spoil(full)
+
+    return spoiled
+
+
+def _bidirectional(transport):
+    transport.algorithm = "bidirectional"
+    return transport
+
+
+def _twice(call, shard):
+    def spoiled():
+        call()
+        shard.mul_(1 + 1e-6)
+
+    return spoiled
+
+
+def test_buffers_are_made_by_the_transport(cluster):
+    assert all(cluster.run(_lies_in_the_heap, 2))
+
+
+def _lies_in_the_heap(group):
+    made = cases([System("shared_memory", "ring")], 1024, group)
+    neighbours = ring_systems.connect(
+        group, torch.device("cpu"), ring_systems._TIMEOUT, route=ring_systems._route(made[0].system)
+    )._neighbours
+    return all(neighbours.heap.offset_of(case.full) is not None for case in made)
+
+
+def test_the_command_writes_rows_for_each_number_of_ranks(tmp_path):
+    command = [sys.executable, "-m", "bench.ring", "--ranks", "2", "3", "--sizes", "4096", "--rounds", "1", "--out"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["kernels", "."])}
+    done = subprocess.run(
+        [*command, str(tmp_path)], env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    rows = read_rows(tmp_path.glob("ring-cpu.jsonl"))
+    assert {row["ranks"] for row in rows} == {2, 3}
+    assert json.loads(done.stdout.splitlines()[0]).keys() == {"machine", "torch", "python", "date"}
+    assert render([row for row in rows if row["ranks"] == 2]) in done.stdout
+    assert "goal 2: " in done.stdout
+
+
+def test_a_world_of_one_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["--ranks", "2", "1"])
+    assert "one rank sends nothing" in capsys.readouterr().err
+
+
+def test_goals_are_for_the_default_of_each_transport():
+    shared, ours = System("shared_memory", "direct"), System("p2p", "ring")
+    assert goal_of("reduce-scatter", shared, 16 << 20) == 8
+    assert goal_of("all-gather", shared, 16 << 20) == 3
+    assert goal_of("all-gather", shared, 4096) == 2
+    assert goal_of("reduce-scatter", ours, 123) == 1
+    assert goal_of("reduce-scatter", System("p2p", "direct"), 123) is None
+
+
+def test_tables_of_the_rows_that_are_kept():
+    results = sorted((ROOT / "bench" / "results").glob("ring-*.jsonl"))
+    rows = read_rows(results)
+    assert rows, "the bench has been run"
+    assert render(rows).count("gloo's / this") == len({(r["ranks"], r["operation"]) for r in rows if "operation" in r})
+    assert all(set(row) == (KEYS if row["bench"] == "ring" else FIT_KEYS) for row in rows)
+
+
+def test_sizes_in_words():
+    assert [size_words(n) for n in (100, 4096, 3 << 20)] == ["100 B", "4 KiB", "3 MiB"]

@@ -1,0 +1,220 @@
+"""The cost model: schedules take the time of the closed formulas, choices are those of the least time, fits find links.
+
+Closed formulas: Thakur, Rabenseifner, Gropp (2005) for ring and direct, `W` ranks, `M` bytes, and for a chain of `c`
+chunks `(W-2+c) (a + M b / c)`.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from shardlite import schedule
+from shardlite.cost import LEAST_CHUNK, LINKS, Link, best_algorithm, best_chunk, fit, plan_of, predicted, time
+from shardlite.errors import LayoutError
+from shardlite.schedule import ALGORITHMS, IN_RING_ORDER
+
+WORLDS = [2, 3, 4, 8, 64]
+OPERATIONS = ["all-gather", "reduce-scatter"]
+ALONE = Link(alpha=20e-6, beta=0.5e-9, gamma=0.2e-9, overhead=7e-6, overlaps=False)
+BESIDE = replace(ALONE, overlaps=True)
+LATENCY = Link(alpha=1.0, beta=0, gamma=0)
+MIB = 1 << 20
+
+
+def seconds(operation, algorithm, world_size, nbytes, link, chunk=None, node=1):
+    return time(plan_of(operation, algorithm, world_size, node), nbytes, chunk or nbytes, link)
+
+
+def moved(world_size, nbytes):
+    return nbytes * (world_size - 1) / world_size
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_ring_takes_a_latency_and_a_message_per_step(operation, world_size):
+    nbytes = 960 * world_size
+    per_byte = ALONE.beta + (ALONE.gamma if operation == "reduce-scatter" else 0)
+    expected = (world_size - 1) * (ALONE.alpha + ALONE.overhead) + moved(world_size, nbytes) * per_byte
+    for link in (ALONE, BESIDE):
+        assert seconds(operation, "ring", world_size, nbytes, link) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_direct_takes_one_latency_and_all_messages(operation, world_size):
+    nbytes = 960 * world_size
+    per_byte = ALONE.beta + (ALONE.gamma if operation == "reduce-scatter" else 0)
+    expected = ALONE.alpha + (world_size - 1) * ALONE.overhead + moved(world_size, nbytes) * per_byte
+    assert seconds(operation, "direct", world_size, nbytes, ALONE) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_direct_adds_while_it_receives_if_that_is_possible(world_size):
+    """All messages, and after the last one its addition: or, if that is slower, the first and all additions."""
+    nbytes = 960 * world_size
+    for link in (BESIDE, replace(BESIDE, gamma=1e-6)):
+        message, addition = link.overhead + 960 * link.beta, 960 * link.gamma
+        slower, once = max(message, addition), min(message, addition)
+        expected = link.alpha + (world_size - 1) * slower + once
+        assert seconds("reduce-scatter", "direct", world_size, nbytes, link) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 6, 7, 8, 12])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_step_is_a_latency(operation, world_size):
+    """What the table of `schedule.py` says about steps."""
+    expected = {"ring": world_size - 1, "direct": 1, "bidirectional": world_size // 2}
+    for algorithm, steps in expected.items():
+        assert seconds(operation, algorithm, world_size, 64 * world_size, LATENCY) == steps
+    for node in (g for g in range(1, world_size + 1) if world_size % g == 0):
+        steps = node - 1 + world_size // node - 1
+        assert seconds(operation, "hierarchical", world_size, 64 * world_size, LATENCY, node=node) == steps
+
+
+@pytest.mark.parametrize("chunk", [1 << 10, 1 << 20])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_nothing_is_faster_than_its_bytes(operation, algorithm, chunk):
+    for world_size in (2, 5, 8):
+        nbytes = world_size << 15
+        taken = seconds(operation, algorithm, world_size, nbytes, Link(0, 1e-9, 0), chunk)
+        assert taken >= moved(world_size, nbytes) * 1e-9 * (1 - 1e-9)
+        if algorithm in IN_RING_ORDER:
+            assert taken == pytest.approx(moved(world_size, nbytes) * 1e-9)
+
+
+@pytest.mark.parametrize("world_size", [3, 8])
+def test_chunks_of_a_ring_hide_additions_and_cost_messages(world_size):
+    """Links are never idle then, and one addition is left at the end: of a chunk."""
+    nbytes, chunks = world_size << 20, 16
+    link = replace(BESIDE, alpha=1e-6)
+    messages = (world_size - 1) * (chunks * link.overhead + MIB * link.beta)
+    expected = link.alpha + messages + MIB // chunks * link.gamma
+    assert seconds("reduce-scatter", "ring", world_size, nbytes, link, MIB // chunks) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8, 16])
+@pytest.mark.parametrize("chunks", [1, 2, 5, 32])
+def test_a_chain_is_a_pipeline(world_size, chunks):
+    link = Link(alpha=0, beta=1e-9, gamma=0, overhead=30e-6)
+    plan = schedule.broadcast(world_size, 0, parts=chunks)
+    message = link.overhead + MIB * link.beta
+    assert time(plan, chunks * MIB, chunks * MIB, link) == pytest.approx((world_size - 2 + chunks) * message)
+
+
+@pytest.mark.parametrize("world_size", [3, 8, 16])
+def test_the_best_chunk_of_a_chain_is_that_of_the_formula(world_size):
+    """`c* = sqrt((W-2) M b / a)` minimises `(W-2+c) (a + M b / c)`; pieces are halved, so a factor 2 is near."""
+    link = Link(alpha=0, beta=1e-9, gamma=0, overhead=400e-6)
+    nbytes = 64 * MIB
+    best = ((world_size - 2) * nbytes * link.beta / link.overhead) ** 0.5
+    found = nbytes / best_chunk(schedule.broadcast(world_size, 0), nbytes, link)
+    assert best / 2 <= found <= best * 2
+
+
+@pytest.mark.parametrize("algorithm", IN_RING_ORDER)
+@pytest.mark.parametrize("link", [ALONE, BESIDE, replace(BESIDE, overhead=0)])
+def test_no_other_chunk_is_much_better(algorithm, link):
+    for operation in OPERATIONS:
+        plan = plan_of(operation, algorithm, 4)
+        chosen = best_chunk(plan, 16 * MIB, link)
+        assert LEAST_CHUNK <= chosen <= 4 * MIB
+        least = time(plan, 16 * MIB, chosen, link)
+        for halvings in range(7):
+            assert least <= 1.02 * time(plan, 16 * MIB, 4 * MIB >> halvings, link)
+
+
+def test_pieces_are_cut_for_a_reason_only():
+    ring = plan_of("reduce-scatter", "ring", 4)
+    assert best_chunk(ring, 16 * MIB, ALONE) == 4 * MIB
+    assert best_chunk(ring, 16 * MIB, BESIDE) < 4 * MIB
+    assert best_chunk(ring, 2 * LEAST_CHUNK, BESIDE) == LEAST_CHUNK // 2
+    assert best_chunk(ring, 0, BESIDE) == 1
+    assert best_chunk(ring, 16 * MIB, ALONE, most=MIB) == MIB
+    assert best_chunk(ring, 16 * MIB, ALONE, most=3 * MIB) == 2 * MIB
+    assert best_chunk(ring, 16 * MIB, BESIDE, most=64 * MIB) == best_chunk(ring, 16 * MIB, BESIDE)
+    assert best_chunk(plan_of("all-gather", "ring", 1), MIB, BESIDE) == MIB
+
+
+def test_the_algorithm_with_the_least_time_is_chosen():
+    fast = replace(ALONE, alpha=0, overhead=0)
+    for nbytes in (4096, MIB, 64 * MIB):
+        assert best_algorithm(nbytes, 8, ALONE) == "direct"
+        assert best_algorithm(nbytes, 2, ALONE) == "ring", "they are the same then"
+        assert best_algorithm(nbytes, 8, fast) == "ring", "they take the same time then"
+        assert best_algorithm(nbytes, 8, LATENCY, among={"ring", "bidirectional"}) == "bidirectional"
+        assert best_algorithm(nbytes, 8, LATENCY, among={"ring", "hierarchical"}, node=4) == "hierarchical"
+        assert best_algorithm(nbytes, 8, ALONE, among={"ring"}) == "ring"
+
+
+def test_a_choice_can_be_for_one_operation_and_one_chunk():
+    """A ring can hide additions if it is cut in chunks, and cannot if it is not; a gather has none."""
+    link = Link(alpha=0, beta=1e-9, gamma=1e-9, overhead=0)
+    assert best_algorithm(8 * MIB, 8, link, chunk=8 * MIB) == "direct"
+    assert best_algorithm(8 * MIB, 8, link, chunk=8 * MIB, operations=("all-gather",)) == "ring"
+
+
+def test_choices_among_equal_orders_by_default():
+    for link in LINKS.values():
+        for world_size in (1, 2, 4, 8):
+            assert best_algorithm(MIB, world_size, link) in IN_RING_ORDER
+
+
+def test_wrong_worlds_are_refused():
+    with pytest.raises(LayoutError, match="do not divide"):
+        best_algorithm(MIB, 8, ALONE, among={"hierarchical"}, node=3)
+    with pytest.raises(ValueError, match="empty"):
+        best_algorithm(MIB, 8, ALONE, among=())
+
+
+def rows_of(link, worlds=(2, 4), chunk=MIB):
+    """Times as the link would have them."""
+    rows = [
+        {"operation": operation, "algorithm": algorithm, "ranks": world_size, "nbytes": nbytes, "chunk_bytes": chunk}
+        for operation in (*OPERATIONS, "all-reduce")
+        for algorithm in IN_RING_ORDER
+        for world_size in worlds
+        for nbytes in (4096, 64 << 10, MIB, 16 * MIB)
+    ]
+    return [row | {"ms_p50": 1e3 * predicted(row, link)} for row in rows]
+
+
+@pytest.mark.parametrize("link", [ALONE, BESIDE])
+def test_a_fit_finds_the_link(link):
+    found = fit(rows_of(link))
+    assert found.overlaps == link.overlaps
+    for name in ("alpha", "beta", "gamma", "overhead"):
+        assert getattr(found, name) == pytest.approx(getattr(link, name), rel=1e-4)
+    assert fit(rows_of(link), overlaps=link.overlaps) == found
+    assert fit(rows_of(link), overlaps=not link.overlaps).overlaps != link.overlaps
+
+
+def test_what_cannot_be_told_apart_is_one_number():
+    """Two ranks send one message: its latency and its work always come together."""
+    found = fit(rows_of(ALONE, worlds=(2,), chunk=64 * MIB))
+    assert (found.alpha, found.overhead) == (pytest.approx(ALONE.alpha + ALONE.overhead, rel=1e-4), 0.0)
+
+
+def test_a_fit_of_noisy_times_is_near_and_never_negative():
+    factors = [0.8, 1.25, 1.0, 0.9, 1.1]
+    rows = [row | {"ms_p50": row["ms_p50"] * factors[i % 5]} for i, row in enumerate(rows_of(ALONE))]
+    found = fit(rows)
+    assert min(found.alpha, found.beta, found.gamma, found.overhead) >= 0
+    for row in rows_of(ALONE):
+        assert predicted(row, found) == pytest.approx(row["ms_p50"] / 1e3, rel=0.25)
+
+
+def test_a_fit_of_another_measure():
+    rows = [row | {"cpu_ms_p50": row["ms_p50"] / 2} for row in rows_of(ALONE)]
+    whole, half = fit(rows, overlaps=False), fit(rows, key="cpu_ms_p50", overlaps=False)
+    assert half.beta == pytest.approx(whole.beta / 2)
+
+
+def test_no_rows_no_link():
+    with pytest.raises(ValueError, match="no rows"):
+        fit([])
+
+
+def test_an_all_reduce_is_a_sum_and_a_gather():
+    row = {"operation": "all-reduce", "algorithm": "ring", "ranks": 4, "nbytes": MIB, "chunk_bytes": MIB}
+    assert predicted(row, ALONE) == sum(seconds(operation, "ring", 4, MIB, ALONE) for operation in OPERATIONS)
