@@ -10,8 +10,10 @@ Wrong is: something was spilled; an access of a thread to an element tensor is n
 instruction is not exact where the kernel promises bits.
 
 Element tensors have an element for each of `S`. What one thread moves is counted in the machine code: the bits of its
-accesses, divided by its elements. Beside them there are side tables: those of which groups of elements share an entry
-are counted by formula, those of a fixed size are not. No figure here is measured; all follow from the code alone.
+accesses, divided by its elements. Where a compiler has copied the body of a loop, all tensors are accessed that many
+times too often, and it is divided by that too. Beside them there are side tables: those of which groups of elements
+share an entry are counted by formula, those of a fixed size are not. No figure here is measured; all follow from the
+code alone.
 """
 
 from __future__ import annotations
@@ -62,6 +64,9 @@ def compiled_row(case_and_target: tuple[int, str], *, hinted: bool = True, count
     side_bytes = sum(use.bytes for use in case.uses.values() if use.share != 1)
     accesses = figures.pop("accesses")
     widths = {name: bits for name, bits in accesses.items() if name in case.elements}
+    once = {name: per_thread * 8 * use.bytes for name, use in case.elements.items()}
+    copies = {sum(bits) / once[name] for name, bits in widths.items()}
+    copied = copies.pop() if len(copies) == 1 else 1
     return {
         **{"kernel": case.kernel, "format": case.format, "gradient": case.gradient, "target": target},
         **{"per_thread": per_thread, "exact": case.exact, "triton": triton.__version__},
@@ -70,7 +75,7 @@ def compiled_row(case_and_target: tuple[int, str], *, hinted: bool = True, count
         "widest": {name: min(128, per_thread * 8 * DTYPES[case.uses[name].dtype].itemsize) for name in widths},
         "side_widths": {name: bits for name, bits in accesses.items() if name in case.uses and name not in widths},
         "unknown": sorted(accesses.keys() - case.uses.keys()),
-        "bytes": sum(map(sum, widths.values())) / 8 / per_thread + side_bytes,
+        "bytes": sum(map(sum, widths.values())) / 8 / per_thread / (int(copied) or 1) + side_bytes,
         **{"bytes_by_formula": case.bytes, "side_bytes": side_bytes},
     }
 

@@ -17,10 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from shardlite_kernels.adamw import _adamw_kernel, block_of
 from shardlite_kernels.cast import _cast_kernel
+from shardlite_kernels.device_ring import _ring_all_gather_kernel, _ring_reduce_scatter_kernel
 from shardlite_kernels.hop import _hop_kernel
-from shardlite_kernels.launch import block_size
+from shardlite_kernels.launch import block_size, tl
 from shardlite_kernels.quantise import _dequantise_kernel, _quantise_kernel
 from shardlite_kernels.scale import _scale_kernel
+from shardlite_kernels.signals import DEPTH
 from shardlite_kernels.split import _join_kernel, _split_kernel
 from shardlite_kernels.state import State
 from shardlite_kernels.stats import _stats_kernel, stats_block
@@ -28,7 +30,7 @@ from shardlite_kernels.stats import _stats_kernel, stats_block
 from bench.machine_code import Launch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-DTYPES |= {"i8": torch.int8, "u8": torch.uint8, "i16": torch.int16, "i32": torch.int32}
+DTYPES |= {"i8": torch.int8, "u8": torch.uint8, "i16": torch.int16, "i32": torch.int32, "i64": torch.int64}
 
 
 class Use(NamedTuple):
@@ -101,7 +103,7 @@ TABLES = {"rows": Use("i16", "r", 32), "scalars": Use("fp32", "r", 0), "keys": U
 
 def cases() -> list[Case]:
     """Everything that is compiled."""
-    return [*adamws(), *splits(), *hops(), *statistics(), *casts(), *codes()]
+    return [*adamws(), *splits(), *hops(), *statistics(), *casts(), *codes(), *rings()]
 
 
 def adamws() -> Iterator[Case]:
@@ -196,6 +198,49 @@ def codes() -> Iterator[Case]:
         yield Case("quantise", f"{dtype} to 8 bits", _quantise_kernel, uses, bytes_, block, flags)
         uses = {"out": Use(dtype, "w"), "codes": Use("i8", "r"), "scales": Use("u8", "r", 32)}
         yield Case("dequantise", f"8 bits to {dtype}", _dequantise_kernel, uses, bytes_, block, flags)
+
+
+RING = {"slot_table": Use("i64", "r", 0), "flag_table": Use("i64", "r", 0), "flags": Use("i64", "r", 0)}
+RING |= {"error": Use("i64", "r", 0)}
+"""What neighbours tell each other by, and where they are."""
+
+
+def rings() -> Iterator[Case]:
+    """Collectives that a kernel walks. `bytes` is of all the code of a step, of which no step executes everything."""
+    for full, wire, out in (
+        *(("fp32", "fp32", "fp32"), ("bf16", "fp32", "fp32"), ("bf16", "fp32", "bf16"), ("bf16", "bf16", "bf16")),
+    ):
+        g, w, o = (DTYPES[dtype].itemsize for dtype in (full, wire, out))
+        yield Case(
+            kernel="ring reduce-scatter",
+            format=f"{full} by {wire} to {out}",
+            code=_ring_reduce_scatter_kernel,
+            uses={**RING, "full": Use(full, "r"), "slots": Use(wire, "rw"), "out": Use(out, "w")},
+            bytes=g + 2 * w + o,
+            block=_block(full, wire, out),
+            flags=_ring_flags(wire),
+        )
+    for weight, moment in product(WEIGHTS, MOMENTS):
+        own = {"full": Use("bf16", "r"), "slots": Use("fp32", "rw"), "bad": Use("i32", "w", 0)}
+        uses = {**RING, **own, **WEIGHTS[weight], **MOMENTS[moment], **TABLES}
+        yield Case(
+            kernel="ring reduce-adamw",
+            format=f"{weight} weights, {moment} moments",
+            code=_ring_reduce_scatter_kernel,
+            uses=uses,
+            bytes=2 + 2 * 4 + 2 * (WEIGHT_BYTES[weight] + MOMENT_BYTES[moment]) + ROW_BYTES,
+            block=_block("fp32"),
+            flags=_ring_flags("fp32"),
+            exact=moment != "int8",
+        )
+    moved = {"full or slots": Use("i32", "r"), "full": Use("i32", "w"), "slots": Use("i32", "w")}
+    flags = _ring_flags("i32")
+    yield Case("ring all-gather", "words", _ring_all_gather_kernel, {**RING, **moved}, 12, _block("i32"), flags)
+
+
+def _ring_flags(wire: str) -> dict[str, Any]:
+    dtypes = {"fp32": tl.float32, "bf16": tl.bfloat16, "i32": tl.int32}
+    return {"WIRE": dtypes[wire], "DEPTH": DEPTH, "AMD": False}
 
 
 def _block(*dtypes: str) -> int:

@@ -50,8 +50,12 @@ def compile_for(target: GPUTarget, launch: Launch, *, hinted: bool = True) -> An
     `hinted` says that integers are divisible by 16 where they are in a launch, which Triton sees for itself there.
     """
     types, constants = _types(launch), dict(launch.constants)
+    if "AMD" in constants:
+        constants["AMD"] = target.backend == "hip"
     constants |= {name: None for name, kind in types.items() if kind == "constexpr" and name.endswith("_ptr")}
-    divisible = [name for name, kind in types.items() if kind.startswith("*") or (hinted and _is_divisible(name, kind))]
+    unknown = {parameter.name for parameter in launch.kernel.params if not hinted or parameter.do_not_specialize}
+    integers = {name for name, kind in types.items() if _is_divisible(name, kind)} - unknown
+    divisible = [name for name, kind in types.items() if kind.startswith("*") or name in integers]
     place = launch.kernel.arg_names.index
     attributes = {(place(name),): [["tt.divisibility", 16]] for name in divisible}
     source = ASTSource(fn=launch.kernel, signature=types, constexprs=constants, attrs=attributes)
@@ -110,6 +114,11 @@ class _Arguments:
     def at(self, offset: int) -> set[str]:
         """The name of the pointer that has a byte here."""
         return {self.names[start] for start in (offset // 8 * 8,) if start in self.names}
+
+
+def _behind(found: set[str]) -> set[str]:
+    """What a value comes from that was loaded from here: if from an `x_table`, it is the address of one of the `xs`."""
+    return {f"{name.removesuffix('_table')}s" for name in found if name.endswith("_table")}
 
 
 class _Registers(dict[str, set[str]]):
@@ -187,11 +196,12 @@ def _nvidia_accesses(code: Iterable[tuple[str, str, str]], arguments: _Arguments
         bits = 64 if re.search(r"WIDE|\.64|^CS2R$", name) else 32
         if name.startswith(("LD", "ST")):
             bits = int((re.findall(r"\.[US]?(8|16|64|128|256)\b", name) or ["32"])[-1])
-        if name.startswith(("LD", "ST", "PRMT")):
-            sources = set()  # what was loaded, or put together from bytes, is no address
+        if name.startswith(("LD", "ST", "PRMT", "ATOM")):
+            sources = set()  # what was loaded, or put together from bytes, is no address, unless it comes from a table
         if name.startswith(("LDG", "STG")):
             address = next(operand for operand in operands if operand.startswith("["))
             found = registers.sources(_nvidia_registers(address), guard)
+            sources = _behind(found)
             accesses.setdefault(_only(found), []).append(bits)
         registers.forget(operand for operand in operands[:3] if re.fullmatch(r"U?P\d", operand))
         if result is not None and (first := _nvidia_registers(operands[result])):
@@ -227,7 +237,8 @@ def _read_amd(assembly: str, launch: Launch) -> dict[str, Any]:
 
     return {
         "registers": figure("vgpr_count"),
-        "spilled": figure("[sv]gpr_spill_count") + figure("private_segment_fixed_size"),
+        # What scalar registers spill stays in lanes of a vector register; what would not fit there is in the segment.
+        "spilled": figure("vgpr_spill_count") + figure("private_segment_fixed_size"),
         "barriers": sum(name == "s_barrier" for _, name, _ in code),
         "instructions": sum(bool(name) for _, name, _ in code),
         "inexact": [],
@@ -280,6 +291,10 @@ def _amd_step(name: str, text: str, registers: _Registers, arguments: _Arguments
     operands = [operand.strip() for operand in text.split(",")]
     sources = registers.sources(register for operand in operands[1:] for register in _amd_registers(operand))
     written = [] if name.startswith(_NO_RESULT) else _amd_registers(operands[0])
+    if name.startswith("v_writelane"):  # lanes of a register may hold scalars that have nothing to do with each other
+        written = [f"{operands[0]} lane {operands[2]}"]
+    if name.startswith("v_readlane") and (lane := f"{operands[1]} lane {operands[2]}") in registers:
+        sources = registers[lane]
     address = None
     if _amd_bits(name):
         of_address = operands[::2] if name.startswith("global_store") else operands[1:]  # the second is the data
@@ -288,8 +303,10 @@ def _amd_step(name: str, text: str, registers: _Registers, arguments: _Arguments
         for i, register in enumerate(written):
             registers[register] = arguments.at(int(operands[2], 16) + 4 * i)
     else:
-        loaded = _amd_bits(name) or name.startswith(("s_load", "ds_read"))  # which is no address
-        registers |= dict.fromkeys(written, set() if loaded else sources)
+        loaded = _amd_bits(name) or name.startswith(
+            ("s_load", "ds_read", "global_atomic")
+        )  # which is no address, but from a table
+        registers |= dict.fromkeys(written, _behind(address or sources) if loaded else sources)
     return address
 
 

@@ -3,6 +3,14 @@
 from .adamw import adamw, adamw_reference, reduce_adamw, reduce_adamw_reference
 from .adamw_cpu import CpuStep, adamw_cpu, reduce_adamw_cpu
 from .cast import cast, cast_reference
+from .device_ring import (
+    ring_all_gather,
+    ring_all_gather_reference,
+    ring_reduce_adamw,
+    ring_reduce_adamw_reference,
+    ring_reduce_scatter,
+    ring_reduce_scatter_reference,
+)
 from .hop import hop, hop_reference
 from .launch import GROUP, use_triton
 from .moments import FORMATS, decode, encode
@@ -10,6 +18,7 @@ from .noise import keys
 from .quantise import dequantise, dequantise_reference, quantise, quantise_reference
 from .scalars import Hyper, Scalars, Table, adamw_scalars, adamw_scalars_reference, hyper_table, send
 from .scale import scale, scale_reference
+from .signals import Peers, flag_numel, ring_failure, slots_nbytes
 from .split import join, join_reference, split, split_reference
 from .state import State
 from .stats import check_stats, new_stats, stats, stats_block, stats_reference, stats_rows, stats_total
@@ -19,6 +28,7 @@ __all__ = [
     "FORMATS",
     "GROUP",
     "Hyper",
+    "Peers",
     "Scalars",
     "State",
     "Table",
@@ -34,6 +44,7 @@ __all__ = [
     "dequantise",
     "dequantise_reference",
     "encode",
+    "flag_numel",
     "hop",
     "hop_reference",
     "hyper_table",
@@ -46,9 +57,17 @@ __all__ = [
     "reduce_adamw",
     "reduce_adamw_cpu",
     "reduce_adamw_reference",
+    "ring_all_gather",
+    "ring_all_gather_reference",
+    "ring_failure",
+    "ring_reduce_adamw",
+    "ring_reduce_adamw_reference",
+    "ring_reduce_scatter",
+    "ring_reduce_scatter_reference",
     "scale",
     "scale_reference",
     "send",
+    "slots_nbytes",
     "split",
     "split_reference",
     "stats",

@@ -76,6 +76,44 @@ def _adamw_kernel(
     mask = offsets < n
     in_group = group * 32 < n
     row = tl.load(rows_ptr + group, mask=in_group, other=0).to(tl.int64)
+    total = load_fp32(grad_ptr, offsets, mask, INTERPRET)
+    if received_ptr is not None:
+        total = tl.div_rn(load_fp32(received_ptr, offsets, mask, INTERPRET) + total, divisor)
+    # fmt: off
+    step_block(
+        param_ptr, exp_avg_ptr, exp_avg_sq_ptr, low_ptr, avg_exponent_ptr, sq_exponent_ptr,
+        grad_ptr, scalars_ptr, keys_ptr, bad_ptr, first, total, row, group, offsets, mask, in_group, UNSCALE, INTERPRET,
+    )
+    # fmt: on
+
+
+@jit
+def step_block(
+    param_ptr: tl.tensor,
+    exp_avg_ptr: tl.tensor,
+    exp_avg_sq_ptr: tl.tensor,
+    low_ptr: tl.tensor,
+    avg_exponent_ptr: tl.tensor,
+    sq_exponent_ptr: tl.tensor,
+    grad_ptr: tl.tensor,
+    scalars_ptr: tl.tensor,
+    keys_ptr: tl.tensor,
+    bad_ptr: tl.tensor,
+    first: tl.tensor,
+    total: tl.tensor,
+    row: tl.tensor,
+    group: tl.tensor,
+    offsets: tl.tensor,
+    mask: tl.tensor,
+    in_group: tl.tensor,
+    UNSCALE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+) -> None:
+    """Step the elements at `offsets` [G, 32] of a state by their gradient `total`: all that comes behind a gradient.
+
+    `row` [G, 1] numbers the rows of scalars, `group` [G, 1] the groups; where `mask` and `in_group` are not set nothing
+    is touched. `grad_ptr` is only for a gradient that is to be written back.
+    """
     # In the order of `Scalars`.
     scalar = scalars_ptr + row * 10
     beta1 = tl.load(scalar)
@@ -89,10 +127,7 @@ def _adamw_kernel(
     active = tl.load(scalar + 9)
 
     # The gradient.
-    g = load_fp32(grad_ptr, offsets, mask, INTERPRET)
-    if received_ptr is not None:
-        g = tl.div_rn(load_fp32(received_ptr, offsets, mask, INTERPRET) + g, divisor)
-    total = g
+    g = total
     if UNSCALE:
         g = tl.div_rn(g, tl.load(scalar + 8))
         unscaled = g
@@ -149,7 +184,7 @@ def adamw(state: State, grad: Tensor, table: Table, *, unscale: bool = False, ba
         ValueError: shapes, devices or dtypes do not fit together, or CPU tensors are not to be interpreted: those take
             `adamw_cpu`.
     """
-    _check("adamw", state, table, grad)
+    check_step("adamw", state, table, grad)
     _launch(state, grad, None, table, bad, 1, unscale)
 
 
@@ -163,7 +198,7 @@ def reduce_adamw(
     Raises:
         ValueError: as `adamw`, or the divisor is not from 1 to 2^24.
     """
-    _check("reduce_adamw", state, table, own, received)
+    check_step("reduce_adamw", state, table, own, received)
     if not 1 <= divisor <= LARGEST_DIVISOR:
         raise ValueError(f"reduce_adamw: divisor must be from 1 to {LARGEST_DIVISOR}, got {divisor}")
     _launch(state, own, received, table, bad, divisor, unscale=False)
@@ -234,7 +269,12 @@ def block_of(state: State, grad: Tensor, *, unscale: bool = False) -> int:
     return block_size(*(state.param, state.exp_avg), *([grad] if unscale else []))
 
 
-def _check(who: str, state: State, table: Table, *grads: Tensor) -> None:
+def check_step(who: str, state: State, table: Table, *grads: Tensor) -> None:
+    """Raise unless the kernel can step this state by these gradients, or parts of one.
+
+    Raises:
+        ValueError: shapes, devices or dtypes do not fit together, or CPU tensors are not to be interpreted.
+    """
     param = state.param
     if not use_triton(param):
         raise ValueError(f"{who}: param is on the CPU, which takes adamw_cpu (or TRITON_INTERPRET=1)")

@@ -7,7 +7,7 @@ CPU tensors: slow, but the bits are those of the compiled kernel, so kernels are
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,9 +32,12 @@ _BYTES_PER_ACCESS = 16  # the widest access of a thread
 _INTERPRETED_BLOCK = 16384  # the interpreter pays about 1 ms per program, whatever its size
 
 
-def jit(function: Callable[..., Any]) -> Any:
-    """`triton.jit`, or the plain function where there is no Triton: `launch` then refuses it."""
-    return function if triton is None else triton.jit(function)
+def jit(function: Callable[..., Any], *, unspecialised: Sequence[str] = ()) -> Any:
+    """`triton.jit`, or the plain function where there is no Triton: `launch` then refuses it.
+
+    Triton compiles a kernel anew where an integer is 1 or divisible by 16, except for the `unspecialised` ones.
+    """
+    return function if triton is None else triton.jit(function, do_not_specialize=unspecialised)
 
 
 def constexpr(value: int) -> Any:
@@ -58,8 +61,11 @@ def block_size(*tensors: Tensor) -> int:
     return _THREADS * _BYTES_PER_ACCESS // max(tensor.element_size() for tensor in tensors)
 
 
-def launch(kernel: Any, *args: Any, n: int, block: int, **constexprs: Any) -> None:
+def launch(kernel: Any, *args: Any, n: int, block: int, together: int | None = None, **constexprs: Any) -> None:
     """Run `kernel(*args, n, BLOCK=block, ...)` with one program per `block` of the `n` elements.
+
+    Or with `together` programs that are all resident at once, because they wait for those of other devices: a GPU that
+    has no room for so many refuses the launch.
 
     `args[0]` is a tensor on the device to run on. Triton compiles `n` divisible by 16 and 16-byte aligned tensors to
     vector accesses, everything else to scalar ones: the same bits, only slower.
@@ -75,4 +81,6 @@ def launch(kernel: Any, *args: Any, n: int, block: int, **constexprs: Any) -> No
     with torch.cuda.device(device if device.type == "cuda" else -1):  # -1: leave the current device as it is
         # Fusing a multiplication with an addition changes bits; the default differs between versions of Triton.
         options = {"num_warps": _THREADS // _THREADS_PER_WARP, "enable_fp_fusion": False}
-        kernel[(triton.cdiv(n, block),)](*args, n, BLOCK=block, **constexprs, **options)
+        if together is not None and not INTERPRET:
+            options["launch_cooperative_grid"] = True
+        kernel[(together or triton.cdiv(n, block),)](*args, n, BLOCK=block, **constexprs, **options)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,11 @@ LINES = [
         "hop: i8 + i8 to i8",
         "hop, statistics: bf16 + bf16 to bf16",
         "dequantise: 8 bits to fp32",
+    ),
+    *(
+        "ring reduce-scatter: bf16 by fp32 to bf16",
+        "ring reduce-adamw: split24 weights, int8 moments",
+        "ring all-gather",
     ),
 ]
 """One of each kind: all of them take minutes, and `python bench/aot.py --check`."""
@@ -79,10 +85,14 @@ def test_a_thread_accesses_an_entry_of_a_side_table_once(rows):
         **{kernel: {"scales": 8} for kernel in ("quantise", "dequantise")},
         "scale": {"factor": 32},
     }
+    ring = {"slot_table": 2 * 64, "flag_table": 3 * 64, "flags": 4 * 64, "error": 64}  # two flags, each in two places
     for row in map(json.loads, rows.read_text().splitlines()):
-        expected = side_bits_of_adamw(row) if "adamw" in row["kernel"] else side_bits[row["kernel"]]
-        if (row["kernel"], row["target"]) == ("scale", "gfx942"):  # AMD's scalar unit reads the factor
+        expected = side_bits_of_adamw(row) if "adamw" in row["kernel"] else side_bits.get(row["kernel"], {})
+        amd = row["target"] == "gfx942"
+        if row["kernel"] == "scale" and amd:  # AMD's scalar unit reads the factor
             expected = {}
+        if row["kernel"].startswith("ring") and not amd:  # and there tables too, while flags are read by atomics
+            expected |= ring
         assert {name: sum(widths) for name, widths in row["side_widths"].items()} == expected, row
 
 
@@ -98,7 +108,7 @@ def side_bits_of_adamw(row):
         bits["keys"] = 32
     if coded:
         bits |= {"avg_exponent": 8 + 8, "sq_exponent": 8 + 8}
-    if row["kernel"] == "reduce_adamw":
+    if row["kernel"] in ("reduce_adamw", "ring reduce-adamw"):
         bits["bad"] = 32
     return bits
 
@@ -107,7 +117,66 @@ def test_shared_memory_is_where_the_threads_of_a_program_meet(rows):
     meet = {"reduce_adamw", "hop, statistics", "stats", "quantise"}
     for row in map(json.loads, rows.read_text().splitlines()):
         meets = row["kernel"] in meet or "int8" in row["format"]
-        assert row["shared"] <= (1024 if meets else 0), row
+        flags = 8 if row["kernel"].startswith("ring") else 0  # what one thread has seen, for all
+        assert row["shared"] <= (1024 if meets else flags), row
+
+
+@pytest.fixture(scope="module")
+def ring(environment):
+    """What becomes of a ring: for each target the assembly, and the PTX."""
+    program = """
+import json
+from bench.kernel_cases import cases
+from bench.machine_code import TARGETS, compile_for
+case = next(case for case in cases() if case.line == "ring reduce-scatter: fp32 by fp32 to fp32")
+made = {target: compile_for(TARGETS[target], case.launch).asm for target in ("sm_90", "gfx942")}
+print(json.dumps({"ptx": made["sm_90"]["ptx"], "amdgcn": made["gfx942"]["amdgcn"]}))
+"""
+    done = run(["-c", program], environment | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"})
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def in_order(code, **patterns):
+    """The names of these patterns as they follow each other in the code."""
+    pattern = "|".join(f"(?P<{name}>{each})" for name, each in patterns.items())
+    return [match.lastgroup for match in re.finditer(pattern, code)]
+
+
+def test_signals_are_releases_and_acquires_with_barriers_between_them_and_the_data(ring):
+    found = in_order(
+        ring["ptx"],
+        acquire=r"ld\.global\.sys\.acquire\.b64",
+        release=r"atom\.global\.sys\.release\.exch\.b64",
+        barrier=r"bar\.sync",
+        load=r"ld\.global(?!\.sys)\S*\.v4",
+        store=r"st\.global\S*\.v4",
+    )
+    assert (found.count("acquire"), found.count("release")) == (4, 3)  # each wait looks first, and then again
+    for i, name in enumerate(found):
+        assert name != "acquire" or found[i + 1] == "barrier"
+        assert name != "release" or found[i - 1] == "barrier"
+    data = [i for i, name in enumerate(found) if name in ("load", "store")]
+    assert data == list(range(data[0], data[-1] + 1))  # in whatever order its blocks are laid out
+    assert (found[data[0] - 1], found[data[-1] + 1]) == ("barrier", "barrier")
+    before, after = found[: data[0]], found[data[-1] :]
+    assert (before.count("release"), after.count("release")) == (1, 2)  # of the beginning; of what was sent and read
+
+
+def test_on_amd_each_wave_waits_for_its_stores_before_the_barrier_of_a_release(ring):
+    """The release of the one that signals waits for its own stores only."""
+    found = in_order(
+        ring["amdgcn"].partition("global_store_dwordx4")[2],
+        wait=r"#ASMSTART\s+s_waitcnt vmcnt\(0\)",
+        barrier=r"s_barrier",
+        release=r"buffer_wbl2 sc0 sc1\s+s_waitcnt vmcnt\(0\)\s+(?:s_nop \d+\s+)?global_atomic_swap_x2",
+    )
+    signal = [i for i, name in enumerate(found) if name == "release"]
+    assert len(signal) >= 2
+    for i in signal:
+        before = [name for name in found[:i] if name != "barrier"]
+        assert before[-1] == "wait"
+        assert found[i - 1] == "barrier"
 
 
 def test_an_unknown_length_costs_the_wide_accesses_and_is_reported(environment):

@@ -1,0 +1,410 @@
+"""Ring collectives that a kernel walks by itself, over memory that neighbours write into (protocol: `signals.py`).
+
+    ring_reduce_scatter   out = the mean of this rank's segment over all ranks, cast
+    ring_reduce_adamw     the same, but the last sum is the gradient of an AdamW step and is never written
+    ring_all_gather       every rank's segment, from the rank that has it
+
+One launch does all hops. A program takes some blocks of each segment through all steps, and has `D - 1` messages under
+way: while one is summed up the next ones travel. In step `t` of a reduction rank `r` adds its own part to the partial
+sum of segment `r - 1 - t`, which has come from rank `r - 1`, and writes the sum straight into a slot of rank `r + 1`.
+The first step only sends, the last one only receives and ends with this rank's own segment:
+
+    W=3   t=0                t=1                  t=2
+    r=0   sends part of 2    adds to 1, sends     adds to 0
+    r=1   sends part of 0    adds to 2, sends     adds to 1
+    r=2   sends part of 1    adds to 0, sends     adds to 2
+
+So segment `k` is added up in the order `k+1, k+2, ..., k`, however many programs there are. In step `t` of a gathering
+rank `r` passes segment `r - t` on.
+
+Bytes per element of a segment, with `g` of the gradient, `w` of what is sent, `o` of the result and `s` of a state: the
+first step of a reduction moves `g + w`, each in the middle `g + 2*w`, the last one `g + w + o`, or with AdamW
+`g + w + 2*s + 1/16`: in fp32 8, 12 and 12, for `W` ranks `12*W - 4`. A gathering moves 8, 12 and 8 for elements of 4
+bytes. Of each step but the last `w` bytes cross a link.
+
+Legend: `W` ranks, `S` elements of a segment, `P` programs, `D` slots of each, `G = ceil(S / 32)` groups.
+"""
+
+# ruff: noqa: N803 (compile-time constants of a kernel are written in capitals)
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .adamw import check_step, reduce_adamw_reference, step_block
+from .hop import LARGEST_DIVISOR, hop_reference
+from .launch import INTERPRET, block_size, jit, launch, tl, use_triton
+from .rounding import load_fp32, store_rounded
+from .scalars import Table
+from .signals import (
+    FREED,
+    LARGEST_EPOCH,
+    Peers,
+    await_message,
+    await_room,
+    begin,
+    finish,
+    flags_of,
+    put_signal,
+    slots_of,
+)
+from .state import State, check_flat
+
+_WIRES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_AMD = torch.version.hip is not None
+_UNSPECIALISED = ("rank", "world", "epoch", "limit", "blocks")  # else a rank compiles while its neighbours wait
+
+
+@jit
+def wrapped(rank: tl.tensor, world: tl.tensor) -> tl.tensor:
+    """A rank counted round the ring, from `-world` on; `%` is that of C, which leaves negative numbers negative."""
+    return tl.where(rank < 0, rank + world, rank)
+
+
+@jit
+def place_of(action: tl.tensor, messages: tl.tensor, world: tl.tensor, DEPTH: tl.constexpr) -> tl.tensor:
+    """What a program does as its next action: which of its messages in a step, which step, what it sends and receives.
+
+    The last two number messages of the launch, and mean nothing in the last and in the first step. Batches of
+    `DEPTH - 1` messages go through all steps one after the other; the last batch may be smaller.
+    """
+    done = action // (world * (DEPTH - 1)) * (DEPTH - 1)
+    batch = tl.minimum(messages - done, DEPTH - 1)
+    left = action - done * world
+    sent = done * (world - 1) + left
+    return done + left % batch, left // batch, sent, sent - batch
+
+
+@partial(jit, unspecialised=_UNSPECIALISED)
+def _ring_reduce_scatter_kernel(
+    full_ptr: tl.tensor,
+    slot_table_ptr: tl.tensor,
+    flag_table_ptr: tl.tensor,
+    error_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    param_ptr: tl.tensor,
+    exp_avg_ptr: tl.tensor,
+    exp_avg_sq_ptr: tl.tensor,
+    low_ptr: tl.tensor,
+    avg_exponent_ptr: tl.tensor,
+    sq_exponent_ptr: tl.tensor,
+    scalars_ptr: tl.tensor,
+    keys_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    bad_ptr: tl.tensor,
+    first: tl.tensor,
+    divisor: float,
+    rank: tl.tensor,
+    world: tl.tensor,
+    epoch: tl.tensor,
+    limit: tl.tensor,
+    blocks: tl.tensor,
+    n: tl.tensor,
+    WIRE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    AMD: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    after, before = wrapped(rank + 1 - world, world), wrapped(rank - 1, world)
+    numel = blocks * BLOCK  # of a message
+    flags_ptr, to_before_ptr = flags_of(flag_table_ptr, rank), flags_of(flag_table_ptr, before) + FREED
+    to_after_ptr = flags_of(flag_table_ptr, after)
+    slots_ptr = slots_of(slot_table_ptr, rank, DEPTH * numel, WIRE)
+    slots_after_ptr = slots_of(slot_table_ptr, after, DEPTH * numel, WIRE)
+    messages = (tl.cdiv(n, numel) - program + programs - 1) // programs  # of this program, in each step
+    last = world - 1
+
+    zero = epoch.to(tl.int64) << 32  # the flag of this epoch with a count of 0
+    patience = begin(to_before_ptr, zero, error_ptr, limit)
+    for action in tl.range(0, messages * world, disable_licm=True):
+        message, step, sent, received = place_of(action, messages, world, DEPTH)
+        segment = wrapped(rank - 1 - step, world).to(tl.int64) * n
+        if step > 0:
+            patience = await_message(flags_ptr, zero + received + 1, step, patience)
+        if step < last:
+            patience = await_room(flags_ptr + FREED, zero, sent, step, patience, DEPTH)
+        end = tl.where(patience > 0, n, 0)  # nothing is touched once something went wrong
+        start = (message * programs + program).to(tl.int64) * numel
+        for block in tl.range(0, tl.cdiv(tl.minimum(n - start, numel), BLOCK), disable_licm=True):
+            line = tl.arange(0, BLOCK // 32)[:, None]
+            inside = block * BLOCK + line * 32 + tl.arange(0, 32)[None, :]
+            offsets = start + inside
+            mask = offsets < end
+            total = load_fp32(full_ptr, segment + offsets, mask, INTERPRET)
+            if step > 0:
+                slot = received % DEPTH * numel
+                total = load_fp32(slots_ptr, slot + inside, mask, INTERPRET) + total
+            if step < last:
+                slot = sent % DEPTH * numel
+                store_rounded(slots_after_ptr, slot + inside, total, mask, INTERPRET)
+            else:
+                total = tl.div_rn(total, divisor)  # the quotient by 1 is exact
+                if out_ptr is not None:
+                    store_rounded(out_ptr, offsets, total, mask, INTERPRET)
+                else:
+                    group = start // 32 + block * (BLOCK // 32) + line
+                    in_group = group * 32 < end
+                    row = tl.load(rows_ptr + group, mask=in_group, other=0).to(tl.int64)
+                    # fmt: off
+                    step_block(
+                        param_ptr, exp_avg_ptr, exp_avg_sq_ptr, low_ptr, avg_exponent_ptr, sq_exponent_ptr,
+                        None, scalars_ptr, keys_ptr, bad_ptr, first, total, row, group, offsets, mask, in_group,
+                        False, INTERPRET,
+                    )
+                    # fmt: on
+        if patience > 0:
+            if step < last:
+                put_signal(to_after_ptr, zero + sent + 1, AMD)
+            if step > 0:
+                put_signal(to_before_ptr, zero + received + 1, AMD)
+    finish(zero, error_ptr, patience)
+
+
+@partial(jit, unspecialised=_UNSPECIALISED)
+def _ring_all_gather_kernel(
+    full_ptr: tl.tensor,
+    slot_table_ptr: tl.tensor,
+    flag_table_ptr: tl.tensor,
+    error_ptr: tl.tensor,
+    rank: tl.tensor,
+    world: tl.tensor,
+    epoch: tl.tensor,
+    limit: tl.tensor,
+    blocks: tl.tensor,
+    n: tl.tensor,
+    WIRE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    AMD: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    after, before = wrapped(rank + 1 - world, world), wrapped(rank - 1, world)
+    numel = blocks * BLOCK  # of a message
+    flags_ptr, to_before_ptr = flags_of(flag_table_ptr, rank), flags_of(flag_table_ptr, before) + FREED
+    to_after_ptr = flags_of(flag_table_ptr, after)
+    slots_ptr = slots_of(slot_table_ptr, rank, DEPTH * numel, WIRE)
+    slots_after_ptr = slots_of(slot_table_ptr, after, DEPTH * numel, WIRE)
+    messages = (tl.cdiv(n, numel) - program + programs - 1) // programs  # of this program, in each step
+    last = world - 1
+
+    zero = epoch.to(tl.int64) << 32  # the flag of this epoch with a count of 0
+    patience = begin(to_before_ptr, zero, error_ptr, limit)
+    for action in tl.range(0, messages * world, disable_licm=True):
+        message, step, sent, received = place_of(action, messages, world, DEPTH)
+        segment = wrapped(rank - step, world).to(tl.int64) * n
+        if step > 0:
+            patience = await_message(flags_ptr, zero + received + 1, step, patience)
+        if step < last:
+            patience = await_room(flags_ptr + FREED, zero, sent, step, patience, DEPTH)
+        end = tl.where(patience > 0, n, 0)  # nothing is touched once something went wrong
+        arrives = tl.where(step > 0, end, 0)
+        leaves = tl.where(step < last, end, 0)
+        start = (message * programs + program).to(tl.int64) * numel
+        here_ptr = full_ptr + segment + start
+        source_ptr = tl.where(step > 0, slots_ptr + received % DEPTH * numel, here_ptr)
+        for block in tl.range(0, tl.cdiv(tl.minimum(n - start, numel), BLOCK), disable_licm=True):
+            inside = block * BLOCK + tl.arange(0, BLOCK)
+            value = tl.load(source_ptr + inside, mask=start + inside < end)
+            tl.store(here_ptr + inside, value, mask=start + inside < arrives)
+            tl.store(slots_after_ptr + (sent % DEPTH * numel + inside), value, mask=start + inside < leaves)
+        if patience > 0:
+            if step < last:
+                put_signal(to_after_ptr, zero + sent + 1, AMD)
+            if step > 0:
+                put_signal(to_before_ptr, zero + received + 1, AMD)
+    finish(zero, error_ptr, patience)
+
+
+def ring_reduce_scatter(
+    out: Tensor, full: Tensor, peers: Peers, *, epoch: int, divisor: int = 1, wire: torch.dtype = torch.float32
+) -> None:
+    """Write the sum over ranks of segment `rank` of `full` [W*S], divided by `divisor`, into `out` [S].
+
+    Parts and `out` are fp32, bf16 or fp16, in any mixture. They are added in fp32; partial sums are rounded to the
+    dtype `wire`, and the quotient to that of `out`. `epoch` is the same on all ranks and larger than in any launch
+    before.
+
+    The kernel waits for neighbours, but not for ever: `ring_failure(peers.error)` says whether it gave up, and then
+    `out` holds anything.
+
+    Raises:
+        ValueError: shapes, devices or dtypes do not fit together, a number is out of its range, or CPU tensors are not
+            to be interpreted.
+    """
+    who = "ring_reduce_scatter"
+    _check(who, full, peers, out.numel(), epoch)
+    _check_sum(who, full, divisor, wire)
+    check_flat(who, "out", out, out.numel(), out.dtype, full.device)
+    if out.dtype not in _WIRES:
+        raise ValueError(f"{who}: out must be fp32, bf16 or fp16, got {out.dtype}")
+    block = block_size(out, full, torch.empty(0, dtype=wire))
+    _launch_reduce(who, full, peers, out, None, None, None, epoch, divisor, wire, out.numel(), block)
+
+
+def ring_reduce_adamw(
+    state: State,
+    full: Tensor,
+    table: Table,
+    peers: Peers,
+    *,
+    epoch: int,
+    divisor: int = 1,
+    wire: torch.dtype = torch.float32,
+    bad: Tensor | None = None,
+) -> None:
+    """Step `state` [S] by what `ring_reduce_scatter` would write in fp32: the gradient is in registers only.
+
+    `bad` [], int32, becomes 1 if that has a NaN or an infinity where something is stepped. After a failure some
+    elements are stepped and others are not.
+
+    Raises:
+        ValueError: as `ring_reduce_scatter` and `reduce_adamw`.
+    """
+    who = "ring_reduce_adamw"
+    _check(who, full, peers, state.param.numel(), epoch)
+    _check_sum(who, full, divisor, wire)
+    check_step(who, state, table)
+    block = block_size(torch.empty(0))  # with more elements in each thread registers are spilled
+    _launch_reduce(who, full, peers, None, state, table, bad, epoch, divisor, wire, state.param.numel(), block)
+
+
+def ring_all_gather(full: Tensor, peers: Peers, *, epoch: int) -> None:
+    """Fill `full` [W*S], of any dtype, given that segment `rank` of it already holds this rank's part.
+
+    Epochs and failures are those of `ring_reduce_scatter`.
+
+    Raises:
+        ValueError: shapes or devices do not fit together, a number is out of its range, or CPU tensors are not to be
+            interpreted.
+    """
+    who = "ring_all_gather"
+    if full.dim() != 1 or full.numel() % peers.world_size:
+        raise ValueError(f"{who}: full must be [{peers.world_size} * S], got {tuple(full.shape)}")
+    _check(who, full, peers, full.numel() // peers.world_size, epoch)
+    words = _as_words(full, full.numel() // peers.world_size)
+    n, block = words.numel() // peers.world_size, block_size(words)
+    numbers = peers.rank, peers.world_size, epoch, peers.limit
+    blocks, programs = _cut(who, peers, n, block, words.element_size())
+    launch(
+        _ring_all_gather_kernel,
+        *(words, peers.slots, peers.flags, peers.error, *numbers, blocks),
+        n=n,
+        block=block,
+        together=programs,
+        WIRE=getattr(tl, str(words.dtype).removeprefix("torch."), None),
+        DEPTH=peers.depth,
+        AMD=_AMD,
+    )
+
+
+def ring_reduce_scatter_reference(
+    out: Tensor, fulls: Sequence[Tensor], rank: int, *, divisor: int = 1, wire: torch.dtype = torch.float32
+) -> None:
+    """The specification of `ring_reduce_scatter`, given `full` [W*S] of every rank."""
+    received, own = _before_the_last(fulls, rank, wire)
+    hop_reference(out, received, own, divisor)
+
+
+def ring_reduce_adamw_reference(
+    state: State,
+    fulls: Sequence[Tensor],
+    table: Table,
+    rank: int,
+    *,
+    divisor: int = 1,
+    wire: torch.dtype = torch.float32,
+    bad: Tensor | None = None,
+) -> None:
+    """The specification of `ring_reduce_adamw`, given `full` [W*S] of every rank."""
+    received, own = _before_the_last(fulls, rank, wire)
+    reduce_adamw_reference(state, received, own, table, divisor=divisor, bad=bad)
+
+
+def ring_all_gather_reference(full: Tensor, shards: Sequence[Tensor]) -> None:
+    """The specification of `ring_all_gather`, given every rank's part [S]."""
+    torch.cat(list(shards), out=full)
+
+
+def _before_the_last(fulls: Sequence[Tensor], rank: int, wire: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The partial sum [S] of segment `rank` that comes to its owner, and the owner's part [S]."""
+    segments = [full.view(len(fulls), -1)[rank] for full in fulls]
+    order = [*segments[rank + 1 :], *segments[: rank + 1]]
+    partial_sum = order[0].to(wire)
+    for own in order[1:-1]:
+        hop_reference(partial_sum, partial_sum, own)
+    return partial_sum, order[-1]
+
+
+def _launch_reduce(
+    who: str,
+    full: Tensor,
+    peers: Peers,
+    out: Tensor | None,
+    state: State | None,
+    table: Table | None,
+    bad: Tensor | None,
+    epoch: int,
+    divisor: int,
+    wire: torch.dtype,
+    n: int,
+    block: int,
+) -> None:
+    blocks, programs = _cut(who, peers, n, block, wire.itemsize)
+    tables = (None, None, None) if table is None else (table.scalars, table.keys, table.rows)
+    tensors = full, peers.slots, peers.flags, peers.error, out, *(state or (None,) * 6), *tables, bad
+    first = 0 if table is None else table.first
+    numbers = first, float(divisor), peers.rank, peers.world_size, epoch, peers.limit, blocks
+    flags: dict[str, Any] = {
+        "WIRE": getattr(tl, _WIRES[wire], None),
+        "DEPTH": peers.depth,
+        "AMD": _AMD,
+        "INTERPRET": INTERPRET,
+    }
+    launch(_ring_reduce_scatter_kernel, *tensors, *numbers, n=n, block=block, together=programs, **flags)
+
+
+def _cut(who: str, peers: Peers, n: int, block: int, itemsize: int) -> tuple[int, int]:
+    """How many blocks a message has, and how many programs there are: the same on all ranks.
+
+    Messages are as long as a slot, but no longer than it takes to have `D` of them for each program.
+    """
+    most = peers.slot_nbytes // (block * itemsize)
+    if not most:
+        raise ValueError(
+            f"{who}: a slot of {peers.slot_nbytes} bytes is too small for {block} elements of {itemsize} bytes"
+        )
+    count = -(-n // block)
+    blocks = min(most, max(1, count // (peers.programs * peers.depth)))
+    return blocks, min(peers.programs, -(-count // blocks))
+
+
+def _as_words(full: Tensor, numel: int) -> Tensor:
+    """`full` as the widest integers, of up to 4 bytes, that its segments of `numel` elements are made of."""
+    for dtype in (torch.int32, torch.int16):
+        starts = full.storage_offset() * full.element_size(), full.data_ptr(), numel * full.element_size()
+        if not any(start % dtype.itemsize for start in starts):
+            return full.view(dtype)
+    return full.view(torch.uint8)
+
+
+def _check(who: str, full: Tensor, peers: Peers, numel: int, epoch: int) -> None:
+    if not use_triton(full):
+        raise ValueError(f"{who}: full is on the CPU, where only Triton's interpreter can walk (TRITON_INTERPRET=1)")
+    check_flat(who, "full", full, peers.world_size * numel, full.dtype, full.device)
+    peers.check(who, full.device)
+    if not 1 <= epoch <= LARGEST_EPOCH:
+        raise ValueError(f"{who}: epoch must be from 1 to {LARGEST_EPOCH}, got {epoch}")
+
+
+def _check_sum(who: str, full: Tensor, divisor: int, wire: torch.dtype) -> None:
+    if full.dtype not in _WIRES or wire not in _WIRES:
+        raise ValueError(f"{who}: full and wire must be fp32, bf16 or fp16, got {full.dtype} and {wire}")
+    if not 1 <= divisor <= LARGEST_DIVISOR:
+        raise ValueError(f"{who}: divisor must be from 1 to {LARGEST_DIVISOR}, got {divisor}")

@@ -1,0 +1,226 @@
+"""What neighbours in a ring tell each other from inside a kernel, through memory that both can reach.
+
+A program is in touch with the program of the same number on the rank before and on the rank after, and with no other.
+Messages go from rank to rank through slots, `D` for each program, which lie in the memory of the rank that reads them.
+Two flags go with them, each in the memory of the rank that waits for it, and each written by one program alone:
+
+    rank before --- message ---> [slots]   rank                     `arrived`: how many messages were written
+                <-- room -------                                    `freed`:   how many the rank after has read
+
+**A flag** is `epoch * 2^32 + count`: an epoch numbers a launch, and a count the messages within it. So flags only grow
+and are never reset, what is left of an earlier launch is never taken for news, and a neighbour in another launch is
+noticed. A flag is written with release semantics, behind a barrier that collects the stores of the whole program, and
+read with acquire semantics, both at the scope of the system: who has seen a count can see the messages that it counts.
+
+**No slot is overwritten early.** Message `j` goes into slot `j % D`. It is written once `freed` is at least
+`max(0, j - D + 1)` in this epoch, which says one of two things. From `D` on: the rank after has read message `j - D`,
+the last one that lay there. Before that: its program has begun this epoch, which it says by a count of 0; so its launch
+before is over, since launches of a device follow each other, and with it all reading of all slots. How far a rank may
+run ahead does not matter, nor that launches cut the slots in another way each time.
+
+**Nobody waits in a circle** if a rank reads message `k` and sends message `k + b` as its action `k`, one action after
+the other, with `b` from 1 to `D - 1`; the first `b` messages it sends without reading. For message `k` it waits until
+the rank before has done its action `k - b`. For room for message `k + b` it waits until the rank after has read message
+`k + b - D`, which is `k - 1` or an earlier one. Both are done in earlier actions, so a rank that is furthest back waits
+for nobody. (With `b = D` all ranks could stand in action `k`, each waiting for the next one to read message `k`.) `b`
+may change once all that was sent has been read: then too a rank waits for earlier actions only.
+
+**Nobody waits for ever.** A program looks at a flag `limit` times. Then it waits no more, stores no more and tells
+nobody anything, so its neighbours come to the end of their patience too. It runs to its end and writes into the rank's
+error word what was missing. While there is an error word, launches do nothing. The host reads it when it likes
+(`ring_failure`).
+
+Legend: `W` ranks, `P` programs, `D` slots of a program.
+"""
+
+# ruff: noqa: N803 (compile-time constants of a kernel are written in capitals)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .launch import constexpr, jit, tl
+
+PROGRAMS = 32
+DEPTH = 4
+SLOT_NBYTES = 1 << 16  # holds a block of the interpreter in fp32
+LIMIT = 1 << 26
+LARGEST_EPOCH = 2**31 - 1
+FREED = constexpr(16)  # int64 numbers from flag to flag: 128 bytes, so that no two share a line of a cache
+
+NOTHING_ARRIVED = constexpr(1)
+NOTHING_FREED = constexpr(2)
+OTHER_EPOCH = constexpr(3)
+_REASONS = {  # by the numbers above
+    1: "nothing came from the rank before",
+    2: "the rank after made no room",
+    3: "a neighbour is in another epoch",
+}
+
+
+# ---- on the device ------------------------------------------------------------------------------------------------
+
+
+@jit
+def put_signal(flag_ptr: tl.tensor, value: tl.tensor, AMD: tl.constexpr) -> None:
+    """Set a flag, mostly of another rank, to `value`, once the stores of all threads of this program are done."""
+    if AMD:  # a barrier there does not wait for stores, and a release only for those of its own wave
+        wait: tl.constexpr = "s_waitcnt vmcnt(0)\nv_mov_b32 $0, $1"
+        tl.inline_asm_elementwise(wait, "=v,v,~{memory}", [tl.program_id(0)], tl.int32, is_pure=False, pack=1)
+    tl.debug_barrier()  # a release orders what its own thread has stored, and what a barrier has collected
+    tl.atomic_xchg(flag_ptr, value, sem="release", scope="sys")
+
+
+@jit
+def wait_signal(flag_ptr: tl.tensor, value: tl.tensor, patience: tl.tensor) -> tl.tensor:
+    """Look at a flag until it is at least `value`, but `patience` times more at most; what was seen last."""
+    seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+    looks = 0
+    while (seen < value) & (looks < patience):
+        seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+        looks += 1
+    tl.debug_barrier()
+    return seen
+
+
+@jit
+def begin(freed_ptr: tl.tensor, zero: tl.tensor, error_ptr: tl.tensor, limit: tl.tensor) -> tl.tensor:
+    """Tell the rank before, whose flag that is, that slots are free. Returns the patience of this program.
+
+    `zero` is the flag of this epoch with a count of 0. Patience is how often a program looks at a flag. If it is not
+    above 0, something went wrong and nothing may be stored: below 0 it says what, and `finish` has to tell.
+    """
+    patience = tl.where(tl.load(error_ptr) == 0, limit, 0)
+    if patience > 0:
+        put_signal(freed_ptr, zero, False)  # nothing was stored
+    return patience
+
+
+@jit
+def await_message(arrived_ptr: tl.tensor, value: tl.tensor, step: tl.tensor, patience: tl.tensor) -> tl.tensor:
+    """Wait for a flag that says that messages were written. Returns the patience after it."""
+    return _await(arrived_ptr, value, step, NOTHING_ARRIVED, patience)
+
+
+@jit
+def await_room(
+    freed_ptr: tl.tensor, zero: tl.tensor, number: tl.tensor, step: tl.tensor, patience: tl.tensor, DEPTH: tl.constexpr
+) -> tl.tensor:
+    """Wait until message `number` of this epoch may be written. Returns the patience after it."""
+    return _await(freed_ptr, zero + tl.maximum(number - DEPTH + 1, 0), step, NOTHING_FREED, patience)
+
+
+@jit
+def _await(
+    flag_ptr: tl.tensor, value: tl.tensor, step: tl.tensor, REASON: tl.constexpr, patience: tl.tensor
+) -> tl.tensor:
+    seen = wait_signal(flag_ptr, value, patience)
+    elsewhere = seen - value > 0x7FFFFFFF  # counts are smaller
+    failed = (patience > 0) & ((seen < value) | elsewhere)
+    return tl.where(failed, -256 * step - tl.where(elsewhere, OTHER_EPOCH, REASON), patience)
+
+
+@jit
+def finish(zero: tl.tensor, error_ptr: tl.tensor, patience: tl.tensor) -> None:
+    """Write down what went wrong in this program, if it did, unless another one was first."""
+    if patience < 0:
+        tl.atomic_cas(error_ptr, tl.full([], 0, tl.int64), zero - patience, scope="sys")
+
+
+@jit
+def flags_of(flag_table_ptr: tl.tensor, rank: tl.tensor) -> tl.tensor:
+    """This program's flags on a rank: `arrived`, and behind it `freed`."""
+    flags_ptr = tl.load(flag_table_ptr + rank).to(tl.pointer_type(tl.int64))
+    return flags_ptr + tl.program_id(0) * (2 * FREED)
+
+
+@jit
+def slots_of(slot_table_ptr: tl.tensor, rank: tl.tensor, numel: tl.tensor, WIRE: tl.constexpr) -> tl.tensor:
+    """This program's slots on a rank, of `numel` elements together."""
+    slots_ptr = tl.load(slot_table_ptr + rank).to(tl.pointer_type(WIRE))
+    # What comes out of a table could lie anywhere; accesses would be scalar.
+    return tl.multiple_of(slots_ptr, 16) + tl.program_id(0).to(tl.int64) * numel
+
+
+# ---- on the host --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peers:
+    """The ranks of a ring as one of them sees them, and how it talks to them. All ranks use equal numbers.
+
+    Launches with the same memory must follow each other, in the same order on all ranks. After an error all flags, and
+    the error word, have to be set to zero while no rank is in a launch.
+    """
+
+    rank: int
+    """This one."""
+
+    world_size: int
+    """`W`, 2 or more."""
+
+    slots: Tensor
+    """[W], int64: the address, for this rank, of each rank's slots: `slot_nbytes` bytes from a multiple of 16."""
+
+    flags: Tensor
+    """[W], int64: the address, for this rank, of each rank's flags: `flag_numel` int64 numbers, zero at first."""
+
+    error: Tensor
+    """[1], int64, zero at first: this rank's error word."""
+
+    programs: int = PROGRAMS
+    """`P`, at most: as many as the device can run at once beside what else it is to do, else it refuses a launch."""
+
+    depth: int = DEPTH
+    """`D`: slots of a program, 2 or more: one message less may be on their way to a rank."""
+
+    slot_nbytes: int = SLOT_NBYTES
+    """Of one slot, a power of two: the longest message."""
+
+    limit: int = LIMIT
+    """How often a program looks at a flag. The first launch of a kernel compiles it, for which neighbours wait too."""
+
+    def check(self, who: str, device: torch.device) -> None:
+        """Raise unless all of it goes together, and with tensors on `device`.
+
+        Raises:
+            ValueError: a number is out of its range, or a tensor has another shape, dtype or device.
+        """
+        if self.world_size < 2 or not 0 <= self.rank < self.world_size:
+            raise ValueError(f"{who}: a ring takes 2 ranks or more, got rank {self.rank} of {self.world_size}")
+        for name, least, most in (("programs", 1, 2**16), ("depth", 2, 2**10), ("limit", 1, 2**31 - 1)):
+            if not least <= (number := getattr(self, name)) <= most:
+                raise ValueError(f"{who}: {name} must be from {least} to {most}, got {number}")
+        if self.slot_nbytes < 16 or self.slot_nbytes & (self.slot_nbytes - 1):
+            raise ValueError(f"{who}: slot_nbytes must be a power of two and at least 16, got {self.slot_nbytes}")
+        for name, tensor, numel in (
+            ("slots", self.slots, self.world_size),
+            ("flags", self.flags, self.world_size),
+            ("error", self.error, 1),
+        ):
+            if (tuple(tensor.shape), tensor.dtype, tensor.device) != ((numel,), torch.int64, device):
+                raise ValueError(
+                    f"{who}: {name} must be [{numel}] of torch.int64 on {device}, "
+                    f"got {list(tensor.shape)} of {tensor.dtype} on {tensor.device}"
+                )
+
+
+def flag_numel(programs: int = PROGRAMS) -> int:
+    """The int64 numbers that the flags of a rank take."""
+    return programs * 2 * 16
+
+
+def slots_nbytes(programs: int = PROGRAMS, depth: int = DEPTH, slot_nbytes: int = SLOT_NBYTES) -> int:
+    """The bytes that the slots of a rank take: 8 MiB, if nothing else is said."""
+    return programs * depth * slot_nbytes
+
+
+def ring_failure(error: Tensor) -> str | None:
+    """What an error word [1] says, in words; `None` if all is well. Waits for the device."""
+    word = int(error.item())
+    if not word:
+        return None
+    return f"epoch {word >> 32}, step {(word & 0xFFFFFFFF) >> 8}: {_REASONS[word & 0xFF]}"
