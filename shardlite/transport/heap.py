@@ -7,6 +7,7 @@ of `/dev/shm`. Blocks that are given back are used again.
 import ctypes
 import mmap
 import os
+import threading
 import weakref
 from bisect import insort
 from collections import deque
@@ -52,6 +53,7 @@ class Heap(Mapping):
         os.ftruncate(self.descriptor, nbytes)
         super().__init__(self.descriptor)
         start = -(-reserved // _GRAIN) * _GRAIN
+        self._lock = threading.Lock()
         self._free = [(start, nbytes - start)]  # by address, never two that touch
         self._given_back: deque[tuple[int, int]] = deque()  # by finalisers, which may run inside anything
         weakref.finalize(self, os.close, self.descriptor)
@@ -59,12 +61,15 @@ class Heap(Mapping):
     def empty(self, nbytes: int) -> Tensor:
         """Return a new block as bytes, [nbytes], uninitialised. It is given back when nothing views it any more.
 
+        Threads may ask at once.
+
         Raises:
             CommError: there is no room.
         """
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        start, length = self._take(-(-nbytes // _GRAIN) * _GRAIN)
+        with self._lock:  # no finaliser takes it
+            start, length = self._take(-(-nbytes // _GRAIN) * _GRAIN)
         block = (ctypes.c_char * nbytes).from_buffer(self.memory, start)
         tensor = torch.frombuffer(block, dtype=torch.uint8)
         weakref.finalize(block, self._given_back.append, (start, length)).atexit = False

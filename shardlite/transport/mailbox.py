@@ -3,7 +3,7 @@
 Each rank has a page of control words at the start of its heap. Others write to it where it says so, each to a place of
 its own, so that no word has two writers but the bell:
 
-    bell | whether this rank has given up | per peer: announcements of its messages | per peer: how far this rank took mine
+    bell | whether this rank has given up | per peer: announcements of its messages | per peer: which were taken
 
 An announcement is written before its number is, and x86 shows writes to others in their order: who sees the number sees
 the rest. A place is written again only after its message was taken. The bell's word is one that its writer never wrote
@@ -108,8 +108,9 @@ class Control:
         self.ring()
 
     def was_taken(self, number: int) -> bool:
-        """Whether the owner needs the user's message `number` no more. To be asked of the last `PLACES` only."""
-        return number < 1 or self._words[self._taken + self._user * PLACES + number % PLACES] == number & 0xFFFFFFFF
+        """Whether the owner needs the user's message `number` no more: it has taken that one, or a later one there."""
+        last = self._words[self._taken + self._user * PLACES + number % PLACES]
+        return number < 1 or (last - number) & 0xFFFFFFFF < 0x80000000
 
     def ring(self) -> None:
         """Wake the owner, or keep it from going to sleep. One thread of the user at a time."""

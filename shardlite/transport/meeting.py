@@ -4,17 +4,20 @@
     each pair    connects, says who it is, and swaps the descriptors of the heaps
     all ranks    say whether that worked: if it did not for one, nobody uses it            (over the process group)
 
-The sockets stay open: a process that ends, however it ends, closes its ends, and so its peers notice.
+The sockets stay open: a process that ends, however it ends, closes its ends, and so its peers notice. (A child that it
+has forked, as data loaders do, would hold them open for longer, and so closes them first of all.)
 """
 
 import os
 import secrets
 import select
 import socket
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet, finalize
 
 import torch.distributed as dist
 
@@ -27,6 +30,8 @@ from shardlite.transport.shared_memory import Neighbours
 _BOOT = "/proc/sys/kernel/random/boot_id"  # one per running kernel
 
 _T = TypeVar("_T")
+
+_CREDENTIALS = struct.Struct("iII")  # process, user, group
 
 _PATIENCE = 20.0
 """Seconds for a connection between two processes of one host."""
@@ -87,15 +92,17 @@ def _meet(group: dist.ProcessGroup) -> Met:
     if not why_not and len({row[1] for row in rows}) > 1:
         why_not = "the ranks are on several hosts"
     if why_not:
+        _close([] if listener is None else [listener])
         return Met(None, why_not)
-    assert heap is not None and listener is not None, "or there was a reason"
+    assert heap is not None, "or there was a reason"
+    assert listener is not None, "or there was a reason"
     neighbours, failure = None, ""
     try:
         neighbours = _connect(rank, heap, listener, [row[2] for row in rows])
     except OSError as error:
         failure = f"rank {rank} cannot connect to the others: {error}"
-    failures = [said for said in _tell(group, failure) if said]
-    return Met(None, failures[0]) if failures else Met(neighbours, "")
+    failures = "; ".join(said for said in _tell(group, failure) if said)
+    return Met(None, failures) if failures else Met(neighbours, "")
 
 
 def _tell(group: dist.ProcessGroup, mine: _T) -> list[_T]:
@@ -125,22 +132,36 @@ def _connect(rank: int, heap: Heap, listener: socket.socket, addresses: Sequence
     """Swap heaps with every other rank: connect to those before this one, be connected to by those after it."""
     sockets: dict[int, socket.socket] = {}
     mappings: dict[int, Mapping] = {rank: heap}
-    with listener:
+    with listener, ExitStack() as failed:
         listener.settimeout(_PATIENCE)
         for peer in range(rank):
-            sockets[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sockets[peer] = failed.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             sockets[peer].settimeout(_PATIENCE)
             sockets[peer].connect(addresses[peer])
             _give(sockets[peer], rank, heap)
         for _ in range(rank + 1, len(addresses)):
-            connection, _ = listener.accept()
+            connection = failed.enter_context(listener.accept()[0])
             connection.settimeout(_PATIENCE)
+            _check_user(connection)
             peer, mappings[peer] = _receive(connection)
             sockets[peer] = connection
             _give(connection, rank, heap)
         for peer in range(rank):
             _, mappings[peer] = _receive(sockets[peer])
+        failed.pop_all()
     return Neighbours(rank, heap, [mappings[r] for r in range(len(addresses))], _Watch(sockets))
+
+
+def _check_user(connection: socket.socket) -> None:
+    """Check who has connected: whoever gets a heap can read and write it, and abstract sockets are open to everybody.
+
+    Raises:
+        PermissionError: it is a process of another user.
+    """
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    if user != os.geteuid():
+        raise PermissionError(f"a process of user {user} has connected")
 
 
 def _give(connection: socket.socket, rank: int, heap: Heap) -> None:
@@ -162,8 +183,31 @@ class _Watch:
 
     def __init__(self, sockets: dict[int, socket.socket]) -> None:
         self._sockets = sockets
+        finalize(self, _close, sockets.values())
+        _watches.add(self)
+
+    def forget(self) -> None:
+        """Close the ends of this process."""
+        _close(self._sockets.values())
 
     def __call__(self, peer: int) -> bool:
         poll = select.poll()
         poll.register(self._sockets[peer], select.POLLHUP | select.POLLRDHUP)
         return not poll.poll(0)
+
+
+_watches: "WeakSet[_Watch]" = WeakSet()
+
+
+def _close(sockets: Iterable[socket.socket]) -> None:
+    for each in sockets:
+        each.close()
+
+
+def _forget_all() -> None:
+    for watch in list(_watches):
+        watch.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)

@@ -13,11 +13,11 @@ rank that has waited in vain takes no more part, and says so: a message that it 
 import ctypes
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 from zlib import crc32
 
 import torch
@@ -28,6 +28,10 @@ from shardlite.schedule import Algorithm
 from shardlite.transport.base import Completed, Loan, OneByOne, Pending
 from shardlite.transport.heap import Heap, Mapping
 from shardlite.transport.mailbox import PLACES, Announcement, Control
+
+_T = TypeVar("_T")
+
+_Route = tuple[int, int]  # peer, tag
 
 _LOOK = 0.05
 """Seconds between two looks at whether the others are still there."""
@@ -51,14 +55,15 @@ class Neighbours:
         self._others = [r for r in range(self.world_size) if r != rank]
         self._sent = [0] * self.world_size
         self._seen = [0] * self.world_size
+        self._outbox: list[deque[tuple[Announcement, Tensor]]] = [deque() for _ in mappings]
         self._kept: dict[tuple[int, int], Tensor] = {}
-        self._expected: dict[tuple[int, int], deque[_Arriving]] = defaultdict(deque)
-        self._early: dict[tuple[int, int], deque[Announcement]] = defaultdict(deque)
+        self._expected: dict[_Route, deque[_Arriving]] = {}
+        self._early: dict[_Route, deque[Announcement]] = {}
         self._to_copy: deque[_Arriving] = deque()
         self._broken = ""
 
     def send(self, tensor: Tensor, peer: int, tag: int, limit: float) -> "_Departing":
-        """Announce a message [n]."""
+        """Announce a message [n], now or, if too many are open, as soon as there is a place."""
         source = tensor.detach()
         offset = self.heap.offset_of(source)
         if offset is None:
@@ -68,29 +73,26 @@ class Neighbours:
             assert offset is not None, "it was made there"
         with self._lock:
             number = self._sent[peer] = self._sent[peer] + 1
-        control = self._controls[peer]
-        departing = _Departing(self, peer, number, source, tag, limit)
-        if not control.was_taken(number - PLACES):
-            self.wait(lambda: control.was_taken(number - PLACES), departing.words, limit)
-        with self._lock:
-            self._kept[peer, number % PLACES] = source
-            control.announce(Announcement(number, tag, _kind(source.dtype), offset, source.nbytes))
-        return departing
+            self._outbox[peer].append((Announcement(number, tag, _kind(source.dtype), offset, source.nbytes), source))
+            self._announce(peer)
+        return _Departing(self, peer, number, source, tag, limit)
 
     def expect(self, arriving: "_Arriving") -> None:
         """Let a message that has come, or comes next, with this tag from this peer be the one that is expected."""
         route = arriving.peer, arriving.tag
         with self._lock:
-            if self._early[route]:
-                self._match(arriving, self._early[route].popleft())
+            message = _next(self._early, route)
+            if message is not None:
+                self._match(arriving, message)
             else:
-                self._expected[route].append(arriving)
+                self._expected.setdefault(route, deque()).append(arriving)
 
-    def wait(self, done: Callable[[], bool], words: Callable[[], str], limit: float) -> None:
-        """Wait until something is `done`, and meanwhile take what comes.
+    def wait(self, done: Callable[[], bool], words: Callable[[], str], peer: int, limit: float) -> None:
+        """Wait until something is `done` that takes `peer`, and meanwhile take what comes.
 
         Raises:
-            CommError: a rank is gone or has given up, a header is damaged, or nothing happened within `limit` seconds.
+            CommError: the peer is gone, a rank has given up, a header is damaged, or nothing happened within `limit`
+                seconds.
         """
         deadline = time.monotonic() + limit
         tries = 0
@@ -106,21 +108,25 @@ class Neighbours:
                 continue
             left = deadline - time.monotonic()
             if left <= 0:
-                self._fail(words, f"nothing happened within {limit:g} s. The peer is late or does another operation.")
+                self.fail(words, f"nothing happened within {limit:g} s. The peer is late or does another operation.")
             self._mine.sleep(heard, min(left, _LOOK))
-            if self._mine.bell() == heard:
-                self._look_at_others(words)
+            if self._mine.bell() == heard and (missing := self._missing(peer)):
+                self._progress(words)  # it may have done its part just before it went
+                if done():
+                    return
+                self.fail(words, missing)
 
     def _progress(self, words: Callable[[], str]) -> None:
         """Take all announcements, and copy what has come for a place."""
         with self._lock:
             for peer in self._others:
+                self._announce(peer)
                 try:
                     while (message := self._mine.arrived(peer, self._seen[peer] + 1)) is not None:
                         self._seen[peer] += 1
                         self._sort(peer, message)
                 except ValueError as error:
-                    self._fail(words, f"rank {peer} sent what cannot be read: {error}")
+                    self.fail(words, f"rank {peer} sent what cannot be read: {error}")
         while self._to_copy:
             try:
                 arriving = self._to_copy.popleft()
@@ -131,10 +137,11 @@ class Neighbours:
 
     def _sort(self, peer: int, message: Announcement) -> None:
         route = peer, message.tag
-        if self._expected[route]:
-            self._match(self._expected[route].popleft(), message)
+        arriving = _next(self._expected, route)
+        if arriving is not None:
+            self._match(arriving, message)
         else:
-            self._early[route].append(message)
+            self._early.setdefault(route, deque()).append(message)
 
     def _match(self, arriving: "_Arriving", message: Announcement) -> None:
         arriving.message = message
@@ -142,7 +149,7 @@ class Neighbours:
             self._to_copy.append(arriving)
 
     def copy(self, peer: int, message: Announcement, tensor: Tensor) -> None:
-        """Copy a message to a tensor, as bytes: PyTorch would show a view of another rank's memory to whoever counts."""
+        """Copy a message to a tensor, as bytes: PyTorch would show a view of another rank's memory to who counts it."""
         ctypes.memmove(tensor.data_ptr(), self._mappings[peer].address + message.offset, message.nbytes)
 
     def view(self, peer: int, message: Announcement, dtype: torch.dtype) -> Tensor:
@@ -158,7 +165,7 @@ class Neighbours:
         assert arriving.message is not None, "it has come"
         peer = arriving.peer
         if self._controls[peer].has_quit:
-            self._fail(arriving.words, f"rank {peer} has given up.")
+            self.fail(arriving.words, self._missing(peer))
         with self._lock:
             self._mine.take(peer, arriving.message.number)
             arriving.taken = True
@@ -167,21 +174,37 @@ class Neighbours:
 
     def was_taken(self, peer: int, number: int) -> bool:
         """Whether a message of this rank may be overwritten."""
-        return self._sent[peer] - number >= PLACES or self._controls[peer].was_taken(number)
+        return self._controls[peer].was_taken(number)
 
     def drop(self, peer: int, number: int) -> None:
         """Keep a message no more."""
-        if self._sent[peer] - number < PLACES:
-            self._kept.pop((peer, number % PLACES), None)
+        self._kept.pop((peer, number), None)
 
-    def _look_at_others(self, words: Callable[[], str]) -> None:
-        for peer in self._others:
-            if self._controls[peer].has_quit:
-                self._fail(words, f"rank {peer} has given up: an operation of its own failed.")
-            if not self._alive(peer):
-                self._fail(words, f"rank {peer} is gone: its process has ended.")
+    def _announce(self, peer: int) -> None:
+        """Announce what waits for a place, as far as there are any: nobody may have to wait for one to go on.
 
-    def _fail(self, words: Callable[[], str], why: str) -> NoReturn:
+        A peer may have lent what it needs before it gives anything back, and so may this rank.
+        """
+        outbox, control = self._outbox[peer], self._controls[peer]
+        while outbox and control.was_taken(outbox[0][0].number - PLACES):
+            message, source = outbox.popleft()
+            self._kept[peer, message.number] = source
+            self.drop(peer, message.number - PLACES)
+            control.announce(message)
+
+    def _missing(self, peer: int) -> str:
+        """Say who will never answer a rank that waits for `peer`, or nothing.
+
+        Others that are gone may just have finished first. Were they needed, who waits for them gives up, and says so.
+        """
+        quitters = [r for r in self._others if self._controls[r].has_quit]
+        gone = [r for r in self._others if r not in quitters and not self._alive(r)]
+        if not quitters and peer not in gone:
+            return ""
+        said = [f"rank {r} is gone: its process has ended." for r in gone]
+        return " ".join([*said, *(f"rank {r} has given up: an operation of its own failed." for r in quitters)])
+
+    def fail(self, words: Callable[[], str], why: str) -> NoReturn:
         """Take no more part, and tell the others.
 
         Raises:
@@ -250,7 +273,7 @@ class _Departing:
 
     def wait(self) -> None:
         """Wait until the peer has read it."""
-        self._neighbours.wait(self._done, self.words, self._limit)
+        self._neighbours.wait(self._done, self.words, self._peer, self._limit)
         self._neighbours.drop(self._peer, self._number)
 
     def _done(self) -> bool:
@@ -288,11 +311,11 @@ class _Arriving:
 
     def wait(self) -> None:
         """Wait until it was copied to its place."""
-        self._neighbours.wait(self._is_taken, self.words, self._limit)
+        self._neighbours.wait(self._is_taken, self.words, self.peer, self._limit)
 
     def look(self) -> Tensor:
         """Wait for it, and return it where it lies, to be read until `give_back()`."""
-        self._neighbours.wait(self._has_come, self.words, self._limit)
+        self._neighbours.wait(self._has_come, self.words, self.peer, self._limit)
         assert self.message is not None, "waited for"
         return self._neighbours.view(self.peer, self.message, self._dtype)
 
@@ -302,7 +325,8 @@ class _Arriving:
 
     def copy(self) -> None:
         """Copy it to its place."""
-        assert self.tensor is not None and self.message is not None, "asked for"
+        assert self.tensor is not None, "it is not to be lent"
+        assert self.message is not None, "it has come"
         self._neighbours.copy(self.peer, self.message, self.tensor)
 
     def fits(self, message: Announcement) -> bool:
@@ -314,7 +338,7 @@ class _Arriving:
 
     def _has_come(self) -> bool:
         if self.message is not None and not self.fits(self.message):
-            raise CommError(f"{self.words()} failed: the peer sent {self.message.nbytes} bytes of another kind")
+            self._neighbours.fail(self.words, f"the peer sent {self.message.nbytes} bytes of another kind.")
         return self.message is not None
 
     def words(self) -> str:
@@ -322,6 +346,17 @@ class _Arriving:
             f"rank {self._neighbours.rank} receiving from rank {self.peer} "
             f"({self._numel} elements of {self._dtype}, {self._numel * self._dtype.itemsize} bytes, tag {self.tag})"
         )
+
+
+def _next(queues: dict[_Route, deque[_T]], route: _Route) -> _T | None:
+    """Take the first in the queue of a route, if there is one. Routes are many, so that no empty queue may stay."""
+    queue = queues.get(route)
+    if queue is None:
+        return None
+    first = queue.popleft()
+    if not queue:
+        del queues[route]
+    return first
 
 
 @cache

@@ -1,0 +1,249 @@
+"""Ranks that die, stop, come late, go another way or fail: every other one ends with an error that says so, in time.
+
+Over shared memory the end of a process is seen at once: there the timeout is longer than the test lets ranks live.
+"""
+
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardlite import ShardLite
+from shardlite.config import Route
+from shardlite.ring import Operation, all_gather, reduce_scatter
+from shardlite.transport import Around, connect
+from tests.doomed import JOIN, server
+from tests.models import Residual
+
+LONG, SHORT = 120.0, 1.5  # timeouts: longer than a test may take; to be waited for
+PATIENCE = 20.0  # seconds for all but waiting for a message: computing, the notes of others, and a slow machine
+WIDTH, CHUNK = 16, 1 << 16
+
+assert LONG > JOIN + PATIENCE, "who waits for the timeout is caught"
+
+
+@pytest.fixture(scope="module")
+def doomed():
+    with server() as running:
+        yield running
+
+
+@pytest.fixture(params=["shared_memory", "p2p"])
+def transport(request):
+    return request.param
+
+
+def connected(group, name, seconds, algorithm="ring"):
+    route = Route(transport=name, algorithm=algorithm)
+    return connect(group, torch.device("cpu"), timedelta(seconds=seconds), route=route)
+
+
+class Fatal(Around):
+    """A transport that sends itself a signal before it sends its n-th message."""
+
+    def __init__(self, transport, number, message):
+        super().__init__(transport)
+        self._number, self._left = number, message
+
+    def isend(self, tensor, peer, tag):
+        self._left -= 1
+        if self._left == 0:
+            os.kill(os.getpid(), self._number)
+        return super().isend(tensor, peer, tag)
+
+
+def reduce_body(group, name, seconds, victim, number, message):
+    """A large reduce-scatter, of which a rank sees only so many messages of its own."""
+    transport = connected(group, name, seconds)
+    if transport.rank == victim:
+        transport = Fatal(transport, number, message)
+    full = torch.ones(3 << 20)
+    what = Operation("reduce-scatter of unit 'blocks.1' at step 3", 7)
+    return reduce_scatter(full, transport, operation=what, chunk_bytes=CHUNK).sum().item()
+
+
+def assert_failed(ended, *words):
+    """All of these ended as programs do, by an error that says what they were at."""
+    for each in ended:
+        assert (each.kind, each.status) == ("CommError", 0), f"{each.kind}, {each.status}: {each.text}\n{each.log}"
+        assert all(word in each.text for word in words), each.text
+
+
+NAMED = "reduce-scatter of unit 'blocks.1' at step 3 (operation 7, 3145728 elements of torch.float32): rank "
+
+
+@pytest.mark.parametrize("message", [1, 40])
+def test_a_rank_killed_in_a_collective(doomed, transport, message, tmp_path):
+    victim = 1
+    ended = doomed.run(reduce_body, 3, transport, LONG, victim, signal.SIGKILL, message, directory=tmp_path)
+    assert ended.pop(victim).status == -signal.SIGKILL
+    assert_failed(ended, NAMED, *(["rank 1 is gone"] if transport == "shared_memory" else []))
+    assert all(each.seconds < JOIN for each in ended)
+
+
+def test_a_rank_stopped_in_a_collective(doomed, transport, tmp_path):
+    victim = 2
+    ended = doomed.run(reduce_body, 3, transport, SHORT, victim, signal.SIGSTOP, 20, directory=tmp_path, killed=victim)
+    assert ended.pop(victim).status == -signal.SIGKILL
+    assert_failed(ended, NAMED)
+    assert all(each.seconds < SHORT + PATIENCE for each in ended)
+    if transport == "shared_memory":
+        assert any("nothing happened within 1.5 s" in each.text for each in ended)
+    else:
+        assert any("timeout 1.5 s" in each.text for each in ended)
+
+
+def forked_body(group):
+    """The rank that dies has a child, which has all that was open when it was made, and lives on."""
+    transport = connected(group, "shared_memory", LONG)
+    if transport.rank == 1 and os.fork() != 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if transport.rank == 1:
+        end = time.monotonic() + JOIN / 2
+        while time.monotonic() < end and not (Path(os.environ["TMPDIR"]).parent / "said" / "0").exists():
+            time.sleep(0.05)
+        os._exit(0)
+    all_gather(torch.ones(2), transport, operation=Operation("all-gather of unit 'a' at step 0"))
+
+
+def test_a_rank_killed_before_its_children(doomed, tmp_path):
+    first, _ = doomed.run(forked_body, 2, directory=tmp_path)
+    assert_failed([first], "all-gather of unit 'a' at step 0", "rank 1 is gone")
+    assert first.seconds < JOIN / 2
+
+
+# In training.
+
+
+class Model(nn.Module):
+    """Residual blocks, of which the last kills its process, or raises, in its n-th forward or backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Residual(WIDTH, 40) for _ in range(3)])
+        self.head = nn.Linear(WIDTH, 1)
+        self.ends = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            if i == 1 and self.ends == "killed in the forward":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif i == 1 and self.ends == "raises":
+                raise ArithmeticError("the third batch is bad")
+            elif i == 1 and self.ends == "killed in the backward":
+                x.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        return self.head(x).mean()
+
+
+def train_body(group, name, seconds, victim, ends, stage):
+    model = ShardLite(Model(), group=group, stage=stage, transport=name, timeout=timedelta(seconds=seconds))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        if step == 2 and group.rank() == victim:
+            model.module.ends = ends
+        model(torch.ones(2, WIDTH)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("ends", "stage"), [("forward", 3), ("backward", 3), ("backward", 1)])
+def test_a_rank_killed_in_a_step(doomed, transport, ends, stage, tmp_path):
+    ended = doomed.run(train_body, 3, transport, LONG, 2, f"killed in the {ends}", stage, directory=tmp_path)
+    assert ended.pop(2).status == -signal.SIGKILL
+    assert_failed(ended, "unit '", "at step 2", *(["rank 2 is gone"] if transport == "shared_memory" else []))
+
+
+def test_a_rank_that_raises(doomed, transport, tmp_path):
+    ended = doomed.run(train_body, 3, transport, LONG, 1, "raises", 3, directory=tmp_path)
+    failed = ended.pop(1)
+    assert (failed.kind, failed.text, failed.status) == ("ArithmeticError", "the third batch is bad", 0)
+    assert_failed(ended, "unit '", "at step 2")
+    told = "Meanwhile rank 1: its forward at step 2 ended in ArithmeticError: the third batch is bad"
+    assert all(told in each.text for each in ended)
+
+
+# Ranks that are late, or elsewhere.
+
+
+def late_body(group, name, seconds, pause):
+    """Rank 1 is late by so much, in time at first; returns what came of that."""
+    transport = connected(group, name, seconds, "direct")
+    in_time = torch.full((6,), float(transport.rank))
+    if transport.rank == 1:
+        time.sleep(seconds / 3)
+    all_gather(in_time, transport, operation=Operation("all-gather of unit 'a' at step 0"))
+    assert in_time.tolist() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+    if transport.rank == 1:
+        time.sleep(pause)
+    all_gather(in_time, transport, operation=Operation("all-gather of unit 'a' at step 1"))
+
+
+def test_a_late_rank(doomed, transport, tmp_path):
+    ended = doomed.run(late_body, 3, transport, 2 * SHORT, 5 * SHORT, directory=tmp_path)
+    assert_failed([ended[0], ended[2]], "all-gather of unit 'a' at step 1", "rank 1")
+    assert_failed([ended[1]], "all-gather of unit 'a' at step 1", "rank 1 ")
+    assert all(each.seconds < 7 * SHORT + PATIENCE for each in ended)
+
+
+def ends_first_body(group, name):
+    """Rank 0 has nothing more to do while the others still talk: that its process ends is no error."""
+    transport = connected(group, name, LONG, "direct")
+    all_gather(torch.ones(3), transport, operation=Operation("all-gather of unit 'a' at step 0"))
+    if transport.rank == 2:
+        time.sleep(SHORT)
+    if transport.rank != 0:
+        received = torch.zeros(3)
+        arriving = transport.irecv(received, 3 - transport.rank, tag=1)
+        transport.isend(torch.full((3,), float(transport.rank)), 3 - transport.rank, tag=1).wait()
+        arriving.wait()
+        return received.tolist()
+    return None
+
+
+def test_a_rank_that_ends_before_the_others(doomed, transport, tmp_path):
+    ended = doomed.run(ends_first_body, 3, transport, directory=tmp_path)
+    assert [(each.result, each.status) for each in ended] == [(None, 0), ([2.0] * 3, 0), ([1.0] * 3, 0)], ended
+
+
+def astray_body(group, name, how):
+    """Rank 1 does something else than the others at the same time."""
+    transport = connected(group, name, SHORT, "direct")
+    units = ["a", "b"]
+    if transport.rank == 1 and how == "order":
+        units.reverse()
+    other = transport.rank == 1 and how
+    numel = 4 if other == "length" else 6
+    dtype = torch.int32 if other == "dtype" else torch.float32
+    for unit in units:
+        what = Operation(f"all-gather of unit {unit!r} at step 0")
+        all_gather(torch.full((numel,), transport.rank, dtype=dtype), transport, operation=what)
+
+
+@pytest.mark.parametrize("how", ["order", "length", "dtype"])
+def test_ranks_that_do_different_things(doomed, transport, how, tmp_path):
+    ended = doomed.run(astray_body, 2, transport, how, directory=tmp_path)
+    for rank, each in enumerate(ended):
+        unit = "b" if rank == 1 and how == "order" else "a"
+        assert_failed([each], f"all-gather of unit '{unit}' at step 0", f"rank {rank} ", f"rank {1 - rank}")
+        assert each.seconds < SHORT + PATIENCE
+
+
+def misfit_body(group):
+    """Rank 0 sends what rank 1 does not expect under that tag."""
+    transport = connected(group, "shared_memory", LONG)
+    if transport.rank == 0:
+        transport.isend(torch.zeros(4), 1, tag=9).wait()
+    else:
+        transport.irecv(torch.zeros(4, dtype=torch.int32), 0, tag=9).wait()
+
+
+def test_a_message_of_another_kind_ends_both_ranks(doomed, tmp_path):
+    sender, receiver = doomed.run(misfit_body, 2, directory=tmp_path)
+    assert_failed([sender], "rank 0 sending to rank 1 (4 elements of torch.float32", "rank 1")
+    assert_failed([receiver], "rank 1 receiving from rank 0 (4 elements of torch.int32", "16 bytes of another kind")

@@ -1,0 +1,421 @@
+"""What ranks of one host share: blocks of memory, a mailbox, and how they come by them. Most are parts of one process.
+
+See `test_faults.py` for ranks that die, `test_soak.py` for many messages at once.
+"""
+
+import gc
+import os
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from random import Random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing import assert_close
+
+from shardlite.config import Route
+from shardlite.errors import CommError, LayoutError
+from shardlite.transport import SharedMemoryTransport, connect, futex, meeting
+from shardlite.transport.heap import Heap, Mapping
+from shardlite.transport.mailbox import PLACES, Announcement, Control, control_nbytes
+from shardlite.transport.shared_memory import Neighbours
+
+PAGE = 4096
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """`small(pages)`: a heap of that many pages behind one that is reserved."""
+
+    def make(pages):
+        sizes = {"SC_PAGE_SIZE": PAGE, "SC_PHYS_PAGES": pages}
+        monkeypatch.setattr(os, "sysconf", sizes.__getitem__)
+        return Heap(PAGE)
+
+    return make
+
+
+def world(size, alive=lambda peer: True, limit=20.0):
+    """Ranks that see each other's memory as processes do: each maps it for itself."""
+    heaps = [Heap(control_nbytes(size)) for _ in range(size)]
+    return [
+        SharedMemoryTransport(
+            Neighbours(r, heaps[r], [h if h is heaps[r] else Mapping(h.descriptor) for h in heaps], alive),
+            timedelta(seconds=limit),
+        )
+        for r in range(size)
+    ]
+
+
+# Memory.
+
+
+def test_blocks_are_given_back_and_used_again(small):
+    heap = small(4)
+    blocks = [heap.empty(PAGE) for _ in range(4)]
+    places = [heap.offset_of(block) for block in blocks]
+    assert places == [PAGE * (1 + i) for i in range(4)]
+    view = blocks[1].view(torch.float32)[10:20]
+    del blocks[1], blocks[1]
+    assert heap.offset_of(heap.empty(PAGE - 1)) == places[2], "the other one is viewed"
+    del view
+    assert heap.offset_of(heap.empty(2 * PAGE)) == places[1], "two that touch are one"
+
+
+def test_a_heap_without_room_says_so(small):
+    heap = small(4)
+    kept = heap.empty(3 * PAGE)
+    with pytest.raises(CommError, match=r"no room for 8192 bytes in the 20480 bytes that ranks of this host share"):
+        heap.empty(PAGE + 1)
+    assert heap.empty(0).numel() == 0
+    assert heap.empty(PAGE).numel() == PAGE
+    del kept
+    assert heap.empty(3 * PAGE).numel() == 3 * PAGE
+
+
+def test_random_blocks_never_overlap_and_do_not_grow(small):
+    """What was reserved at most is bounded by what is in use at most: here half of it, in pieces."""
+    heap, random = small(256), Random(0)
+    kept = []
+    for i in range(4000):
+        block = heap.empty(random.randrange(1, 4 * PAGE))
+        block.fill_(i % 251)
+        kept.append((block, i % 251))
+        if len(kept) > 32:
+            old, value = kept.pop(random.randrange(len(kept)))
+            assert (old[0], old[-1]) == (value, value)
+    del block, old
+    kept.clear()
+    assert heap.empty(256 * PAGE).numel() == 256 * PAGE, "all is one block again"
+
+
+def test_threads_never_get_the_same_block(small):
+    heap, before = small(64), sys.getswitchinterval()
+    start = threading.Barrier(4)
+
+    def body(name):
+        start.wait()
+        for _ in range(400):
+            blocks = [heap.empty(PAGE) for _ in range(8)]
+            for block in blocks:
+                block[:8] = name
+            assert all((block[:8] == name).all() for block in blocks)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for done in [pool.submit(body, name) for name in range(4)]:
+                done.result()
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_a_message_stays_until_it_is_given_back():
+    first, second = world(2)
+    sent = first.empty(PAGE, CPU).fill_(7)
+    heap = first._neighbours.heap
+    place = heap.offset_of(sent)
+    departing = first.isend(sent, 1, tag=3)
+    del sent, departing  # as who does not wait
+    loan = second.borrow(PAGE, torch.uint8, 0, tag=3)
+    lent = loan.look()
+    others = [first.empty(PAGE, CPU).fill_(1) for _ in range(4)]
+    assert place not in [heap.offset_of(each) for each in others]
+    assert (lent == 7).all()
+    loan.give_back()
+
+
+def test_a_message_that_was_waited_for_frees_its_block():
+    first, second = world(2)
+    for _ in range(2):
+        sent = first.empty(PAGE, CPU)
+        place = first._neighbours.heap.offset_of(sent)
+        departing = first.isend(sent, 1, tag=3)
+        second.irecv(torch.empty(PAGE, dtype=torch.uint8), 0, tag=3).wait()
+        departing.wait()
+        del sent, departing
+        again = first.empty(PAGE, CPU)
+        assert first._neighbours.heap.offset_of(again) == place
+        del again
+
+
+# Mailboxes.
+
+
+def controls():
+    """Rank 1's words, as rank 1 and rank 0 see them."""
+    heap = Heap(control_nbytes(2))
+    return Control(heap, 1, 1, 2), Control(Mapping(heap.descriptor), 1, 0, 2)
+
+
+def announcement(number):
+    return Announcement(number, tag=number % 7, kind=0xFFFFFFFF, offset=number << 30, nbytes=3 * number)
+
+
+def test_announcements_arrive_in_order_and_wrap_around():
+    mine, theirs = controls()
+    for number in range(1, 3 * PLACES):
+        assert mine.arrived(0, number) is None
+        assert theirs.was_taken(number - PLACES)
+        assert not theirs.was_taken(number)
+        heard = mine.bell()
+        theirs.announce(announcement(number))
+        assert mine.bell() != heard
+        assert mine.arrived(0, number) == announcement(number)
+        assert mine.arrived(0, number + PLACES) is None
+        mine.take(0, number)
+        assert theirs.was_taken(number)
+
+
+def test_places_are_taken_in_any_order():
+    mine, theirs = controls()
+    for number in range(1, PLACES + 1):
+        theirs.announce(announcement(number))
+    for number in range(PLACES, 0, -1):
+        assert not theirs.was_taken(number)
+        mine.take(0, number)
+        assert theirs.was_taken(number)
+
+
+def test_a_message_stays_taken_when_its_place_is_used_again():
+    mine, theirs = controls()
+    mine.take(0, 5)
+    mine.take(0, 5 + PLACES)
+    assert theirs.was_taken(5)
+    assert not theirs.was_taken(5 + 2 * PLACES)
+
+
+def test_numbers_outgrow_their_words():
+    mine, theirs = controls()
+    last = 1 << 32
+    for number in range(last - 3 * PLACES, last + 2 * PLACES):
+        if number >= last - 2 * PLACES:
+            assert mine.arrived(0, number) is None
+            assert not theirs.was_taken(number)
+            theirs.announce(announcement(number))
+            assert mine.arrived(0, number) == announcement(number)
+        mine.take(0, number)
+        assert theirs.was_taken(number)
+
+
+@pytest.mark.parametrize("word", range(1, 8))
+def test_a_damaged_header_is_noticed(word):
+    mine, theirs = controls()
+    theirs.announce(announcement(3))
+    mine._words[mine._announcement(0, 3) + word] ^= 1 << (4 * word)
+    with pytest.raises(ValueError, match="the header of its message 3 is damaged"):
+        mine.arrived(0, 3)
+
+
+def failure(action):
+    with pytest.raises(CommError) as caught:
+        action()
+    return str(caught.value)
+
+
+def test_a_damaged_header_ends_both_ranks():
+    first, second = world(2)
+    departing = first.isend(torch.ones(4), 1, tag=3)
+    control = second._neighbours._mine
+    control._words[control._announcement(0, 1) + 4] ^= 0xFF  # its offset
+    arriving = second.irecv(torch.ones(4), 0, tag=3)
+    here = "rank 1 receiving from rank 0 (4 elements of torch.float32, 16 bytes, tag 3) failed: "
+    assert failure(arriving.wait) == f"{here}rank 0 sent what cannot be read: the header of its message 1 is damaged"
+    there = "rank 0 sending to rank 1 (4 elements of torch.float32, 16 bytes, tag 3) failed: "
+    assert failure(departing.wait) == f"{there}rank 1 has given up: an operation of its own failed."
+
+
+@pytest.mark.parametrize("lent", [False, True])
+@pytest.mark.parametrize(("sent", "numel"), [(torch.float32, 5), (torch.float32, 3), (torch.int32, 4)])
+def test_a_message_of_another_kind_is_noticed_by_both_ranks(sent, numel, lent):
+    first, second = world(2)
+    departing = first.isend(torch.ones(numel, dtype=sent), 1, tag=3)
+    wait = second.borrow(4, torch.float32, 0, tag=3).look if lent else second.irecv(torch.ones(4), 0, tag=3).wait
+    assert failure(wait).endswith(f"tag 3) failed: the peer sent {4 * numel} bytes of another kind.")
+    assert failure(departing.wait).endswith("rank 1 has given up: an operation of its own failed.")
+
+
+def test_what_came_before_a_peer_went_is_received():
+    """A process may end between two looks at what came."""
+    ranks = world(2, limit=20.0)
+    went = threading.Event()
+
+    def alive(peer):
+        if not went.is_set():
+            ranks[1].isend(torch.full((4,), 5.0), 0, tag=1)
+            went.set()
+        return False
+
+    ranks[0]._neighbours._alive = alive
+    received = torch.zeros(4)
+    ranks[0].irecv(received, 1, tag=1).wait()
+    assert_close(received, torch.full((4,), 5.0))
+    assert failure(ranks[0].irecv(received, 1, tag=1).wait).endswith("rank 1 is gone: its process has ended.")
+
+
+def test_what_a_peer_that_gave_up_has_sent_is_not_used():
+    first, second = world(2, limit=0.1)
+    failure(first.isend(torch.ones(4), 1, tag=3).wait)
+    assert failure(second.irecv(torch.zeros(4), 0, tag=3).wait).endswith(
+        "rank 0 has given up: an operation of its own failed."
+    )
+
+
+def test_more_messages_than_places_wait_for_nobody():
+    """Ranks send all that they have before they take anything, as in a reduction of many chunks."""
+    ranks, count = world(2), 2 * PLACES + 9
+
+    def body(transport):
+        peer = 1 - transport.rank
+        loans = [transport.borrow(1, torch.float32, peer, tag=1) for _ in range(count)]
+        departing = [transport.isend(torch.full((1,), float(i)), peer, tag=1) for i in range(count)]
+        got = []
+        for loan in loans:
+            got.append(loan.look().item())
+            loan.give_back()
+        for each in departing:
+            each.wait()
+        return got
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(body, ranks)) == [[float(i) for i in range(count)]] * 2
+
+
+def test_a_message_whose_place_is_wanted_is_not_taken_yet():
+    first, _ = world(2, limit=0.2)
+    opened = first.isend(torch.ones(1), 1, tag=1)
+    for _ in range(PLACES):
+        first.isend(torch.ones(1), 1, tag=2)
+    assert "nothing happened within 0.2 s" in failure(opened.wait)
+
+
+def test_nothing_is_kept_of_messages_that_are_over():
+    first, second = world(2)
+    for tag in range(50):  # each operation at each step has its own
+        for early in (False, True):
+            arriving = None if early else second.irecv(torch.zeros(2), 0, tag)
+            departing = first.isend(torch.ones(2), 1, tag)
+            if early:
+                second._neighbours._progress(str)
+            (arriving or second.irecv(torch.zeros(2), 0, tag)).wait()
+            departing.wait()
+    for rank in (first._neighbours, second._neighbours):
+        assert not rank._expected
+        assert not rank._early
+        assert not rank._kept
+        assert not any(rank._outbox)
+
+
+# Whether it can be had.
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "reason"),
+    [("darwin", "x86_64", "it takes Linux, this is darwin"), ("win32", "AMD64", "it takes Linux, this is win32"),
+     ("linux", "aarch64", "which keeps the order of writes; this is aarch64"), ("linux", "x86_64", ""),
+     ("linux", "AMD64", "")],
+)  # fmt: skip
+def test_which_machines_share_memory(monkeypatch, system, machine, reason):
+    monkeypatch.setattr(futex.sys, "platform", system)
+    monkeypatch.setattr(futex.platform, "machine", lambda: machine)
+    assert futex.why_not().endswith(reason)
+    assert bool(futex.why_not()) == bool(reason)
+
+
+class Broken:
+    """What is wrong on rank 1, by name."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __enter__(self):
+        self.patch = pytest.MonkeyPatch()
+        set_to = self.patch.setattr
+        set_to(meeting, "_PATIENCE", 1.0)
+        if dist.get_rank() != 1:
+            return
+        match self.kind:
+            case "host":
+                set_to(meeting, "_host", lambda: "elsewhere")
+            case "platform":
+                set_to(futex.platform, "machine", lambda: "riscv64")
+            case "memory":
+                set_to(meeting, "Heap", _no_memory)
+            case "sockets":
+                set_to(meeting, "_listen", _no_memory)
+            case "connection":
+                set_to(meeting, "_give", _no_memory)
+            case "mapping":
+                set_to(meeting, "Mapping", _no_memory)
+            case "user":
+                set_to(meeting.os, "geteuid", lambda: -1)
+
+    def __exit__(self, *_):
+        self.patch.undo()
+
+
+def _no_memory(*_):
+    raise OSError("none left")
+
+
+def broken_body(group, kind):
+    """Return what `auto` gives, what a demand for shared memory says, and that messages travel all the same."""
+    with Broken(kind):
+        meeting._MET.pop(group, None)
+        try:
+            transport = connect(group, CPU, timedelta(seconds=20))
+            with pytest.raises(LayoutError) as refused:
+                connect(group, CPU, timedelta(seconds=20), route=Route(transport="shared_memory"))
+            left, right = ((transport.rank + i) % transport.world_size for i in (-1, 1))
+            received = torch.zeros(1)
+            arriving = transport.irecv(received, left, tag=1)
+            transport.isend(torch.full((1,), float(transport.rank)), right, tag=1).wait()
+            arriving.wait()
+            return type(transport).__name__, str(refused.value), received.item()
+        finally:
+            meeting._MET.pop(group, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("host", "the ranks are on several hosts"),
+        ("platform", "rank 1: it takes an x86-64 processor, which keeps the order of writes; this is riscv64"),
+        ("memory", "rank 1: this system gives no shared memory: none left"),
+        ("sockets", "rank 1: this system gives no shared memory: none left"),
+        ("connection", "rank 1 cannot connect to the others: none left"),
+        ("mapping", "rank 1 cannot connect to the others: none left"),
+        ("user", "rank 1 cannot connect to the others: a process of user"),
+    ],
+)
+def test_all_ranks_use_messages_where_one_cannot_share(cluster, kind, reason):
+    names, refusals, received = zip(*cluster.run(broken_body, 3, kind), strict=True)
+    assert names == ("GroupTransport",) * 3
+    assert received == (2.0, 0.0, 1.0)
+    for refusal in refusals:
+        assert refusal.startswith("transport='shared_memory' cannot be had: ")
+        assert refusal.endswith(". Use 'p2p', or 'auto'")
+        assert reason in refusal
+    assert len(set(refusals)) == 1
+
+
+def descriptors_body(group):
+    """Meet, use and forget, again and again; returns how many files are open before and after."""
+    counts = []
+    for _ in range(4):
+        met = meeting._meet(group)
+        assert met.neighbours is not None
+        dist.barrier(group)
+        del met
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts[0], counts[-1]
+
+
+def test_a_meeting_leaves_no_descriptors_behind(cluster):
+    for before, after in cluster.run(descriptors_body, 3):
+        assert before == after
