@@ -14,7 +14,6 @@ from torch import Tensor
 
 from shardlite.layout import ARENA_ALIGN, round_up
 
-
 Empty: TypeAlias = Callable[[int, torch.dtype], Tensor]
 """Makes memory: so many elements of a dtype, uninitialised."""
 

@@ -6,7 +6,6 @@ Legend: `W` ranks, `S` elements per shard.
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor, nn
 
 from shardlite.arena import Empty

@@ -53,7 +53,10 @@ def place(plan: Plan, stage: int, rank: int, world_size: int, reshard: UnitRule)
 
 
 def build_units(plan: Plan, placement: Placement, empty: Empty) -> list[Unit]:
-    """Allocate memory, by `empty` where it is for full weights, and return the units, the root first if it has any parameters. Their weights are undefined."""
+    """Allocate memory, by `empty` where it is for full weights, and return the units, undefined weights in them.
+
+    The root is first, if it has any parameters.
+    """
     flats_to_be = list(chain.from_iterable(plan.flats))
     places = iter(_allocate(flats_to_be, placement, empty if placement.permanent else empty_on(plan.device)))
     lows = iter(_allocate_lower_parts(flats_to_be, placement, plan.device))

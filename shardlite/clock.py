@@ -1,4 +1,4 @@
-"""Stretches of time on one device, added up. On a GPU they are those of its streams, and the host never waits for them."""
+"""Stretches of time on one device, added up: on a GPU those of its streams, without waiting for them."""
 
 import time
 from collections.abc import Iterator

@@ -1,10 +1,10 @@
 """Ring collectives over a `Transport`. Pure functions: no process group, no module, no stream, no state.
 
-The transport names the algorithm, `schedule.py` writes it out, `walk.py` carries it out. What is drawn here is the ring:
-rank `r` sends only to its right neighbour `r+1` and receives only from its left neighbour `r-1` (modulo `W`). In every
-algorithm each rank sends `(W-1)/W` of the buffer per gather or reduction, which is the least possible, and `direct` adds
-in the order of the ring, to the bit. A function returns when its buffers may be used: by the host, or, if the transport is not `blocking`, by what is put on
-the device's current stream afterwards.
+The transport names the algorithm, `schedule.py` writes it out, `walk.py` carries it out. What is drawn here is the
+ring: rank `r` sends only to its right neighbour `r+1` and receives only from its left neighbour `r-1` (modulo `W`). In
+every algorithm each rank sends `(W-1)/W` of the buffer per gather or reduction, which is the least possible, and
+`direct` adds in the order of the ring, to the bit. A function returns when its buffers may be used: by the host, or, if
+the transport is not `blocking`, by what is put on the device's current stream afterwards.
 
 Legend: `W` ranks, `r` this rank, `t` a step of the ring, `n` elements in the full buffer. Segment `k` is
 `[cuts[k], cuts[k+1])`. Without `cuts` it has `S = ceil(n/W)` elements, and the last ones may be shorter or empty.
@@ -28,7 +28,7 @@ from shardlite.transport import Notes, Transport
 from shardlite.walk import BLOCK, Chunk, LastHop, Links, add_up, spread
 
 CHUNK_BYTES = 8 << 20
-"""Bytes per message at most, equal on all ranks. By the model of `cost.py` pieces are best sent whole; this bounds staging.
+"""Bytes per message at most, equal on all ranks. By `cost.py` pieces are best sent whole; this bounds staging.
 
 A gloo message costs a rendezvous. Measured on 2 shared x86 cores over gloo, 16 MB of fp32, median ms of 40 interleaved
 runs: a reduce-scatter of 2 / 4 processes takes 21.6 / 111.6 with 128 KiB, 11.5 / 38.4 with 1 MiB, 8.1 / 31.7 with 4 MiB
@@ -179,8 +179,8 @@ def reduce_scatter(
     `stats` neither (but chunks are as if they were), and what is returned is undefined. On one rank there is no
     addition, so nothing is left to it.
 
-    What arrives is staged in `staging` [`staging_numel(...)` or more], which is allocated if not given. A ring needs none
-    if `out` is given, has the same dtype, and all segments are equal: `out` is free until the last step.
+    What arrives is staged in `staging` [`staging_numel(...)` or more], which is allocated if not given. A ring needs
+    none if `out` is given, has the same dtype, and all segments are equal: `out` is free until the last step.
 
     Raises:
         LayoutError: a buffer is not 1-D and contiguous or does not fit `full`; a dtype without a sum; integers divided;
@@ -266,7 +266,7 @@ def broadcast(
 
 @dataclass(frozen=True)
 class _Cut:
-    """How a full buffer is cut: into one segment per rank, each into parts, and these into messages of `chunk` elements.
+    """How a full buffer is cut: one segment per rank, each in parts, and these in messages of `chunk` elements.
 
     Parts and messages start at multiples of `grain` elements in their segment.
     """

@@ -8,6 +8,7 @@ its chunks. Where a transport lends, what arrives is read where it lies; elsewhe
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from shardlite_kernels import hop
@@ -17,8 +18,8 @@ from shardlite.schedule import Arrival, Program, Schedule
 from shardlite.transport import Loan, Message, Pending, Transport
 
 BLOCK = 1 << 17
-"""Elements of a sum of several lent messages that are added at a time: their sum stays in the cache. A multiple of every
-block of statistics."""
+"""Elements of a sum of several lent messages that are added at a time: their sum stays in the cache. A multiple of
+every block of statistics."""
 
 
 class Chunk(NamedTuple):
@@ -214,7 +215,7 @@ def _add_by_steps(links: Links, schedule: Schedule, pieces: Pieces, last: LastHo
             if arrival.step == step:
                 for start, own in pieces(arrival.segment, arrival.part):
                     messages = [found[own.data_ptr(), source] for source in arrival.sources]
-                    for earlier, later in zip(messages, messages[1:], strict=False):
+                    for earlier, later in pairwise(messages):
                         hop(later, earlier, later, 1)
                     finish(start, messages[-1], own)
 

@@ -25,9 +25,7 @@ def test_it_says_what_there_is_and_why():
     assert f"torch             {torch.__version__}" in lines
     assert "Messages between 2 ranks: cpu tensors" in lines
     start = lines.index('transport="auto"')
-    assert lines[start + 1].startswith(
-        "SharedMemoryTransport between 2 ranks, algorithm ring: all ranks are processes"
-    )
+    assert lines[start + 1].startswith("SharedMemoryTransport between 2 ranks, algorithm ring: all ranks are processes")
     assert lines[start + 2].startswith("tried with 1 MiB: all-gather ")
     p2p = lines.index('transport="p2p"')
     assert lines[p2p + 1] == "GroupTransport between 2 ranks, algorithm ring: it was asked for"

@@ -36,7 +36,7 @@ _Route = tuple[int, int]  # peer, tag
 _LOOK = 0.05
 """Seconds between two looks at whether the others are still there."""
 
-_TRIES = 20
+_TRIES = 3
 """Looks at the mailboxes before a thread goes to sleep, which costs more than a short wait."""
 
 
@@ -61,6 +61,7 @@ class Neighbours:
         self._early: dict[_Route, deque[Announcement]] = {}
         self._to_copy: deque[_Arriving] = deque()
         self._broken = ""
+        self._waiting = 0  # threads
 
     def send(self, tensor: Tensor, peer: int, tag: int, limit: float) -> "_Departing":
         """Announce a message [n], now or, if too many are open, as soon as there is a place."""
@@ -94,6 +95,15 @@ class Neighbours:
             CommError: the peer is gone, a rank has given up, a header is damaged, or nothing happened within `limit`
                 seconds.
         """
+        with self._lock:
+            self._waiting += 1
+        try:
+            self._wait(done, words, peer, limit)
+        finally:
+            with self._lock:
+                self._waiting -= 1
+
+    def _wait(self, done: Callable[[], bool], words: Callable[[], str], peer: int, limit: float) -> None:
         deadline = time.monotonic() + limit
         tries = 0
         while True:
@@ -170,7 +180,8 @@ class Neighbours:
             self._mine.take(peer, arriving.message.number)
             arriving.taken = True
             self._controls[peer].ring()
-            self._mine.ring()  # another thread may be waiting for this one
+            if self._waiting > 1 and arriving.tensor is not None:
+                self._mine.ring()  # another thread may be waiting for this one
 
     def was_taken(self, peer: int, number: int) -> bool:
         """Whether a message of this rank may be overwritten."""
