@@ -1,4 +1,4 @@
-"""Step time and peak memory of ShardLite, FSDP2, DDP and the floor without communication, on CPU ranks over gloo.
+"""Step time and peak memory of ShardLite, FSDP2, DDP and the floor without communication, on CPU ranks.
 
     python -m bench.step --ranks 2 --model all
 
@@ -23,6 +23,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -35,6 +36,8 @@ from bench.ranks import start_ranks
 from bench.systems import OPTIMIZER, SYSTEMS, Build
 from bench.table import RESULTS, Row, render
 from bench.workloads import MEASURED, WORKLOADS, Workload
+from shardlite import Route
+from shardlite.transport import choose
 
 
 def measure(workload: Workload, systems: Mapping[str, Build], rounds: int, group: dist.ProcessGroup) -> list[Row]:
@@ -64,10 +67,17 @@ def _common(workload: Workload, rounds: int, group: dist.ProcessGroup) -> Row:
         "optimizer": OPTIMIZER,
         "ranks": group.size(),
         "threads": torch.get_num_threads(),
-        "transport": dist.get_backend(group),
+        "transport": _transports(group),
         "rounds": rounds,
         **machine(),
     }
+
+
+def _transports(group: dist.ProcessGroup) -> str:
+    """How messages travel: those of PyTorch's systems by the group's backend, ShardLite's by what it chooses."""
+    choice = choose(group, torch.device("cpu"), timedelta(minutes=1), route=Route())
+    ours = {"SharedMemoryTransport": "in shared memory"}.get(type(choice.transport).__name__, "by the same way")
+    return f"{dist.get_backend(group)}, ShardLite's messages {ours}"
 
 
 def _milliseconds(times: Times) -> Row:
