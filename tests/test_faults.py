@@ -164,7 +164,7 @@ def test_a_rank_that_raises(doomed, transport, tmp_path):
     ended = doomed.run(train_body, 3, transport, LONG, 1, "raises", 3, directory=tmp_path)
     failed = ended.pop(1)
     assert (failed.kind, failed.text, failed.status) == ("ArithmeticError", "the third batch is bad", 0)
-    # A thread that is still inside of gloo when the interpreter ends may be taken down with a signal, after all was said.
+    # A thread still inside of gloo when the interpreter ends may be taken down by a signal, after all was said.
     assert_failed(ended, "unit '", "at step 2", statuses=(0,) if transport == "shared_memory" else (0, -signal.SIGABRT))
     told = "Meanwhile rank 1: its forward at step 2 ended in ArithmeticError: the third batch is bad"
     assert all(told in each.text for each in ended)

@@ -62,7 +62,7 @@ def nodes_of(group: dist.ProcessGroup) -> int:
     Raises:
         LayoutError: hosts have different numbers of ranks, or those of one are not consecutive.
     """
-    hosts = _tell(group, _host())
+    hosts = tell(group, _host())
     node = next((i for i, host in enumerate(hosts) if host != hosts[0]), len(hosts))
     starts = hosts[::node]
     if (
@@ -87,7 +87,7 @@ def _meet(group: dist.ProcessGroup) -> Met:
             address = listener.getsockname()
         except OSError as error:
             why_not = f"this system gives no shared memory: {error}"
-    rows = _tell(group, (why_not, _host(), address))
+    rows = tell(group, (why_not, _host(), address))
     why_not = next((f"rank {r}: {row[0]}" for r, row in enumerate(rows) if row[0]), "")
     if not why_not and len({row[1] for row in rows}) > 1:
         why_not = "the ranks are on several hosts"
@@ -101,11 +101,11 @@ def _meet(group: dist.ProcessGroup) -> Met:
         neighbours = _connect(rank, heap, listener, [row[2] for row in rows])
     except OSError as error:
         failure = f"rank {rank} cannot connect to the others: {error}"
-    failures = "; ".join(said for said in _tell(group, failure) if said)
+    failures = "; ".join(said for said in tell(group, failure) if said)
     return Met(None, failures) if failures else Met(neighbours, "")
 
 
-def _tell(group: dist.ProcessGroup, mine: _T) -> list[_T]:
+def tell(group: dist.ProcessGroup, mine: _T) -> list[_T]:
     """Return what every rank says."""
     rows = [mine] * dist.get_world_size(group)
     dist.all_gather_object(rows, mine, group=group)

@@ -26,7 +26,7 @@ Legend: `W` ranks; a slot and an area are counted in bytes.
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ from shardlite.config import devices_may_overlap
 from shardlite.errors import LayoutError
 from shardlite.schedule import Algorithm
 from shardlite.transport.base import Completed, Message, Pending, Plain
-from shardlite.transport.meeting import nodes_of
+from shardlite.transport.meeting import nodes_of, tell
 from shardlite.transport.works import Posted
 
 AREA = 64 << 20
@@ -46,7 +46,6 @@ AREA = 64 << 20
 SLOTS = 3
 
 _ALIGNMENT = 128  # bytes: what a GPU moves at once, so no two messages share a line
-_T = TypeVar("_T")
 
 _CHANNEL = 0  # each transport has an allocation of its own, and so signals of its own
 
@@ -253,7 +252,7 @@ def why_not(group: dist.ProcessGroup, device: torch.device) -> str:
     """
     reason = _not_here(device)
     number = None if reason else _numbered(device).index
-    rows = _tell(group, (reason, number, devices_may_overlap()))
+    rows = tell(group, (reason, number, devices_may_overlap()))
     if missing := next((f"rank {rank}: {row[0]}" for rank, row in enumerate(rows) if row[0]), ""):
         return missing
     if not _on_one_host(group):
@@ -269,7 +268,7 @@ def why_not(group: dist.ProcessGroup, device: torch.device) -> str:
     own = _numbered(device)
     apart = [each for each in numbers if each != own.index and not torch.cuda.can_device_access_peer(own, each)]
     blind = f"{own} cannot access the memory of cuda:{apart[0]}" if apart else ""
-    return next((said for said in _tell(group, blind) if said), "")
+    return next((said for said in tell(group, blind) if said), "")
 
 
 def symmetric_memory(
@@ -288,7 +287,7 @@ def symmetric_memory(
             memory = _SymmetricMemory.rendezvous(area, group.group_name)
         except RuntimeError as error:
             failure = f"rank {dist.get_rank(group)}: {error}"
-        reason = next((said for said in _tell(group, failure) if said), "")
+        reason = next((said for said in tell(group, failure) if said), "")
         if not reason:
             assert memory is not None, "or there was a reason"
             return SymmetricMemoryTransport(memory, timeout, area)
@@ -308,13 +307,6 @@ def _on_one_host(group: dist.ProcessGroup) -> bool:
         return nodes_of(group) == dist.get_world_size(group)
     except LayoutError:  # several, and not alike
         return False
-
-
-def _tell(group: dist.ProcessGroup, mine: _T) -> list[_T]:
-    """Return what every rank says."""
-    rows = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(rows, mine, group=group)
-    return rows
 
 
 def _numbered(device: torch.device) -> torch.device:
