@@ -16,8 +16,8 @@ from shardlite.transport import Message, NcclTransport, StagedTransport, Symmetr
 from shardlite.transport.symmetric import Piece, parcels, why_not
 from tests import test_symmetric_cuda as on_cuda
 from tests.played_symmetric import CPU, PATIENCE, Drained, run_memories, run_played
+from tests.ring_cases import Case, assert_gathered_and_summed, cases_for, gather_everything, reduce_everything
 from tests.test_lanes import Simulated
-from tests.test_ring import Case, assert_gathered_and_summed, cases_for, gather_everything, reduce_everything
 
 CUDA = torch.device("cuda", 0)
 SOON = timedelta(milliseconds=200)

@@ -17,7 +17,7 @@ from shardlite.ring import Operation, all_gather, reduce_scatter
 from shardlite.transport import Message, SymmetricMemoryTransport, connect
 from shardlite.transport.symmetric import symmetric_memory
 from tests.cluster import Cluster
-from tests.test_ring import Case, assert_equal_bits, ring_sum, tensor_of
+from tests.ring_cases import Case, assert_equal_bits, ring_sum, tensor_of
 
 TIMEOUT = timedelta(seconds=30)
 SMALL = 3 * 3 * 1024  # bytes of an area in which most steps take several rounds
