@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
+import torch
 from shardlite_kernels import hop
 from torch import Tensor
 
@@ -127,6 +128,29 @@ def add_up(links: Links, schedule: Schedule, pieces: Pieces, last: LastHop, slot
             inbox.add(len(arrival.sources), start, own, finish)
             outgoing += [links.send(own, peer) for peer in arrival.targets]
     _wait_all(outgoing)
+
+
+def add_up_everywhere(links: Links, full: Tensor, bounds: Sequence[tuple[int, int]], divisor: int) -> None:
+    """Add `full` [n] up over two ranks or more and divide it, in place, from what all others lend at once.
+
+    Segment `k`, between the k-th `bounds`, is added in the order of the ring.
+    """
+    rank, world_size = links.transport.rank, links.transport.world_size
+    others = [(rank + i) % world_size for i in range(1, world_size)]
+    loans = {peer: links.borrow(full, peer) for peer in others}
+    outgoing = [links.send(full, peer) for peer in others]
+    parts = {rank: full, **{peer: loan.look() for peer, loan in loans.items()}}
+    total = torch.empty_like(full)
+    for k, (start, stop) in enumerate(bounds):
+        if start < stop:
+            first, *rest = (parts[(k + i) % world_size][start:stop] for i in range(1, world_size + 1))
+            for i, part in enumerate(rest, start=2):
+                hop(total[start:stop], first, part, divisor if i == world_size else 1)
+                first = total[start:stop]
+    for loan in loans.values():
+        loan.give_back()
+    _wait_all(outgoing)
+    full.copy_(total)  # now that all have read it
 
 
 class _Slots:

@@ -76,7 +76,8 @@ def test_traffic_is_exact_and_as_zero_has_it(cluster, world_size, stage, compute
             assert sent.get((str(i), "gather"), (0, 0)) == (expected, expected * share * weight)
         assert sent["(no unit)", "census"][0] == 1
         assert sent["(no unit)", "norm"][0] == 1  # at every stage a rank knows the squares of its own part only
-        assert sum(nbytes for (unit, _), (_, nbytes) in sent.items() if unit == "(no unit)") < 200
+        # Some numbers, whole to each other rank at once.
+        assert sum(nbytes for (unit, _), (_, nbytes) in sent.items() if unit == "(no unit)") < 100 * world_size
 
 
 def unclipped_step(model: ShardLite, optimizer: AdamW) -> None:
