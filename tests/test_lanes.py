@@ -185,7 +185,7 @@ def other_transports_body(group):
     for stage in (0, 1, 2, 3):
         expected = trained(group, stage)
         for make in (NcclTransport, lambda group: StagedTransport(group, timedelta(seconds=60))):
-            shardlite.shared.connect = lambda group, device, timeout, apart, make=make: make(group)
+            shardlite.shared.connect = lambda group, device, timeout, route, apart, make=make: make(group)
             try:
                 weights = trained(group, stage)
             finally:

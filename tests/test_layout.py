@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from shardlite import LayoutError
-from shardlite.arena import carve
+from shardlite.arena import carve, empty_on
 from shardlite.layout import ALIGN, Layout, lay_out
 from shardlite.order import Order
 from shardlite.partition import cut
@@ -43,7 +43,7 @@ def test_every_element_is_on_exactly_one_rank(world_size):
 
 def test_arenas_are_shared_by_kind_and_do_not_overlap():
     kinds = [(torch.float32, True), (torch.float32, False), (torch.float32, True), (torch.bfloat16, True)]
-    parts = carve(kinds, [64] * 4, torch.device("cpu"))
+    parts = carve(kinds, [64] * 4, empty_on(torch.device("cpu")))
     addresses = [part.untyped_storage().data_ptr() for part in parts]
     assert addresses[0] == addresses[2]
     assert len(set(addresses)) == 3
