@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from bench.machine import machine
 from bench.measure import WARM_UP, percentile, time_steps
-from bench.ranks import start_ranks
+from bench.ranks import one_of_them, start_ranks
 from bench.systems import Trainer, build_shardlite
 from bench.table import RESULTS, Row
 from bench.workloads import WORKLOADS, Batch, Workload
@@ -116,17 +116,13 @@ def measure(workload: Workload, rounds: int, group: dist.ProcessGroup) -> Row:
 
 def _run_rank(options: argparse.Namespace) -> None:
     """Be one of the ranks."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    group = dist.group.WORLD
-    assert group is not None
-    row = measure(WORKLOADS[options.model], options.steps, group)
-    if group.rank() == 0:
-        options.out.mkdir(parents=True, exist_ok=True)
-        line = json.dumps(row)
-        (options.out / f"detection-{row['model']}-{row['ranks']}ranks.jsonl").write_text(line + "\n")
-        print(line, flush=True)
-    dist.destroy_process_group()
+    with one_of_them() as group:
+        row = measure(WORKLOADS[options.model], options.steps, group)
+        if group.rank() == 0:
+            options.out.mkdir(parents=True, exist_ok=True)
+            line = json.dumps(row)
+            (options.out / f"detection-{row['model']}-{row['ranks']}ranks.jsonl").write_text(line + "\n")
+            print(line, flush=True)
 
 
 def main(arguments: Sequence[str]) -> int:

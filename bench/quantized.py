@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from bench.machine import machine
-from bench.ranks import start_ranks
+from bench.ranks import one_of_them, start_ranks
 from bench.table import RESULTS, Row
 from shardlite import AdamW, ShardLite
 from shardlite.demo.gpt import GPT
@@ -160,21 +160,17 @@ def _mean(value: float, group: dist.ProcessGroup) -> float:
 
 def _run_rank(options: argparse.Namespace) -> None:
     """Be one of the ranks."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    group = dist.group.WORLD
-    assert group is not None
-    corpus = read_corpus(None, context=CONFIG.context)
-    rows = []
-    for seed in range(options.seeds):
-        rows.append(measure(Task(CONFIG, corpus, options.steps, seed, group)))
+    with one_of_them() as group:
+        corpus = read_corpus(None, context=CONFIG.context)
+        rows = []
+        for seed in range(options.seeds):
+            rows.append(measure(Task(CONFIG, corpus, options.steps, seed, group)))
+            if group.rank() == 0:
+                print(json.dumps(rows[-1]), flush=True)
         if group.rank() == 0:
-            print(json.dumps(rows[-1]), flush=True)
-    if group.rank() == 0:
-        options.out.mkdir(parents=True, exist_ok=True)
-        file = options.out / f"quantized-gpt-{group.size()}ranks.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    dist.destroy_process_group()
+            options.out.mkdir(parents=True, exist_ok=True)
+            file = options.out / f"quantized-gpt-{group.size()}ranks.jsonl"
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def main(arguments: list[str]) -> int:

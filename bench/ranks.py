@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
 
 
 def start_ranks(module: str, ranks: int, arguments: Sequence[str]) -> int:
@@ -13,3 +17,14 @@ def start_ranks(module: str, ranks: int, arguments: Sequence[str]) -> int:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run([*launcher, "-m", module, *arguments], env=environment, check=False).returncode
+
+
+@contextmanager
+def one_of_them() -> Iterator[dist.ProcessGroup]:
+    """Be a rank that was started so, with the group of all. After an error the others are left to their timeouts."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    assert group is not None
+    yield group
+    dist.destroy_process_group()

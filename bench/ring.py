@@ -41,7 +41,7 @@ import torch.distributed as dist
 
 from bench.machine import machine
 from bench.measure import Times, percentile
-from bench.ranks import start_ranks
+from bench.ranks import one_of_them, start_ranks
 from bench.ring_systems import GLOO, OPERATIONS, Case, System, cases
 from bench.ring_table import render
 from bench.table import RESULTS, Row, read_rows
@@ -219,17 +219,13 @@ def _goals(rows: Iterable[Row]) -> str:
 
 def _run_rank(options: argparse.Namespace) -> None:
     """Be one of the ranks."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    group = dist.group.WORLD
-    assert group is not None
-    if group.rank() == 0:
-        print(json.dumps(machine()), flush=True)
-    systems = [System(GLOO), *(System(*pair) for pair in product(TRANSPORTS, options.algorithms))]
-    rows = measure(options.sizes, systems, options.rounds, group)
-    if group.rank() == 0:
-        _report(rows, options.out / "ring-cpu.jsonl")
-    dist.destroy_process_group()
+    with one_of_them() as group:
+        if group.rank() == 0:
+            print(json.dumps(machine()), flush=True)
+        systems = [System(GLOO), *(System(*pair) for pair in product(TRANSPORTS, options.algorithms))]
+        rows = measure(options.sizes, systems, options.rounds, group)
+        if group.rank() == 0:
+            _report(rows, options.out / "ring-cpu.jsonl")
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from pathlib import Path
 
-from bench.table import RESULTS, Row, read_rows
+from bench.table import Row, print_tables
 
 _COLUMNS: dict[str, Callable[[Row], str]] = {
     "buffer": lambda row: size_words(row["nbytes"]),
@@ -66,13 +64,5 @@ def _link_words(row: Row) -> str:
     )
 
 
-def main() -> None:
-    """Print the tables of the files given, or of all."""
-    parser = argparse.ArgumentParser(prog="python -m bench.ring_table", description=main.__doc__)
-    parser.add_argument("files", nargs="*", type=Path, help="rows, one JSON object a line")
-    files = parser.parse_args().files or list(RESULTS.glob("ring-*.jsonl"))
-    print(render(read_rows(files)))
-
-
 if __name__ == "__main__":
-    main()
+    print_tables("bench.ring_table", "ring-*.jsonl", render)

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from bench.check import verify
 from bench.machine import machine
 from bench.measure import Times, activation_bytes, peak_bytes, percentile, time_steps
-from bench.ranks import start_ranks
+from bench.ranks import one_of_them, start_ranks
 from bench.systems import OPTIMIZER, SYSTEMS, Build
 from bench.table import RESULTS, Row, render
 from bench.workloads import MEASURED, WORKLOADS, Workload
@@ -119,17 +119,13 @@ def _report(rows: list[Row], folder: Path) -> None:
 
 def _run_rank(options: argparse.Namespace) -> None:
     """Be one of the ranks."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    group = dist.group.WORLD
-    assert group is not None
-    if group.rank() == 0:
-        print(json.dumps(machine()), flush=True)
-    for name in _chosen(options.model):
-        rows = measure(WORKLOADS[name], SYSTEMS, options.steps, group)
+    with one_of_them() as group:
         if group.rank() == 0:
-            _report(rows, options.out)
-    dist.destroy_process_group()
+            print(json.dumps(machine()), flush=True)
+        for name in _chosen(options.model):
+            rows = measure(WORKLOADS[name], SYSTEMS, options.steps, group)
+            if group.rank() == 0:
+                _report(rows, options.out)
 
 
 def _chosen(model: str) -> Sequence[str]:

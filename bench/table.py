@@ -84,13 +84,15 @@ def _aligned(cells: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Print the tables of the files given, or of all."""
-    parser = argparse.ArgumentParser(prog="python -m bench.table", description=main.__doc__)
+def print_tables(module: str, names: str, render: Callable[[list[Row]], str]) -> None:
+    """Print the tables of the files given, or of all results with such `names`: what `python -m MODULE` does."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}", description="Print the tables of the files given, or of all."
+    )
     parser.add_argument("files", nargs="*", type=Path, help="rows, one JSON object a line")
-    files = parser.parse_args().files or list(RESULTS.glob("step-*.jsonl"))
+    files = parser.parse_args().files or list(RESULTS.glob(names))
     print(render(read_rows(files)))
 
 
 if __name__ == "__main__":
-    main()
+    print_tables("bench.table", "step-*.jsonl", render)

@@ -149,7 +149,7 @@ def test_a_message_that_was_waited_for_frees_its_block():
 def controls():
     """Rank 1's words, as rank 1 and rank 0 see them."""
     heap = Heap(control_nbytes(2))
-    return Control(heap, 1, 1, 2), Control(Mapping(heap.descriptor), 1, 0, 2)
+    return Control(heap, 1, 2), Control(Mapping(heap.descriptor), 0, 2)
 
 
 def announcement(number):

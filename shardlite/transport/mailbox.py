@@ -46,15 +46,14 @@ def control_nbytes(world_size: int) -> int:
 
 
 class Control:
-    """The control words of rank `owner`, as rank `user` sees them."""
+    """The control words of the rank that `mapping` is of, its owner, as rank `user` sees them."""
 
-    def __init__(self, mapping: Mapping, owner: int, user: int, world_size: int) -> None:
+    def __init__(self, mapping: Mapping, user: int, world_size: int) -> None:
         count = control_nbytes(world_size) // 4
         self._words = mapping.words(0, count)
         self._bytes = memoryview(mapping.memory)[: 4 * count]
         self._bell = mapping.address + 4 * _BELL
         self._taken = _FIRST + world_size * PLACES * _WORDS
-        self._owner = owner
         self._user = user
         self._step = world_size
         self._next_ring = user + 1

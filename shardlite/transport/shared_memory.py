@@ -49,7 +49,7 @@ class Neighbours:
         self.world_size = len(mappings)
         self._mappings = mappings
         self._alive = alive
-        self._controls = [Control(each, r, rank, self.world_size) for r, each in enumerate(mappings)]
+        self._controls = [Control(each, rank, self.world_size) for each in mappings]
         self._mine = self._controls[rank]
         self._lock = threading.RLock()
         self._others = [r for r in range(self.world_size) if r != rank]
