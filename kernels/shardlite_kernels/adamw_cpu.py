@@ -9,6 +9,7 @@ Legend: `S` elements.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import inf, sqrt
@@ -22,17 +23,28 @@ from .moments import encode
 from .scalars import Hyper, Table
 from .split import join_on_cpu, split_on_cpu
 from .state import State, check_flat
-from .threads import on_threads
 
 _WEIGHTS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _CHUNK = 1 << 19
 """Elements at a time; a multiple of 32, see README."""
 
-_STRETCH = 1 << 17
-"""Elements that are worth a thread."""
 
-_Gradients = Callable[[int, int], Iterable[Tensor]]
-"""Chunk by chunk, of the elements from one to another."""
+class _Rooms(threading.local):
+    """Where a thread keeps what it computes of a chunk, from step to step: new pages take as long as a chunk's step."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def of(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """Room for some elements of a chunk."""
+        kept = self._kept.get((name, dtype))
+        if kept is None or len(kept) < numel:
+            with torch.inference_mode(False):  # other steps may be in another mode
+                kept = self._kept[name, dtype] = torch.empty(numel, dtype=dtype, device="cpu")
+        return kept[:numel]
+
+
+_rooms = _Rooms()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +94,7 @@ def adamw_cpu(state: State, grad: Tensor, step: CpuStep, *, bad: Tensor | None =
     if state.exact and grad.dtype == weight and step.plain:
         _operator(step, step.grad_scale)(state.param, grad, state.exp_avg, state.exp_avg_sq)
     else:
-
-        def unscaled(start: int, stop: int) -> Iterator[Tensor]:
-            return (_unscaled(chunk, weight, step) for chunk in torch.split(grad[start:stop], _CHUNK))
-
-        _by_chunks(state, unscaled, step)
+        _by_chunks(state, (_unscaled(chunk, weight, step) for chunk in torch.split(grad, _CHUNK)), step)
 
 
 def reduce_adamw_cpu(
@@ -101,23 +109,21 @@ def reduce_adamw_cpu(
     """
     weight = _check("reduce_adamw_cpu", state, step, received, own)
 
-    def sums(start: int, stop: int) -> Iterator[Tensor]:
-        room = torch.empty(min(_CHUNK, stop - start), dtype=weight)
-        parts = (torch.split(tensor[start:stop], _CHUNK) for tensor in (received, own))
-        for partial, mine in zip(*parts, strict=True):
-            total = room[: len(mine)]
+    def sums() -> Iterator[Tensor]:
+        for partial, mine in zip(torch.split(received, _CHUNK), torch.split(own, _CHUNK), strict=True):
+            total = _rooms.of("sums", len(mine), weight)
             hop(total, partial, mine, divisor)
             _look(total, bad)
             yield total
 
-    _by_chunks(state, sums, step)
+    _by_chunks(state, sums(), step)
 
 
 def _unscaled(given: Tensor, weight: torch.dtype, step: CpuStep) -> Tensor:
     """A chunk of a gradient in the dtype of the weights, divided by its scale, in memory too."""
     wide = given.to(weight)
     if step.grad_scale is not None:
-        wide.div_(torch.tensor(step.grad_scale, dtype=torch.float32))
+        wide.div_(_constant(step.grad_scale))
         if wide is not given:
             given.copy_(wide)
     return wide
@@ -129,42 +135,48 @@ def _look(grad: Tensor, bad: Tensor | None) -> None:
         bad.fill_(1)
 
 
-def _by_chunks(state: State, gradients: _Gradients, step: CpuStep) -> None:
-    """Step chunk by chunk, each by its gradient, on all threads."""
+def _by_chunks(state: State, gradients: Iterable[Tensor], step: CpuStep) -> None:
+    """Step chunk by chunk, each by its gradient."""
     run = _operator(step) if step.hyper.max_update == inf else _limited(step)
-
-    def stretch(start: int, stop: int) -> None:
-        length = min(_CHUNK, stop - start) if state.low is not None else 0
-        room, joined = torch.empty(length, dtype=torch.int32), torch.empty(length)
-        for piece, g in zip(state.part(start, stop).split(_CHUNK), gradients(start, stop), strict=True):
-            p, (m, v) = piece.param, piece.moments()
-            if piece.low is not None:
-                p = joined[: len(g)]
-                join_on_cpu(p, piece.param, piece.low, room[: len(g)])
-            run(p, g if step.factor == 1 else g * step.factor, m, v)
-            if piece.low is not None:
-                split_on_cpu(piece.param, piece.low, p)
-            if m is not piece.exp_avg:
-                assert step.table is not None, "checked"
-                random = step.table.part(start, start + len(g)).random_bits(len(g))
-                encode(m, v, *piece.codes(), random=random)
-            start += len(g)
-
-    on_threads(state.param.numel(), _STRETCH, stretch)
+    start = 0
+    for piece, g in zip(state.split(_CHUNK), gradients, strict=True):
+        p, (m, v) = piece.param, piece.moments()
+        if piece.low is not None:
+            p = _rooms.of("weights", len(g), torch.float32)
+            join_on_cpu(p, piece.param, piece.low, _rooms.of("bytes", len(g), torch.int32))
+        run(p, g if step.factor == 1 else g * step.factor, m, v)
+        if piece.low is not None:
+            split_on_cpu(piece.param, piece.low, p)
+        if m is not piece.exp_avg:
+            assert step.table is not None, "checked"
+            random = step.table.part(start, start + len(g)).random_bits(len(g))
+            encode(m, v, *piece.codes(), random=random)
+        start += len(g)
 
 
 def _operator(step: CpuStep, grad_scale: float | None = None) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
     """PyTorch's operator for the tensors of a step; it writes a gradient that it divides by a scale."""
-    options = {name: value for name, value in step.hyper._asdict().items() if name != "max_update"}
-    number = torch.tensor(float(step.number), dtype=torch.float32)
-    scale = None if grad_scale is None else torch.tensor(grad_scale, dtype=torch.float32)
+    lr, beta1, beta2, eps, weight_decay, _ = step.hyper
+    number, scale = _constant(step.number), None if grad_scale is None else _constant(grad_scale)
 
     def run(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
         torch._fused_adamw_(
-            *([p], [g], [m], [v], [], [number]), **options, amsgrad=False, maximize=False, grad_scale=scale
+            *([p], [g], [m], [v], [], [number]),
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=weight_decay,
+            eps=eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=scale,
         )
 
     return run
+
+
+def _constant(value: float) -> Tensor:
+    return torch.scalar_tensor(value, dtype=torch.float32, device="cpu")  # `torch.tensor` takes twice as long
 
 
 def _limited(step: CpuStep) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:

@@ -104,22 +104,18 @@ class State(NamedTuple):
         Raises:
             ValueError: a shape, device or dtype is not what the format says.
         """
-        numel, device = self.param.numel(), self.param.device
-        groups = -(-numel // GROUP)
-        codes = self.exp_avg.dtype == torch.int8
-        expected = {
-            "param": (numel, torch.bfloat16 if self.low is not None else self.param.dtype),
-            "low": (numel, torch.int8),
-            "exp_avg": (numel, self.exp_avg.dtype),
-            "exp_avg_sq": (numel, torch.uint8 if codes else self.exp_avg.dtype),
-            "avg_exponent": (groups, torch.uint8),
-            "sq_exponent": (groups, torch.uint8),
-        }
-        for name, tensor in self._asdict().items():
+        numel, device, weights, moments = self.param.numel(), self.param.device, self.param.dtype, self.exp_avg.dtype
+        groups, codes = -(-numel // GROUP), moments == torch.int8
+        lengths = (numel, numel, numel, numel, groups, groups)
+        dtypes = (
+            *(weights if self.low is None else torch.bfloat16, moments, torch.uint8 if codes else moments),
+            *(torch.int8, torch.uint8, torch.uint8),
+        )
+        for name, tensor, length, dtype in zip(self._fields, self, lengths, dtypes, strict=True):
             if tensor is not None:
-                check_flat(who, name, tensor, *expected[name], device)
-        if self.exp_avg.dtype not in (self.param.dtype, *FORMATS.values()):
-            raise ValueError(f"{who}: moments in {self.exp_avg.dtype} do not go with a param in {self.param.dtype}")
+                check_flat(who, name, tensor, length, dtype, device)
+        if moments not in (weights, *FORMATS.values()):
+            raise ValueError(f"{who}: moments in {moments} do not go with a param in {weights}")
         if codes != (self.avg_exponent is not None) or codes != (self.sq_exponent is not None):
             raise ValueError(f"{who}: exponents go with moments in int8 codes, and only with those")
 

@@ -200,3 +200,28 @@ def test_an_infinite_update_is_limited():
     hyper = HYPER._replace(eps=0.0, max_update=2.0)
     adamw_cpu(state, torch.zeros(3), cpu_step(3, hyper=hyper))
     torch.testing.assert_close(state.param, torch.tensor([-2e-3, 2e-3, float("nan")]), equal_nan=True)
+
+
+@by_form
+def test_threads_change_no_bit_of_a_step(form):
+    numel = CHUNK + 37
+    states = [random_state(form, numel, 0) for _ in range(2)]
+    grad, before = random_grad(numel, 0), torch.get_num_threads()
+    try:
+        for state, count in zip(states, (1, 2), strict=True):
+            torch.set_num_threads(count)
+            adamw_cpu(state, grad, cpu_step(numel))
+    finally:
+        torch.set_num_threads(before)
+    assert_same_state(*states)
+
+
+def test_what_a_thread_keeps_serves_steps_of_any_size_and_mode():
+    form = ("split24", "fp32")
+    with torch.inference_mode():
+        adamw_cpu(random_state(form, 64, 0), random_grad(64, 0), cpu_step(64))
+    for numel in (CHUNK + 5, 33):
+        state, grad, step = random_state(form, numel, 0), random_grad(numel, 0), cpu_step(numel)
+        expected = by_hand(state, grad, step)
+        adamw_cpu(state, grad, step)
+        assert_same_state(state, expected)
