@@ -30,6 +30,9 @@ class Bucket:
     used: set[nn.Parameter] = field(default_factory=set)
     """Those of the module's parameters whose gradients the bucket holds."""
 
+    reduced: bool = False
+    """Whether it was sent round in the backward that is running."""
+
     arrivals: int = 0
     """How many gradients came in the backward that is running; a reentrant backward brings several per parameter."""
 
@@ -47,7 +50,7 @@ class Bucket:
 
     def complete(self, rounds: int) -> bool:
         """Whether every parameter has got `rounds` gradients in the backward that is running."""
-        return self.arrivals == rounds * sum(len(flat.rows) for flat in self.flats)
+        return self.arrivals == rounds * len(self._places)
 
     def fill(self, empty: Empty) -> None:
         """Get memory."""
@@ -62,7 +65,7 @@ class Bucket:
         Raises:
             PhaseError: the parameter was frozen between its forward and this backward.
         """
-        if param not in self._places:
+        if (place := self._places.get(param)) is None:
             raise PhaseError(
                 f"parameter {self._name_of(param)!r} got a gradient, but did not require one at the latest forward: "
                 "change requires_grad after the backward"
@@ -70,7 +73,7 @@ class Bucket:
         self.arrivals += 1
         if grad is None:
             return
-        flat, slot = self._places[param]
+        flat, slot = place
         target = self.full[flat][slot.start : slot.stop].view(slot.shape)
         dense = grad.to_dense() if grad.is_sparse else grad
         if param in self.used:

@@ -9,11 +9,12 @@ Legend: `W` ranks, `S` elements per shard.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
@@ -145,12 +146,14 @@ def is_fresh(unit: Unit) -> bool:
     return unit.phase is not Weights.SHARDED and unit.gathered_version == unit.version() and not unit.stale
 
 
-@contextmanager
-def unseen_by_checkpoints() -> Iterator[None]:
+def unseen_by_checkpoints() -> AbstractContextManager[object]:
     """Hide what a gather computes from selective checkpointing, which would replay it as a part of the forward."""
     modes = _get_current_dispatch_mode_stack()
     if any(isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode) for mode in modes):
-        with _disable_current_modes():
-            yield
-    else:
-        yield
+        return _disable_current_modes()
+    return nullcontext()
+
+
+def outside_inference() -> AbstractContextManager[object]:
+    """Leave `inference_mode`: what was born in it could never be saved for a backward."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()

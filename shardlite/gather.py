@@ -14,18 +14,21 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from shardlite.config import poison_evicted_buffers
 from shardlite.errors import EscapedViewWarning
-from shardlite.fill import is_fresh, unseen_by_checkpoints
+from shardlite.fill import is_fresh, outside_inference, unseen_by_checkpoints
 from shardlite.order import Order
 from shardlite.passes import Passes
 from shardlite.phase import Weights
 from shardlite.shared import Shared
 from shardlite.unit import Buffer, Unit, storage_key
+
+_is_resident = attrgetter("resident")
 
 
 class Gatherer:
@@ -152,8 +155,7 @@ class Gatherer:
         if unit.phase is Weights.GATHERING:  # gathered ahead, then the weights were changed
             self._land(unit)
             self._let_idle(unit)
-        with torch.inference_mode(False), torch.no_grad():
-            # A buffer born in inference mode could never be saved for a backward.
+        with outside_inference(), torch.no_grad():
             buffer = self._buffer_for(unit)
             self._owners[buffer.key] = unit
             unit.buffer, unit.lost = buffer, set(unit.stepped)
@@ -162,14 +164,14 @@ class Gatherer:
     def _land(self, unit: Unit) -> None:
         """Wait for the weights, and let the module's parameters be views of them."""
         self._passes.wait(unit)
-        with torch.inference_mode(False):
+        with outside_inference():
             unit.bind()
         unit.move(Weights.FULL)
 
     def _let_idle(self, unit: Unit) -> None:
         """Let the parameters be placeholders again; the buffer stays."""
         assert unit.buffer is not None
-        with torch.inference_mode(False):
+        with outside_inference():
             unit.unbind()
         if unit.buffer.escaped():
             unit.escapes.append(weakref.ref(unit.buffer.bytes.untyped_storage()))
@@ -196,7 +198,7 @@ class Gatherer:
         return any(self._units[index].buffer is None for index in self.order.rest())
 
     def _held(self) -> int:
-        return sum(not unit.resident for unit in self._owners.values())
+        return len(self._owners) - list(map(_is_resident, self._owners.values())).count(True)
 
     def _victim(self, unit: Unit) -> Unit | None:
         """Choose the idle unit to evict: one of the same size if possible, for its buffer can be used as it is."""

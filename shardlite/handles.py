@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardlite.fill import outside_inference
 from shardlite.gather import Gatherer
 from shardlite.unit import Unit, storage_key
 
@@ -126,7 +127,7 @@ class Handle:
     def _of_buffer(self) -> Tensor:
         buffer = self.call.unit.buffer
         assert buffer is not None, "a held unit has a buffer"
-        with torch.inference_mode(False):
+        with outside_inference():
             view = torch.empty(0, dtype=self.dtype, device=buffer.bytes.device)
             return view.set_(buffer.bytes.untyped_storage(), self.offset, self.size, self.stride)
 

@@ -11,6 +11,7 @@ Legend: `W` ranks, `r` this rank, `S` elements per shard.
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from math import prod
 
@@ -40,12 +41,12 @@ class Slot:
     shape: tuple[int, ...]
     start: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the whole parameter, without padding."""
         return prod(self.shape)
 
-    @property
+    @cached_property
     def stop(self) -> int:
         """One past the last element."""
         return self.start + self.numel
@@ -82,7 +83,7 @@ class Layout:
         """Elements of the full buffer: `W*S` where all shards are equal."""
         return self.cuts[-1]
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         """`S`, the elements of the longest shard."""
         return max(stop - start for start, stop in pairwise(self.cuts))

@@ -73,11 +73,11 @@ class _Reduction:
     steps: Sequence[Step]
     """Those that are taken instead of keeping means."""
 
-    def parts(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
+    def parts(self) -> Iterable[tuple[nn.Parameter, Tensor, int]]:
         """Yield each shard with its part of the mean, a view, and whether this rank has used its parameter."""
-        views = (view for mean in self.means for view in mean.flat.gradient_views(mean.whole))
-        for (shard, grad), used in zip(views, self.used, strict=True):
-            yield shard, grad, used
+        shards = [mean.flat.shards[row] for mean in self.means for row in mean.flat.rows]
+        views = [view for mean in self.means for view in mean.flat.gradient_views(mean.whole)]
+        return zip(shards, views, self.used, strict=True)
 
 
 @dataclass
@@ -181,7 +181,7 @@ class Reducer:
         Raises:
             PhaseError: it would.
         """
-        if self._round.stepping and any(reduction.bucket.unit is unit for reduction in self._round.started):
+        if self._round.stepping and self._buckets[unit].reduced:
             raise PhaseError(
                 f"unit {unit.name!r} is recomputed after AdamW(in_backward=True) has stepped it in this backward, "
                 "because its gradients were complete: use AdamW without it, or no checkpointing there"
@@ -194,7 +194,7 @@ class Reducer:
             PhaseError: the unit was already reduced in this backward.
         """
         bucket = self._buckets[unit]
-        if any(reduction.bucket is bucket for reduction in self._round.started):
+        if bucket.reduced:
             raise PhaseError(
                 f"unit {unit.name!r}: a gradient came after the unit had been reduced in this backward. "
                 "A reentrant backward reached the unit outside the wrapped model's forward; use "
@@ -239,7 +239,7 @@ class Reducer:
     def start_over(self) -> None:
         """Be ready for the next backward."""
         for bucket in self._buckets.values():
-            bucket.arrivals = 0
+            bucket.arrivals, bucket.reduced = 0, False
             bucket.unit.stepped.clear()
             bucket.unit.lost.clear()
         self._round = _Round(self._now_in_order(), patient=self._round.patient)
@@ -281,6 +281,7 @@ class Reducer:
             self._fill(bucket)  # with nothing: the other ranks count on our zeros
         bucket.zero_the_rest()
         bucket.move(Gradients.REDUCING)
+        bucket.reduced = True
         self._shared.trace.emit("reduce", unit.name)
         self._round.started.append(self._launch(bucket))
 
@@ -366,9 +367,9 @@ class Reducer:
         parts = [part for reduction in self._round.started for part in reduction.parts()]
         if not parts:
             return
-        fresh = all(shard.grad is None for shard in self._shards())
         reduced = {shard for shard, _, _ in parts}
-        sums = [shard.grad for shard in self._shards() if shard.grad is not None and shard not in reduced]
+        before = [(shard, shard.grad) for shard in self._shards() if shard.grad is not None]
+        sums = [grad for shard, grad in before if shard not in reduced]
         for shard, grad, used in parts:
             if shard.grad is not None:
                 sums.append(shard.grad.add_(grad) if used else shard.grad + grad)
@@ -381,7 +382,7 @@ class Reducer:
         for (shard, grad, used), count in zip(parts, users, strict=True):
             if count and not used:
                 shard.grad = grad if shard.grad is None else shard.grad.add_(grad)
-        self.handed = Handed({mean.flat: mean.total[0] for mean in means}, reduced) if fresh else None
+        self.handed = None if before else Handed({mean.flat: mean.total[0] for mean in means}, reduced)
         self._judged = [weakref.ref(shard.grad) for shard in self._shards() if shard.grad is not None]
         if self._diagnose and self._nonfinite.item():
             self._name_bad()
@@ -401,8 +402,8 @@ class Reducer:
         now = {id(shard.grad) for shard in self._shards() if shard.grad is not None}
         return self._nonfinite if any(id(each()) in now for each in self._judged) else None
 
-    def _shards(self) -> Iterator[nn.Parameter]:
-        return (shard for unit in self._buckets for flat in unit.flats for shard in flat.shards)
+    def _shards(self) -> list[nn.Parameter]:
+        return [shard for unit in self._buckets for flat in unit.flats for shard in flat.shards]
 
     def _name_bad(self) -> None:
         """Warn of the first gradient that is not finite, of each rank that has one."""

@@ -12,7 +12,8 @@ Legend: `W` ranks, `r` this rank, `t` a step of the ring, `n` elements in the fu
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from zlib import crc32
 
@@ -110,8 +111,8 @@ def staging_numel(
     Raises:
         LayoutError: as `segment_bounds`.
     """
-    bounds = segment_bounds(numel, transport.world_size, cuts)
-    cut = _Cut(bounds, _chunk_numel(dtype, chunk_bytes, grain), grain)
+    chunk = _chunk_numel(dtype, chunk_bytes, grain)
+    cut = _cut_of(numel, transport.world_size, None if cuts is None else tuple(cuts), chunk, grain)
     return cut.slots(_reduction(transport), transport) * cut.slot_numel(transport)
 
 
@@ -286,16 +287,17 @@ class _Cut:
     bounds: Sequence[tuple[int, int]]
     chunk: int
     grain: int = 1
+    _messages: dict[tuple[int, int, int], list[tuple[int, int, int]]] = field(default_factory=dict, compare=False)
 
-    @property
+    @cached_property
     def offsets(self) -> list[int]:
         return [0, *(stop for _, stop in self.bounds)]
 
-    @property
+    @cached_property
     def longest(self) -> int:
         return max(stop - start for start, stop in self.bounds)
 
-    @property
+    @cached_property
     def even(self) -> bool:
         return len({stop - start for start, stop in self.bounds}) == 1
 
@@ -321,19 +323,30 @@ class _Cut:
         """Return what gives the messages of a segment's part."""
 
         def pieces(segment: int, part: int) -> Sequence[Chunk]:
-            start, stop = self.bounds[segment]
-            length = -(-(stop - start) // (parts * self.grain)) * self.grain
-            first, end = (min(start + i * length, stop) for i in (part, part + 1))
-            return [
-                Chunk(first - start + i * self.chunk, chunk) for i, chunk in enumerate(self.chunks(full[first:end]))
-            ]
+            key = segment, part, parts
+            if key not in self._messages:
+                self._messages[key] = list(self._of_part(*key))
+            return [Chunk(place, full[first:stop]) for place, first, stop in self._messages[key]]
 
         return pieces
 
+    def _of_part(self, segment: int, part: int, parts: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the messages of a segment's part: their places in the segment, where they start, and where they end."""
+        start, stop = self.bounds[segment]
+        length = -(-(stop - start) // (parts * self.grain)) * self.grain
+        end = min(start + (part + 1) * length, stop)
+        for first in range(start + part * length, end, self.chunk):
+            yield first - start, first, min(first + self.chunk, end)
+
 
 def _cut(full: Tensor, transport: Transport, cuts: Sequence[int] | None, chunk_bytes: int, *, grain: int = 1) -> _Cut:
-    bounds = segment_bounds(full.numel(), transport.world_size, cuts)
-    return _Cut(bounds, _chunk_numel(full.dtype, chunk_bytes, grain), grain)
+    chunk = _chunk_numel(full.dtype, chunk_bytes, grain)
+    return _cut_of(full.numel(), transport.world_size, None if cuts is None else tuple(cuts), chunk, grain)
+
+
+@lru_cache(maxsize=1024)
+def _cut_of(numel: int, world_size: int, cuts: tuple[int, ...] | None, chunk: int, grain: int) -> _Cut:
+    return _Cut(segment_bounds(numel, world_size, cuts), chunk, grain)
 
 
 def _is_at_once(full: Tensor, transport: Transport) -> bool:

@@ -1,6 +1,7 @@
 """The shards of one wrapped model, as optimizers see them, and what must not be done to them."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +9,22 @@ from torch import Tensor, nn
 from shardlite.errors import LayoutError
 from shardlite.trace import Trace
 from shardlite.unit import Unit
+
+
+@dataclass(eq=False, slots=True)
+class _Seen:
+    """A shard as it was when it was last looked at."""
+
+    shard: nn.Parameter
+    param: nn.Parameter
+    address: int
+    trainable: bool
+
+    def follow(self) -> None:
+        """Let it be trainable if the parameter that it stands for is."""
+        if self.trainable != self.param.requires_grad:
+            self.trainable = self.param.requires_grad
+            self.shard.requires_grad_(self.trainable)
 
 
 class Shards:
@@ -22,8 +39,9 @@ class Shards:
         }
         self._of = {param: shard for flat in flats for param, shard in zip(flat.params, flat.shards, strict=True)}
         self._param: dict[Tensor, nn.Parameter] = {shard: param for param, shard in self._of.items()}
-        self._addresses = [(shard, shard.data_ptr()) for shard in self._param]
-        self._trainable = {shard: shard.requires_grad for shard in self._param}
+        self._seen = {
+            param: _Seen(shard, param, shard.data_ptr(), shard.requires_grad) for param, shard in self._of.items()
+        }
         self._permanent = any(flat.full is not None for flat in flats)
         self.are_parts = any(flat.layout.world_size > 1 and flat.rank is not None for flat in flats)
         """Whether a shard may be less than a whole parameter."""
@@ -42,7 +60,7 @@ class Shards:
         """
         if param not in self._of:
             raise LayoutError(f"parameter {name!r} was added or replaced after wrapping: do it before")
-        self._follow(self._of[param])
+        self._seen[param].follow()
         return self._of[param]
 
     def by_param(self) -> dict[Tensor, nn.Parameter]:
@@ -63,22 +81,24 @@ class Shards:
         Raises:
             LayoutError: a shard was given other memory, a hook, or another `requires_grad`.
         """
-        for shard, address in self._addresses:
-            if shard.data_ptr() != address:
+        for seen in self._seen.values():
+            shard = seen.shard
+            if shard.data_ptr() != seen.address:
                 raise LayoutError(f"{self._words(shard)} was given other memory (`.data = ...`): copy into it")
-            if self._param[shard] is shard:
+            if seen.param is shard:
                 continue
             if shard._backward_hooks or getattr(shard, "_post_accumulate_grad_hooks", None):
                 raise LayoutError(
                     f"{self._words(shard)} has a hook, which would never run: shards are not in autograd's graph. "
                     "Register it on the module's own parameter"
                 )
-            if shard.requires_grad not in (self._trainable[shard], self._param[shard].requires_grad):
+            if shard.requires_grad not in (seen.trainable, seen.param.requires_grad):
                 raise LayoutError(
                     f"requires_grad of {self._words(shard)} was set, but the module's own parameters decide: set it on "
                     "those, or call requires_grad_() of the model"
                 )
-            self._follow(shard)
+            if seen.trainable != seen.param.requires_grad:
+                seen.follow()
 
     def after_step(self, stepped: Sequence[Tensor]) -> None:
         """Take note of what an optimizer has changed: the fused ones of PyTorch do not."""
@@ -96,13 +116,6 @@ class Shards:
     def _shows_weights(self, param: nn.Parameter) -> bool:
         """Whether a parameter is neither its own shard nor a placeholder."""
         return param not in self._param and self._home[param].sealed is None
-
-    def _follow(self, shard: Tensor) -> None:
-        """Let a shard be trainable if the parameter that it stands for is."""
-        trainable = self._param[shard].requires_grad
-        if trainable != self._trainable[shard]:
-            shard.requires_grad_(trainable)
-            self._trainable[shard] = trainable
 
     def _words(self, shard: Tensor) -> str:
         return f"the shard of parameter {self._names[self._param[shard]]!r}"

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -109,7 +110,7 @@ class Slot:
     def holds(self, state: dict[str, Any] | None) -> bool:
         """Whether `state` refers to the arenas, so was neither replaced from outside nor never made."""
         mine = self.state
-        return bool(state) and all(state.get(name) is mine[name] for name in mine)  # type: ignore[union-attr]
+        return bool(state) and all(map(is_, map(state.get, mine), mine.values()))  # type: ignore[union-attr]
 
     def include_padding(self, next_start: int) -> None:
         """Move `stop` to the next multiple of 32, if what lies up to there is in the storage and is nobody's: zero."""

@@ -41,9 +41,9 @@ class Plan:
             params = [param for param in group["params"] if param.requires_grad or param in self.by_param]
             if len(params) != len(slots):
                 return False
-            pairs = zip(slots, params, strict=True)
-            if not all(slot.param is param and slot.address == param.data_ptr() for slot, param in pairs):
-                return False
+            for slot, param in zip(slots, params, strict=True):
+                if slot.param is not param or slot.address != param.data_ptr():
+                    return False
         return True
 
     @torch.no_grad()

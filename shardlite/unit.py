@@ -9,8 +9,10 @@ shape if this rank has all of the parameter, else `[k, 1, ...]`.
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import attrgetter
 
 import torch
 from shardlite_kernels import join, split
@@ -24,6 +26,9 @@ from shardlite.phase import Weights, check_move
 
 _FLAT_ALIGN = 128
 """Bytes: where the flats start in a buffer, so that every access can be a wide one."""
+
+_version_of = attrgetter("_version")  # by `map` it is read of many tensors without a call in Python
+_local_version_of = attrgetter("local._version")
 
 
 class Buffer:
@@ -137,10 +142,10 @@ class Flat:
         """Return what of the full weights [W*S] this rank keeps: [S], or all of it."""
         return full[slice(*self.own_range(self.layout))]
 
-    def views(self, full: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield the module's parameters, each with its view of a full buffer [W*S]."""
-        for slot, param in zip(self.layout.slots, self.params, strict=True):
-            yield param, full[slot.start : slot.stop].view(slot.shape)
+    def views(self, full: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+        """Return the module's parameters, each with its view of a full buffer [W*S]."""
+        slots = self.layout.slots
+        return [(p, full[s.start : s.stop].view(s.shape)) for s, p in zip(slots, self.params, strict=True)]
 
     def shard_views(self, local: Tensor) -> list[Tensor]:
         """Cut something laid out like `local` into what belongs to each shard."""
@@ -152,11 +157,9 @@ class Flat:
         first, stop = (edge + own[0] - slot.start for edge in slot.within(*own))
         return tensor.reshape(-1)[first:stop].view(self.shards[row].shape)
 
-    def gradient_views(self, mean: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield the shards that have gradients, each with its part of a gradient shard."""
-        views = _cut_all(mean, self.gradients, self.own_range(self.gradients))
-        for row, view in zip(self.rows, views, strict=True):
-            yield self.shards[row], mark_padded(view)
+    def gradient_views(self, mean: Tensor) -> list[Tensor]:
+        """Cut a gradient shard into what belongs to each shard that has a gradient, in the order of `rows`."""
+        return [mark_padded(view) for view in _cut_all(mean, self.gradients, self.own_range(self.gradients))]
 
 
 def _cut_all(local: Tensor, layout: Layout, own: tuple[int, int]) -> list[Tensor]:
@@ -213,8 +216,10 @@ class Unit:
     """Whether the full weights have to be made from the shards: they are not the same memory."""
 
     def __post_init__(self) -> None:
+        self._params = tuple(param for flat in self.flats for param in flat.params)
         self.derived = any(not (flat.in_place and flat.rank is None) for flat in self.flats)
-        self.nbytes = sum(round_up(_full_nbytes(flat), _FLAT_ALIGN) for flat in self.flats)
+        lengths = (round_up(_full_nbytes(flat), _FLAT_ALIGN) for flat in self.flats)
+        *self._starts, self.nbytes = accumulate(lengths, initial=0)
 
     @property
     def trainable(self) -> list[Flat]:
@@ -230,18 +235,17 @@ class Unit:
         check_move(self.name, self.phase, to)
         self.phase = to
 
-    def params(self) -> Iterator[nn.Parameter]:
-        """Yield the module's own parameters."""
-        for flat in self.flats:
-            yield from flat.params
+    def params(self) -> Sequence[nn.Parameter]:
+        """Return the module's own parameters."""
+        return self._params
 
     def writes(self) -> int:
         """Return a number that grows with every write into the full parameters while they are there."""
-        return sum(param._version for param in self.params())
+        return sum(map(_version_of, self._params))
 
     def version(self) -> int:
         """Return a number that grows with every change of this rank's shards, whoever makes it."""
-        return sum(flat.local._version for flat in self.flats)
+        return sum(map(_local_version_of, self.flats))
 
     def fulls(self) -> list[Tensor]:
         """Return the memory of the full weights, one tensor [W*S] per flat."""
@@ -253,12 +257,10 @@ class Unit:
 
     def full_views(self, buffer: Buffer) -> list[Tensor]:
         """View a buffer as one full tensor [W*S] per flat."""
-        views, start = [], 0
-        for flat in self.flats:
-            nbytes = _full_nbytes(flat)
-            views.append(buffer.bytes[start : start + nbytes].view(flat.compute))
-            start += round_up(nbytes, _FLAT_ALIGN)
-        return views
+        return [
+            buffer.bytes[start : start + _full_nbytes(flat)].view(flat.compute)
+            for flat, start in zip(self.flats, self._starts, strict=True)
+        ]
 
     def check_not_lost(self, place: int) -> None:
         """Check that the full weights at this byte of the buffer are those of before the backward's own steps.
@@ -266,17 +268,14 @@ class Unit:
         Raises:
             RuntimeError: they are not, in the words of PyTorch's own error.
         """
-        start = 0
-        for flat in self.flats if self.lost else ():
-            stop = start + _full_nbytes(flat)
-            if flat in self.lost and start <= place < stop:
+        for flat, start in zip(self.flats, self._starts, strict=True) if self.lost else ():
+            if flat in self.lost and start <= place < start + _full_nbytes(flat):
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"AdamW(in_backward=True) has stepped weights of unit {self.name!r} whose gradients were complete, "
                     "and this backward uses them once more (a use that brings no gradient, as of `weight.detach()`). "
                     "Use AdamW without in_backward"
                 )
-            start = round_up(stop, _FLAT_ALIGN)
 
     def bind(self) -> None:
         """Let the module's parameters be views of the full weights."""
@@ -296,13 +295,14 @@ class Unit:
                 f"unit {self.name!r}: a parameter was written to while it was sharded, which is lost. (PyTorch refuses "
                 "such writes, unless a parameter has one element.) Write into it inside `gathered()`"
             )
-        homes = (home for flat in self.flats for home in (flat.full, flat.placeholder) if home is not None)
-        keys = {storage_key(home) for home in homes}
-        if self.buffer is not None:
-            keys.add(self.buffer.key)
-        for flat in self.flats:
+        for flat, start in zip(self.flats, self._starts, strict=True):
+            placeholder = None if flat.placeholder is None else flat.placeholder.data_ptr()
+            full = None if flat.full is None else flat.full.data_ptr()
+            lent = None if self.buffer is None else self.buffer.bytes.data_ptr() + start
             for slot, param in zip(flat.layout.slots, flat.params, strict=True):
-                if storage_key(param) not in keys:
+                address = param.data_ptr()
+                home = address - slot.start * flat.compute.itemsize
+                if address != placeholder and home not in (full, lent) and slot.numel:
                     raise LayoutError(
                         f"parameter {slot.name!r} was given other memory (`.data = ...`, `.half()`, `.to(...)`), so it "
                         "is the sharded one no more. Write into it inside `gathered()`, and convert before wrapping"

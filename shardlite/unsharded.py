@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from shardlite.errors import PhaseError
-from shardlite.fill import Filler, is_fresh, unseen_by_checkpoints
+from shardlite.fill import Filler, is_fresh, outside_inference, unseen_by_checkpoints
 from shardlite.phase import Weights
 from shardlite.shared import Shared
 from shardlite.unit import Unit
@@ -90,7 +90,7 @@ class Unsharded:
     @staticmethod
     def _expire(unit: Unit) -> None:
         if unit.phase is Weights.IDLE and not is_fresh(unit):
-            with torch.inference_mode(False):
+            with outside_inference():
                 unit.unbind()
             unit.outdate()  # what autograd has saved would read as NaN
             unit.move(Weights.SHARDED)
@@ -102,12 +102,12 @@ class Unsharded:
             self._land(unit)
             unit.move(Weights.IDLE)
         self._expire(unit)
-        with torch.inference_mode(False), torch.no_grad():
+        with outside_inference(), torch.no_grad():
             unit.flight = self._filler.submit(self._filler.filling(unit))
 
     def _land(self, unit: Unit) -> None:
         if unit.phase is Weights.GATHERING:
             self._filler.finish(unit)
-            with torch.inference_mode(False):
+            with outside_inference():
                 unit.bind()
         unit.move(Weights.FULL)
