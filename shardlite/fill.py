@@ -26,6 +26,8 @@ from shardlite.shared import Shared
 from shardlite.unit import Flat, Unit
 from shardlite.wire import pack, place_own, unpack
 
+_AS_IT_IS = nullcontext()
+
 
 class Gathering(Protocol):
     """Who sees to it that full weights are there when they are used: `Gatherer` lends them, `Unsharded` keeps them."""
@@ -151,9 +153,9 @@ def unseen_by_checkpoints() -> AbstractContextManager[object]:
     modes = _get_current_dispatch_mode_stack()
     if any(isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode) for mode in modes):
         return _disable_current_modes()
-    return nullcontext()
+    return _AS_IT_IS
 
 
 def outside_inference() -> AbstractContextManager[object]:
     """Leave `inference_mode`: what was born in it could never be saved for a backward."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS

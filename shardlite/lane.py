@@ -55,12 +55,13 @@ class _HostFlight:
 
     def __init__(self) -> None:
         self._outcome: Future[None] = Future()
+        self._is_over = False
 
     def wait(self) -> None:
         self._outcome.result()
 
     def done(self) -> bool:
-        return self._outcome.done()
+        return self._is_over  # a future would take a lock to say so
 
     def wait_up_to(self, seconds: float) -> bool:
         try:
@@ -77,6 +78,7 @@ class _HostFlight:
             self._outcome.set_exception(error)
         else:
             self._outcome.set_result(None)
+        self._is_over = True
 
 
 class ThreadLane:

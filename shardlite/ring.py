@@ -11,10 +11,11 @@ Legend: `W` ranks, `r` this rank, `t` a step of the ring, `n` elements in the fu
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from types import TracebackType
+from typing import NamedTuple
 from zlib import crc32
 
 import torch
@@ -47,8 +48,7 @@ _NARROW = (torch.bfloat16, torch.float16)
 _SLOTS = 2  # staging chunks of a pipelined reduction: one is being added while the other is being filled
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """The name of a collective, in the same words on every rank: `Operation("all-gather of unit 'blocks.0'", 17)`.
 
     `sequence` tells repeated operations with one label apart.
@@ -142,7 +142,7 @@ def all_gather(
     cut = _cut(full, transport, cuts, chunk_bytes)
     if transport.world_size == 1:
         return
-    with _named(operation, full):
+    with _Named(operation, full):
         links = Links(transport, operation.tag(full, cut.offsets, transport.algorithm))
         plan = schedule.all_gather(transport.algorithm, transport.world_size, node=transport.node)
         spread(links, plan, cut.of(full, plan.parts))
@@ -206,7 +206,7 @@ def reduce_scatter(
     as_ring = transport.algorithm == "ring" and not transport.lends
     in_out = as_ring and staging is None and last is None and cut.even and shard.dtype == full.dtype
     slots = cut.chunks(shard) if in_out and _apart(shard, full) else _slots(full, cut, plan, transport, staging)
-    with _named(operation, full):
+    with _Named(operation, full):
         links = Links(transport, operation.tag(full, cut.offsets, transport.algorithm))
         add_up(links, plan, cut.of(full, plan.parts), last or _into(shard, divisor, stats), slots)
     return shard
@@ -235,7 +235,7 @@ def all_reduce(
         _check_flat("full", full)
         _check_arithmetic(full, divisor)
         cut = _cut(full, transport, cuts, chunk_bytes)
-        with _named(operation, full):
+        with _Named(operation, full):
             add_up_everywhere(Links(transport, operation.tag(full, cut.offsets, "whole")), full, cut.bounds, divisor)
         return
     # Both halves may share a tag: on each link all messages of the first are sent and expected before the second's.
@@ -272,7 +272,7 @@ def broadcast(
     if world_size == 1:
         return
     chunks = _split(full, _chunk_numel(full.dtype, chunk_bytes))
-    with _named(operation, full):
+    with _Named(operation, full):
         chain = schedule.broadcast(world_size, source, parts=len(chunks))
         spread(Links(transport, operation.tag(full)), chain, lambda _, part: [Chunk(0, chunks[part])])
 
@@ -375,6 +375,8 @@ def _slots(full: Tensor, cut: _Cut, plan: Schedule, transport: Transport, stagin
     """Cut the staging buffer, or a new one, into the slots where partial sums arrive."""
     length = cut.slot_numel(transport)
     needed = cut.slots(plan, transport) * length
+    if staging is None and not needed:
+        return ()
     if staging is None:
         staging = full.new_empty(needed)
     _check_like(full, staging, (full.dtype,), needed, staging.numel(), "staging")
@@ -440,13 +442,20 @@ def _check_arithmetic(full: Tensor, divisor: int) -> None:
         raise LayoutError(f"cannot divide a sum of {full.dtype} by {divisor}: integers take 1, floats 1 or more")
 
 
-@contextmanager
-def _named(operation: Operation, full: Tensor) -> Iterator[None]:
-    """Put the name of the operation before a transport's error, which knows only ranks and bytes."""
-    try:
-        yield
-    except CommError as error:
-        during = f", during {operation.during}" if operation.during else ""
-        what = f"{operation.label}{during} (operation {operation.sequence}, {full.numel()} elements of {full.dtype})"
-        others = "" if operation.notes is None else operation.notes.compare(what)
-        raise CommError(f"{what}: {error}{others}") from error
+class _Named(NamedTuple):
+    """Puts the name of an operation on `full` before a transport's error, which knows only ranks and bytes."""
+
+    operation: Operation
+    full: Tensor
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if isinstance(error, CommError):
+            operation, full = self
+            during = f", during {operation.during}" if operation.during else ""
+            which = f"operation {operation.sequence}, {full.numel()} elements of {full.dtype}"
+            what = f"{operation.label}{during} ({which})"
+            others = "" if operation.notes is None else operation.notes.compare(what)
+            raise CommError(f"{what}: {error}{others}") from error

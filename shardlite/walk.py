@@ -7,7 +7,6 @@ its chunks. Where a transport lends, what arrives is read where it lies; elsewhe
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -47,8 +46,7 @@ class LastHop(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class Links:
+class Links(NamedTuple):
     """The links of a rank in one operation."""
 
     transport: Transport

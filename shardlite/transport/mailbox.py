@@ -11,7 +11,7 @@ before, so whoever went to sleep on an older one wakes up, even if two ring at o
 """
 
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 from zlib import crc32
 
 from shardlite.transport import futex
@@ -25,8 +25,7 @@ _CONTENT = struct.Struct("<IIQQ")  # tag, kind, offset, bytes
 _BELL, _QUIT, _FIRST = 0, 1, 16
 
 
-@dataclass(frozen=True)
-class Announcement:
+class Announcement(NamedTuple):
     """A message that lies in the heap of its sender."""
 
     number: int
