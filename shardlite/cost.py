@@ -66,8 +66,8 @@ class Link:
 
 
 LINKS: Mapping[str, Link] = {
-    "shared_memory": Link(alpha=60e-6, beta=0.11e-9, gamma=0.04e-9, overhead=240e-6, overlaps=False),
-    "p2p": Link(alpha=0.0, beta=0.44e-9, gamma=0.23e-9, overhead=380e-6, overlaps=False),
+    "shared_memory": Link(alpha=15e-6, beta=0.13e-9, gamma=0.02e-9, overhead=155e-6, overlaps=False),
+    "p2p": Link(alpha=0.0, beta=0.48e-9, gamma=0.20e-9, overhead=280e-6, overlaps=False),
 }
 """Between CPU ranks, by the name of the transport.
 
@@ -158,7 +158,7 @@ def fit(rows: Sequence[Mapping[str, Any]], *, key: str = "ms_p50", overlaps: boo
 
 def predicted(row: Mapping[str, Any], link: Link) -> float:
     """Return the seconds that the model gives for a row of measurements, as for `fit`."""
-    return sum(time(plan, row["nbytes"], row["chunk_bytes"], link) for plan in _plans(row))
+    return sum(time(plan, nbytes, row["chunk_bytes"], link) for plan, nbytes in _plans(row))
 
 
 def plan_of(operation: Operation, algorithm: Algorithm, world_size: int, node: int = 1) -> Schedule:
@@ -224,10 +224,15 @@ _COSTS = ("alpha", "beta", "gamma", "overhead")
 _ROUNDS = 20
 
 
-def _plans(row: Mapping[str, Any]) -> Iterator[Schedule]:
+def _plans(row: Mapping[str, Any]) -> Iterator[tuple[Schedule, int]]:
+    """Yield the schedules of an operation one after the other, each with the bytes of its whole buffer."""
+    ranks, nbytes = row["ranks"], row["nbytes"]
+    if row["operation"] == "all-reduce" and row.get("messages") == ranks - 1:
+        yield plan_of("all-gather", "direct", ranks), ranks * nbytes  # a short one: everybody sends all to everybody
+        return
     operations: dict[str, tuple[Operation, ...]] = {"all-reduce": ("reduce-scatter", "all-gather")}
     for operation in operations.get(row["operation"], (row["operation"],)):
-        yield plan_of(operation, row["algorithm"], row["ranks"], row.get("node", 1))
+        yield plan_of(operation, row["algorithm"], ranks, row.get("node", 1)), nbytes
 
 
 def _fit(measured: Sequence[tuple[Mapping[str, Any], float]], overlaps: bool) -> Link:
