@@ -29,7 +29,6 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -47,7 +46,7 @@ from bench.ring_table import render
 from bench.table import RESULTS, Row, read_rows
 from shardlite.config import TransportName
 from shardlite.cost import LINKS, fit, predicted
-from shardlite.ring import CHUNK_BYTES
+from shardlite.cut import CHUNK_BYTES
 from shardlite.schedule import ALGORITHMS, IN_RING_ORDER
 from shardlite.transport import SharedMemoryTransport
 
@@ -187,7 +186,7 @@ def _fitted(rows: Sequence[Row]) -> list[Row]:
                     row |= _rounded({"predicted_ms": (1 + error) * row[key], "prediction_error": error})
             off = sorted(map(abs, errors))
             common = {name: ours[0][name] for name in ("transport", "ranks", "threads", *machine())}
-            found = {"key": key, **asdict(link), **_rounded({"error_p50": median(off), "error_max": off[-1]})}
+            found = {"key": key, **link._asdict(), **_rounded({"error_p50": median(off), "error_max": off[-1]})}
             links.append({"bench": "ring-fit", **common, "load": max(loads, default=None), **found})
     return links
 

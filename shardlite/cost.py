@@ -27,10 +27,9 @@ Legend: `W` ranks, `M` bytes in the whole buffer.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from shardlite import schedule
 from shardlite.schedule import ALGORITHMS, IN_RING_ORDER, Algorithm, Schedule
@@ -45,8 +44,7 @@ _WORTH = 0.99  # what a time must be a part of, for twice as many messages
 _EQUAL = 1 + 1e-9  # times that differ by rounding only
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(NamedTuple):
     """What messages between two ranks cost, in seconds. Any two ranks are linked alike."""
 
     alpha: float
@@ -252,7 +250,7 @@ def _shares(row: Mapping[str, Any], link: Link) -> list[float]:
     shares = []
     for name in _COSTS:
         step = 1e-7 * now / (row["nbytes"] if name in ("beta", "gamma") else row["ranks"])
-        more = predicted(row, replace(link, **{name: getattr(link, name) + step}))
+        more = predicted(row, link._replace(**{name: getattr(link, name) + step}))
         shares.append((more - now) / step)
     return shares
 

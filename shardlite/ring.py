@@ -10,10 +10,7 @@ Legend: `W` ranks, `r` this rank, `t` a step of the ring, `n` elements in the fu
 `[cuts[k], cuts[k+1])`. Without `cuts` it has `S = ceil(n/W)` elements, and the last ones may be shorter or empty.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from itertools import pairwise
+from collections.abc import Sequence
 from types import TracebackType
 from typing import NamedTuple
 from zlib import crc32
@@ -24,18 +21,11 @@ from shardlite_kernels import stats as write_stats
 from torch import Tensor
 
 from shardlite import schedule
+from shardlite.cut import CHUNK_BYTES, Cut, chunk_numel, cut_up, split
 from shardlite.errors import CommError, LayoutError
 from shardlite.schedule import IN_RING_ORDER, Schedule
 from shardlite.transport import Notes, Transport
-from shardlite.walk import BLOCK, Chunk, LastHop, Links, add_up, add_up_everywhere, spread
-
-CHUNK_BYTES = 8 << 20
-"""Bytes per message at most, equal on all ranks. By `cost.py` pieces are best sent whole; this bounds staging.
-
-A gloo message costs a rendezvous. Measured on 2 shared x86 cores over gloo, 16 MB of fp32, median ms of 40 interleaved
-runs: a reduce-scatter of 2 / 4 processes takes 21.6 / 111.6 with 128 KiB, 11.5 / 38.4 with 1 MiB, 8.1 / 31.7 with 4 MiB
-and 8.6 / 31.0 with 8 MiB; an all-gather 16.8 / 39.6, 6.2 / 25.0, 6.6 / 23.3 and 6.8 / 23.4.
-"""
+from shardlite.walk import Chunk, LastHop, Links, add_up, add_up_everywhere, spread
 
 SHORT = 32 << 10
 """Bytes of a buffer whose all-reduce is one round, where the transport lends."""
@@ -44,8 +34,6 @@ _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SUMMABLE = (*_FLOATS, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)  # what `hop` adds
 
 _NARROW = (torch.bfloat16, torch.float16)
-
-_SLOTS = 2  # staging chunks of a pipelined reduction: one is being added while the other is being filled
 
 
 class Operation(NamedTuple):
@@ -77,29 +65,13 @@ UNNAMED = Operation()
 """For a program that runs one collective at a time."""
 
 
-def segment_bounds(numel: int, world_size: int, cuts: Sequence[int] | None = None) -> list[tuple[int, int]]:
-    """Return `(start, stop)` of each rank's segment: between `cuts`, or `[0, S), [S, 2S), ...`, cut off at `numel`.
-
-    Raises:
-        LayoutError: `cuts` are not `W+1` ascending offsets from 0 to `numel`.
-    """
-    if cuts is None:
-        length = -(-numel // world_size)
-        cuts = [min(r * length, numel) for r in range(world_size + 1)]
-    bounds = list(pairwise(cuts))
-    ascending = all(start <= stop for start, stop in bounds)
-    if len(bounds) != world_size or not ascending or (cuts[0], cuts[-1]) != (0, numel):
-        raise LayoutError(f"cuts {list(cuts)} are not {world_size + 1} ascending offsets from 0 to {numel}")
-    return bounds
-
-
 def staging_numel(
     numel: int,
     transport: Transport,
     dtype: torch.dtype,
     *,
     cuts: Sequence[int] | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
     grain: int = 1,
 ) -> int:
     """Return how many elements of `dtype` the staging buffer of a reduction over `transport` needs.
@@ -111,8 +83,7 @@ def staging_numel(
     Raises:
         LayoutError: as `segment_bounds`.
     """
-    chunk = _chunk_numel(dtype, chunk_bytes, grain)
-    cut = _cut_of(numel, transport.world_size, None if cuts is None else tuple(cuts), chunk, grain)
+    cut = cut_up("reduce-scatter", numel, dtype, transport, cuts, chunk_bytes, grain)
     return cut.slots(_reduction(transport), transport) * cut.slot_numel(transport)
 
 
@@ -122,7 +93,7 @@ def all_gather(
     *,
     cuts: Sequence[int] | None = None,
     operation: Operation = UNNAMED,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> None:
     """Fill `full` [n] in place, given that segment `r` already holds this rank's shard.
 
@@ -139,7 +110,7 @@ def all_gather(
         CommError: a peer failed, is late or does another operation; `full` is then undefined.
     """
     _check_flat("full", full)
-    cut = _cut(full, transport, cuts, chunk_bytes)
+    cut = cut_up("all-gather", full.numel(), full.dtype, transport, cuts, chunk_bytes)
     if transport.world_size == 1:
         return
     with _Named(operation, full):
@@ -159,7 +130,7 @@ def reduce_scatter(
     last: LastHop | None = None,
     staging: Tensor | None = None,
     operation: Operation = UNNAMED,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> Tensor:
     """Add `full` [n] over the ranks and return segment `r` of the sum, divided by `divisor`.
 
@@ -194,7 +165,8 @@ def reduce_scatter(
     """
     _check_flat("full", full)
     _check_arithmetic(full, divisor)
-    cut = _cut(full, transport, cuts, chunk_bytes, grain=1 if stats is None and last is None else stats_block(full))
+    grain = 1 if stats is None and last is None else stats_block(full)
+    cut = cut_up("reduce-scatter", full.numel(), full.dtype, transport, cuts, chunk_bytes, grain)
     own = full[slice(*cut.bounds[transport.rank])]
     shard = own if out is None else out
     _check_out(own, shard)
@@ -220,7 +192,7 @@ def all_reduce(
     divisor: int = 1,
     staging: Tensor | None = None,
     operation: Operation = UNNAMED,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> None:
     """Add `full` [n] over the ranks in place and divide by `divisor`: a reduce-scatter, then an all-gather.
 
@@ -234,7 +206,7 @@ def all_reduce(
     if _is_at_once(full, transport):
         _check_flat("full", full)
         _check_arithmetic(full, divisor)
-        cut = _cut(full, transport, cuts, chunk_bytes)
+        cut = cut_up("reduce-scatter", full.numel(), full.dtype, transport, cuts, chunk_bytes)
         with _Named(operation, full):
             add_up_everywhere(Links(transport, operation.tag(full, cut.offsets, "whole")), full, cut.bounds, divisor)
         return
@@ -271,82 +243,10 @@ def broadcast(
         raise LayoutError(f"broadcast: no rank {source} in a world of {world_size}")
     if world_size == 1:
         return
-    chunks = _split(full, _chunk_numel(full.dtype, chunk_bytes))
+    chunks = split(full, chunk_numel(full.dtype, chunk_bytes))
     with _Named(operation, full):
         chain = schedule.broadcast(world_size, source, parts=len(chunks))
         spread(Links(transport, operation.tag(full)), chain, lambda _, part: [Chunk(0, chunks[part])])
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """How a full buffer is cut: one segment per rank, each in parts, and these in messages of `chunk` elements.
-
-    Parts and messages start at multiples of `grain` elements in their segment.
-    """
-
-    bounds: Sequence[tuple[int, int]]
-    chunk: int
-    grain: int = 1
-    _messages: dict[tuple[int, int, int], list[tuple[int, int, int]]] = field(default_factory=dict, compare=False)
-
-    @cached_property
-    def offsets(self) -> list[int]:
-        return [0, *(stop for _, stop in self.bounds)]
-
-    @cached_property
-    def longest(self) -> int:
-        return max(stop - start for start, stop in self.bounds)
-
-    @cached_property
-    def even(self) -> bool:
-        return len({stop - start for start, stop in self.bounds}) == 1
-
-    def slots(self, plan: Schedule, transport: Transport) -> int:
-        """Return how many slots there are for what arrives in a reduction."""
-        if transport.lends and not transport.batched:
-            return int(any(len(arrival.sources) > 1 for arrival in plan.program(transport.rank).arrivals))
-        if not transport.batched:
-            return _SLOTS if self.longest else 0
-        at_once = max((sum(each.target == transport.rank for each in step) for step in plan.steps), default=0)
-        return at_once * -(-self.longest // self.chunk)
-
-    def slot_numel(self, transport: Transport) -> int:
-        """Return how many elements a slot has."""
-        most = BLOCK if transport.lends and not transport.batched else self.chunk
-        return min(most, self.longest)
-
-    def chunks(self, segment: Tensor) -> Sequence[Tensor]:
-        """Cut a segment, or a buffer of another dtype that goes with it, into messages."""
-        return _split(segment, self.chunk)
-
-    def of(self, full: Tensor, parts: int = 1) -> Callable[[int, int], Sequence[Chunk]]:
-        """Return what gives the messages of a segment's part."""
-
-        def pieces(segment: int, part: int) -> Sequence[Chunk]:
-            key = segment, part, parts
-            if key not in self._messages:
-                self._messages[key] = list(self._of_part(*key))
-            return [Chunk(place, full[first:stop]) for place, first, stop in self._messages[key]]
-
-        return pieces
-
-    def _of_part(self, segment: int, part: int, parts: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the messages of a segment's part: their places in the segment, where they start, and where they end."""
-        start, stop = self.bounds[segment]
-        length = -(-(stop - start) // (parts * self.grain)) * self.grain
-        end = min(start + (part + 1) * length, stop)
-        for first in range(start + part * length, end, self.chunk):
-            yield first - start, first, min(first + self.chunk, end)
-
-
-def _cut(full: Tensor, transport: Transport, cuts: Sequence[int] | None, chunk_bytes: int, *, grain: int = 1) -> _Cut:
-    chunk = _chunk_numel(full.dtype, chunk_bytes, grain)
-    return _cut_of(full.numel(), transport.world_size, None if cuts is None else tuple(cuts), chunk, grain)
-
-
-@lru_cache(maxsize=1024)
-def _cut_of(numel: int, world_size: int, cuts: tuple[int, ...] | None, chunk: int, grain: int) -> _Cut:
-    return _Cut(segment_bounds(numel, world_size, cuts), chunk, grain)
 
 
 def _is_at_once(full: Tensor, transport: Transport) -> bool:
@@ -359,19 +259,7 @@ def _reduction(transport: Transport) -> Schedule:
     return schedule.reduce_scatter(transport.algorithm, transport.world_size, node=transport.node)
 
 
-def _chunk_numel(dtype: torch.dtype, chunk_bytes: int, grain: int = 1) -> int:
-    """Return the elements of a message: a multiple of `grain`, and more than `chunk_bytes` only if that is more."""
-    return max(1, chunk_bytes // (dtype.itemsize * grain)) * grain
-
-
-def _split(segment: Tensor, chunk: int) -> Sequence[Tensor]:
-    """Cut a segment into messages; an empty one has none."""
-    if segment.numel() <= chunk:  # `torch.split` takes longer than a short message
-        return (segment,) if segment.numel() else ()
-    return torch.split(segment, chunk)
-
-
-def _slots(full: Tensor, cut: _Cut, plan: Schedule, transport: Transport, staging: Tensor | None) -> Sequence[Tensor]:
+def _slots(full: Tensor, cut: Cut, plan: Schedule, transport: Transport, staging: Tensor | None) -> Sequence[Tensor]:
     """Cut the staging buffer, or a new one, into the slots where partial sums arrive."""
     length = cut.slot_numel(transport)
     needed = cut.slots(plan, transport) * length
@@ -380,7 +268,7 @@ def _slots(full: Tensor, cut: _Cut, plan: Schedule, transport: Transport, stagin
     if staging is None:
         staging = full.new_empty(needed)
     _check_like(full, staging, (full.dtype,), needed, staging.numel(), "staging")
-    return _split(staging[:needed], length)
+    return split(staging[:needed], length)
 
 
 def _into(shard: Tensor, divisor: int, stats: Tensor | None) -> LastHop:

@@ -13,6 +13,7 @@ FLOORS = [
     ["cost", "layout", "phase", "trace", "order", "agenda", "ledger"],
     ["transport"],
     ["agree", "walk", "traffic", "magnitude"],
+    ["cut"],
     ["ring"],
     ["arena", "lane"],
     ["unit", "shared"],

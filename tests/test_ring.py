@@ -5,8 +5,9 @@ from datetime import timedelta
 import pytest
 import torch
 
+from shardlite.cut import segment_bounds
 from shardlite.errors import CommError, LayoutError
-from shardlite.ring import Operation, all_gather, all_reduce, broadcast, reduce_scatter, segment_bounds, staging_numel
+from shardlite.ring import Operation, all_gather, all_reduce, broadcast, reduce_scatter, staging_numel
 from shardlite.transport import local_world
 from tests.cluster import run_local
 from tests.ring_cases import (

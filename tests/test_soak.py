@@ -11,7 +11,8 @@ import torch
 
 from shardlite import schedule
 from shardlite.config import Route
-from shardlite.ring import Operation, all_gather, all_reduce, broadcast, reduce_scatter, segment_bounds
+from shardlite.cut import segment_bounds
+from shardlite.ring import Operation, all_gather, all_reduce, broadcast, reduce_scatter
 from shardlite.transport import connect, meet
 from shardlite.transport.mailbox import PLACES
 from tests.delays import Delayed

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shardlite.cost import Link
 from shardlite.schedule import Algorithm
 
 
@@ -91,6 +92,9 @@ class Transport(Protocol):
     algorithm: Algorithm
     """The schedule that collectives take."""
 
+    link: Link | None
+    """What messages cost, if that is known: by it `ring` chooses how long they are. The same on all ranks."""
+
     node: int
     """How many ranks there are per node, for the hierarchical schedule; otherwise 1."""
 
@@ -125,6 +129,7 @@ class Plain:
 
     lends = False
     algorithm: Algorithm = "ring"
+    link: Link | None = None
     node: int = 1
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
@@ -170,6 +175,7 @@ class Around:
         self.blocking = transport.blocking
         self.lends = transport.lends
         self.algorithm = transport.algorithm
+        self.link = transport.link
         self.node = transport.node
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:

@@ -147,11 +147,12 @@ def _by(choice: Choice, route: Route, group: dist.ProcessGroup) -> Choice:
     A transport whose links were not measured has the algorithm of its class.
     """
     transport = choice.transport
+    transport.link = link = LINKS.get(_LINKS_OF.get(type(transport), ""))
     if route.algorithm != "auto":
         transport.algorithm = route.algorithm
         if route.algorithm == "hierarchical":
             transport.node = nodes_of(group)
-    elif (link := LINKS.get(_LINKS_OF.get(type(transport), ""))) is not None and transport.world_size > 1:
+    elif link is not None and transport.world_size > 1:
         transport.algorithm = best_algorithm(_UNIT, transport.world_size, link)
     return choice
 
