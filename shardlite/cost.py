@@ -109,7 +109,12 @@ def best_chunk(plan: Schedule, nbytes: int, link: Link, *, least: int = LEAST_CH
     Twice as many messages have to save a hundredth of the time at least. None is shorter than `least`, unless the piece
     is, nor longer than `most`, which bounds what a reduction stages. Chunks must be equal on all ranks: so all ask with
     the same numbers.
+
+    Where additions do not overlap, a ring and direct messages keep their links busy as it is: then nothing has to be
+    played through, which would take W^2 steps.
     """
+    if not link.overlaps and plan.algorithm in IN_RING_ORDER:
+        return _longest_chunk(plan, nbytes, most)
     return _best_chunk(plan, nbytes, link, least, most)[0]
 
 
@@ -139,10 +144,11 @@ def best_algorithm(
 def fit(rows: Sequence[Mapping[str, Any]], *, key: str = "ms_p50", overlaps: bool | None = None) -> Link:
     """Return the link that explains measured times best: least squares of relative errors, no cost negative.
 
-    A row has `operation` (one of `Operation`, or `"all-reduce"`), `algorithm`, `ranks`, `nbytes`, `chunk_bytes` and
-    milliseconds under `key`. Times are linear in the four costs as long as the same messages are waited for, so a few
-    rounds of linear fits suffice. What cannot be told apart is put into one number: `alpha` and `overhead` take a
-    schedule with several messages per step, or different numbers of chunks. Without `overlaps` both ways are tried.
+    A row has `operation` (one of `Operation`, or `"all-reduce"`), `algorithm`, `ranks`, `nbytes`, `chunk_bytes`, and
+    milliseconds under `key`; one of an all-reduce also `messages`, how many a rank sends: `W-1` if it was one round.
+    Times are linear in the four costs as long as the same messages are waited for, so a few rounds of linear fits
+    suffice. What cannot be told apart is put into one number: `alpha` and `overhead` take a schedule with several
+    messages per step, or different numbers of chunks. Without `overlaps` both ways are tried.
 
     Raises:
         ValueError: no rows.
@@ -179,13 +185,18 @@ def _piece(plan: Schedule, nbytes: int) -> int:
     return -(-nbytes // (plan.segments * plan.parts))
 
 
+def _longest_chunk(plan: Schedule, nbytes: int, most: int | None) -> int:
+    """Return the bytes of a message if a piece is cut in as few as may be, equally long."""
+    piece = max(1, _piece(plan, nbytes))
+    return piece if most is None else -(-piece // -(-piece // max(1, most)))
+
+
 def _best_chunk(
     plan: Schedule, nbytes: int, link: Link, least: int = LEAST_CHUNK, most: int | None = None
 ) -> tuple[int, float]:
     """Return it with its time. More chunks first save waits and then cost messages, so the search ends at the turn."""
-    piece = max(1, _piece(plan, nbytes))
-    count = 1 if most is None else -(-piece // max(1, most))
-    best = -(-piece // count)
+    piece, best = max(1, _piece(plan, nbytes)), _longest_chunk(plan, nbytes, most)
+    count = -(-piece // best)
     shortest = time(plan, nbytes, best, link)
     while 2 * count <= _MOST_CHUNKS and (chunk := -(-piece // (2 * count))) >= least:
         seconds = time(plan, nbytes, chunk, link)

@@ -72,13 +72,16 @@ class _HostFlight:
 
     def run(self, operation: Callable[[], None]) -> None:
         """Carry out `operation` and keep its outcome."""
+        failure: BaseException | None = None
         try:
             operation()
         except BaseException as error:
-            self._outcome.set_exception(error)
-        else:
+            failure = error
+        self._is_over = True  # before anybody who waits goes on
+        if failure is None:
             self._outcome.set_result(None)
-        self._is_over = True
+        else:
+            self._outcome.set_exception(failure)
 
 
 class ThreadLane:

@@ -37,11 +37,13 @@ class _Rooms(threading.local):
 
     def of(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Room for some elements of a chunk."""
-        kept = self._kept.get((name, dtype))
-        if kept is None or len(kept) < numel:
+        room = self._kept.get((name, dtype))
+        if room is None or len(room) < numel:
             with torch.inference_mode(False):  # other steps may be in another mode
-                kept = self._kept[name, dtype] = torch.empty(numel, dtype=dtype, device="cpu")
-        return kept[:numel]
+                room = torch.empty(numel, dtype=dtype, device="cpu")
+            if type(room) is Tensor:  # a mode may make others, which are of no use outside of it
+                self._kept[name, dtype] = room
+        return room[:numel]
 
 
 _rooms = _Rooms()

@@ -124,7 +124,7 @@ class Completed:
 class Plain:
     """What most transports have in common: what arrives is written to where it is expected, and any memory is as good.
 
-    `connect` sets the algorithm.
+    `connect` sets the algorithm and the link.
     """
 
     lends = False

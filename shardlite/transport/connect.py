@@ -142,9 +142,9 @@ _UNIT = 1 << 20
 
 
 def _by(choice: Choice, route: Route, group: dist.ProcessGroup) -> Choice:
-    """Set the algorithm of a transport: what was asked for, or the fastest by the model of links that keeps the bits.
+    """Set a transport's link, and its algorithm: what was asked for, or the fastest by the link that keeps the bits.
 
-    A transport whose links were not measured has the algorithm of its class.
+    A transport whose links were not measured has no link, and the algorithm of its class.
     """
     transport = choice.transport
     transport.link = link = LINKS.get(_LINKS_OF.get(type(transport), ""))
