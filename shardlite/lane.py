@@ -72,16 +72,14 @@ class _HostFlight:
 
     def run(self, operation: Callable[[], None]) -> None:
         """Carry out `operation` and keep its outcome."""
-        failure: BaseException | None = None
         try:
             operation()
         except BaseException as error:
-            failure = error
-        self._is_over = True  # before anybody who waits goes on
-        if failure is None:
-            self._outcome.set_result(None)
+            self._is_over = True  # before anybody who waits goes on
+            self._outcome.set_exception(error)
         else:
-            self._outcome.set_exception(failure)
+            self._is_over = True
+            self._outcome.set_result(None)
 
 
 class ThreadLane:
