@@ -1,31 +1,51 @@
-# `make demo` and `make test` set everything up by themselves: a virtual environment in .venv with the tested versions.
+# Every target sets up by itself what it needs, with the tested versions, in a virtual environment in .venv.
 PYTHON ?= python3
 RANKS ?=
+ARGS ?=
 BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
+# Two workers: each has a cluster of two ranks, which wait for each other about as often as they compute.
+# Groups of tests begin in the order of tests/conftest.py.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test test-all lint bench clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-6s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
 
-.venv/ready: pyproject.toml constraints.txt
+.venv/for-demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(INSTALL) '.[demo]'
 	@touch $@
 
-demo: .venv/ready  ## train a GPT on real text on each GPU, or over 2 ranks (RANKS=4 for more)
+.venv/for-test: .venv/for-demo
+	$(INSTALL) '.[test]'
+	@touch $@
+
+.venv/for-test-all: .venv/for-test
+	$(INSTALL) '.[test,examples]'
+	@touch $@
+
+.venv/for-lint: .venv/for-test
+	$(INSTALL) '.[test,lint]'
+	@touch $@
+
+demo: .venv/for-demo  ## train a GPT on real text on each GPU, or over 2 ranks (RANKS=4 for more)
 	$(BIN)/shardlite train $(if $(RANKS),--ranks $(RANKS))
 
-test: .venv/ready  ## run the whole test suite
-	$(BIN)/python -m pytest
+test: .venv/for-test  ## run the tests in minutes; ARGS="-k ring" passes arguments on to pytest
+	$(PYTEST) -m "not slow" $(ARGS)
 
-lint: .venv/ready  ## format check, linter, type checker
+test-all: .venv/for-test-all  ## run all tests, the slow ones and those of the examples included
+	$(PYTEST) $(ARGS)
+
+lint: .venv/for-lint  ## format check, linter, type checker
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: .venv/ready  ## step time and memory beside FSDP2 and DDP; rows go to bench/results
+bench: .venv/for-demo  ## step time and memory beside FSDP2 and DDP; rows go to bench/results
 	$(BIN)/python -m bench.step --ranks $(or $(RANKS),2)
 
 clean:  ## remove the virtual environment and what the demo wrote

@@ -80,11 +80,24 @@ def compiled_row(case_and_target: tuple[int, str], *, hinted: bool = True, count
     }
 
 
-def compiled_rows(numbers: Sequence[int], targets: Sequence[str], **settings: Any) -> list[Row]:
-    """A `compiled_row` for each case of these numbers and each target: those of a case follow each other."""
+def compiled_rows(
+    numbers: Sequence[int], targets: Sequence[str], *, workers: int = WORKERS, **settings: Any
+) -> list[Row]:
+    """A `compiled_row` for each case of these numbers and each target: those of a case follow each other.
+
+    Starting `workers` takes as long as compiling some ten kernels; with 0 this process compiles.
+    """
+    compiled, todo = partial(compiled_row, **settings), product(numbers, targets)
+    if not workers:
+        return list(map(compiled, todo))
     # New processes and not forks, because torch has threads.
-    with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
-        return list(pool.map(partial(compiled_row, **settings), product(numbers, targets)))
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        return list(pool.map(compiled, todo))
+
+
+def numbers_of(lines: Sequence[str]) -> list[int]:
+    """The numbers of cases with one of these lines of the table, or with one of these kernels; of all, without any."""
+    return [i for i, case in enumerate(cases()) if not lines or {case.kernel, case.line} & {*lines}]
 
 
 def problems(row: Row) -> list[str]:
@@ -172,6 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=Path, help="compile nothing: read what --json printed")
     parser.add_argument("--unhinted", action="store_true", help="as if nothing was known about lengths")
     parser.add_argument("--long", action="store_true", help="as for 2^31 elements and more: lengths have 64 bits")
+    parser.add_argument("--workers", type=int, default=WORKERS, help="processes that compile; 0: this one")
     parser.add_argument("--json", action="store_true", help="print rows, one JSON object a line")
     parser.add_argument("--write", action="store_true", help="put the table into kernels/README.md")
     parser.add_argument("--check", action="store_true", help="compare these lines with the table there")
@@ -183,11 +197,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET is set: nothing would be compiled")
     else:
-        numbers = [i for i, case in enumerate(cases()) if not asked.lines or {case.kernel, case.line} & {*asked.lines}]
+        numbers = numbers_of(asked.lines)
         if not numbers:
             parser.error(f"there is no line of these names: {asked.lines}")
         settings = {"hinted": not asked.unhinted, "counts": "i64" if asked.long else "i32"}
-        rows = compiled_rows(numbers, asked.target or list(TARGETS), **settings)
+        rows = compiled_rows(numbers, asked.target or list(TARGETS), workers=asked.workers, **settings)
     wrong = [problem for row in rows for problem in problems(row)]
     print("\n".join(map(json.dumps, rows)) if asked.json else render(rows))
     if asked.write and not wrong:

@@ -67,17 +67,22 @@ class TooMuch(MemoryError):  # noqa: N818 (an answer)
 def run_rank(trial: Trial, folder: Path) -> None:
     """Be one of the ranks, and leave the outcome in `folder`."""
     with process_group() as device:
-        try:
-            measure = on_gpu if device.type == "cuda" else on_cpu
-            losses, peak = measure(trial, device)
-            outcome = judged(losses, peak)
-        except Exception as error:
-            outcome = Outcome() if ran_out(error) else Outcome(error=described(error))
+        outcome = attempt(trial, device)
         unfinished = folder / f"{dist.get_rank()}"
         unfinished.write_text(json.dumps(asdict(outcome)))
         unfinished.rename(unfinished.with_suffix(".json"))
         if not outcome.fits:
             os._exit(1)  # at once, for peers may wait for messages that will not come
+
+
+def attempt(trial: Trial, device: torch.device) -> Outcome:
+    """Train, and say what became of it, whatever that is."""
+    try:
+        measure = on_gpu if device.type == "cuda" else on_cpu
+        losses, peak = measure(trial, device)
+        return judged(losses, peak)
+    except Exception as error:
+        return Outcome() if ran_out(error) else Outcome(error=described(error))
 
 
 def train(trial: Trial, device: torch.device) -> list[float]:

@@ -4,14 +4,15 @@ import pickle
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from shardlite.errors import LayoutError
 from shardlite.transport import Groups
 
-_latest = [0]
-"""The number of the model that this rank has wrapped last."""
+_latest: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()
+"""The number of the model that this rank has wrapped last, by its default process group: a process may have several."""
 
 
 def agree(groups: Groups, facts: Sequence[str], problem: Exception | None) -> None:
@@ -67,12 +68,14 @@ def number(groups: Groups) -> tuple[int, int]:
 
     The two together are a name in the whole world.
     """
-    highest, first = _latest[0] + 1, dist.get_rank()
+    world = dist.group.WORLD
+    assert world is not None, "models are wrapped over process groups"
+    highest, first = _latest.get(world, 0) + 1, dist.get_rank()
     for group in groups.all:
         told = [(highest, first)] * dist.get_world_size(group)
         dist.all_gather_object(told, (highest, first), group=group)
         highest, first = max(n for n, _ in told), min(rank for _, rank in told)
-    _latest[0] = highest
+    _latest[world] = highest
     return highest, first
 
 

@@ -15,7 +15,9 @@ from shardlite.unit import Unit
 STAGES = (0, 1, 2, 3)
 """Those of ZeRO."""
 
-_wrapped = WeakTensorKeyDictionary()  # parameters that were ever sharded: they hold nothing by themselves
+_wrapped = WeakTensorKeyDictionary()
+"""Parameters that were ever sharded: they hold nothing by themselves. One table per process serves ranks that are
+threads, too: entries are set and looked up one by one, by identity, and a parameter is that of one rank."""
 
 
 def mark_wrapped(units: Iterable[Unit]) -> None:

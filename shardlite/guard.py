@@ -11,7 +11,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -27,25 +27,31 @@ from shardlite.stepping import Stepping
 WHOLE_MATRICES = {"Muon", "Adafactor", "LBFGS"}
 """Optimizers of PyTorch that are not elementwise."""
 
-_models: "WeakSet[Stepping]" = WeakSet()
-_generation = 0  # how many models there have been: what was looked up before the latest is looked up again
-_stepping: "WeakKeyDictionary[Optimizer, tuple[int, int, list[ref[Stepping]]]]" = WeakKeyDictionary()
+# PyTorch's hooks are one per process, and so are these tables. They are safe where ranks are threads of a process: each
+# entry belongs to tensors or an optimizer of one rank, is found by their identity, and is read or written by one
+# operation of a dictionary.
+
+_models: "WeakValueDictionary[int, Stepping]" = WeakValueDictionary()
+"""The model of each shard, and of each parameter that was sharded, by its id. A model keeps its parameters alive, so an
+id is that of another object only once the entry is gone."""
+
+_known: "WeakKeyDictionary[Optimizer, tuple[int, list[ref[Stepping]]]]" = WeakKeyDictionary()
+"""For each optimizer the number of its parameters when they were looked up last, and the models that were found."""
 
 
 def watch(model: Stepping) -> None:
     """Let a model hear of the steps of all optimizers that hold any of its shards."""
-    global _generation
-    _models.add(model)
-    _generation += 1
+    for param in model.shards.all_params():
+        _models[id(param)] = model
+    _known.clear()  # an optimizer may hold parameters that were sharded just now
 
 
 def state_of_optimizers(model: Stepping) -> Iterator[Tensor]:
     """Yield what the optimizers that have stepped a model hold: their states and, if they have any, `tables()`."""
-    for optimizer, (_, _, models) in _stepping.items():
-        if any(each() is model for each in models):
-            tables = getattr(optimizer, "tables", list)
-            leaves = tree_leaves([*optimizer.state.values(), *tables()])
-            yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))
+    for optimizer in model.optimizers:
+        tables = getattr(optimizer, "tables", list)
+        leaves = tree_leaves([*optimizer.state.values(), *tables()])
+        yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
 # ---- steps ----------------------------------------------------------------------------------------------------------
@@ -103,36 +109,50 @@ def _after(optimizer: Optimizer, *_: Any) -> None:
 def _models_of(optimizer: Optimizer) -> list[Stepping]:
     """Return the wrapped models that an optimizer steps, looked up again when its parameters or the models change."""
     count = sum(len(group["params"]) for group in optimizer.param_groups)
-    known = _stepping.get(optimizer)
-    if known is None or known[:2] != (count, _generation):
-        known = (count, _generation, [ref(model) for model in _find(optimizer)])
-        _stepping[optimizer] = known
-    return [model for each in known[2] if (model := each()) is not None]
+    known = _known.get(optimizer)
+    if known is None or known[0] != count:
+        known = _known[optimizer] = (count, [ref(model) for model in _find(optimizer)])
+    return _alive(known[1])
 
 
-def _find(optimizer: Optimizer) -> Iterable[Stepping]:
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    for model in list(_models):
-        unsharded = model.shards.names_of_unsharded()
-        for wrong in held & unsharded.keys():
-            raise LayoutError(
-                f"{type(optimizer).__name__} holds the unsharded parameter {unsharded[wrong]!r}, which gets no "
-                "gradient: it was built before the model was wrapped. Build it from `model.parameters()` of the "
-                "ShardLite model"
-            )
-        if held & {id(shard) for shard in model.shards}:
-            if model.shards.are_split and not getattr(optimizer, "steps_split_weights", False):
-                raise LayoutError(
-                    f"{type(optimizer).__name__} would step the upper part of weights that are split "
-                    '(master="split24") and know nothing of the rest: use shardlite.AdamW, or a master in fp32'
-                )
-            kinds = {kind.__name__ for kind in type(optimizer).__mro__}
-            if model.shards.are_parts and kinds & WHOLE_MATRICES:
-                raise LayoutError(
-                    f"{type(optimizer).__name__} computes with whole parameters or all of them together, and would "
-                    "train something else on shards: use an elementwise optimizer (SGD, AdamW, ...), or stage 0"
-                )
-            yield model
+def _find(optimizer: Optimizer) -> list[Stepping]:
+    """Return the wrapped models that an optimizer holds parameters of. Raises if it cannot step them."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    models = _models_with(params)
+    for model in models:
+        _check(optimizer, model, params)
+    return models
+
+
+def _alive(models: Iterable[ref[Stepping]]) -> list[Stepping]:
+    """Return those that live, each once."""
+    return list(dict.fromkeys(model for each in models if (model := each()) is not None))
+
+
+def _models_with(params: Iterable[Tensor]) -> list[Stepping]:
+    """Return the wrapped models whose shards, or sharded parameters, are among `params`."""
+    return list(dict.fromkeys(model for param in params if (model := _models.get(id(param))) is not None))
+
+
+def _check(optimizer: Optimizer, model: Stepping, params: Iterable[Tensor]) -> None:
+    """Raise if an optimizer cannot step `params`, some of which are of a wrapped model."""
+    unsharded = model.shards.first_unsharded(params)
+    if unsharded is not None:
+        raise LayoutError(
+            f"{type(optimizer).__name__} holds the unsharded parameter {unsharded!r}, which gets no gradient: it was "
+            "built before the model was wrapped. Build it from `model.parameters()` of the ShardLite model"
+        )
+    if model.shards.are_split and not getattr(optimizer, "steps_split_weights", False):
+        raise LayoutError(
+            f"{type(optimizer).__name__} would step the upper part of weights that are split "
+            '(master="split24") and know nothing of the rest: use shardlite.AdamW, or a master in fp32'
+        )
+    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+    if model.shards.are_parts and kinds & WHOLE_MATRICES:
+        raise LayoutError(
+            f"{type(optimizer).__name__} computes with whole parameters or all of them together, and would "
+            "train something else on shards: use an elementwise optimizer (SGD, AdamW, ...), or stage 0"
+        )
 
 
 # ---- gradient scalers -----------------------------------------------------------------------------------------------
@@ -194,16 +214,14 @@ def _clip(original: Callable[..., None]) -> Callable[..., None]:
         Those of shards are not even read where the factor is 1.
         """
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        for model in list(_models):
-            unsharded = model.shards.names_of_unsharded()
-            for param in params:
-                if id(param) in unsharded:
-                    raise LayoutError(
-                        f"clip_grad_norm_ was given the unsharded parameter {unsharded[id(param)]!r}, which has no "
-                        "gradient: give it parameters() of the ShardLite model, not those of a module around or in it"
-                    )
-            if {id(shard) for shard in model.shards} & {id(param) for param in params}:
-                model.refuse("clip_grad_norm_")
+        for model in _models_with(params):
+            unsharded = model.shards.first_unsharded(params)
+            if unsharded is not None:
+                raise LayoutError(
+                    f"clip_grad_norm_ was given the unsharded parameter {unsharded!r}, which has no "
+                    "gradient: give it parameters() of the ShardLite model, not those of a module around or in it"
+                )
+            model.refuse("clip_grad_norm_")
         owner, shards = _owner([param.grad for param in params if param.grad is not None])
         if owner is None:
             original(params, max_norm, total_norm, foreach)
@@ -219,8 +237,8 @@ def _owner(grads: Sequence[Tensor]) -> tuple[Stepping | None, set[nn.Parameter]]
     Raises:
         LayoutError: they are of several models, or only some are of a wrapped one.
     """
-    wanted = {id(grad) for grad in grads}
-    for model in list(_models):
+    wanted = {id(grad) for grad in grads}  # a gradient does not know its parameter: look at those of all models
+    for model in _alive(_models.valuerefs()):  # taken at once: other threads may add to the table meanwhile
         shards = {shard for shard in model.shards if shard.grad is not None and id(shard.grad) in wanted}
         if len(shards) == len(wanted) and shards:
             return model, shards

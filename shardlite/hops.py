@@ -10,7 +10,7 @@ Between the first gradient and `step()` nothing can be taken back: weights that 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from weakref import WeakMethod
 
 import torch
@@ -32,8 +32,7 @@ class Hops:
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._done: set[Tensor] = set()
         self._alarm = _Alarm()
-        self.paused: Counter[Tensor] = Counter()
-        """How many ask for the gradient of each parameter to be left alone."""
+        self._paused: Counter[Tensor] = Counter()  # how many ask for the gradient of each to be left alone
 
     @property
     def is_open(self) -> bool:
@@ -44,7 +43,7 @@ class Hops:
         """Call `step(param)` when autograd has put its gradient there, unless paused."""
 
         def take(param: Tensor) -> None:
-            if (now := step()) is None or self.paused[param]:
+            if (now := step()) is None or self._paused[param]:
                 return
             if param in self._done:
                 param.grad = None  # it is of a backward that is refused
@@ -53,6 +52,17 @@ class Hops:
 
         if param not in self._handles:
             self._handles[param] = param.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+
+    def pause(self, params: Collection[Tensor]) -> None:
+        """Leave the gradients of `params` alone until `resume`."""
+        self._paused.update(params)
+
+    def resume(self, params: Collection[Tensor]) -> None:
+        """Undo one `pause`. It touches these parameters only: others may be those of another thread."""
+        self._paused.subtract(params)
+        for param in params:
+            if self._paused[param] == 0:
+                del self._paused[param]
 
     def release(self, param: Tensor) -> None:
         """Step a parameter no more by a hook of its own."""

@@ -7,12 +7,11 @@ backward brings. Nothing here knows about units, ranks or communication.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakMethod, WeakSet
+from weakref import WeakMethod, WeakValueDictionary
 
 import torch
 from shardlite_kernels import FORMATS
@@ -26,7 +25,9 @@ from shardlite.options import FOREIGN_OPTIONS, check_group, check_loaded, check_
 from shardlite.slots import Part, Slot, canonical, check_state
 from shardlite.stepplan import Plan, active, by_counts, update
 
-_living: WeakSet[AdamW] = WeakSet()
+_living: WeakValueDictionary[int, AdamW] = WeakValueDictionary()
+"""All optimizers of the process, by id. Ranks that are threads share the table, and find each their own by its
+parameters."""
 
 
 class AdamW(Optimizer):
@@ -100,7 +101,7 @@ class AdamW(Optimizer):
         self._hops = Hops(WeakMethod(self._begin_hops)) if in_backward else None
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "max_update": max_update}
         super().__init__(params, defaults)
-        _living.add(self)
+        _living[id(self)] = self
 
     @property
     def clips_by_norm(self) -> bool:
@@ -163,7 +164,7 @@ class AdamW(Optimizer):
             for group in self.param_groups:
                 self._catch(group["params"])
         self._current_plan().adopt(self.state)
-        _living.add(self)
+        _living[id(self)] = self
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -282,6 +283,8 @@ class AdamW(Optimizer):
         """Hold `shards[param]` instead of `param` from now on; see `adopt`."""
         params = [param for group in self.param_groups for param in group["params"]]
         held = {param: shards[param] for param in params if shards.get(param, param) is not param}
+        if not held:
+            return
         states: dict[Tensor, Any] = {}
         for param, shard in held.items():
             if param in self.state:
@@ -294,7 +297,7 @@ class AdamW(Optimizer):
             if self._hops is not None:
                 self._hops.release(param)
         self.state.update(states)
-        self._plan = None if held else self._plan
+        self._plan = None
 
     def _plan_of_now(self) -> Plan:
         """The plan of the step that is open or, if none is, the current one."""
@@ -321,7 +324,7 @@ def adopt(shards: Mapping[Tensor, nn.Parameter], part: Callable[[Tensor, Tensor]
     Raises:
         ValueError: a part has not the shape of its shard; the optimizer at which this happened is unchanged.
     """
-    for optimizer in list(_living):
+    for optimizer in _optimizers():
         optimizer._exchange(shards, part)
 
 
@@ -331,7 +334,7 @@ def steps_in_backward(names: Callable[[], Mapping[Tensor, str]]) -> AdamW | None
     Raises:
         LayoutError: there are several, or it does not hold all that are trainable.
     """
-    candidates = [optimizer for optimizer in _living if optimizer.in_backward]
+    candidates = [optimizer for optimizer in _optimizers() if optimizer.in_backward]
     shards = names() if candidates else {}
     found = [o for o in candidates if any(param in shards for group in o.param_groups for param in group["params"])]
     if not found:
@@ -351,14 +354,19 @@ def steps_in_backward(names: Callable[[], Mapping[Tensor, str]]) -> AdamW | None
 def accumulating(params: Iterable[Tensor]) -> Iterator[None]:
     """Let optimizers leave the gradients of these parameters alone in backwards inside."""
     wanted = set(params)
-    paused = [optimizer._hops for optimizer in _living if optimizer._hops is not None]
+    paused = [optimizer._hops for optimizer in _optimizers() if optimizer._hops is not None]
     for hops in paused:
-        hops.paused.update(wanted)
+        hops.pause(wanted)
     try:
         yield
     finally:
         for hops in paused:
-            hops.paused = hops.paused - Counter(wanted)
+            hops.resume(wanted)
+
+
+def _optimizers() -> list[AdamW]:
+    """Return all that live, whatever other threads add meanwhile."""
+    return [optimizer for each in _living.valuerefs() if (optimizer := each()) is not None]
 
 
 @dataclass(frozen=True)

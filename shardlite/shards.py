@@ -1,6 +1,6 @@
 """The shards of one wrapped model, as optimizers see them, and what must not be done to them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +39,9 @@ class Shards:
         }
         self._of = {param: shard for flat in flats for param, shard in zip(flat.params, flat.shards, strict=True)}
         self._param: dict[Tensor, nn.Parameter] = {shard: param for param, shard in self._of.items()}
+        self._unsharded: dict[Tensor, str] = {
+            param: self._names[param] for param, shard in self._of.items() if param is not shard
+        }
         self._seen = {
             param: _Seen(shard, param, shard.data_ptr(), shard.requires_grad) for param, shard in self._of.items()
         }
@@ -71,9 +74,13 @@ class Shards:
         """Return the name of each shard."""
         return {shard: self._names[param] for shard, param in self._param.items()}
 
-    def names_of_unsharded(self) -> dict[int, str]:
-        """Return the names of the module's own parameters that are not their own shards, by id."""
-        return {id(param): self._names[param] for param, shard in self._of.items() if param is not shard}
+    def all_params(self) -> list[nn.Parameter]:
+        """Return all shards, and the module's own parameters."""
+        return [*self._of.values(), *self._of]
+
+    def first_unsharded(self, params: Iterable[Tensor]) -> str | None:
+        """Return the name of the first of `params` that is the module's own and not its own shard, if there is one."""
+        return next((name for param in params if (name := self._unsharded.get(param)) is not None), None)
 
     def check(self) -> None:
         """Raise if somebody did something to a shard that has no effect, and so would be lost in silence.

@@ -42,6 +42,9 @@ class Stepping:
 
     followers: "WeakSet[Follower]" = field(default_factory=WeakSet)
 
+    optimizers: "WeakSet[Optimizer]" = field(default_factory=WeakSet)
+    """Those that have stepped the model."""
+
     def announce_change(self) -> None:
         """Let followers look at the trained weights; they raise if the model has others now."""
         for each in self.followers:
@@ -49,6 +52,7 @@ class Stepping:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Raise if a step would be a wrong one, and see to it that it does nothing if gradients are not finite."""
+        self.optimizers.add(optimizer)
         self.ready()
         if not getattr(optimizer, "in_backward", False):
             self.refuse(f"a step of {type(optimizer).__name__}")

@@ -1,35 +1,45 @@
-"""Ranks for tests: threads for breadth, one session-long cluster of gloo processes for the real thing.
+"""Ranks for tests: threads for breadth, and clusters of gloo processes that are kept for the real thing.
 
-Starting three gloo processes costs seconds on a small machine, so the cluster is started at its first use and kept. It
-is restarted when it may be broken: a rank hung, died, or failed alone (the others may still be waiting for it).
+The processes are forked from a server that has imported everything, so a cluster that has to be started again costs a
+fraction of a second. That is done when it may be broken: a rank hung, died, or failed alone (the others may still be
+waiting for it).
 """
 
 import contextlib
 import faulthandler
-import importlib
-import importlib.util
+import gc
 import io
-import multiprocessing
 import os
+import socket
 import sys
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-GLOO_TIMEOUT = timedelta(seconds=60)
-GRACE = 20.0  # seconds that the other ranks get once one has failed
+from tests.forkserver import ForkServer, find, name_of
+from tests.patience import seconds
+
+SMALL, LARGE = 2, 4
+SEED = 0
+"""Of each test, in its own process and on each of its ranks."""
+
+GLOO_TIMEOUT = timedelta(seconds=seconds(60))
+GRACE = seconds(20)  # that the other ranks get once one has failed
+CLOSING = seconds(10)  # that idle ranks get to end by themselves
+STARTING = seconds(60)
+
+_PRINTED = 4000  # bytes at the end of what a rank printed that are shown
 
 
 class RemoteError(AssertionError):
@@ -44,6 +54,12 @@ class Failure:
     message: str
     traceback: str
     lost: bool = False
+    printed: str = ""
+    """What the rank printed during the call."""
+
+    def report(self, rank: int) -> str:
+        printed = f"\nrank {rank} printed:\n{self.printed}" if self.printed else ""
+        return f"rank {rank}:\n{self.traceback}{printed}"
 
 
 def run_local(
@@ -51,25 +67,27 @@ def run_local(
     world_size: int,
     *args: Any,
     delays: Sequence[float] = (),
-    timeout: timedelta = timedelta(seconds=20),
+    timeout: timedelta | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """Run `body(transport, *args, **kwargs)` on in-process ranks and return their results, or raise the first error."""
     from shardlite.transport import local_world
 
     with ThreadPoolExecutor(world_size) as pool:
-        ranks = local_world(world_size, timeout=timeout, delays=delays)
+        ranks = local_world(world_size, timeout=timeout or timedelta(seconds=seconds(20)), delays=delays)
         return [future.result() for future in [pool.submit(body, rank, *args, **kwargs) for rank in ranks]]
 
 
 class Cluster:
-    """`size` worker processes with gloo groups over the first 1, 2, ..., `size` of them."""
+    """Processes with gloo groups over the first 1, 2, ... of them.
 
-    def __init__(self, size: int = 4, timeout: float = 120.0) -> None:
-        self.size = size
-        self.timeout = timeout
-        self._workers: list[_Worker] = []
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
+    One world of `SMALL` processes serves the small world sizes, one of `LARGE` all others. Each is started at its first
+    use, so that no more processes sit idle than the tests of a run need. Ranks are forked from these servers by turns.
+    """
+
+    def __init__(self, *servers: ForkServer, sizes: Sequence[int] = (SMALL, LARGE), timeout: float = 120.0) -> None:
+        self.timeout = seconds(timeout)
+        self._worlds = [_World(servers, size) for size in sizes]
 
     def run(self, body: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
         """Call `body(group, *args, **kwargs)` on the first `world_size` ranks and return their results by rank.
@@ -97,38 +115,27 @@ class Cluster:
         return [(a.kind, a.message) if isinstance(a, Failure) else None for a in answers]
 
     def close(self) -> None:
-        """Stop the workers; the next call starts new ones."""
-        for worker in self._workers:
-            worker.stop()
-        if self._directory is not None:
-            self._directory.cleanup()
-        self._workers, self._directory = [], None
+        """Stop the processes; the next call starts new ones."""
+        for world in self._worlds:
+            world.close()
 
     def _call(self, task: "_Task", world_size: int) -> list[Any]:
-        assert world_size <= self.size, f"this cluster has {self.size} ranks"
+        world = next((world for world in self._worlds if world_size <= world.size), None)
+        assert world is not None, f"this cluster has {self._worlds[-1].size} ranks"
         try:
-            answers = self._exchange(task, world_size)
+            answers = world.exchange(task.encoded(world_size, self.timeout), world_size, self.timeout)
         except BaseException:
-            self.close()  # answers may be left unread
+            world.kill()  # answers may be left unread
             raise
         failures = [answer for answer in answers if isinstance(answer, Failure)]
         alike = len(failures) == world_size and not any(f.lost or f.kind == "CommError" for f in failures)
         if failures and not alike:
-            self.close()  # a rank may still be waiting, or a gloo connection be closed for good
+            world.kill()  # a rank may still be waiting, or a gloo connection be closed for good
         return answers
-
-    def _exchange(self, task: "_Task", world_size: int) -> list[Any]:
-        if not self._workers:
-            self._directory = tempfile.TemporaryDirectory(prefix="shardlite-cluster-")
-            self._workers = _start_workers(self.size, str(Path(self._directory.name) / "store"))
-        ranks = self._workers[:world_size]
-        for worker in ranks:
-            worker.send(task.encoded(world_size, self.timeout))
-        return _collect(ranks, self.timeout)
 
     @staticmethod
     def _results(answers: list[Any]) -> list[Any]:
-        failed = [f"rank {r}:\n{a.traceback}" for r, a in enumerate(answers) if isinstance(a, Failure)]
+        failed = [answer.report(rank) for rank, answer in enumerate(answers) if isinstance(answer, Failure)]
         if failed:
             raise RemoteError("\n".join(failed))
         return answers
@@ -144,16 +151,61 @@ class _Task:
     kwargs: dict[str, Any]
 
     def encoded(self, world_size: int, timeout: float) -> bytes:
-        path = sys.modules[self.body.__module__].__file__
         arguments = _pack((self.args, self.kwargs))  # read only after the module of the body was imported
-        name = self.body.__module__, path, self.body.__qualname__
-        return _pack((self.takes, name, arguments, world_size, timeout))
+        return _pack((self.takes, name_of(self.body), arguments, world_size, timeout))
+
+
+class _World:
+    """Processes that share one default process group. They start together and end together."""
+
+    def __init__(self, servers: Sequence[ForkServer], size: int) -> None:
+        self.size = size
+        self._servers = [servers[rank % len(servers)] for rank in range(size)]
+        self._workers: list[_Worker] = []
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+
+    def exchange(self, task: bytes, world_size: int, timeout: float) -> list[Any]:
+        """Run a task on the first `world_size` ranks and return their answers."""
+        if not self._workers:
+            self._directory = tempfile.TemporaryDirectory(prefix="shardlite-cluster-")
+            self._workers = _start_workers(self._servers, Path(self._directory.name))
+        ranks = self._workers[:world_size]
+        before = [worker.log.stat().st_size for worker in ranks]
+        for worker in ranks:
+            worker.send(task)
+        answers = _collect(ranks, timeout)
+        for rank, answer in enumerate(answers):
+            if isinstance(answer, Failure):
+                text = ranks[rank].log.read_bytes()[before[rank] :][-_PRINTED:].decode(errors="replace")
+                answers[rank] = replace(answer, printed=text)
+        return answers
+
+    def close(self) -> None:
+        """Let idle processes end by themselves."""
+        for worker in self._workers:
+            worker.connection.close()
+        for worker in self._workers:
+            worker.server.join([worker.pid], CLOSING)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the processes, whatever they wait for."""
+        for worker in self._workers:
+            worker.connection.close()
+        for worker in self._workers:
+            worker.server.kill([worker.pid])
+        self._workers = []
+        if self._directory is not None:
+            self._directory.cleanup()
+            self._directory = None
 
 
 @dataclass(frozen=True)
 class _Worker:
-    process: multiprocessing.process.BaseProcess
+    server: ForkServer
+    pid: int
     connection: Connection
+    log: Path
 
     def send(self, message: bytes) -> None:
         with contextlib.suppress(OSError):  # it died since the last call: receiving will say so
@@ -163,34 +215,29 @@ class _Worker:
         try:
             return _unpack(self.connection.recv_bytes())
         except (EOFError, OSError):
-            self.process.join(5)
-            text = f"the worker died with exit code {self.process.exitcode}"
+            text = f"the worker died with exit code {self.server.join([self.pid], seconds(5))[0]}"
             return Failure("WorkerDied", text, text, lost=True)
 
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self.connection.close()
-        self.process.close()
 
-
-def _start_workers(size: int, store: str) -> list[_Worker]:
-    context = multiprocessing.get_context("spawn")
-    workers = []
-    for rank in range(size):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(rank, size, store, theirs), daemon=True)
-        process.start()
-        theirs.close()  # so that a worker's death is an end of file here
-        workers.append(_Worker(process, ours))
-    return workers
+def _start_workers(servers: Sequence[ForkServer], directory: Path) -> list[_Worker]:
+    size = len(servers)
+    logs = [directory / f"log-{rank}" for rank in range(size)]
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(directory / "socket"))
+        listener.listen(size)
+        listener.settimeout(STARTING)
+        forks = enumerate(zip(servers, logs, strict=True))
+        pids = [server.fork(_serve, rank, size, str(directory), log=log) for rank, (server, log) in forks]
+        connections: dict[int, Connection] = {}
+        while len(connections) < size:
+            connection = Connection(listener.accept()[0].detach())
+            connections[connection.recv()] = connection
+    return [_Worker(servers[rank], pids[rank], connections[rank], logs[rank]) for rank in range(size)]
 
 
 def _collect(ranks: list[_Worker], timeout: float) -> list[Any]:
     """Wait for every rank's answer. Once one has failed the others get `GRACE` seconds, since they may wait for it."""
-    answers: list[Any] = [Failure("Hang", "no answer in time", "no answer in time (see stderr)", lost=True)] * len(
-        ranks
-    )
+    answers: list[Any] = [Failure("Hang", "no answer in time", "no answer in time", lost=True)] * len(ranks)
     waiting = {worker.connection: rank for rank, worker in enumerate(ranks)}
     deadline = time.monotonic() + timeout
     while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
@@ -202,18 +249,33 @@ def _collect(ranks: list[_Worker], timeout: float) -> list[Any]:
     return answers
 
 
-def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
+def _serve(rank: int, size: int, directory: str) -> None:
     """Be a worker: join the groups, then answer calls until the other end is closed."""
+    with socket.socket(socket.AF_UNIX) as connecting:
+        connecting.connect(f"{directory}/socket")
+        connection = Connection(connecting.detach())
+    connection.send(rank)
     warnings.simplefilter("error")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=GLOO_TIMEOUT)
+    store = f"file://{directory}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=GLOO_TIMEOUT)
     groups = {n: dist.new_group(list(range(n)), timeout=GLOO_TIMEOUT) for n in range(1, size + 1)}
-    while True:
-        try:
-            request = connection.recv_bytes()
-        except EOFError:
-            return
-        connection.send_bytes(_answer(request, groups))
+    own = set(dist.distributed_c10d._world.pg_map)
+    with contextlib.suppress(EOFError):
+        while True:
+            request = connection.recv_bytes()  # so all ranks have answered the last one
+            if made := set(dist.distributed_c10d._world.pg_map) - own:
+                _destroy(made)
+                del made
+                gc.collect()
+            connection.send_bytes(_answer(request, groups))
+    os._exit(0)  # gloo's threads may still be waiting
+
+
+def _destroy(groups: Iterable[dist.ProcessGroup]) -> None:
+    """End groups that a body has made: each has a thread of gloo that wakes up a hundred times a second."""
+    for group in groups:
+        dist.destroy_process_group(group)
 
 
 def _answer(request: bytes, groups: dict[int, dist.ProcessGroup]) -> bytes:
@@ -221,9 +283,9 @@ def _answer(request: bytes, groups: dict[int, dist.ProcessGroup]) -> bytes:
     takes, name, arguments, world_size, timeout = _unpack(request)
     faulthandler.dump_traceback_later(timeout * 0.9)  # says where a body hangs, before the call is given up
     try:
-        body = _find(*name)
+        body = find(*name)
         args, kwargs = _unpack(arguments)
-        torch.manual_seed(0)
+        torch.manual_seed(SEED)
         group = groups[world_size]
         with _nothing_ignored():
             return _pack(body(group if takes == "group" else _transport(group), *args, **kwargs))
@@ -264,24 +326,3 @@ def _pack(value: Any) -> bytes:
 
 def _unpack(packed: bytes) -> Any:
     return torch.load(io.BytesIO(packed), weights_only=False)
-
-
-def _find(module: str, path: str, qualname: str) -> Callable[..., Any]:
-    found: Any = _module(module, path)
-    for part in qualname.split("."):
-        found = getattr(found, part)
-    return found
-
-
-def _module(name: str, path: str) -> ModuleType:
-    """Import a test module by name if that gives the right file, else from its file under that name."""
-    with contextlib.suppress(ImportError):
-        module = importlib.import_module(name)
-        if module.__file__ and os.path.samefile(module.__file__, path):
-            return module
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not a Python file")
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

@@ -11,17 +11,46 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cluster import Cluster, run_local
+from tests.cluster import SEED, Cluster, run_local
+from tests.doomed import Doomed
+from tests.forkserver import ForkServer
+from tests.sharded import EVERY_STAGE, STAGES, number_of
 
 torch.set_num_threads(1)  # the workers use one thread: a matmul has the same bits here and there
 
+WAYS = {f"{ranks}-ranks-stage-{stage}": (ranks, stage) for ranks, stage in ((2, 3), (4, 3), (2, 2))}
+"""Stage 3 at two world sizes, and that of the others which shards most; by the names that tests have there."""
+
+LONGEST = ("test_faults", "test_parity", "interpreter", "aot", "test_readme", "test_doctor", "test_races", "test_soak")
+"""Groups of tests that take long altogether. They begin first, so that no worker ends with one of them alone."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let bodies of ranks know whether slow tests are run."""
+    if "not slow" not in config.option.markexpr:
+        os.environ[EVERY_STAGE] = "1"
+
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
-    """Four gloo processes, started at the first use. See `Cluster.run`."""
-    gloo = Cluster()
+def fork_server() -> Iterator[ForkServer]:
+    """A process that has imported everything, and forks ranks."""
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def cluster(fork_server: ForkServer) -> Iterator[Cluster]:
+    """Gloo processes, started at the first use. See `Cluster.run`."""
+    gloo = Cluster(fork_server)
     yield gloo
     gloo.close()
+
+
+@pytest.fixture(scope="session")
+def doomed(fork_server: ForkServer) -> Doomed:
+    """Ranks that may die. See `Doomed.run`."""
+    return Doomed(fork_server)
 
 
 @pytest.fixture(params=["threads", "gloo"])
@@ -30,3 +59,55 @@ def run_ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     if request.param == "threads":
         return run_local
     return request.getfixturevalue("cluster").run_transport
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give a test that is marked `every_stage` the stages, and one that is marked `everywhere` the `WAYS`.
+
+    That all stages have the same bits is shown in `test_parity.py`, so elsewhere a sample is enough: stage 3, and by
+    the name of the test another one, or more ranks. `slow` runs the others.
+    """
+    if metafunc.definition.get_closest_marker("every_stage"):
+        sample = (3, number_of(metafunc.definition.name, below=3))
+        marks = [() if stage in sample else pytest.mark.slow for stage in STAGES]
+        metafunc.parametrize("stage", [pytest.param(s, marks=m) for s, m in zip(STAGES, marks, strict=True)])
+    if metafunc.definition.get_closest_marker("everywhere"):
+        metafunc.parametrize(("world_size", "stage"), WAYS.values(), ids=WAYS)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Keep the tests of a file on one worker, unless they say otherwise: they share fixtures and imports."""
+    if not item.get_closest_marker("xdist_group"):
+        item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    if item.get_closest_marker("everywhere"):
+        two, four, other = WAYS
+        way = next(way for way in WAYS if way in item.name)
+        number = number_of(item.name.replace(way, ""), below=12)
+        if way not in {four if number % 6 == 0 else two, other if number % 3 == 0 else ""}:
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)  # who wants another order makes it later
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the `LONGEST`."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(_group(item), len(places)))
+
+
+def _group(item: pytest.Item) -> str:
+    return str(next(item.iter_markers("xdist_group")).args[0])
+
+
+def pytest_runtest_setup() -> None:
+    """Begin each test from the same seed."""
+    torch.manual_seed(SEED)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    """Say how a test that failed is run alone, and from which seed it begins, alone and after any others."""
+    report = yield
+    if report.failed:
+        nodeid = item.nodeid.removesuffix(f"@{_group(item)}")
+        report.sections.append(("run it alone", f".venv/bin/python -m pytest '{nodeid}'  # seed {SEED}"))
+    return report

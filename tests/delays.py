@@ -1,7 +1,7 @@
 """A transport whose messages start late, at random: what happens to be right only by timing then fails."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 
 import torch
@@ -13,11 +13,20 @@ from shardlite.transport import Around, Loan, Message, Pending, Transport
 class Delayed(Around):
     """`transport`, with a pause of `shortest` to `longest` seconds before each send and each receive.
 
-    The pauses of a rank follow from `seed` and the rank, so a failure can be repeated.
+    The pauses of a rank follow from `seed` and the rank, so a failure can be repeated. `sleep` makes them.
     """
 
-    def __init__(self, transport: Transport, seed: int, *, longest: float, shortest: float = 0.0) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        seed: int,
+        *,
+        longest: float,
+        shortest: float = 0.0,
+        sleep: Callable[[float], None] | None = None,
+    ) -> None:
         super().__init__(transport)
+        self._sleep = sleep or time.sleep
         self._random = Random(f"{seed} {transport.rank}")
         self._shortest = shortest
         self._longest = longest
@@ -39,4 +48,4 @@ class Delayed(Around):
         return self._transport.exchange(messages, tag)
 
     def _pause(self) -> None:
-        time.sleep(self._random.uniform(self._shortest, self._longest))
+        self._sleep(self._random.uniform(self._shortest, self._longest))

@@ -1,19 +1,23 @@
-"""Small models of well-known architectures with random weights: those of Hugging Face, and PyTorch's own.
+"""Small models of well-known architectures with random weights: those of Hugging Face, PyTorch's own, and one of ours.
 
-`transformers` is imported inside functions, since that takes seconds, in every worker that does it. Sizes are odd where
-the architecture allows it, so cuts between ranks fall inside parameters. Dropout is on where it is by default.
+Ours has what is particular to Hugging Face's, without their package: tests of those are slow ones, which need
+`transformers`. That is imported inside functions, since it takes seconds, in every worker that does it. Sizes are odd
+where the architecture allows it, so cuts between ranks fall inside parameters. Dropout is on where it is by default.
 
 Legend: `B` rows of a batch, `T` tokens in a row, `D` width.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.models import CausalLM
 from tests.sharded import Loss, Turn
 
 VOCABULARY = 53
@@ -85,6 +89,11 @@ def vit(**settings: Any) -> nn.Module:
 
     images = {"image_size": 9, "patch_size": 3, "num_labels": LABELS}
     return ViTForImageClassification(ViTConfig(**BLOCK | images | settings))
+
+
+def causal_lm() -> nn.Module:
+    """Ours."""
+    return CausalLM(VOCABULARY, WIDTH, HIDDEN)
 
 
 def torch_transformer(**settings: Any) -> nn.Module:
@@ -190,4 +199,18 @@ ARCHITECTURES = {
     "nn.Transformer": Architecture(
         torch_transformer, on_vectors, ["(root)", *numbered("encoder.layers", "decoder.layers")]
     ),
+    "ours": Architecture(
+        causal_lm, on_next_tokens, ["(root)", "model.embed_tokens", *numbered("model.layers"), "lm_head"]
+    ),
 }
+INSTALLED = ("nn.Transformer", "ours")
+
+FOREIGN = (
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers: `make test-all` installs it"),
+)
+
+
+def case(name: str, *more: Any, of: str | None = None, id: str | None = None) -> Any:
+    """Return the parameters of a test, with the marks of the architecture `of` that it needs, or else `name`."""
+    return pytest.param(name, *more, marks=() if (of or name) in INSTALLED else FOREIGN, id=id)

@@ -1,9 +1,6 @@
-"""Reading the documentation: its blocks of code, which are run, its links, and the tests that it names."""
+"""Reading the documentation: its blocks of code, its links, and the tests that it names."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -24,16 +21,3 @@ def assert_links_lead_somewhere(path: Path) -> None:
     """Check those that lead to a file."""
     for target in links(path.read_text()):
         assert target.startswith("http") or (path.parent / target).exists(), f"{path.name}: {target}"
-
-
-def run_on_two_ranks(code: str, folder: Path, *, warnings: str = "error") -> None:
-    """Run a script, without CUDA and with these warnings, on two ranks."""
-    script = folder / "train.py"
-    script.write_text(code)
-    path = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": warnings}
-    launcher = [sys.executable, "-W", "default", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*launcher, str(script)], cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr

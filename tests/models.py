@@ -7,9 +7,12 @@ Legend: `B` rows of a batch, `T` tokens in a row, `D` width.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -51,7 +54,7 @@ class LanguageModel(nn.Module):
 
     def __init__(
         self,
-        blocks: int = 3,
+        blocks: int = 2,
         *,
         tied: bool = True,
         dropout: float = 0.0,
@@ -221,6 +224,149 @@ class Branching(nn.Module):
         for block in self.blocks:
             x = block(x, branch)
         return x
+
+
+# ---- a model in the manner of Hugging Face's ------------------------------------------------------------------------
+
+
+class RMSNorm(nn.Module):
+    """Has no `reset_parameters`: `CausalLM._init_weights` knows it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.square().mean(-1, keepdim=True).add(1e-6).rsqrt() * self.weight
+
+
+class Rotary(nn.Module):
+    """Turns pairs of numbers by angles that grow with the position. Its buffer is not saved."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", self.speeds(width), persistent=False)
+
+    @staticmethod
+    def speeds(width: int) -> Tensor:
+        return 10.0 ** -(torch.arange(0, width, 2) / width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        angle = torch.arange(x.shape[1])[:, None] * self.inv_freq
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], dim=-1)
+
+
+class CausalBlock(nn.Module):
+    """Mixes a token with the mean of those before it, then a gated perceptron, [B, T, D] -> [B, T, D]."""
+
+    def __init__(self, width: int, hidden: int, rotary: Rotary) -> None:
+        super().__init__()
+        self.norm, self.mlp_norm = RMSNorm(width), RMSNorm(width)
+        self.mix = nn.Linear(width, width, bias=False)
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width)
+        self.rotary_emb = rotary
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = self.rotary_emb(self.mix(self.norm(x)))
+        x = x + turned.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
+        y = self.mlp_norm(x)
+        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
+
+
+@dataclass
+class CausalOutput:
+    """What a `CausalLM` or its body returns."""
+
+    last_hidden_state: Tensor | None = None
+    logits: Tensor | None = None
+    loss: Tensor | None = None
+
+
+@dataclass
+class Generated:
+    """Tokens [B, T], and the logits that the new ones were chosen from, each [B, vocabulary]."""
+
+    sequences: Tensor
+    logits: list[Tensor]
+
+
+class CausalBody(nn.Module):
+    """Tokens [B, T], or what they are embedded to [B, T, D], -> [B, T, D]."""
+
+    def __init__(self, vocabulary: int, width: int, hidden: int, blocks: int) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(vocabulary, width)
+        self.rotary_emb = Rotary(width)
+        self.layers = nn.ModuleList(CausalBlock(width, hidden, self.rotary_emb) for _ in range(blocks))
+        self.norm = RMSNorm(width)
+
+    def forward(self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None) -> CausalOutput:
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        for layer in self.layers:
+            x = layer(x)
+        return CausalOutput(last_hidden_state=self.norm(x))
+
+
+class CausalLM(nn.Module):
+    """Has the parts, names, arguments and outputs of Hugging Face's decoders, and their ways to begin and to write."""
+
+    def __init__(self, vocabulary: int, width: int, hidden: int, blocks: int = 2) -> None:
+        super().__init__()
+        self.model = CausalBody(vocabulary, width, hidden, blocks)
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+        self.apply(self._init_weights)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Give a module's own parameters and buffers values."""
+        if isinstance(module, nn.Linear | nn.Embedding):
+            module.weight.normal_(std=0.2)
+            if getattr(module, "bias", None) is not None:
+                module.bias.zero_()
+        elif isinstance(module, RMSNorm):
+            module.weight.fill_(1.0)
+        elif isinstance(module, Rotary):
+            module.inv_freq.copy_(Rotary.speeds(2 * module.inv_freq.numel()))
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embed_tokens
+
+    def forward(
+        self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None, labels: Tensor | None = None
+    ) -> CausalOutput:
+        logits = self.lm_head(self.model(input_ids, inputs_embeds).last_hidden_state)
+        if labels is None:
+            return CausalOutput(logits=logits)
+        return CausalOutput(
+            logits=logits, loss=functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        )
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int,
+        *,
+        do_sample: bool = False,
+        synced_gpus: bool = False,
+        **_settings: Any,
+    ) -> Generated:
+        """Call the model for each new token. With `synced_gpus` ranks that are done go on until all are."""
+        output = Generated(input_ids, [])
+        while (wants := len(output.logits) < max_new_tokens) or synced_gpus:
+            if synced_gpus:
+                dist.all_reduce(any_wants := torch.tensor(int(wants)), dist.ReduceOp.MAX)
+                if not any_wants:
+                    break
+            logits = self(input_ids=output.sequences).logits[:, -1]
+            if wants:
+                chosen = torch.multinomial(logits.softmax(-1), 1) if do_sample else logits.argmax(-1, keepdim=True)
+                output = Generated(torch.cat([output.sequences, chosen], dim=1), [*output.logits, logits])
+        return output
+
+
+# ---- changes of models ----------------------------------------------------------------------------------------------
 
 
 def compiled(model: nn.Module, *, in_place: bool, **options: object) -> nn.Module:

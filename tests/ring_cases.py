@@ -18,7 +18,7 @@ FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 INTEGERS = [torch.int32, torch.int64, torch.uint8]
 EVERY_DTYPE = [*FLOATS, *INTEGERS, torch.bool]
 NARROW = [torch.bfloat16, torch.float16]
-SMALL_CHUNK = 96  # bytes: a segment of the tests below travels in many messages
+SMALL_CHUNK = 200  # bytes: a segment of the tests below travels in many messages
 
 
 class Case(NamedTuple):

@@ -1,6 +1,8 @@
 """Looking inside a sharded model from a test, and training one side by side with its twin."""
 
 import copy
+import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -8,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlite import Precision, ShardLite
@@ -27,12 +30,32 @@ class Turn:
         return torch.Generator().manual_seed(10_000 * self.step + 100 * self.rank + self.micro)
 
 
-WAYS = ((2, 3), (4, 3), (2, 2))
+STAGES = (0, 1, 2, 3)
 
-EVERYWHERE = pytest.mark.parametrize(
-    ("world_size", "stage"), WAYS, ids=[f"{ranks}-ranks-stage-{stage}" for ranks, stage in WAYS]
-)
-"""Stage 3 at two world sizes, and that of the others which shards most."""
+
+def some_stages(*names: object) -> tuple[int, ...]:
+    """Return the stages for a body: 3 and one that the names of its case choose, or all where slow tests run."""
+    if EVERY_STAGE in os.environ:
+        return STAGES
+    return number_of(*names, below=3), 3
+
+
+def number_of(*names: object, below: int) -> int:
+    """Return a number below `below` that is always the same for these names."""
+    return zlib.crc32(" ".join(map(str, names)).encode()) % below
+
+
+EVERY_STAGE = "SHARDLITE_TEST_EVERY_STAGE"
+"""In the environment where slow tests run."""
+
+
+def slow(*values: object) -> Any:
+    """Leave a case of `parametrize` to the slow tests."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+WIDE = slow(4)
+"""More ranks than two, where two show the subject: what ranks do in a ring of more is shown in `test_parity.py`."""
 
 Loss = Callable[[Callable[..., Any], Turn], Tensor]
 """From a model and a turn."""
@@ -100,7 +123,8 @@ def compare(
 class Pair:
     """A sharded model and its twin, trained side by side on each rank: they must have the same bits all along.
 
-    `options` are those of `ShardLite`, `replicas` of the ranks in `group` each share a model.
+    `options` are those of `ShardLite`, `replicas` of the ranks in `group` each share a model. The ranks compute the
+    twin `together`, each on its own batch; where a rank may run ahead of the others, each computes all of it.
     """
 
     def __init__(
@@ -112,14 +136,14 @@ class Pair:
         units: UnitPolicy = None,
         precision: Precision = Precision(),  # noqa: B008 (frozen)
         replicas: int = 1,
+        together: bool = True,
         **options: Any,
     ) -> None:
         module, plain = (_seeded(make) for _ in range(2))
-        ranks = torch.distributed.get_world_size()
-        if isinstance(group, torch.distributed.ProcessGroup):
-            ranks = torch.distributed.get_world_size(group)
-        self.rank = torch.distributed.get_rank()
-        self.twin = Twin(plain, ranks, units, precision=precision, replicas=replicas)
+        everyone = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
+        self.rank = dist.get_rank()
+        shared = everyone if together else None
+        self.twin = Twin(plain, everyone.size(), units, precision=precision, replicas=replicas, group=shared)
         self.model = ShardLite(module, group=group, units=units, precision=precision, **options)
         chosen = RECIPES[recipe]
         self.optimizer = chosen.make(self.model.parameters())

@@ -35,7 +35,7 @@ def on_branches(model: Callable[..., Any], turn: Turn) -> Tensor:
 
 CASES = {
     "language": (LanguageModel, on_tokens, None),
-    "recomputed": (lambda: LanguageModel(reentrant=True, span=2), on_tokens, None),
+    "recomputed": (lambda: LanguageModel(blocks=3, reentrant=True, span=2), on_tokens, None),
     "branches": (Branching, on_branches, Branches),
 }
 
@@ -49,7 +49,7 @@ def follows(group: Any, name: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "world_size"), [("language", 2), ("recomputed", 3), ("branches", 3)])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.every_stage
 def test_any_mixture_gives_the_bits_of_its_twin(cluster, name, world_size, stage):
     cluster.check(follows, world_size, name, stage)
 
@@ -67,7 +67,7 @@ def ends_clean(group: Any, stage: int) -> None:
         pair.step(lambda model, turn: model(torch.randn(2, 16, generator=turn.generator())).square().mean())
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.every_stage
 def test_what_was_accumulated_can_be_dropped(cluster, stage):
     cluster.check(ends_clean, 2, stage)
 
@@ -144,7 +144,7 @@ def sends(group: Any, stage: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.every_stage
 def test_only_a_reduction_sends_gradients(cluster, stage, world_size):
     cluster.check(sends, world_size, stage)
 
@@ -165,7 +165,7 @@ def most_bucket_bytes(group: Any, stage: int) -> dict[str, int]:
     return peaks
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.every_stage
 def test_sharded_accumulation_needs_few_buckets(cluster, stage):
     for peaks in cluster.run(most_bucket_bytes, 2, stage):
         assert peaks["local"] == 12  # the whole model's gradients

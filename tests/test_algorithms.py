@@ -15,6 +15,17 @@ BY_ALGORITHM = [
 ]
 
 
+KINDS = ["threads", "steps", "gloo", "shared", "batches", "symmetric"]
+
+
+def everywhere(shift):
+    """All algorithms over all kinds of transport. Fast tests take two kinds for each algorithm, by turns."""
+    for place, case in enumerate(BY_ALGORITHM):
+        fast = {KINDS[(place + shift + more) % len(KINDS)] for more in (0, 3)}
+        for kind in KINDS:
+            yield pytest.param(*case, kind, marks=() if kind in fast else pytest.mark.slow)
+
+
 def sum_in_order(order, summands, wide):
     """The sum of rank numbers as `order_of_addition` nests them, rounded to the dtype of the wire at each addition."""
     if isinstance(order, int):
@@ -37,8 +48,7 @@ def reduce_by_algorithm(transport, cases, divisor):
     return results
 
 
-@pytest.mark.parametrize("kind", ["threads", "steps", "gloo", "shared", "batches", "symmetric"])
-@pytest.mark.parametrize(("algorithm", "size", "node"), BY_ALGORITHM)
+@pytest.mark.parametrize(("algorithm", "size", "node", "kind"), [*everywhere(0)])
 def test_other_algorithms_add_in_the_order_of_their_schedule(cluster, kind, algorithm, size, node):
     cases = cases_for(size, [torch.float32, torch.bfloat16])
     results = run(kind, cluster, reduce_by_algorithm, size, cases, 1, algorithm=algorithm, node=node)
@@ -54,8 +64,7 @@ def test_other_algorithms_add_in_the_order_of_their_schedule(cluster, kind, algo
                 assert_equal_bits(shard[here], sum_in_order(order, [each[here] for each in summands], torch.float32))
 
 
-@pytest.mark.parametrize("kind", ["threads", "steps", "gloo", "shared", "batches", "symmetric"])
-@pytest.mark.parametrize(("algorithm", "size", "node"), BY_ALGORITHM)
+@pytest.mark.parametrize(("algorithm", "size", "node", "kind"), [*everywhere(1)])
 def test_other_algorithms_gather_everything(cluster, kind, algorithm, size, node):
     cases = cases_for(size, [torch.float32, torch.bool])
     for results in run(kind, cluster, gather_everything, size, cases, algorithm=algorithm, node=node):

@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 from shardlite import Precision
 from shardlite.partition import ROOT, cut
-from tests.hf_models import ARCHITECTURES, WIDTH, drawn_tokens, numbered
-from tests.sharded import Loss, Pair, Turn, same_bits, trained
+from tests.hf_models import ARCHITECTURES, WIDTH, case, drawn_tokens, numbered
+from tests.sharded import WIDE, Loss, Pair, Turn, same_bits, trained
 
-SIZES = (2, 4)
+SIZES = (2, WIDE)
 
 
 def unit_names(model: nn.Module) -> list[str]:
     return [unit.name or ROOT for unit in cut(model, None) if unit.params]
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*map(case, ARCHITECTURES)])
 def test_blocks_and_large_tables_become_units(name):
     architecture = ARCHITECTURES[name]
     units = cut(architecture.make(), None)
@@ -50,7 +50,7 @@ def trains_by(group: Any, name: str, recipes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("world_size", SIZES)
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*map(case, ARCHITECTURES)])
 def test_training_gives_the_bits_of_its_twin(cluster, name, world_size):
     """At two ranks with SGD, too, as Adam hides a wrong scale, at one of the other stages."""
     others = {"sgd": list(ARCHITECTURES).index(name) % 3} if world_size == 2 else {}
@@ -115,7 +115,7 @@ def trains_variant(group: Any, name: str) -> None:
     follows_its_twin(variant.make, variant.loss or ARCHITECTURES[variant.of].loss, group, **variant.options)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [case(name, of=variant.of) for name, variant in VARIANTS.items()])
 def test_variants_give_the_bits_of_their_twins(cluster, name):
     cluster.check(trains_variant, 2, name)
 
@@ -170,7 +170,7 @@ def note_experts(called: set[str], path: str, experts: nn.Module, inputs: tuple[
 
 
 @pytest.mark.parametrize("world_size", SIZES)
-@pytest.mark.parametrize("name", IDLE_EXPERTS)
+@pytest.mark.parametrize("name", [*map(case, IDLE_EXPERTS)])
 def test_ranks_may_leave_out_experts(cluster, name, world_size):
     """Slices of a parameter (Mixtral), or modules that do not run (Switch)."""
     called = cluster.run(leaves_out_experts, world_size, name)

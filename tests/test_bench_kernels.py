@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import kernel_chain, kernel_peers, kernel_runs, kernel_work, kernels
+from bench import kernel_chain, kernel_inputs, kernel_peers, kernel_runs, kernel_work, kernels
 from bench.kernel_runs import HostClock, ResultError, Run, Sample, Work, packed, time_runs, verify
 from bench.kernel_table import render
 from bench.kernels import Plan, measure
@@ -24,6 +24,12 @@ KEYS = set(
     ms_p20 ms_p50 ms_p80 cpu_ms_p50 gbps ceiling_gbps share vs_raw cpu_vs_raw rounds goal reached
     """.split()  # noqa: SIM905
 )
+
+
+@pytest.fixture(autouse=True)
+def _short_period(monkeypatch):
+    """Draw few numbers: a million take longer than all that is done with them here."""
+    monkeypatch.setattr(kernel_inputs, "_PERIOD", 1 << 12)
 
 
 @pytest.fixture
@@ -67,7 +73,9 @@ def test_a_row_for_each_work_and_size():
 
 
 @pytest.mark.usefixtures("small")
-def test_the_command_writes_rows_and_prints_tables(tmp_path, capsys):
+def test_the_command_writes_rows_and_prints_tables(tmp_path, monkeypatch, capsys):
+    plan_for = kernels.plan_for
+    monkeypatch.setattr(kernels, "plan_for", lambda *args: replace(plan_for(*args), ceiling_bytes=4096))
     options = ["--device", "cpu", "--numel", "64", "3.2e3", "--threads", "1", "--rounds", "1", "--out", str(tmp_path)]
     assert kernels.main(options) == 0
     rows = read_rows([tmp_path / "kernels-cpu.jsonl"])

@@ -1,14 +1,12 @@
 """The bench of collectives runs, its rows are complete, and a wrong result is not timed."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import bench.ring
 from bench import ring_systems
 from bench.ring import goal_of, main, measure
 from bench.ring_systems import GLOO, OPERATIONS, System, cases
@@ -17,6 +15,7 @@ from bench.table import read_rows
 from shardlite import ring
 from shardlite.cost import LINKS, Link, fit, predicted
 from shardlite.ring import SHORT
+from tests.scripts import run_command, run_process
 
 ROOT = Path(__file__).parent.parent
 SYSTEMS = [System(GLOO), *(System(t, a) for t in ("shared_memory", "p2p") for a in ("ring", "direct", "bidirectional"))]
@@ -35,7 +34,7 @@ FIT_KEYS = set(
 )
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_row_for_each_system_operation_and_size_and_for_each_link(cluster, world_size):
     rows = cluster.run(_measure, world_size)[0]
     times, links = rows[:-4], rows[-4:]
@@ -132,18 +131,37 @@ def _lies_in_the_heap(group):
     return all(neighbours.heap.offset_of(case.full) is not None for case in made)
 
 
-def test_the_command_writes_rows_for_each_number_of_ranks(tmp_path):
-    command = [sys.executable, "-m", "bench.ring", "--ranks", "2", "3", "--sizes", "4096", "--rounds", "1", "--out"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["kernels", "."])}
-    done = subprocess.run(
-        [*command, str(tmp_path)], env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    rows = read_rows(tmp_path.glob("ring-cpu.jsonl"))
-    assert {row["ranks"] for row in rows} == {2, 3}
-    assert json.loads(done.stdout.splitlines()[0]).keys() == {"machine", "torch", "python", "date"}
-    assert render([row for row in rows if row["ranks"] == 2]) in done.stdout
-    assert "goal 2: " in done.stdout
+def assert_prints_what_it_writes(out, folder, ranks):
+    rows = read_rows(folder.glob("ring-cpu.jsonl"))
+    assert {row["ranks"] for row in rows} == ranks
+    assert json.loads(out.splitlines()[0]).keys() == {"machine", "torch", "python", "date"}
+    assert render([row for row in rows if row["ranks"] == 2]) in out
+    assert "goal 2: " in out
+
+
+OPTIONS = ["--sizes", "4096", "--rounds", "1", "--out"]
+
+
+def test_the_command_writes_rows(cluster, tmp_path):
+    first, second = run_command(cluster, main, "--ranks", 2, *OPTIONS, tmp_path)
+    assert first.status == second.status == 0
+    assert second.out == ""
+    assert_prints_what_it_writes(first.out, tmp_path, {2})
+
+
+@pytest.mark.slow
+def test_the_command_starts_each_number_of_ranks(tmp_path):
+    done = run_process("-m", "bench.ring", "--ranks", "2", "3", *OPTIONS, str(tmp_path))
+    assert done.status == 0, done.err
+    assert_prints_what_it_writes(done.out, tmp_path, {2, 3})
+
+
+def test_the_command_starts_itself_for_each_number_of_ranks(monkeypatch):
+    started = []
+    monkeypatch.setattr(bench.ring, "start_ranks", lambda *start: started.append(start))
+    arguments = ["--ranks", "2", "3"]
+    assert main(arguments) == 0
+    assert started == [("bench.ring", 2, arguments), ("bench.ring", 3, arguments)]
 
 
 def test_a_world_of_one_is_refused(capsys):

@@ -10,8 +10,7 @@ from torch import nn, optim
 from torch.utils.checkpoint import checkpoint
 
 from shardlite import AdamW, LayoutError, PhaseError, Precision, ShardLite
-
-STAGES = (0, 1, 2, 3)
+from tests.sharded import some_stages
 
 
 def net() -> nn.Sequential:
@@ -62,7 +61,7 @@ def unfreezing_body(group):
         "checkpointed": lambda model, module: checkpoint(model, ones().requires_grad_(), use_reentrant=True).sum(),
         "gathered": lambda model, module: module[0][0].weight.square().sum(),
     }
-    for stage in STAGES:
+    for stage in some_stages("unfreezing_body"):
         for name, run in runs.items():
             module = net()
             module[0].requires_grad_(False)
@@ -122,7 +121,7 @@ def older_graph_body(group, stage):
     return results
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.every_stage
 def test_a_step_between_forward_and_backward_is_right_or_an_error(cluster, stage):
     for expected, got in cluster.run(older_graph_body, 2, stage):
         assert got is None or torch.equal(got, expected)
@@ -131,7 +130,7 @@ def test_a_step_between_forward_and_backward_is_right_or_an_error(cluster, stage
 
 def gathered_steps_body(group):
     """Steps inside `gathered(writeback=False)` are never undone in silence."""
-    for stage in STAGES:
+    for stage in some_stages("gathered_steps_body"):
         model = ShardLite(net(), group=group, stage=stage)
         optimizer = optim.SGD(model.parameters(), lr=0.1)
         model(ones()).sum().backward()
@@ -150,7 +149,7 @@ def test_a_step_inside_gathered_is_kept(cluster):
 
 
 def only_accumulated_body(group):
-    for stage in STAGES:
+    for stage in some_stages("only_accumulated_body"):
         model = ShardLite(net(), group=group, stage=stage)
         optimizer = AdamW(model.parameters())
         with model.no_sync():
@@ -188,7 +187,7 @@ def test_a_flag_goes_with_its_gradients(cluster, world_size):
 def scaler_body(group):
     """An ignored parameter overflows on one rank only: all skip, and the scales stay equal."""
     scales = []
-    for stage in STAGES:
+    for stage in some_stages("scaler_body"):
         module = Scaled()
         model = ShardLite(module, group=group, stage=stage, ignore=[module.scale])
         optimizer = optim.SGD(model.parameters(), lr=0.1)
@@ -205,7 +204,7 @@ def scaler_body(group):
 
 
 def test_a_scaler_agrees_on_ignored_parameters_too(cluster):
-    assert cluster.run(scaler_body, 2) == [[2.0] * 4] * 2
+    assert cluster.run(scaler_body, 2) == [[2.0] * len(some_stages("scaler_body"))] * 2
 
 
 def outside_body(group):
@@ -226,7 +225,7 @@ def test_what_lists_the_wrong_parameters_is_told_so(cluster):
 
 
 def max_norm_body(group):
-    for stage in STAGES:
+    for stage in some_stages("max_norm_body"):
         model = ShardLite(nn.Sequential(nn.Embedding(5, 4, max_norm=0.1), nn.Linear(4, 1)), group=group, stage=stage)
         with pytest.raises(LayoutError, match="a forward has written into its weights"):
             model(torch.arange(5))

@@ -17,7 +17,8 @@ from torch.nn.utils import clip_grad, clip_grad_norm_
 
 from shardlite import LayoutError, ShardLite
 from tests.models import LanguageModel, MixedDtypes, frozen
-from tests.sharded import Turn, same_bits
+from tests.patience import seconds
+from tests.sharded import WIDE, Turn, same_bits, some_stages
 
 STAGES = (0, 1, 2, 3)
 NORMS = (1.0, 2.0, 3.5, math.inf)
@@ -87,7 +88,7 @@ def norms_body(group: Any, name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, WIDE])
 def test_norms_are_right_and_the_same_at_all_stages(cluster, world_size, name):
     tables = cluster.run(norms_body, world_size, name)
     assert all(table == tables[0] for table in tables)
@@ -95,7 +96,7 @@ def test_norms_are_right_and_the_same_at_all_stages(cluster, world_size, name):
 
 
 def factor_body(group: Any, name: str) -> None:
-    for stage in STAGES:
+    for stage in some_stages("factor_body"):
         model, clipped = (made(name, group, stage) for _ in range(2))
         norm = clipped.clip_grad_norm_(0.25)
         factor = 0.25 / (norm + 1e-6)
@@ -158,7 +159,7 @@ def test_norms_that_cannot_be_put_together_are_refused(cluster):
 
 
 def torchs_body(group: Any, name: str) -> None:
-    for stage in STAGES:
+    for stage in some_stages("torchs_body"):
         for norm_type in NORMS:
             ours, theirs = (made(name, group, stage) for _ in range(2))
             foreach = (None, True, False)[stage % 3]
@@ -185,7 +186,7 @@ def subset_body(group: Any) -> None:
     whole = whole_grads("tied", group)
     for norm_type in NORMS:
         norms = []
-        for stage in STAGES:
+        for stage in some_stages("subset_body"):
             model = made("tied", group, stage)
             before = grads_of(model)
             chosen = {name: p for name, p in model.named_parameters() if "blocks.1" in name and p.grad is not None}
@@ -200,7 +201,7 @@ def subset_body(group: Any) -> None:
         assert_close_to_exact(norms[0], [whole[name] for name in chosen], norm_type)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, WIDE])
 def test_torchs_function_on_some_of_the_parameters(cluster, world_size):
     cluster.check(subset_body, world_size)
 
@@ -313,5 +314,5 @@ def test_who_imported_it_before_is_reached_too(tmp_path):
     root = Path(__file__).parent.parent
     environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'kernels'}"}
     command = [sys.executable, str(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds(90), check=False)
     assert "it knows" in done.stdout, done.stderr

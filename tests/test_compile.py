@@ -68,14 +68,16 @@ def compiles(group: Any, whole: bool, backend: str, reentrant: bool | None, stag
         return [count for graph in graphs if (count := products(graph))], buffers
 
 
-FEW = pytest.mark.parametrize(
-    ("backend", "world_size", "stage"),
-    [("eager", 2, 3), ("aot_eager", 2, 3), ("aot_eager", 4, 3), ("aot_eager", 2, 2)],
-)
-"""Compiling takes seconds."""
+CASES = [("aot_eager", 2, 3), ("aot_eager", 2, 2), ("eager", 2, 3), ("aot_eager", 4, 3)]
 
 
-@FEW
+def few(*fast: tuple[str, int, int]) -> pytest.MarkDecorator:
+    """Compiling takes seconds, so not all cases are fast ones."""
+    cases = [case if case in fast else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
+    return pytest.mark.parametrize(("backend", "world_size", "stage"), cases)
+
+
+@few(("aot_eager", 2, 3))
 def test_compiled_blocks(cluster, backend, world_size, stage):
     """A graph has all four linear layers of a block, and one buffer is enough for all blocks."""
     for graphs, buffers in cluster.run(compiles, world_size, False, backend, None, stage):
@@ -83,7 +85,7 @@ def test_compiled_blocks(cluster, backend, world_size, stage):
         assert buffers == 1
 
 
-@FEW
+@few(("eager", 2, 3))
 def test_the_compiled_inner_model_breaks_its_graph_at_units(cluster, backend, world_size, stage):
     """One graph for each block, and one with the head, which belongs to the root."""
     for graphs, buffers in cluster.run(compiles, world_size, True, backend, None, stage):
@@ -91,7 +93,14 @@ def test_the_compiled_inner_model_breaks_its_graph_at_units(cluster, backend, wo
         assert buffers == 1
 
 
-@pytest.mark.parametrize(("reentrant", "world_size", "stage"), [(False, 4, 3), (True, 2, 3), (False, 2, 2)])
+@pytest.mark.parametrize(
+    ("reentrant", "world_size", "stage"),
+    [
+        pytest.param(True, 2, 3, marks=pytest.mark.slow),
+        pytest.param(False, 4, 3, marks=pytest.mark.slow),
+        pytest.param(False, 2, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_blocks_under_activation_checkpointing(cluster, reentrant, world_size, stage):
     """Reentrant checkpointing runs each block with gradients and without, in a graph for either."""
     for graphs, _ in cluster.run(compiles, world_size, False, "aot_eager", reentrant, stage):

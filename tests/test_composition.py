@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
 from shardlite import EscapedViewWarning
 from tests.models import VOCABULARY, LanguageModel, run_all
 from tests.residual import WIDTH, Block, net
-from tests.sharded import EVERYWHERE, Pair, Turn, accumulating, gathers, trained
+from tests.sharded import Pair, Turn, accumulating, gathers, trained
 
 Model = Callable[..., Any]
 
@@ -128,7 +128,7 @@ def recomputes(group: Any, name: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("name", CHECKPOINTED)
-@EVERYWHERE
+@pytest.mark.everywhere
 def test_ways_of_activation_checkpointing(cluster, name, world_size, stage):
     cluster.check(recomputes, world_size, name, stage)
 
@@ -177,14 +177,13 @@ def selects(group: Any, span: int, saved: str, stage: int) -> None:
     with pytest.warns(EscapedViewWarning) if escapes else nullcontext():
         pair = trained(partial(Selective, span, saved), on_square, group, stage=stage)
     ours, theirs = inner(pair.model).asked, inner(pair.twin).asked
-    world_size = torch.distributed.get_world_size(group)
     assert ours["aten.addmm.default"] > 0
-    assert {op: world_size * count for op, count in ours.items()} == theirs
+    assert ours == theirs
 
 
 @pytest.mark.parametrize("span", [1, 2])
 @pytest.mark.parametrize("saved", SAVED)
-@EVERYWHERE
+@pytest.mark.everywhere
 def test_selective_checkpointing(cluster, span, saved, world_size, stage):
     cluster.check(selects, world_size, span, saved, stage)
 
@@ -247,7 +246,7 @@ def offloads(group: Any, stage: int) -> None:
             assert (3, WIDTH) in shapes
 
 
-@EVERYWHERE
+@pytest.mark.everywhere
 def test_save_on_cpu_inside_and_around(cluster, world_size, stage):
     cluster.check(offloads, world_size, stage)
 
@@ -278,7 +277,7 @@ def costs_of_two_forwards(group: Any, stage: int) -> tuple[dict[str, int], dict[
     return counts[0], counts[1]
 
 
-@EVERYWHERE
+@pytest.mark.everywhere
 def test_two_forwards_before_one_backward(cluster, world_size, stage):
     """Each forward and each backward gathers, but the last unit is still there when the backward begins.
 
@@ -334,13 +333,12 @@ def prefers(group: Any, reentrant: bool | None, stage: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "nonreentrant", "reentrant"])
-@EVERYWHERE
+@pytest.mark.everywhere
 def test_dpo_with_a_frozen_reference(cluster, reentrant, world_size, stage):
     for counts in cluster.run(prefers, world_size, reentrant, stage):
         if stage == 3:
-            policy = {f"policy.blocks.{i}": 4 for i in range(3)}
-            reference = {f"reference.blocks.{i}": 2 for i in range(3)}
-            policy["policy.blocks.2"] = 3
+            policy = {"policy.blocks.0": 4, "policy.blocks.1": 3}
+            reference = {"reference.blocks.0": 2, "reference.blocks.1": 2}
             assert {name: count for name, count in counts.items() if name != "(root)"} == policy | reference
 
 
@@ -381,7 +379,7 @@ class LayersThenHead(nn.Module):
 
 
 @pytest.mark.parametrize("first_mode", ["local", "sharded", "step"])
-@EVERYWHERE
+@pytest.mark.everywhere
 def test_two_losses_with_retain_graph(cluster, first_mode, world_size, stage):
     cluster.check(shares_a_graph, world_size, first_mode, stage)
 
@@ -428,7 +426,7 @@ def differentiates(group: Any, name: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES_BY_HAND)
-@EVERYWHERE
+@pytest.mark.everywhere
 def test_autograd_grad_of_inputs_within_a_step(cluster, name, world_size, stage):
     cluster.check(differentiates, world_size, name, stage)
 
@@ -464,6 +462,6 @@ def penalises(group: Any, recomputed: bool, stage: int) -> None:
 
 
 @pytest.mark.parametrize("recomputed", [False, True], ids=["plain", "nonreentrant"])
-@EVERYWHERE
+@pytest.mark.everywhere
 def test_gradient_penalty_with_create_graph(cluster, recomputed, world_size, stage):
     cluster.check(penalises, world_size, recomputed, stage)

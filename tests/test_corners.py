@@ -123,5 +123,6 @@ def compiled_body(group):
     assert_gradients_equal(model, twin)
 
 
+@pytest.mark.slow
 def test_compiling_the_whole_model(cluster):
     cluster.check(compiled_body, 2)

@@ -110,7 +110,7 @@ def test_the_best_chunk_of_a_chain_is_that_of_the_formula(world_size):
     assert best / 2 <= found <= best * 2
 
 
-@pytest.mark.parametrize("algorithm", IN_RING_ORDER)
+@pytest.mark.parametrize("algorithm", sorted(IN_RING_ORDER))
 @pytest.mark.parametrize("link", [ALONE, BESIDE, BESIDE._replace(overhead=0)])
 def test_no_other_chunk_is_much_better(algorithm, link):
     for operation in OPERATIONS:

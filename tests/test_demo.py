@@ -2,8 +2,6 @@ import csv
 import importlib.util
 import io
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,8 +16,8 @@ from shardlite.demo.report import Point, Progress, describe_result, footprint_ta
 from shardlite.demo.settings import GPTConfig, Settings
 from shardlite.demo.text import draw_batch, read_corpus, unigram_entropy
 from shardlite.demo.train import learning_rate
+from tests.scripts import run_command, run_process
 
-ROOT = Path(__file__).parent.parent
 SMALL = GPTConfig(layers=2, width=16, heads=2, context=8)
 CURVE = [Point(1, 5.5, None), Point(2, 5.0, 5.1), Point(3, 4.5, 4.75)]
 
@@ -321,29 +319,44 @@ def test_help_and_version(capsys):
         assert expected in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("stage", ["0", "3"])
-def test_the_command_trains_a_tiny_model_on_two_ranks(tmp_path, stage):
-    text = tmp_path / "text"
-    text.write_bytes(b"To shard is to share. " * 1000)
-    options = ["--size", "tiny", "--steps", "25", "--lr", "0.01", "--accumulate", "2", "--stage", stage]
-    command = [sys.executable, "-m", "shardlite", "train", *options, "--data", str(text), "--out", str(tmp_path)]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        command,
-        env={**environment, "PYTHONPATH": path, "PYTHONFAULTHANDLER": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "OMP_NUM_THREADS" not in done.stderr
-    assert "on 2 ranks, stage " + stage in done.stdout
-    assert "rank 1  data parallel" in done.stdout
-    assert "The model writes:" in done.stdout
-    with (tmp_path / "loss.csv").open() as file:
-        validation = [float(told) for row in csv.DictReader(file) if (told := row["validation_nats_per_byte"])]
+TINY = ["--size", "tiny", "--layers", "1", "--context", "32", "--lr", "0.01", "--accumulate", "2"]
+
+
+@pytest.fixture
+def text(tmp_path):
+    """Easy to learn."""
+    path = tmp_path / "text"
+    path.write_bytes(b"To shard is to share. " * 1000)
+    return path
+
+
+def assert_reported(out: str, stage: int) -> None:
+    assert f"on 2 ranks, stage {stage}" in out
+    assert "rank 1  data parallel" in out
+    assert "The model writes:" in out
+
+
+def validation_losses(folder: Path) -> list[float]:
+    with (folder / "loss.csv").open() as file:
+        return [float(told) for row in csv.DictReader(file) if (told := row["validation_nats_per_byte"])]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_tiny_model_learns_on_two_ranks(cluster, tmp_path, text, stage):
+    options = [*TINY, "--steps", 12, "--stage", stage, "--data", text, "--out", tmp_path]
+    first, second = run_command(cluster, cli.main, "train", *options)
+    assert first.status == second.status == 0
+    assert second.out == ""
+    assert_reported(first.out, stage)
+    validation = validation_losses(tmp_path)
     assert len(validation) == 8
     assert validation[-1] < unigram_entropy(np.frombuffer(text.read_bytes(), dtype=np.uint8))
     assert (tmp_path / "loss.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
+
+
+@pytest.mark.slow
+def test_the_command_starts_two_ranks(tmp_path, text):
+    done = run_process("-m", "shardlite", "train", *TINY, "--steps", "3", "--data", str(text), "--out", str(tmp_path))
+    assert done.status == 0, done.out + done.err
+    assert_reported(done.out, 3)
+    assert len(validation_losses(tmp_path)) == 3

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.markdown import ROOT, assert_links_lead_somewhere, blocks, run_on_two_ranks
+from tests.markdown import ROOT, assert_links_lead_somewhere, blocks
+from tests.scripts import run_script
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 COMPARED = (ROOT / "docs" / "compared.md").read_text()
@@ -60,8 +61,10 @@ def test_tests_that_are_named_exist(path):
 
 
 @pytest.mark.parametrize("title", SCRIPTS)
-def test_python_blocks_run_on_two_ranks(tmp_path, title):
-    run_on_two_ranks(SCRIPTS[title], tmp_path, warnings="default")
+def test_python_blocks_run_on_two_ranks(cluster, tmp_path, title):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPTS[title])
+    run_script(cluster, script, warnings="default")
 
 
 def test_every_row_has_a_test_for_what_we_say_of_ourselves():

@@ -1,26 +1,17 @@
 """`shardlite doctor`: every transport is asked for, tried, and explained."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
-from shardlite import doctor
+from shardlite import cli, doctor, launch
 from shardlite.config import Route
 from shardlite.doctor import Finding, machine, report
 from shardlite.transport import SharedMemoryTransport
+from tests.scripts import run_command, run_process
 
 
-def run(*arguments):
-    command = [sys.executable, "-m", "shardlite", "doctor", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
-
-
-def test_it_says_what_there_is_and_why():
-    done = run("--ranks", "2")
-    assert done.returncode == 0, done.stderr
-    lines = [line.strip() for line in done.stdout.splitlines()]
+def assert_says_what_there_is_and_why(out):
+    lines = [line.strip() for line in out.splitlines()]
     assert lines[0] == "This machine"
     assert f"torch             {torch.__version__}" in lines
     assert "Messages between 2 ranks: cpu tensors" in lines
@@ -32,10 +23,34 @@ def test_it_says_what_there_is_and_why():
     assert lines[p2p + 2].endswith(" ms, results right")
 
 
-def test_a_wrong_number_of_ranks_is_refused():
-    done = run("--ranks", "0")
-    assert done.returncode == 2
-    assert "--ranks is 0" in done.stderr
+def test_it_says_what_there_is_and_why(cluster):
+    first, second = run_command(cluster, cli.main, "doctor", "--ranks", 2)
+    assert first.status == second.status == 0
+    assert_says_what_there_is_and_why(first.out)
+    assert second.out == ""
+
+
+def test_the_command_starts_its_ranks():
+    """All commands start them in the same way, and none has less to do then."""
+    done = run_process("-m", "shardlite", "doctor", "--ranks", "2")
+    assert done.status == 0, done.err
+    assert "OMP_NUM_THREADS" not in done.err
+    assert_says_what_there_is_and_why(done.out)
+
+
+def test_it_starts_itself_once_per_rank(monkeypatch):
+    started = []
+    monkeypatch.setattr(launch, "launch", lambda ranks, arguments: started.append((ranks, arguments)) or 7)
+    assert cli.main(["doctor", "--ranks", "3"]) == 7
+    assert started == [(3, ["doctor", "--ranks", "3"])]
+
+
+def test_a_wrong_number_of_ranks_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(launch, "launch", None)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["doctor", "--ranks", "0"])
+    assert stopped.value.code == 2
+    assert "--ranks is 0" in capsys.readouterr().err
 
 
 def alters(group, what):

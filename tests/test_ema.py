@@ -18,9 +18,8 @@ from shardlite import EMA, AdamW, LayoutError, PhaseError, Precision, ShardLite,
 from shardlite.memory import Meter
 from tests.models import VOCABULARY, LanguageModel, MixedDtypes, with_lora
 from tests.residual import WIDTH, net, square
-from tests.sharded import Loss, Pair, Turn, local_parts, same_bits
+from tests.sharded import Loss, Pair, Turn, local_parts, same_bits, some_stages
 
-STAGES = (0, 1, 2, 3)
 BF16 = Precision(compute=torch.bfloat16)
 
 
@@ -104,7 +103,9 @@ def follows_body(group, stages, name):
         follow(make, loss, group, stage=stage, precision=precision)
 
 
-@pytest.mark.parametrize(("world_size", "stages"), [(1, (0, 3)), (2, (0, 3)), (4, (1, 2, 3))])
+@pytest.mark.parametrize(
+    ("world_size", "stages"), [(1, (0, 3)), (2, (0, 3)), pytest.param(4, (1, 2, 3), marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_averages_are_those_of_the_plain_twin(cluster, world_size, stages, name):
     cluster.check(follows_body, world_size, stages, name)
@@ -192,7 +193,7 @@ def cost_body(group, stage):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.every_stage
 def test_an_update_is_one_call_on_the_arena(cluster, world_size, stage):
     parts = stage in (1, 2) and world_size > 1
     for calls, units, averages, parameters in cluster.run(cost_body, world_size, stage):
@@ -265,7 +266,7 @@ def uses_body(group, stage):
     same_bits("forward outside", model(tokens).detach(), twin(tokens).detach())
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.every_stage
 def test_whatever_is_done_inside_has_the_averages(cluster, stage):
     cluster.check(uses_body, 2, stage)
 
@@ -298,7 +299,7 @@ def exception_body(group, stage):
         pass
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.every_stage
 def test_trained_weights_are_back_after_an_exception(cluster, stage):
     cluster.check(exception_body, 2, stage)
 
@@ -384,7 +385,7 @@ def across_body(group, stage):
     assert all(shard.grad is not None for shard in model.parameters())
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.every_stage
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_backward_across_is_an_error(cluster, world_size, stage):
     cluster.check(across_body, world_size, stage)
@@ -456,7 +457,7 @@ def unfreezing_body(group, stage):
     """Blocks are unfrozen, and frozen again, between steps: the averages are those of all parameters."""
 
     def make() -> nn.Module:
-        model = LanguageModel()
+        model = LanguageModel(blocks=3)
         model.blocks[:2].requires_grad_(False)
         return model
 
@@ -533,7 +534,7 @@ def save(optimizer: optim.Optimizer, average: EMA) -> dict[str, Any]:
     return {"optimizer": optimizer.state_dict(), "ema": average.state_dict()}
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.every_stage
 def test_a_run_that_is_resumed_has_the_same_averages(cluster, stage):
     cluster.check(resume_body, 2, stage)
 
@@ -613,7 +614,7 @@ def inside_body(group):
 
 
 def in_use_body(group):
-    for stage in STAGES:
+    for stage in some_stages("in_use_body"):
         model = ShardLite(net(), group=group, stage=stage)
         average = EMA(model)
         with model.gathered(), pytest.raises(PhaseError, match="the weights are in use: enter swapped"):

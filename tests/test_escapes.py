@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlite import EscapedViewWarning, ShardLite
-from tests.sharded import assert_gradients_equal, compare
+from tests.sharded import WIDE, assert_gradients_equal, compare
 
 WIDTH = 16
 
@@ -78,7 +78,7 @@ def kept_parameter_body(group):
     return first.grad.numel() > 0 and first.grad.isnan().all().item()
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, WIDE])
 def test_a_kept_parameter_gives_nan_and_nothing_plausible(cluster, world_size):
     assert cluster.run(kept_parameter_body, world_size) == [True] * world_size
 

@@ -1,10 +1,7 @@
 """The examples run as they stand there, over two processes, and give what plain data parallel gives, to the bit."""
 
 import copy
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from shardlite.demo.gpt import GPT
 from shardlite.demo.text import draw_batch, read_corpus
+from tests.scripts import run_script, torchrun
 from tests.sharded import same_bits
 from tests.twins import PaddedAdamW, Twin
 
@@ -27,22 +25,29 @@ RANKS = 2
 Loss = Callable[[nn.Module], Tensor]
 
 
-def run(script: Path, *arguments: object, warnings: str = "error") -> str:
-    """Start a script as its documentation says, and return what it prints."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels", EXAMPLES))),
-        "PYTHONWARNINGS": warnings,
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",  # the bits are those of CPUs
-        "HF_HUB_OFFLINE": "1",
-    }
-    launcher = [sys.executable, "-W", "default", "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, f"--nproc-per-node={RANKS}", str(script), *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert not re.search("EscapedViewWarning|NonFiniteWarning", done.stderr), done.stderr
-    return done.stdout
+Run = Callable[..., str]
+"""From a script and its arguments to what it prints on all ranks."""
+
+
+def by_torchrun(script: Path, *arguments: object, warnings: str = "error") -> str:
+    """Start a script as its documentation says."""
+    done = torchrun(script, *arguments, warnings=warnings)
+    assert not re.search("EscapedViewWarning|NonFiniteWarning", done.err), done.err
+    return done.out
+
+
+@pytest.fixture(params=["cluster", pytest.param("torchrun", marks=pytest.mark.slow)])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Run a script on the ranks that are there, and by its launcher."""
+    if request.param == "torchrun":
+        return by_torchrun
+    cluster = request.getfixturevalue("cluster")
+    return lambda script, *arguments: "".join(done.out for done in run_script(cluster, script, *arguments))
+
+
+def needed(package: str) -> Any:
+    """Import what an example is about, or skip the test."""
+    return pytest.importorskip(package, reason=f"needs {package}: `make test-all` installs it", exc_type=ImportError)
 
 
 def printed(name: str, output: str) -> list[str]:
@@ -87,15 +92,15 @@ def mean(losses: Iterable[Tensor]) -> str:
 # ---- the loop -------------------------------------------------------------------------------------------------------
 
 
-def test_the_plain_loop_learns_and_goes_on_from_what_it_saved(tmp_path):
+def test_the_plain_loop_learns_and_goes_on_from_what_it_saved(run, tmp_path):
     from examples import plain_loop
 
-    output = run(EXAMPLES / "plain_loop.py", "--steps", 8, "--every", 4, "--out", tmp_path / "first")
+    output = run(EXAMPLES / "plain_loop.py", "--steps", 2, "--every", 1, "--out", tmp_path / "first")
     losses = printed("validation", output)
-    assert float(losses[1]) < float(losses[0]) < 5.5
-    resumed = ["--steps", 8, "--resume", tmp_path / "first" / "step-4", "--out", tmp_path / "second"]
+    assert float(losses[1]) < float(losses[0]) < 5.6  # a model that has not begun has 5.55
+    resumed = ["--steps", 2, "--resume", tmp_path / "first" / "step-1", "--out", tmp_path / "second"]
     assert printed("validation", run(EXAMPLES / "plain_loop.py", *resumed)) == losses[1:]
-    weights, again = (torch.load(tmp_path / folder / "step-8" / "model.pt") for folder in ("first", "second"))
+    weights, again = (torch.load(tmp_path / folder / "step-2" / "model.pt") for folder in ("first", "second"))
     assert weights.keys() == again.keys()
     for name, value in weights.items():
         same_bits(name, value, again[name])
@@ -103,9 +108,9 @@ def test_the_plain_loop_learns_and_goes_on_from_what_it_saved(tmp_path):
     text = read_corpus(None, context=plain_loop.CONFIG.context, limit=1 << 20)
     torch.manual_seed(0)
     plain = PlainTraining(GPT(plain_loop.CONFIG), lambda masters: _decayed(plain_loop, masters))
-    schedule = LambdaLR(plain.optimizer, lambda step: min((step + 1) / plain_loop.WARMUP, 1 - step / 9))
+    schedule = LambdaLR(plain.optimizer, lambda step: min((step + 1) / plain_loop.WARMUP, 1 - step / 3))
     shape = (plain_loop.BATCH, plain_loop.CONFIG.context)
-    for step in range(8):
+    for step in range(2):
         keys = [(0, step, rank, micro) for rank in range(RANKS) for micro in range(2)]
         batches = {key[2:]: draw_batch(text.train, shape=shape, key=key) for key in keys}
         plain.step(lambda rank, b=batches: [lambda m, x=b[rank, i]: m(*x) / 2 for i in range(2)])
@@ -144,8 +149,9 @@ def validation(example: Any, module: nn.Module) -> str:
     return mean(module.eval()(input_ids=x, labels=x).loss for x in batches)
 
 
+@pytest.mark.slow
 def test_gpt2_is_fine_tuned_and_read_by_from_pretrained(tmp_path):
-    transformers = pytest.importorskip("transformers", reason="fine-tunes a model of transformers")
+    transformers = needed("transformers")
     from examples import finetune_gpt2 as example
 
     torch.manual_seed(1)
@@ -157,7 +163,7 @@ def test_gpt2_is_fine_tuned_and_read_by_from_pretrained(tmp_path):
     before = validation(example, base)
 
     options = ["--model", tmp_path / "base", "--steps", 6, "--checkpointing", "--out", tmp_path / "tuned"]
-    output = run(EXAMPLES / "finetune_gpt2.py", *options)
+    output = by_torchrun(EXAMPLES / "finetune_gpt2.py", *options)
     tuned = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "tuned")
     assert tuned.lm_head.weight is tuned.transformer.wte.weight
     assert printed("validation", output) == [validation(example, tuned)]
@@ -165,13 +171,16 @@ def test_gpt2_is_fine_tuned_and_read_by_from_pretrained(tmp_path):
     train_plainly(example, base, 6, lr=1e-3, weight_decay=0.1).assert_same(tuned.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft uses an old name
 def test_lora_trains_adapters_only_and_peft_loads_them(tmp_path):
-    peft = pytest.importorskip("peft", reason="trains adapters of peft")
+    peft = needed("peft")
     from examples import lora as example
 
     steps = 10
-    output = run(EXAMPLES / "lora.py", "--steps", steps, "--out", tmp_path, warnings="error,ignore::FutureWarning")
+    output = by_torchrun(
+        EXAMPLES / "lora.py", "--steps", steps, "--out", tmp_path, warnings="error,ignore::FutureWarning"
+    )
     torch.manual_seed(0)
     base = example.make_base(None)
     untouched = copy.deepcopy(base)
@@ -249,14 +258,15 @@ end()
 """Imports of Lightning take seconds, so one start does all: a few other uses, and the example twice."""
 
 
+@pytest.mark.slow
 def test_lightning_trains_by_its_strategy_and_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
-    pytest.importorskip("lightning", reason="trains by a strategy of Lightning")
+    needed("lightning")
     monkeypatch.syspath_prepend(EXAMPLES)
     import lightning_fit as example
 
     first, second = tmp_path / "first", tmp_path / "second"
     (tmp_path / "start.py").write_text(LIGHTNING)
-    output = run(tmp_path / "start.py", first, second, warnings="default")
+    output = by_torchrun(tmp_path / "start.py", first, second, warnings="default")
     losses = [float(loss) for loss in printed("validation", output)]
     assert len(losses) == 2
     assert losses[-1] < losses[0] < 5.5
@@ -289,11 +299,12 @@ def _in_pairs(loader: Iterable[Any]) -> list[tuple[Any, Any]]:
     return list(zip(batches[::2], batches[1::2], strict=True))
 
 
+@pytest.mark.slow
 def test_accelerate_prepares_everything_but_the_model(tmp_path):
-    pytest.importorskip("accelerate", reason="runs a loop of accelerate")
+    needed("accelerate")
     from examples import accelerate_loop as example
 
-    output = run(EXAMPLES / "accelerate_loop.py", "--epochs", 2, "--out", tmp_path)
+    output = by_torchrun(EXAMPLES / "accelerate_loop.py", "--epochs", 2, "--out", tmp_path)
     first, second = printed("validation", output)
     assert float(second) < float(first) < 5.5
 

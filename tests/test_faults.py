@@ -17,20 +17,12 @@ from shardlite import ShardLite
 from shardlite.config import Route
 from shardlite.ring import Operation, all_gather, reduce_scatter
 from shardlite.transport import Around, connect
-from tests.doomed import JOIN, server
+from tests.doomed import JOIN
 from tests.models import Residual
+from tests.patience import seconds, until
 
-LONG, SHORT = 120.0, 1.5  # timeouts: longer than a test may take; to be waited for
-PATIENCE = 20.0  # seconds for all but waiting for a message: computing, the notes of others, and a slow machine
+LONG, SHORT = JOIN + seconds(75), seconds(1.5)  # timeouts: longer than a test may take; to be waited for
 WIDTH, CHUNK = 16, 1 << 16
-
-assert LONG > JOIN + PATIENCE, "who waits for the timeout is caught"
-
-
-@pytest.fixture(scope="module")
-def doomed():
-    with server() as running:
-        yield running
 
 
 @pytest.fixture(params=["shared_memory", "p2p"])
@@ -67,6 +59,11 @@ def reduce_body(group, name, seconds, victim, number, message):
     return reduce_scatter(full, transport, operation=what, chunk_bytes=CHUNK).sum().item()
 
 
+def has_ended(rank):
+    """Whether the body of a rank has ended, as a rank sees it."""
+    return (Path(os.environ["TMPDIR"]).parent / "said" / str(rank)).exists()
+
+
 def assert_failed(ended, *words, statuses=(0,)):
     """All of these ended as programs do, by an error that says what they were at."""
     for each in ended:
@@ -84,7 +81,6 @@ def test_a_rank_killed_in_a_collective(doomed, transport, message, tmp_path):
     ended = doomed.run(reduce_body, 3, transport, LONG, victim, signal.SIGKILL, message, directory=tmp_path)
     assert ended.pop(victim).status == -signal.SIGKILL
     assert_failed(ended, NAMED, *(["rank 1 is gone"] if transport == "shared_memory" else []))
-    assert all(each.seconds < JOIN for each in ended)
 
 
 def test_a_rank_stopped_in_a_collective(doomed, transport, tmp_path):
@@ -92,11 +88,8 @@ def test_a_rank_stopped_in_a_collective(doomed, transport, tmp_path):
     ended = doomed.run(reduce_body, 3, transport, SHORT, victim, signal.SIGSTOP, 20, directory=tmp_path, killed=victim)
     assert ended.pop(victim).status == -signal.SIGKILL
     assert_failed(ended, NAMED)
-    assert all(each.seconds < SHORT + PATIENCE for each in ended)
-    if transport == "shared_memory":
-        assert any("nothing happened within 1.5 s" in each.text for each in ended)
-    else:
-        assert any("timeout 1.5 s" in each.text for each in ended)
+    said = "nothing happened within" if transport == "shared_memory" else "timeout"
+    assert any(f"{said} {SHORT:g} s" in each.text for each in ended)
 
 
 def forked_body(group):
@@ -105,9 +98,7 @@ def forked_body(group):
     if transport.rank == 1 and os.fork() != 0:
         os.kill(os.getpid(), signal.SIGKILL)
     if transport.rank == 1:
-        end = time.monotonic() + JOIN / 2
-        while time.monotonic() < end and not (Path(os.environ["TMPDIR"]).parent / "said" / "0").exists():
-            time.sleep(0.05)
+        until(lambda: has_ended(0))
         os._exit(0)
     all_gather(torch.ones(2), transport, operation=Operation("all-gather of unit 'a' at step 0"))
 
@@ -115,7 +106,6 @@ def forked_body(group):
 def test_a_rank_killed_before_its_children(doomed, tmp_path):
     first, _ = doomed.run(forked_body, 2, directory=tmp_path)
     assert_failed([first], "all-gather of unit 'a' at step 0", "rank 1 is gone")
-    assert first.seconds < JOIN / 2
 
 
 # In training.
@@ -153,7 +143,9 @@ def train_body(group, name, seconds, victim, ends, stage):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("ends", "stage"), [("forward", 3), ("backward", 3), ("backward", 1)])
+@pytest.mark.parametrize(
+    ("ends", "stage"), [("forward", 3), ("backward", 1), pytest.param("backward", 3, marks=pytest.mark.slow)]
+)
 def test_a_rank_killed_in_a_step(doomed, transport, ends, stage, tmp_path):
     ended = doomed.run(train_body, 3, transport, LONG, 2, f"killed in the {ends}", stage, directory=tmp_path)
     assert ended.pop(2).status == -signal.SIGKILL
@@ -173,24 +165,22 @@ def test_a_rank_that_raises(doomed, transport, tmp_path):
 # Ranks that are late, or elsewhere.
 
 
-def late_body(group, name, seconds, pause):
-    """Rank 1 is late by so much, in time at first; returns what came of that."""
-    transport = connected(group, name, seconds, "direct")
-    in_time = torch.full((6,), float(transport.rank))
-    if transport.rank == 1:
-        time.sleep(seconds / 3)
-    all_gather(in_time, transport, operation=Operation("all-gather of unit 'a' at step 0"))
+def late_body(group, name, seconds):
+    """Rank 1 is late, at first within the timeout, and then until the others have given up."""
+    patient, impatient = (connected(group, name, timeout, "direct") for timeout in (LONG, seconds))
+    in_time = torch.full((6,), float(patient.rank))
+    if patient.rank == 1:
+        time.sleep(0.2)
+    all_gather(in_time, patient, operation=Operation("all-gather of unit 'a' at step 0"))
     assert in_time.tolist() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
-    if transport.rank == 1:
-        time.sleep(pause)
-    all_gather(in_time, transport, operation=Operation("all-gather of unit 'a' at step 1"))
+    if patient.rank == 1:
+        until(lambda: has_ended(0) and has_ended(2))
+    all_gather(in_time, impatient, operation=Operation("all-gather of unit 'a' at step 1"))
 
 
 def test_a_late_rank(doomed, transport, tmp_path):
-    ended = doomed.run(late_body, 3, transport, 2 * SHORT, 5 * SHORT, directory=tmp_path)
-    assert_failed([ended[0], ended[2]], "all-gather of unit 'a' at step 1", "rank 1")
-    assert_failed([ended[1]], "all-gather of unit 'a' at step 1", "rank 1 ")
-    assert all(each.seconds < 7 * SHORT + PATIENCE for each in ended)
+    ended = doomed.run(late_body, 3, transport, SHORT, directory=tmp_path)
+    assert_failed(ended, "all-gather of unit 'a' at step 1", "rank 1")
 
 
 def ends_first_body(group, name):
@@ -198,7 +188,7 @@ def ends_first_body(group, name):
     transport = connected(group, name, LONG, "direct")
     all_gather(torch.ones(3), transport, operation=Operation("all-gather of unit 'a' at step 0"))
     if transport.rank == 2:
-        time.sleep(SHORT)
+        until(lambda: has_ended(0))
     if transport.rank != 0:
         received = torch.zeros(3)
         arriving = transport.irecv(received, 3 - transport.rank, tag=1)
@@ -233,7 +223,6 @@ def test_ranks_that_do_different_things(doomed, transport, how, tmp_path):
     for rank, each in enumerate(ended):
         unit = "b" if rank == 1 and how == "order" else "a"
         assert_failed([each], f"all-gather of unit '{unit}' at step 0", f"rank {rank} ", f"rank {1 - rank}")
-        assert each.seconds < SHORT + PATIENCE
 
 
 def misfit_body(group):

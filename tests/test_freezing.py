@@ -7,7 +7,7 @@ import torch
 from torch import nn, optim
 
 from shardlite import AdamW, LayoutError, PhaseError, ShardLite
-from tests.sharded import local_parts
+from tests.sharded import WIDE, local_parts, some_stages
 from tests.twins import PaddedAdamW, Twin
 
 
@@ -69,10 +69,10 @@ def follows_twin_body(group, stages, start):
             assert_same(f"stage {stage}, step {step}: weight", model, dict(model.named_parameters()), twin.masters)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, WIDE])
 @pytest.mark.parametrize("start", [0, 2])
 def test_training_follows_the_twin_whatever_is_frozen_meanwhile(cluster, world_size, start):
-    cluster.check(follows_twin_body, world_size, (0, 1, 2, 3), start)
+    cluster.check(follows_twin_body, world_size, some_stages("frozen", start), start)
 
 
 def bytes_body(group, stage):
@@ -101,7 +101,7 @@ def padded(numels) -> int:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, WIDE])
 def test_gradient_memory_and_traffic_are_for_trainable_parameters_only(cluster, world_size, stage):
     """Over all ranks: each element is kept once and sent `W - 1` times."""
     ranks = cluster.run(bytes_body, world_size, stage)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 
 from shardlite import CommError, LayoutError
 from shardlite.fsdp2 import install
+from tests.patience import seconds
 from tests.test_fsdp2 import flat_mesh, pairs_and_all
 
 
@@ -99,7 +100,7 @@ def late_body(group):
     model = nn.Sequential(nn.Linear(4, 4))
     for module in (model[0], model):
         fully_shard(module, mesh=flat_mesh(group))
-    install(model, timeout=timedelta(seconds=1))
+    install(model, timeout=timedelta(seconds=seconds(4)))
     loss = model(torch.ones(2, 4)).sum()
     if group.rank() == 0:
         with pytest.raises(CommError, match=r"all-gather of FSDP2 module '0' of model \d+ from rank 0 \(operation 2, "):

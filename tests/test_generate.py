@@ -1,6 +1,7 @@
-"""`generate()` of a wrapped Hugging Face model, between steps: tokens and logits are those of the twin to the bit.
+"""`generate()` of a wrapped model, between steps: tokens and logits are those of the twin to the bit.
 
-It is a method of the wrapped module, which calls the module's forward once for each new token, with cached keys.
+It is a method of the wrapped module, which calls the module's forward once for each new token. Hugging Face's models
+keep keys between these calls, ours begins anew.
 """
 
 from typing import Any
@@ -9,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.hf_models import ARCHITECTURES, drawn_tokens
-from tests.sharded import Pair, Turn, same_bits
+from tests.hf_models import ARCHITECTURES, case, drawn_tokens
+from tests.sharded import WIDE, Pair, Turn, same_bits
 
 GUARDS = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
@@ -48,25 +49,32 @@ BEAMS = {"num_beams": 2}
 SAMPLING = {"do_sample": True, "top_k": 9}
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, WIDE])
 @pytest.mark.parametrize(
     ("name", "guard", "settings"),
-    [("gpt2", "no_grad", SAMPLING), ("llama", "inference_mode", GREEDY), ("t5", "inference_mode", BEAMS)],
+    [
+        case("ours", "no_grad", SAMPLING),
+        case("ours", "inference_mode", GREEDY),
+        case("gpt2", "no_grad", SAMPLING),
+        case("llama", "inference_mode", GREEDY),
+        case("t5", "inference_mode", BEAMS),
+    ],
 )
 def test_generates_like_the_twin_between_steps(cluster, world_size, name, guard, settings):
     cluster.check(generates_between_steps, world_size, name, guard, settings)
 
 
+@pytest.mark.parametrize("name", [case("ours"), case("gpt2")])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_generates_at_other_stages(cluster, stage):
-    cluster.check(generates_between_steps, 2, "gpt2", "inference_mode", GREEDY, stage=stage)
+def test_generates_at_other_stages(cluster, name, stage):
+    cluster.check(generates_between_steps, 2, name, "inference_mode", GREEDY, stage=stage)
 
 
-def generates_at_other_lengths(group: Any) -> None:
+def generates_at_other_lengths(group: Any, name: str) -> None:
     """Body of a rank that wants more tokens than those before it."""
-    pair = Pair(ARCHITECTURES["llama"].make, group)
+    pair = Pair(ARCHITECTURES[name].make, group)
     for step in range(2):
-        pair.step(ARCHITECTURES["llama"].loss)
+        pair.step(ARCHITECTURES[name].loss)
         pair.twin.refresh()
         prompt, length = drawn_tokens(Turn(step, pair.rank, 0)), {"max_new_tokens": 2 + 2 * pair.rank}
         expected, _ = generated(pair.twin.module, prompt, **length, min_new_tokens=0)
@@ -74,9 +82,10 @@ def generates_at_other_lengths(group: Any) -> None:
         same_bits("tokens", got, expected)
 
 
-def test_ranks_that_stop_at_other_lengths_go_on_together(cluster):
+@pytest.mark.parametrize(("name", "world_size"), [case("ours", 2), case("llama", 4)])
+def test_ranks_that_stop_at_other_lengths_go_on_together(cluster, name, world_size):
     """`synced_gpus=True` is Hugging Face's own: ranks call the model until all are done."""
-    cluster.check(generates_at_other_lengths, cluster.size)
+    cluster.check(generates_at_other_lengths, world_size, name)
 
 
 def generates_before_the_backward(group: Any, name: str) -> None:
@@ -93,6 +102,6 @@ def generates_before_the_backward(group: Any, name: str) -> None:
         pair.step(loss)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", [*map(case, ["ours", "gpt2", "llama"])])
 def test_generates_between_a_forward_and_its_backward(cluster, name):
     cluster.check(generates_before_the_backward, 2, name)

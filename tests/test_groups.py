@@ -70,8 +70,14 @@ def hybrid_body(group, shape, precision):
             torch.testing.assert_close(value, twin.masters[name].detach(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)])
-@pytest.mark.parametrize("precision", [Precision(), Precision(compute=torch.bfloat16, reduce=torch.bfloat16)])
+@pytest.mark.parametrize("shape", [(2, 2), *(pytest.param(s, marks=pytest.mark.slow) for s in ((4, 1), (1, 4)))])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        Precision(),
+        pytest.param(Precision(compute=torch.bfloat16, reduce=torch.bfloat16), marks=pytest.mark.slow),
+    ],
+)
 def test_hybrid_sharding_follows_its_twin_at_every_stage(cluster, shape, precision):
     cluster.check(hybrid_body, 4, shape, precision)
 

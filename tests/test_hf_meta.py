@@ -1,7 +1,7 @@
-"""Hugging Face models that are born on the meta device get values from `init=model._init_weights`.
+"""Hugging Face models, and ours in their manner, that are born on the meta device get values from `_init_weights`.
 
-That is the function which their own constructors apply. It knows the buffers that are not saved, too, which nothing
-else could give values to.
+That is the function which their own constructors apply, and `init=` takes. It knows the buffers that are not saved,
+too, which nothing else could give values to.
 """
 
 import copy
@@ -14,7 +14,7 @@ from torch import nn
 
 from shardlite import ShardLite
 from shardlite.materialise import children_first
-from tests.hf_models import ARCHITECTURES
+from tests.hf_models import ARCHITECTURES, case
 from tests.sharded import Pair, Turn, same_bits
 from tests.twins import RECIPES
 
@@ -68,7 +68,7 @@ def trains_like_one_with_memory(group: Any, name: str) -> None:
         same_bits(key, got, shard)
 
 
-@pytest.mark.parametrize(("name", "world_size"), [*((name, 2) for name in PRETRAINED), ("llama", 4)])
+@pytest.mark.parametrize(("name", "world_size"), [*(case(name, 2) for name in PRETRAINED), case("llama", 4)])
 def test_a_model_born_on_meta_is_one_born_with_memory(cluster, name, world_size):
     cluster.check(trains_like_one_with_memory, world_size, name)
 
@@ -81,20 +81,21 @@ def weights_only(module: nn.Module) -> None:
         nn.init.ones_(module.weight)
 
 
-def wraps(group: Any, init: Callable[[nn.Module], None] | None) -> None:
-    ShardLite(on_meta(ARCHITECTURES["llama"].make), init=init, group=group)
+def wraps(group: Any, name: str, init: Callable[[nn.Module], None] | None) -> None:
+    ShardLite(on_meta(ARCHITECTURES[name].make), init=init, group=group)
 
 
+@pytest.mark.parametrize(("name", "first"), [case("ours", "Rotary"), case("llama", "LlamaRMSNorm")])
 @pytest.mark.parametrize(
     ("init", "message"),
     [
         (weights_only, "left buffer 'model.rotary_emb.inv_freq' uninitialised"),
-        (None, "LlamaRMSNorm has no reset_parameters() to initialise it: pass init="),
+        (None, "{first} has no reset_parameters() to initialise it: pass init="),
     ],
 )
-def test_what_has_no_values_is_named(cluster, init, message):
+def test_what_has_no_values_is_named(cluster, name, first, init, message):
     """On every rank."""
-    for failure in cluster.failures(wraps, 2, init):
+    for failure in cluster.failures(wraps, 2, name, init):
         assert failure is not None
         assert failure[0] == "LayoutError"
-        assert message in failure[1]
+        assert message.format(first=first) in failure[1]

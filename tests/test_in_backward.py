@@ -3,7 +3,7 @@
 Legend: `W` ranks.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple
 from typing import Any
 
@@ -18,7 +18,7 @@ from shardlite.traffic import Sent
 from tests.duos import Duo, alike
 from tests.models import MLP, LanguageModel, Residual, frozen, with_lora
 from tests.models import Shared as CalledTwice
-from tests.sharded import Turn, same_bits
+from tests.sharded import Turn, same_bits, some_stages
 from tests.test_compile import recorded_graphs
 from tests.test_composition import Nested
 from tests.test_composition import on_rows as on_residual_rows
@@ -97,13 +97,23 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("mixed", 3, {"precision": Precision(reduce=torch.bfloat16)}),
     ("mixed", 1, {}),
     ("experts", 2, {}),
-    ("experts", 4, {"precision": SPLIT, "optimizer": {"state": "int8"}}),
+    ("experts", 3, {"precision": SPLIT, "optimizer": {"state": "int8"}}),
     ("experts", 1, {}),
     ("dropout", 2, {}),
 ]
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: f"{CASES[number][0]}-{CASES[number][1]}")
+def by_size() -> Iterator[Any]:
+    """Yield the numbers of all cases; those on one rank, where little is to be seen, and on four are slow but for one.
+
+    On three ranks the experts take as long as five others.
+    """
+    for number, (name, world_size, _) in enumerate(CASES):
+        slow = (world_size in (1, 4) and name != "mixed") or (name, world_size) == ("experts", 3)
+        yield pytest.param(number, id=f"{name}-{world_size}", marks=pytest.mark.slow if slow else ())
+
+
+@pytest.mark.parametrize("number", [*by_size()])
 def test_it_has_the_bits_of_the_ordinary_step(cluster, number):
     cluster.check(named_case, CASES[number][1], number)
 
@@ -113,7 +123,7 @@ def named_case(group: Any, number: int) -> None:
     name, _, options = CASES[number]
     steps = 8 if name == "experts" else 3
     modes = [("local", "local", "step") if step % 3 == 1 else ("step",) for step in range(steps)]
-    alike(*MODELS_HERE[name], group, modes=modes, **options)
+    alike(*MODELS_HERE[name], group, stages=some_stages(name, number), modes=modes, **options)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -131,7 +141,10 @@ def with_options(group: Any, name: str) -> None:
     alike(Branching, loss_on(other_orders), group, stages=(3,), modes=[("step",)] * 4, **OPTIONS[name])
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+SLOW = {"far-prefetch", "quantized"}  # like "no-prefetch" and "quantized-split"
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in OPTIONS])
 def test_with_options_of_stage_3(cluster, name):
     cluster.check(with_options, 2, name)
 
@@ -143,22 +156,24 @@ def takes_branches(group: Any, route: Any) -> None:
     alike(lambda: Branching(reentrant=False), loss_on(route), group, stages=(3,), modes=modes, precision=SPLIT)
 
 
-@pytest.mark.parametrize("route", [layer_drop, other_orders, one_rank_alone])
+@pytest.mark.parametrize(
+    "route", [layer_drop, *(pytest.param(r, marks=pytest.mark.slow) for r in (other_orders, one_rank_alone))]
+)
 def test_ranks_may_take_different_branches(cluster, route):
     cluster.check(takes_branches, 3, route)
 
 
-def in_a_hybrid(group: Any) -> None:
+def in_a_hybrid(group: Any, shape: tuple[int, int]) -> None:
     """Body of a rank."""
-    for shape in ((2, 2), (4, 1), (1, 4)):
-        mesh = init_device_mesh("cpu", shape)
-        for precision in (Precision(), SPLIT):
-            alike(LanguageModel, on_tokens, mesh, stages=(1, 3), precision=precision)
-    alike(Experts, on_routes, init_device_mesh("cpu", (2, 2)), stages=(0, 2), modes=[("step",)] * 4)
+    mesh = init_device_mesh("cpu", shape)
+    alike(LanguageModel, on_tokens, mesh, stages=(1,))
+    alike(LanguageModel, on_tokens, mesh, stages=(3,), precision=SPLIT)
+    alike(Experts, on_routes, mesh, stages=(0, 2), modes=[("step",)] * 4)
 
 
-def test_in_a_hybrid(cluster):
-    cluster.check(in_a_hybrid, 4)
+@pytest.mark.parametrize("shape", [(2, 2), *(pytest.param(s, marks=pytest.mark.slow) for s in ((4, 1), (1, 4)))])
+def test_in_a_hybrid(cluster, shape):
+    cluster.check(in_a_hybrid, 4, shape)
 
 
 def compiles(group: Any, stage: int) -> None:
@@ -174,6 +189,7 @@ def compiles(group: Any, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.slow
 def test_blocks_may_be_compiled(cluster, stage):
     cluster.check(compiles, 2, stage)
 
@@ -198,10 +214,10 @@ def survives(group: Any, stage: int, precision: Precision, state: str) -> None:
 @pytest.mark.parametrize(
     ("stage", "world_size", "precision", "state"),
     [
-        (0, 2, Precision(), "fp32"),
-        (1, 3, SPLIT, "int8"),
-        (2, 2, BF16_WIRE, "fp32"),
-        (3, 3, Precision(), "int8"),
+        pytest.param(0, 2, Precision(), "fp32", marks=pytest.mark.slow),
+        pytest.param(1, 3, SPLIT, "int8", marks=pytest.mark.slow),
+        pytest.param(2, 2, BF16_WIRE, "fp32", marks=pytest.mark.slow),
+        pytest.param(3, 3, Precision(), "int8", marks=pytest.mark.slow),
         (3, 2, SPLIT, "fp32"),
     ],
     ids=str,
@@ -230,7 +246,7 @@ def freezes(group: Any) -> None:
             duo.step(on_tokens, ("local", "step"))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_freezing_between_steps(cluster, world_size):
     cluster.check(freezes, world_size)
 
@@ -246,7 +262,7 @@ def joins(group: Any, stage: int) -> None:
     duo.compare()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.every_stage
 def test_uneven_batches(cluster, stage):
     cluster.check(joins, 3, stage)
 
@@ -312,7 +328,7 @@ def _less(now: dict[str, dict[str, Sent]], before: dict[str, dict[str, Sent]]) -
 
 
 @pytest.mark.parametrize("precision", [Precision(), SPLIT], ids=["fp32", "split24"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.every_stage
 def test_the_same_reductions_are_made_and_no_gradient_is_kept(cluster, stage, precision):
     cluster.check(keeps_nothing, 2, stage, precision)
 
@@ -342,7 +358,7 @@ def sees_new_weights(group: Any, stage: int) -> None:
         duo.steps += 1
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.every_stage
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_backward_leaves_new_weights(cluster, world_size, stage):
     cluster.check(sees_new_weights, world_size, stage)

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from shardlite import AdamW, ShardLite
 from tests.models import Residual
-from tests.sharded import local_parts, same_bits
+from tests.sharded import WIDE, local_parts, same_bits
 from tests.twins import PaddedAdamW, Twin, ring_mean
 
 WIDTH = 10
@@ -79,8 +79,8 @@ def join_body(group, stage):
     return len(company)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("world_size", [2, WIDE])
+@pytest.mark.every_stage
 def test_ranks_with_different_numbers_of_batches_finish_together(cluster, stage, world_size):
     assert cluster.run(join_body, world_size, stage) == [max(BATCHES[:1] if world_size == 2 else BATCHES)] * world_size
 

@@ -13,6 +13,8 @@ import shardlite.shared
 from shardlite import AdamW, ShardLite
 from shardlite.lane import StreamLane, ThreadLane, make_lane
 from shardlite.transport import NcclTransport, StagedTransport
+from tests.patience import seconds
+from tests.sharded import WIDE
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda:0")
@@ -21,7 +23,7 @@ CUDA = torch.device("cuda:0")
 def test_a_thread_lane_works_in_order_and_hands_errors_on():
     lane, done = ThreadLane("test"), []
     gate = threading.Event()
-    first = lane.submit(lambda: (gate.wait(10), done.append(1)))
+    first = lane.submit(lambda: (gate.wait(seconds(10)), done.append(1)))
     failing = lane.submit(lambda: 1 / 0)
     last = lane.submit(lambda: done.append(2))
     assert not first.done()
@@ -147,7 +149,7 @@ def test_only_messages_that_block_take_a_thread(cuda):
 def test_the_host_goes_on_while_a_thread_waits_for_messages(cuda):
     lane = StreamLane(CUDA, ThreadLane("test"))
     gate = threading.Event()
-    flight = lane.submit(lambda: (gate.wait(10), cuda.run("reduce")))
+    flight = lane.submit(lambda: (gate.wait(seconds(10)), cuda.run("reduce")))
     cuda.run("compute on")
     assert not flight.done()
     assert not flight.wait_up_to(0.01)
@@ -194,6 +196,6 @@ def other_transports_body(group):
                 torch.testing.assert_close(weights[name], value, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, WIDE])
 def test_training_over_the_transports_for_gpus_gives_the_same_bits(cluster, world_size):
     cluster.check(other_transports_body, world_size)

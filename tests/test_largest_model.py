@@ -3,8 +3,11 @@
 import json
 import os
 import sys
+from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +17,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))  # where the 
 import largest_model as example
 from largest_systems import BASE, SYSTEMS, Shape
 
+from shardlite.launch import process_group
+from tests.scripts import launched
+
 ROOT = Path(__file__).parent.parent
 MB = 10**6
 STANDARD = "ShardLite"
+TRIAL = example.Trial(STANDARD, 12 * MB // 10, 60 * MB)
+PARAMETERS = Shape.near(TRIAL.size).parameters()
 
 
 # ---- the search -----------------------------------------------------------------------------------------------------
@@ -101,41 +109,66 @@ def on_cpu(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+def attempts(group, trial):
+    """Body of a rank: what a process of its own would do, without the process and the last step."""
+    with (
+        mock.patch.object(example, "STEPS", 2),
+        launched(group, ["largest_model.py"], Path.cwd(), "error"),
+        process_group() as device,
+    ):
+        return example.attempt(trial, device)
+
+
 @pytest.fixture(scope="module")
-def outcomes():
-    return {}
+def outcome_of(cluster):
+    """From a system to what becomes of it on one rank, which is tried once."""
+    return cache(lambda system: cluster.run(attempts, 1, replace(TRIAL, system=system))[0])
 
 
 @pytest.mark.parametrize("system", list(SYSTEMS))
-def test_every_system_trains_and_begins_alike(system, on_cpu, outcomes):
-    trial = example.Trial(system, 2 * MB, 100 * MB)
-    outcome = outcomes[system] = example.run_trial(trial, 1)
+def test_every_system_trains_and_begins_alike(system, outcome_of):
+    outcome, base, standard = map(outcome_of, (system, BASE, STANDARD))
     assert outcome.fits, outcome.error
     # All compute in bf16, with weights that are drawn alike; split ones are rounded twice on the way to bf16, so that a
     # few of them (next to the middle of two bf16 numbers, one in 2^9) are a unit away.
     tolerance = 2**-9 if "split24" in system else 0
-    assert outcome.losses[0] == pytest.approx(outcomes[BASE].losses[0], rel=tolerance, abs=0)
-    per_parameter = outcome.peak / Shape.near(trial.size).parameters()
+    assert outcome.losses[0] == pytest.approx(base.losses[0], rel=tolerance, abs=0)
     if system in (BASE, STANDARD):
-        assert outcome.losses == outcomes[BASE].losses
-        assert 16 < per_parameter < 20  # weights, gradients and two moments in fp32
+        assert outcome.losses == base.losses
+        assert 16 < outcome.peak / PARAMETERS < 20  # weights, gradients and two moments in fp32
     else:
-        assert outcome.peak < outcomes[STANDARD].peak
+        assert outcome.peak < standard.peak
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_is_too_large_does_not_fit_and_is_no_error(ranks, on_cpu):
-    outcome = example.run_trial(example.Trial(STANDARD, 2 * MB, 20 * MB // ranks), ranks)
+def test_what_is_too_large_does_not_fit_and_is_no_error(cluster):
+    (outcome,) = cluster.run(attempts, 1, replace(TRIAL, budget=12 * MB))
     assert not outcome.fits
     assert outcome.error is None
 
 
-@pytest.mark.parametrize("system", [BASE, STANDARD])
-def test_two_ranks_hold_half_each(system, on_cpu):
-    trial = example.Trial(system, 2 * MB, 30 * MB)
-    outcome = example.run_trial(trial, 2)
+@pytest.mark.parametrize("system", [pytest.param(BASE, marks=pytest.mark.slow), STANDARD])
+def test_two_ranks_hold_half_each(system, cluster):
+    for outcome in cluster.run(attempts, 2, replace(TRIAL, system=system, budget=18 * MB)):
+        assert outcome.fits, outcome.error
+        assert 16 < 2 * outcome.peak / PARAMETERS < 28
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_processes_of_a_trial_give_one_outcome(ranks, on_cpu, outcome_of):
+    outcome = example.run_trial(TRIAL, ranks)
     assert outcome.fits, outcome.error
-    assert 16 < 2 * outcome.peak / Shape.near(trial.size).parameters() < 28
+    if ranks == 1:
+        assert outcome.losses[:2] == outcome_of(STANDARD).losses
+        assert outcome.peak == pytest.approx(outcome_of(STANDARD).peak, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_processes_end_when_a_model_is_too_large(ranks, on_cpu):
+    outcome = example.run_trial(replace(TRIAL, budget=12 * MB // ranks), ranks)
+    assert not outcome.fits
+    assert outcome.error is None
 
 
 def test_an_error_of_a_system_is_the_outcome(on_cpu):

@@ -16,10 +16,9 @@ from torch import Tensor, nn, optim
 
 from shardlite import AdamW, NonFiniteError, NonFiniteWarning, ShardLite
 from shardlite.skips import LIMIT
-from tests.sharded import same_bits
+from tests.sharded import WIDE, same_bits, some_stages
 
-WORLDS = (1, 2, 4)
-STAGES = (0, 1, 2, 3)
+WORLDS = (1, 2, WIDE)
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
     "ours": lambda params: AdamW(params, lr=0.02, weight_decay=0.1),
     "foreach": lambda params: optim.AdamW(params, lr=0.02, weight_decay=0.1, foreach=True),
@@ -136,7 +135,7 @@ def skips_body(group: Any, stages: Sequence[int], make: Callable[[], nn.Module])
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_a_bad_step_is_left_out_on_all_ranks_and_leaves_no_trace(cluster, world_size):
-    stages = (0, 3) if world_size == 1 else STAGES
+    stages = some_stages("a bad step", world_size)
     for steps in cluster.run(skips_body, world_size, stages, net):
         assert set(steps) == {2}
 
@@ -196,7 +195,7 @@ def accumulates_body(group: Any, stages: Sequence[int]) -> None:
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_what_was_accumulated_counts(cluster, world_size):
-    cluster.check(accumulates_body, world_size, (3,) if world_size == 1 else STAGES)
+    cluster.check(accumulates_body, world_size, some_stages("accumulated", world_size))
 
 
 # ---- counting -------------------------------------------------------------------------------------------------------

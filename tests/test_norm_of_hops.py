@@ -16,10 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlite import ShardLite
 from shardlite.ring import reduce_scatter, staging_numel
-from tests.sharded import same_bits
+from tests.sharded import WIDE, same_bits, some_stages
 from tests.worlds import run
 
-STAGES = (0, 1, 2, 3)
 WIDTH = 48  # two slots of 2304 elements: nothing else is as long
 
 
@@ -75,7 +74,7 @@ def assert_norm(what: str, model: ShardLite) -> None:
 
 
 def untouched_body(group: Any, ways: list[str]) -> None:
-    for stage in STAGES:
+    for stage in some_stages("untouched_body"):
         for way in ways:
             model = made(group, stage)
             versions = [shard.grad._version for shard in model.parameters()]
@@ -94,14 +93,14 @@ def untouched_body(group: Any, ways: list[str]) -> None:
             assert_norm(f"stage {stage}, clipped", model)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, WIDE])
 def test_neither_a_norm_nor_a_clip_that_does_nothing_touches_gradients(cluster, world_size):
     cluster.check(untouched_body, world_size, ["ours", "torch's"])
 
 
 def skipping_body(group: Any) -> None:
     """Whether a step is to be left out is known by then, too."""
-    for stage in STAGES:
+    for stage in some_stages("skipping_body"):
         model = made(group, stage)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with touching(False):
@@ -178,7 +177,7 @@ CHANGES: dict[str, Callable[[ShardLite, Any], None]] = {
 def stale_body(group: Any, name: str) -> Tensor:
     """Return the norm, which has the same bits at all stages."""
     norms = []
-    for stage in STAGES:
+    for stage in some_stages("stale_body"):
         model = made(group, stage)
         before = model.clip_grad_norm_(math.inf)
         CHANGES[name](model, group)
@@ -215,7 +214,7 @@ def test_ranks_may_differ_in_whether_theirs_still_hold(cluster):
 
 def some_body(group: Any) -> None:
     """The norm of some is that of some."""
-    for stage in STAGES:
+    for stage in some_stages("some_body"):
         model = made(group, stage)
         first, second = model.parameters()
         norms = [clip_grad_norm_([shard], math.inf) for shard in (first, second)]
@@ -241,7 +240,7 @@ class Branches(nn.Module):
 
 def unused_body(group: Any) -> None:
     """What no rank has used counts as zero."""
-    for stage in STAGES:
+    for stage in some_stages("unused_body"):
         model = ShardLite(Branches(), stage=stage, group=group)
         backward(model, group)
         assert [name for name, shard in model.named_parameters() if shard.grad is None] == ["layers.1.weight"]
@@ -259,7 +258,7 @@ def test_what_nobody_used_counts_as_zero(cluster):
 
 def huge_body(group: Any) -> None:
     """Squares overflow, so the norm is infinite, as it is by a pass; but gradients are finite, and the step is made."""
-    for stage in STAGES:
+    for stage in some_stages("huge_body"):
         model = made(group, stage, scale=1e30)
         assert all(shard.grad.isfinite().all() for shard in model.parameters())
         assert model.clip_grad_norm_(1.0).isinf()
@@ -278,7 +277,7 @@ def test_a_huge_gradient_is_not_taken_for_one_that_is_not_finite(cluster):
 def hybrid_body(group: Any) -> None:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     norms = []
-    for stage in STAGES:
+    for stage in some_stages("hybrid_body"):
         model = ShardLite(net(), stage=stage, group=mesh, units=nn.Linear)
         backward(model, group)
         with touching(False):

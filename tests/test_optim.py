@@ -19,6 +19,7 @@ from tests.optim_cases import (
     run,
     set_grads,
 )
+from tests.sharded import WIDE
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def test_the_default_of_torch_is_close():
     torch.testing.assert_close(ours, theirs, rtol=5 * 2**-23, atol=5 * 10 * 2**-23 * HYPER["lr"])
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, WIDE])
 def test_bits_do_not_depend_on_how_the_buffer_is_cut(world_size):
     whole = make_arena([2048])
     start_values, shards = whole.flat.clone(), []

@@ -17,7 +17,7 @@ from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 from shardlite import AdamW, LayoutError, ShardLite
-from tests.sharded import same_bits
+from tests.sharded import WIDE, same_bits, some_stages
 from tests.twins import PaddedAdamW, Twin
 
 STAGES = (0, 1, 2, 3)
@@ -104,7 +104,7 @@ def two_groups(params: Named) -> list[dict[str, Any]]:
 
 def adopted_body(group: Any) -> None:
     """Groups, and a scheduler that was attached before, go on."""
-    for stage in STAGES:
+    for stage in some_stages("adopted_body"):
         module = net()
         optimizer = AdamW(two_groups(module.named_parameters()), lr=0.02)
         scheduler = LambdaLR(optimizer, lambda t: 0.5**t)
@@ -117,7 +117,7 @@ def adopted_body(group: Any) -> None:
         assert [each["lr"] for each in optimizer.param_groups] == [0.02 / 16, 0.05 / 16]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, WIDE])
 def test_our_optimizer_is_adopted_with_its_groups_and_scheduler(cluster, world_size):
     cluster.check(adopted_body, world_size)
 
@@ -128,7 +128,7 @@ def midway_body(group: Any) -> None:
     Before, all ranks train on the same batch, and the mean of 2^n equal gradients is each of them.
     """
     world_size = dist.get_world_size(group)
-    for stage in STAGES:
+    for stage in some_stages("midway_body"):
         module = net(64, 32)
         twin = Twin(copy.deepcopy(module), world_size, nn.Linear)
         optimizer, theirs = OURS[0](module.parameters()), OURS[1](twin.masters.values())
@@ -146,7 +146,7 @@ def midway_body(group: Any) -> None:
             assert optimizer.state[shard]["exp_avg"].shape == shard.shape
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, WIDE])
 def test_a_model_can_be_wrapped_in_the_middle_of_training(cluster, world_size):
     cluster.check(midway_body, world_size)
 
@@ -244,7 +244,7 @@ WHOLE: list[Make] = [
 
 def whole_body(group: Any) -> None:
     """At stage 0 every rank has whole parameters, so there they train like the twin."""
-    for stage in STAGES:
+    for stage in some_stages("whole_body"):
         for make in WHOLE:
             trained = Trained(net(), group, stage=stage)
             optimizer, theirs = make(trained.model.parameters()), make(trained.twin.masters.values())
@@ -297,7 +297,7 @@ def groups_body(group: Any, rule: Callable[[Named], list[dict[str, Any]]]) -> No
 
 
 @pytest.mark.parametrize("rule", [by_dimension, by_name])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, WIDE])
 def test_groups_by_dimension_and_by_name(cluster, world_size, rule):
     cluster.check(groups_body, world_size, rule)
 
@@ -333,14 +333,14 @@ def schedules_body(group: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, WIDE])
 def test_schedulers(cluster, world_size, name):
     cluster.check(schedules_body, world_size, name)
 
 
 def zero_grad_body(group: Any, ours: bool) -> None:
     """Gradients that are set to zero are added to; those that are dropped are made anew."""
-    for stage in STAGES:
+    for stage in some_stages("zero_grad_body"):
         for set_to_none in (True, False):
             trained = Trained(net(), group, stage=stage)
             optimizers = [make(p) for make, p in zip(OURS if ours else MOMENTUM, sides(trained), strict=True)]

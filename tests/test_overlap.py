@@ -4,21 +4,24 @@ A block stands for long computation: it does not end before the gather of the ne
 the block before. If gathers did not run meanwhile it would never end; then it gives up, and the test fails.
 """
 
-import time
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from shardlite import AdamW, ShardLite, shared
+from shardlite import AdamW, ShardLite, clock, shared
 from shardlite.phase import Weights
 from tests.delays import Delayed
+from tests.patience import seconds, until
 
 WIDTH, BLOCKS = 16, 5
 DELAY = 0.004  # seconds before each message
-PATIENCE = 20.0
 
 
 class Compute(torch.autograd.Function):
@@ -60,27 +63,19 @@ class Deep(nn.Module):
 
 
 @contextmanager
-def slow_links() -> Iterator[None]:
+def slow_links(**how: Any) -> Iterator[None]:
+    def connected(*where: Any, **route: Any) -> Delayed:
+        return Delayed(connect(*where, **route), 0, shortest=DELAY, longest=DELAY, **how)
+
     connect = shared.connect
-    shared.connect = lambda *where, **how: Delayed(connect(*where, **how), 0, shortest=DELAY, longest=DELAY)
-    try:
+    with mock.patch.object(shared, "connect", connected):
         yield
-    finally:
-        shared.connect = connect
 
 
 def step(model, optimizer):
     model(torch.ones(2, WIDTH)).backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-def until(there):
-    """Wait for something that must happen beside this thread."""
-    deadline = time.monotonic() + PATIENCE
-    while not there():
-        assert time.monotonic() < deadline, "nothing runs beside the computation"
-        time.sleep(0.001)
 
 
 def in_flight_or_there(unit):
@@ -140,14 +135,40 @@ def test_gradients_are_reduced_while_the_backward_goes_on(cluster):
     assert cluster.run(reduced_meanwhile, 2) == [["the last block"]] * 2
 
 
-def times(group, prefetch, pause):
+class PlayedTime:
+    """The time that `traffic()` reads: only delays of messages take any. So what it tells is the same on any machine.
+
+    With `in_sight`, delays pass only while the main thread waits for something that is timed.
+    """
+
+    def __init__(self) -> None:
+        self.in_sight = False
+        self._now = 0.0
+        self._main = threading.get_ident()
+        self._watched = threading.Event()
+
+    def perf_counter(self) -> float:
+        if threading.get_ident() == self._main:  # when a wait begins, and when it ends
+            (self._watched.clear if self._watched.is_set() else self._watched.set)()
+        return self._now
+
+    def sleep(self, pause: float) -> None:
+        if self.in_sight and threading.get_ident() != self._main:
+            assert self._watched.wait(seconds(30)), "nothing waits for a message that is late"
+        self._now += pause
+
+
+def times(group, prefetch):
     """How long gathers ran and what of it computation waited for, in the forwards of some steps."""
-    with slow_links():
+    played = PlayedTime()
+    with slow_links(sleep=played.sleep):
         model = ShardLite(Deep(), group=group, prefetch=prefetch)
-    for block in model.module.blocks:
-        block.there = lambda: time.sleep(pause)
-    with torch.no_grad():
+    units = {unit.name: unit for unit in model._units}
+    with torch.no_grad(), mock.patch.object(clock, "time", played):
         model(torch.ones(2, WIDTH))
+        played.in_sight = prefetch == 0
+        for i, block in enumerate(list(model.module.blocks)[: -1 if prefetch else 0]):
+            block.there = partial(until, partial(in_flight_or_there, units[f"blocks.{i + 1}"]))
         before = model.traffic()
         for _ in range(3):
             change(model)
@@ -168,13 +189,11 @@ def change(model):
         shard.add_(0.001)
 
 
-@pytest.mark.parametrize("size", [2])
-def test_traffic_tells_what_of_a_slow_link_is_hidden(cluster, size):
-    """A pause is at least as long as it says, so these bounds from below hold on any machine."""
-    slept = 3 * (BLOCKS - 1) * DELAY
-    for ran, exposed in cluster.run(times, size, 0, 0.0):
-        assert ran >= slept
-        assert exposed >= slept  # nothing is gathered ahead: computation waits for all of it
-    for ran, exposed in cluster.run(times, size, 1, 10 * DELAY):
-        assert ran >= slept
-        assert exposed < ran / 2  # a block takes ten times as long as a message is late
+def test_traffic_tells_what_of_a_slow_link_is_hidden(cluster):
+    delays = 3 * (BLOCKS - 1) * DELAY
+    for ran, exposed in cluster.run(times, 2, 0):
+        assert ran >= delays
+        assert exposed == pytest.approx(ran)  # nothing is gathered ahead: computation waits for all of it
+    for ran, exposed in cluster.run(times, 2, 1):
+        assert ran >= delays
+        assert exposed == 0  # a block ends after the gather of the next one

@@ -12,7 +12,7 @@ from shardlite import AdamW, Precision, ShardLite
 from shardlite.agenda import MEMORY
 from shardlite.traffic import NO_UNIT
 from tests.models import Residual
-from tests.sharded import Pair, Turn, local_parts
+from tests.sharded import WIDE, Pair, Turn, local_parts
 
 WIDTH = 12
 
@@ -84,7 +84,7 @@ def route_body(group, route, steps=5, *, reentrant=None, **options):
     pair.step(loss_on(route), ("local", "sharded", "step"), clip=0.01)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, WIDE])
 @pytest.mark.parametrize("route", ROUTES)
 def test_ranks_may_take_different_branches(cluster, route, world_size):
     cluster.check(route_body, world_size, route)
@@ -100,7 +100,12 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+SLOW = {"far-prefetch", "recomputed-reentrant"}  # like "no-prefetch" and "recomputed"
+
+
+@pytest.mark.parametrize(
+    "options", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in OPTIONS]
+)
 def test_with_any_option(cluster, options):
     cluster.check(route_body, 2, layer_drop, **OPTIONS[options])
     cluster.check(route_body, 2, other_orders, 3, **OPTIONS[options])

@@ -1,9 +1,9 @@
-"""Parts of a wrapped Hugging Face model are called by themselves, with no registration: they find their weights.
+"""Parts of a wrapped model are called by themselves, with no registration: they find their weights.
 
 Each of these computes a loss without the model's own forward, or beside it; gradients are the twin's to the bit.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,20 +11,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.hf_models import ARCHITECTURES, drawn_tokens, drawn_vectors
+from tests.hf_models import ARCHITECTURES, case, drawn_tokens, drawn_vectors
 from tests.sharded import Loss, Pair, Turn
 
 
+def blocks(model: nn.Module) -> nn.ModuleList:
+    """Those of a GPT-2, or of ours."""
+    return model.transformer.h if hasattr(model, "transformer") else model.model.layers
+
+
 def first_block(model: nn.Module, turn: Turn) -> Tensor:
-    """One block of a GPT-2; all other parameters have no gradient."""
-    return model.transformer.h[0](drawn_vectors(turn)).square().mean()
+    """One block; all other parameters have no gradient."""
+    return blocks(model)[0](drawn_vectors(turn)).square().mean()
 
 
 def blocks_backwards(model: nn.Module, turn: Turn) -> Tensor:
     """The blocks in another order than the model calls them in, and one twice."""
     x = drawn_vectors(turn)
-    for i in (2, 0, 1, 0):
-        x = model.transformer.h[i](x)
+    for i in (-1, 0, 1, 0):
+        x = blocks(model)[i](x)
     return x.square().mean()
 
 
@@ -42,7 +47,7 @@ def encoder_then_decoder(model: nn.Module, turn: Turn) -> Tensor:
 
 
 def without_head(model: nn.Module, turn: Turn) -> Tensor:
-    """The body of a Llama."""
+    """The body."""
     return model.model(input_ids=drawn_tokens(turn)).last_hidden_state.square().mean()
 
 
@@ -62,25 +67,27 @@ def embedded_before(model: nn.Module, turn: Turn) -> Tensor:
     return model(inputs_embeds=embedded + 0.1 * noise, labels=tokens).loss + embedded.square().mean()
 
 
-PARTS: dict[str, tuple[str, Callable[[nn.Module, Turn], Tensor]]] = {
-    "block": ("gpt2", first_block),
-    "blocks-backwards": ("gpt2", blocks_backwards),
-    "encoder": ("t5", encoder),
-    "encoder-then-decoder": ("t5", encoder_then_decoder),
-    "without-head": ("llama", without_head),
-    "head-in-pieces": ("llama", head_in_pieces),
-    "embeddings": ("llama", embedded_before),
-    "embeddings-tied": ("gpt2", embedded_before),
+Part = Callable[[nn.Module, Turn], Tensor]
+
+PARTS: dict[str, tuple[Sequence[str], Part]] = {
+    "block": (["ours", "gpt2"], first_block),
+    "blocks-backwards": (["ours", "gpt2"], blocks_backwards),
+    "encoder": (["t5"], encoder),
+    "encoder-then-decoder": (["t5"], encoder_then_decoder),
+    "without-head": (["ours", "llama"], without_head),
+    "head-in-pieces": (["ours", "llama"], head_in_pieces),
+    "embeddings": (["ours", "llama", "gpt2"], embedded_before),
 }
+"""The models that have such a part; GPT-2's embedding is tied to the head."""
 
 
-def of_module(loss: Callable[[nn.Module, Turn], Tensor]) -> Loss:
+def of_module(loss: Part) -> Loss:
     return lambda model, turn: loss(model.module, turn)
 
 
-def trains_a_part(group: Any, name: str) -> None:
+def trains_a_part(group: Any, name: str, of: str) -> None:
     """Body of a rank: steps of the part by itself, and of the model between them."""
-    architecture, part = ARCHITECTURES[PARTS[name][0]], of_module(PARTS[name][1])
+    architecture, part = ARCHITECTURES[of], of_module(PARTS[name][1])
     pair = Pair(architecture.make, group)
     for loss in (part, architecture.loss, part, part):
         pair.step(loss)
@@ -89,8 +96,12 @@ def trains_a_part(group: Any, name: str) -> None:
             pair.evaluate(part)
 
 
+CASES = [(name, of, 2) for name, (models, _) in PARTS.items() for of in models]
+WIDE = [("blocks-backwards", "gpt2", 4), ("encoder-then-decoder", "t5", 4)]
+
+
 @pytest.mark.parametrize(
-    ("name", "world_size"), [*((name, 2) for name in PARTS), ("blocks-backwards", 4), ("encoder-then-decoder", 4)]
+    ("name", "of", "world_size"), [case(*each, of=each[1], id="-".join(map(str, each))) for each in (*CASES, *WIDE)]
 )
-def test_parts_train_by_themselves(cluster, name, world_size):
-    cluster.check(trains_a_part, world_size, name)
+def test_parts_train_by_themselves(cluster, name, of, world_size):
+    cluster.check(trains_a_part, world_size, name, of)

@@ -6,15 +6,22 @@ import pytest
 
 from bench.table import RESULTS, read_rows, render
 from shardlite.cli import main
-from tests.markdown import ROOT, assert_links_lead_somewhere, blocks, run_on_two_ranks
+from tests.markdown import ROOT, assert_links_lead_somewhere, blocks
+from tests.scripts import run_script, torchrun
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = blocks(README, "python")
 
 
-@pytest.mark.parametrize("code", BLOCKS, ids=lambda code: code.splitlines()[0])
-def test_python_blocks_run_on_two_ranks(tmp_path, code):
-    run_on_two_ranks(code, tmp_path)
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_python_blocks_run_on_two_ranks(cluster, tmp_path, number):
+    """The first one as it says, by `torchrun`."""
+    script = tmp_path / "train.py"
+    script.write_text(BLOCKS[number])
+    if number == 0:
+        torchrun(script, folder=tmp_path)
+    else:
+        run_script(cluster, script)
 
 
 def test_there_are_python_blocks():
@@ -22,8 +29,8 @@ def test_there_are_python_blocks():
 
 
 def test_make_targets_exist():
-    named = set(re.findall(r"\bmake ([a-z]+)", README))
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    named = set(re.findall(r"\bmake ([a-z-]+)", README))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     assert named
     assert named <= targets
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.models import LanguageModel, Residual
-from tests.sharded import Pair, Turn, accumulating
+from tests.sharded import WIDE, Pair, Turn, accumulating
 
 WIDTH = 12
 
@@ -83,7 +83,7 @@ OTHER_PLACES = [(1, 3), (3, 0), (0, 2, 1, 3)]
 """Ctrl-C does not come at the same line everywhere."""
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, WIDE])
 @pytest.mark.parametrize("backwards", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("error", ERRORS)
 def test_the_next_step_is_as_if_nothing_had_been(cluster, error, backwards, world_size):
@@ -92,7 +92,7 @@ def test_the_next_step_is_as_if_nothing_had_been(cluster, error, backwards, worl
 
 @pytest.mark.parametrize("error", ["exception", "interrupt"])
 @pytest.mark.parametrize("backwards", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.every_stage
 def test_ranks_may_fail_in_different_places(cluster, stage, backwards, error):
     cluster.check(recovery_body, 2, stage, ERRORS[error], backwards, OTHER_PLACES)
 
@@ -134,9 +134,15 @@ def first_thing_body(group, error, backwards, first):
     pair.step(loss_of)
 
 
-@pytest.mark.parametrize("error", ["exception", "interrupt"])
-@pytest.mark.parametrize("backwards", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize(
+    ("first", "backwards", "error"),
+    [
+        pytest.param(first, place % 2 == 1, error, marks=() if place in (i % 4, 3 - i % 4) else pytest.mark.slow)
+        for i, first in enumerate(FIRST)
+        for place, error in enumerate(["exception", "exception", "interrupt", "interrupt"])
+    ],
+    ids=lambda value: {False: "forward", True: "backward"}.get(value),
+)
 def test_whatever_comes_first_ends_what_was_left(cluster, first, backwards, error):
     cluster.check(first_thing_body, 2, ERRORS[error], backwards, first)
 

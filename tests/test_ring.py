@@ -39,10 +39,22 @@ SIZES = {
     "batches": [2, 3],
     "symmetric": range(1, 5),
 }
-WORLDS = [(kind, size) for kind, sizes in SIZES.items() for size in sizes]
+SLOW = {
+    "threads": (4, 6, 7, 8),
+    "steps": (2, 4),
+    "gloo": (1, 4),
+    "shared": (1, 4),
+    "batches": (2,),
+    "symmetric": (1, 2, 4),
+}
+WORLDS = [
+    pytest.param((kind, size), marks=pytest.mark.slow if size in SLOW.get(kind, ()) else (), id=f"{kind}{size}")
+    for kind, sizes in SIZES.items()
+    for size in sizes
+]
 
 
-@pytest.fixture(params=WORLDS, ids=lambda world: f"{world[0]}{world[1]}")
+@pytest.fixture(params=WORLDS)
 def world(request):
     """`(run, world_size)`: every kind of transport, from 1 rank up."""
     kind, size = request.param
@@ -99,8 +111,10 @@ def test_broadcast_from_every_source(world):
             assert_equal_bits(got, tensor_of(i % size, case.numel, case.dtype))
 
 
-@pytest.mark.parametrize("kind", ["threads", "steps", "gloo", "staged"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [("threads", 4), ("steps", 2), ("gloo", 2), ("staged", 2), pytest.param("gloo", 4, marks=pytest.mark.slow)],
+)
 def test_a_gather_and_a_reduction_at_the_same_time(cluster, kind, size):
     cases = [Case(100_003 + i, torch.float32, 1 << 12) for i in range(5)]
     assert_gathered_and_summed(run(kind, cluster, two_at_once, size, cases), cases)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shardlite.cli import main
+from shardlite.painting import paint
 from shardlite.picture import HEIGHT, WIDTH, brief, frames, text
 from shardlite.schedule import all_gather, order_of_addition, reduce_scatter
 from tests.markdown import ROOT, blocks
@@ -96,7 +97,15 @@ def test_the_documentation_shows_what_it_prints(block, capsys):
         found = page.index(stretch.strip("\n"), found)
 
 
-@every(*range(1, 13), 16, 48, 64)
+FEW = (1, 2, 3, 4, 5, 8, 12, 64)
+"""Where something changes: a world of one, none and several divisors, all ranks on a page and one for all."""
+
+MANY = [pytest.param(*param.values, id=param.id, marks=pytest.mark.slow) for param, _ in cases(6, 7, 9, 10, 11, 16, 48)]
+
+
+@pytest.mark.parametrize(
+    ("operation", "algorithm", "world_size", "node"), [*(param for param, _ in cases(*FEW)), *MANY]
+)
 def test_every_page_fits_a_terminal(operation, algorithm, world_size, node):
     page = text(MAKERS[operation](algorithm, world_size, node=node), node)
     lines = page.splitlines()
@@ -119,6 +128,13 @@ def test_many_ranks_are_shown_by_one():
     assert "All ranks do not fit here. This is what rank 0 does" in page
     assert dedent(TWO_PARTS) in page
     assert "rank 0 " in text(all_gather("bidirectional", 4))
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "direct", "bidirectional"])
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_the_bytes_that_a_rank_sends(make, algorithm):
+    """All but its own share, in whole segments or in halves."""
+    assert "\nbytes per rank      3/4 of the buffer sent, as much received\n" in text(make(algorithm, 4)) + "\n"
 
 
 def test_what_rank_0_has_of_many_segments():
@@ -208,10 +224,11 @@ def test_wrong_input(arguments, message, capsys):
 
 IMAGES = [
     ["--ranks=1"],
-    ["--ranks=3"],
-    ["--ranks=4", "--algorithm=bidirectional"],
-    ["--ranks=8", "--algorithm=hierarchical", "--node=4"],
-    ["--ranks=13", "--operation=all-gather"],
+    ["--ranks=4", "--algorithm=hierarchical", "--node=2"],
+    pytest.param(["--ranks=3"], marks=pytest.mark.slow),
+    pytest.param(["--ranks=4", "--algorithm=bidirectional"], marks=pytest.mark.slow),
+    pytest.param(["--ranks=8", "--algorithm=hierarchical", "--node=4"], marks=pytest.mark.slow),
+    pytest.param(["--ranks=13", "--operation=all-gather"], marks=pytest.mark.slow),
 ]
 
 
@@ -226,6 +243,18 @@ def test_an_image(arguments, tmp_path, capsys):
     width, height = struct.unpack(">II", content[16:24])
     assert 1000 < width < 4000
     assert 500 < height < 4000
+
+
+def test_the_image_of_many_steps_has_the_first_and_the_last(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="matplotlib paints the image")
+    from matplotlib.figure import Figure
+
+    titles = []
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *_, **__: titles.extend(axes.get_title(loc="left") for axes in self.axes)
+    )
+    paint(all_gather("ring", 14), tmp_path / "ring.png")
+    assert titles == [*(f"step {t}" for t in range(6)), *(f"step {t}" for t in range(8, 13)), "end"]
 
 
 @pytest.mark.parametrize("name", ["missing/ring.png", "."])

@@ -16,10 +16,9 @@ from torch import Tensor, nn, optim
 from torch.amp.grad_scaler import GradScaler
 
 from shardlite import AdamW, Precision, ShardLite
-from tests.sharded import same_bits
+from tests.sharded import same_bits, some_stages
 from tests.twins import PaddedAdamW, Twin
 
-STAGES = (0, 1, 2, 3)
 Make = Callable[..., optim.Optimizer]
 
 
@@ -146,19 +145,26 @@ def agrees_body(group: Any, way: Way, stage: int) -> None:
 
 
 def all_stages(group: Any, way: Way) -> None:
-    for stage in STAGES:
+    for stage in some_stages("all_stages"):
         agrees_body(group, way, stage)
 
 
 WAYS = [Way(name, unscale, half) for name in OPTIMIZERS for unscale in (True, False) for half in (False, True)]
+PAIRWISE = [place for place in range(len(WAYS)) if (place // 4 + place // 2 + place) % 2]
+"""The places of ways in which each two choices meet."""
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=() if place in PAIRWISE else pytest.mark.slow) for place, way in enumerate(WAYS)],
+    ids=str,
+)
 def test_all_ranks_make_the_steps_of_the_twin(cluster, way):
     cluster.check(all_stages, 2, way)
 
 
 @pytest.mark.parametrize("way", WAYS[::5], ids=str)
+@pytest.mark.slow
 def test_four_ranks_make_the_steps_of_the_twin(cluster, way):
     cluster.check(agrees_body, 4, way, 3)
 

@@ -15,12 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardlite import AdamW, LayoutError, Precision, ShardLite
 from shardlite.layout import ARENA_ALIGN, round_up
 from tests.models import MLP, LanguageModel, MixedDtypes, frozen
-from tests.sharded import Pair, Turn, _seeded, same_bits
+from tests.sharded import Pair, Turn, _seeded, same_bits, some_stages
 from tests.test_precision import BF16, on_rows, on_tokens
 from tests.twins import PaddedAdamW, Twin
 
 SPLIT = Precision(compute=torch.bfloat16, master="split24")
-STAGES = (0, 1, 2, 3)
 
 
 def parts(whole: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,7 +91,7 @@ class SplitPair(Pair):
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
     "plain": (LanguageModel, on_tokens),
-    "checkpointed": (lambda: LanguageModel(reentrant=False, span=2), on_tokens),
+    "checkpointed": (lambda: LanguageModel(blocks=3, reentrant=False, span=2), on_tokens),
     "reentrant": (lambda: LanguageModel(reentrant=True), on_tokens),
     "frozen": (lambda: frozen(LanguageModel(), lambda name: "qkv" in name or "blocks.1" in name), on_tokens),
     "mlp": (lambda: MLP([7, 33, 5]), on_rows),
@@ -102,7 +101,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
 def follows(group: Any, name: str) -> None:
     """Body of a rank: with clipping and both kinds of accumulation."""
     make, loss = MODELS[name]
-    for stage in STAGES:
+    for stage in some_stages("follows"):
         pair = SplitPair(make, group, stage=stage)
         pair.step(loss)
         pair.step(loss, ("local", "local", "step"), clip=0.01)
@@ -113,7 +112,10 @@ def follows(group: Any, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "world_size"),
-    [("plain", 1), ("plain", 2), ("plain", 4), ("checkpointed", 2), ("reentrant", 3), ("frozen", 2), ("mlp", 4)],
+    [
+        *(("plain", 1), ("plain", 2), ("checkpointed", 2), ("reentrant", 2), ("frozen", 2), ("mlp", 3)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("plain", 4), ("reentrant", 3), ("mlp", 4))),
+    ],
 )
 def test_training_follows_a_twin_in_24_bits(cluster, name, world_size):
     cluster.check(follows, world_size, name)
@@ -136,13 +138,15 @@ def alike(group: Any, kind: str) -> None:
     """Body of a rank: all stages have the same bits, with options of stage 3 too."""
     mesh = init_device_mesh("cpu", (2, 2)) if kind == "hybrid" else group
     for state in ("fp32", "bf16", "int8"):
-        weights = [trained(mesh, stage=stage, options={"state": state})[0].full_state_dict() for stage in STAGES]
+        weights = [
+            trained(mesh, stage=stage, options={"state": state})[0].full_state_dict() for stage in some_stages("alike")
+        ]
         for other in weights[1:]:
             for name, value in weights[0].items():
                 same_bits(f"{state}: {name}", other[name], value)
 
 
-@pytest.mark.parametrize(("kind", "world_size"), [("ring", 3), ("hybrid", 4)])
+@pytest.mark.parametrize(("kind", "world_size"), [("ring", 3), pytest.param("hybrid", 4, marks=pytest.mark.slow)])
 def test_all_stages_have_the_same_bits(cluster, kind, world_size):
     cluster.check(alike, world_size, kind)
 
@@ -161,8 +165,14 @@ def whole_state(group: Any, state: str, in_backward: bool, stage: int) -> dict[s
     return found
 
 
-@pytest.mark.parametrize("in_backward", [False, True], ids=["step", "in-backward"])
-@pytest.mark.parametrize("state", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize(
+    ("state", "in_backward"),
+    [
+        ("bf16", True),
+        *(pytest.param(state, False, marks=pytest.mark.slow) for state in ("fp32", "bf16", "int8")),
+        *(pytest.param(state, True, marks=pytest.mark.slow) for state in ("fp32", "int8")),
+    ],
+)
 def test_states_depend_on_no_number_of_ranks(cluster, state, in_backward):
     """All ranks have one batch, and 2 and 4 divide a sum of equal numbers exactly."""
     (expected,) = cluster.run(whole_state, 1, state, in_backward, 3)
@@ -196,7 +206,7 @@ def bytes_of(group: Any, stage: int) -> None:
     assert held["optimizer state"].now == mine * (2 + 2 / 32) + rows + counts
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.every_stage
 def test_weights_take_three_bytes_and_with_a_narrow_state_five(cluster, stage):
     cluster.check(bytes_of, 2, stage)
 
@@ -230,7 +240,7 @@ def scaled(group: Any, stage: int) -> None:
     assert scaler.get_scale() == 2.0**7
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.every_stage
 def test_gradient_scalers_and_steps_that_are_left_out(cluster, stage):
     cluster.check(scaled, 2, stage)
 
@@ -254,7 +264,7 @@ def refuses(group: Any, stage: int) -> None:
         ShardLite(MixedDtypes(), group=group, stage=stage, precision=SPLIT)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.every_stage
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_optimizers_that_know_nothing_of_it_are_refused(cluster, world_size, stage):
     cluster.check(refuses, world_size, stage)

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlite import AdamW, Precision, ShardLite
 from tests.models import MLP, VOCABULARY, WIDTH, LanguageModel, Residual
-from tests.sharded import Loss, Pair, Turn, gathers, same_bits
+from tests.sharded import WIDE, Loss, Pair, Turn, gathers, same_bits
 
-WORLDS = (2, 4)
+WORLDS = (2, WIDE)
 STAGES = (0, 1, 2, 3)
 BF16 = Precision(compute=torch.bfloat16)
 
@@ -137,7 +137,7 @@ def follows_over_replicas(group: Any, stage: int) -> None:
         pair.step(on_tokens, ("local", "step") if step > 1 else ("sharded", "step"), 0.01 if step else None)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.every_stage
 def test_replicas_add_up_after_the_ranks_that_share_a_model(cluster, stage):
     cluster.check(follows_over_replicas, 4, stage)
 
@@ -217,7 +217,7 @@ def skips_units(group: Any, stage: int) -> None:
         skipped = ((turn.step + 2 * turn.rank) % 4, 3 if turn.step == 0 else -1)
         return model(torch.randn(3, 6, generator=turn.generator()), skipped=skipped).square().mean()
 
-    pair = Pair(Skipping, group, stage=stage)
+    pair = Pair(Skipping, group, stage=stage, together=False)
     for step in range(4):
         pair.step(loss, ("local", "step") if step % 2 else ("step",), clip=0.01)
         if pair.rank == 0 and step == 1:

@@ -15,6 +15,7 @@ from shardlite.errors import CommError, LayoutError
 from shardlite.transport import Message, NcclTransport, StagedTransport, SymmetricMemoryTransport, connect, symmetric
 from shardlite.transport.symmetric import Piece, parcels, why_not
 from tests import test_symmetric_cuda as on_cuda
+from tests.patience import seconds
 from tests.played_symmetric import CPU, PATIENCE, Drained, run_memories, run_played
 from tests.ring_cases import Case, assert_gathered_and_summed, cases_for, gather_everything, reduce_everything
 from tests.test_lanes import Simulated
@@ -126,7 +127,7 @@ def test_the_host_runs_ahead():
     gate = threading.Event()
 
     def body(memory):
-        memory.stream.put(lambda: gate.wait(20))
+        memory.stream.put(lambda: gate.wait(seconds(20)))
         transport, peer = SymmetricMemoryTransport(memory, PATIENCE), 1 - memory.rank
         mine, theirs = torch.full((100,), memory.rank + 1.0), torch.zeros(100)
         for _ in range(10):

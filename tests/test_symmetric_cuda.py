@@ -17,6 +17,7 @@ from shardlite.ring import Operation, all_gather, reduce_scatter
 from shardlite.transport import Message, SymmetricMemoryTransport, connect
 from shardlite.transport.symmetric import symmetric_memory
 from tests.cluster import Cluster
+from tests.forkserver import ForkServer
 from tests.ring_cases import Case, assert_equal_bits, ring_sum, tensor_of
 
 TIMEOUT = timedelta(seconds=30)
@@ -106,11 +107,11 @@ def trained(group, device, transport):
 @pytest.fixture(scope="module")
 def overlapping():
     """A cluster whose ranks may share a GPU."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-        gloo = Cluster(size=4)
-        yield gloo  # the workers are started at the first use, and inherit the environment
-        gloo.close()
+    server = ForkServer(TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES="1")
+    gloo = Cluster(server, sizes=[4])
+    yield gloo
+    gloo.close()
+    server.close()
 
 
 def gpu():

@@ -24,6 +24,7 @@ from shardlite.transport import (
 )
 from tests.cluster import Cluster, RemoteError, run_local
 from tests.delays import Delayed
+from tests.patience import seconds
 from tests.worlds import Batched, run
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -159,7 +160,7 @@ def be_alone(group):
 
 def exchange_with_nobody(group):
     """Rank 1 comes to a step that rank 0 leaves out. NCCL's messages take as long as their group allows."""
-    impatient = dist.new_group([0, 1], timeout=timedelta(milliseconds=200))
+    impatient = dist.new_group([0, 1], timeout=timedelta(seconds=seconds(2)))
     if dist.get_rank() == 1:
         tensors = torch.zeros(4), torch.zeros(4), torch.zeros(100)
         messages = [Message(tensor, 0, outgoing=i == 2) for i, tensor in enumerate(tensors)]
@@ -167,9 +168,9 @@ def exchange_with_nobody(group):
 
 
 @pytest.fixture(scope="module")
-def throwaway():
+def throwaway(fork_server):
     """A cluster for bodies that break gloo connections or ranks: the session's stays as it is."""
-    gloo = Cluster(size=2, timeout=60)
+    gloo = Cluster(fork_server, sizes=[2])
     yield gloo
     gloo.close()
 
@@ -283,9 +284,9 @@ def test_peers_are_ranks_of_the_group(throwaway_of_three):
 
 
 @pytest.fixture
-def throwaway_of_three():
+def throwaway_of_three(fork_server):
     """A cluster for groups that the session's should not keep."""
-    gloo = Cluster(size=3, timeout=60)
+    gloo = Cluster(fork_server, sizes=[3])
     yield gloo
     gloo.close()
 

@@ -27,7 +27,9 @@ from tests.twins import PaddedAdamW
 Models = Mapping[str, Callable[..., Any]]
 Loss = Callable[[Models, Turn], Tensor]
 
-WAYS = pytest.mark.parametrize(("world_size", "stages"), [(4, (3, 3)), (2, (3, 1)), (2, (2, 0))])
+WAYS = pytest.mark.parametrize(
+    ("world_size", "stages"), [pytest.param(4, (3, 3), marks=pytest.mark.slow), (2, (3, 1)), (2, (2, 0))]
+)
 """World sizes, and the stages of the two models."""
 
 

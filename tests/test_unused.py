@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardlite.reduce
 from shardlite import AdamW, ShardLite, lane
-from tests.sharded import Pair, Turn
+from tests.sharded import WIDE, Pair, Turn, some_stages
 
 WIDTH = 18
 EXPERTS = 5
@@ -68,7 +68,7 @@ def pair_body(group, stages, recipe):
     return counts
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, WIDE])
 @pytest.mark.parametrize("recipe", ["adamw", "torch-adamw"])
 def test_experts_without_tokens_follow_the_twin_for_ten_steps(cluster, world_size, recipe):
     """Those that no rank used in a step are left alone, and each counts its own steps."""
@@ -76,7 +76,7 @@ def test_experts_without_tokens_follow_the_twin_for_ten_steps(cluster, world_siz
         {choice for rank in range(world_size) for micro in range(2) for choice in tokens(step, rank, micro)}
         for step in range(STEPS)
     ]
-    for counts in cluster.run(pair_body, world_size, (0, 1, 2, 3), recipe):
+    for counts in cluster.run(pair_body, world_size, some_stages(recipe), recipe):
         for count in counts:
             for expert in range(EXPERTS):
                 steps = sum(expert in each for each in used)

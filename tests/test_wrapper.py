@@ -4,7 +4,6 @@ import contextlib
 import copy
 import gc
 import threading
-import time
 import warnings
 
 import pytest
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlite import AdamW, LayoutError, PhaseError, ShardLite
+from tests.patience import until
 from tests.sharded import assert_gradients_equal, local_parts
 
 WIDTH = 12
@@ -278,23 +278,19 @@ def test_two_wrapped_models_in_one_graph(cluster):
 
 def freed_body(group):
     """A model that is dropped leaves no threads and no memory behind."""
-    gc.collect()  # models of earlier tests
-    time.sleep(0.1)
-    before = threading.active_count()
+    gc.collect()  # models of earlier tests, whose threads end by themselves
+    earlier = set(threading.enumerate()) - {threading.current_thread()}
     model = ShardLite(Tied(), group=group)
     model(TOKENS).backward()
     ledger = model.ledger
     del model
     gc.collect()
-    for _ in range(100):
-        if threading.active_count() <= before:
-            break
-        time.sleep(0.01)
-    return threading.active_count() - before, sum(ledger.current().values())
+    until(lambda: set(threading.enumerate()) - {threading.current_thread()} <= earlier, "the end of its threads")
+    return sum(ledger.current().values())
 
 
 def test_a_dropped_model_leaves_nothing_behind(cluster):
-    assert cluster.run(freed_body, 2) == [(0, 0)] * 2
+    assert cluster.run(freed_body, 2) == [0, 0]
 
 
 def step_inside_body(group):

@@ -1,7 +1,8 @@
 """Plain data parallel in one process: the bits that a sharded model has to reproduce.
 
-A `Twin` holds one unsharded replica. It computes the gradients of all ranks one after the other, and averages them in a
-written-out order. So a rank can hold a twin of its own, and needs no communication to know what is right.
+A `Twin` holds one unsharded replica and averages the gradients of all ranks in a written-out order. Without a group it
+computes the gradients of all ranks one after the other, in one process and with no communication. With a group every
+rank has a twin, computes the gradients of its own batch, and gloo gathers those of the others.
 
     master --cast--> parameter -> gradient --cast--> sum of a rank -> sum of all ranks / their number -> master's .grad
     fp32             compute      compute            reduce           reduce, in the end fp32
@@ -18,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from shardlite_kernels import new_stats, stats, stats_total
 from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
@@ -99,7 +101,8 @@ class Twin:
     """An unsharded replica of a model, trained on the batches of all ranks. It changes `module` in place.
 
     `masters` are what the optimizer has to step: as the model has them, but trainable ones in fp32 at least. `replicas`
-    of the ranks are groups that share a model among themselves. Buffers are each rank's own, as those of
+    of the ranks are groups that share a model among themselves. With a `group` each rank computes its own part, and
+    `backward` is to be called by all of them. Buffers are each rank's own, as those of
     `DistributedDataParallel(broadcast_buffers=False)`.
     """
 
@@ -112,11 +115,15 @@ class Twin:
         *,
         precision: Precision = Precision(),  # noqa: B008 (frozen)
         replicas: int = 1,
+        group: dist.ProcessGroup | None = None,
     ):
         self.module = module
         self.world_size = world_size
+        self._group = group
+        self._computed = range(world_size) if group is None else [dist.get_rank(group)]
         self._flats = [f for part in cut(module, units) for f in plan_flats(part, world_size // replicas, precision)]
         self._own = dict(module.named_parameters())
+        self._names = [slot.name for flat in self._flats for slot in flat.layout.slots]
         kinds = {slot.name: flat for flat in self._flats for slot in flat.layout.slots}
         self.masters = {
             name: nn.Parameter(param.detach().to(kinds[name].layout.dtype, copy=True), param.requires_grad)
@@ -143,17 +150,21 @@ class Twin:
     def backward(self, run: Callable[[nn.Module, int], Any]) -> list[Any]:
         """Call `run(module, rank)`, which does a rank's backwards, for each rank; return what each call returned.
 
-        The mean gradients are added to the masters' `grad`. What no rank used is left as it was.
+        The mean gradients are added to the masters' `grad`. What no rank used is left as it was. With a group the
+        result is `None` for all ranks but this one.
         """
         self.refresh()
-        results, local = [], []
-        for rank in range(self.world_size):
+        results: list[Any] = [None] * self.world_size
+        packed = []
+        for rank in self._computed:
             with self._caught() as sums, self.as_rank(rank):
-                results.append(run(self.module, rank))
-            local.append(sums)
+                results[rank] = run(self.module, rank)
+            packed.append(self._packed(sums))
+        if self._group is not None:
+            mine, packed = packed[0], [torch.empty_like(packed[0]) for _ in range(self.world_size)]
+            dist.all_gather(packed, mine, group=self._group)
         fresh = all(master.grad is None for master in self.masters.values())
-        for flat in self._flats:
-            self._hand_out(flat, local)
+        self._hand_out([self._unpacked(each) for each in packed])
         grads = {name: master.grad for name, master in self.masters.items() if master.grad is not None}
         self._handed = {name: grad.clone() for name, grad in grads.items()} if fresh else {}
         return results
@@ -215,14 +226,26 @@ class Twin:
         for handle in handles:
             handle.remove()
 
-    def _hand_out(self, flat: FlatPlan, local: Sequence[dict[str, Tensor]]) -> None:
-        layout = flat.layout
-        flats = [_flattened(flat, sums, flat.reduce) for sums in local]
-        mean = self._mean(Sum(flats, layout, self._kept(layout)))
-        for slot in layout.slots:
-            if any(slot.name in sums for sums in local):
-                master, new = self.masters[slot.name], mean[slot.start : slot.stop].view(slot.shape)
-                master.grad = new.clone() if master.grad is None else master.grad + new
+    def _packed(self, sums: dict[str, Tensor]) -> Tensor:
+        """Return one rank's sums as bytes: the flats, and for each parameter whether it has a sum."""
+        there = torch.tensor([name in sums for name in self._names], dtype=torch.uint8)
+        return torch.cat([*(_flattened(flat, sums, flat.reduce).view(torch.uint8) for flat in self._flats), there])
+
+    def _unpacked(self, packed: Tensor) -> tuple[list[Tensor], set[str]]:
+        """Return one rank's flats and the names of the parameters that have a sum."""
+        sizes = [flat.layout.full_numel * flat.reduce.itemsize for flat in self._flats]
+        *flats, there = packed.split([*sizes, len(self._names)])
+        used = {name for name, is_there in zip(self._names, there.tolist(), strict=True) if is_there}
+        return [each.clone().view(flat.reduce) for each, flat in zip(flats, self._flats, strict=True)], used
+
+    def _hand_out(self, ranks: Sequence[tuple[list[Tensor], set[str]]]) -> None:
+        used = set().union(*(names for _, names in ranks))
+        for i, layout in enumerate(flat.layout for flat in self._flats):
+            mean = self._mean(Sum([flats[i] for flats, _ in ranks], layout, self._kept(layout)))
+            for slot in layout.slots:
+                if slot.name in used:
+                    master, new = self.masters[slot.name], mean[slot.start : slot.stop].view(slot.shape)
+                    master.grad = new.clone() if master.grad is None else master.grad + new
 
     def _kept(self, layout: Layout) -> Tensor:
         """Return what of a flat is reduced, [W*S]: all, or all of those parameters that have gradients."""

@@ -22,6 +22,7 @@ from shardlite.transport.works import joined
 log = logging.getLogger("shardlite")
 
 _reported: set[str] = set()
+"""What was logged. A process says it once, also where ranks are its threads: two that come at once may both say it."""
 
 _LINKS_OF: dict[type, str] = {SharedMemoryTransport: "shared_memory", GroupTransport: "p2p"}
 

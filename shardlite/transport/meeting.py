@@ -47,6 +47,7 @@ class Met:
 
 
 _MET: "WeakKeyDictionary[dist.ProcessGroup, Met]" = WeakKeyDictionary()
+"""By group. A rank that is a thread has group objects of its own, so that no other thread asks for the same entry."""
 
 
 def meet(group: dist.ProcessGroup) -> Met:

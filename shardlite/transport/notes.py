@@ -12,7 +12,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 PATIENCE = 2.0
-"""Seconds that a failed operation waits for the notes of others, which fail at about the same time."""
+"""Seconds after its first failure in which a rank waits for the notes of others, which fail at about that time."""
 
 _LOOK = 0.02
 """Seconds between two looks."""
@@ -36,26 +36,33 @@ class Notes:
         self._rank = rank
         self._others = [other for other in range(world_size) if other != rank]
         self._patience = patience
-        self._left = False
+        self._since: float | None = None  # when the note that stands was left, which lanes ask for beside each other
 
-    def leave(self, note: str) -> None:
-        """Say what this rank was doing; what it has said before stays: later failures follow from the first."""
-        if not self._left:
-            self._left = True
+    def leave(self, note: str) -> float:
+        """Say what this rank was doing; what it has said before stays: later failures follow from the first.
+
+        Return when the note that stands was left, by `time.monotonic()`.
+        """
+        since = self._since
+        if since is None:
+            since = self._since = time.monotonic()
             with suppress(RuntimeError):  # the store may be gone with the process that kept it
                 self._board.put(self._rank, note)
+        return since
 
     def withdraw(self) -> None:
         """Take the note back: this rank goes on."""
-        if self._left:
-            self._left = False
+        if self._since is not None:
+            self._since = None
             with suppress(RuntimeError):
                 self._board.put(self._rank, "")
 
     def compare(self, note: str) -> str:
-        """Leave a note, wait for those of the others, and return what all others were doing."""
-        self.leave(note)
-        deadline = time.monotonic() + self._patience
+        """Leave a note, wait for those of the others, and return what all others were doing.
+
+        What fails after that in this rank does not wait for them again.
+        """
+        deadline = self.leave(note) + self._patience
         told: dict[int, str] = {}
         try:
             while len(told) < len(self._others):

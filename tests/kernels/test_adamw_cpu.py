@@ -6,6 +6,7 @@ from shardlite_kernels import CpuStep, State, adamw_cpu, adamw_reference, hop, r
 from shardlite_kernels.adamw_cpu import _CHUNK as CHUNK
 from shardlite_kernels.moments import encode
 
+from tests.all_pairs import all_pairs
 from tests.kernels.adamw_cases import (
     FORMS,
     HYPER,
@@ -36,9 +37,7 @@ def by_hand(state, grad, step):
     return after
 
 
-@pytest.mark.parametrize("numel", LENGTHS)
-@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
-@by_form
+@pytest.mark.parametrize(("form", "grad_dtype", "numel"), all_pairs(FORMS, [torch.float32, torch.bfloat16], LENGTHS))
 def test_narrow_states_are_read_stepped_and_written(form, grad_dtype, numel):
     """To the bit: chunks change nothing."""
     state, grad, step = random_state(form, numel, 0), random_grad(numel, 0, grad_dtype), cpu_step(numel)
@@ -70,9 +69,10 @@ def test_random_bits_do_not_depend_on_how_a_state_is_cut(form):
     assert_same_state(parts, whole)
 
 
-@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.float32, torch.float16)])
-@pytest.mark.parametrize("divisor", [1, 3, 4])
-@by_form
+@pytest.mark.parametrize(
+    ("form", "divisor", "dtypes"),
+    all_pairs(FORMS, [1, 3, 4], [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.float32, torch.float16)]),
+)
 def test_a_reduction_is_a_hop_and_a_step(form, divisor, dtypes):
     numel = CHUNK + 1027
     received, own = (random_grad(numel, seed, dtype) for seed, dtype in enumerate(dtypes))

@@ -6,61 +6,93 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 from bench import aot
 from bench.kernel_cases import cases
+from bench.machine_code import TARGETS, compile_for
 
 ROOT = Path(__file__).parents[2]
-LINES = [
+KINDS = [
     "adamw: fp32 weights, fp32 moments",
-    "adamw: split24 weights, int8 moments",
     "adamw unscale: fp32 weights, bf16 moments",
     "reduce_adamw: split24 weights, bf16 moments",
     *("split", "join", "stats: bf16", "scale: bf16", "cast: fp32 to bf16", "quantise: bf16 to 8 bits"),
-    *(
-        "hop: fp32 + fp32 to fp32",
-        "hop: i8 + i8 to i8",
-        "hop, statistics: bf16 + bf16 to bf16",
-        "dequantise: 8 bits to fp32",
-    ),
+    *("hop: fp32 + fp32 to fp32", "hop, statistics: bf16 + bf16 to bf16", "dequantise: 8 bits to fp32"),
     *(
         "ring reduce-scatter: bf16 by fp32 to bf16",
         "ring reduce-adamw: split24 weights, int8 moments",
         "ring all-gather",
     ),
 ]
-"""One of each kind: all of them take minutes, and `python bench/aot.py --check`."""
+"""One of each kernel: all of them take minutes, and `python bench/aot.py --check`."""
+
+MORE = [*KINDS, "adamw: split24 weights, int8 moments", "hop: i8 + i8 to i8"]
+ONE_OF_EACH_VENDOR = ["sm_90", "gfx942"]
+
+pytestmark = pytest.mark.xdist_group("aot")  # one worker compiles for all of these tests
 
 
-@pytest.fixture(scope="module")
-def environment(pytestconfig, tmp_path_factory):
-    """Of a shell that knows nothing of this checkout; compiled kernels are kept for the next run, by their sources."""
+@pytest.fixture(scope="module", autouse=True)
+def compiled_kernels_are_kept(pytestconfig, tmp_path_factory):
+    """For the next run, by their sources."""
     cache = getattr(pytestconfig, "cache", None)
-    kept = cache.mkdir("triton") if cache else tmp_path_factory.mktemp("triton")
-    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
-    return inherited | {"TRITON_CACHE_DIR": str(kept)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(cache.mkdir("triton") if cache else tmp_path_factory.mktemp("triton")))
+        yield
+
+
+class Rows(NamedTuple):
+    file: Path
+    targets: list[str]
+    lines: list[str]
+
+    @property
+    def parsed(self) -> list[dict[str, Any]]:
+        return [json.loads(row) for row in self.file.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
-def rows(environment, tmp_path_factory):
-    """A file of rows."""
-    done = run(["bench/aot.py", "--json", *LINES], environment)
+def some_rows(tmp_path_factory):
+    compiled = aot.compiled_rows(aot.numbers_of(KINDS), ONE_OF_EACH_VENDOR, workers=0)
+    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, compiled)))
+    return Rows(file, ONE_OF_EACH_VENDOR, KINDS)
+
+
+@pytest.fixture(scope="module")
+def more_rows(tmp_path_factory):
+    """From the command, in a shell that knows nothing of this checkout."""
+    done = run(["bench/aot.py", "--json", *MORE])
     assert (done.returncode, done.stderr) == (0, "")
     file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     file.write_text(done.stdout)
-    return file
+    return Rows(file, list(TARGETS), MORE)
 
 
-def run(command, environment):
+@pytest.fixture(params=["some_rows", pytest.param("more_rows", marks=pytest.mark.slow)])
+def rows(request):
+    """A file of rows. Both are made once, in whatever order tests come."""
+    return request.getfixturevalue(request.param)
+
+
+def run(command):
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
     return subprocess.run(
         [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
     )
 
 
 def test_nothing_is_wrong_with_kernels_and_the_table_in_the_readme_is_theirs(rows, capsys):
-    assert aot.main(["--check", "--rows", str(rows), *LINES]) == 0, capsys.readouterr().err
+    """A line of the table is of all targets."""
+    check = ["--check"] if rows.targets == list(TARGETS) else []
+    assert aot.main([*check, "--rows", str(rows.file), *rows.lines]) == 0, capsys.readouterr().err
+
+
+def test_there_is_a_line_for_each_kernel():
+    assert {line.partition(": ")[0] for line in KINDS} == {case.kernel for case in cases()}
 
 
 def test_the_readme_has_a_line_for_each_kernel_and_format():
@@ -70,9 +102,8 @@ def test_the_readme_has_a_line_for_each_kernel_and_format():
 
 
 def test_all_targets_were_compiled_for_and_all_accesses_found(rows):
-    parsed = [json.loads(line) for line in rows.read_text().splitlines()]
-    assert {row["target"] for row in parsed} == {"sm_80", "sm_90", "sm_100", "gfx942"}
-    plain = next(row for row in parsed if (row["kernel"], row["gradient"]) == ("adamw", "fp32"))
+    assert {row["target"] for row in rows.parsed} == {*rows.targets}
+    plain = next(row for row in rows.parsed if (row["kernel"], row["gradient"]) == ("adamw", "fp32"))
     assert plain["widths"] == {"param": [128, 128], "exp_avg": [128, 128], "exp_avg_sq": [128, 128], "grad": [128]}
     assert (plain["bytes"], plain["side_bytes"]) == (28 + 1 / 16, 1 / 16)
 
@@ -86,7 +117,7 @@ def test_a_thread_accesses_an_entry_of_a_side_table_once(rows):
         "scale": {"factor": 32},
     }
     ring = {"slot_table": 2 * 64, "flag_table": 3 * 64, "flags": 4 * 64, "error": 64}  # two flags, each in two places
-    for row in map(json.loads, rows.read_text().splitlines()):
+    for row in rows.parsed:
         expected = side_bits_of_adamw(row) if "adamw" in row["kernel"] else side_bits.get(row["kernel"], {})
         amd = row["target"] == "gfx942"
         if row["kernel"] == "scale" and amd:  # AMD's scalar unit reads the factor
@@ -115,26 +146,18 @@ def side_bits_of_adamw(row):
 
 def test_shared_memory_is_where_the_threads_of_a_program_meet(rows):
     meet = {"reduce_adamw", "hop, statistics", "stats", "quantise"}
-    for row in map(json.loads, rows.read_text().splitlines()):
+    for row in rows.parsed:
         meets = row["kernel"] in meet or "int8" in row["format"]
         flags = 8 if row["kernel"].startswith("ring") else 0  # what one thread has seen, for all
         assert row["shared"] <= (1024 if meets else flags), row
 
 
 @pytest.fixture(scope="module")
-def ring(environment):
-    """What becomes of a ring: for each target the assembly, and the PTX."""
-    program = """
-import json
-from bench.kernel_cases import cases
-from bench.machine_code import TARGETS, compile_for
-case = next(case for case in cases() if case.line == "ring reduce-scatter: fp32 by fp32 to fp32")
-made = {target: compile_for(TARGETS[target], case.launch).asm for target in ("sm_90", "gfx942")}
-print(json.dumps({"ptx": made["sm_90"]["ptx"], "amdgcn": made["gfx942"]["amdgcn"]}))
-"""
-    done = run(["-c", program], environment | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"})
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def ring():
+    """What becomes of a ring: the assembly for AMD, and the PTX for NVIDIA."""
+    case = next(case for case in cases() if case.line == "ring reduce-scatter: fp32 by fp32 to fp32")
+    nvidia, amd = (compile_for(TARGETS[target], case.launch).asm for target in ONE_OF_EACH_VENDOR)
+    return {"ptx": nvidia["ptx"], "amdgcn": amd["amdgcn"]}
 
 
 def in_order(code, **patterns):
@@ -179,21 +202,27 @@ def test_on_amd_each_wave_waits_for_its_stores_before_the_barrier_of_a_release(r
         assert found[i - 1] == "barrier"
 
 
-def test_an_unknown_length_costs_the_wide_accesses_and_is_reported(environment):
+BY_TWO = [*(f"--target={target}" for target in ONE_OF_EACH_VENDOR), "--workers=0"]
+
+
+def test_an_unknown_length_costs_the_wide_accesses_and_is_reported(capsys):
     """Shards are padded for this reason."""
-    targets = ["--target", "sm_90", "--target", "gfx942"]
-    done = run(["-m", "bench.aot", "--unhinted", *targets, "hop: fp32 + fp32 to fp32"], environment)
-    assert done.returncode == 1
-    assert "sm_90: own is accessed 32 bits at a time, not 128" in done.stderr
-    assert "gfx942: own is accessed 32 bits at a time, not 128" in done.stderr
+    assert aot.main(["--unhinted", *BY_TWO, "hop: fp32 + fp32 to fp32"]) == 1
+    said = capsys.readouterr().err
+    assert "sm_90: own is accessed 32 bits at a time, not 128" in said
+    assert "gfx942: own is accessed 32 bits at a time, not 128" in said
 
 
-def test_more_than_two_billion_elements_compile_to_the_same_accesses(environment):
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("hop: fp32 + fp32 to fp32", "dequantise: 8 bits to fp32"),
+        pytest.param("adamw: split24 weights, int8 moments", marks=pytest.mark.slow),
+    ],
+)
+def test_more_than_two_billion_elements_compile_to_the_same_accesses(line, capsys):
     """Lengths, strides and positions have 64 bits then."""
-    targets = ["--target", "sm_90", "--target", "gfx942"]
-    lines = ["adamw: split24 weights, int8 moments", "hop: fp32 + fp32 to fp32", "dequantise: 8 bits to fp32"]
-    done = run(["bench/aot.py", "--long", *targets, *lines], environment)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert aot.main(["--long", *BY_TWO, line]) == 0, capsys.readouterr().err
 
 
 def test_no_argument_is_confined_to_32_bits():
@@ -213,28 +242,28 @@ def test_no_argument_is_confined_to_32_bits():
     ],
 )
 def test_what_is_wrong_is_said(rows, tmp_path, capsys, change, said):
-    first, *others = rows.read_text().splitlines()
+    first, *others = rows.parsed
     file = tmp_path / "rows.jsonl"
-    file.write_text("\n".join([json.dumps(json.loads(first) | change), *others]))
+    file.write_text("\n".join(map(json.dumps, [first | change, *others])))
     assert aot.main(["--rows", str(file)]) == 1
-    assert capsys.readouterr().err == f"adamw fp32 weights, fp32 moments fp32 sm_80: {said}\n"
+    assert capsys.readouterr().err == f"adamw fp32 weights, fp32 moments fp32 {rows.targets[0]}: {said}\n"
 
 
 def test_another_table_in_the_readme_is_noticed(rows, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(aot, "README", tmp_path / "README.md")
     aot.README.write_text(f"above\n{aot.BEGIN}{aot.END}below\n")
-    assert aot.main(["--check", "--rows", str(rows)]) == 1
+    assert aot.main(["--check", "--rows", str(rows.file)]) == 1
     assert "python bench/aot.py --write" in capsys.readouterr().err
-    assert aot.main(["--write", "--rows", str(rows)]) == 0
+    assert aot.main(["--write", "--rows", str(rows.file)]) == 0
     assert aot.README.read_text().startswith(f"above\n{aot.BEGIN}\n| kernel |")
     assert aot.README.read_text().endswith(f"|\n\n{aot.END}below\n")
-    assert aot.main(["--check", "--rows", str(rows)]) == 0
+    assert aot.main(["--check", "--rows", str(rows.file)]) == 0
     aot.README.write_text(aot.README.read_text().replace("| join |", "| joined |"))
-    assert aot.main(["--check", "--rows", str(rows)]) == 1
+    assert aot.main(["--check", "--rows", str(rows.file)]) == 1
 
 
 def test_a_table_of_another_triton_is_not_compared(rows, tmp_path, capsys):
     file = tmp_path / "rows.jsonl"
-    file.write_text("\n".join(json.dumps(json.loads(row) | {"triton": "0.1"}) for row in rows.read_text().splitlines()))
+    file.write_text("\n".join(json.dumps(row | {"triton": "0.1"}) for row in rows.parsed))
     assert aot.main(["--check", "--rows", str(file)]) == 0
     assert "not compared" in capsys.readouterr().err

@@ -18,11 +18,14 @@ NARROW = (torch.bfloat16, torch.float16)
 
 
 def near_ties(dtype: torch.dtype) -> Tensor:
-    """The middle of every two neighbours of bf16 or fp16, and what is just beside it, in fp64."""
+    """The middle of every two neighbours of bf16 or fp16, and what is just beside it, in fp64.
+
+    Some is nearer to the next number of fp32 than to the middle.
+    """
     bits = torch.arange(-(2**15), 2**15 - 1).to(torch.int16)
     lower, upper = bits.view(dtype).double(), (bits + 1).view(dtype).double()
     middle = (lower + upper) / 2
-    return torch.cat([middle, middle * (1 + 2**-40), middle * (1 - 2**-40)])
+    return torch.cat([middle * (1 + beside) for beside in (0, 2**-40, -(2**-40), 0.75 * 2**-23, -0.75 * 2**-23)])
 
 
 def sources(dtype: torch.dtype) -> Tensor:

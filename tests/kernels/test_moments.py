@@ -258,10 +258,11 @@ def second_moment_from_one(moments, grad, steps, numel=1024):
     return state.moments()[1].double()
 
 
+@pytest.mark.parametrize("steps", [2000, pytest.param(8000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("moments", ["fp32", *NARROW])
-def test_a_second_moment_follows_gradients_that_become_smaller(moments):
-    v = second_moment_from_one(moments, 0.1, 8000)
-    exact = 0.01 + 0.99 * 0.999**8000
+def test_a_second_moment_follows_gradients_that_become_smaller(moments, steps):
+    v = second_moment_from_one(moments, 0.1, steps)
+    exact = 0.01 + 0.99 * 0.999**steps
     assert 0.9 < (v.sqrt() / exact**0.5).mean() < 1.1
 
 

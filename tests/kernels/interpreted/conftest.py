@@ -1,10 +1,33 @@
-"""These tests need `TRITON_INTERPRET=1` before Triton is imported: `../test_interpreter.py` runs them in a process."""
+"""These items run in a process with `TRITON_INTERPRET=1`, which Triton reads at import.
+
+In a session without it they are collected here and run in a side process (`side_process.py`). In a session with it,
+as `TRITON_INTERPRET=1 pytest tests/kernels/interpreted`, they run like any others.
+"""
 
 import os
+from pathlib import Path
 
 import pytest
 
-collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
+from tests.kernels.interpreted.side_process import SideProcess
+
+FOLDER = Path(__file__).parent
+ENVIRONMENT = {"TRITON_INTERPRET": "1"}
+
+
+def pytest_configure(config):
+    if not ENVIRONMENT.items() <= os.environ.items():
+        config.pluginmanager.register(SideProcess(config, FOLDER, ENVIRONMENT), "interpreter")
+    else:
+        from tests.kernels.interpreted.language import quicken
+
+        quicken()
+
+
+@pytest.hookimpl(tryfirst=True)  # `tests/conftest.py` makes groups of what has none
+def pytest_itemcollected(item):
+    """Keep all these tests on one worker of pytest-xdist: each worker with one starts a side process."""
+    item.add_marker(pytest.mark.xdist_group("interpreter"))
 
 
 @pytest.fixture

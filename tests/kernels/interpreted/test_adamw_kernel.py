@@ -4,8 +4,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from shardlite_kernels import State, Table, adamw, adamw_reference, reduce_adamw, reduce_adamw_reference
+from shardlite_kernels import FORMATS, State, Table, adamw, adamw_reference, reduce_adamw, reduce_adamw_reference
 
+from tests.all_pairs import all_pairs
 from tests.kernels.adamw_cases import (
     FORMS,
     HYPER,
@@ -26,6 +27,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide b
 GRADIENTS = [torch.float32, torch.bfloat16, torch.float16]
 NUMEL = 20_005  # more than one program; neither whole groups nor a multiple of 16
 by_form = pytest.mark.parametrize("form", FORMS, ids="-".join)
+
+
+def by_pairs(names, *factors):
+    """Weights and moments are two factors: a form has one of each."""
+    return pytest.mark.parametrize(("weights", "moments", *names), all_pairs(("whole", "split"), FORMATS, *factors))
 
 
 def assert_adamw_is_the_reference(state, grad, table, unscale=False):
@@ -73,10 +79,9 @@ def assert_changed_where_active(after, before, table):
 
 
 @pytest.mark.usefixtures("fused")
-@pytest.mark.parametrize("grad_dtype", GRADIENTS)
-@pytest.mark.parametrize("unscale", [False, True])
-@by_form
-def test_adamw(form, unscale, grad_dtype):
+@by_pairs(["unscale", "grad_dtype"], [False, True], GRADIENTS)
+def test_adamw(weights, moments, unscale, grad_dtype):
+    form = weights, moments
     state, grad, table = random_state(form, NUMEL, 0), random_grad(NUMEL, 0, grad_dtype), mixed_table(NUMEL)
     after, divided = assert_adamw_is_the_reference(state, grad, table, unscale)
     assert_changed_where_active(after, state, table)
@@ -85,11 +90,9 @@ def test_adamw(form, unscale, grad_dtype):
 
 
 @pytest.mark.usefixtures("fused")
-@pytest.mark.parametrize("dtypes", [GRADIENTS[:1] * 2, GRADIENTS[1:2] * 2, GRADIENTS[2:] * 2, GRADIENTS[:2]])
-@pytest.mark.parametrize("divisor", [1, 3, 4])
-@by_form
-def test_reduce_adamw(form, divisor, dtypes):
-    state, table = random_state(form, NUMEL, 0), mixed_table(NUMEL)
+@by_pairs(["divisor", "dtypes"], [1, 3, 4], [*((each, each) for each in GRADIENTS), tuple(GRADIENTS[:2])])
+def test_reduce_adamw(weights, moments, divisor, dtypes):
+    state, table = random_state((weights, moments), NUMEL, 0), mixed_table(NUMEL)
     received, own = (random_grad(NUMEL, seed, dtype) for seed, dtype in enumerate(dtypes))
     after, bad = assert_reduce_adamw_is_the_reference(state, received, own, table, divisor)
     assert_changed_where_active(after, state, table)
@@ -100,12 +103,10 @@ def test_reduce_adamw(form, divisor, dtypes):
 
 
 @pytest.mark.usefixtures("fused")
-@pytest.mark.parametrize("step", [1, 2, 1000])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@by_form
-def test_one_row_of_scalars(form, weight_decay, step):
+@by_pairs(["weight_decay", "step"], [0.0, 0.1], [1, 2, 1000])
+def test_one_row_of_scalars(weights, moments, weight_decay, step):
     table = one_row(NUMEL, step, HYPER._replace(weight_decay=weight_decay))
-    assert_adamw_is_the_reference(random_state(form, NUMEL, step), random_grad(NUMEL, step), table)
+    assert_adamw_is_the_reference(random_state((weights, moments), NUMEL, step), random_grad(NUMEL, step), table)
 
 
 @pytest.mark.usefixtures("fused")
@@ -117,13 +118,11 @@ def test_several_steps_from_nothing(form):
         state, _ = assert_adamw_is_the_reference(state, random_grad(500, step), one_row(500, step))
 
 
-@pytest.mark.parametrize("flag", [0.0, -0.0])
-@pytest.mark.parametrize("unscale", [False, True])
-@by_form
-def test_what_is_not_active_stays(form, unscale, flag):
-    state, grad = random_state(form, NUMEL, 0), random_grad(NUMEL, 0, torch.bfloat16)
+@by_pairs(["unscale", "flag"], [False, True], [0.0, "-0.0"])
+def test_what_is_not_active_stays(weights, moments, unscale, flag):
+    state, grad = random_state((weights, moments), NUMEL, 0), random_grad(NUMEL, 0, torch.bfloat16)
     grad[::3] = float("nan")
-    table = one_row(NUMEL, 7, active=flag, grad_scale=3.0)
+    table = one_row(NUMEL, 7, active=float(flag), grad_scale=3.0)
     after, same = assert_adamw_is_the_reference(state, grad, table, unscale)
     assert_same_state(after, state)
     assert_same_bits(same, grad)
@@ -136,11 +135,10 @@ def awkward(numel=1003):
 
 
 @pytest.mark.usefixtures("fused")
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("unscale", [False, True])
-@by_form
-def test_awkward_numbers(form, unscale, weight_decay):
+@by_pairs(["unscale", "weight_decay"], [False, True], [0.0, 0.1])
+def test_awkward_numbers(weights, moments, unscale, weight_decay):
     *tensors, grad = awkward()
+    form = weights, moments
     table = one_row(1003, 3, HYPER._replace(weight_decay=weight_decay), grad_scale=0.1)
     assert_adamw_is_the_reference(state_of(form, *tensors), grad, table, unscale)
     assert_adamw_is_the_reference(state_of(form, *tensors), grad, mixed_table(1003), unscale)
@@ -180,16 +178,15 @@ def test_without_decay_odd_weights_are_left_alone(weights, hyper):
 
 
 @pytest.mark.usefixtures("fused")
-@pytest.mark.parametrize("limit", [0.01, 0.5, 1e30])
-@by_form
-def test_no_update_exceeds_the_limit(form, limit):
+@by_pairs(["limit"], [0.01, 0.5, 1e30])
+def test_no_update_exceeds_the_limit(weights, moments, limit):
     """From weights of zero, so that the change is not rounded, but where weights are cut to 24 bits."""
     zeros = torch.zeros(NUMEL)
-    state = state_of(form, zeros, random_grad(NUMEL, 1), random_grad(NUMEL, 2) ** 2 + 1e-6)
+    state = state_of((weights, moments), zeros, random_grad(NUMEL, 1), random_grad(NUMEL, 2) ** 2 + 1e-6)
     table = one_row(NUMEL, 5, HYPER._replace(max_update=limit))
     after, _ = assert_adamw_is_the_reference(state, random_grad(NUMEL, 3), table)
     largest = table.scalars[0, 6]
-    if form[0] == "split":
+    if weights == "split":
         largest = largest * (1 + 2.0**-16)
     assert after.weight().abs().max() <= largest
     if limit < 1:
@@ -227,11 +224,10 @@ def test_nothing_is_written_beyond_the_end(form):
 
 
 @pytest.mark.usefixtures("fused")
-@pytest.mark.parametrize("reduce", [False, True])
-@by_form
-def test_results_do_not_depend_on_how_a_state_is_cut(form, reduce):
+@by_pairs(["reduce"], [False, True])
+def test_results_do_not_depend_on_how_a_state_is_cut(weights, moments, reduce):
     """Neither on the cuts of launches, nor on those of programs: the random bits of an element are its own."""
-    whole, table = random_state(form, NUMEL, 0), mixed_table(NUMEL)
+    whole, table = random_state((weights, moments), NUMEL, 0), mixed_table(NUMEL)
     grad, received = random_grad(NUMEL, 0), random_grad(NUMEL, 1)
 
     def step(state, table, start, stop):

@@ -1,0 +1,60 @@
+"""Notes that ranks leave for each other when something has failed."""
+
+import pytest
+
+from shardlite.transport import notes
+from shardlite.transport.notes import Notes, SharedBoard
+
+
+class Clock:
+    """Time that passes only while somebody sleeps; `then` is what another rank does meanwhile."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.then = lambda: None
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+        self.then()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(notes, "time", clock)
+    return clock
+
+
+def test_a_note_that_comes_late_is_told(clock):
+    board = SharedBoard()
+    own, other = (Notes(board, rank, 2, patience=2.0) for rank in range(2))
+    clock.then = lambda: other.leave("its forward at step 3") if clock.now > 1 else None
+    assert own.compare("all-gather at step 3") == "\n  Meanwhile rank 1: its forward at step 3"
+    assert clock.now < 2
+
+
+def test_who_says_nothing_is_waited_for_once(clock):
+    own = Notes(SharedBoard(), rank=0, world_size=3, patience=2.0)
+    told = own.compare("all-gather at step 3")
+    assert told.count("has said nothing") == 2
+    waited = clock.now
+    assert 2 < waited < 2.1
+    assert own.compare("reduce-scatter at step 3") == told
+    assert clock.now == waited
+    own.withdraw()
+    own.compare("all-gather at step 4")
+    assert clock.now > 2 * waited - 0.1
+
+
+def test_the_first_note_stays(clock):
+    board = SharedBoard()
+    own, other = (Notes(board, rank, 2) for rank in range(2))
+    own.leave("all-gather at step 3")
+    own.leave("reduce-scatter at step 3")
+    assert other.compare("") == "\n  Meanwhile rank 0: all-gather at step 3"
+    own.withdraw()
+    own.leave("reduce-scatter at step 4")
+    assert other.compare("") == "\n  Meanwhile rank 0: reduce-scatter at step 4"
