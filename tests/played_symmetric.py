@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from random import Random
 from typing import Any
@@ -94,8 +95,8 @@ class PlayedMemory:
     def __init__(self, world: World, rank: int, stream: Stream, slow: float = 0.0) -> None:
         self.rank, self.world_size, self.buffer_size = rank, world.world_size, world.nbytes
         self.stream = stream
+        self.between_halves: Callable[[], object] = partial(time.sleep, slow)
         self._world = world
-        self._slow = slow
 
     def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> "Mapped":
         assert dtype == torch.uint8
@@ -118,13 +119,12 @@ class PlayedMemory:
         unread.fill_(True)
 
     def read(self, owner: int, where: slice, target: Tensor) -> None:
-        """Copy half, wait, copy the other half: a writer that comes too early is seen."""
+        """Copy half, wait `between_halves`, copy the other half: a writer that comes too early is seen."""
         unread, area = self._world.unread[owner][where], self._world.areas[owner][where]
         assert unread.all(), f"rank {self.rank} reads what rank {owner} has not written"
         half = len(area) // 2
         target[:half].copy_(area[:half])
-        if self._slow:
-            time.sleep(self._slow)
+        self.between_halves()
         target[half:].copy_(area[half:])
         unread.fill_(False)
         area.fill_(0xFF)  # NaN in every floating-point dtype
