@@ -85,7 +85,7 @@ def test_compiled_blocks(cluster, backend, world_size, stage):
         assert buffers == 1
 
 
-@few(("eager", 2, 3))
+@few()
 def test_the_compiled_inner_model_breaks_its_graph_at_units(cluster, backend, world_size, stage):
     """One graph for each block, and one with the head, which belongs to the root."""
     for graphs, buffers in cluster.run(compiles, world_size, True, backend, None, stage):

@@ -332,7 +332,11 @@ def prefers(group: Any, reentrant: bool | None, stage: int) -> dict[str, int]:
     return gathers(pair.model)
 
 
-@pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "nonreentrant", "reentrant"])
+@pytest.mark.parametrize(
+    "reentrant",
+    [None, False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["plain", "nonreentrant", "reentrant"],
+)
 @pytest.mark.everywhere
 def test_dpo_with_a_frozen_reference(cluster, reentrant, world_size, stage):
     for counts in cluster.run(prefers, world_size, reentrant, stage):

@@ -16,6 +16,7 @@ from shardlite.errors import ShardLiteError
 from shardlite.transport import Notes
 from tests.models import Residual
 from tests.patience import seconds
+from tests.sharded import slow
 
 WIDTH = 8
 TIMEOUT = timedelta(seconds=seconds(4))
@@ -155,7 +156,7 @@ def errors(cluster, scenario, *, size=2, stage=3) -> list[str]:
     return errors
 
 
-@pytest.mark.every_stage
+@pytest.mark.parametrize("stage", [3, *map(slow, (0, 1, 2))])
 def test_a_step_that_one_rank_left_out(cluster, stage):
     first, second = errors(cluster, step_left_out, stage=stage)
     assert "at step 2" in first

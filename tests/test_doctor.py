@@ -30,6 +30,7 @@ def test_it_says_what_there_is_and_why(cluster):
     assert second.out == ""
 
 
+@pytest.mark.slow
 def test_the_command_starts_its_ranks():
     """All commands start them in the same way, and none has less to do then."""
     done = run_process("-m", "shardlite", "doctor", "--ranks", "2")

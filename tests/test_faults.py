@@ -20,6 +20,7 @@ from shardlite.transport import Around, connect
 from tests.doomed import JOIN
 from tests.models import Residual
 from tests.patience import seconds, until
+from tests.sharded import slow
 
 LONG, SHORT = JOIN + seconds(75), seconds(1.5)  # timeouts: longer than a test may take; to be waited for
 WIDTH, CHUNK = 16, 1 << 16
@@ -75,7 +76,9 @@ def assert_failed(ended, *words, statuses=(0,)):
 NAMED = "reduce-scatter of unit 'blocks.1' at step 3 (operation 7, 3145728 elements of torch.float32): rank "
 
 
-@pytest.mark.parametrize("message", [1, 40])
+@pytest.mark.parametrize(
+    ("transport", "message"), [("shared_memory", 1), ("p2p", 40), slow("p2p", 1), slow("shared_memory", 40)]
+)
 def test_a_rank_killed_in_a_collective(doomed, transport, message, tmp_path):
     victim = 1
     ended = doomed.run(reduce_body, 3, transport, LONG, victim, signal.SIGKILL, message, directory=tmp_path)
@@ -217,7 +220,17 @@ def astray_body(group, name, how):
         all_gather(torch.full((numel,), transport.rank, dtype=dtype), transport, operation=what)
 
 
-@pytest.mark.parametrize("how", ["order", "length", "dtype"])
+@pytest.mark.parametrize(
+    ("transport", "how"),
+    [
+        ("shared_memory", "order"),
+        ("p2p", "length"),
+        ("shared_memory", "dtype"),
+        slow("p2p", "order"),
+        slow("shared_memory", "length"),
+        slow("p2p", "dtype"),
+    ],
+)
 def test_ranks_that_do_different_things(doomed, transport, how, tmp_path):
     ended = doomed.run(astray_body, 2, transport, how, directory=tmp_path)
     for rank, each in enumerate(ended):

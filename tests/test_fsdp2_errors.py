@@ -60,6 +60,7 @@ def test_a_module_has_one_mesh(cluster):
     cluster.check(two_meshes_body, 4)
 
 
+@pytest.mark.slow
 def test_who_does_not_use_fsdp2_does_not_import_it():
     code = "import sys, shardlite; sys.exit('torch.distributed.fsdp' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -106,10 +106,11 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
 def by_size() -> Iterator[Any]:
     """Yield the numbers of all cases; those on one rank, where little is to be seen, and on four are slow but for one.
 
-    On three ranks the experts take as long as five others.
+    So are those that are like another one.
     """
+    alike = {("experts", 3), ("lora", 3), ("mixed", 2), ("bf16", 2), ("checkpointed-once", 2), ("called-twice", 2)}
     for number, (name, world_size, _) in enumerate(CASES):
-        slow = (world_size in (1, 4) and name != "mixed") or (name, world_size) == ("experts", 3)
+        slow = (world_size in (1, 4) and name != "mixed") or (name, world_size) in alike
         yield pytest.param(number, id=f"{name}-{world_size}", marks=pytest.mark.slow if slow else ())
 
 
@@ -141,7 +142,7 @@ def with_options(group: Any, name: str) -> None:
     alike(Branching, loss_on(other_orders), group, stages=(3,), modes=[("step",)] * 4, **OPTIONS[name])
 
 
-SLOW = {"far-prefetch", "quantized"}  # like "no-prefetch" and "quantized-split"
+SLOW = {"far-prefetch", "no-prefetch", "quantized"}  # the last is like "quantized-split"
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in OPTIONS])
@@ -156,9 +157,8 @@ def takes_branches(group: Any, route: Any) -> None:
     alike(lambda: Branching(reentrant=False), loss_on(route), group, stages=(3,), modes=modes, precision=SPLIT)
 
 
-@pytest.mark.parametrize(
-    "route", [layer_drop, *(pytest.param(r, marks=pytest.mark.slow) for r in (other_orders, one_rank_alone))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("route", [layer_drop, other_orders, one_rank_alone])
 def test_ranks_may_take_different_branches(cluster, route):
     cluster.check(takes_branches, 3, route)
 

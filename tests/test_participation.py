@@ -100,7 +100,7 @@ OPTIONS = {
 }
 
 
-SLOW = {"far-prefetch", "recomputed-reentrant"}  # like "no-prefetch" and "recomputed"
+SLOW = {"far-prefetch", "recomputed-reentrant", "bf16"}  # the first two are like "no-prefetch" and "recomputed"
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,18 @@ README = (ROOT / "README.md").read_text()
 BLOCKS = blocks(README, "python")
 
 
-@pytest.mark.parametrize("number", range(len(BLOCKS)))
-def test_python_blocks_run_on_two_ranks(cluster, tmp_path, number):
-    """The first one as it says, by `torchrun`."""
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_python_blocks_run_on_two_ranks(cluster, tmp_path, block):
     script = tmp_path / "train.py"
-    script.write_text(BLOCKS[number])
-    if number == 0:
-        torchrun(script, folder=tmp_path)
-    else:
-        run_script(cluster, script)
+    script.write_text(block)
+    run_script(cluster, script)
+
+
+@pytest.mark.slow
+def test_the_first_block_runs_as_it_says(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(BLOCKS[0])
+    torchrun(script, folder=tmp_path)
 
 
 def test_there_are_python_blocks():

@@ -40,10 +40,10 @@ SIZES = {
     "symmetric": range(1, 5),
 }
 SLOW = {
-    "threads": (4, 6, 7, 8),
+    "threads": (2, 4, 6, 7, 8),
     "steps": (2, 4),
-    "gloo": (1, 4),
-    "shared": (1, 4),
+    "gloo": (1, 2, 4),
+    "shared": (1, 3, 4),
     "batches": (2,),
     "symmetric": (1, 2, 4),
 }
