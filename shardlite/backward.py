@@ -20,6 +20,7 @@ from shardlite.bucket import Bucket
 from shardlite.errors import PhaseError
 from shardlite.fill import Gathering
 from shardlite.handles import Calls
+from shardlite.placeholder import as_they_are
 from shardlite.reduce import Reducer
 from shardlite.unit import Unit
 
@@ -53,6 +54,7 @@ class Backward:
         self._hidden: set[Unit] = set()
         self._outstanding: Counter[Unit] = Counter()
         self._recomputed: Counter[Unit] = Counter()
+        self._used: list[Unit] = []
         if calls is not None:
             calls.on_use = self.open
 
@@ -63,6 +65,12 @@ class Backward:
             self._reducing = self._mode is not Mode.LOCAL
             torch.autograd.Variable._execution_engine.queue_callback(self._close)
             self._gatherer.begin_backward(final=self._mode is Mode.STEP)
+
+    def use(self, unit: Unit) -> None:
+        """Hold a unit for a hook that reads its weights, until the backward ends."""
+        self.open()
+        self._gatherer.hold(unit)
+        self._used.append(unit)
 
     def begin_pass(self, *, evaluating: bool) -> None:
         """Get ready for a forward: the parameters' `requires_grad` may have changed since the last one.
@@ -95,7 +103,8 @@ class Backward:
 
     def _take_gradient(self, unit: Unit, param: nn.Parameter) -> None:
         """Take the gradient that autograd has just put into `param.grad`."""
-        grad, param.grad = param.grad, None
+        with as_they_are():
+            grad, param.grad = param.grad, None
         assert grad is not None
         self.open()
         if not self._got_gradients:
@@ -208,6 +217,8 @@ class Backward:
         final = self._got_gradients and self._mode is Mode.STEP
         self._task, self._got_gradients = None, False
         self._recomputed.clear()
+        while self._used:
+            self._gatherer.release(self._used.pop())
         if self._calls is not None:
             self._calls.end_backward()
         self._gatherer.after_backward(final=final)

@@ -70,6 +70,24 @@ class ModuleHooks:
             # `always_call`: an early-stopped recomputation leaves its modules by an exception.
             module.register_forward_hook(around(self._leave), always_call=True)
 
+    def use(self, unit: Unit, name: str) -> None:
+        """Have a unit's weights there for code outside of the modules that own them, until the pass in progress ends.
+
+        Raises:
+            LayoutError: there is no pass.
+        """
+        if self._frames:
+            self._enter_unit(unit)
+            self._frames[0].entered.append(unit)
+        elif in_backward():
+            self._backward.use(unit)
+        else:
+            raise LayoutError(
+                f"parameter {name!r} is sharded, so its values are not here: use it inside `gathered()` of the ShardLite "
+                "model, or in the model's forward. (The local shards, which optimizers step, are in `parameters()` of "
+                "the ShardLite model.)"
+            )
+
     def reset(self) -> None:
         """Forget frames that were left by something stronger than an exception (an interrupt)."""
         while self._frames and not in_backward():

@@ -23,6 +23,7 @@ from shardlite.errors import LayoutError
 from shardlite.lane import Flight
 from shardlite.layout import Layout, Slot, round_up
 from shardlite.phase import Weights, check_move
+from shardlite.placeholder import as_they_are, empty, fill
 
 _FLAT_ALIGN = 128
 """Bytes: where the flats start in a buffer, so that every access can be a wide one."""
@@ -101,7 +102,8 @@ class Flat:
 
     def rows_now(self) -> tuple[int, ...]:
         """Return the slots whose parameters require gradients."""
-        return tuple(i for i, param in enumerate(self.params) if param.requires_grad)
+        with as_they_are():
+            return tuple(i for i, param in enumerate(self.params) if param.requires_grad)
 
     def follow_requires_grad(self) -> None:
         """Let those slots have gradients whose parameters require them now."""
@@ -241,7 +243,8 @@ class Unit:
 
     def writes(self) -> int:
         """Return a number that grows with every write into the full parameters while they are there."""
-        return sum(map(_version_of, self._params))
+        with as_they_are():
+            return sum(map(_version_of, self._params))
 
     def version(self) -> int:
         """Return a number that grows with every change of this rank's shards, whoever makes it."""
@@ -282,6 +285,7 @@ class Unit:
         self.sealed = None
         for flat, full in zip(self.flats, self.fulls(), strict=True):
             for param, view in flat.views(full):
+                fill(param)
                 param.data = view
 
     def check_memory(self) -> None:
@@ -295,6 +299,10 @@ class Unit:
                 f"unit {self.name!r}: a parameter was written to while it was sharded, which is lost. (PyTorch refuses "
                 "such writes, unless a parameter has one element.) Write into it inside `gathered()`"
             )
+        with as_they_are():
+            self._check_addresses()
+
+    def _check_addresses(self) -> None:
         for flat, start in zip(self.flats, self._starts, strict=True):
             placeholder = None if flat.placeholder is None else flat.placeholder.data_ptr()
             full = None if flat.full is None else flat.full.data_ptr()
@@ -314,8 +322,11 @@ class Unit:
             if flat.placeholder is None:
                 flat.placeholder = _placeholder(flat.compute, flat.local.device)
             for slot, param in zip(flat.layout.slots, flat.params, strict=True):
+                fill(param)
                 param.data = flat.placeholder.expand(slot.shape)
         self.sealed = self.writes()
+        for param in self._params:
+            empty(param)
 
     def outdate(self) -> None:
         """Let autograd's own in-place check find parameters that were saved as they were."""

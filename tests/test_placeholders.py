@@ -1,0 +1,83 @@
+"""Parameters that know that they are sharded: whoever reads them finds their values, or an error."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardlite import LayoutError, ShardLite
+from tests.residual import WIDTH, Block
+from tests.sharded import Turn, trained
+
+WORDS = 1000
+
+
+class SharedTable(nn.Module):
+    """The head is the table of the embedding, read by the parent (openai-whisper, OLMo)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.table(words)
+        for block in self.blocks:
+            x = block(x)
+        return x @ self.table.weight.T
+
+
+class ReadsAnother(nn.Module):
+    """A block reads a weight of the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = functional.one_hot(words % WIDTH, WIDTH).float()
+        for i, block in enumerate(self.blocks):
+            x = block(x) + functional.linear(x, self.blocks[i - 1].inner.weight)
+        return x
+
+
+class Penalty(nn.Module):
+    """A sum over all parameters, inside the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = SharedTable()
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.inner(words) + sum((p**2).sum() for p in self.inner.parameters())
+
+
+def on_words(model: Any, turn: Turn) -> Tensor:
+    words = torch.randint(WORDS, (4, 3), generator=turn.generator())
+    return model(words).logsumexp(-1).mean()
+
+
+def follows(group: Any, make: Any, stage: int) -> None:
+    units = [Block, nn.Embedding]
+    trained(make, on_words, group, stage=stage, units=lambda _, m: isinstance(m, (Block, nn.Embedding)))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("make", [SharedTable, ReadsAnother, Penalty])
+def test_weights_are_read_outside_of_their_modules(cluster, make, stage):
+    cluster.check(follows, 2, make, stage)
+
+
+def outside(group: Any) -> None:
+    model = ShardLite(SharedTable(), group=group)
+    assert "sharded" in repr(model.module.table.weight)
+    assert model.module.table.weight.shape == (WORDS, WIDTH)
+    for use in (lambda p: p.sum(), lambda p: p.T, lambda p: p.data, lambda p: nn.init.zeros_(p), lambda p: p * 2):
+        with pytest.raises(LayoutError, match=r"parameter 'table\.weight' is sharded"):
+            use(model.module.table.weight)
+
+
+def test_outside_of_a_pass_it_is_an_error(cluster):
+    cluster.check(outside, 2)
