@@ -5,10 +5,8 @@ other than `forward`, or a module recomputed by activation checkpointing finds i
 hooks innermost even where a user's own (`save_on_cpu`, a checkpoint) were entered after ours.
 """
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from sys import getrefcount
 from typing import Any
 
 import torch
@@ -46,7 +44,6 @@ class ModuleHooks:
         self._frames: list[_Frame] = []
         self._depth: dict[Unit, int] = {}
         self._written: dict[Unit, int] = {}
-        self._references: dict[Unit, dict[str, int]] = {}
         self._evaluating = False
 
     def install(
@@ -156,7 +153,6 @@ class ModuleHooks:
         if self._calls is not None:
             self._calls.current[unit] = Call(unit, self._calls)
         self._written[unit] = unit.writes()
-        self._references[unit] = _references(unit)
 
     def _release(self, unit: Unit) -> None:
         if self._calls is not None:
@@ -165,29 +161,10 @@ class ModuleHooks:
                 self._calls.expect_backward(call)
         written = unit.writes() != self._written.pop(unit)
         self._gatherer.release(unit)
-        self._check_references(unit, self._references.pop(unit))
         if written:
             raise LayoutError(
                 f"unit {unit.name!r}: a forward has written into its weights, which would be lost or differ between "
                 "ranks (`max_norm` of an embedding does so, and moving averages). Write inside `gathered()`"
-            )
-
-    def _check_references(self, unit: Unit, before: Mapping[str, int]) -> None:
-        """Raise if a frozen parameter itself, and not a view, was kept by the forward that ends.
-
-        It is a placeholder now. One of a floating-point dtype reads as NaN, but quantised weights have codes in
-        integers, or in the bits of floats, and a placeholder of those looks as good as any.
-        """
-        if self._calls is None or sys.exc_info()[0] is not None:  # a traceback keeps locals for a while
-            return
-        views = bool(unit.escapes)  # PyTorch counts all views of a tensor as one reference to it
-        now = _references(unit)
-        kept = [name for name, count in before.items() if now.get(name, 0) > count + views]
-        if kept:
-            raise LayoutError(
-                f"unit {unit.name!r}: a forward has kept the frozen parameter {kept[0]!r} (an attribute of an autograd "
-                "context, say), but there is only a placeholder of it now. Keep a view (`weight.t()`, "
-                "`weight.detach()`), use `ctx.save_for_backward`, or wrap with `ignore=[weight]`"
             )
 
     def _check_sites(self, unit: Unit) -> None:
@@ -199,16 +176,6 @@ class ModuleHooks:
                     "Write into it inside `gathered()` or with `load_full_state_dict()`, or change the module "
                     "before wrapping it"
                 )
-
-
-def _references(unit: Unit) -> dict[str, int]:
-    """Return how many references there are to each frozen parameter."""
-    return {
-        slot.name: getrefcount(param)
-        for flat in unit.flats
-        for slot, param in zip(flat.layout.slots, flat.params, strict=True)
-        if not param.requires_grad
-    }
 
 
 _Hook = Callable[..., None]

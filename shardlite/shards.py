@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlite.errors import LayoutError
+from shardlite.placeholder import Placeholder
 from shardlite.trace import Trace
 from shardlite.unit import Unit
 
@@ -32,7 +33,6 @@ class Shards:
 
     def __init__(self, units: Sequence[Unit], trace: Trace) -> None:
         flats = [flat for unit in units for flat in unit.flats]
-        self._home = {param: unit for unit in units for param in unit.params()}
         self._trace = trace
         self._names = {
             param: slot.name for flat in flats for param, slot in zip(flat.params, flat.layout.slots, strict=True)
@@ -122,7 +122,7 @@ class Shards:
 
     def _shows_weights(self, param: nn.Parameter) -> bool:
         """Whether a parameter is neither its own shard nor a placeholder."""
-        return param not in self._param and self._home[param].sealed is None
+        return param not in self._param and not isinstance(param, Placeholder)
 
     def _words(self, shard: Tensor) -> str:
         return f"the shard of parameter {self._names[self._param[shard]]!r}"

@@ -198,9 +198,6 @@ class Unit:
     stale: bool = False
     """Whether the full weights may have been written to, so that the next use must gather anew."""
 
-    sealed: int | None = None
-    """What `writes()` was when the parameters became placeholders, while they are."""
-
     stepped: set[Flat] = field(default_factory=set)
     """The flats that were stepped in the backward that is running: from now on only a buffer has what they were."""
 
@@ -282,7 +279,6 @@ class Unit:
 
     def bind(self) -> None:
         """Let the module's parameters be views of the full weights."""
-        self.sealed = None
         for flat, full in zip(self.flats, self.fulls(), strict=True):
             for param, view in flat.views(full):
                 fill(param)
@@ -292,13 +288,8 @@ class Unit:
         """Check that the module's parameters are what they were made: full weights or placeholders.
 
         Raises:
-            LayoutError: somebody has let a parameter be something else, or written into a placeholder.
+            LayoutError: somebody has let a parameter be something else.
         """
-        if self.sealed is not None and self.sealed != self.writes():
-            raise LayoutError(
-                f"unit {self.name!r}: a parameter was written to while it was sharded, which is lost. (PyTorch refuses "
-                "such writes, unless a parameter has one element.) Write into it inside `gathered()`"
-            )
         with as_they_are():
             self._check_addresses()
 
@@ -324,15 +315,12 @@ class Unit:
             for slot, param in zip(flat.layout.slots, flat.params, strict=True):
                 fill(param)
                 param.data = flat.placeholder.expand(slot.shape)
-        self.sealed = self.writes()
         for param in self._params:
             empty(param)
 
     def outdate(self) -> None:
         """Let autograd's own in-place check find parameters that were saved as they were."""
         torch.autograd.graph.increment_version(self.params())
-        if self.sealed is not None:
-            self.sealed = self.writes()
 
 
 def _full_nbytes(flat: Flat) -> int:
