@@ -5,12 +5,14 @@ other than `forward`, or a module recomputed by activation checkpointing finds i
 hooks innermost even where a user's own (`save_on_cpu`, a checkpoint) were entered after ours.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from shardlite.backward import Backward, in_backward
 from shardlite.errors import LayoutError
@@ -45,6 +47,7 @@ class ModuleHooks:
         self._depth: dict[Unit, int] = {}
         self._written: dict[Unit, int] = {}
         self._evaluating = False
+        self._around = 0  # calls of the wrapped model that are running
 
     def install(
         self,
@@ -59,7 +62,7 @@ class ModuleHooks:
         A compiled function is traced through its modules' hooks. At the root of a unit the graph is broken, since the
         gather must happen before what follows; below it the unit is held already and the hooks vanish.
         """
-        self._needs, self._sites = needs, sites
+        self._needs, self._sites, self._root = needs, sites, roots[0]
         self._names = {module: name for root in roots[:1] for name, module in root.named_modules()}
         for module in needs:
             around = _breaking_graphs if module in roots else _unless_compiling
@@ -73,6 +76,8 @@ class ModuleHooks:
         Raises:
             LayoutError: there is no pass.
         """
+        if not self._frames and self._around and not in_backward():
+            self._begin("what is around the forwards of the model", self._root)
         if self._frames:
             self._enter_unit(unit)
             self._frames[0].entered.append(unit)
@@ -85,6 +90,20 @@ class ModuleHooks:
                 "the ShardLite model.)"
             )
 
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Let code inside use weights outside of any module's forward, too: a pass begins when it does."""
+        pushed = self._calls is not None and not self._frames and push_hooks(self._calls)
+        self._around += 1
+        try:
+            yield
+        finally:
+            self._around -= 1
+            if self._around == 0:
+                self.reset()
+            if pushed:
+                pop_hooks()
+
     def reset(self) -> None:
         """Forget frames that were left by something stronger than an exception (an interrupt)."""
         while self._frames and not in_backward():
@@ -96,18 +115,20 @@ class ModuleHooks:
                 "this module is a copy of a wrapped one, whose parameters it does not have: wrap a second model, and "
                 "load it with load_full_state_dict()"
             )
-        frame = _Frame(module, outermost=not self._frames and not in_backward())
-        if frame.outermost:
-            self._begin_pass(module)
-        self._frames.append(frame)  # before anything else can fail: `_leave` runs in any case
+        if not self._frames and not in_backward():
+            frame = self._begin(f"the forward of {self._names[module] or 'the model'}", module)
+        else:
+            self._frames.append(frame := _Frame(module))  # before anything can fail: `_leave` runs in any case
         for unit in self._needs[module]:
             self._enter_unit(unit)
             frame.entered.append(unit)
         frame.pushed = self._calls is not None and push_hooks(self._calls)
 
-    def _leave(self, module: nn.Module, *_: Any) -> None:
+    def _leave(self, module: nn.Module, _: Any = None, outputs: Any = None) -> Any:
+        """Let the units of a module go; return what takes the place of its outputs, if they have parameters in them."""
         if not self._frames or self._frames[-1].module is not module:
-            return  # an earlier hook of somebody else failed, and ours never ran
+            return None  # an earlier hook of somebody else failed, and ours never ran
+        replaced = _without_params(outputs) if self._frames[-1].outermost else None
         frame = self._frames.pop()
         if frame.pushed:
             pop_hooks()
@@ -117,16 +138,16 @@ class ModuleHooks:
         finally:
             if frame.outermost:
                 self._gatherer.end_pass()
+        return replaced
 
-    def _begin_pass(self, module: nn.Module) -> None:
+    def _begin(self, kind: str, module: nn.Module) -> _Frame:
+        """Begin a pass with the forward of a module. Passes of one `kind` are expected to be alike."""
         self._evaluating = not torch.is_grad_enabled()
         self._backward.begin_pass(evaluating=self._evaluating)
-        self._gatherer.begin_pass(self._kind(module))
-
-    def _kind(self, module: nn.Module) -> str:
-        """Name the kind of pass that begins with a module: passes of one kind are expected to be alike."""
         mode = "" if module.training else " in eval mode"
-        return f"the forward of {self._names[module] or 'the model'}{mode}{' without gradients' * self._evaluating}"
+        self._gatherer.begin_pass(f"{kind}{mode}{' without gradients' * self._evaluating}")
+        self._frames.append(frame := _Frame(module, outermost=True))
+        return frame
 
     def _enter_unit(self, unit: Unit) -> None:
         depth = self._depth.get(unit, 0)
@@ -178,7 +199,18 @@ class ModuleHooks:
                 )
 
 
-_Hook = Callable[..., None]
+def _without_params(outputs: Any) -> Any:
+    """Return outputs with copies instead of parameters, or `None` if there are none: these are sharded again soon."""
+    if isinstance(outputs, nn.Parameter):
+        return outputs.clone()
+    if outputs is None or type(outputs) is torch.Tensor:
+        return None
+    if not any(isinstance(leaf, nn.Parameter) for leaf in tree_leaves(outputs)):
+        return None
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, nn.Parameter) else leaf, outputs)
+
+
+_Hook = Callable[..., Any]
 
 
 def _breaking_graphs(hook: _Hook) -> _Hook:
@@ -187,8 +219,7 @@ def _breaking_graphs(hook: _Hook) -> _Hook:
 
 
 def _unless_compiling(hook: _Hook) -> _Hook:
-    def eager(module: nn.Module, *arguments: Any) -> None:
-        if not torch.compiler.is_compiling():
-            hook(module, *arguments)
+    def eager(module: nn.Module, *arguments: Any) -> Any:
+        return None if torch.compiler.is_compiling() else hook(module, *arguments)
 
     return eager

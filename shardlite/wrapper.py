@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import wraps
+from inspect import ismethod
 from typing import Any
 from weakref import ref
 
@@ -145,12 +147,8 @@ class ShardLite(nn.Module):
         self._stepping.shards.check()
         if self.precision.compute is not None:
             args, kwargs = cast_floats((args, kwargs), self.precision.compute)
-        self._forwards += 1
-        try:
-            with self._shared.telling():
-                outputs = self.module(*args, **kwargs)
-        finally:
-            self._forwards -= 1
+        with self._running():
+            outputs = self.module(*args, **kwargs)
         return outputs if self.precision.output is None else cast_floats(outputs, self.precision.output)
 
     def named_parameters(
@@ -188,13 +186,32 @@ class ShardLite(nn.Module):
         self._reducer.discard()
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the wrapped module where this one has none."""
+        """Return an attribute of the wrapped module where this one has none. Its methods may use weights."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             if name == "module":
                 raise
-            return getattr(self.module, name)
+            value = getattr(self.module, name)
+        return self._method(value) if ismethod(value) and value.__self__ is self.module else value
+
+    def _method(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._running():
+                return method(*args, **kwargs)
+
+        return call
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Run the module: code inside may use its weights, by every rank alike."""
+        self._forwards += 1
+        try:
+            with self._shared.telling(), self._hooks.around():
+                yield
+        finally:
+            self._forwards -= 1
 
     def __reduce_ex__(self, _: Any) -> Any:
         """Raise, for `copy.copy` and `pickle`: connections to other ranks cannot be copied or written."""

@@ -70,6 +70,46 @@ def test_weights_are_read_outside_of_their_modules(cluster, make, stage):
     cluster.check(follows, 2, make, stage)
 
 
+class Methods(nn.Module):
+    """Has methods beside its forward, and weights of its own that they read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, words: Tensor) -> Any:
+        x = functional.one_hot(words % WIDTH, WIDTH).float()
+        for block in self.blocks:
+            x = block(x)
+        return {"x": x, "scale": self.scale, "all": [self.blocks[0].inner.bias, None]}
+
+    def loss(self, words: Tensor) -> Tensor:
+        out = self(words)
+        weight = self.blocks[1].inner.weight
+        return (functional.linear(out["x"] * self.scale, weight) + self.blocks[0].inner.bias).square().mean()
+
+
+def by_method(model: Any, turn: Turn) -> Tensor:
+    whole = model if isinstance(model, ShardLite) else model.module
+    return whole.loss(torch.randint(WORDS, (4, 3), generator=turn.generator()))
+
+
+def by_outputs(model: Any, turn: Turn) -> Tensor:
+    out = model(torch.randint(WORDS, (4, 3), generator=turn.generator()))
+    return (out["x"] * out["scale"] + out["all"][0]).square().mean()
+
+
+def through(group: Any, loss: Any, stage: int) -> None:
+    trained(Methods, loss, group, stage=stage, units=Block)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("loss", [by_method, by_outputs])
+def test_methods_and_outputs(cluster, loss, stage):
+    cluster.check(through, 2, loss, stage)
+
+
 def outside(group: Any) -> None:
     model = ShardLite(SharedTable(), group=group)
     assert "sharded" in repr(model.module.table.weight)
