@@ -20,7 +20,7 @@ from shardlite.bucket import Bucket
 from shardlite.errors import PhaseError
 from shardlite.fill import Gathering
 from shardlite.handles import Calls
-from shardlite.placeholder import as_they_are
+from shardlite.parameters import as_they_are
 from shardlite.reduce import Reducer
 from shardlite.unit import Unit
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlite.arena import Empty, carve, empty_on
+from shardlite.parameters import Shard
 from shardlite.partition import ROOT, UnitPlan, UnitRule, applies
 from shardlite.plan import FlatPlan, Plan
 from shardlite.slots import Part
@@ -126,7 +127,7 @@ def _make_flat(plan: FlatPlan, local: Tensor, full: Tensor | None, low: Tensor |
 def _make_shards(flat: Flat) -> list[nn.Parameter]:
     """Return what optimizers see of a flat."""
     views, own = flat.shard_views(flat.local), flat.own_range(flat.layout)
-    shards = [nn.Parameter(view, requires_grad=flat.layout.trainable) for view in views]
+    shards = [Shard(view, requires_grad=flat.layout.trainable) for view in views]
     for slot, shard in zip(flat.layout.slots, shards, strict=True):
         first, stop = slot.within(*own)
         Part(own[0] + first - slot.start, None if flat.low is None else flat.low[first:stop]).mark(shard)

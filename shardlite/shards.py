@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlite.errors import LayoutError
-from shardlite.placeholder import Placeholder
+from shardlite.parameters import Placeholder
 from shardlite.trace import Trace
 from shardlite.unit import Unit
 

@@ -23,7 +23,7 @@ from shardlite.errors import LayoutError
 from shardlite.lane import Flight
 from shardlite.layout import Layout, Slot, round_up
 from shardlite.phase import Weights, check_move
-from shardlite.placeholder import as_they_are, empty, fill
+from shardlite.parameters import as_they_are, empty, fill
 
 _FLAT_ALIGN = 128
 """Bytes: where the flats start in a buffer, so that every access can be a wide one."""

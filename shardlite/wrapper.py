@@ -30,7 +30,7 @@ from shardlite.ledger import Held
 from shardlite.materialise import Init, Initialiser
 from shardlite.optim import accumulating, adopt
 from shardlite.partition import UnitPolicy, UnitRule
-from shardlite.placeholder import announce
+from shardlite.parameters import announce
 from shardlite.plan import Options, Plan, agree_on_plan
 from shardlite.reduce import Reducer
 from shardlite.shards import Shards

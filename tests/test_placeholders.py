@@ -1,5 +1,6 @@
 """Parameters that know that they are sharded: whoever reads them finds their values, or an error."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -8,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardlite import LayoutError, ShardLite
-from tests.residual import WIDTH, Block
-from tests.sharded import Turn, trained
+from tests.residual import WIDTH, Block, net, square
+from tests.sharded import Turn, same_bits, trained
 
 WORDS = 1000
 
@@ -121,3 +122,75 @@ def outside(group: Any) -> None:
 
 def test_outside_of_a_pass_it_is_an_error(cluster):
     cluster.check(outside, 2)
+
+
+# ---- writes through `.data` of shards --------------------------------------------------------------------------------
+
+
+def by_subtraction(params: list[nn.Parameter]) -> None:
+    for param in params:
+        param.data -= 0.1 * param.grad
+
+
+def by_assignment(params: list[nn.Parameter]) -> None:
+    for param in params:
+        param.data = param.data - 0.1 * param.grad
+
+
+def by_decay(params: list[nn.Parameter]) -> None:
+    torch.optim.SGD(params, lr=0.1).step()
+    for param in params:
+        param.data.mul_(0.9)
+
+
+def by_clipping(params: list[nn.Parameter]) -> None:
+    torch.optim.SGD(params, lr=0.1).step()
+    for param in params:
+        param.data.clamp_(-0.05, 0.05)
+
+
+def writes(group: Any, step: Any, stage: int) -> None:
+    """Train, and evaluate with other weights for a while, as moving averages are used."""
+    plain = net()
+    twin = copy.deepcopy(plain)
+    model = ShardLite(plain, group=group, stage=stage)
+    for _ in range(3):
+        for each in (model, twin):
+            each.zero_grad()
+            square(each).backward()
+            step(list(each.parameters()))
+        same_bits("loss", square(model).detach(), square(twin).detach())
+        losses = []
+        for each in (model, twin):
+            kept = [param.data.clone() for param in each.parameters()]
+            for param in each.parameters():
+                param.data.copy_(param.data * 0.5)
+            with torch.no_grad():
+                losses.append(square(each))
+            for param, former in zip(each.parameters(), kept, strict=True):
+                param.data.copy_(former)
+            losses.append(square(each).detach())
+        same_bits("averaged", losses[0], losses[2])
+        same_bits("restored", losses[1], losses[3])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("step", [by_subtraction, by_assignment, by_decay, by_clipping])
+def test_shards_may_be_written_through_data(cluster, step, stage):
+    cluster.check(writes, 2, step, stage)
+
+
+def swaps(group: Any) -> None:
+    model = ShardLite(net(), group=group)
+    shard = next(model.parameters())
+    other = torch.zeros_like(shard)
+    before = shard.detach().clone()
+    with pytest.raises(LayoutError, match="copy into it"):
+        shard.data, other.data = other.data, shard.data
+    with pytest.raises(LayoutError, match="instead of"):
+        shard.data = torch.zeros(7, 7, 7)
+    assert torch.equal(shard.detach(), before)
+
+
+def test_memory_of_shards_cannot_be_exchanged(cluster):
+    cluster.check(swaps, 2)

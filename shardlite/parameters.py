@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from shardlite.errors import LayoutError
 
 _ATTRIBUTES = (
     "shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "names", "requires_grad", "grad", "grad_dtype", "is_leaf",
@@ -93,6 +96,37 @@ def fill(param: nn.Parameter) -> None:
     kind = type(param)
     if issubclass(kind, Placeholder):
         param.__class__ = kind.__mro__[2]
+
+
+class Shard(nn.Parameter):
+    """A parameter that an optimizer steps: what this rank keeps of one of the module's.
+
+    Of an ordinary parameter `.data` is memory whose changes nobody sees. Of a shard they are seen, so that the next
+    forward gathers it anew.
+    """
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The shard, without its history: a view that shares the counter of changes."""
+        view = self.detach()
+        self._handed = ref(view)
+        return view
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Copy `value` into the shard, whose memory is a part of a larger one.
+
+        Raises:
+            LayoutError: it has another shape, or somebody still has the former `.data`, which would change with it.
+        """
+        former = self._handed() if hasattr(self, "_handed") else None
+        if value.shape != self.shape or (former is not None and former is not value):
+            what = f"shape {list(value.shape)} instead of {list(self.shape)}" if value.shape != self.shape else "other memory, while its former `.data` is kept"
+            raise LayoutError(
+                f"a shard of shape {list(self.shape)} was given {what} (`.data = ...`): copy into it, `.data.copy_(...)`"
+            )
+        if former is not value:
+            self.detach().copy_(value)
 
 
 @cache
