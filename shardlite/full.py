@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.fill import Gathering
 from shardlite.handles import Calls, pop_hooks, push_hooks
+from shardlite.partition import scripts
 from shardlite.ring import all_gather
 from shardlite.shared import Shared
 from shardlite.unit import Flat, Unit
@@ -49,7 +50,7 @@ class FullParameters:
         self._uses = count()
         self._reading = False
         if any(unit.derived for unit in units):
-            for each in module.modules():
+            for each in set(module.modules()) - scripts(module):
                 each.register_state_dict_pre_hook(self._refuse)  # type: ignore[no-untyped-call]
                 each.register_load_state_dict_pre_hook(self._refuse_to_load)  # type: ignore[no-untyped-call]
 

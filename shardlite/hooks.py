@@ -191,7 +191,7 @@ class ModuleHooks:
     def _check_sites(self, unit: Unit) -> None:
         """Raise if the model no longer holds the parameters that were wrapped."""
         for site in self._sites[unit]:
-            if site.module._parameters.get(site.attribute) is not site.param:
+            if getattr(site.module, site.attribute, None) is not site.param:
                 raise LayoutError(
                     f"parameter {site.name!r} was replaced after wrapping, so the sharded one would never be used. "
                     "Write into it inside `gathered()` or with `load_full_state_dict()`, or change the module "

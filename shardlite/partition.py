@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
@@ -57,7 +58,8 @@ def cut(model: nn.Module, policy: UnitPolicy, ignored: Collection[Tensor] = ()) 
     Raises:
         LayoutError: `policy` is none of what it may be.
     """
-    starts = {start for start in _starts(model, policy) if not isinstance(start, NEVER_CALLED)}
+    never = scripts(model)
+    starts = {each for each in _starts(model, policy) if not isinstance(each, NEVER_CALLED) and each not in never}
     plans = {model: UnitPlan("", model)}
     chains: dict[nn.Parameter, list[UnitPlan]] = {}
     names: dict[nn.Parameter, str] = {}
@@ -69,6 +71,12 @@ def cut(model: nn.Module, policy: UnitPolicy, ignored: Collection[Tensor] = ()) 
     for param, name in names.items():
         chains[param][-1].params[param] = name
     return list(plans.values())
+
+
+def scripts(model: nn.Module) -> set[nn.Module]:
+    """Return the modules of TorchScript, with all in them: they take no hooks."""
+    outer = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
+    return {inner for script in outer for inner in script.modules()}
 
 
 def _walk(

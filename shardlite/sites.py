@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
-from shardlite.partition import NEVER_CALLED, ROOT, UnitPlan
+from shardlite.partition import NEVER_CALLED, ROOT, UnitPlan, scripts
 from shardlite.unit import Unit
 
 
@@ -39,8 +40,10 @@ def needs(module: nn.Module, plans: Sequence[UnitPlan], units: Sequence[Unit]) -
     by_name = {unit.name: unit for unit in units}
     home = {param: unit for unit in units for param in unit.params()}
     starts = {plan.module: by_name[plan.name or ROOT] for plan in plans if (plan.name or ROOT) in by_name}
-    wanted = {}
+    wanted, never = {}, scripts(module)
     for each in module.modules():
+        if each in never:
+            continue
         own = [home[param] for param in _read_by(each) if param in home]
         start = [starts[each]] if each in starts else []
         if start or own or each is module:
@@ -52,5 +55,7 @@ def _read_by(module: nn.Module) -> Iterator[nn.Parameter]:
     """Yield a module's own parameters, and those of modules in it that are never called."""
     yield from (param for param in module._parameters.values() if param is not None)
     for child in module.children():
-        if isinstance(child, NEVER_CALLED) or type(child).forward is nn.Module.forward:
+        if isinstance(child, torch.jit.ScriptModule):
+            yield from child.parameters()
+        elif isinstance(child, NEVER_CALLED) or type(child).forward is nn.Module.forward:
             yield from _read_by(child)

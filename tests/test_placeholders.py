@@ -1,6 +1,8 @@
 """Parameters that know that they are sharded: whoever reads them finds their values, or an error."""
 
 import copy
+import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -194,3 +196,40 @@ def swaps(group: Any) -> None:
 
 def test_memory_of_shards_cannot_be_exchanged(cluster):
     cluster.check(swaps, 2)
+
+
+# ---- TorchScript ------------------------------------------------------------------------------------------------------
+
+
+class Scripted(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(self._compiled(Block(), how) for _ in range(3))
+
+    @staticmethod
+    def _compiled(block: nn.Module, how: str) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return torch.jit.script(block) if how == "script" else torch.jit.trace(block, torch.randn(2, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def on_width(model: Any, turn: Turn) -> Tensor:
+    with torch.jit.optimized_execution(False):  # or the second call adds in another order than the first
+        return model(torch.randn(4, WIDTH, generator=turn.generator())).square().mean()
+
+
+def scripted(group: Any, how: str, stage: int) -> None:
+    trained(partial(Scripted, how), on_width, group, stage=stage)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("how", ["script", "trace"])
+def test_torchscript(cluster, how, stage):
+    cluster.check(scripted, 2, how, stage)
