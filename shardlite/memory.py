@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from shardlite.ledger import Ledger
+from shardlite.parameters import as_they_are
 
 T = TypeVar("T")
 
@@ -107,7 +108,8 @@ class Meter(Generic[T]):
     @contextmanager
     def _noting_peaks(self) -> Iterator[None]:
         before = self.peak
-        yield
+        with as_they_are():
+            yield
         self._snapshot_due |= self.peak > before
 
     def _take_snapshot(self) -> None:

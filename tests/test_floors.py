@@ -10,7 +10,7 @@ FLOORS = [
     ["errors", "casts"],
     ["schedule", "clock"],
     ["config"],
-    ["cost", "layout", "phase", "trace", "order", "agenda", "ledger"],
+    ["cost", "layout", "phase", "trace", "order", "agenda", "ledger", "parameters"],
     ["transport"],
     ["agree", "walk", "traffic", "magnitude"],
     ["cut"],
