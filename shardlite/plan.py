@@ -10,7 +10,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from shardlite import checks, materialise
+from shardlite import aliases, checks, materialise
 from shardlite.agree import agree
 from shardlite.config import Precision, Route
 from shardlite.layout import Layout, lay_out
@@ -111,6 +111,7 @@ def agree_on_plan(module: nn.Module, options: Options, groups: Groups, wrapper: 
 
 def _make(module: nn.Module, options: Options, groups: Groups, wrapper: type[nn.Module]) -> Plan:
     checks.check(module, options.stage, options.prefetch, options.precision, options.ignored, wrapper=wrapper)
+    aliases.tie(module, options.ignored)
     checks.check_quantized_gather(options.quantized_gather, options.stage)
     materialise.check(module, options.init, options.ignored, first=groups.is_first)
     on_gpu = torch.cuda.is_available() and groups.carry("cuda")

@@ -23,7 +23,7 @@ FLOORS = [
     ["join", "gather", "unsharded", "census", "shards", "skips"],
     ["reduce"],
     ["partition", "handles"],
-    ["backward", "sites", "stepping", "checks", "materialise"],
+    ["backward", "sites", "stepping", "checks", "aliases", "materialise"],
     ["hooks", "plan", "spread"],
     ["counts"],
     ["slots"],

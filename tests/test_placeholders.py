@@ -233,3 +233,19 @@ def scripted(group: Any, how: str, stage: int) -> None:
 @pytest.mark.parametrize("how", ["script", "trace"])
 def test_torchscript(cluster, how, stage):
     cluster.check(scripted, 2, how, stage)
+
+
+def attributes(group: Any, stage: int) -> None:
+    plain = net()
+    plain[1].inner.bias._no_weight_decay = True
+    plain[2].inner.weight._optim = {"lr": 0.5}
+    model = ShardLite(plain, group=group, stage=stage)
+    shards = dict(model.named_parameters())
+    assert shards["1.inner.bias"]._no_weight_decay
+    assert shards["2.inner.weight"]._optim == {"lr": 0.5}
+    assert not hasattr(shards["0.inner.bias"], "_no_weight_decay")
+
+
+@pytest.mark.every_stage
+def test_attributes_of_parameters_are_on_shards(cluster, stage):
+    cluster.check(attributes, 2, stage)
