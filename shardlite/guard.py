@@ -54,6 +54,23 @@ def state_of_optimizers(model: Stepping) -> Iterator[Tensor]:
         yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
+def give_shards(optimizer: Optimizer, model: Stepping) -> None:
+    """Let an optimizer that was built from the module's own parameters hold their shards instead.
+
+    Raises:
+        LayoutError: it has stepped the former already.
+    """
+    shards = model.shards.by_param()
+    for group in optimizer.param_groups:
+        if any(param in shards and param in optimizer.state for param in group["params"]):
+            raise LayoutError(
+                f"{type(optimizer).__name__} was built from unsharded parameters and has states for them: build it "
+                "from `parameters()` of the ShardLite model"
+            )
+        group["params"][:] = [shards.get(param, param) for param in group["params"]]
+    _known.pop(optimizer, None)
+
+
 # ---- steps ----------------------------------------------------------------------------------------------------------
 
 

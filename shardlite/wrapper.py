@@ -1,7 +1,7 @@
 """`ShardLite`: a model whose parameters, gradients and optimizer state are sharded over ranks."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import wraps
 from inspect import ismethod
@@ -10,6 +10,8 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from shardlite import checks, guard
 from shardlite.agree import agree
@@ -119,6 +121,7 @@ class ShardLite(nn.Module):
         self._groups = groups_of(group)
         self._ignored = checks.ignored_params(ignore)
         self._forwards = 0  # that are running
+        self._unsynced: ExitStack | None = None
         options = Options(
             stage=stage,
             units=units,
@@ -176,6 +179,10 @@ class ShardLite(nn.Module):
         self.module.requires_grad_(requires_grad)
         return self
 
+    def numel(self) -> int:
+        """Return the number of elements of all parameters, of which `parameters()` has this rank's part."""
+        return sum(param.numel() for param in self.module.parameters())
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, and those that were accumulated under `no_sync()` and not yet reduced.
 
@@ -199,7 +206,11 @@ class ShardLite(nn.Module):
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
             with self._running():
-                return method(*args, **kwargs)
+                results = method(*args, **kwargs)
+            for each in tree_leaves(results):
+                if isinstance(each, Optimizer):  # it can know the module's own parameters only
+                    guard.give_shards(each, self._stepping)
+            return results
 
         return call
 
@@ -242,6 +253,23 @@ class ShardLite(nn.Module):
         if sharded:
             self._inside.refuse("no_sync(sharded=True)")
         return self._accumulating(Mode.SHARDED if sharded else Mode.LOCAL)
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backwards reduce their gradients. `False` is as `no_sync()`, until it is `True` again.
+
+        It has the name and the meaning that it has in `DistributedDataParallel`.
+        """
+        return self._unsynced is None
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        if value and self._unsynced is not None:
+            self._unsynced.close()
+            self._unsynced = None
+        elif not value and self._unsynced is None:
+            self._unsynced = ExitStack()
+            self._unsynced.enter_context(self.no_sync())
 
     @contextmanager
     def _accumulating(self, mode: Mode) -> Iterator[None]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardlite import LayoutError, ShardLite
+from shardlite import AdamW, LayoutError, ShardLite
 from tests.residual import WIDTH, Block, net, square
 from tests.sharded import Turn, same_bits, trained
 
@@ -249,3 +249,65 @@ def attributes(group: Any, stage: int) -> None:
 @pytest.mark.every_stage
 def test_attributes_of_parameters_are_on_shards(cluster, stage):
     cluster.check(attributes, 2, stage)
+
+
+# ---- what programs for one process do ------------------------------------------------------------------------------
+
+
+class ConfiguresItself(nn.Module):
+    """As nanoGPT: builds its optimizer, from its own parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+    def configure_optimizers(self, kind: Any) -> tuple[torch.optim.Optimizer, int]:
+        params = [p for p in self.parameters() if p.requires_grad]
+        matrices = [p for p in params if p.dim() >= 2]
+        others = [p for p in params if p.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        return kind(groups, lr=0.01), sum(p.numel() for p in matrices)
+
+
+def configures(group: Any, kind: Any, stage: int) -> None:
+    """Body of a rank: accumulate over two micro-batches, by the attribute of `DistributedDataParallel`."""
+    plain = ConfiguresItself()
+    twin = copy.deepcopy(plain)
+    model = ShardLite(plain, group=group, stage=stage)
+    ours, numel = model.configure_optimizers(kind)
+    theirs, all_of_them = twin.configure_optimizers(torch.optim.AdamW)
+    assert numel == all_of_them
+    assert model.numel() == sum(p.numel() for p in twin.parameters())
+    held = {param for each in ours.param_groups for param in each["params"]}
+    assert held == set(model.parameters())
+    for _ in range(3):
+        for micro in range(2):
+            model.require_backward_grad_sync = micro == 1
+            assert model.require_backward_grad_sync == (micro == 1)
+            for each in (model, twin):
+                each(torch.ones(2, WIDTH) * (micro + 1)).square().mean().backward()
+            if micro == 0:
+                assert all(param.grad is None for param in model.parameters())
+        for each in (ours, theirs):
+            each.step()
+            each.zero_grad(set_to_none=True)
+    for name, value in model.full_state_dict().items():
+        torch.testing.assert_close(value, twin.state_dict()[name])
+
+
+@pytest.mark.every_stage
+def test_a_model_may_build_its_optimizer(cluster, stage):
+    cluster.check(configures, 2, torch.optim.AdamW, stage)
+
+
+def configures_ours(group: Any) -> None:
+    model = ShardLite(ConfiguresItself(), group=group)
+    with pytest.raises(ValueError, match=r"build the optimizer from parameters\(\) of the ShardLite model"):
+        model.configure_optimizers(AdamW)
+
+
+def test_ours_is_built_from_shards(cluster):
+    cluster.check(configures_ours, 2)
