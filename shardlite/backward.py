@@ -20,7 +20,7 @@ from shardlite.bucket import Bucket
 from shardlite.errors import PhaseError
 from shardlite.fill import Gathering
 from shardlite.handles import Calls
-from shardlite.parameters import as_they_are
+from shardlite.parameters import take_grad
 from shardlite.reduce import Reducer
 from shardlite.unit import Unit
 
@@ -96,15 +96,14 @@ class Backward:
         for unit in self._reducer.units:
             for param in unit.params():
                 if param.requires_grad and param not in self._caught:
-                    param.grad = None
+                    take_grad(param)
                     hook = partial(_deliver, deliver, weakref.ref(unit))
                     param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                     self._caught.add(param)
 
     def _take_gradient(self, unit: Unit, param: nn.Parameter) -> None:
         """Take the gradient that autograd has just put into `param.grad`."""
-        with as_they_are():
-            grad, param.grad = param.grad, None
+        grad = take_grad(param)
         assert grad is not None
         self.open()
         if not self._got_gradients:

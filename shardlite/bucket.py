@@ -82,6 +82,20 @@ class Bucket:
             target.copy_(dense)
         self.used.add(param)
 
+    def gradient(self, param: nn.Parameter) -> Tensor | None:
+        """Return what is there of a parameter's gradient."""
+        if self.phase is not Gradients.FILLING or param not in self.used:
+            return None
+        flat, slot = self._places[param]
+        return self.full[flat][slot.start : slot.stop].view(slot.shape)
+
+    def drop(self, param: nn.Parameter) -> None:
+        """Forget it."""
+        if self.phase is Gradients.FILLING:
+            self.used.discard(param)
+            if not self.used:
+                self.clear()
+
     def _name_of(self, param: nn.Parameter) -> str:
         members = (
             (each, slot) for flat in self.unit.flats for each, slot in zip(flat.params, flat.layout.slots, strict=True)

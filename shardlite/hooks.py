@@ -70,11 +70,11 @@ class ModuleHooks:
             # `always_call`: an early-stopped recomputation leaves its modules by an exception.
             module.register_forward_hook(around(self._leave), always_call=True)
 
-    def use(self, unit: Unit, name: str) -> None:
+    def use(self, unit: Unit) -> bool:
         """Have a unit's weights there for code outside of the modules that own them, until the pass in progress ends.
 
-        Raises:
-            LayoutError: there is no pass.
+        Returns:
+            Whether there is a pass.
         """
         if not self._frames and self._around and not in_backward():
             self._begin("what is around the forwards of the model", self._root)
@@ -84,11 +84,8 @@ class ModuleHooks:
         elif in_backward():
             self._backward.use(unit)
         else:
-            raise LayoutError(
-                f"parameter {name!r} is sharded, so its values are not here: use it inside `gathered()` of the ShardLite "
-                "model, or in the model's forward. (The local shards, which optimizers step, are in `parameters()` of "
-                "the ShardLite model.)"
-            )
+            return False
+        return True
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -171,6 +168,7 @@ class ModuleHooks:
 
     def _hold(self, unit: Unit) -> None:
         self._gatherer.hold(unit)
+        unit.wake()
         if self._calls is not None:
             self._calls.current[unit] = Call(unit, self._calls)
         self._written[unit] = unit.writes()
@@ -182,6 +180,8 @@ class ModuleHooks:
                 self._calls.expect_backward(call)
         written = unit.writes() != self._written.pop(unit)
         self._gatherer.release(unit)
+        if unit.holds == 0:
+            unit.rest()
         if written:
             raise LayoutError(
                 f"unit {unit.name!r}: a forward has written into its weights, which would be lost or differ between "

@@ -8,10 +8,10 @@ A parameter is turned into a placeholder and back by its `__class__`, as `torch.
 it stays the same object, with its hooks, and while it is full nothing of this is in the way.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -46,12 +46,47 @@ _harmless: frozenset[Any] = frozenset(
 )
 """What needs no values."""
 
-_users: Any = WeakTensorKeyDictionary()
-"""What to call before the values of a placeholder are used."""
+class Home(Protocol):
+    """Where a sharded parameter belongs."""
+
+    name: str
+    """Of the parameter."""
+
+    def use(self) -> None:
+        """Have the values of the parameter gathered, or raise."""
+
+    def gradient(self) -> Tensor | None:
+        """Return the gradient of the shard or, before it is reduced, of the whole parameter on this rank."""
+
+    def drop_gradient(self) -> None:
+        """Forget it."""
 
 
-class Placeholder:
-    """A base of the class of a parameter while its values are elsewhere."""
+_homes: Any = WeakTensorKeyDictionary()
+"""The home of each parameter of a wrapped model."""
+
+
+class Sharded:
+    """A base of the class of a parameter that belongs to a wrapped model, while no forward uses it."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient that the optimizer of the shard sees; before it is reduced, that of this rank."""
+        return _homes[self].gradient()  # type: ignore[no-any-return]
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        home: Home = _homes[self]
+        if value is not None:
+            raise LayoutError(
+                f"parameter {home.name!r} belongs to a wrapped model, whose optimizer steps shards: give the gradient to "
+                "the shard, in `parameters()` of the ShardLite model"
+            )
+        home.drop_gradient()
+
+
+class Placeholder(Sharded):
+    """The same, while its values are elsewhere."""
 
     @classmethod
     def __torch_function__(
@@ -64,7 +99,7 @@ class Placeholder:
                 return func(*args, **kwargs)
         for each in tree_leaves((args, kwargs)):
             if isinstance(each, Placeholder):
-                _users[each](each)
+                _homes[each].use()
         return func(*args, **kwargs)
 
     def __repr__(self) -> str:
@@ -78,24 +113,48 @@ def as_they_are() -> AbstractContextManager[None]:
     return torch._C.DisableTorchFunctionSubclass()  # type: ignore[no-any-return]
 
 
-def announce(params: Iterable[nn.Parameter], use: Callable[[nn.Parameter], None]) -> None:
-    """Let `use` be called before somebody uses the values of these parameters while they are placeholders."""
-    for param in params:
-        _users[param] = use
+def settle(param: nn.Parameter, home: Home) -> None:
+    """Tell a parameter where it belongs."""
+    _homes[param] = home
+
+
+def rest(param: nn.Parameter) -> None:
+    """Let a full parameter show the gradient of its shard. No forward uses it."""
+    _become(param, Sharded)
 
 
 def empty(param: nn.Parameter) -> None:
     """Turn a parameter into a placeholder."""
-    kind = type(param)
-    if not issubclass(kind, Placeholder):
-        param.__class__ = _placeholder_of(kind)
+    _become(param, Placeholder)
 
 
 def fill(param: nn.Parameter) -> None:
-    """Turn a placeholder back into what it was."""
+    """Turn a parameter back into what it was before it was wrapped."""
     kind = type(param)
-    if issubclass(kind, Placeholder):
-        param.__class__ = kind.__mro__[2]
+    if issubclass(kind, Sharded):
+        param.__class__ = kind.original  # type: ignore[attr-defined]
+
+
+def take_grad(param: nn.Parameter) -> Tensor | None:
+    """Take the gradient away that autograd has put there."""
+    with as_they_are():
+        grad: Tensor | None = _own_grad.__get__(param)
+        _own_grad.__set__(param, None)
+    return grad
+
+
+_own_grad: Any = torch._C.TensorBase.grad
+
+
+def _become(param: nn.Parameter, what: type) -> None:
+    kind = type(param)
+    if not issubclass(kind, what):
+        param.__class__ = _mixed(what, getattr(kind, "original", kind))
+
+
+@cache
+def _mixed(what: type, kind: type) -> type:
+    return type(kind)(f"{what.__name__}{kind.__name__}", (what, kind), {"original": kind})
 
 
 class Shard(nn.Parameter):
@@ -127,8 +186,3 @@ class Shard(nn.Parameter):
             )
         if former is not value:
             self.detach().copy_(value)
-
-
-@cache
-def _placeholder_of(kind: type) -> type:
-    return type(kind)(f"Sharded{kind.__name__}", (Placeholder, kind), {})

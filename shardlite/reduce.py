@@ -265,6 +265,15 @@ class Reducer:
             if bucket.phase is Gradients.FILLING:
                 bucket.clear()
 
+    def waiting(self, unit: Unit, param: nn.Parameter) -> Tensor | None:
+        """Return the gradient of one of the module's parameters that was accumulated and not yet reduced."""
+        return self._buckets[unit].gradient(param) if unit in self._buckets else None
+
+    def drop(self, unit: Unit, param: nn.Parameter) -> None:
+        """Forget that gradient."""
+        if unit in self._buckets:
+            self._buckets[unit].drop(param)
+
     def _now_in_order(self) -> list[Unit]:
         """Return the units that have gradients, in the order of their reductions."""
         return [unit for unit in self._order if self._buckets[unit].flats]

@@ -23,7 +23,7 @@ from shardlite.errors import LayoutError
 from shardlite.lane import Flight
 from shardlite.layout import Layout, Slot, round_up
 from shardlite.phase import Weights, check_move
-from shardlite.parameters import as_they_are, empty, fill
+from shardlite.parameters import as_they_are, empty, fill, rest
 
 _FLAT_ALIGN = 128
 """Bytes: where the flats start in a buffer, so that every access can be a wide one."""
@@ -283,6 +283,16 @@ class Unit:
             for param, view in flat.views(full):
                 fill(param)
                 param.data = view
+
+    def wake(self) -> None:
+        """Let the module's parameters be what they were before they were wrapped: a forward uses them."""
+        for param in self._params:
+            fill(param)
+
+    def rest(self) -> None:
+        """Let the module's parameters show the gradients of their shards: no forward uses them."""
+        for param in self._params:
+            rest(param)
 
     def check_memory(self) -> None:
         """Check that the module's parameters are what they were made: full weights or placeholders.

@@ -6,7 +6,6 @@ from datetime import timedelta
 from functools import wraps
 from inspect import ismethod
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,7 @@ from shardlite.ledger import Held
 from shardlite.materialise import Init, Initialiser
 from shardlite.optim import accumulating, adopt
 from shardlite.partition import UnitPolicy, UnitRule
-from shardlite.parameters import announce
+from shardlite.homes import settle_all
 from shardlite.plan import Options, Plan, agree_on_plan
 from shardlite.reduce import Reducer
 from shardlite.shards import Shards
@@ -462,10 +461,7 @@ class ShardLite(nn.Module):
         if not alone:
             modules = needs(self.module, plan.units, units)
             self._hooks.install(modules, sites(self.module, units), [unit.module for unit in plan.units])
-            for unit in units:
-                for flat in unit.flats:
-                    for slot, param in zip(flat.layout.slots, flat.params, strict=True):
-                        announce([param], _user(ref(self._hooks), ref(unit), slot.name))
+            settle_all(units, self._hooks, self._reducer)
         self._backward.catch_gradients()
         flats = flats_of(units)
         solo = SoloCensus(flats, shared.device, diagnose=diagnose) if alone else None
@@ -494,13 +490,3 @@ class ShardLite(nn.Module):
         self._hooks.reset()
         graded = any(shard.grad is not None for shard in self._stepping.shards)
         self._backward.check_step(graded=graded, inside=self._inside.optimizer() is not None)
-
-
-def _user(hooks: "ref[ModuleHooks]", unit: "ref[Unit]", name: str) -> Callable[[nn.Parameter], None]:
-    def use(_: nn.Parameter) -> None:
-        driver, home = hooks(), unit()
-        if driver is None or home is None:
-            raise LayoutError(f"parameter {name!r} is sharded, and the model that holds it is gone")
-        driver.use(home, name)
-
-    return use

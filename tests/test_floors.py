@@ -31,6 +31,7 @@ FLOORS = [
     ["hops", "stepplan"],
     ["optim", "build", "full", "guard"],
     ["inside"],
+    ["homes"],
     ["wrapper"],
     ["ema", "memory", "verification", "fsdp2"],
     ["launch", "picture"],

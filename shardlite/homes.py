@@ -1,0 +1,64 @@
+"""What the parameters of a wrapped model know of it: who gathers their values, and where their gradients are."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from weakref import ref
+
+from torch import Tensor, nn
+
+from shardlite.errors import LayoutError
+from shardlite.hooks import ModuleHooks
+from shardlite.parameters import settle
+from shardlite.reduce import Reducer
+from shardlite.unit import Unit
+
+
+@dataclass(frozen=True)
+class _Home:
+    """That of one parameter. It keeps nothing alive."""
+
+    name: str
+    hooks: "ref[ModuleHooks]"
+    reducer: "ref[Reducer]"
+    unit: "ref[Unit]"
+    param: "ref[nn.Parameter]"
+    shard: "ref[nn.Parameter]"
+
+    def use(self) -> None:
+        """Have the values gathered.
+
+        Raises:
+            LayoutError: nothing is running that all ranks do alike.
+        """
+        hooks, unit = self.hooks(), self.unit()
+        if hooks is None or unit is None or not hooks.use(unit):
+            raise LayoutError(
+                f"parameter {self.name!r} is sharded, so its values are not here: use it inside `gathered()` of the "
+                "ShardLite model, or in the model's forward. (The local shards, which optimizers step, are in "
+                "`parameters()` of the ShardLite model.)"
+            )
+
+    def gradient(self) -> Tensor | None:
+        """Return the gradient: not yet reduced, that of this rank, else that of the shard."""
+        reducer, unit, param, shard = self.reducer(), self.unit(), self.param(), self.shard()
+        waiting = None if reducer is None or unit is None or param is None else reducer.waiting(unit, param)
+        if waiting is not None or shard is None:
+            return waiting
+        return shard.grad
+
+    def drop_gradient(self) -> None:
+        """Forget it."""
+        reducer, unit, param, shard = self.reducer(), self.unit(), self.param(), self.shard()
+        if reducer is not None and unit is not None and param is not None:
+            reducer.drop(unit, param)
+        if shard is not None:
+            shard.grad = None
+
+
+def settle_all(units: Iterable[Unit], hooks: ModuleHooks, reducer: Reducer) -> None:
+    """Let all parameters know where they belong."""
+    for unit in units:
+        for flat in unit.flats:
+            for slot, param, shard in zip(flat.layout.slots, flat.params, flat.shards, strict=True):
+                settle(param, _Home(slot.name, ref(hooks), ref(reducer), ref(unit), ref(param), ref(shard)))
+        unit.rest()
