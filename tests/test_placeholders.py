@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -311,3 +312,64 @@ def configures_ours(group: Any) -> None:
 
 def test_ours_is_built_from_shards(cluster):
     cluster.check(configures_ours, 2)
+
+
+# ---- gradients by way of the module's own parameters ----------------------------------------------------------------
+
+
+class Outer(nn.Module):
+    def __init__(self, model: ShardLite) -> None:
+        super().__init__()
+        self.model = model
+
+
+def by_outer(model: ShardLite) -> None:
+    Outer(model).zero_grad()
+
+
+def by_module(model: ShardLite) -> None:
+    model.module.zero_grad()
+
+
+def to_zero(model: ShardLite) -> None:
+    model.module.zero_grad(set_to_none=False)
+
+
+def by_loop(model: ShardLite) -> None:
+    for param in model.module.parameters():
+        param.grad = None
+
+
+def drops(group: Any, drop: Any, stage: int) -> None:
+    model = ShardLite(net(), group=group, stage=stage)
+    for accumulated in (False, True):
+        with model.no_sync() if accumulated else nullcontext():
+            square(model).backward()
+        assert all(param.grad is not None for param in model.module.parameters())
+        drop(model)
+        square(model).backward()
+        once = [param.grad.clone() for param in model.parameters()]
+        model.zero_grad()
+        assert all(param.grad is None for param in model.module.parameters())
+        square(model).backward()
+        assert all(torch.equal(param.grad, grad) for param, grad in zip(model.parameters(), once, strict=True))
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("drop", [by_outer, by_module, to_zero, by_loop])
+def test_gradients_are_dropped(cluster, drop, stage):
+    cluster.check(drops, 2, drop, stage)
+
+
+def gives_gradients(group: Any, stage: int) -> None:
+    """Nothing steps by the gradient of a parameter of the module itself."""
+    model = ShardLite(net(), group=group, stage=stage)
+    param = next(model.module.parameters())
+    with pytest.raises(LayoutError, match=r"give the gradient to the shard"):
+        param.grad = torch.zeros(WIDTH, WIDTH)
+
+
+@pytest.mark.every_stage
+def test_gradients_belong_to_shards(cluster, stage):
+    cluster.check(gives_gradients, 2, stage)
