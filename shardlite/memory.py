@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from shardlite.ledger import Ledger
-from shardlite.parameters import as_they_are
 
 T = TypeVar("T")
 
@@ -108,8 +107,7 @@ class Meter(Generic[T]):
     @contextmanager
     def _noting_peaks(self) -> Iterator[None]:
         before = self.peak
-        with as_they_are():
-            yield
+        yield
         self._snapshot_due |= self.peak > before
 
     def _take_snapshot(self) -> None:

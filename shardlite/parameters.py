@@ -29,7 +29,7 @@ _ATTRIBUTES = (
 _METHODS = (
     "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "get_device", "is_floating_point", "is_complex", "is_signed",
     "is_inference", "__len__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook",
-    "new", "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "new_tensor", "type",
+    "untyped_storage", "storage_offset", "new", "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "new_tensor", "type",
 )  # fmt: skip
 _FUNCTIONS = (
     "numel", "is_floating_point", "is_complex", "is_signed", "is_inference", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
