@@ -76,9 +76,13 @@ def tie(module: nn.Module, ignored: Collection[Tensor]) -> None:
 
 
 def _others(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield buffers, and tensors among the attributes of modules, which are not parameters."""
+    """Yield buffers, and tensors among the attributes of modules, which are not parameters.
+
+    An attribute beside a parameter that has its name and `_orig` is made of that in each forward (`spectral_norm`).
+    """
     for path, each in module.named_modules():
-        for name, value in (*each._buffers.items(), *each.__dict__.items()):
+        attributes = [(name, value) for name, value in each.__dict__.items() if f"{name}_orig" not in each._parameters]
+        for name, value in (*each._buffers.items(), *attributes):
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and _has_memory(value):
                 yield f"{path}.{name}".lstrip("."), value
 

@@ -54,6 +54,8 @@ def needs(module: nn.Module, plans: Sequence[UnitPlan], units: Sequence[Unit]) -
 def _read_by(module: nn.Module) -> Iterator[nn.Parameter]:
     """Yield a module's own parameters, and those of modules in it that are never called."""
     yield from (param for param in module._parameters.values() if param is not None)
+    if isinstance(module, nn.TransformerEncoder):  # chooses its path by what the weights of its first layer are
+        yield from module.layers[0].parameters()
     for child in module.children():
         if isinstance(child, torch.jit.ScriptModule):
             yield from child.parameters()
