@@ -24,8 +24,8 @@ class _Extent:
 
     @staticmethod
     def of(name: str, tensor: Tensor) -> "_Extent":
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        start = tensor.storage_offset() * tensor.element_size()
+        last: int = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        start = int(tensor.storage_offset()) * tensor.element_size()
         return _Extent(name, tensor, start, start + (last + 1) * tensor.element_size())
 
     def overlaps(self, other: "_Extent") -> bool:
@@ -70,9 +70,9 @@ def tie(module: nn.Module, ignored: Collection[Tensor]) -> None:
         else:
             seen[_key(param)].append(own)
     for each in module.modules() if twins else ():
-        for attribute, param in each._parameters.items():
-            if param in twins:
-                each._parameters[attribute] = twins[param]
+        for attribute, own_param in each._parameters.items():
+            if own_param in twins:
+                each._parameters[attribute] = twins[own_param]
 
 
 def _others(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

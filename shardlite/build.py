@@ -124,13 +124,15 @@ def _make_flat(plan: FlatPlan, local: Tensor, full: Tensor | None, low: Tensor |
     return flat
 
 
-def _make_shards(flat: Flat) -> list[nn.Parameter]:
+def _make_shards(flat: Flat) -> Sequence[nn.Parameter]:
     """Return what optimizers see of a flat."""
     views, own = flat.shard_views(flat.local), flat.own_range(flat.layout)
     shards = [Shard(view, requires_grad=flat.layout.trainable) for view in views]
     for row, (slot, shard) in enumerate(zip(flat.layout.slots, shards, strict=True)):
         first, stop = slot.within(*own)
-        shard.__dict__.update(flat.params[row].__dict__)  # what a program tells its optimizer by, `_no_weight_decay` say
+        shard.__dict__.update(
+            flat.params[row].__dict__
+        )  # what a program tells its optimizer by, `_no_weight_decay` say
         Part(own[0] + first - slot.start, None if flat.low is None else flat.low[first:stop]).mark(shard)
         if flat.low is not None:
             shard.grad_dtype = None  # gradients are sums in fp32, beside an upper part in bf16

@@ -22,35 +22,40 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardlite.errors import LayoutError
 
 _ATTRIBUTES = (
-    "shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "names", "requires_grad", "grad", "grad_dtype", "is_leaf",
-    "grad_fn", "output_nr", "retains_grad", "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "is_cpu", "is_cuda", "is_meta",
-    "is_sparse", "is_sparse_csr", "is_nested", "is_quantized", "is_mps", "is_xpu", "is_mkldnn", "is_mtia", "is_maia", "is_ipu", "is_vulkan", "is_xla",
-)  # fmt: skip
+    *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "names", "requires_grad", "grad"),
+    *("grad_dtype", "is_leaf", "grad_fn", "output_nr", "retains_grad", "_version", "_backward_hooks"),
+    *("_post_accumulate_grad_hooks", "is_cpu", "is_cuda", "is_meta", "is_sparse", "is_sparse_csr", "is_nested"),
+    *("is_quantized", "is_mps", "is_xpu", "is_mkldnn", "is_mtia", "is_maia", "is_ipu", "is_vulkan", "is_xla"),
+)
+_SETTABLE = ("requires_grad", "grad", "names", "_backward_hooks", "grad_dtype")
 _METHODS = (
-    "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "get_device", "is_floating_point", "is_complex", "is_signed",
-    "is_inference", "__len__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook",
-    "untyped_storage", "storage_offset", "new", "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "new_tensor", "type",
-)  # fmt: skip
+    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset"),
+    *("untyped_storage", "get_device", "__len__", "is_floating_point", "is_complex", "is_signed"),
+    *("is_inference", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "new", "new_empty"),
+    *("new_empty_strided", "new_zeros", "new_ones", "new_full", "new_tensor"),
+)
 _FUNCTIONS = (
-    "numel", "is_floating_point", "is_complex", "is_signed", "is_inference", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
-    "get_device", "result_type",
-)  # fmt: skip
+    *("numel", "is_floating_point", "is_complex", "is_signed", "is_inference", "get_device", "result_type"),
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+)
 
 _harmless: frozenset[Any] = frozenset(
     [
         *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES if hasattr(Tensor, name)),
-        *(getattr(Tensor, name).__set__ for name in ("requires_grad", "grad", "names", "_backward_hooks", "grad_dtype") if hasattr(Tensor, name)),
+        *(getattr(Tensor, name).__set__ for name in _SETTABLE if hasattr(Tensor, name)),
         *(getattr(Tensor, name) for name in _METHODS),
         *(getattr(torch, name) for name in _FUNCTIONS),
     ]
 )
 """What needs no values."""
 
+
 class Home(Protocol):
     """Where a sharded parameter belongs."""
 
-    name: str
-    """Of the parameter."""
+    @property
+    def name(self) -> str:
+        """Of the parameter."""
 
     def use(self) -> None:
         """Have the values of the parameter gathered, or raise."""
@@ -79,8 +84,8 @@ class Sharded:
         home: Home = _homes[self]
         if value is not None:
             raise LayoutError(
-                f"parameter {home.name!r} belongs to a wrapped model, whose optimizer steps shards: give the gradient to "
-                "the shard, in `parameters()` of the ShardLite model"
+                f"parameter {home.name!r} belongs to a wrapped model, whose optimizer steps shards: give the gradient "
+                "to the shard, in `parameters()` of the ShardLite model"
             )
         home.drop_gradient()
 
@@ -110,7 +115,7 @@ class Placeholder(Sharded):
 
 def as_they_are() -> AbstractContextManager[None]:
     """Look at placeholders without asking for their values."""
-    return torch._C.DisableTorchFunctionSubclass()  # type: ignore[no-any-return]
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def settle(param: nn.Parameter, home: Home) -> None:
@@ -165,7 +170,7 @@ class Shard(nn.Parameter):
     """
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """The shard, without its history: a view that shares the counter of changes."""
         view = self.detach()
         self._handed = ref(view)
@@ -179,10 +184,12 @@ class Shard(nn.Parameter):
             LayoutError: it has another shape, or somebody still has the former `.data`, which would change with it.
         """
         former = self._handed() if hasattr(self, "_handed") else None
-        if value.shape != self.shape or (former is not None and former is not value):
-            what = f"shape {list(value.shape)} instead of {list(self.shape)}" if value.shape != self.shape else "other memory, while its former `.data` is kept"
+        if value.shape != self.shape:
+            raise LayoutError(f"a shard of shape {list(self.shape)} was given data of shape {list(value.shape)}")
+        if former is not None and former is not value:
             raise LayoutError(
-                f"a shard of shape {list(self.shape)} was given {what} (`.data = ...`): copy into it, `.data.copy_(...)`"
+                "a shard was given other memory (`.data = ...`) while its former `.data` is kept somewhere, which "
+                "would change with it: copy into it, `.data.copy_(...)`"
             )
         if former is not value:
             self.detach().copy_(value)

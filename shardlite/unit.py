@@ -22,8 +22,8 @@ from shardlite.arena import mark_padded
 from shardlite.errors import LayoutError
 from shardlite.lane import Flight
 from shardlite.layout import Layout, Slot, round_up
-from shardlite.phase import Weights, check_move
 from shardlite.parameters import as_they_are, empty, fill, rest
+from shardlite.phase import Weights, check_move
 
 _FLAT_ALIGN = 128
 """Bytes: where the flats start in a buffer, so that every access can be a wide one."""

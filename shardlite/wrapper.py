@@ -24,6 +24,7 @@ from shardlite.errors import LayoutError
 from shardlite.full import NO_COPY, FullParameters
 from shardlite.gather import Gatherer
 from shardlite.handles import Calls
+from shardlite.homes import settle_all
 from shardlite.hooks import ModuleHooks
 from shardlite.inside import Inside
 from shardlite.join import Batch, Join
@@ -31,7 +32,6 @@ from shardlite.ledger import Held
 from shardlite.materialise import Init, Initialiser
 from shardlite.optim import accumulating, adopt
 from shardlite.partition import UnitPolicy, UnitRule
-from shardlite.homes import settle_all
 from shardlite.plan import Options, Plan, agree_on_plan
 from shardlite.reduce import Reducer
 from shardlite.shards import Shards
