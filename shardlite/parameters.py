@@ -45,6 +45,7 @@ _harmless: frozenset[Any] = frozenset(
         *(getattr(Tensor, name).__set__ for name in _SETTABLE if hasattr(Tensor, name)),
         *(getattr(Tensor, name) for name in _METHODS),
         *(getattr(torch, name) for name in _FUNCTIONS),
+        torch.autograd.grad,
     ]
 )
 """What needs no values."""
@@ -102,9 +103,12 @@ class Placeholder(Sharded):
         if func in _harmless:
             with as_they_are():
                 return func(*args, **kwargs)
-        for each in tree_leaves((args, kwargs)):
-            if isinstance(each, Placeholder):
-                _homes[each].use()
+        used = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Placeholder)]
+        if not all(each in _homes for each in used):  # the model is being made
+            with as_they_are():
+                return func(*args, **kwargs)
+        for each in used:
+            _homes[each].use()
         return func(*args, **kwargs)
 
     def __repr__(self) -> str:
