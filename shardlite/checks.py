@@ -93,6 +93,20 @@ def check(
     _check_params(named, precision)
 
 
+def check_embeddings(module: nn.Module, ignored: Collection[Tensor]) -> None:
+    """Raise if a forward would scale rows of a table: each rank those of its own batch, so that ranks would part."""
+    for name, each in module.named_modules():
+        if (
+            isinstance(each, nn.Embedding | nn.EmbeddingBag)
+            and each.max_norm is not None
+            and each.weight not in ignored
+        ):
+            raise LayoutError(
+                f"{name or 'the module'!r} has max_norm={each.max_norm}: its forward scales the rows that this rank's "
+                "batch has, and other ranks scale others. Set max_norm to None, and scale rows inside `gathered()`"
+            )
+
+
 def check_quantized_gather(rule: object, stage: int) -> None:
     """Raise what is wrong with the rule of which units' gathers are quantized."""
     if not (isinstance(rule, bool) or callable(rule)):

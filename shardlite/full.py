@@ -20,7 +20,7 @@ from shardlite.partition import scripts
 from shardlite.ring import all_gather
 from shardlite.shared import Shared
 from shardlite.unit import Flat, Unit
-from shardlite.wire import own_as_gathered
+from shardlite.writeback import differs, places, take_over
 
 NO_COPY = (
     "a wrapped model cannot be copied or pickled, for it is tied to its ranks. For a copy wrap a second instance with "
@@ -172,7 +172,7 @@ class FullParameters:
         """
         self._gatherer.settle()
         changed = {id(each.flat) for each in before if each.changed()}
-        written = [any(id(f) in changed or _differs(f, full) for f, full in _places(unit)) for unit in units]
+        written = [any(id(f) in changed or differs(f, full) for f, full in places(unit)) for unit in units]
         overtaken = any(unit.derived and unit.gathered_version != unit.version() for unit in units)
         ranks = torch.tensor([*written, overtaken], dtype=torch.int32, device=self._shared.device)
         operation = self._shared.operation("what was written", next(self._uses))
@@ -185,11 +185,11 @@ class FullParameters:
         former = {id(each.flat): each for each in before}
         with torch.no_grad():
             for unit, writers in zip(units, ranks.tolist(), strict=False):
-                for flat, full in _places(unit) if writers else ():
+                for flat, full in places(unit) if writers else ():
                     if flat.in_place:
                         former[id(flat)].take_over()
                     else:
-                        _take_over(flat, full)
+                        take_over(flat, full)
 
 
 @dataclass(frozen=True)
@@ -227,27 +227,3 @@ def _some(names: Iterable[str]) -> str:
     """Return the first of many names."""
     listed = sorted(names)
     return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "") or "nothing"
-
-
-def _places(unit: Unit) -> Iterator[tuple[Flat, Tensor]]:
-    """Yield each flat of a held unit with its full weights [W*S]."""
-    return zip(unit.flats, unit.fulls(), strict=True)
-
-
-def _differs(flat: Flat, full: Tensor) -> bool:
-    return not flat.in_place and not bool(_kept(flat, full).all())
-
-
-def _kept(flat: Flat, full: Tensor) -> Tensor:
-    """Return which elements of this rank's part of the full weights are as they were gathered, [S]: NaN may be, too."""
-    ours, gathered = flat.own_part(full), own_as_gathered(flat)
-    return (ours == gathered) | ((ours != ours) & (gathered != gathered))
-
-
-def _take_over(flat: Flat, full: Tensor) -> None:
-    """Let the shard be what was written. Elements that were not keep all their digits: the full weights may have less.
-
-    (Of a quantized gather they are not even the shard's, rounded.)
-    """
-    ours = flat.own_part(full)
-    flat.keep(torch.where(_kept(flat, full), flat.weights(), ours.to(flat.master)))

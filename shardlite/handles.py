@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardlite.fill import outside_inference
 from shardlite.gather import Gatherer
+from shardlite.parameters import is_plain
 from shardlite.unit import Unit, storage_key
 
 Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -222,7 +223,7 @@ class Calls:
 
 def _has_storage(tensor: Tensor) -> bool:
     """Whether there is a storage to look at: sparse tensors and many subclasses have none. Our weights are neither."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return is_plain(tensor) and tensor.layout is torch.strided
 
 
 def _is_viewed(unit: Unit) -> bool:

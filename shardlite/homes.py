@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shardlite.errors import LayoutError
 from shardlite.hooks import ModuleHooks
-from shardlite.parameters import settle
+from shardlite.parameters import Placeholder, fill, settle
 from shardlite.reduce import Reducer
 from shardlite.unit import Unit
 
@@ -46,6 +46,20 @@ class _Home:
             return waiting
         return shard.grad
 
+    def touch(self) -> None:
+        """Take note that somebody is given the memory of the values.
+
+        Raises:
+            LayoutError: nothing is running, and the shard is other memory, so that writes would be lost.
+        """
+        hooks, unit = self.hooks(), self.unit()
+        if hooks is None or unit is None:
+            return
+        if hooks.running() or unit.holds:
+            unit.touched = True
+        elif unit.copied:
+            self.use()
+
     def drop_gradient(self) -> None:
         """Forget it."""
         reducer, unit, param, shard = self.reducer(), self.unit(), self.param(), self.shard()
@@ -61,4 +75,5 @@ def settle_all(units: Iterable[Unit], hooks: ModuleHooks, reducer: Reducer) -> N
         for flat in unit.flats:
             for slot, param, shard in zip(flat.layout.slots, flat.params, flat.shards, strict=True):
                 settle(param, _Home(slot.name, ref(hooks), ref(reducer), ref(unit), ref(param), ref(shard)))
-        unit.rest()
+                if not isinstance(param, Placeholder):
+                    fill(param)

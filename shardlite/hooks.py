@@ -20,6 +20,7 @@ from shardlite.fill import Gathering
 from shardlite.handles import Call, Calls, pop_hooks, push_hooks
 from shardlite.sites import Site
 from shardlite.unit import Unit
+from shardlite.writeback import take_over_all
 
 
 @dataclass(eq=False)
@@ -101,6 +102,10 @@ class ModuleHooks:
             if pushed:
                 pop_hooks()
 
+    def running(self) -> bool:
+        """Whether a forward or a backward is."""
+        return bool(self._frames or self._around) or in_backward()
+
     def reset(self) -> None:
         """Forget frames that were left by something stronger than an exception (an interrupt)."""
         while self._frames and not in_backward():
@@ -168,25 +173,21 @@ class ModuleHooks:
 
     def _hold(self, unit: Unit) -> None:
         self._gatherer.hold(unit)
-        unit.wake()
         if self._calls is not None:
             self._calls.current[unit] = Call(unit, self._calls)
         self._written[unit] = unit.writes()
 
     def _release(self, unit: Unit) -> None:
+        if unit.writes() != self._written.pop(unit) or unit.touched:
+            unit.touched = False
+            take_over_all(unit)
+            if self._calls is not None:  # what this forward computes from now on, its backward computes with, too
+                self._calls.current[unit].version = unit.version()
         if self._calls is not None:
             call = self._calls.current.pop(unit)
             if in_backward():
                 self._calls.expect_backward(call)
-        written = unit.writes() != self._written.pop(unit)
         self._gatherer.release(unit)
-        if unit.holds == 0:
-            unit.rest()
-        if written:
-            raise LayoutError(
-                f"unit {unit.name!r}: a forward has written into its weights, which would be lost or differ between "
-                "ranks (`max_norm` of an embedding does so, and moving averages). Write inside `gathered()`"
-            )
 
     def _check_sites(self, unit: Unit) -> None:
         """Raise if the model no longer holds the parameters that were wrapped."""

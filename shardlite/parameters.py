@@ -67,28 +67,46 @@ class Home(Protocol):
     def drop_gradient(self) -> None:
         """Forget it."""
 
+    def touch(self) -> None:
+        """Take note that somebody is given the memory of the values, or raise if writes there would be lost."""
+
 
 _homes: Any = WeakTensorKeyDictionary()
 """The home of each parameter of a wrapped model."""
 
 
 class Sharded:
-    """A base of the class of a parameter that belongs to a wrapped model, while no forward uses it."""
+    """A base of the class of a parameter of a wrapped model: what optimizers step is another one, its shard."""
 
     @property
     def grad(self) -> Tensor | None:
         """The gradient that the optimizer of the shard sees; before it is reduced, that of this rank."""
-        return _homes[self].gradient()  # type: ignore[no-any-return]
+        home = _homes.get(self)
+        return None if home is None else home.gradient()
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        home: Home = _homes[self]
+        home = _homes.get(self)
+        if home is None:
+            return
         if value is not None:
             raise LayoutError(
                 f"parameter {home.name!r} belongs to a wrapped model, whose optimizer steps shards: give the gradient "
                 "to the shard, in `parameters()` of the ShardLite model"
             )
         home.drop_gradient()
+
+    @property
+    def data(self) -> Tensor:
+        """The values, without their history. Writes are noticed when the forward that makes them ends."""
+        home = _homes.get(self)
+        if home is not None:
+            home.touch()
+        return _hand_out(self, _own_data.__get__(self))
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _copy_into(self, value)
 
 
 class Placeholder(Sharded):
@@ -127,21 +145,28 @@ def settle(param: nn.Parameter, home: Home) -> None:
     _homes[param] = home
 
 
-def rest(param: nn.Parameter) -> None:
-    """Let a full parameter show the gradient of its shard. No forward uses it."""
-    _become(param, Sharded)
-
-
 def empty(param: nn.Parameter) -> None:
     """Turn a parameter into a placeholder."""
     _become(param, Placeholder)
 
 
 def fill(param: nn.Parameter) -> None:
-    """Turn a parameter back into what it was before it was wrapped."""
+    """Turn a parameter whose values are there into one that belongs to a wrapped model."""
     kind = type(param)
-    if issubclass(kind, Sharded):
-        param.__class__ = kind.original  # type: ignore[attr-defined]
+    if not issubclass(kind, Sharded) or issubclass(kind, Placeholder):
+        param.__class__ = _mixed(Sharded, getattr(kind, "original", kind))
+
+
+def place(param: nn.Parameter, memory: Tensor) -> None:
+    """Let a parameter lie there."""
+    with as_they_are():
+        _own_data.__set__(param, memory)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is of PyTorch's own classes, or a parameter of a wrapped model that was, with its values."""
+    kind = type(tensor)
+    return getattr(kind, "original", kind) in (Tensor, nn.Parameter)
 
 
 def take_grad(param: nn.Parameter) -> Tensor | None:
@@ -153,6 +178,7 @@ def take_grad(param: nn.Parameter) -> Tensor | None:
 
 
 _own_grad: Any = torch._C.TensorBase.grad
+_own_data: Any = torch._C.TensorBase.data
 
 
 def _become(param: nn.Parameter, what: type) -> None:
@@ -176,24 +202,34 @@ class Shard(nn.Parameter):
     @property
     def data(self) -> Tensor:
         """The shard, without its history: a view that shares the counter of changes."""
-        view = self.detach()
-        self._handed = ref(view)
-        return view
+        return _hand_out(self, self.detach())
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Copy `value` into the shard, whose memory is a part of a larger one.
+        _copy_into(self, value)
 
-        Raises:
-            LayoutError: it has another shape, or somebody still has the former `.data`, which would change with it.
-        """
-        former = self._handed() if hasattr(self, "_handed") else None
-        if value.shape != self.shape:
-            raise LayoutError(f"a shard of shape {list(self.shape)} was given data of shape {list(value.shape)}")
-        if former is not None and former is not value:
-            raise LayoutError(
-                "a shard was given other memory (`.data = ...`) while its former `.data` is kept somewhere, which "
-                "would change with it: copy into it, `.data.copy_(...)`"
-            )
-        if former is not value:
-            self.detach().copy_(value)
+
+def _hand_out(param: Any, view: Tensor) -> Tensor:
+    """Return a view, and remember it."""
+    param._handed_out = ref(view)
+    return view
+
+
+def _copy_into(param: Any, value: Tensor) -> None:
+    """Copy values into a parameter that was given other memory: its own is a part of a larger one.
+
+    Raises:
+        LayoutError: they have another shape, or somebody still has the former `.data`, which would change with it.
+    """
+    former = param._handed_out() if hasattr(param, "_handed_out") else None
+    if value.shape != param.shape:
+        raise LayoutError(
+            f"a parameter of shape {list(param.shape)} of a wrapped model was given data of shape {list(value.shape)}"
+        )
+    if former is not None and former is not value:
+        raise LayoutError(
+            "a parameter of a wrapped model was given other memory (`.data = ...`) while its former `.data` is kept "
+            "somewhere, which would change with it: copy into it, `.data.copy_(...)`"
+        )
+    if former is not value:
+        param.data.copy_(value)

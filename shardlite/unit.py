@@ -22,7 +22,7 @@ from shardlite.arena import mark_padded
 from shardlite.errors import LayoutError
 from shardlite.lane import Flight
 from shardlite.layout import Layout, Slot, round_up
-from shardlite.parameters import as_they_are, empty, fill, rest
+from shardlite.parameters import as_they_are, empty, fill, place
 from shardlite.phase import Weights, check_move
 
 _FLAT_ALIGN = 128
@@ -204,6 +204,9 @@ class Unit:
     lost: set[Flat] = field(default_factory=set)
     """Those of them of which no buffer has that any more."""
 
+    touched: bool = False
+    """Whether somebody was given the memory of full weights, `.data`, past all counters of changes."""
+
     gathers: int = 0
     escapes: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)
     """Buffers of this unit that somebody else views."""
@@ -214,9 +217,13 @@ class Unit:
     derived: bool = field(init=False)
     """Whether the full weights have to be made from the shards: they are not the same memory."""
 
+    copied: bool = field(init=False)
+    """Whether some full weights are other memory than the shards."""
+
     def __post_init__(self) -> None:
         self._params = tuple(param for flat in self.flats for param in flat.params)
         self.derived = any(not (flat.in_place and flat.rank is None) for flat in self.flats)
+        self.copied = any(not flat.in_place for flat in self.flats)
         lengths = (round_up(_full_nbytes(flat), _FLAT_ALIGN) for flat in self.flats)
         *self._starts, self.nbytes = accumulate(lengths, initial=0)
 
@@ -281,18 +288,8 @@ class Unit:
         """Let the module's parameters be views of the full weights."""
         for flat, full in zip(self.flats, self.fulls(), strict=True):
             for param, view in flat.views(full):
+                place(param, view)
                 fill(param)
-                param.data = view
-
-    def wake(self) -> None:
-        """Let the module's parameters be what they were before they were wrapped: a forward uses them."""
-        for param in self._params:
-            fill(param)
-
-    def rest(self) -> None:
-        """Let the module's parameters show the gradients of their shards: no forward uses them."""
-        for param in self._params:
-            rest(param)
 
     def check_memory(self) -> None:
         """Check that the module's parameters are what they were made: full weights or placeholders.
@@ -323,10 +320,8 @@ class Unit:
             if flat.placeholder is None:
                 flat.placeholder = _placeholder(flat.compute, flat.local.device)
             for slot, param in zip(flat.layout.slots, flat.params, strict=True):
-                fill(param)
-                param.data = flat.placeholder.expand(slot.shape)
-        for param in self._params:
-            empty(param)
+                place(param, flat.placeholder.expand(slot.shape))
+                empty(param)
 
     def outdate(self) -> None:
         """Let autograd's own in-place check find parameters that were saved as they were."""

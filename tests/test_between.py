@@ -221,14 +221,3 @@ def outside_body(group):
 
 def test_what_lists_the_wrong_parameters_is_told_so(cluster):
     cluster.check(outside_body, 2)
-
-
-def max_norm_body(group):
-    for stage in some_stages("max_norm_body"):
-        model = ShardLite(nn.Sequential(nn.Embedding(5, 4, max_norm=0.1), nn.Linear(4, 1)), group=group, stage=stage)
-        with pytest.raises(LayoutError, match="a forward has written into its weights"):
-            model(torch.arange(5))
-
-
-def test_a_forward_that_writes_weights_is_an_error_at_every_stage(cluster):
-    cluster.check(max_norm_body, 2)

@@ -18,6 +18,7 @@ FLOORS = [
     ["arena", "lane"],
     ["unit", "shared"],
     ["wire", "handed"],
+    ["writeback"],
     ["fill", "talks", "bucket", "average", "clip"],
     ["passes"],
     ["join", "gather", "unsharded", "census", "shards", "skips"],
