@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shardlite.errors import LayoutError
 from shardlite.hooks import ModuleHooks
-from shardlite.parameters import Placeholder, fill, settle
+from shardlite.parameters import settle
 from shardlite.reduce import Reducer
 from shardlite.unit import Unit
 
@@ -75,5 +75,3 @@ def settle_all(units: Iterable[Unit], hooks: ModuleHooks, reducer: Reducer) -> N
         for flat in unit.flats:
             for slot, param, shard in zip(flat.layout.slots, flat.params, flat.shards, strict=True):
                 settle(param, _Home(slot.name, ref(hooks), ref(reducer), ref(unit), ref(param), ref(shard)))
-                if not isinstance(param, Placeholder):
-                    fill(param)

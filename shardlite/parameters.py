@@ -82,7 +82,7 @@ class Sharded:
     def grad(self) -> Tensor | None:
         """The gradient that the optimizer of the shard sees; before it is reduced, that of this rank."""
         home = _homes.get(self)
-        return None if home is None else home.gradient()
+        return _own_grad.__get__(self) if home is None else home.gradient()  # type: ignore[no-any-return]
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -141,8 +141,9 @@ def as_they_are() -> AbstractContextManager[None]:
 
 
 def settle(param: nn.Parameter, home: Home) -> None:
-    """Tell a parameter where it belongs."""
+    """Let a parameter be one of a wrapped model."""
     _homes[param] = home
+    _become(param, Sharded)
 
 
 def empty(param: nn.Parameter) -> None:
@@ -151,10 +152,10 @@ def empty(param: nn.Parameter) -> None:
 
 
 def fill(param: nn.Parameter) -> None:
-    """Turn a parameter whose values are there into one that belongs to a wrapped model."""
+    """Turn a placeholder whose values are there again into an ordinary parameter of a wrapped model."""
     kind = type(param)
-    if not issubclass(kind, Sharded) or issubclass(kind, Placeholder):
-        param.__class__ = _mixed(Sharded, getattr(kind, "original", kind))
+    if issubclass(kind, Placeholder):
+        param.__class__ = _mixed(Sharded, kind.original)  # type: ignore[attr-defined]
 
 
 def place(param: nn.Parameter, memory: Tensor) -> None:

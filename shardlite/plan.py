@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import chain
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlite import aliases, checks, materialise
@@ -112,7 +111,7 @@ def agree_on_plan(module: nn.Module, options: Options, groups: Groups, wrapper: 
 
 def _make(module: nn.Module, options: Options, groups: Groups, wrapper: type[nn.Module]) -> Plan:
     checks.check(module, options.stage, options.prefetch, options.precision, options.ignored, wrapper=wrapper)
-    if any(dist.get_world_size(group) > 1 for group in groups.all):
+    if not groups.alone:
         checks.check_embeddings(module, options.ignored)
     aliases.tie(module, options.ignored)
     checks.check_quantized_gather(options.quantized_gather, options.stage)

@@ -32,6 +32,11 @@ class Groups:
         return dist.get_world_size(self.shard)
 
     @property
+    def alone(self) -> bool:
+        """Whether there is one rank only."""
+        return all(dist.get_world_size(group) == 1 for group in self.all)
+
+    @property
     def is_first(self) -> bool:
         """Whether this is the rank whose values all others get."""
         return all(dist.get_rank(group) == 0 for group in self.all)
