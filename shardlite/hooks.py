@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardlite.backward import Backward, in_backward
 from shardlite.errors import LayoutError
 from shardlite.fill import Gathering
 from shardlite.handles import Call, Calls, pop_hooks, push_hooks
+from shardlite.parameters import Shard
 from shardlite.sites import Site
 from shardlite.unit import Unit
 from shardlite.writeback import take_over_all
@@ -192,7 +193,10 @@ class ModuleHooks:
     def _check_sites(self, unit: Unit) -> None:
         """Raise if the model no longer holds the parameters that were wrapped."""
         for site in self._sites[unit]:
-            if getattr(site.module, site.attribute, None) is not site.param:
+            there = getattr(site.module, site.attribute, None)
+            if there is not site.param and (
+                not isinstance(there, Tensor) or isinstance(there, nn.Parameter) or _of_shards(there)
+            ):
                 raise LayoutError(
                     f"parameter {site.name!r} was replaced after wrapping, so the sharded one would never be used. "
                     "Write into it inside `gathered()` or with `load_full_state_dict()`, or change the module "
@@ -200,11 +204,30 @@ class ModuleHooks:
                 )
 
 
+def _of_shards(tensor: Tensor) -> bool:
+    """Whether a tensor, which takes the place of a parameter in `functional_call`, was computed from shards.
+
+    Those are not in the graph of the model: what came to them would not be reduced.
+    """
+    if isinstance(tensor, Shard):
+        return True
+    seen, left = set(), [tensor.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(getattr(node, "variable", None), Shard):
+            return True
+        left += [following for following, _ in node.next_functions]
+    return False
+
+
 def _without_params(outputs: Any) -> Any:
     """Return outputs with copies instead of parameters, or `None` if there are none: these are sharded again soon."""
     if isinstance(outputs, nn.Parameter):
         return outputs.clone()
-    if outputs is None or type(outputs) is torch.Tensor:
+    if outputs is None or type(outputs) is Tensor:
         return None
     if not any(isinstance(leaf, nn.Parameter) for leaf in tree_leaves(outputs)):
         return None

@@ -372,3 +372,38 @@ def gives_gradients(group: Any, stage: int) -> None:
 @pytest.mark.every_stage
 def test_gradients_belong_to_shards(cluster, stage):
     cluster.check(gives_gradients, 2, stage)
+
+
+# ---- functions of parameters ----------------------------------------------------------------------------------------
+
+
+def adapted_loss(module: nn.Module, x: Tensor) -> Tensor:
+    """Return the loss after a step on another one (MAML, Finn et al. 2017)."""
+    params = dict(module.named_parameters())
+    inner = torch.func.functional_call(module, params, (x,)).square().mean()
+    grads = torch.autograd.grad(inner, list(params.values()), create_graph=True)
+    fast = {name: param - 0.1 * grad for (name, param), grad in zip(params.items(), grads, strict=True)}
+    return torch.func.functional_call(module, fast, (x.flip(0),)).square().mean()
+
+
+def adapts(group: Any, stage: int) -> None:
+    plain = net()
+    twin = copy.deepcopy(plain)
+    model = ShardLite(plain, group=group, stage=stage)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
+    x = torch.randn(4, WIDTH)
+    for _ in range(3):
+        losses = []
+        for module, optimizer in zip((model.module, twin), optimizers, strict=True):
+            with model.gathered() if stage == 3 and module is model.module else nullcontext():
+                loss = adapted_loss(module, x)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        same_bits("loss", *losses)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_model_may_be_called_with_other_parameters(cluster, stage):
+    cluster.check(adapts, 2, stage)
