@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import wraps
 from inspect import ismethod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,29 @@ from shardlite.traffic import Sent
 from shardlite.transport import Ranks, groups_of
 from shardlite.unit import Unit
 from shardlite.unsharded import Unsharded
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _uncompiled(function: _Function) -> _Function:
+    """Keep a compiler from tracing a function, which looks at placeholders or at the state of autograd."""
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Uncompiled:
+    """The same for a context manager."""
+
+    def __init__(self, manager: AbstractContextManager[None]) -> None:
+        self._manager = manager
+
+    @_uncompiled
+    def __enter__(self) -> None:
+        self._manager.__enter__()
+
+    @_uncompiled
+    def __exit__(self, *raised: Any) -> bool | None:
+        return self._manager.__exit__(*raised)
 
 
 class ShardLite(nn.Module):
@@ -143,10 +166,10 @@ class ShardLite(nn.Module):
 
     # ---- what a module does -------------------------------------------------------------------------------------
 
+    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]  # the module's own is compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, with inputs and outputs cast as `precision` says."""
-        self._mend()
-        self._stepping.shards.check()
+        self._ready_for_forward()
         if self.precision.compute is not None:
             args, kwargs = cast_floats((args, kwargs), self.precision.compute)
         with self._running():
@@ -218,7 +241,7 @@ class ShardLite(nn.Module):
         """Run the module: code inside may use its weights, by every rank alike."""
         self._forwards += 1
         try:
-            with self._shared.telling(), self._hooks.around():
+            with self._shared.telling(), _Uncompiled(self._hooks.around()):
                 yield
         finally:
             self._forwards -= 1
@@ -485,6 +508,11 @@ class ShardLite(nn.Module):
         if self._forwards == 0:
             self._hooks.reset()
         self._backward.repair()
+
+    @_uncompiled
+    def _ready_for_forward(self) -> None:
+        self._mend()
+        self._stepping.shards.check()
 
     def _ready_for_step(self) -> None:
         self._hooks.reset()
