@@ -87,7 +87,8 @@ class Sharded:
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         home = _homes.get(self)
-        if home is None:
+        if home is None:  # on one rank a parameter is its own shard
+            _own_grad.__set__(self, value)
             return
         if value is not None:
             raise LayoutError(
@@ -106,7 +107,10 @@ class Sharded:
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        _copy_into(self, value)
+        if self in _homes:
+            _copy_into(self, value)
+        else:
+            _own_data.__set__(self, value)
 
 
 class Placeholder(Sharded):

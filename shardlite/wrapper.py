@@ -45,7 +45,6 @@ from shardlite.transport import Ranks, groups_of
 from shardlite.unit import Unit
 from shardlite.unsharded import Unsharded
 
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 

@@ -429,6 +429,13 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "a backward uses weights that were stepped after its forward",
     ),
     (
+        "shardlite/homes.py",
+        "condition",
+        "        elif unit.copied:\n",
+        "        elif False:\n",
+        "a write through `.data` of a full weight between passes is lost",
+    ),
+    (
         "shardlite/hooks.py",
         "call",
         "            unit.check_memory()\n",
@@ -564,8 +571,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/parameters.py",
         "call",
-        "        view = self.detach()\n",
-        "        view = nn.Parameter.data.__get__(self)\n",
+        "return _hand_out(self, self.detach())",
+        "return _hand_out(self, nn.Parameter.data.__get__(self))",
         "a write through `.data` of a shard is not seen, so the next forward has old weights",
     ),
     (
@@ -925,6 +932,13 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "        pass\n",
         "a forward after load_full_state_dict() reads the weights of before",
     ),
+    (
+        "shardlite/writeback.py",
+        "operator",
+        "return (ours == gathered) | ((ours != ours) & (gathered != gathered))",
+        "return (ours != gathered) | ((ours != ours) & (gathered != gathered))",
+        "what a forward writes is dropped, and what it does not write loses digits",
+    ),
 ]
 
 # Test files that are likely to notice a mutant of a module, beside those named after it or importing it. They only run
@@ -960,7 +974,8 @@ FIRST: dict[str, tuple[str, ...]] = {
     "shardlite/guard.py": ("test_optimizers", "test_max_norm"),
     "shardlite/handed.py": ("test_norm_of_hops", "test_clip"),
     "shardlite/handles.py": ("test_between", "test_saved_tensors"),
-    "shardlite/hooks.py": ("test_misuse",),
+    "shardlite/homes.py": ("test_writeback", "test_placeholders"),
+    "shardlite/hooks.py": ("test_misuse", "test_placeholders"),
     "shardlite/hops.py": ("test_in_backward", "test_optim_in_backward", "test_norm_of_hops"),
     "shardlite/inside.py": ("test_in_backward_errors",),
     "shardlite/lane.py": ("test_lanes",),
@@ -1002,6 +1017,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "shardlite/transport/staged.py": ("test_transport", "test_ring"),
     "shardlite/unit.py": ("test_between", "test_optim_adopt"),
     "shardlite/unsharded.py": ("test_between",),
+    "shardlite/writeback.py": ("test_writeback",),
     "shardlite/verification/bounds.py": ("test_verify_bounds",),
     "shardlite/verification/masters.py": ("test_verify", "test_precision"),
     "shardlite/verification/task.py": ("test_verify_bounds", "test_verify"),
