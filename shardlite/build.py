@@ -130,9 +130,7 @@ def _make_shards(flat: Flat) -> Sequence[nn.Parameter]:
     shards = [Shard(view, requires_grad=flat.layout.trainable) for view in views]
     for row, (slot, shard) in enumerate(zip(flat.layout.slots, shards, strict=True)):
         first, stop = slot.within(*own)
-        shard.__dict__.update(
-            flat.params[row].__dict__
-        )  # what a program tells its optimizer by, `_no_weight_decay` say
+        shard.__dict__.update(flat.params[row].__dict__)  # programs mark parameters: `_no_weight_decay`
         Part(own[0] + first - slot.start, None if flat.low is None else flat.low[first:stop]).mark(shard)
         if flat.low is not None:
             shard.grad_dtype = None  # gradients are sums in fp32, beside an upper part in bf16

@@ -151,10 +151,11 @@ def test_all_stages_have_the_same_bits(cluster, kind, world_size):
     cluster.check(alike, world_size, kind)
 
 
-def whole_state(group: Any, state: str, in_backward: bool, stage: int) -> dict[str, Tensor]:
+def whole_state(group: Any, state: str, in_backward: bool, stage: int, one_unit: bool = False) -> dict[str, Tensor]:
     """Weights, lower parts and the states of the optimizer of this rank after some steps, flat, by name."""
     options = {"state": state, "in_backward": in_backward}
-    model, optimizer = trained(group, steps=5, same_batch=True, stage=stage, options=options)
+    units = {"units": lambda *_: False} if one_unit else {}
+    model, optimizer = trained(group, steps=5, same_batch=True, stage=stage, options=options, **units)
     found = {}
     for unit in model._units:
         for flat in unit.flats:
@@ -182,6 +183,15 @@ def test_states_depend_on_no_number_of_ranks(cluster, state, in_backward):
             whole = ranks[0][name] if stage == 0 or name.startswith("step") else torch.cat([r[name] for r in ranks])
             assert whole.dtype == value.dtype
             assert torch.equal(whole, value), f"{name}, {world_size} ranks, stage {stage}"
+
+
+def test_states_depend_on_no_units(cluster):
+    """Random numbers follow from where an element lies in its parameter, wherever that lies."""
+    by_block, as_one = (cluster.run(whole_state, 2, "bf16", False, 3, one_unit) for one_unit in (False, True))
+    for name in by_block[0]:
+        if not name.startswith("step"):
+            first, second = (torch.cat([rank[name] for rank in ranks]) for ranks in (by_block, as_one))
+            assert torch.equal(first, second), name
 
 
 # ---- bytes ----------------------------------------------------------------------------------------------------------
