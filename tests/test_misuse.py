@@ -202,10 +202,11 @@ def quantised_body(group):
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.randint(-8, 8, (WIDTH, WIDTH), dtype=torch.int8), requires_grad=False)
+            self.kept = nn.Parameter(torch.randn(WIDTH, WIDTH) > 0, requires_grad=False)  # cannot be summed
             self.scale = nn.Parameter(torch.full((WIDTH,), 0.1))
 
         def forward(self, x: Tensor) -> Tensor:
-            return torch.tanh(x @ (self.weight.float() * self.scale))
+            return torch.tanh(x @ (self.weight.float() * self.kept * self.scale))
 
     model, _ = compare(nn.Sequential(Quantised(), Quantised()), square, group)
     optimizer = AdamW(model.parameters())
