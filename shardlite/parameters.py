@@ -75,6 +75,10 @@ _homes: Any = WeakTensorKeyDictionary()
 """The home of each parameter of a wrapped model."""
 
 
+_handed_out: Any = WeakTensorKeyDictionary()
+"""The latest `.data` of each parameter. (Not an attribute of it: those are pickled with parameters.)"""
+
+
 class Sharded:
     """A base of the class of a parameter of a wrapped model: what optimizers step is another one, its shard."""
 
@@ -216,7 +220,7 @@ class Shard(nn.Parameter):
 
 def _hand_out(param: Any, view: Tensor) -> Tensor:
     """Return a view, and remember it."""
-    param._handed_out = ref(view)
+    _handed_out[param] = ref(view)
     return view
 
 
@@ -226,7 +230,7 @@ def _copy_into(param: Any, value: Tensor) -> None:
     Raises:
         LayoutError: they have another shape, or somebody still has the former `.data`, which would change with it.
     """
-    former = param._handed_out() if hasattr(param, "_handed_out") else None
+    former = _handed_out[param]() if param in _handed_out else None
     if value.shape != param.shape:
         raise LayoutError(
             f"a parameter of shape {list(param.shape)} of a wrapped model was given data of shape {list(value.shape)}"

@@ -407,3 +407,20 @@ def adapts(group: Any, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_model_may_be_called_with_other_parameters(cluster, stage):
     cluster.check(adapts, 2, stage)
+
+
+def saves(group: Any, path: str) -> None:
+    """Body of a rank: shards are written and read as plain parameters, whoever has looked at their `.data`."""
+    model = ShardLite(net(), group=group)
+    shards = dict(model.named_parameters())
+    kept = [shard.data for shard in shards.values()]
+    file = f"{path}/{torch.distributed.get_rank()}"
+    torch.save(shards, file)
+    loaded = torch.load(file, weights_only=False)
+    for name, before in zip(shards, kept, strict=True):
+        assert type(loaded[name]) is nn.Parameter
+        assert torch.equal(loaded[name], before)
+
+
+def test_shards_can_be_saved(cluster, tmp_path):
+    cluster.check(saves, 2, str(tmp_path))
