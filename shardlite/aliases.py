@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlite.errors import LayoutError
+from shardlite.unit import storage_key
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,7 @@ class _Extent:
         return self.start < other.stop and other.start < self.stop
 
     def is_like(self, other: "_Extent") -> bool:
-        ours, theirs = self.tensor, other.tensor
-        return (self.start, ours.shape, ours.stride(), ours.dtype) == (
-            other.start,
-            theirs.shape,
-            theirs.stride(),
-            theirs.dtype,
-        )
+        return self.tensor.dtype == other.tensor.dtype and self.tensor.is_set_to(other.tensor)
 
 
 def tie(module: nn.Module, ignored: Collection[Tensor]) -> None:
@@ -50,14 +45,14 @@ def tie(module: nn.Module, ignored: Collection[Tensor]) -> None:
     """
     others: dict[int, list[_Extent]] = defaultdict(list)
     for name, tensor in _others(module):
-        others[_key(tensor)].append(_Extent.of(name, tensor))
+        others[storage_key(tensor)].append(_Extent.of(name, tensor))
     seen: dict[int, list[_Extent]] = defaultdict(list)
     twins: dict[Tensor, nn.Parameter] = {}
     for name, param in module.named_parameters():
         if param in ignored or not _has_memory(param):
             continue
         own = _Extent.of(name, param)
-        for other in (*seen[_key(param)], *others[_key(param)]):
+        for other in (*seen[storage_key(param)], *others[storage_key(param)]):
             if own.overlaps(other):
                 if not isinstance(other.tensor, nn.Parameter) or not own.is_like(other):
                     raise LayoutError(
@@ -68,7 +63,7 @@ def tie(module: nn.Module, ignored: Collection[Tensor]) -> None:
                 twins[param] = other.tensor
                 break
         else:
-            seen[_key(param)].append(own)
+            seen[storage_key(param)].append(own)
     for each in module.modules() if twins else ():
         for attribute, own_param in each._parameters.items():
             if own_param in twins:
@@ -90,7 +85,3 @@ def _others(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _has_memory(tensor: Tensor) -> bool:
     """Whether a tensor lies in a storage that another one may view."""
     return tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
-
-
-def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
