@@ -193,7 +193,7 @@ class ModuleHooks:
     def _check_sites(self, unit: Unit) -> None:
         """Raise if the model no longer holds the parameters that were wrapped."""
         for site in self._sites[unit]:
-            there = getattr(site.module, site.attribute, None)
+            there = site.module._parameters.get(site.attribute)
             if there is not site.param and (
                 not isinstance(there, Tensor) or isinstance(there, nn.Parameter) or _of_shards(there)
             ):

@@ -21,11 +21,15 @@ class Site:
 
 
 def sites(module: nn.Module, units: Sequence[Unit]) -> dict[Unit, list[Site]]:
-    """Return where the model keeps each unit's parameters; a tied one is kept in several places."""
+    """Return where the model keeps each unit's parameters; a tied one is kept in several places.
+
+    What TorchScript modules keep is left out: nobody can replace it.
+    """
+    never = scripts(module)
     home = {param: unit for unit in units for param in unit.params()}
     found: dict[Unit, list[Site]] = {unit: [] for unit in units}
     for path, owner in module.named_modules():
-        for attribute, param in owner._parameters.items():
+        for attribute, param in owner._parameters.items() if owner not in never else ():
             if param is not None and param in home:
                 site = Site(f"{path}.{attribute}".lstrip("."), owner, attribute, param)
                 found[home[param]].append(site)
