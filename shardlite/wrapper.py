@@ -165,6 +165,15 @@ class ShardLite(nn.Module):
 
     # ---- what a module does -------------------------------------------------------------------------------------
 
+    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward, between the hooks that were registered on the wrapper: they may use weights, too."""
+        if not (self._forward_pre_hooks or self._forward_hooks):
+            return super().__call__(*args, **kwargs)
+        self._ready_for_forward()
+        with self._running():
+            return super().__call__(*args, **kwargs)
+
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]  # the module's own is compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, with inputs and outputs cast as `precision` says."""
