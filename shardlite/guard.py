@@ -5,10 +5,11 @@
 - Wrapped models hear of the steps that change them, and may have to leave one out.
 - `torch.nn.utils.clip_grad_norm_` would take the norm of this rank's shards for that of all, and `GradScaler` would
   decide on each rank by itself whether to step. Both look up a function when they are called: that one is replaced.
+- `state_dict()` of an optimizer is of the shards of one rank, and `load_state_dict()` would put any other's beside them.
   (`get_total_norm` is that function itself: who imported it by name before ShardLite has the old one.)
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from shardlite import state_dicts
 from shardlite.errors import LayoutError
 from shardlite.stepping import Stepping
 
@@ -134,7 +136,7 @@ def _models_of(optimizer: Optimizer) -> list[Stepping]:
 
 def _find(optimizer: Optimizer) -> list[Stepping]:
     """Return the wrapped models that an optimizer holds parameters of. Raises if it cannot step them."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = _params_of(optimizer)
     models = _models_with(params)
     for model in models:
         _check(optimizer, model, params)
@@ -170,6 +172,58 @@ def _check(optimizer: Optimizer, model: Stepping, params: Iterable[Tensor]) -> N
             f"{type(optimizer).__name__} computes with whole parameters or all of them together, and would "
             "train something else on shards: use an elementwise optimizer (SGD, AdamW, ...), or stage 0"
         )
+
+
+# ---- states of optimizers -------------------------------------------------------------------------------------------
+
+
+def _state_dict(original: Callable[[Optimizer], dict[str, Any]]) -> Callable[[Optimizer], dict[str, Any]]:
+    @wraps(original)
+    def state_dict(optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state as ever, and which shards it is of."""
+        saved = original(optimizer)
+        models = _models_with(_params_of(optimizer))
+        return {**saved, state_dicts.KEY: _describe(optimizer, models)} if models else saved
+
+    return state_dict
+
+
+def _load_state_dict(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def load_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+        """Take over a state as ever, if it is of the shards of this rank, on every rank."""
+        models = _models_with(_params_of(optimizer))
+        if models:
+            name = f"load_state_dict of {type(optimizer).__name__}"
+            wrong = state_dicts.misfit(optimizer, state_dict, _describe(optimizer, models))
+            told = models[0].exchange(-1 if wrong else state_dicts.latest_step(state_dict), name)
+            if wrong:
+                raise LayoutError(f"{name}: {wrong}. {_RESUME}")
+            if min(told) < 0:
+                raise LayoutError(f"{name}: the state that rank {told.index(-1)} was given is not of it. {_RESUME}")
+            if min(told) < max(told):
+                raise LayoutError(
+                    f"{name}: the states that ranks were given are of different steps, {told} by rank: give each rank "
+                    "its own of the same checkpoint"
+                )
+        original(optimizer, state_dict)
+
+    return load_state_dict
+
+
+_RESUME = (
+    "Nothing was changed. States are of shards: each rank saves its own and loads it again, with as many ranks, the same "
+    "stage and the same units. To go on with others, load the weights (`load_full_state_dict`) and start a new optimizer"
+)
+
+
+def _describe(optimizer: Optimizer, models: Sequence[Stepping]) -> dict[str, Any]:
+    parts = {shard: part for model in models for shard, part in model.shards.parts().items()}
+    return state_dicts.describe(optimizer, parts, models[0].place)
+
+
+def _params_of(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 # ---- gradient scalers -----------------------------------------------------------------------------------------------
@@ -270,6 +324,8 @@ def _owner(grads: Sequence[Tensor]) -> tuple[Stepping | None, set[nn.Parameter]]
 
 register_optimizer_step_pre_hook(_before)
 register_optimizer_step_post_hook(_after)
+setattr(Optimizer, "state_dict", _state_dict(Optimizer.state_dict))  # noqa: B010 (mypy refuses assignment)
+setattr(Optimizer, "load_state_dict", _load_state_dict(Optimizer.load_state_dict))  # noqa: B010
 setattr(GradScaler, "_unscale_grads_", _unscale(GradScaler._unscale_grads_))  # noqa: B010 (mypy refuses assignment)
 setattr(clip_grad, "_get_total_norm", _total_norm(clip_grad._get_total_norm))  # noqa: B010
 setattr(clip_grad, "_clip_grads_with_norm_", _clip(clip_grad._clip_grads_with_norm_))  # noqa: B010

@@ -12,6 +12,10 @@ from shardlite.trace import Trace
 from shardlite.unit import Unit
 
 
+Part = tuple[str, int, int, int]
+"""A parameter's name, the first element that a shard has of it, the one after its last, and how many there are."""
+
+
 @dataclass(eq=False, slots=True)
 class _Seen:
     """A shard as it was when it was last looked at."""
@@ -32,7 +36,7 @@ class Shards:
     """This rank's shard of each parameter."""
 
     def __init__(self, units: Sequence[Unit], trace: Trace) -> None:
-        flats = [flat for unit in units for flat in unit.flats]
+        self._flats = flats = [flat for unit in units for flat in unit.flats]
         self._trace = trace
         self._names = {
             param: slot.name for flat in flats for param, slot in zip(flat.params, flat.layout.slots, strict=True)
@@ -73,6 +77,14 @@ class Shards:
     def names(self) -> dict[Tensor, str]:
         """Return the name of each shard."""
         return {shard: self._names[param] for shard, param in self._param.items()}
+
+    def parts(self) -> dict[Tensor, Part]:
+        """Return what part of which parameter each shard is."""
+        return {
+            shard: (slot.name, *flat.range_of(row), slot.numel)
+            for flat in self._flats
+            for row, (slot, shard) in enumerate(zip(flat.layout.slots, flat.shards, strict=True))
+        }
 
     def all_params(self) -> list[nn.Parameter]:
         """Return all shards, and the module's own parameters."""

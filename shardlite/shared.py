@@ -55,6 +55,7 @@ class Shared:
     ledger: Ledger
     traffic: Traffic
     _flags: Iterator[int] = field(default_factory=count)
+    _exchanges: Iterator[int] = field(default_factory=count)
 
     def operation(self, what: str, sequence: int = 0, *, at_any_step: bool = False, during: str = "") -> Operation:
         """Name an operation of this model at its step, and say `during` what it happens.
@@ -90,6 +91,13 @@ class Shared:
         ranks = flag.reshape(1).clone()
         self.add_up(ranks, "flags", self.operation("a flag of any rank", next(self._flags)))
         return (ranks[0] > 0).to(flag.dtype)
+
+    def exchange(self, number: int, what: str) -> list[int]:
+        """Return the numbers of all ranks, each of which calls this: `what` it is for is named where one does not."""
+        ranks = torch.zeros(self.world_size, dtype=torch.int64)
+        ranks[self.rank] = number
+        self.count_up(ranks, what, self.operation(what, next(self._exchanges)))
+        return ranks.tolist()
 
     @cached_property
     def notes(self) -> Notes:

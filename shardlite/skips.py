@@ -5,23 +5,32 @@ it is handed over as `found_inf`, PyTorch's own protocol for fused optimizers: t
 optimizers there step as in plain PyTorch, and nothing is counted.
 """
 
+import warnings
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardlite.errors import NonFiniteError
+from shardlite.errors import NonFiniteError, NonFiniteWarning
 
 LIMIT = 20
 """Steps left out in a row that are an error."""
 
 
 class Skips:
-    """Leaves out steps of one wrapped model, and counts them. `flag` returns [], 1 where gradients are bad, else 0."""
+    """Leaves out steps of one wrapped model, counts them, and warns of the first."""
 
-    def __init__(self, flag: Callable[[], Tensor | None], device: torch.device) -> None:
+    def __init__(
+        self, flag: Callable[[], Tensor | None], device: torch.device, rank: int, *, warns: bool = True
+    ) -> None:
+        """`flag` returns [], 1 where gradients are bad, else 0; `rank` is told in the warning."""
         self.flag = flag
+        self._rank = rank
+        self._warns = warns
+        self._steps = 0  # that were counted, whether left out or not
+        self._seen_until = 0  # the last of them whose count the host has seen
+        self._sent_at = 0  # the one whose count is on its way
         self._counts = torch.zeros(2, device=device)  # all, in a row
         self._counted: Tensor | None = None
         self._seen = torch.zeros(2, pin_memory=device.type == "cuda")
@@ -76,11 +85,12 @@ class Skips:
         if flag is self._counted:
             return
         self._counted = flag
+        self._steps += 1
         self._counts += flag
         self._counts[1] *= flag
         if flag.device.type == "cpu":
             self._seen.copy_(self._counts)
-            self._check(int(self._seen[1]))
+            self._check(self._steps)
         else:
             self._look_later(flag.device)
 
@@ -97,11 +107,26 @@ class Skips:
                 self._on_its_way.synchronize()
             elif not self._on_its_way.query():  # type: ignore[no-untyped-call]
                 return
-            self._check(int(self._seen[1]))
+            self._check(self._sent_at)
         self._seen.copy_(self._counts, non_blocking=True)
+        self._sent_at = self._steps
         self._on_its_way = torch.cuda.current_stream(device).record_event()
 
-    def _check(self, in_a_row: int) -> None:
+    def _check(self, step: int) -> None:
+        """Warn of the first step that was left out, and raise after too many: `_seen` is how things stood at `step`."""
+        total, in_a_row = map(int, self._seen)
+        first, self._seen_until = self._seen_until + 1, step
+        if total and self._warns:
+            self._warns = False
+            which = f"step {step}" if first == step else f"one of the steps {first} to {step}"
+            warnings.warn(
+                f"rank {self._rank}: {which} since the model was wrapped was left out on all ranks, because a gradient "
+                "on some rank has a NaN or an infinity. Further ones are counted in `skipped_steps` of the model, and "
+                f"{LIMIT} in a row are an error. `ShardLite(..., diagnose=True)` names the parameter and the rank of "
+                "each",
+                NonFiniteWarning,
+                stacklevel=2,
+            )
         if in_a_row >= LIMIT:
             raise NonFiniteError(
                 f"{in_a_row} steps in a row were left out, because gradients have a NaN or an infinity: the model has "

@@ -40,6 +40,12 @@ class Stepping:
     on_any_rank: Callable[[Tensor], Tensor]
     """Returns whether a flag, [], is more than 0 on any rank, as 0 or 1. To be called by every rank."""
 
+    exchange: Callable[[int, str], list[int]]
+    """Returns the numbers of all ranks. To be called by every rank, which says what for."""
+
+    place: str
+    """Which rank of how many this is, and at which stage."""
+
     followers: "WeakSet[Follower]" = field(default_factory=WeakSet)
 
     optimizers: "WeakSet[Optimizer]" = field(default_factory=WeakSet)

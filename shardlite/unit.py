@@ -155,9 +155,14 @@ class Flat:
 
     def part_of(self, row: int, tensor: Tensor) -> Tensor:
         """Cut a tensor like the parameter of a slot into what belongs to its shard."""
+        first, stop = self.range_of(row)
+        return tensor.reshape(-1)[first:stop].view(self.shards[row].shape)
+
+    def range_of(self, row: int) -> tuple[int, int]:
+        """Return which elements of the parameter of a slot this rank keeps."""
         slot, own = self.layout.slots[row], self.own_range(self.layout)
         first, stop = (edge + own[0] - slot.start for edge in slot.within(*own))
-        return tensor.reshape(-1)[first:stop].view(self.shards[row].shape)
+        return first, stop
 
     def gradient_views(self, mean: Tensor) -> list[Tensor]:
         """Cut a gradient shard into what belongs to each shard that has a gradient, in the order of `rows`."""

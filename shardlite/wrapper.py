@@ -496,7 +496,8 @@ class ShardLite(nn.Module):
         self._backward.catch_gradients()
         flats = flats_of(units)
         solo = SoloCensus(flats, shared.device, diagnose=diagnose) if alone else None
-        skips = Skips(solo.nonfinite if solo else self._reducer.nonfinite, shared.device)
+        flag = solo.nonfinite if solo else self._reducer.nonfinite
+        skips = Skips(flag, shared.device, shared.rank, warns=not diagnose)
         self._stepping = Stepping(
             Shards(units, self.trace),
             skips,
@@ -506,6 +507,8 @@ class ShardLite(nn.Module):
             self._ready_for_step,
             lambda what: self._inside.refuse(what),
             shared.on_any_rank,
+            shared.exchange,
+            f"rank {shared.rank} of {shared.world_size} (stage {self.stage})",
         )
         self._inside = self._reducer.stepper = Inside(self._stepping)
         guard.watch(self._stepping)

@@ -2,18 +2,20 @@
 
 import copy
 import os
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardlite import Precision, ShardLite
+from shardlite import NonFiniteWarning, Precision, ShardLite
 from shardlite.partition import UnitPolicy
 from tests.twins import RECIPES, Twin
 
@@ -56,6 +58,21 @@ def slow(*values: object) -> Any:
 
 WIDE = slow(4)
 """More ranks than two, where two show the subject: what ranks do in a ring of more is shown in `test_parity.py`."""
+
+_Body = TypeVar("_Body", bound=Callable[..., Any])
+
+
+def without_warnings(body: _Body) -> _Body:
+    """Let a body leave out steps without the warning of the first."""
+
+    @wraps(body)
+    def quiet(*args: Any, **kwargs: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NonFiniteWarning)
+            return body(*args, **kwargs)
+
+    return quiet  # type: ignore[return-value]
+
 
 Loss = Callable[[Callable[..., Any], Turn], Tensor]
 """From a model and a turn."""

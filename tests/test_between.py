@@ -10,7 +10,7 @@ from torch import nn, optim
 from torch.utils.checkpoint import checkpoint
 
 from shardlite import AdamW, LayoutError, PhaseError, Precision, ShardLite
-from tests.sharded import some_stages
+from tests.sharded import some_stages, without_warnings
 
 
 def net() -> nn.Sequential:
@@ -163,6 +163,7 @@ def test_a_step_without_any_reduced_gradient_is_an_error(cluster):
     cluster.check(only_accumulated_body, 2)
 
 
+@without_warnings
 def cleared_body(group):
     """A bad gradient that is gone has no say any more, also over what shares an optimizer."""
     first, second = ShardLite(net(), group=group), ShardLite(net(), group=group)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
-from shardlite import AdamW, ShardLite
+from shardlite import AdamW, LayoutError, ShardLite
 from shardlite.memory import Meter
 from tests.cluster import Cluster
 from tests.forkserver import ForkServer
@@ -392,7 +392,7 @@ def wrong_size_body(group: Any, states: list[Any]) -> bool:
     run = Run(group, seed=0)
     run.train(range(1))
     before = copy.deepcopy(run.optimizer.state_dict())
-    with pytest.raises(ValueError, match=r"exp_avg has shape .*, its parameter"):
+    with pytest.raises(LayoutError, match=r"of rank \d of 2 \(stage 3\), this is rank \d of 4"):
         run.optimizer.load_state_dict(states[dist.get_rank(group)])
     after = run.optimizer.state_dict()
     return all(
@@ -416,7 +416,7 @@ def test_weights_go_to_any_number_of_ranks_and_optimizer_state_to_the_same_numbe
 
 
 def alone_body(group: Any) -> None:
-    """Only rank 0 saves and loads its optimizer: no other rank is needed for that, and nothing is sent."""
+    """Only rank 0 saves its optimizer: no other rank is needed for that, and nothing is sent."""
     model = ShardLite(net(), group=group)
     optimizer = AdamW(model.parameters())
     square(model).backward()
@@ -424,7 +424,7 @@ def alone_body(group: Any) -> None:
     before = model.traffic()
     if dist.get_rank(group) == 0:
         state = copy.deepcopy(optimizer.state_dict())
-        optimizer.load_state_dict(state)
+        assert len(state["state"]) == len(list(model.parameters()))
     assert model.traffic() == before
     dist.barrier(group)
     optimizer.zero_grad()
@@ -432,7 +432,7 @@ def alone_body(group: Any) -> None:
     optimizer.step()
 
 
-def test_the_state_of_an_optimizer_is_saved_and_loaded_by_each_rank_alone(cluster):
+def test_the_state_of_an_optimizer_is_saved_by_each_rank_alone(cluster):
     cluster.check(alone_body, 2)
 
 

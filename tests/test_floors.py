@@ -24,7 +24,7 @@ FLOORS = [
     ["join", "gather", "unsharded", "census", "shards", "skips"],
     ["reduce"],
     ["partition", "handles"],
-    ["backward", "sites", "stepping", "checks", "aliases", "materialise"],
+    ["backward", "sites", "stepping", "checks", "aliases", "materialise", "state_dicts"],
     ["hooks", "plan", "spread"],
     ["counts"],
     ["slots"],

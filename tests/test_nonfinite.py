@@ -16,7 +16,7 @@ from torch import Tensor, nn, optim
 
 from shardlite import AdamW, NonFiniteError, NonFiniteWarning, ShardLite
 from shardlite.skips import LIMIT
-from tests.sharded import WIDE, same_bits, some_stages
+from tests.sharded import WIDE, number_of, same_bits, some_stages, without_warnings
 
 WORLDS = (1, 2, WIDE)
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
@@ -102,6 +102,7 @@ def assert_same(what: str, got: dict[str, Tensor], expected: dict[str, Tensor]) 
         same_bits(f"{what}: {name}", got[name], expected[name])
 
 
+@without_warnings
 def skips_body(group: Any, stages: Sequence[int], make: Callable[[], nn.Module]) -> list[int]:
     """Return how often the steps of each optimizer and stage say that they were made on this rank."""
     steps = []
@@ -145,6 +146,7 @@ def test_a_rank_with_nothing_skips_like_the_others(cluster):
     assert all(set(steps) == {2} and len(steps) == 2 * 3 * 2 for steps in tables)
 
 
+@without_warnings
 def replicas_body(group: Any) -> None:
     """Bad on one rank of one of the two groups that have a model each."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -171,6 +173,7 @@ def mode_of(model: ShardLite, mode: str) -> AbstractContextManager[None]:
     return nullcontext() if mode == "step" else model.no_sync(sharded=mode == "sharded")
 
 
+@without_warnings
 def accumulates_body(group: Any, stages: Sequence[int]) -> None:
     """A NaN that came in an earlier micro-batch is in the sum."""
     for stage in stages:
@@ -201,6 +204,7 @@ def test_what_was_accumulated_counts(cluster, world_size):
 # ---- counting -------------------------------------------------------------------------------------------------------
 
 
+@without_warnings
 def limit_body(group: Any, stage: int) -> None:
     model = wrap(tiny(), group, stage=stage)
     optimizer = OPTIMIZERS["ours"](model.parameters())
@@ -231,6 +235,7 @@ def test_too_many_in_a_row_are_an_error_on_all_ranks(cluster, world_size, stage)
     cluster.check(limit_body, world_size, stage)
 
 
+@without_warnings
 def two_optimizers_body(group: Any, stage: int) -> None:
     """Each drops its gradients before the other's step."""
     model = wrap(net(), group, stage=stage)
@@ -256,6 +261,7 @@ def test_two_optimizers_leave_out_one_step_together(cluster, world_size):
     cluster.check(two_optimizers_body, world_size, 3)
 
 
+@without_warnings
 def foreign_body(group: Any) -> None:
     """An optimizer makes a step or does not, whatever else it holds."""
     model, other = wrap(net(), group), nn.Parameter(torch.ones(3))
@@ -275,6 +281,7 @@ def test_parameters_outside_the_model_are_left_alone_too(cluster):
 # ---- steps that end otherwise ---------------------------------------------------------------------------------------
 
 
+@without_warnings
 def closure_body(group: Any, stage: int) -> None:
     """A step that computes its gradients itself is judged by those."""
     for kind, optimizer_of in OPTIMIZERS.items():
@@ -306,6 +313,7 @@ def test_steps_with_a_closure(cluster, world_size, stage):
     cluster.check(closure_body, world_size, stage)
 
 
+@without_warnings
 def interrupted_body(group: Any) -> None:
     """Gradients that were put aside for a step that then failed do not come back later."""
     model, clean = (wrap(net(), group) for _ in range(2))
@@ -329,6 +337,7 @@ def test_a_step_that_fails_while_it_is_left_out(cluster):
 # ---- one rank, where nothing is reduced -----------------------------------------------------------------------------
 
 
+@without_warnings
 def sparse_body(group: Any) -> None:
     model = ShardLite(nn.Embedding(5, 3, sparse=True), group=group)
     optimizer = optim.SGD(model.parameters(), lr=0.1)
@@ -344,6 +353,7 @@ def test_sparse_gradients_of_a_single_rank(cluster):
     cluster.check(sparse_body, 1)
 
 
+@without_warnings
 def unfrozen_body(group: Any) -> None:
     """A parameter that is trainable later is looked at too, even if no other one is."""
     module = net()
@@ -364,6 +374,7 @@ def test_a_gradient_of_a_parameter_that_was_unfrozen(cluster, world_size):
     cluster.check(unfrozen_body, world_size)
 
 
+@without_warnings
 def freed_body(group: Any) -> None:
     model = wrap(net(), group)
     optimizer = OPTIMIZERS["ours"](model.parameters())
@@ -378,6 +389,47 @@ def freed_body(group: Any) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_looking_at_gradients_keeps_nothing_alive(cluster, world_size):
     cluster.check(freed_body, world_size)
+
+
+# ---- the warning of the first ---------------------------------------------------------------------------------------
+
+
+def first_body(group: Any, stage: int) -> None:
+    """Each rank hears of the first step that was left out, and of no later one."""
+    model = wrap(net(), group, stage=stage)
+    optimizer = OPTIMIZERS["ours"](model.parameters())
+
+    def step(poison: Poison | None) -> None:
+        backward(model, group, 0, poison)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert warned(lambda: step(None)) == []
+    (message,) = warned(lambda: step(POISONS[0]))
+    assert message.startswith(f"rank {dist.get_rank(group)}: step 2 since the model was wrapped was left out")
+    assert "diagnose=True" in message and "skipped_steps" in message
+    assert warned(lambda: step(POISONS[0])) == []
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_the_first_step_that_is_left_out_is_warned_of(cluster, world_size):
+    cluster.check(first_body, world_size, number_of("first", world_size, below=4))
+
+
+def as_error_body(group: Any) -> None:
+    """A warning that is an error leaves the gradients where they are, and the step out."""
+    model = wrap(net(), group)
+    optimizer = OPTIMIZERS["ours"](model.parameters())
+    before = state_of(model, optimizer)
+    backward(model, group, 0, POISONS[0])
+    with pytest.raises(NonFiniteWarning, match="step 1 "):
+        optimizer.step()
+    assert_same("after the error", state_of(model, optimizer), before)
+    assert all(shard.grad is not None for shard in model.parameters())
+
+
+def test_the_warning_may_be_an_error(cluster):
+    cluster.check(as_error_body, 2)
 
 
 # ---- diagnosis ------------------------------------------------------------------------------------------------------
@@ -410,7 +462,8 @@ def diagnose_body(group: Any, stage: int) -> None:
 
         for poison, where in wheres.items():
             words = [f"gradients are not finite: {where}. The step is skipped"] if each is model else []
-            assert warned(lambda poison=poison: step(poison)) == words
+            heard = warned(lambda poison=poison: step(poison))
+            assert [each for each in heard if not each.startswith("rank")] == words
             assert warned(lambda: step(None)) == []
 
 
@@ -431,6 +484,7 @@ def test_all_ranks_hear_of_all(cluster):
     assert cluster.run(two_ranks_body, 2) == [[words], [words]]
 
 
+@without_warnings
 def sums_body(group: Any) -> list[str]:
     """Gradients that are finite on each rank, and whose sum is not, are left out like others."""
     model = wrap(nn.Sequential(nn.Linear(4, 4)), group, diagnose=True)

@@ -5,7 +5,9 @@ import torch
 from shardlite_kernels import FORMATS
 from torch import nn
 
+from shardlite import NonFiniteWarning
 from shardlite.optim import AdamW
+from shardlite.skips import Skips
 from tests.optim_cases import HYPER, NUMELS, assert_same, padded_numel
 
 pytestmark = [
@@ -159,3 +161,21 @@ def test_steps_in_the_backward_have_the_same_bits(state):
         kept = [value for param in model.parameters() for value in optimizer.state[param].values()]
         outcomes.append([*(param.data for param in model.parameters()), *kept])
     assert_same(outcomes[1], outcomes[0])
+
+
+def test_the_first_step_that_is_left_out_is_warned_of_without_waiting(no_waiting):
+    """The host hears of it later, and names the steps between which it last looked."""
+    _, params = make_params()
+    optimizer = AdamW(params, **HYPER)
+    flags = [torch.tensor(float(step == 3), device="cuda") for step in range(1, 9)]
+    skips = Skips(lambda: flags[0], torch.device("cuda"), 5)
+    no_waiting()
+    with pytest.warns(NonFiniteWarning, match=r"rank 5: (step 3|one of the steps \d to \d) since") as caught:
+        while flags:
+            skips.before_step(optimizer)
+            skips.after_step()
+            if len(flags) == 2:
+                torch.cuda.set_sync_debug_mode("default")
+                torch.cuda.synchronize()
+            del flags[0]
+    assert len(caught) == 1

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardlite import AdamW, LayoutError, Precision, ShardLite
 from shardlite.layout import ARENA_ALIGN, round_up
 from tests.models import MLP, LanguageModel, MixedDtypes, frozen
-from tests.sharded import Pair, Turn, _seeded, same_bits, some_stages
+from tests.sharded import Pair, Turn, _seeded, same_bits, some_stages, without_warnings
 from tests.test_precision import BF16, on_rows, on_tokens
 from tests.twins import PaddedAdamW, Twin
 
@@ -224,6 +224,7 @@ def test_weights_take_three_bytes_and_with_a_narrow_state_five(cluster, stage):
 # ---- steps that are scaled, clipped, left out ------------------------------------------------------------------------
 
 
+@without_warnings
 def scaled(group: Any, stage: int) -> None:
     """Body of a rank: a gradient scaler by a power of two changes no bit, and leaves out what overflows."""
     model = ShardLite(_seeded(LanguageModel), group=group, stage=stage, precision=SPLIT)
