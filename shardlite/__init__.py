@@ -11,6 +11,7 @@ from shardlite.errors import (
     NonFiniteWarning,
     PhaseError,
     ShardLiteError,
+    ShardWarning,
 )
 from shardlite.optim import AdamW
 from shardlite.verification.verify import verify
@@ -30,6 +31,7 @@ __all__ = [
     "Route",
     "ShardLite",
     "ShardLiteError",
+    "ShardWarning",
     "verify",
 ]
 __version__ = "0.1.0"

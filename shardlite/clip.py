@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from shardlite.errors import LayoutError
 from shardlite.handed import Handed
 from shardlite.magnitude import largest
+from shardlite.parameters import as_they_are
 from shardlite.ring import all_gather
 from shardlite.shared import Shared
 from shardlite.unit import Flat
@@ -113,7 +114,10 @@ def _run_or_scaled(grad: Tensor, factor: Tensor) -> Tensor | None:
 
 
 def _norms(pieces: Sequence[Tensor], norm_type: float) -> Sequence[Tensor]:
-    return largest(pieces) if norm_type == inf else torch._foreach_norm(list(pieces), norm_type)
+    if norm_type == inf:
+        return largest(pieces)
+    with as_they_are():  # pieces are parts of others, and that is known here
+        return torch._foreach_norm(list(pieces), norm_type)
 
 
 def _pieces(flat: Flat, rank: int, only: Collection[Tensor] | None) -> Iterator[Tensor]:

@@ -33,5 +33,9 @@ class NonFiniteWarning(UserWarning):
     """Gradients had a NaN or an infinity."""
 
 
+class ShardWarning(UserWarning):
+    """A value was computed from a shard, which is a part of a parameter, as if it were the whole one."""
+
+
 class NonFiniteError(ShardLiteError, ArithmeticError):
     """Too many steps in a row were left out because gradients had a NaN or an infinity."""

@@ -9,6 +9,7 @@
   (`get_total_norm` is that function itself: who imported it by name before ShardLite has the old one.)
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any
@@ -23,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 
 from shardlite import state_dicts
-from shardlite.errors import LayoutError
+from shardlite.errors import LayoutError, ShardWarning
 from shardlite.stepping import Stepping
 
 WHOLE_MATRICES = {"Muon", "Adafactor", "LBFGS"}
@@ -140,6 +141,15 @@ def _find(optimizer: Optimizer) -> list[Stepping]:
     models = _models_with(params)
     for model in models:
         _check(optimizer, model, params)
+    empty = [index for index, group in enumerate(optimizer.param_groups) if not group["params"]]
+    if models and empty:
+        warnings.warn(
+            f"group {empty[0]} of {type(optimizer).__name__} has no parameters. If it was chosen by identity (`id(p)`, "
+            "`p in ...`) of the module's own parameters: `parameters()` of the ShardLite model has others, shards, and "
+            "`named_parameters()` has them under the same names. Choose by name, by `p.ndim`, or by attributes of `p`",
+            ShardWarning,
+            stacklevel=2,
+        )
     return models
 
 
@@ -322,8 +332,9 @@ def _owner(grads: Sequence[Tensor]) -> tuple[Stepping | None, set[nn.Parameter]]
     return None, set()
 
 
-register_optimizer_step_pre_hook(_before)
-register_optimizer_step_post_hook(_after)
+# A compiled step must not be traced into what looks at parameters whose values are elsewhere.
+register_optimizer_step_pre_hook(torch.compiler.disable(_before))  # type: ignore[no-untyped-call]
+register_optimizer_step_post_hook(torch.compiler.disable(_after))  # type: ignore[no-untyped-call]
 setattr(Optimizer, "state_dict", _state_dict(Optimizer.state_dict))  # noqa: B010 (mypy refuses assignment)
 setattr(Optimizer, "load_state_dict", _load_state_dict(Optimizer.load_state_dict))  # noqa: B010
 setattr(GradScaler, "_unscale_grads_", _unscale(GradScaler._unscale_grads_))  # noqa: B010 (mypy refuses assignment)

@@ -59,6 +59,16 @@ class _Home:
             unit.touched = True
         elif unit.copied:
             self.use()
+        elif self._is_cut() and self.gradient() is not None:
+            raise LayoutError(
+                f"parameter {self.name!r} has a gradient on the shards only: `.data` of the whole parameter would be "
+                "stepped by a part. Step the shards, which `parameters()` of the ShardLite model are, or be inside "
+                "`gathered()`"
+            )
+
+    def _is_cut(self) -> bool:
+        param, shard = self.param(), self.shard()
+        return param is not None and shard is not None and param.numel() > shard.numel()
 
     def drop_gradient(self) -> None:
         """Forget it."""

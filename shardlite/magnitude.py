@@ -5,13 +5,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardlite.parameters import as_they_are
+
 
 def largest(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the largest magnitude in each tensor, [], NaN where there is one. None of them may be empty."""
-    if tensors and tensors[0].is_cuda:
-        return list(torch._foreach_norm(list(tensors), float("inf")))
-    # On a CPU that one is slow in torch 2.13.
-    return [torch.maximum(low.abs(), high.abs()) for low, high in map(torch.aminmax, tensors)]
+    with as_they_are():  # tensors may be parts of others, and that is known here
+        if tensors and tensors[0].is_cuda:
+            return list(torch._foreach_norm(list(tensors), float("inf")))
+        # On a CPU that one is slow in torch 2.13.
+        return [torch.maximum(low.abs(), high.abs()) for low, high in map(torch.aminmax, tensors)]
 
 
 def any_bad(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -10,6 +10,7 @@ from shardlite.errors import LayoutError
 from shardlite.parameters import Placeholder
 from shardlite.trace import Trace
 from shardlite.unit import Unit
+from shardlite.watch import watch
 
 
 Part = tuple[str, int, int, int]
@@ -53,6 +54,7 @@ class Shards:
         self.are_parts = any(flat.layout.world_size > 1 and flat.rank is not None for flat in flats)
         """Whether a shard may be less than a whole parameter."""
 
+        self._watch = watch(flats if self.are_parts else [])
         self.are_split = any(flat.low is not None for flat in flats)
         """Whether a shard may be the upper part of weights only."""
 
@@ -122,6 +124,7 @@ class Shards:
     def after_step(self, stepped: Sequence[Tensor]) -> None:
         """Take note of what an optimizer has changed: the fused ones of PyTorch do not."""
         self._trace.emit("step")
+        self._watch.after_step()
         self.mark_changed(stepped)
 
     def mark_changed(self, changed: Sequence[Tensor]) -> None:

@@ -18,6 +18,7 @@ from shardlite.fill import Filler, is_fresh, outside_inference, unseen_by_checkp
 from shardlite.phase import Weights
 from shardlite.shared import Shared
 from shardlite.unit import Unit
+from shardlite.writeback import take_over_all
 
 
 class Unsharded:
@@ -27,11 +28,13 @@ class Unsharded:
         self._units = [unit for unit in units if unit.derived]
         self._filler = Filler(shared)
         self._trace = shared.trace
+        self._left: dict[Unit, int] = {}  # how often copies of shards were written to when their last hold ended
 
     def hold(self, unit: Unit) -> None:
         """Make the unit's full weights readable until `release`; holds count."""
         if unit.derived and unit.holds == 0:
             # Inside a `torch.func` transform the new views would be of its kind, and outlive it.
+            self._take_over(unit)
             with unseen_by_checkpoints(), torch._C._DisableFuncTorch():
                 self._request(unit)
                 self._land(unit)
@@ -47,7 +50,7 @@ class Unsharded:
         unit.holds -= 1
         if unit.derived and unit.holds == 0:
             self._trace.emit("release", unit.name)
-            unit.move(Weights.IDLE)
+            self._rest(unit)
 
     def begin_pass(self, kind: str) -> None:
         """Start all gathers that are due."""
@@ -74,7 +77,8 @@ class Unsharded:
         for unit in self._units:
             if unit.phase is Weights.GATHERING:
                 self._land(unit)
-                unit.move(Weights.IDLE)
+                self._rest(unit)
+            self._take_over(unit)
 
     def forget(self, units: Sequence[Unit]) -> None:
         """Let the next hold of each gather anew, because the full weights may have been written to."""
@@ -86,6 +90,17 @@ class Unsharded:
         """Let parameters whose shards have changed read as NaN until they are gathered, instead of as a mixture."""
         for unit in self._units:
             self._expire(unit)
+
+    def _rest(self, unit: Unit) -> None:
+        unit.move(Weights.IDLE)
+        if unit.copied:
+            self._left[unit] = unit.writes()
+
+    def _take_over(self, unit: Unit) -> None:
+        """Let shards be what was written into their copies since the last hold, by every rank alike."""
+        if unit.copied and unit.phase is Weights.IDLE and unit.writes() != self._left.get(unit):
+            take_over_all(unit)
+            self._left[unit] = unit.writes()
 
     @staticmethod
     def _expire(unit: Unit) -> None:
@@ -100,7 +115,7 @@ class Unsharded:
             return
         if unit.phase is Weights.GATHERING:  # the weights were changed once more
             self._land(unit)
-            unit.move(Weights.IDLE)
+            self._rest(unit)
         self._expire(unit)
         with outside_inference(), torch.no_grad():
             unit.flight = self._filler.submit(self._filler.filling(unit))

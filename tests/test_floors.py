@@ -18,7 +18,7 @@ FLOORS = [
     ["arena", "lane"],
     ["unit", "shared"],
     ["wire", "handed"],
-    ["writeback"],
+    ["writeback", "watch"],
     ["fill", "talks", "bucket", "average", "clip"],
     ["passes"],
     ["join", "gather", "unsharded", "census", "shards", "skips"],

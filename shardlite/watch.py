@@ -1,0 +1,236 @@
+"""Programs that take a shard, or its gradient, for the whole parameter are warned at the first use that can be seen.
+
+A norm, a mean or a random fill of a shard is one of this rank's part: optimizers like LAMB, norms made by hand and
+`xavier_uniform_` would go on with it in silence. So in a model's first steps its shards are of a class that sees what
+functions are called with them, and so are their gradients and views of both. Later they are not: it would cost time in
+every step, and who computes such a thing does so from the beginning.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from shardlite.errors import LayoutError, ShardWarning
+from shardlite.parameters import Shard, Sharded, as_they_are
+from shardlite.unit import Flat
+
+STEPS = 3
+"""In which a model is watched."""
+
+_linalg: Any = torch.linalg
+_REDUCTIONS: frozenset[Any] = frozenset(
+    [
+        *(getattr(Tensor, name) for name in ("norm", "mean", "sum", "var", "std", "nansum", "nanmean", "dot")),
+        *(getattr(torch, name) for name in ("norm", "mean", "sum", "var", "std", "nansum", "nanmean", "dot")),
+        *(torch.var_mean, torch.std_mean, torch.dist, Tensor.dist, torch._foreach_norm),
+        *(_linalg.norm, _linalg.vector_norm, _linalg.matrix_norm),
+        *(nn.functional.cosine_similarity, torch.cosine_similarity, nn.functional.normalize),
+    ]
+)
+_FILLS: frozenset[Any] = frozenset(
+    [Tensor.uniform_, Tensor.normal_, Tensor.random_, Tensor.bernoulli_, Tensor.exponential_, Tensor.log_normal_]
+)
+_EXTREMES: frozenset[Any] = frozenset(
+    getattr(where, name)
+    for where in (Tensor, torch)
+    for name in ("max", "min", "amax", "amin", "argmax", "argmin", "aminmax", "median", "mode")
+)
+"""What fails on a rank that has no element."""
+
+_NORMS: frozenset[Any] = frozenset([Tensor.norm, torch.norm, _linalg.norm, _linalg.vector_norm])
+"""Which do so with an infinite exponent."""
+
+_VIEWS: frozenset[Any] = frozenset(
+    [
+        *(getattr(Tensor, name) for name in ("detach", "view", "reshape", "flatten", "ravel", "view_as", "squeeze")),
+        *(getattr(Tensor, name) for name in ("float", "double", "to", "abs", "square", "pow", "mul", "__mul__", "__rmul__")),
+        *(getattr(torch, name) for name in ("flatten", "reshape", "ravel", "squeeze", "detach")),
+        *(getattr(torch, name) for name in ("abs", "square", "pow", "mul")),
+        *(Tensor.data.__get__, Tensor.__pow__),  # type: ignore[attr-defined]
+    ]
+)
+"""What gives something of which a norm is just as wrong."""
+
+
+@dataclass(eq=False)
+class Watch:
+    """The looking at the shards of one wrapped model."""
+
+    parts: Sequence["_Part"]
+    warned: bool = False
+    steps: int = 0
+
+    def after_step(self) -> None:
+        """Look no longer, after so many steps."""
+        self.steps += 1
+        if self.steps == STEPS:
+            self.end()
+
+    def end(self) -> None:
+        """Let shards and gradients be of ordinary classes again."""
+        for part in self.parts:
+            shard = part.shard()
+            if type(shard) is _SeenShard:
+                if type(shard.grad) is _Seen:
+                    shard.grad.__class__ = Tensor
+                shard.__class__ = Shard
+
+    def warn(self, what: str) -> None:
+        """Say so, once."""
+        if not self.warned:
+            self.warned = True
+            warnings.warn(what, ShardWarning, stacklevel=5)
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """What a shard is of its parameter."""
+
+    name: str
+    start: int
+    stop: int
+    numel: int
+    shard: "ref[nn.Parameter]"
+    without: Sequence[int]
+    """The ranks that have no element of it."""
+
+    def is_whole(self) -> bool:
+        """Whether no element is elsewhere."""
+        return self.stop - self.start == self.numel
+
+    def range(self) -> str:
+        return f"elements {self.start} to {self.stop} of {self.numel}"
+
+
+def watch(flats: Iterable[Flat]) -> Watch:
+    """Begin to look at shards, of which some are not whole parameters."""
+    look = Watch(parts := [])
+    for flat in flats:
+        for row, (slot, shard) in enumerate(zip(flat.layout.slots, flat.shards, strict=True)):
+            edges = [slot.within(*flat.layout.shard_range(rank)) for rank in range(flat.layout.world_size)]
+            without = [rank for rank, (first, stop) in enumerate(edges) if first == stop]
+            parts.append(part := _Part(slot.name, *flat.range_of(row), slot.numel, ref(shard), without))
+            shard.__class__ = _SeenShard
+            _known[shard] = (look, part, "the shard")
+    return look
+
+
+_known: Any = WeakTensorKeyDictionary()
+"""For what is looked at: by whom, what part it is of what, and whether it is the shard or its gradient."""
+
+
+def _look(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Watch, _Part, str] | None:
+    """Return what the first argument is known as, after a warning or an error if `func` should not be given it."""
+    first = _first(args[0] if args else kwargs.get("input", kwargs.get("self")))
+    found: tuple[Watch, _Part, str] | None = _known.get(first) if isinstance(first, _Seen | _SeenShard) else None
+    if found is None or func in _VIEWS:
+        return found
+    look, part, kind = found
+    name = getattr(func, "__name__", str(func))
+    what = f"{name} of {kind} of {part.name!r}"
+    if part.without and (func in _EXTREMES or (func in _NORMS and _infinite(args, kwargs))):
+        raise LayoutError(
+            f"{what}: ranks {list(part.without)} have no element of that parameter, and would fail alone. "
+            f"Compute it inside `gathered()`; for norms of gradients there is `clip_grad_norm_()` of the model"
+        )
+    if part.is_whole():
+        return found
+    look.warn(
+        f"{what} is that of this rank's part: {part.range()}. For norms of gradients call `clip_grad_norm_()` of the "
+        "ShardLite model, for anything else about whole parameters be inside `gathered()`. Optimizers that need such "
+        "values (LAMB, LARS, NovoGrad, AdamP, adaptive clipping) compute others on shards: with stage=0 they get whole "
+        "parameters. (Said once for each model.)"
+    )
+    return found
+
+
+def _first(argument: Any) -> Any:
+    """Return an argument, or the first element of a list of tensors."""
+    return next(iter(argument), None) if isinstance(argument, list | tuple) else argument
+
+
+def _refuse_mixtures(func: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Raise if a function is given a whole parameter beside the gradient of its shard: a step made by hand."""
+    if len(args) > 1 and any(isinstance(_first(each), Sharded) for each in args):
+        raise LayoutError(
+            f"{getattr(func, '__name__', func)} of a whole parameter and a shard: gradients are of shards, which "
+            "`parameters()` of the ShardLite model are. Step those, or compute inside `gathered()`"
+        )
+
+
+def _infinite(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    exponent = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord"))
+    return exponent in ("inf", float("inf"), "-inf", -float("inf"))
+
+
+class _Watched:
+    """What sees functions."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Look at what is called, and at its result, if that is a view."""
+        kwargs = kwargs or {}
+        known = None
+        if not torch.compiler.is_compiling():
+            _refuse_mixtures(func, args)
+            if func in _LOOKED_AT:
+                known = _look(func, args, kwargs)
+        with as_they_are():
+            result = func(*args, **kwargs)
+            if known is not None and func in _VIEWS and type(result) is Tensor:
+                _see(result, known)
+        return result
+
+
+_LOOKED_AT = _REDUCTIONS | _FILLS | _EXTREMES | _VIEWS
+
+
+class _Seen(_Watched, Tensor):
+    """A gradient, or a view of a gradient or a shard."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Be saved as an ordinary tensor."""
+        with as_they_are():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[arg-type]
+
+    def __repr__(self, **options: Any) -> str:
+        """Look like an ordinary tensor."""
+        with as_they_are():
+            return repr(self.as_subclass(Tensor))  # type: ignore[arg-type]
+
+
+class _SeenShard(_Watched, Shard):
+    """A shard, and with it its gradient."""
+
+    @property
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def grad(self) -> Tensor | None:
+        """The gradient."""
+        with as_they_are():
+            grad: Tensor | None = _own_grad.__get__(self)
+        known = _known.get(self)  # a copy is not looked at
+        if known is not None and type(grad) is Tensor:
+            look, part, _ = known
+            _see(grad, (look, part, "the gradient of the shard"))
+        return grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        with as_they_are():
+            _own_grad.__set__(self, value)
+
+
+_own_grad: Any = torch._C.TensorBase.grad
+
+
+def _see(tensor: Tensor, known: tuple[Watch, _Part, str]) -> None:
+    tensor.__class__ = _Seen
+    _known[tensor] = known
