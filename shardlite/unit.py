@@ -159,10 +159,10 @@ class Flat:
         return tensor.reshape(-1)[first:stop].view(self.shards[row].shape)
 
     def range_of(self, row: int) -> tuple[int, int]:
-        """Return which elements of the parameter of a slot this rank keeps."""
+        """Return which elements of the parameter of a slot this rank keeps, 0 to 0 if none."""
         slot, own = self.layout.slots[row], self.own_range(self.layout)
-        first, stop = (edge + own[0] - slot.start for edge in slot.within(*own))
-        return first, stop
+        first, stop = slot.within(*own)
+        return (own[0] + first - slot.start, own[0] + stop - slot.start) if first < stop else (0, 0)
 
     def gradient_views(self, mean: Tensor) -> list[Tensor]:
         """Cut a gradient shard into what belongs to each shard that has a gradient, in the order of `rows`."""

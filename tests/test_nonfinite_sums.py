@@ -7,6 +7,7 @@ import torch
 from torch import nn, optim
 
 from shardlite import ShardLite
+from tests.sharded import without_warnings
 
 
 def net() -> nn.Sequential:
@@ -20,6 +21,7 @@ def step(model: ShardLite) -> tuple[bool, int]:
     return all(bool(shard.isfinite().all()) for shard in model.parameters()), model.skipped_steps
 
 
+@without_warnings
 def overflowing_body(group):
     found = []
     for stage in (0, 1, 2, 3):
@@ -39,6 +41,7 @@ def test_finite_gradients_whose_sum_overflows(cluster, world_size):
         assert found == [(True, 1)] * 8
 
 
+@without_warnings
 def left_over_body(group, partly):
     """Freeze a unit, or a part of one, that has a NaN in its gradient; the next backward is a good one."""
     module = net()
@@ -59,6 +62,7 @@ def test_a_gradient_that_the_backward_does_not_touch(cluster, world_size, partly
     assert cluster.run(left_over_body, world_size, partly) == [(True, 1)] * world_size
 
 
+@without_warnings
 def used_elsewhere_body(group):
     """Only rank 1 uses the second layer, whose accumulated gradient overflows; its shard may be on rank 0."""
     module = net()

@@ -16,7 +16,7 @@ from torch import Tensor, nn, optim
 from torch.amp.grad_scaler import GradScaler
 
 from shardlite import AdamW, Precision, ShardLite
-from tests.sharded import same_bits, some_stages
+from tests.sharded import same_bits, some_stages, without_warnings
 from tests.twins import PaddedAdamW, Twin
 
 Make = Callable[..., optim.Optimizer]
@@ -219,6 +219,7 @@ def test_a_scale_that_overflows_on_one_rank(cluster):
         assert scales == [2.0**13, 2.0**12, 2.0**11, 2.0**11, 2.0**11, 2.0**11]
 
 
+@without_warnings
 def disabled_body(group: Any) -> None:
     """A scaler that is switched off leaves skipping to us."""
     model = ShardLite(Tiny(), group=group)

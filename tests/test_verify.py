@@ -18,7 +18,7 @@ from shardlite.verification.task import Task
 from shardlite.verification.verify import Report
 from tests.models import MLP, VOCABULARY, Branches, Branching, LanguageModel, MixedDtypes, Shared
 from tests.scripts import run_command, run_process
-from tests.sharded import slow
+from tests.sharded import slow, without_warnings
 
 EQUAL = "equal to the bit"
 STAGES = ("stage 0", "stage 1", "stage 2")
@@ -345,6 +345,7 @@ def test_a_rank_with_other_batches_is_named(cluster):
         assert report.first_failure.startswith("rank 1: loss of step 1, stage 3 against stage 0: ")
 
 
+@without_warnings
 def is_not_a_number(group: Any) -> Report:
     """Body of a rank."""
     return verify(lambda: Rows(MLP([3, 1])), lambda s, r: (torch.full((2, 3), math.nan),), 2, group=group)
@@ -356,6 +357,7 @@ def test_what_is_not_a_number_is_never_right(cluster):
     assert all(row.absolute == math.inf for row in report.rows if "weights" not in row.quantity)
 
 
+@without_warnings
 def overflows(group: Any) -> Report:
     """Body of a rank: a gradient is infinite."""
 

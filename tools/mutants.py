@@ -830,8 +830,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/unit.py",
         "operator",
-        "first, stop = (edge + own[0] - slot.start for edge in slot.within(*own))",
-        "first, stop = (edge + own[0] for edge in slot.within(*own))",
+        "return (own[0] + first - slot.start, own[0] + stop - slot.start) if",
+        "return (own[0] + first, own[0] + stop) if",
         "the state of an optimizer built before wrapping is cut elsewhere than its parameters",
     ),
     (
@@ -939,6 +939,20 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "return (ours != gathered) | ((ours != ours) & (gathered != gathered))",
         "what a forward writes is dropped, and what it does not write loses digits",
     ),
+    (
+        "shardlite/watch.py",
+        "condition",
+        "if self.steps == STEPS:",
+        "if self.steps < STEPS:",
+        "shards are of the class that sees functions for ever, or not at all",
+    ),
+    (
+        "shardlite/state_dicts.py",
+        "condition",
+        "        if ours != theirs:\n",
+        "        if ours[2] != theirs[2]:\n",
+        "moments of another rank's elements are trained with",
+    ),
 ]
 
 # Test files that are likely to notice a mutant of a module, beside those named after it or importing it. They only run
@@ -1001,6 +1015,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "shardlite/skips.py": ("test_nonfinite",),
     "shardlite/slots.py": ("test_optim", "test_optim_gaps"),
     "shardlite/spread.py": ("test_groups",),
+    "shardlite/state_dicts.py": ("test_state_dicts", "test_complaints"),
     "shardlite/stepping.py": ("test_between", "test_races"),
     "shardlite/stepplan.py": ("test_optim", "test_optimizers"),
     "shardlite/talks.py": ("test_desync", "test_participation"),
@@ -1023,6 +1038,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "shardlite/verification/task.py": ("test_verify_bounds", "test_verify"),
     "shardlite/verification/twins.py": ("test_verify",),
     "shardlite/walk.py": ("test_ring", "test_algorithms", "test_races"),
+    "shardlite/watch.py": ("test_watch", "test_by_hand"),
     "shardlite/wire.py": ("test_quantized_gather",),
     "shardlite/wrapper.py": ("test_wrapper", "test_events", "test_accumulation"),
 }
