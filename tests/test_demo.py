@@ -3,15 +3,18 @@ import importlib.util
 import io
 import math
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from shardlite import cli, launch
+from shardlite.demo import train
 from shardlite.demo.footprint import Footprint, measure_plain
-from shardlite.demo.gpt import GPT
+from shardlite.demo.gpt import GPT, rotate
 from shardlite.demo.report import Point, Progress, describe_result, footprint_table, printable, write_curve
 from shardlite.demo.settings import GPTConfig, Settings
 from shardlite.demo.text import draw_batch, read_corpus, unigram_entropy
@@ -128,6 +131,16 @@ def test_the_order_of_earlier_bytes_matters():
     assert not torch.equal(there[:, 2], back[:, 2])
 
 
+def test_positions_turn_vectors_and_only_distances_count():
+    x, y = (torch.randn(8, generator=torch.Generator().manual_seed(seed)).expand(1, 1, 12, 8) for seed in range(2))
+    turned, other = rotate(x), rotate(y)
+    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
+    products = (turned @ other.transpose(-1, -2))[0, 0]
+    for distance in range(-11, 12):
+        diagonal = products.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
+
+
 def test_too_long_a_text_and_uneven_heads_are_refused():
     with pytest.raises(ValueError, match="got 9 bytes, but its context is 8"):
         GPT(SMALL)(torch.zeros(1, 9, dtype=torch.long))
@@ -226,6 +239,22 @@ def test_progress_prints_ten_lines_to_a_file_and_rewrites_one_on_a_terminal():
     on_terminal = shown(Terminal())
     assert on_terminal.count("\r") == 100
     assert on_terminal.count("\n") == 1
+
+
+def test_a_step_leaves_no_gradient(monkeypatch):
+    model = GPT(SMALL)
+    model.no_sync, model.clip_grad_norm_ = nullcontext, lambda norm: None
+    run = SimpleNamespace(
+        settings=Settings(gpt=SMALL, accumulate=2),
+        model=model,
+        corpus=SimpleNamespace(train=np.zeros(100, dtype=np.uint8)),
+        device=torch.device("cpu"),
+        rank=0,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+    monkeypatch.setattr(train, "_mean_over_ranks", lambda loss: loss)
+    train._step(run, 0)
+    assert all(param.grad is None for param in model.parameters())
 
 
 def test_the_result_is_told_in_nats_and_bits():

@@ -189,3 +189,14 @@ def test_copies_are_adopted_and_optimizers_can_die():
     del optimizer, twin
     gc.collect()
     assert len(optim._living) <= known - 2
+
+
+def test_one_that_steps_in_backwards_lets_the_whole_parameters_go():
+    """Their hooks would step them beside their shards."""
+    params = whole_params()
+    optimizer = AdamW(params, in_backward=True)
+    shards, part = shards_of(params)
+    assert all(param._post_accumulate_grad_hooks for param in params if param.requires_grad)
+    adopt(shards, part)
+    assert not any(param._post_accumulate_grad_hooks for param in params)
+    assert optimizer.in_backward
