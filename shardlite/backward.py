@@ -147,6 +147,10 @@ class Backward:
         finally:
             self._mode = before
 
+    def accumulates(self) -> bool:
+        """Whether backwards leave something to reduce to a later one, or to add up."""
+        return self._mode is not Mode.STEP
+
     def died(self) -> bool:
         """Whether the last backward ended in an exception: the engine never called back."""
         return self._task is not None and not in_backward()

@@ -107,6 +107,12 @@ def check_embeddings(module: nn.Module, ignored: Collection[Tensor]) -> None:
             )
 
 
+def check_buffers(buffers: object) -> None:
+    """Raise unless it is known whose buffers ranks are to have."""
+    if buffers not in ("rank0", "own"):
+        raise LayoutError(f'buffers must be "rank0" or "own", got {buffers!r}')
+
+
 def check_quantized_gather(rule: object, stage: int) -> None:
     """Raise what is wrong with the rule of which units' gathers are quantized."""
     if not (isinstance(rule, bool) or callable(rule)):

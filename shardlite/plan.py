@@ -32,6 +32,7 @@ class Options:
     init: Init
     prefetch: int
     quantized_gather: UnitRule
+    buffers: str
     route: Route
 
 
@@ -100,6 +101,7 @@ def agree_on_plan(module: nn.Module, options: Options, groups: Groups, wrapper: 
             f"prefetch {options.prefetch}",
             f"{options.precision}",
             f"{options.route}",
+            f"buffers {options.buffers!r}",
         )
         facts = [*settings, f"shards on {plan.device.type}", *_describe(plan)]
     except Exception as error:  # whatever it is: the other ranks are waiting
@@ -114,6 +116,7 @@ def _make(module: nn.Module, options: Options, groups: Groups, wrapper: type[nn.
     if not groups.alone:
         checks.check_embeddings(module, options.ignored)
     aliases.tie(module, options.ignored)
+    checks.check_buffers(options.buffers)
     checks.check_quantized_gather(options.quantized_gather, options.stage)
     materialise.check(module, options.init, options.ignored, first=groups.is_first)
     on_gpu = torch.cuda.is_available() and groups.carry("cuda")

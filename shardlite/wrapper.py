@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from shardlite import checks, guard
 from shardlite.agree import agree
-from shardlite.backward import Backward, Mode
+from shardlite.backward import Backward, Mode, in_backward
+from shardlite.buffers import Buffers
 from shardlite.build import build_units, flats_of, part_of, place
 from shardlite.casts import cast_floats
 from shardlite.census import SoloCensus
@@ -105,6 +106,9 @@ class ShardLite(nn.Module):
         prefetch: how many units are gathered ahead, each in a buffer of its own.
         transport, algorithm: how messages travel, see `shardlite.Route`; what `"auto"` has chosen is in `repr` and
             logged once.
+        buffers: `"rank0"`: buffers that a forward has changed on some rank (running statistics) become rank 0's on all
+            when the next forward begins, as in `DistributedDataParallel`: after one that is not inside `no_sync()` or
+            `torch.no_grad()`. `"own"`: each rank keeps its own.
         diagnose: warn of gradients that are not finite by parameter and rank. The host then waits in each backward.
         timeout: how long a rank waits for a message of another one. (That ranks agree on what they wrap is checked
             under the process group's own timeout; over NCCL that one counts always.)
@@ -131,6 +135,7 @@ class ShardLite(nn.Module):
         prefetch: int = 1,
         transport: TransportName = "auto",
         algorithm: AlgorithmName = "auto",
+        buffers: str = "rank0",
         diagnose: bool = False,
         timeout: timedelta = timedelta(minutes=10),
     ) -> None:
@@ -140,6 +145,7 @@ class ShardLite(nn.Module):
         self.stage = stage
         self.precision = precision
         self._groups = groups_of(group)
+        ignore = list(ignore)
         self._ignored = checks.ignored_params(ignore)
         self._forwards = 0  # that are running
         self._unsynced: ExitStack | None = None
@@ -152,6 +158,7 @@ class ShardLite(nn.Module):
             init=init,
             prefetch=prefetch,
             quantized_gather=quantized_gather,
+            buffers=buffers,
             route=Route(transport=transport_or_default(transport), algorithm=algorithm),
         )
         plan = agree_on_plan(module, options, self._groups, ShardLite)
@@ -161,6 +168,8 @@ class ShardLite(nn.Module):
         self._placement = place(plan, stage, shared.transport.rank, shared.world_size, reshard_after_forward)
         self.module = module
         self._units = self._build(plan, init)
+        left_alone = [each for each in ignore if isinstance(each, nn.Module)]
+        self._first_ranks = Buffers(module, shared, left_alone) if buffers == "rank0" else None
         self._connect(plan, prefetch, diagnose)
 
     # ---- what a module does -------------------------------------------------------------------------------------
@@ -178,6 +187,7 @@ class ShardLite(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, with inputs and outputs cast as `precision` says."""
         self._ready_for_forward()
+        self._share_buffers()
         if self.precision.compute is not None:
             args, kwargs = cast_floats((args, kwargs), self.precision.compute)
         with self._running():
@@ -519,6 +529,11 @@ class ShardLite(nn.Module):
         if self._forwards == 0:
             self._hooks.reset()
         self._backward.repair()
+
+    @_uncompiled
+    def _share_buffers(self) -> None:
+        if self._first_ranks is not None and not in_backward():
+            self._first_ranks.before_forward(trains=torch.is_grad_enabled() and not self._backward.accumulates())
 
     @_uncompiled
     def _ready_for_forward(self) -> None:

@@ -166,6 +166,8 @@ class Pair:
         self.optimizer = chosen.make(self.model.parameters())
         self._theirs = (chosen.twin or chosen.make)(self.twin.masters.values())
         self._steps = 0
+        self._shares = options.get("buffers", "rank0") == "rank0"
+        self._due = False  # rank 0's buffers are to be those of all
 
     def step(self, loss: Loss, modes: Sequence[str] = ("step",), clip: float | None = None) -> None:
         """Run one backward per mode ("local" and "sharded" are kinds of `no_sync`), clip, step, and compare."""
@@ -187,6 +189,7 @@ class Pair:
     def evaluate(self, run: Callable[[Callable[..., Any], Turn], Tensor]) -> None:
         """Compare what a run without gradients gives in evaluation mode."""
         turn, outputs = Turn(self._steps, self.rank, 0), []
+        self._share_buffers()
         self.twin.refresh()
         with torch.no_grad(), self.twin.as_rank(self.rank):
             for model, module in ((self.model, self.model.module), (self.twin, self.twin.module)):
@@ -200,12 +203,19 @@ class Pair:
         """Run the backwards only, on both sides."""
         expected: list[Tensor] = []
         for micros in _reduced_together(modes):
+            self._share_buffers()
+            self._due = modes[micros[-1]] == "step"
             results = self.twin.backward(lambda _, rank, m=micros: [self._run(loss, self.twin, rank, i) for i in m])
             expected += results[self.rank]
         for micro, (mode, theirs) in enumerate(zip(modes, expected, strict=True)):
             with accumulating(self.model, mode):
                 ours = self._run(loss, self.model, self.rank, micro)
             same_bits(self._what(f"loss {micro}"), ours, theirs)
+
+    def _share_buffers(self) -> None:
+        if self._due and self._shares:
+            self.twin.share_buffers()
+        self._due = False
 
     def _run(self, loss: Loss, model: Callable[..., Any], rank: int, micro: int) -> Tensor:
         value = loss(model, Turn(self._steps, rank, micro))

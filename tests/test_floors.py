@@ -22,7 +22,7 @@ FLOORS = [
     ["fill", "talks", "bucket", "average", "clip"],
     ["passes"],
     ["join", "gather", "unsharded", "census", "shards", "skips"],
-    ["reduce"],
+    ["reduce", "buffers"],
     ["partition", "handles"],
     ["backward", "sites", "stepping", "checks", "aliases", "materialise", "state_dicts"],
     ["hooks", "plan", "spread"],

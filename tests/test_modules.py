@@ -415,19 +415,20 @@ class Normed(nn.Module):
         return x + torch.tanh(self.norm(self.inner(x)))
 
 
-def keeps_statistics(group: Any, stage: int) -> None:
-    """Body of a rank: every rank starts with rank 0's statistics, and then has those of its own batches."""
+def keeps_statistics(group: Any, stage: int, buffers: str) -> None:
+    """Body of a rank: statistics are rank 0's when a forward begins, or each rank has those of its own batches."""
     for momentum in (0.1, None):
-        pair = trained(blocks(partial(Normed, momentum)), on_rows, group, stage=stage)
+        pair = trained(blocks(partial(Normed, momentum)), on_rows, group, stage=stage, buffers=buffers)
         pair.evaluate(on_rows)
         statistics = dict(pair.model.named_buffers())["0.norm.running_mean"]
         gathered = [torch.empty_like(statistics) for _ in range(torch.distributed.get_world_size(group))]
         torch.distributed.all_gather(gathered, statistics, group=group)
-        assert not torch.equal(gathered[0], gathered[1])
+        assert torch.equal(gathered[0], gathered[1]) is (buffers == "rank0")
         same = pair.model.full_state_dict()["0.norm.running_mean"]
         torch.testing.assert_close(same, statistics, rtol=0, atol=0)
 
 
 @pytest.mark.everywhere
-def test_batch_norm_statistics_are_each_ranks_own(cluster, world_size, stage):
-    cluster.check(keeps_statistics, world_size, stage)
+@pytest.mark.parametrize("buffers", ["rank0", "own"])
+def test_batch_norm_statistics(cluster, world_size, stage, buffers):
+    cluster.check(keeps_statistics, world_size, stage, buffers)

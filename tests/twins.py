@@ -102,8 +102,7 @@ class Twin:
 
     `masters` are what the optimizer has to step: as the model has them, but trainable ones in fp32 at least. `replicas`
     of the ranks are groups that share a model among themselves. With a `group` each rank computes its own part, and
-    `backward` is to be called by all of them. Buffers are each rank's own, as those of
-    `DistributedDataParallel(broadcast_buffers=False)`.
+    `backward` is to be called by all of them. Buffers are each rank's own until `share_buffers`.
     """
 
     def __init__(
@@ -177,6 +176,15 @@ class Twin:
                 buffer.copy_(self._buffers[rank][name])
         yield
         self._buffers[rank] = _copies(self.module)
+
+    def share_buffers(self) -> None:
+        """Let those of the first rank be those of all, as `DistributedDataParallel` does before a forward."""
+        if self._group is None:
+            self._buffers = [self._buffers[0]] * self.world_size
+        else:
+            own = self._buffers[self._computed[0]]
+            for buffer in own.values():
+                dist.broadcast(buffer, dist.get_global_rank(self._group, 0), group=self._group)
 
     def zero_grad(self) -> None:
         """Drop the gradients."""

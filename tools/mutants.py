@@ -940,6 +940,13 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "what a forward writes is dropped, and what it does not write loses digits",
     ),
     (
+        "shardlite/buffers.py",
+        "condition",
+        "and (self.trained or self.module.training)",
+        "and self.module.training",
+        "an evaluation after training has statistics of each rank's own",
+    ),
+    (
         "shardlite/watch.py",
         "condition",
         "if self.steps == STEPS:",
@@ -974,6 +981,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "shardlite/average.py": ("test_groups", "test_norm_of_hops"),
     "shardlite/backward.py": ("test_accumulation", "test_participation"),
     "shardlite/bucket.py": ("test_unused", "test_freezing"),
+    "shardlite/buffers.py": ("test_buffers", "test_modules"),
     "shardlite/build.py": ("test_stages", "test_optim_formats"),
     "shardlite/casts.py": ("test_outputs",),
     "shardlite/census.py": ("test_nonfinite", "test_nonfinite_sums"),

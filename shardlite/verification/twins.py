@@ -173,7 +173,9 @@ class _Sharded(_Plain):
     def __init__(self, task: Task, stage: int) -> None:
         module = task.model()
         self._shapes = {name: param.shape for name, param in module.named_parameters()}
-        self._model = ShardLite(module, stage=stage, units=task.units, precision=task.precision, group=task.group)
+        self._model = ShardLite(
+            module, stage=stage, units=task.units, precision=task.precision, group=task.group, buffers="own"
+        )
         super().__init__(task, self._model, AdamW)
 
     def gradients(self) -> Gradients:
