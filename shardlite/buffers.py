@@ -95,7 +95,7 @@ class Buffers:
             if ranks and squares * self._shared.world_size != total * total:
                 raise LayoutError(
                     f"buffer {place.name!r} has become one of another length on some rank: rank 0's would be that of "
-                    "all. Let it be of one length, or wrap with buffers=\"own\""
+                    'all. Let it be of one length, or wrap with buffers="own"'
                 )
             if ranks and total:
                 changed.append(place)
@@ -105,7 +105,9 @@ class Buffers:
     def _send(self, places: Sequence[_Place]) -> None:
         """Let these be rank 0's."""
         buffers = {place.name: buffer for place in places if (buffer := place.buffer) is not None}
-        for dtype, alike in groupby(sorted(buffers, key=lambda name: str(buffers[name].dtype)), lambda n: buffers[n].dtype):
+        for dtype, alike in groupby(
+            sorted(buffers, key=lambda name: str(buffers[name].dtype)), lambda n: buffers[n].dtype
+        ):
             names = list(alike)
             flat = torch.cat([buffers[name].reshape(-1) for name in names]).to(self._shared.device)
             operation = self._shared.operation(f"the buffers of {dtype}", next(self._numbers))

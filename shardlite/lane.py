@@ -15,9 +15,14 @@ from typing import Protocol
 
 import torch
 
+from shardlite.errors import CommError
+
 _FAREWELL = 2.0
 """Seconds that the end of a lane waits for its last operation, which may be waiting for a peer that is gone."""
 
+
+SLOW = 1.0
+"""Seconds of a wait after which it is long."""
 
 _POLL = 5e-5
 """Seconds between two looks at a GPU."""
@@ -43,22 +48,45 @@ class Lane(Protocol):
         """Queue `operation`; it starts when those before it are done, and what the caller has computed so far."""
 
 
-def make_lane(name: str, device: torch.device, *, blocking: bool) -> Lane:
-    """Return a lane for tensors on `device`; `blocking` says that operations make the host wait for messages."""
+class Watch(Protocol):
+    """Who knows, when a wait is long, whether it will ever end."""
+
+    def stuck(self) -> str:
+        """Return why it will not, or nothing."""
+
+    def goes_on(self) -> None:
+        """Note that it has ended."""
+
+
+def make_lane(name: str, device: torch.device, *, blocking: bool, watch: Watch | None = None) -> Lane:
+    """Return a lane for tensors on `device`; `blocking` says that operations make the host wait for messages.
+
+    `watch` is asked about waits of the host that are long.
+    """
     if device.type != "cuda":
-        return ThreadLane(name)
+        return ThreadLane(name, watch)
     return StreamLane(device, ThreadLane(name) if blocking else None)
 
 
 class _HostFlight:
     """An operation that is done when a thread has done it."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Watch | None = None) -> None:
         self._outcome: Future[None] = Future()
         self._is_over = False
+        self._watch = watch
 
     def wait(self) -> None:
+        if self._watch is not None and not self.wait_up_to(SLOW):
+            self._wait_long(self._watch)
         self._outcome.result()
+
+    def _wait_long(self, watch: Watch) -> None:
+        while not self.wait_up_to(SLOW):
+            why = watch.stuck()
+            if why:
+                raise CommError(why)
+        watch.goes_on()
 
     def done(self) -> bool:
         return self._is_over  # a future would take a lock to say so
@@ -89,7 +117,8 @@ class ThreadLane:
     never answer.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, watch: Watch | None = None) -> None:
+        self._watch = watch
         self._queue: SimpleQueue[tuple[_HostFlight, Callable[[], None]] | None] = SimpleQueue()
         # Neither the thread nor the finalizer holds the lane, or a forgotten lane would never be collected.
         thread = Thread(target=_work_off, args=(self._queue,), name=f"shardlite-{name}", daemon=True)
@@ -98,7 +127,7 @@ class ThreadLane:
 
     def submit(self, operation: Callable[[], None]) -> Flight:
         """Queue `operation`; it starts when those before it are done."""
-        flight = _HostFlight()
+        flight = _HostFlight(self._watch)
         self._queue.put((flight, operation))
         return flight
 

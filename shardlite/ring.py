@@ -337,13 +337,21 @@ class _Named(NamedTuple):
     full: Tensor
 
     def __enter__(self) -> None:
-        pass
+        notes = self.operation.notes
+        if notes is not None:
+            notes.begin(self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        operation, full = self
+        if operation.notes is not None:
+            operation.notes.end(self)
         if isinstance(error, CommError):
-            operation, full = self
             during = f", during {operation.during}" if operation.during else ""
             which = f"operation {operation.sequence}, {full.numel()} elements of {full.dtype}"
             what = f"{operation.label}{during} ({which})"
             others = "" if operation.notes is None else operation.notes.compare(what)
             raise CommError(f"{what}: {error}{others}") from error
+
+    def __call__(self) -> str:
+        """Name what ranks have in common that are in this operation."""
+        return f"{self.operation.label} ({self.operation.sequence})"

@@ -51,6 +51,10 @@ class Shared:
     device: torch.device
     steps: Steps
     board: Board
+    waits: Board | None
+    """Where ranks say what they wait in; `None` where that does not tell whether they will go on: what a GPU does the
+    host does not see, and replicas have operations that not all ranks are in."""
+
     trace: Trace
     ledger: Ledger
     traffic: Traffic
@@ -102,7 +106,7 @@ class Shared:
     @cached_property
     def notes(self) -> Notes:
         """What ranks leave for each other when something has failed."""
-        return Notes(self.board, self.rank, self.world_size)
+        return Notes(self.board, self.rank, self.world_size, waits=self.waits)
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -131,7 +135,8 @@ class Shared:
 
     def lane(self, name: str) -> Lane:
         """Return a new lane for operations that use these transports."""
-        return make_lane(name, self.device, blocking=any(transport.blocking for transport in self.transports))
+        blocking = any(transport.blocking for transport in self.transports)
+        return make_lane(name, self.device, blocking=blocking, watch=self.notes)
 
 
 def share(groups: Groups, device: torch.device, timeout: timedelta, route: Route) -> Shared:
@@ -144,6 +149,7 @@ def share(groups: Groups, device: torch.device, timeout: timedelta, route: Route
     transport, replicas = _connect(groups, device, timeout, route, apart=False)
     hosts = connect_hosts(groups.shard, timeout, route=route)
     other_hosts = None if groups.replicas is None else connect_hosts(groups.replicas, timeout, route=route)
+    name = f"model {instance} from rank {first}"
     return Shared(
         instance=instance,
         transport=transport,
@@ -152,7 +158,8 @@ def share(groups: Groups, device: torch.device, timeout: timedelta, route: Route
         hosts=(hosts, other_hosts),
         device=device,
         steps=Steps(),
-        board=StoreBoard(f"model {instance} from rank {first}"),
+        board=StoreBoard(name),
+        waits=StoreBoard(f"{name}, waits") if device.type == "cpu" and replicas is None else None,
         trace=Trace(),
         ledger=Ledger(),
         traffic=Traffic(device),

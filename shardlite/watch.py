@@ -49,7 +49,10 @@ _NORMS: frozenset[Any] = frozenset([Tensor.norm, torch.norm, _linalg.norm, _lina
 _VIEWS: frozenset[Any] = frozenset(
     [
         *(getattr(Tensor, name) for name in ("detach", "view", "reshape", "flatten", "ravel", "view_as", "squeeze")),
-        *(getattr(Tensor, name) for name in ("float", "double", "to", "abs", "square", "pow", "mul", "__mul__", "__rmul__")),
+        *(
+            getattr(Tensor, name)
+            for name in ("float", "double", "to", "abs", "square", "pow", "mul", "__mul__", "__rmul__")
+        ),
         *(getattr(torch, name) for name in ("flatten", "reshape", "ravel", "squeeze", "detach")),
         *(getattr(torch, name) for name in ("abs", "square", "pow", "mul")),
         *(Tensor.data.__get__, Tensor.__pow__),  # type: ignore[attr-defined]

@@ -3,8 +3,11 @@
 A process group is of no more use after such an error, so every scenario has groups of its own, over the same workers.
 """
 
+import re
+import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -227,3 +230,67 @@ def test_an_exception_in_the_backward_of_one_rank(cluster):
         assert "CommError" in message
         assert "at step 1" in message
         assert "Meanwhile rank" in message
+
+
+# ---- found out at once -----------------------------------------------------------------------------------------------
+
+
+def validates(model: ShardLite, optimizer: AdamW, x: Tensor) -> None:
+    with torch.no_grad():
+        model(x)
+
+
+def saves(model: ShardLite, optimizer: AdamW, x: Tensor) -> None:
+    model.full_state_dict()
+
+
+def clips(model: ShardLite, optimizer: AdamW, x: Tensor) -> None:
+    model.clip_grad_norm_(1.0)
+
+
+def resumes(model: ShardLite, optimizer: AdamW, x: Tensor) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def alone_body(world, stage: int, act: Callable[[ShardLite, AdamW, Tensor], None]) -> str:
+    """Rank 0 does something alone. No wait is ever long enough to end in a timeout."""
+    group = dist.new_group(list(range(world.size())))
+    model = ShardLite(Model(), group=group, stage=stage, timeout=timedelta(hours=1))
+    optimizer, x = AdamW(model.parameters()), torch.ones(2, WIDTH)
+    with pytest.raises(ShardLiteError) as caught:
+        for step in range(3):
+            model(x).backward()
+            if step == 1 and world.rank() == 0:
+                act(model, optimizer, x)
+            optimizer.step()
+            optimizer.zero_grad()
+    return str(caught.value)
+
+
+ALONE = [(validates, 3), (saves, 3), (saves, 2), (clips, 1), (resumes, 0)]
+
+
+@pytest.mark.parametrize(("act", "stage"), ALONE)
+def test_ranks_that_wait_for_each_other_are_told_where_without_a_timeout(cluster, act, stage):
+    told = cluster.run(alone_body, 2, stage, act)
+    line = act.__code__.co_firstlineno
+    assert any("ranks wait for each other in different operations" in message for message in told)
+    for message in told:
+        places = [int(each) for each in re.findall(rf"{Path(__file__).name}, line (\d+)", message)]
+        assert any(line < each <= line + 3 for each in places) or "has given up" in message
+    assert any(re.search(r"rank 0 in .*\n  rank 1 in ", message) for message in told)
+
+
+def slow_body(world) -> None:
+    """A rank that is late, but comes, is waited for: nothing is said of a standstill."""
+    group = dist.new_group(list(range(world.size())))
+    model = ShardLite(Model(), group=group, timeout=timedelta(hours=1))
+    for turn in range(2):
+        if turn == world.rank():
+            time.sleep(seconds(4))
+        model(torch.ones(2, WIDTH)).backward()
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_late_is_waited_for(cluster):
+    cluster.check(slow_body, 2)

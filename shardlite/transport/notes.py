@@ -2,20 +2,39 @@
 
 Nothing is said, and nothing costs, before. The way of the messages themselves is closed then (gloo closes a connection
 that has timed out), so notes go where the ranks found each other: the store of the process group.
+
+A rank that has waited for seconds says in which operations, too, and looks at what the others say. If all of them wait,
+and no operation is one that all are in, none will ever go on: that is an error at once.
 """
 
+import sys
 import time
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from contextlib import suppress
+from pathlib import Path
+from threading import get_ident
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 
 PATIENCE = 2.0
 """Seconds after its first failure in which a rank waits for the notes of others, which fail at about that time."""
 
+SLOW = 1.0
+"""Seconds of a wait after which a rank says in which operations it waits, and says so again."""
+
 _LOOK = 0.02
 """Seconds between two looks."""
+
+_BEATS = 2
+"""How often each rank has to say that it still waits in the same operations."""
+
+_EAGER = 8
+"""After so many looks in one wait, only one in so many is taken: it may be a long one, of many ranks."""
+
+_OWN = str(Path(__file__).parent.parent)
+_LIBRARIES = (_OWN, str(Path(torch.__file__).parent))
 
 
 class Board(Protocol):
@@ -31,8 +50,16 @@ class Board(Protocol):
 class Notes:
     """The notes of ranks that exchange messages, as one of them sees them."""
 
-    def __init__(self, board: Board, rank: int, world_size: int, patience: float = PATIENCE) -> None:
+    def __init__(
+        self, board: Board, rank: int, world_size: int, patience: float = PATIENCE, waits: Board | None = None
+    ) -> None:
+        """`waits` is where ranks say what they wait in, if they do. The program runs on the thread that calls this."""
         self._board = board
+        self._waits = waits
+        self._thread = get_ident()
+        self._running: dict[int, Callable[[], str]] = {}  # by thread
+        self._asked = self._beats = 0
+        self._first: dict[int, tuple[int, str]] = {}  # by rank: what it said when it first said the same as now
         self._rank = rank
         self._others = [other for other in range(world_size) if other != rank]
         self._patience = patience
@@ -57,12 +84,80 @@ class Notes:
             with suppress(RuntimeError):
                 self._board.put(self._rank, "")
 
+    def begin(self, operation: Callable[[], str]) -> None:
+        """Note the name of an operation that begins on this thread; one inside another is a part of it."""
+        thread = get_ident()
+        self._running.setdefault(thread, operation)
+        _watching[thread] = self
+
+    def end(self, operation: Callable[[], str]) -> None:
+        """Note that it is over."""
+        thread = get_ident()
+        if self._running.get(thread) is operation:
+            del self._running[thread]
+            _watching.pop(thread, None)
+
+    def stuck(self) -> str:
+        """Return why no rank will ever go on, or nothing. To be called each second that the program waits.
+
+        Each rank says where it waits again and again, so that what one says that goes on meanwhile grows old. If all
+        have said the same several times while this one watched, there was a moment when all of them waited there.
+        """
+        if self._waits is None or get_ident() != self._thread:
+            return ""
+        self._asked += 1
+        if self._asked > _EAGER and self._asked % _EAGER:
+            return ""
+        self._beats += 1
+        inside = sorted(operation() for operation in list(self._running.values()))
+        said = "\n".join([str(self._beats), self.place(), *inside])
+        try:
+            self._waits.put(self._rank, said)
+            told = {self._rank: said} | {other: self._waits.read(other) for other in self._others}
+        except RuntimeError:  # the store may be gone with the process that kept it
+            return ""
+        beats = {}
+        for rank, words in told.items():
+            beat, _, where = words.partition("\n")
+            beats[rank] = int(beat or 0)
+            if not where or self._first.get(rank, (0, ""))[1] != where:
+                self._first[rank] = (beats[rank], where)
+        operations = {rank: where.splitlines()[1:] for rank, (_, where) in self._first.items()}
+        long = all(beats[rank] - beat >= _BEATS for rank, (beat, _) in self._first.items())
+        if not long or not all(operations.values()) or set.intersection(*map(set, operations.values())):
+            return ""
+        self.leave(f"{' and '.join(inside)}{self.place()}")
+        each = (
+            f"\n  rank {rank} in {' and '.join(operations[rank])}{self._first[rank][1].splitlines()[0]}"
+            for rank in sorted(operations)
+        )
+        return f"ranks wait for each other in different operations, and none will ever go on:{''.join(each)}"
+
+    def goes_on(self) -> None:
+        """Take back what was said of waiting."""
+        if self._waits is not None and self._first and get_ident() == self._thread:
+            self._first, self._asked = {}, 0
+            with suppress(RuntimeError):
+                self._waits.put(self._rank, "")
+
+    def place(self) -> str:
+        """Say where in the program this rank is: the line that called this library, or nothing if there is none."""
+        frame, found = sys._current_frames().get(self._thread), None
+        while frame is not None:  # from the inside out: the outermost call of the library counts
+            if frame.f_code.co_filename.startswith(_OWN):
+                outer = frame.f_back
+                while outer is not None and outer.f_code.co_filename.startswith(_LIBRARIES):
+                    outer = outer.f_back
+                found = outer or found
+            frame = frame.f_back
+        return "" if found is None else f", called in {found.f_code.co_filename}, line {found.f_lineno}"
+
     def compare(self, note: str) -> str:
-        """Leave a note, wait for those of the others, and return what all others were doing.
+        """Leave a note, with the place in the program, wait for those of the others, and return what all others did.
 
         What fails after that in this rank does not wait for them again.
         """
-        deadline = self.leave(note) + self._patience
+        deadline = self.leave(f"{note}{self.place()}") + self._patience
         told: dict[int, str] = {}
         try:
             while len(told) < len(self._others):
@@ -76,6 +171,15 @@ class Notes:
 
     def _read(self, other: int) -> str:
         return self._board.read(other)
+
+
+_watching: dict[int, Notes] = {}
+"""By thread: those of the operation that it is in."""
+
+
+def watching() -> Notes | None:
+    """Return the notes of the operation that this thread is in, if it has any."""
+    return _watching.get(get_ident())
 
 
 _SILENT = "has said nothing; it computes, waits for something else, or is gone"

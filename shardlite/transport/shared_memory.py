@@ -29,6 +29,7 @@ from shardlite.schedule import Algorithm
 from shardlite.transport.base import Completed, Loan, OneByOne, Pending
 from shardlite.transport.heap import Heap, Mapping
 from shardlite.transport.mailbox import PLACES, Announcement, Control
+from shardlite.transport.notes import SLOW, watching
 
 _T = TypeVar("_T")
 
@@ -109,7 +110,8 @@ class Neighbours:
                 self._waiting -= 1
 
     def _wait(self, done: Callable[[], bool], words: Callable[[], str], peer: int, limit: float) -> None:
-        deadline = time.monotonic() + limit
+        now = time.monotonic()
+        deadline, slow, watch = now + limit, now + SLOW, watching()
         tries, enough = 0, _TRIES
         if self._has_core and threading.current_thread() is threading.main_thread():
             enough = _MANY_TRIES
@@ -117,13 +119,20 @@ class Neighbours:
             heard = self._mine.bell()
             self._progress(words)
             if done():
+                if watch is not None:
+                    watch.goes_on()
                 return
             if self._broken:
                 raise CommError(f"{words()} failed: {self._broken}")
             tries += 1
             if tries < enough:
                 continue
-            left = deadline - time.monotonic()
+            now = time.monotonic()
+            left = deadline - now
+            if watch is not None and now > slow:
+                slow = now + SLOW
+                if why := watch.stuck():
+                    self.fail(words, why)
             if left <= 0:
                 self.fail(words, f"nothing happened within {limit:g} s. The peer is late or does another operation.")
             self._mine.sleep(heard, min(left, _LOOK))
