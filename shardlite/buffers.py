@@ -114,7 +114,8 @@ class Buffers:
             for transport in self._shared.counted("buffers"):
                 broadcast(flat, transport, operation=operation)
             if self._shared.rank > 0:
-                for name, part in zip(names, flat.split([buffers[name].numel() for name in names]), strict=True):
+                parts = torch.split(flat, [buffers[name].numel() for name in names])
+                for name, part in zip(names, parts, strict=True):
                     buffers[name].copy_(part.view(buffers[name].shape))
         for place in self._places:
             place.look()

@@ -5,7 +5,7 @@
 - Wrapped models hear of the steps that change them, and may have to leave one out.
 - `torch.nn.utils.clip_grad_norm_` would take the norm of this rank's shards for that of all, and `GradScaler` would
   decide on each rank by itself whether to step. Both look up a function when they are called: that one is replaced.
-- `state_dict()` of an optimizer is of the shards of one rank, and `load_state_dict()` would put any other's beside them.
+- `state_dict()` of an optimizer is of the shards of one rank, and `load_state_dict()` would take those of any other.
   (`get_total_norm` is that function itself: who imported it by name before ShardLite has the old one.)
 """
 
@@ -222,8 +222,9 @@ def _load_state_dict(original: Callable[..., None]) -> Callable[..., None]:
 
 
 _RESUME = (
-    "Nothing was changed. States are of shards: each rank saves its own and loads it again, with as many ranks, the same "
-    "stage and the same units. To go on with others, load the weights (`load_full_state_dict`) and start a new optimizer"
+    "Nothing was changed. States are of shards: each rank saves its own and loads it again, with as many ranks, at "
+    "the same stage and with the same units. To go on with others, load the weights (`load_full_state_dict`) and begin "
+    "with a new optimizer"
 )
 
 

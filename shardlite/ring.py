@@ -352,6 +352,6 @@ class _Named(NamedTuple):
             others = "" if operation.notes is None else operation.notes.compare(what)
             raise CommError(f"{what}: {error}{others}") from error
 
-    def __call__(self) -> str:
+    def __str__(self) -> str:
         """Name what ranks have in common that are in this operation."""
         return f"{self.operation.label} ({self.operation.sequence})"

@@ -12,7 +12,6 @@ from shardlite.trace import Trace
 from shardlite.unit import Unit
 from shardlite.watch import watch
 
-
 Part = tuple[str, int, int, int]
 """A parameter's name, the first element that a shard has of it, the one after its last, and how many there are."""
 

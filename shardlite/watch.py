@@ -81,8 +81,8 @@ class Watch:
             shard = part.shard()
             if type(shard) is _SeenShard:
                 if type(shard.grad) is _Seen:
-                    shard.grad.__class__ = Tensor
-                shard.__class__ = Shard
+                    shard.grad.__class__ = Tensor  # type: ignore[assignment]
+                shard.__class__ = Shard  # type: ignore[assignment]
 
     def warn(self, what: str) -> None:
         """Say so, once."""
@@ -202,12 +202,12 @@ class _Seen(_Watched, Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Be saved as an ordinary tensor."""
         with as_they_are():
-            return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[arg-type]
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
-    def __repr__(self, **options: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Look like an ordinary tensor."""
         with as_they_are():
-            return repr(self.as_subclass(Tensor))  # type: ignore[arg-type]
+            return repr(self.as_subclass(Tensor))
 
 
 class _SeenShard(_Watched, Shard):

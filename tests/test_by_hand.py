@@ -46,13 +46,14 @@ def written_body(group: Any, write: Callable[[nn.Parameter], None], stage: int, 
     """Right after wrapping, between steps, and between a backward and its step."""
     pair = Pair(net, group, stage=stage, units=UNITS, precision=Precision(compute=compute))
     whole = dict(pair.model.module.named_parameters())
+    refusals: list[str] = []
 
     def everywhere() -> bool:
         """Write into one parameter of the model and of its twin; return whether that was allowed."""
         try:
             write(whole["1.inner.weight"])
         except LayoutError as error:
-            assert "'1.inner.weight'" in str(error) and "gathered()" in str(error)
+            refusals.append(str(error))
             return False
         with torch.no_grad():
             value = torch.tensor(0.01, dtype=compute or torch.float32).float()
@@ -65,6 +66,7 @@ def written_body(group: Any, write: Callable[[nn.Parameter], None], stage: int, 
     pair.finish()
     kept.append(everywhere())
     pair.step(rows)
+    assert all("'1.inner.weight'" in each and "gathered()" in each for each in refusals)
     if stage == 3:
         assert not any(kept)
     elif write in (by_init, by_copy):  # after the backward, whole parameters are there
@@ -141,10 +143,9 @@ def groups_body(group: Any, make: Callable[..., optim.Optimizer], stage: int) ->
     ]
     optimizer = make(groups)
     rows(model, Turn(0, 0, 0)).backward()
-    with pytest.warns(ShardWarning, match="group 0 of .* has no parameters. If it was chosen by identity") as caught:
+    with pytest.warns(ShardWarning, match="group 0 of .* has no parameters. If it was chosen by identity"):
         optimizer.step()
-        optimizer.step()
-    assert len(caught) == 1
+    optimizer.step()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

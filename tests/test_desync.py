@@ -257,13 +257,17 @@ def alone_body(world, stage: int, act: Callable[[ShardLite, AdamW, Tensor], None
     group = dist.new_group(list(range(world.size())))
     model = ShardLite(Model(), group=group, stage=stage, timeout=timedelta(hours=1))
     optimizer, x = AdamW(model.parameters()), torch.ones(2, WIDTH)
-    with pytest.raises(ShardLiteError) as caught:
+
+    def train() -> None:
         for step in range(3):
             model(x).backward()
             if step == 1 and world.rank() == 0:
                 act(model, optimizer, x)
             optimizer.step()
             optimizer.zero_grad()
+
+    with pytest.raises(ShardLiteError) as caught:
+        train()
     return str(caught.value)
 
 

@@ -9,7 +9,7 @@ and no operation is one that all are in, none will ever go on: that is an error 
 
 import sys
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from contextlib import suppress
 from pathlib import Path
 from threading import get_ident
@@ -57,7 +57,7 @@ class Notes:
         self._board = board
         self._waits = waits
         self._thread = get_ident()
-        self._running: dict[int, Callable[[], str]] = {}  # by thread
+        self._running: dict[int, object] = {}  # by thread
         self._asked = self._beats = 0
         self._first: dict[int, tuple[int, str]] = {}  # by rank: what it said when it first said the same as now
         self._rank = rank
@@ -84,13 +84,13 @@ class Notes:
             with suppress(RuntimeError):
                 self._board.put(self._rank, "")
 
-    def begin(self, operation: Callable[[], str]) -> None:
-        """Note the name of an operation that begins on this thread; one inside another is a part of it."""
+    def begin(self, operation: object) -> None:
+        """Note an operation that begins on this thread, whose `str` is its name; one inside another is a part of it."""
         thread = get_ident()
         self._running.setdefault(thread, operation)
         _watching[thread] = self
 
-    def end(self, operation: Callable[[], str]) -> None:
+    def end(self, operation: object) -> None:
         """Note that it is over."""
         thread = get_ident()
         if self._running.get(thread) is operation:
@@ -109,7 +109,7 @@ class Notes:
         if self._asked > _EAGER and self._asked % _EAGER:
             return ""
         self._beats += 1
-        inside = sorted(operation() for operation in list(self._running.values()))
+        inside = sorted(map(str, list(self._running.values())))
         said = "\n".join([str(self._beats), self.place(), *inside])
         try:
             self._waits.put(self._rank, said)
