@@ -77,16 +77,20 @@ class _HostFlight:
         self._watch = watch
 
     def wait(self) -> None:
-        if self._watch is not None and not self.wait_up_to(SLOW):
+        try:
+            self._outcome.result(None if self._watch is None else SLOW)
+        except FutureTimeoutError:
+            if self._watch is None or self._is_over:  # it is the operation's own
+                raise
             self._wait_long(self._watch)
-        self._outcome.result()
 
     def _wait_long(self, watch: Watch) -> None:
-        while not self.wait_up_to(SLOW):
+        while not (self._is_over or self.wait_up_to(SLOW)):
             why = watch.stuck()
             if why:
                 raise CommError(why)
         watch.goes_on()
+        self._outcome.result()
 
     def done(self) -> bool:
         return self._is_over  # a future would take a lock to say so

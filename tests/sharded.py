@@ -144,6 +144,10 @@ class Pair:
     twin `together`, each on its own batch; where a rank may run ahead of the others, each computes all of it.
     """
 
+    _shares = True
+    _due = False
+    """Whether rank 0's buffers are to be those of all."""
+
     def __init__(
         self,
         make: Callable[[], nn.Module],
@@ -167,7 +171,6 @@ class Pair:
         self._theirs = (chosen.twin or chosen.make)(self.twin.masters.values())
         self._steps = 0
         self._shares = options.get("buffers", "rank0") == "rank0"
-        self._due = False  # rank 0's buffers are to be those of all
 
     def step(self, loss: Loss, modes: Sequence[str] = ("step",), clip: float | None = None) -> None:
         """Run one backward per mode ("local" and "sharded" are kinds of `no_sync`), clip, step, and compare."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardlite.shared
-from shardlite import AdamW, ShardLite
+from shardlite import AdamW, CommError, ShardLite
 from shardlite.lane import StreamLane, ThreadLane, make_lane
 from shardlite.transport import NcclTransport, StagedTransport
 from tests.patience import seconds
@@ -199,3 +199,42 @@ def other_transports_body(group):
 @pytest.mark.parametrize("world_size", [2, WIDE])
 def test_training_over_the_transports_for_gpus_gives_the_same_bits(cluster, world_size):
     cluster.check(other_transports_body, world_size)
+
+
+class _Watch:
+    """Finds a wait in vain when it is asked for the third time."""
+
+    def __init__(self) -> None:
+        self.asked, self.went_on = 0, 0
+
+    def stuck(self) -> str:
+        self.asked += 1
+        return "never" if self.asked == 3 else ""
+
+    def goes_on(self) -> None:
+        self.went_on += 1
+
+
+def test_a_long_wait_is_asked_about(monkeypatch):
+    monkeypatch.setattr("shardlite.lane.SLOW", 0.01)
+    go, watch = threading.Event(), _Watch()
+    lane = ThreadLane("test", watch)
+    flight = lane.submit(lambda: go.wait() and None)
+    with pytest.raises(CommError, match="never"):
+        flight.wait()
+    assert (watch.asked, watch.went_on) == (3, 0)
+    go.set()
+    flight.wait()
+    late = lane.submit(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        late.wait()
+
+
+def test_an_operation_may_end_in_a_timeout_of_its_own(monkeypatch):
+    monkeypatch.setattr("shardlite.lane.SLOW", 0.01)
+
+    def times_out() -> None:
+        raise TimeoutError("of something else")
+
+    with pytest.raises(TimeoutError, match="of something else"):
+        ThreadLane("test", _Watch()).submit(times_out).wait()
