@@ -103,12 +103,13 @@ class Backward:
 
     def _take_gradient(self, unit: Unit, param: nn.Parameter) -> None:
         """Take the gradient that autograd has just put into `param.grad`."""
-        grad = take_grad(param)
+        grad, is_watched = take_grad(param)
         assert grad is not None
         self.open()
         if not self._got_gradients:
             self._reducer.begin(steps=self._mode is Mode.STEP)
         self._got_gradients = True
+        self._reducer.latest = (param, grad.detach()) if is_watched else None
         bucket = self._reducer.add(unit, param, grad.detach())  # with `create_graph` it has a history
         if self._mode is not Mode.LOCAL and self._is_complete(bucket):
             self._reducer.complete(unit)

@@ -12,6 +12,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
+from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
@@ -25,7 +26,9 @@ from torch.utils._pytree import tree_leaves
 
 from shardlite import state_dicts
 from shardlite.errors import LayoutError, ShardWarning
+from shardlite.parameters import Shard
 from shardlite.stepping import Stepping
+from shardlite.watch import SeenShard
 
 WHOLE_MATRICES = {"Muon", "Adafactor", "LBFGS"}
 """Optimizers of PyTorch that are not elementwise."""
@@ -177,6 +180,11 @@ def _check(optimizer: Optimizer, model: Stepping, params: Iterable[Tensor]) -> N
             '(master="split24") and know nothing of the rest: use shardlite.AdamW, or a master in fp32'
         )
     kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+    if model.shards.by_param() and "SparseAdam" in kinds:
+        raise LayoutError(
+            "SparseAdam steps by sparse gradients, but those of shards are dense, means over all ranks: use AdamW, or "
+            "keep the embedding out of the model's sharding by `ignore=[...]`"
+        )
     if model.shards.are_parts and kinds & WHOLE_MATRICES:
         raise LayoutError(
             f"{type(optimizer).__name__} computes with whole parameters or all of them together, and would "
@@ -333,6 +341,9 @@ def _owner(grads: Sequence[Tensor]) -> tuple[Stepping | None, set[nn.Parameter]]
     return None, set()
 
 
+# PyTorch's optimizers choose `foreach` and `fused` by the exact class of parameters.
+_kinds: list[type] = getattr(import_module("torch.optim.optimizer"), "_foreach_supported_types", [])
+_kinds.extend(kind for kind in (Shard, SeenShard) if kind not in _kinds)
 # A compiled step must not be traced into what looks at parameters whose values are elsewhere.
 register_optimizer_step_pre_hook(torch.compiler.disable(_before))  # type: ignore[no-untyped-call]
 register_optimizer_step_post_hook(torch.compiler.disable(_after))  # type: ignore[no-untyped-call]

@@ -8,6 +8,7 @@ hooks innermost even where a user's own (`save_on_cpu`, a checkpoint) were enter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ class ModuleHooks:
         self._written: dict[Unit, int] = {}
         self._evaluating = False
         self._around = 0  # calls of the wrapped model that are running
+        self._thread: int | None = None  # that the pass in progress is on
 
     def install(
         self,
@@ -92,6 +94,7 @@ class ModuleHooks:
     @contextmanager
     def around(self) -> Iterator[None]:
         """Let code inside use weights outside of any module's forward, too: a pass begins when it does."""
+        self._claim()
         pushed = self._calls is not None and not self._frames and push_hooks(self._calls)
         self._around += 1
         try:
@@ -100,6 +103,7 @@ class ModuleHooks:
             self._around -= 1
             if self._around == 0:
                 self.reset()
+                self._thread = None
             if pushed:
                 pop_hooks()
 
@@ -118,6 +122,7 @@ class ModuleHooks:
                 "this module is a copy of a wrapped one, whose parameters it does not have: wrap a second model, and "
                 "load it with load_full_state_dict()"
             )
+        self._claim()
         if not self._frames and not in_backward():
             frame = self._begin(f"the forward of {self._names[module] or 'the model'}", module)
         else:
@@ -141,7 +146,24 @@ class ModuleHooks:
         finally:
             if frame.outermost:
                 self._gatherer.end_pass()
+                if not self._around:
+                    self._thread = None
         return replaced
+
+    def _claim(self) -> None:
+        """Note the thread that runs the model. (A backward may run on threads of PyTorch's, one at a time.)
+
+        Raises:
+            LayoutError: another one does.
+        """
+        thread = get_ident()
+        if self._thread != thread and not in_backward():
+            if self._thread is not None:
+                raise LayoutError(
+                    "two threads run one ShardLite model at once: its ranks gather weights in one order, which threads "
+                    "would mix up. Let one thread run it, or put a lock around its calls"
+                )
+            self._thread = thread
 
     def _begin(self, kind: str, module: nn.Module) -> _Frame:
         """Begin a pass with the forward of a module. Passes of one `kind` are expected to be alike."""

@@ -178,12 +178,13 @@ def is_plain(tensor: Tensor) -> bool:
     return getattr(kind, "original", kind) in (Tensor, nn.Parameter)
 
 
-def take_grad(param: nn.Parameter) -> Tensor | None:
-    """Take the gradient away that autograd has put there."""
+def take_grad(param: nn.Parameter) -> tuple[Tensor | None, bool]:
+    """Take the gradient away that autograd has put there; return it, and whether several hooks were to see it."""
     with as_they_are():
         grad: Tensor | None = _own_grad.__get__(param)
         _own_grad.__set__(param, None)
-    return grad
+        hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    return grad, hooks is not None and len(hooks) > 1
 
 
 _own_grad: Any = torch._C.TensorBase.grad

@@ -112,6 +112,9 @@ class _Round:
 class Reducer:
     """Reduces the gradients of one wrapped model; `diagnose` names those that are not finite."""
 
+    latest: tuple[nn.Parameter, Tensor] | None = None
+    """The gradient that has just come, if hooks of the program are to see it: its bucket may be on its way already."""
+
     _nonfinite: Tensor | None = None
     _judged: Sequence["weakref.ref[Tensor]"] = ()
     """The gradients that `_nonfinite` is about."""
@@ -238,6 +241,7 @@ class Reducer:
 
     def start_over(self) -> None:
         """Be ready for the next backward."""
+        self.latest = None
         for bucket in self._buckets.values():
             bucket.arrivals, bucket.reduced = 0, False
             bucket.unit.stepped.clear()
@@ -267,7 +271,10 @@ class Reducer:
 
     def waiting(self, unit: Unit, param: nn.Parameter) -> Tensor | None:
         """Return the gradient of one of the module's parameters that was accumulated and not yet reduced."""
-        return self._buckets[unit].gradient(param) if unit in self._buckets else None
+        accumulated = self._buckets[unit].gradient(param) if unit in self._buckets else None
+        if accumulated is None and self.latest is not None and self.latest[0] is param:
+            return self.latest[1]
+        return accumulated
 
     def drop(self, unit: Unit, param: nn.Parameter) -> None:
         """Forget that gradient."""

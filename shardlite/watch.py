@@ -79,7 +79,7 @@ class Watch:
         """Let shards and gradients be of ordinary classes again."""
         for part in self.parts:
             shard = part.shard()
-            if type(shard) is _SeenShard:
+            if type(shard) is SeenShard:
                 if type(shard.grad) is _Seen:
                     shard.grad.__class__ = Tensor  # type: ignore[assignment]
                 shard.__class__ = Shard  # type: ignore[assignment]
@@ -119,7 +119,7 @@ def watch(flats: Iterable[Flat]) -> Watch:
             edges = [slot.within(*flat.layout.shard_range(rank)) for rank in range(flat.layout.world_size)]
             without = [rank for rank, (first, stop) in enumerate(edges) if first == stop]
             parts.append(part := _Part(slot.name, *flat.range_of(row), slot.numel, ref(shard), without))
-            shard.__class__ = _SeenShard
+            shard.__class__ = SeenShard
             _known[shard] = (look, part, "the shard")
     return look
 
@@ -131,7 +131,7 @@ _known: Any = WeakTensorKeyDictionary()
 def _look(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Watch, _Part, str] | None:
     """Return what the first argument is known as, after a warning or an error if `func` should not be given it."""
     first = _first(args[0] if args else kwargs.get("input", kwargs.get("self")))
-    found: tuple[Watch, _Part, str] | None = _known.get(first) if isinstance(first, _Seen | _SeenShard) else None
+    found: tuple[Watch, _Part, str] | None = _known.get(first) if isinstance(first, _Seen | SeenShard) else None
     if found is None or func in _VIEWS:
         return found
     look, part, kind = found
@@ -183,6 +183,11 @@ class _Watched:
         kwargs = kwargs or {}
         known = None
         if not torch.compiler.is_compiling():
+            if func is torch.autograd.grad:
+                raise LayoutError(
+                    "torch.autograd.grad with respect to a shard: shards are not in the graph. Ask for the gradients "
+                    "of the module's own parameters (`model.module.parameters()`), which are this rank's and whole"
+                )
             _refuse_mixtures(func, args)
             if func in _LOOKED_AT:
                 known = _look(func, args, kwargs)
@@ -210,7 +215,7 @@ class _Seen(_Watched, Tensor):
             return repr(self.as_subclass(Tensor))
 
 
-class _SeenShard(_Watched, Shard):
+class SeenShard(_Watched, Shard):
     """A shard, and with it its gradient."""
 
     @property

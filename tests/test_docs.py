@@ -40,6 +40,13 @@ def complaints() -> list[tuple[int, str]]:
     return [(int(number), " ".join(item.split())) for number, item in items]
 
 
+def limits() -> list[list[str]]:
+    """Return the cells of each row of the tables of limits."""
+    lines = [line for line in (ROOT / "docs" / "limits.md").read_text().splitlines() if line.startswith("| ")]
+    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    return [each for each in cells if each[0] != "What a program does"]
+
+
 @cache
 def names_in(path: str) -> set[str]:
     tree = ast.parse((ROOT / path).read_text())
@@ -65,6 +72,15 @@ def test_python_blocks_run_on_two_ranks(cluster, tmp_path, title):
     script = tmp_path / "script.py"
     script.write_text(SCRIPTS[title])
     run_script(cluster, script, warnings="default")
+
+
+def test_every_limit_has_a_test():
+    assert len(limits()) > 25
+    for row in limits():
+        assert len(row) == 4, row
+        assert row[0], row
+        assert row[1].endswith("."), row
+        assert TEST.search(row[-1]), f"no test shows it: {row[0]}"
 
 
 def test_every_row_has_a_test_for_what_we_say_of_ourselves():
