@@ -183,7 +183,7 @@ def take_grad(param: nn.Parameter) -> tuple[Tensor | None, bool]:
     with as_they_are():
         grad: Tensor | None = _own_grad.__get__(param)
         _own_grad.__set__(param, None)
-        hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        hooks = param._post_accumulate_grad_hooks
     return grad, hooks is not None and len(hooks) > 1
 
 

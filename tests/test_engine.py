@@ -91,7 +91,7 @@ def stepping_body(group: Any, stage: int) -> None:
 
     for param in model.module.parameters():
         param.register_post_accumulate_grad_hook(step)
-    with pytest.raises(LayoutError, match="SGD holds the unsharded parameter .* Build it from `model.parameters"):
+    with pytest.raises(LayoutError, match=r"SGD holds the unsharded parameter .* Build it from `model.parameters"):
         rows(model).backward()
 
 
@@ -107,7 +107,7 @@ def sparse_body(group: Any, stage: int) -> None:
     model = ShardLite(nn.Sequential(nn.Embedding(WORDS, WIDTH, sparse=True), Block()), group=group, stage=stage)
     optimizer = optim.SparseAdam([next(model.parameters())])
     model(torch.arange(4)).sum().backward()
-    with pytest.raises(LayoutError, match="SparseAdam steps by sparse gradients.*use AdamW"):
+    with pytest.raises(LayoutError, match=r"SparseAdam steps by sparse gradients.*use AdamW"):
         optimizer.step()
     model.zero_grad()
     optimizer = AdamW(model.parameters())
