@@ -94,13 +94,18 @@ class Talks:
             if theirs.step != mine.step:
                 raise DesyncError(
                     f"{here} has taken {mine.step} steps, but rank {rank} has taken {theirs.step}: a rank has left "
-                    "one out"
+                    f"one out{self._others(mine, kind)}"
                 )
             if theirs.kind != mine.kind:
                 raise DesyncError(
                     f"{here} at step {mine.step}, meets rank {rank} in {self._wish(theirs, 'another pass')}. All ranks "
                     "must call the same modules, in one mode (train or eval, with or without gradients)"
+                    f"{self._others(mine, kind)}"
                 )
+
+    def _others(self, mine: Word, kind: str) -> str:
+        """Return what the others are doing, and where in the program; each finds the same difference now."""
+        return self._shared.notes.compare(f"{self._wish(mine, kind)}, at step {mine.step}")
 
     def _wish(self, word: Word, kind: str) -> str:
         return f"the end of {kind}" if word.wants == END else f"{kind}, for unit {self._names[word.wants]!r}"
