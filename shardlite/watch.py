@@ -6,11 +6,11 @@ functions are called with them, and so are their gradients and views of both. La
 every step, and who computes such a thing does so from the beginning.
 """
 
+import copy
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -43,19 +43,23 @@ _EXTREMES: frozenset[Any] = frozenset(
 )
 """What fails on a rank that has no element."""
 
+_ELEMENTS: frozenset[Any] = frozenset([Tensor.__getitem__, Tensor.item])
+"""So does this, if single ones are asked for."""
+
 _NORMS: frozenset[Any] = frozenset([Tensor.norm, torch.norm, _linalg.norm, _linalg.vector_norm])
 """Which do so with an infinite exponent."""
 
-_VIEWS: frozenset[Any] = frozenset(
+_PASSED_ON: frozenset[Any] = frozenset(
     [
         *(getattr(Tensor, name) for name in ("detach", "view", "reshape", "flatten", "ravel", "view_as", "squeeze")),
+        *(getattr(Tensor, name) for name in ("float", "double", "to", "cpu", "clone", "abs", "square", "pow")),
+        *(getattr(Tensor, name) for name in ("mul", "__mul__", "__rmul__", "div", "__truediv__", "__pow__")),
         *(
-            getattr(Tensor, name)
-            for name in ("float", "double", "to", "abs", "square", "pow", "mul", "__mul__", "__rmul__")
+            getattr(torch, name)
+            for name in ("flatten", "reshape", "ravel", "squeeze", "detach", "clone", "cat", "concat")
         ),
-        *(getattr(torch, name) for name in ("flatten", "reshape", "ravel", "squeeze", "detach")),
-        *(getattr(torch, name) for name in ("abs", "square", "pow", "mul")),
-        *(Tensor.data.__get__, Tensor.__pow__),  # type: ignore[attr-defined]
+        *(getattr(torch, name) for name in ("abs", "square", "pow", "mul", "div")),
+        Tensor.data.__get__,  # type: ignore[attr-defined]
     ]
 )
 """What gives something of which a norm is just as wrong."""
@@ -65,7 +69,6 @@ _VIEWS: frozenset[Any] = frozenset(
 class Watch:
     """The looking at the shards of one wrapped model."""
 
-    parts: Sequence["_Part"]
     warned: bool = False
     steps: int = 0
 
@@ -76,13 +79,10 @@ class Watch:
             self.end()
 
     def end(self) -> None:
-        """Let shards and gradients be of ordinary classes again."""
-        for part in self.parts:
-            shard = part.shard()
-            if type(shard) is SeenShard:
-                if type(shard.grad) is _Seen:
-                    shard.grad.__class__ = Tensor  # type: ignore[assignment]
-                shard.__class__ = Shard  # type: ignore[assignment]
+        """Let shards, gradients and what was made of them be of ordinary classes again."""
+        for tensor in [tensor for tensor, (watch, *_) in list(_known.items()) if watch is self]:
+            del _known[tensor]
+            tensor.__class__ = Shard if type(tensor) is SeenShard else Tensor
 
     def warn(self, what: str) -> None:
         """Say so, once."""
@@ -99,7 +99,9 @@ class _Part:
     start: int
     stop: int
     numel: int
-    shard: "ref[nn.Parameter]"
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+
     without: Sequence[int]
     """The ranks that have no element of it."""
 
@@ -113,14 +115,13 @@ class _Part:
 
 def watch(flats: Iterable[Flat]) -> Watch:
     """Begin to look at shards, of which some are not whole parameters."""
-    look = Watch(parts := [])
+    look = Watch()
     for flat in flats:
         for row, (slot, shard) in enumerate(zip(flat.layout.slots, flat.shards, strict=True)):
             edges = [slot.within(*flat.layout.shard_range(rank)) for rank in range(flat.layout.world_size)]
             without = [rank for rank, (first, stop) in enumerate(edges) if first == stop]
-            parts.append(part := _Part(slot.name, *flat.range_of(row), slot.numel, ref(shard), without))
             shard.__class__ = SeenShard
-            _known[shard] = (look, part, "the shard")
+            _known[shard] = (look, _Part(slot.name, *flat.range_of(row), slot.numel, slot.shape, without), "the shard")
     return look
 
 
@@ -128,43 +129,77 @@ _known: Any = WeakTensorKeyDictionary()
 """For what is looked at: by whom, what part it is of what, and whether it is the shard or its gradient."""
 
 
-def _look(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Watch, _Part, str] | None:
+_Known = tuple[Watch, _Part, str]
+
+
+def _look(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> _Known | None:
     """Return what the first argument is known as, after a warning or an error if `func` should not be given it."""
-    first = _first(args[0] if args else kwargs.get("input", kwargs.get("self")))
-    found: tuple[Watch, _Part, str] | None = _known.get(first) if isinstance(first, _Seen | SeenShard) else None
-    if found is None or func in _VIEWS:
+    found = _known_as(args[0] if args else kwargs.get("input", kwargs.get("self")))
+    if found is None or func in _PASSED_ON:
         return found
     look, part, kind = found
     name = getattr(func, "__name__", str(func))
     what = f"{name} of {kind} of {part.name!r}"
-    if part.without and (func in _EXTREMES or (func in _NORMS and _infinite(args, kwargs))):
+    single = func in _ELEMENTS and _has_number(args[1:])
+    if func in _ELEMENTS and not single:
+        return None
+    if part.without and (single or func in _EXTREMES or (func in _NORMS and _infinite(args, kwargs))):
         raise LayoutError(
             f"{what}: ranks {list(part.without)} have no element of that parameter, and would fail alone. "
             f"Compute it inside `gathered()`; for norms of gradients there is `clip_grad_norm_()` of the model"
         )
     if part.is_whole():
-        return found
+        return None
     look.warn(
         f"{what} is that of this rank's part: {part.range()}. For norms of gradients call `clip_grad_norm_()` of the "
         "ShardLite model, for anything else about whole parameters be inside `gathered()`. Optimizers that need such "
         "values (LAMB, LARS, NovoGrad, AdamP, adaptive clipping) compute others on shards: with stage=0 they get whole "
         "parameters. (Said once for each model.)"
     )
-    return found
+    return None
 
 
-def _first(argument: Any) -> Any:
-    """Return an argument, or the first element of a list of tensors."""
-    return next(iter(argument), None) if isinstance(argument, list | tuple) else argument
+def _known_as(argument: Any) -> _Known | None:
+    """Return what an argument is known as; of a list of tensors the first that is a part, or the first."""
+    if isinstance(argument, list | tuple):
+        all_known = [_known[each] for each in argument if isinstance(each, _Seen | SeenShard) and each in _known]
+        return next((known for known in all_known if not known[1].is_whole()), next(iter(all_known), None))
+    return _known.get(argument) if isinstance(argument, _Seen | SeenShard) else None
 
 
 def _refuse_mixtures(func: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Raise if a function is given a whole parameter beside the gradient of its shard: a step made by hand."""
-    if len(args) > 1 and any(isinstance(_first(each), Sharded) for each in args):
-        raise LayoutError(
-            f"{getattr(func, '__name__', func)} of a whole parameter and a shard: gradients are of shards, which "
-            "`parameters()` of the ShardLite model are. Step those, or compute inside `gathered()`"
-        )
+    """Raise if a function is given a shard, or a gradient of one, beside something of the size of the parameter.
+
+    It may be the parameter itself, in a step made by hand, or a copy from before wrapping, in a moving average.
+    """
+    for together in _side_by_side(args):
+        parts = [known[1] for known in map(_known_as, together) if known is not None and not known[1].is_whole()]
+        for each in together:
+            copied = not isinstance(each, _Seen | SeenShard) and any(
+                part.numel > 1 and each.shape == part.shape for part in parts
+            )
+            if isinstance(each, Sharded) or copied:
+                of = f" of {parts[0].name!r}" if parts else ""
+                raise LayoutError(
+                    f"{getattr(func, '__name__', func)} of something of the size of a whole parameter and a shard{of}: "
+                    "gradients are of shards, which `parameters()` of the ShardLite model are. Compute with those, or "
+                    "inside `gathered()`"
+                )
+
+
+def _side_by_side(args: Sequence[Any]) -> Iterator[list[Tensor]]:
+    """Yield the tensors that a function is given together: of lists the first ones, the second ones, and so on."""
+    yield [each for each in args if isinstance(each, Tensor)]
+    lists = [each for each in args if isinstance(each, list | tuple)]
+    if len(lists) > 1:
+        for together in zip(*lists, strict=False):
+            yield [each for each in together if isinstance(each, Tensor)]
+
+
+def _has_number(indices: Sequence[Any]) -> bool:
+    """Whether a single element is asked for."""
+    index = indices[0] if indices else 0
+    return any(isinstance(each, int) for each in (index if isinstance(index, tuple) else (index,)))
 
 
 def _infinite(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -193,12 +228,12 @@ class _Watched:
                 known = _look(func, args, kwargs)
         with as_they_are():
             result = func(*args, **kwargs)
-            if known is not None and func in _VIEWS and type(result) is Tensor:
+            if known is not None and type(result) is Tensor:
                 _see(result, known)
         return result
 
 
-_LOOKED_AT = _REDUCTIONS | _FILLS | _EXTREMES | _VIEWS
+_LOOKED_AT = _REDUCTIONS | _FILLS | _EXTREMES | _ELEMENTS | _PASSED_ON
 
 
 class _Seen(_Watched, Tensor):
@@ -209,6 +244,10 @@ class _Seen(_Watched, Tensor):
         with as_they_are():
             return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Be copied as one."""
+        return _copied(self, memo, Tensor)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Look like an ordinary tensor."""
         with as_they_are():
@@ -217,6 +256,10 @@ class _Seen(_Watched, Tensor):
 
 class SeenShard(_Watched, Shard):
     """A shard, and with it its gradient."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Be copied as an ordinary shard."""
+        return _copied(self, memo, Shard)
 
     @property
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -239,6 +282,16 @@ class SeenShard(_Watched, Shard):
 _own_grad: Any = torch._C.TensorBase.grad
 
 
-def _see(tensor: Tensor, known: tuple[Watch, _Part, str]) -> None:
+def _copied(tensor: Any, memo: Any, ordinary: type) -> Any:
+    """Return a deep copy that is not looked at."""
+    seen = type(tensor)
+    tensor.__class__ = ordinary
+    try:
+        return copy.deepcopy(tensor, memo)
+    finally:
+        tensor.__class__ = seen
+
+
+def _see(tensor: Tensor, known: _Known) -> None:
     tensor.__class__ = _Seen
     _known[tensor] = known

@@ -60,6 +60,14 @@ def norms_of_linalg(params: Params) -> None:
     torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(p.grad, 2) for p in params]), 2)
 
 
+def norms_of_copies(params: Params) -> None:
+    [p.grad.clone().div(2).norm() for p in params]
+
+
+def norms_of_all(params: Params) -> None:
+    torch.cat([p.grad.flatten() for p in params]).norm()
+
+
 def lamb(params: Params) -> None:
     """The trust ratio of each layer is that of norms of its weight and of its update."""
     for p in params:
@@ -105,6 +113,7 @@ def statistics(params: Params) -> None:
 
 USES = (
     *(norms_by_hand, norms_of_old, norms_of_squares, norms_at_once, norms_of_linalg, lamb, novograd),
+    *(norms_of_copies, norms_of_all),
     *(adaptive_clipping, centralisation, projection, xavier, statistics),
 )
 
@@ -148,6 +157,10 @@ def infinite(params: Params) -> None:
     torch.stack([torch.norm(p.grad, math.inf) for p in params]).max()
 
 
+def first_element(params: Params) -> None:
+    [p.grad.view(-1)[0].item() for p in params]
+
+
 def alone_body(group: Any, use: Callable[[Params], None], stage: int) -> None:
     """What would fail on the rank that has nothing of a parameter fails on all, in the same words."""
     model, loss = model_and_loss(group, stage=stage)
@@ -157,7 +170,7 @@ def alone_body(group: Any, use: Callable[[Params], None], stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("use", [largest, infinite])
+@pytest.mark.parametrize("use", [largest, infinite, first_element])
 def test_what_one_rank_cannot_do_no_rank_does(cluster, use, stage):
     cluster.check(alone_body, 2, use, stage)
 
@@ -198,6 +211,43 @@ def test_elementwise_optimizers_are_not_warned_of(cluster):
     cluster.check(elementwise_body, 2)
 
 
+def average_body(group: Any) -> None:
+    """A moving average over a copy from before wrapping is refused in the words that every rank gets."""
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH))
+    average = copy.deepcopy(net)
+    model = ShardLite(net, group=group)
+
+    @torch.no_grad()
+    def update(step: Callable[[Tensor, Tensor], object]) -> None:
+        for a, p in zip(average.parameters(), model.parameters(), strict=True):
+            step(a, p)
+
+    for step in (lambda a, p: a.lerp_(p, 0.1), lambda a, p: a.mul_(0.9).add_(p.data, alpha=0.1)):
+        with pytest.raises(LayoutError, match=r"of a whole parameter and a shard of '\d\."):
+            update(step)
+
+
+def test_moving_averages_over_whole_copies_are_refused(cluster):
+    cluster.check(average_body, 2)
+
+
+def state_body(group: Any) -> None:
+    """What an optimizer has kept of gradients is ordinary after the first steps, too."""
+    model, loss = model_and_loss(group)
+    kept = []
+    for _ in range(STEPS):
+        loss().backward()
+        kept.append([shard.grad.clone() for shard in model.parameters()])
+        optim.SGD(model.parameters(), lr=0.1).step()
+        model.zero_grad()
+    assert all(type(each) is Tensor for each in [each for step in kept for each in step])
+
+
+def test_copies_of_gradients_are_ordinary_in_the_end(cluster):
+    cluster.check(state_body, 2)
+
+
 def saved_body(group: Any) -> None:
     """Copies and files have ordinary tensors in them."""
     model, loss = model_and_loss(group)
@@ -210,9 +260,11 @@ def saved_body(group: Any) -> None:
     assert [type(each) for each in loaded.values()] == [Tensor, Tensor]
     assert torch.equal(loaded["grad"], shard.grad)
     assert repr(shard.grad).startswith("tensor(")
-    copied = copy.deepcopy(shard)
-    assert copied.grad is None or torch.equal(copied.grad, shard.grad)
-    assert heard(copied.norm) == []
+    copied, gradient = copy.deepcopy(shard), copy.deepcopy(shard.grad)
+    assert isinstance(copied, nn.Parameter)
+    assert torch.equal(copied, shard)
+    assert torch.equal(gradient, shard.grad)
+    assert heard(lambda: (copied.norm(), gradient.norm())) == []
 
 
 def test_copies_and_files_are_ordinary(cluster):
