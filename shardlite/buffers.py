@@ -1,7 +1,8 @@
 """Buffers that change in forwards (running statistics): rank 0's become those of all when the next forward begins.
 
 `DistributedDataParallel` does the same by default. Without it each rank has statistics of its own batches, and an
-evaluation would give other results on each. Only what some rank has changed is sent: masks and tables are not.
+evaluation would give other results on each. Only what some rank may have changed is sent: masks and large tables are
+not.
 """
 
 import weakref
@@ -16,6 +17,9 @@ from shardlite.errors import LayoutError
 from shardlite.ring import broadcast
 from shardlite.shared import Shared
 
+LARGE = 65536
+"""Elements of a buffer above which it is looked at, on the CPU, before it is sent."""
+
 
 @dataclass(eq=False)
 class _Place:
@@ -29,22 +33,26 @@ class _Place:
     trained: bool = False
     """Whether the module was in training mode."""
 
+    sums: tuple[float, float] | None = None
+    """Of its elements, if it is large."""
+
     @property
     def buffer(self) -> Tensor | None:
         """What is there now."""
         return self.module._buffers.get(self.key)
 
     def changed(self) -> bool:
-        """Whether it was written to or replaced since `look`.
+        """Whether it may have been written to or replaced since `look`.
 
-        PyTorch does not count what batch and instance normalisation write.
+        PyTorch does not count what batch normalisation writes, nor writes through `.data`. So numbers of modules that
+        train may always have changed, but for large ones, which are looked at.
         """
         buffer = self.buffer
-        if self.key in ("running_mean", "running_var") and (self.trained or self.module.training):
-            return True
         if buffer is None:
             return self.seen is not None
-        return self.seen is None or self.seen() is not buffer or buffer._version != self.version
+        trains = (self.trained or self.module.training) and _is_number(buffer)
+        unseen = trains and (not _is_looked_at(buffer) or self.sums != _sums(buffer))
+        return unseen or self.seen is None or self.seen() is not buffer or buffer._version != self.version
 
     def look(self) -> None:
         """Take what is there for what it ought to be."""
@@ -52,6 +60,7 @@ class _Place:
         self.seen = None if buffer is None else weakref.ref(buffer)
         self.version = -1 if buffer is None else buffer._version
         self.trained = self.module.training
+        self.sums = None if buffer is None or not _is_looked_at(buffer) else _sums(buffer)
 
 
 class Buffers:
@@ -116,6 +125,24 @@ class Buffers:
             if self._shared.rank > 0:
                 parts = torch.split(flat, [buffers[name].numel() for name in names])
                 for name, part in zip(names, parts, strict=True):
-                    buffers[name].copy_(part.view(buffers[name].shape))
+                    # What autograd has saved of statistics no backward reads: their version stays (as DDP's does).
+                    buffers[name].data.copy_(part.view(buffers[name].shape))
         for place in self._places:
             place.look()
+
+
+def _is_number(buffer: Tensor) -> bool:
+    """Whether training may be expected to change it in place: not a mask, an index, or an expanded view."""
+    spread = any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
+    return buffer.is_floating_point() and not spread
+
+
+def _is_looked_at(buffer: Tensor) -> bool:
+    """Whether sending it costs more than looking whether it has changed."""
+    return buffer.numel() > LARGE and buffer.device.type == "cpu" and _is_number(buffer)
+
+
+def _sums(buffer: Tensor) -> tuple[float, float]:
+    """Return what tells whether a buffer is another one: the sums of all elements, and of every second."""
+    flat = buffer.detach().reshape(-1)  # a view, for it is not expanded
+    return flat.sum(dtype=torch.float64).item(), flat[::2].sum(dtype=torch.float64).item()

@@ -34,7 +34,10 @@ _REDUCTIONS: frozenset[Any] = frozenset(
     ]
 )
 _FILLS: frozenset[Any] = frozenset(
-    [Tensor.uniform_, Tensor.normal_, Tensor.random_, Tensor.bernoulli_, Tensor.exponential_, Tensor.log_normal_]
+    [
+        *(Tensor.uniform_, Tensor.normal_, Tensor.random_, Tensor.bernoulli_, Tensor.exponential_, Tensor.log_normal_),
+        *(torch.randn_like, torch.rand_like),
+    ]
 )
 _EXTREMES: frozenset[Any] = frozenset(
     getattr(where, name)
@@ -54,11 +57,12 @@ _PASSED_ON: frozenset[Any] = frozenset(
         *(getattr(Tensor, name) for name in ("detach", "view", "reshape", "flatten", "ravel", "view_as", "squeeze")),
         *(getattr(Tensor, name) for name in ("float", "double", "to", "cpu", "clone", "abs", "square", "pow")),
         *(getattr(Tensor, name) for name in ("mul", "__mul__", "__rmul__", "div", "__truediv__", "__pow__")),
+        *(getattr(Tensor, name) for name in ("add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "neg")),
         *(
             getattr(torch, name)
             for name in ("flatten", "reshape", "ravel", "squeeze", "detach", "clone", "cat", "concat")
         ),
-        *(getattr(torch, name) for name in ("abs", "square", "pow", "mul", "div")),
+        *(getattr(torch, name) for name in ("abs", "square", "pow", "mul", "div", "add", "sub")),
         Tensor.data.__get__,  # type: ignore[attr-defined]
     ]
 )
@@ -148,7 +152,7 @@ def _look(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
             f"{what}: ranks {list(part.without)} have no element of that parameter, and would fail alone. "
             f"Compute it inside `gathered()`; for norms of gradients there is `clip_grad_norm_()` of the model"
         )
-    if part.is_whole():
+    if part.is_whole() or _flows(args, func):
         return None
     look.warn(
         f"{what} is that of this rank's part: {part.range()}. For norms of gradients call `clip_grad_norm_()` of the "
@@ -157,6 +161,13 @@ def _look(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
         "parameters. (Said once for each model.)"
     )
     return None
+
+
+def _flows(args: Sequence[Any], func: Callable[..., Any]) -> bool:
+    """Whether a gradient goes back through it: that is right for parts (a penalty that is added to the loss)."""
+    first = args[0] if args else None
+    tensor = next(iter(first), None) if isinstance(first, list | tuple) else first
+    return func not in _FILLS and torch.is_grad_enabled() and isinstance(tensor, Tensor) and tensor.requires_grad
 
 
 def _known_as(argument: Any) -> _Known | None:
@@ -183,7 +194,7 @@ def _refuse_mixtures(func: Callable[..., Any], args: Sequence[Any]) -> None:
                 raise LayoutError(
                     f"{getattr(func, '__name__', func)} of something of the size of a whole parameter and a shard{of}: "
                     "gradients are of shards, which `parameters()` of the ShardLite model are. Compute with those, or "
-                    "inside `gathered()`"
+                    "inside `gathered()`; for moving averages there is `shardlite.EMA`"
                 )
 
 

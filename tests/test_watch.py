@@ -108,12 +108,22 @@ def xavier(params: Params) -> None:
 
 
 def statistics(params: Params) -> None:
-    [(p.mean().item(), p.std().item()) for p in params if p.numel() > 1]
+    [(p.detach().mean().item(), p.detach().std().item()) for p in params if p.numel() > 1]
+
+
+def noise(params: Params) -> None:
+    for p in params:
+        p.grad.add_(torch.randn_like(p) * 0.1)
+
+
+def updates(params: Params) -> None:
+    before = [p.detach().clone() for p in params]
+    sum((p.detach() - was).norm() for p, was in zip(params, before, strict=True))
 
 
 USES = (
     *(norms_by_hand, norms_of_old, norms_of_squares, norms_at_once, norms_of_linalg, lamb, novograd),
-    *(norms_of_copies, norms_of_all),
+    *(norms_of_copies, norms_of_all, noise, updates),
     *(adaptive_clipping, centralisation, projection, xavier, statistics),
 )
 
@@ -135,6 +145,24 @@ def warned_body(group: Any, use: Callable[[Params], None], stage: int) -> None:
 @pytest.mark.parametrize("use", USES)
 def test_uses_of_parts_are_warned_of_once(cluster, use):
     cluster.check(warned_body, 2, use, 1 + number_of(use.__name__, below=3))
+
+
+def penalty_body(group: Any, stage: int) -> None:
+    """A penalty in the loss is right: its gradient reaches the shards."""
+    model, loss = model_and_loss(group, stage=stage)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def penalised() -> None:
+        squares = sum(p.pow(2).sum() for p in model.parameters())
+        apart = sum(((p - was) ** 2).sum() for p, was in zip(model.parameters(), before, strict=True))
+        (loss() + 0.1 * squares + apart).backward()
+
+    assert heard(penalised) == []
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_penalties_in_the_loss_are_right(cluster, stage):
+    cluster.check(penalty_body, 2, stage)
 
 
 def whole_body(group: Any, stage: int) -> None:
