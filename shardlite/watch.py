@@ -69,6 +69,19 @@ _PASSED_ON: frozenset[Any] = frozenset(
 """What gives something of which a norm is just as wrong."""
 
 
+_ARITHMETIC: frozenset[Any] = frozenset(
+    getattr(where, name)
+    for operation in ("add", "sub", "mul", "div", "truediv", "lerp", "addcmul", "addcdiv", "copy", "where")
+    for where, name in (
+        *((Tensor, f"{operation}{end}") for end in ("", "_")),
+        *((Tensor, f"__{kind}{operation}__") for kind in ("", "r", "i")),
+        *((torch, f"{start}{operation}{end}") for start in ("", "_foreach_") for end in ("", "_")),
+    )
+    if hasattr(where, name)
+)
+"""What computes with elements that belong together."""
+
+
 @dataclass(eq=False)
 class Watch:
     """The looking at the shards of one wrapped model."""
@@ -234,7 +247,8 @@ class _Watched:
                     "torch.autograd.grad with respect to a shard: shards are not in the graph. Ask for the gradients "
                     "of the module's own parameters (`model.module.parameters()`), which are this rank's and whole"
                 )
-            _refuse_mixtures(func, args)
+            if func in _ARITHMETIC:
+                _refuse_mixtures(func, args)
             if func in _LOOKED_AT:
                 known = _look(func, args, kwargs)
         with as_they_are():

@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlite import ShardLite
+from shardlite.parameters import as_they_are
 from shardlite.ring import reduce_scatter, staging_numel
 from tests.sharded import WIDE, same_bits, some_stages
 from tests.worlds import run
@@ -65,8 +66,9 @@ def touching(operators: bool) -> Iterator[None]:
 
 def assert_norm(what: str, model: ShardLite) -> None:
     """The norm is that of the gradients as they are, within the bound of `tests/test_clip.py`."""
-    parts = [shard.grad.reshape(-1).double() for shard in model.parameters() if shard.grad is not None]
-    squares = torch.cat([*parts, torch.zeros(1)]).square().sum().reshape(1)
+    with as_they_are():  # sums of parts, which are added up over the ranks
+        parts = [shard.grad.reshape(-1).double() for shard in model.parameters() if shard.grad is not None]
+        squares = torch.cat([*parts, torch.zeros(1)]).square().sum().reshape(1)
     if model.stage > 0:
         dist.all_reduce(squares, group=model._groups.shard)
     rtol = 2 * WIDTH * WIDTH * 2**-24

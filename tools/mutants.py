@@ -942,8 +942,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/buffers.py",
         "condition",
-        "and (self.trained or self.module.training)",
-        "and self.module.training",
+        "trains = (self.trained or self.module.training) and",
+        "trains = self.module.training and",
         "an evaluation after training has statistics of each rank's own",
     ),
     (
