@@ -9,7 +9,7 @@ every step, and who computes such a thing does so from the beginning.
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -88,6 +88,8 @@ class Watch:
 
     warned: bool = False
     steps: int = 0
+    seen: Any = field(default_factory=WeakTensorKeyDictionary)
+    """What is looked at."""
 
     def after_step(self) -> None:
         """Look no longer, after so many steps."""
@@ -97,9 +99,10 @@ class Watch:
 
     def end(self) -> None:
         """Let shards, gradients and what was made of them be of ordinary classes again."""
-        for tensor in [tensor for tensor, (watch, *_) in list(_known.items()) if watch is self]:
-            del _known[tensor]
+        for tensor in list(self.seen):
+            _known.pop(tensor, None)
             tensor.__class__ = Shard if type(tensor) is SeenShard else Tensor
+        self.seen.clear()
 
     def warn(self, what: str) -> None:
         """Say so, once."""
@@ -137,8 +140,8 @@ def watch(flats: Iterable[Flat]) -> Watch:
         for row, (slot, shard) in enumerate(zip(flat.layout.slots, flat.shards, strict=True)):
             edges = [slot.within(*flat.layout.shard_range(rank)) for rank in range(flat.layout.world_size)]
             without = [rank for rank, (first, stop) in enumerate(edges) if first == stop]
-            shard.__class__ = SeenShard
-            _known[shard] = (look, _Part(slot.name, *flat.range_of(row), slot.numel, slot.shape, without), "the shard")
+            part = _Part(slot.name, *flat.range_of(row), slot.numel, slot.shape, without)
+            _see(shard, (look, part, "the shard"), SeenShard)
     return look
 
 
@@ -317,6 +320,7 @@ def _copied(tensor: Any, memo: Any, ordinary: type) -> Any:
         tensor.__class__ = seen
 
 
-def _see(tensor: Tensor, known: _Known) -> None:
-    tensor.__class__ = _Seen
+def _see(tensor: Tensor, known: _Known, kind: type[Tensor] = _Seen) -> None:
+    tensor.__class__ = kind
     _known[tensor] = known
+    known[0].seen[tensor] = True
