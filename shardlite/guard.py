@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from shardlite import state_dicts
 from shardlite.errors import LayoutError, ShardWarning
 from shardlite.parameters import Shard
+from shardlite.state_dicts import params_of
 from shardlite.stepping import Stepping
 from shardlite.watch import SeenShard
 
@@ -114,7 +115,7 @@ def _prepare(optimizer: Optimizer, models: Iterable[Stepping]) -> None:
 def _norm_for(optimizer: Optimizer, models: Sequence[Stepping]) -> Tensor:
     """Return the global norm that an optimizer clips by itself, []."""
     shards = set(models[0].shards)
-    held = {param for group in optimizer.param_groups for param in group["params"]}
+    held = set(params_of(optimizer))
     if len(models) > 1 or held - shards:
         raise LayoutError(
             f"{type(optimizer).__name__}(max_norm=...) clips by the norm of one wrapped model, but holds parameters of "
@@ -124,7 +125,7 @@ def _norm_for(optimizer: Optimizer, models: Sequence[Stepping]) -> Tensor:
 
 
 def _after(optimizer: Optimizer, *_: Any) -> None:
-    stepped = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+    stepped = [param for param in params_of(optimizer) if param.grad is not None]
     for model in _models_of(optimizer):
         model.after_step(stepped)
 
@@ -140,7 +141,7 @@ def _models_of(optimizer: Optimizer) -> list[Stepping]:
 
 def _find(optimizer: Optimizer) -> list[Stepping]:
     """Return the wrapped models that an optimizer holds parameters of. Raises if it cannot step them."""
-    params = _params_of(optimizer)
+    params = params_of(optimizer)
     models = _models_with(params)
     for model in models:
         _check(optimizer, model, params)
@@ -200,7 +201,7 @@ def _state_dict(original: Callable[[Optimizer], dict[str, Any]]) -> Callable[[Op
     def state_dict(optimizer: Optimizer) -> dict[str, Any]:
         """Return the state as ever, and which shards it is of."""
         saved = original(optimizer)
-        models = _models_with(_params_of(optimizer))
+        models = _models_with(params_of(optimizer))
         return {**saved, state_dicts.KEY: _describe(optimizer, models)} if models else saved
 
     return state_dict
@@ -210,7 +211,7 @@ def _load_state_dict(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def load_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Take over a state as ever, if it is of the shards of this rank, on every rank."""
-        models = _models_with(_params_of(optimizer))
+        models = _models_with(params_of(optimizer))
         if models:
             name = f"load_state_dict of {type(optimizer).__name__}"
             wrong = state_dicts.misfit(optimizer, state_dict, _describe(optimizer, models))
@@ -241,10 +242,6 @@ def _describe(optimizer: Optimizer, models: Sequence[Stepping]) -> dict[str, Any
     return state_dicts.describe(optimizer, parts, models[0].place)
 
 
-def _params_of(optimizer: Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
 # ---- gradient scalers -----------------------------------------------------------------------------------------------
 
 
@@ -255,7 +252,7 @@ def _unscale(original: Callable[..., dict[torch.device, Tensor]]) -> Callable[..
         for model in _models_of(optimizer):
             model.refuse("a gradient scaler")
         found = original(scaler, optimizer, *args, **kwargs)
-        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        held = set(map(id, params_of(optimizer)))
         for model in _models_of(optimizer):
             model.clipper.gradients_written()
             flag = model.skips.flag()

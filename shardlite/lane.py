@@ -16,13 +16,12 @@ from typing import Protocol
 import torch
 
 from shardlite.errors import CommError
+from shardlite.transport import Notes
+from shardlite.transport.notes import SLOW
 
 _FAREWELL = 2.0
 """Seconds that the end of a lane waits for its last operation, which may be waiting for a peer that is gone."""
 
-
-SLOW = 1.0
-"""Seconds of a wait after which it is long."""
 
 _POLL = 5e-5
 """Seconds between two looks at a GPU."""
@@ -48,17 +47,7 @@ class Lane(Protocol):
         """Queue `operation`; it starts when those before it are done, and what the caller has computed so far."""
 
 
-class Watch(Protocol):
-    """Who knows, when a wait is long, whether it will ever end."""
-
-    def stuck(self) -> str:
-        """Return why it will not, or nothing."""
-
-    def goes_on(self) -> None:
-        """Note that it has ended."""
-
-
-def make_lane(name: str, device: torch.device, *, blocking: bool, watch: Watch | None = None) -> Lane:
+def make_lane(name: str, device: torch.device, *, blocking: bool, watch: Notes | None = None) -> Lane:
     """Return a lane for tensors on `device`; `blocking` says that operations make the host wait for messages.
 
     `watch` is asked about waits of the host that are long.
@@ -71,7 +60,7 @@ def make_lane(name: str, device: torch.device, *, blocking: bool, watch: Watch |
 class _HostFlight:
     """An operation that is done when a thread has done it."""
 
-    def __init__(self, watch: Watch | None = None) -> None:
+    def __init__(self, watch: Notes | None = None) -> None:
         self._outcome: Future[None] = Future()
         self._is_over = False
         self._watch = watch
@@ -84,7 +73,7 @@ class _HostFlight:
                 raise
             self._wait_long(self._watch)
 
-    def _wait_long(self, watch: Watch) -> None:
+    def _wait_long(self, watch: Notes) -> None:
         while not (self._is_over or self.wait_up_to(SLOW)):
             why = watch.stuck()
             if why:
@@ -121,7 +110,7 @@ class ThreadLane:
     never answer.
     """
 
-    def __init__(self, name: str, watch: Watch | None = None) -> None:
+    def __init__(self, name: str, watch: Notes | None = None) -> None:
         self._watch = watch
         self._queue: SimpleQueue[tuple[_HostFlight, Callable[[], None]] | None] = SimpleQueue()
         # Neither the thread nor the finalizer holds the lane, or a forgotten lane would never be collected.

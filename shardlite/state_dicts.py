@@ -5,7 +5,7 @@ looks at no shape, so the state of another rank would be trained with, in silenc
 unsharded program) is refused if its tensors are of whole parameters.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -17,12 +17,17 @@ KEY = "shardlite"
 """Under which a `state_dict()` says it, beside `state` and `param_groups`."""
 
 
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of an optimizer, in the order in which its states are saved."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 def describe(optimizer: Optimizer, parts: Mapping[Tensor, Part], where: str) -> dict[str, Any]:
     """Return what is saved: `where` the state is of, and for each parameter its name and its part of the whole one.
 
     `parts` are those of shards; what is in no wrapped model is whole.
     """
-    params = enumerate(_params(optimizer))
+    params = enumerate(params_of(optimizer))
     return {"of": where, "parts": [parts.get(p) or (str(i), 0, p.numel(), p.numel()) for i, p in params]}
 
 
@@ -44,7 +49,7 @@ def misfit(optimizer: Optimizer, state_dict: Mapping[str, Any], own: Mapping[str
 
 def _misfit_of_unmarked(optimizer: Optimizer, state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
     positions = [index for group in state_dict["param_groups"] for index in group["params"]]
-    for param, index, (name, start, stop, numel) in zip(_params(optimizer), positions, own["parts"], strict=False):
+    for param, index, (name, start, stop, numel) in zip(params_of(optimizer), positions, own["parts"], strict=False):
         for key, value in state_dict["state"].get(index, {}).items():
             tensor = getattr(value, "value", value)
             if isinstance(tensor, Tensor) and tensor.numel() == numel != stop - start and tensor.ndim == param.ndim:
@@ -59,10 +64,6 @@ def latest_step(state_dict: Mapping[str, Any]) -> int:
     """Return the highest step count in a state, 0 if there is none."""
     steps = [entry["step"] for entry in state_dict["state"].values() if isinstance(entry, Mapping) and "step" in entry]
     return max((int(getattr(step, "value", step)) for step in steps), default=0)
-
-
-def _params(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (param for group in optimizer.param_groups for param in group["params"])
 
 
 def _range(part: Sequence[int]) -> str:
