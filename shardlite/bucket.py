@@ -1,5 +1,8 @@
 """A bucket: where one unit's gradients of this rank lie until they are reduced.
 
+Those of the root come first and last in a backward (of a head and of an embedding, say). So the root's bucket gets no
+memory before its last gradient: the first of each parameter stays the tensor that autograd made.
+
 Legend: `W` ranks, `S` elements per shard.
 """
 
@@ -27,6 +30,9 @@ class Bucket:
     full: list[Tensor] = field(default_factory=list)
     """For each of them a full buffer in the layout and the dtype of its gradients."""
 
+    early: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    """Gradients that came while there is no such buffer, as autograd made them."""
+
     used: set[nn.Parameter] = field(default_factory=set)
     """Those of the module's parameters whose gradients the bucket holds."""
 
@@ -52,15 +58,24 @@ class Bucket:
         """Whether every parameter has got `rounds` gradients in the backward that is running."""
         return self.arrivals == rounds * len(self._places)
 
-    def fill(self, empty: Empty) -> None:
-        """Get memory."""
-        self.full = [empty(flat.gradients.full_numel, flat.reduce) for flat in self.flats]
-        self.move(Gradients.FILLING)
+    def needs_memory(self, param: nn.Parameter) -> bool:
+        """Whether there is none for the next gradient of a parameter."""
+        return not self.full and (not self.unit.is_root or param in self.early)
 
-    def add(self, param: nn.Parameter, grad: Tensor | None) -> None:
+    def fill(self, empty: Empty) -> None:
+        """Get memory, and put there what came early."""
+        self.full = [empty(flat.gradients.full_numel, flat.reduce) for flat in self.flats]
+        if self.phase is Gradients.EMPTY:
+            self.move(Gradients.FILLING)
+        while self.early:
+            self._place_of(*self._places[(early := self.early.popitem())[0]]).copy_(early[1])
+            del early  # one after the other they go
+
+    def add(self, param: nn.Parameter, grad: Tensor | None, *, shared: bool) -> None:
         """Put a gradient in its place, cast to the dtype of the sum, or on top of what is there already.
 
-        One that does not count is `None`: it has come, and is as good as none.
+        Pass `None` for one that does not count (`join`): it has come, and contributes nothing. `shared` says that
+        others may write to it.
 
         Raises:
             PhaseError: the parameter was frozen between its forward and this backward.
@@ -73,26 +88,42 @@ class Bucket:
         self.arrivals += 1
         if grad is None:
             return
-        flat, slot = place
-        target = self.full[flat][slot.start : slot.stop].view(slot.shape)
         dense = grad.to_dense() if grad.is_sparse else grad
-        if param in self.used:
-            target.add_(dense)
+        if not self.full:
+            self._keep_early(param, dense.clone() if shared else dense)
+        elif param in self.used:
+            self._place_of(*place).add_(dense)
         else:
-            target.copy_(dense)
+            self._place_of(*place).copy_(dense)
         self.used.add(param)
+
+    def _keep_early(self, param: nn.Parameter, grad: Tensor) -> None:
+        self.early[param] = grad
+        if self.phase is Gradients.EMPTY:
+            self.move(Gradients.FILLING)
+
+    def _place_of(self, flat: int, slot: Slot) -> Tensor:
+        """View a gradient's place, in its shape."""
+        return self.full[flat][slot.start : slot.stop].view(slot.shape)
 
     def gradient(self, param: nn.Parameter) -> Tensor | None:
         """Return what is there of a parameter's gradient."""
         if self.phase is not Gradients.FILLING or param not in self.used:
             return None
-        flat, slot = self._places[param]
-        return self.full[flat][slot.start : slot.stop].view(slot.shape)
+        return self.early[param] if param in self.early else self._place_of(*self._places[param])
+
+    def multiply(self, factor: float) -> None:
+        """Multiply all that is there."""
+        for full in self.full:
+            full.mul_(factor)
+        for param, grad in self.early.items():
+            self.early[param] = grad.to(self.flats[self._places[param][0]].reduce) * factor
 
     def drop(self, param: nn.Parameter) -> None:
         """Forget it."""
         if self.phase is Gradients.FILLING:
             self.used.discard(param)
+            self.early.pop(param, None)
             if not self.used:
                 self.clear()
 
@@ -131,6 +162,7 @@ class Bucket:
     def clear(self) -> None:
         """Empty the bucket, and give its memory back."""
         self.full = []
+        self.early.clear()
         self.used.clear()
         if self.phase is not Gradients.EMPTY:
             self.move(Gradients.EMPTY)

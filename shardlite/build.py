@@ -65,7 +65,8 @@ def build_units(plan: Plan, placement: Placement, empty: Empty) -> list[Unit]:
     for start, mine in zip(plan.units, plan.flats, strict=True):
         flats = [_make_flat(flat, *next(places), next(lows), placement) for flat in mine]
         if flats:
-            units.append(Unit(len(units), start.name or ROOT, flats, resident=placement.resident(start)))
+            name, resident = start.name or ROOT, placement.resident(start)
+            units.append(Unit(len(units), name, flats, is_root=name == ROOT, resident=resident))
     return units
 
 

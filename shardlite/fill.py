@@ -76,7 +76,16 @@ class Filler:
     def submit(self, gathers: Callable[[], None]) -> Flight:
         """Run `gathers` on the lane."""
         self._lane = self._lane or self._shared.lane("gather")
-        return self._lane.submit(gathers)
+        progress = self._shared.progress
+        progress.asks()
+
+        def serve() -> None:
+            try:
+                gathers()
+            finally:
+                progress.served()
+
+        return self._lane.submit(serve)
 
     def filling(self, unit: Unit) -> Callable[[], None]:
         """Return what the lane has to do so that the unit's memory has its weights of now."""
@@ -131,6 +140,7 @@ class Filler:
             f"all-gather of unit {unit.name!r}, flat {i}", unit.gathers, during=self.during
         )
         transport = self._shared.traffic.counted(self._shared.transport, purpose, unit.name)
+        self._shared.progress.joins()
         with self._shared.traffic.running(purpose, unit.name):
             all_gather(whole, transport, operation=operation)
 
@@ -139,7 +149,7 @@ class Filler:
         if unit.flight is not None:
             self._shared.trace.emit("wait", unit.name)
             with self._shared.traffic.waiting("gather", unit.name):
-                unit.flight.wait()
+                unit.flight.wait(self._shared.progress.tell)
             unit.flight = None
 
 

@@ -186,11 +186,8 @@ class Gatherer:
             self._evict(victim)
 
     def _drop_if_done(self, unit: Unit) -> None:
-        """Free an idle unit's buffer early if this backward is expected to have no more use for it.
-
-        Not a resident unit's: ranks that took different branches would disagree on whether to gather it again.
-        """
-        if self.order.is_last_use(unit.index) and not unit.resident and not self._buffers_are_awaited():
+        """Free an idle unit's buffer early if this backward is expected to have no more use for it."""
+        if self.order.is_last_use(unit.index) and (unit.resident or not self._buffers_are_awaited()):
             self._evict(unit)
 
     def _buffers_are_awaited(self) -> bool:

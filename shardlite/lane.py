@@ -5,7 +5,7 @@ reductions have a lane each, so that neither ever waits for the other. Only this
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from queue import SimpleQueue
@@ -23,21 +23,24 @@ _FAREWELL = 2.0
 """Seconds that the end of a lane waits for its last operation, which may be waiting for a peer that is gone."""
 
 
-_POLL = 5e-5
-"""Seconds between two looks at a GPU."""
+_MOMENT, _LONGEST = 2e-3, 5e-2
+"""Seconds between the first looks at what is waited for, and between later ones."""
 
 
 class Flight(Protocol):
     """One operation in flight, and the memory that it uses: do not touch that before `wait()`."""
 
-    def wait(self) -> None:
-        """Let what follows see the results, or raise what went wrong. On a GPU only the stream waits, not the host."""
+    def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
+        """Let what follows see the results, or raise what went wrong. On a GPU only the stream waits, not the host.
+
+        A host that does not wait for a moment only calls `meanwhile`, once.
+        """
 
     def done(self) -> bool:
         """Whether `wait()` has nothing to wait for."""
 
-    def wait_up_to(self, seconds: float) -> bool:
-        """Wait, the host for `seconds` at most; return whether what follows may use the results."""
+    def wait_unless(self, obsolete: Callable[[], bool]) -> bool:
+        """Wait, the host too, and return whether what follows may use the results: not if it became `obsolete`."""
 
 
 class Lane(Protocol):
@@ -65,31 +68,47 @@ class _HostFlight:
         self._is_over = False
         self._watch = watch
 
-    def wait(self) -> None:
-        try:
-            self._outcome.result(None if self._watch is None else SLOW)
-        except FutureTimeoutError:
-            if self._watch is None or self._is_over:  # it is the operation's own
-                raise
-            self._wait_long(self._watch)
-
-    def _wait_long(self, watch: Notes) -> None:
-        while not (self._is_over or self.wait_up_to(SLOW)):
-            why = watch.stuck()
-            if why:
-                raise CommError(why)
-        watch.goes_on()
+    def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
+        if meanwhile is not None and not self._ends_within(_MOMENT):
+            meanwhile()
+        watch = self._watch
+        while watch is not None and not self._ends_within(SLOW):
+            self._check(watch)
         self._outcome.result()
 
     def done(self) -> bool:
         return self._is_over  # a future would take a lock to say so
 
-    def wait_up_to(self, seconds: float) -> bool:
+    def wait_unless(self, obsolete: Callable[[], bool]) -> bool:
+        slow = monotonic() + SLOW
+        for pause in _pauses():
+            if self._ends_within(pause):
+                break
+            if obsolete():
+                return False
+            if self._watch is not None and monotonic() > slow:
+                slow = monotonic() + SLOW
+                self._check(self._watch)
+        self._outcome.result()
+        return True
+
+    def _ends_within(self, seconds: float) -> bool:
+        """Wait so long at most, for success or failure."""
         try:
             self._outcome.result(seconds)
         except FutureTimeoutError:
-            return False
+            return self._is_over  # it may be the operation's own
+        except BaseException:
+            if not self._is_over:  # Ctrl-C
+                raise
+        if self._watch is not None:
+            self._watch.goes_on()
         return True
+
+    def _check(self, watch: Notes) -> None:
+        """Raise if no rank will ever go on."""
+        if not self._is_over and (why := watch.stuck()):
+            raise CommError(why)
 
     def run(self, operation: Callable[[], None]) -> None:
         """Carry out `operation` and keep its outcome."""
@@ -179,21 +198,30 @@ class _StreamFlight:
         self._end = end
         self._host = host
 
-    def wait(self) -> None:
-        self._host.wait()
+    def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
+        self._host.wait(meanwhile)
         torch.cuda.current_stream(self._device).wait_event(self._end)
 
     def done(self) -> bool:
         return self._host.done() and bool(self._end.query())  # type: ignore[no-untyped-call]
 
-    def wait_up_to(self, seconds: float) -> bool:
+    def wait_unless(self, obsolete: Callable[[], bool]) -> bool:
         """Wait on the host: a stream would wait for good, and with it the gathers that a peer may need first."""
-        deadline = monotonic() + seconds
-        if not self._host.wait_up_to(seconds):
+        if not self._host.wait_unless(obsolete):
             return False
-        while not self._end.query():  # type: ignore[no-untyped-call]
-            if monotonic() > deadline:
+        for pause in _pauses():
+            if self._end.query():  # type: ignore[no-untyped-call]
+                break
+            if obsolete():
                 return False
-            sleep(_POLL)
+            sleep(pause)
         self.wait()
         return True
+
+
+def _pauses() -> Iterator[float]:
+    """Yield the seconds between one look and the next."""
+    pause = _MOMENT
+    while True:
+        yield pause
+        pause = min(2 * pause, _LONGEST)

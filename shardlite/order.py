@@ -4,18 +4,20 @@
 class Order:
     """One recorded sequence of units per kind of pass (a forward in training, a backward, an evaluation, ...).
 
-    A pass that leaves the recorded path is simply recorded anew; nothing is predicted for the rest of it.
+    Nothing is predicted for the rest of a pass that leaves the recorded path. One such pass is forgotten, so that the
+    next one is as it would have been without it; a second one in a row is the new path.
     """
 
     def __init__(self) -> None:
         self._recorded: dict[str | None, list[int]] = {}
+        self._strayed: set[str] = set()  # the kinds whose last pass was another one than recorded
         self._kind: str | None = None
         self._now: list[int] = []
         self._on_path = False
         self._final = False
 
     def begin(self, kind: str, *, final: bool = False) -> None:
-        """Start a pass; what the pass before needed is what the next of its kind will be expected to need.
+        """Start a pass; what the pass needs is what the next of its kind will be expected to need.
 
         `final` says that the weights are going to change after it: it is the backward before a step.
         """
@@ -26,7 +28,12 @@ class Order:
     def end(self) -> None:
         """Finish the pass in progress, if there is one."""
         if self._kind is not None and self._now:
-            self._recorded[self._kind] = self._now
+            strays = self._now != self._recorded.get(self._kind, self._now)
+            if strays and self._kind not in self._strayed:
+                self._strayed.add(self._kind)
+            else:
+                self._recorded[self._kind] = self._now
+                self._strayed.discard(self._kind)
         self._kind, self._now, self._on_path = None, [], False
 
     def need(self, unit: int) -> None:

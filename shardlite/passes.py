@@ -44,6 +44,7 @@ class Passes:
     def __init__(self, units: Sequence[Unit], shared: Shared) -> None:
         self._units = units
         self._alone = shared.transport.world_size == 1
+        self._progress = shared.progress
         self._filler = Filler(shared)
         self._agenda = Agenda()
         self._talks = Talks(shared, [unit.name for unit in units])
@@ -91,6 +92,8 @@ class Passes:
             unit.flight = self._filler.submit(fill)
             return
         before = self._agenda.turn(unit.index)
+        if before != []:
+            self._progress.tell()
         if before is not None:
             unit.flight = self._submit(now, before, fill)
             return

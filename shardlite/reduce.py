@@ -34,12 +34,11 @@ from shardlite.ring import broadcast
 from shardlite.shared import Shared
 from shardlite.unit import Flat, Unit
 
-PATIENCE = 1.0
-"""Seconds that a backward waits for an earlier reduction before it takes another bucket.
+LIMIT = 2
+"""Buckets that exist at once beside the root's, while ranks follow one order: one is reduced while another fills.
 
-Waiting bounds the memory. It must not be unconditional: a peer that took another branch may start that reduction only
-at the end of its own backward, and to get there it may need our next gather. Where that happened, no later backward
-waits: it would lose this time in each.
+A backward waits for a reduction rather than take more. It must not wait for one that a peer starts only after a gather
+that takes this rank: `progress.py`.
 """
 
 
@@ -104,9 +103,6 @@ class _Round:
 
     died: bool = False
     """Whether the backward ended in an exception, so that what is reduced now is not all."""
-
-    patient: bool = True
-    """Whether it is worth waiting for a reduction before taking another bucket: not once that was in vain."""
 
 
 class Reducer:
@@ -203,18 +199,20 @@ class Reducer:
                 "A reentrant backward reached the unit outside the wrapped model's forward; use "
                 "`checkpoint(..., use_reentrant=False)`"
             )
-        if bucket.phase is Gradients.EMPTY:
-            self._fill(bucket)
-        bucket.add(param, grad if self._counts else None)
         self._land_what_is_done()
+        if bucket.needs_memory(param):
+            self._fill(bucket)
+        bucket.add(param, grad if self._counts else None, shared=self.latest is not None)
+        for early in bucket.early.values():
+            self._shared.ledger.track("gradient buckets", early)
         return bucket
 
     def weigh(self, *, counts: bool, ranks: int) -> None:
         """Let this rank's gradients count from now on, or not, and the means be those of so many `ranks`."""
         self._counts = counts
         for bucket in self._buckets.values():
-            for full in bucket.full if bucket.phase is Gradients.FILLING else ():
-                full.mul_(ranks / self._averager.divisor)  # what was accumulated was to be divided by another number
+            if bucket.phase is Gradients.FILLING:  # what was accumulated was to be divided by another number
+                bucket.multiply(ranks / self._averager.divisor)
         self._averager.divisor = ranks
 
     def complete(self, unit: Unit) -> None:
@@ -225,6 +223,8 @@ class Reducer:
         while (turn := self._next_unit()) in self._round.ready:
             assert turn is not None
             self._reduce(turn)
+        waiting = any(self._buckets[each].phase is Gradients.FILLING for each in self._round.ready)
+        self._shared.progress.started(len(self._round.started), out_of_turn=waiting)
 
     def flush(self) -> None:
         """Reduce what is left, wait for all reductions, and hand the gradients to the shards.
@@ -246,8 +246,9 @@ class Reducer:
             bucket.arrivals, bucket.reduced = 0, False
             bucket.unit.stepped.clear()
             bucket.unit.lost.clear()
-        self._round = _Round(self._now_in_order(), patient=self._round.patient)
+        self._round = _Round(self._now_in_order())
         self._backwards += 1
+        self._shared.progress.begin(self._backwards)
 
     def abandon(self, *, reducing: bool) -> None:
         """Forget a backward that died: its gradients, and what was accumulated before it in the same buckets.
@@ -293,8 +294,8 @@ class Reducer:
     def _reduce(self, unit: Unit) -> None:
         """Send a unit's bucket round."""
         bucket = self._buckets[unit]
-        if bucket.phase is Gradients.EMPTY:
-            self._fill(bucket)  # with nothing: the other ranks count on our zeros
+        if not bucket.full:
+            self._fill(bucket)  # maybe with nothing: the other ranks count on our zeros
         bucket.zero_the_rest()
         bucket.move(Gradients.REDUCING)
         bucket.reduced = True
@@ -345,17 +346,22 @@ class Reducer:
         return self.stepper.step(flat)
 
     def _fill(self, bucket: Bucket) -> None:
-        """Give a bucket its memory, once at most one other is on its way."""
-        now = self._round
-        while now.patient and len(now.started) - now.landed > 1:
+        """Give a bucket its memory, once there is room for one more beside the root's."""
+        now, progress = self._round, self._shared.progress
+        while (full := not bucket.unit.is_root and self._held() >= LIMIT) and now.landed < len(now.started):
             first = now.started[now.landed]
             with self._shared.traffic.waiting("reduce", first.bucket.unit.name):
-                now.patient = first.flight.wait_up_to(PATIENCE)
-            if now.patient:
-                self._land(now.landed + 1)
+                if not first.flight.wait_unless(lambda: progress.is_awaited(now.landed)):
+                    break
+            self._land(now.landed + 1)
+        progress.filled(beyond=full)
         bucket.fill(self._shared.empty)
-        for full in bucket.full:
-            self._shared.ledger.track("gradient buckets", full)
+        for memory in bucket.full:
+            self._shared.ledger.track("gradient buckets", memory)
+
+    def _held(self) -> int:
+        """Return how many units beside the root have a bucket."""
+        return sum(bucket.phase is not Gradients.EMPTY for unit, bucket in self._buckets.items() if not unit.is_root)
 
     def _land_what_is_done(self) -> None:
         """Free the buckets whose reductions are over."""

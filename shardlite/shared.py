@@ -15,6 +15,7 @@ from shardlite.agree import number
 from shardlite.config import Route
 from shardlite.lane import Lane, make_lane
 from shardlite.ledger import Ledger
+from shardlite.progress import Progress
 from shardlite.ring import Operation, all_reduce
 from shardlite.trace import Trace
 from shardlite.traffic import Traffic
@@ -54,6 +55,9 @@ class Shared:
     waits: Board | None
     """Where ranks say what they wait in; `None` where that does not tell whether they will go on: what a GPU does the
     host does not see, and replicas have operations that not all ranks are in."""
+
+    standings: Board
+    """Where ranks say how far they are in a backward."""
 
     trace: Trace
     ledger: Ledger
@@ -108,6 +112,12 @@ class Shared:
         """What ranks leave for each other when something has failed."""
         return Notes(self.board, self.rank, self.world_size, waits=self.waits)
 
+    @cached_property
+    def progress(self) -> Progress:
+        """How far ranks are in a backward."""
+        first = self.rank - self.transport.rank
+        return Progress(self.standings, self.rank, self.world_size, range(first, first + self.transport.world_size))
+
     @contextmanager
     def telling(self) -> Iterator[None]:
         """Leave a note about an exception, for other ranks that will wait for this one in vain."""
@@ -160,6 +170,7 @@ def share(groups: Groups, device: torch.device, timeout: timedelta, route: Route
         steps=Steps(),
         board=StoreBoard(name),
         waits=StoreBoard(f"{name}, waits") if device.type == "cpu" and replicas is None else None,
+        standings=StoreBoard(f"{name}, standings"),
         trace=Trace(),
         ledger=Ledger(),
         traffic=Traffic(device),

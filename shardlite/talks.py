@@ -83,6 +83,7 @@ class Talks:
         full[hosts.rank] = torch.tensor(mine, dtype=torch.int32)
         # The name says nothing of the step: ranks that differ in it are to meet here, and to be told apart.
         operation = self._shared.operation(f"talks on {what}", next(self._rounds), at_any_step=True, during=during)
+        self._shared.progress.joins()
         all_gather(full.view(-1), hosts, operation=operation)
         rows: list[list[int]] = full.tolist()
         return rows

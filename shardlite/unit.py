@@ -191,6 +191,9 @@ class Unit:
     index: int
     name: str
     flats: Sequence[Flat]
+    is_root: bool = False
+    """Whether it holds what no other unit does, so that its gradients come first and last."""
+
     resident: bool = False
     """Never evicted for the sake of another unit: the root, whose parameters are used all through a pass, and units
     that are to stay gathered until their backward."""

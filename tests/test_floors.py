@@ -15,7 +15,7 @@ FLOORS = [
     ["agree", "walk", "traffic", "magnitude"],
     ["cut"],
     ["ring"],
-    ["arena", "lane"],
+    ["arena", "lane", "progress"],
     ["unit", "shared"],
     ["wire", "handed"],
     ["writeback", "watch"],

@@ -27,7 +27,7 @@ def test_a_thread_lane_works_in_order_and_hands_errors_on():
     failing = lane.submit(lambda: 1 / 0)
     last = lane.submit(lambda: done.append(2))
     assert not first.done()
-    assert not last.wait_up_to(0.01)
+    assert not last.wait_unless(lambda: True)
     gate.set()
     last.wait()
     assert done == [1, 2]
@@ -152,9 +152,9 @@ def test_the_host_goes_on_while_a_thread_waits_for_messages(cuda):
     flight = lane.submit(lambda: (gate.wait(seconds(10)), cuda.run("reduce")))
     cuda.run("compute on")
     assert not flight.done()
-    assert not flight.wait_up_to(0.01)
+    assert not flight.wait_unless(lambda: True)
     gate.set()
-    assert flight.wait_up_to(10)
+    assert flight.wait_unless(lambda: False)
     assert [what for _, what in cuda.log if "wait" not in what and "record" not in what] == ["compute on", "reduce"]
 
 

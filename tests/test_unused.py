@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
-import shardlite.reduce
-from shardlite import AdamW, ShardLite, lane
+from shardlite import AdamW, ShardLite
 from tests.sharded import WIDE, Pair, Turn, some_stages
 
 WIDTH = 18
@@ -141,50 +140,6 @@ def kept_body(group):
 
 def test_zeros_that_were_left_are_stepped_by(cluster):
     cluster.check(kept_body, 2)
-
-
-def impatient_body(group):
-    """Return how often each backward has waited for a reduction that its peer starts only in the end."""
-    shardlite.reduce.PATIENCE = 0.2
-    wait_up_to, waits = lane._HostFlight.wait_up_to, []
-
-    def counting(flight, seconds):
-        waits.append(seconds)
-        return wait_up_to(flight, seconds)
-
-    lane._HostFlight.wait_up_to = counting
-    try:
-        torch.manual_seed(0)
-        model = ShardLite(nn.Sequential(*[nn.Sequential(Branches(), nn.Tanh()) for _ in range(6)]), group=group)
-        counts = []
-        for _ in range(3):
-            model.module.apply(lambda each: setattr(each, "both", group.rank() == 0))
-            model(torch.ones(2, WIDTH)).sum().backward()
-            counts.append(len(waits))
-            waits.clear()
-        return counts
-    finally:
-        lane._HostFlight.wait_up_to = wait_up_to
-        shardlite.reduce.PATIENCE = 1.0
-
-
-class Branches(nn.Module):
-    """Two experts, of which some ranks use one only."""
-
-    both = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.experts[0](x) + (self.experts[1](x) if self.both else 0)
-
-
-def test_a_wait_in_vain_is_not_repeated(cluster):
-    first, second = cluster.run(impatient_body, 2)
-    assert first == [1, 0, 0]  # it uses both experts, so its reductions start early and wait for the other rank's
-    assert second[1:] == [0, 0]
 
 
 def everything_unused_body(group):

@@ -1,0 +1,112 @@
+"""How far ranks are in a backward, which they tell each other where they diverge, so that none waits for good.
+
+A backward waits for a reduction of an earlier unit before it fills one more bucket: that bounds the memory. A rank that
+has taken another branch starts that reduction only later, maybe at its end, and to get there it may need the next
+gather of the rank that waits. So a rank tells how far it is as soon as it leaves the order or has to wait for a gather,
+and a rank that waits for a reduction looks at what others tell:
+
+    rank 0   has started reductions 3, 4 and 5, waits for 4 ............. sees that rank 1 needs it: fills one more
+    rank 1   skipped unit 4, has started reduction 3, waits for gather 17, which rank 0 has not joined: tells so
+
+Ranks that follow one order tell nothing, or nothing that ends a wait: who is further has started more reductions. And
+where ranks would wait for each other one of them sees it. Take, of all ranks that wait for a reduction, those with the
+earliest one, `j`. A rank has not started `j`, and waits for a gather: it waits for no reduction before `j`, nor for `j`
+itself. A rank that has not joined this gather waits for a reduction, `j` or a later one, and sees both.
+"""
+
+from collections.abc import Collection
+from dataclasses import astuple, dataclass
+from threading import Lock
+
+from shardlite.transport import Board
+
+_ANY = -1
+"""Where ranks leave the number of the backward that any of them has told something in."""
+
+
+@dataclass
+class _Standing:
+    """How far a rank is."""
+
+    backward: int = 0
+    reductions: int = 0
+    """Started in this backward."""
+
+    buckets: int = 0
+    """Filled in this backward."""
+
+    gathers: int = 0
+    """Messages' rounds of gathers that it has ever joined: all ranks join the same ones, in one order."""
+
+    out_of_turn: int = 0
+    """1 if it has all gradients of a unit, but not those of one whose reduction comes before."""
+
+
+class Progress:
+    """What this rank tells, and what it sees of others."""
+
+    def __init__(self, board: Board, rank: int, world_size: int, gathering: Collection[int]) -> None:
+        """`gathering` are the ranks that gather together with this one."""
+        self._board = board
+        self._rank = rank
+        self._others = [other for other in range(world_size) if other != rank]
+        self._gathering = gathering
+        self._mine = _Standing()
+        self._tells = False
+        self._asked = self._served = 0
+        self._lock = Lock()  # gathers are joined on a thread of their own
+
+    def begin(self, backward: int) -> None:
+        """Be at the start of a backward, told by its number from others."""
+        self._tells = False
+        self._mine.backward, self._mine.reductions, self._mine.buckets, self._mine.out_of_turn = backward, 0, 0, 0
+
+    def tell(self) -> None:
+        """Let others see how far this rank is, from now to the end of the backward."""
+        self._tells = True
+        with self._lock:
+            self._board.put(self._rank, " ".join(map(str, astuple(self._mine))))
+            self._board.put(_ANY, str(self._mine.backward))
+
+    def started(self, reductions: int, *, out_of_turn: bool) -> None:
+        """Note how many reductions were started in this backward."""
+        news = out_of_turn and not self._mine.out_of_turn
+        self._mine.reductions, self._mine.out_of_turn = reductions, int(out_of_turn)
+        self._tell_more(news)
+
+    def filled(self, *, beyond: bool) -> None:
+        """Note a bucket that is filled: `beyond` the limit, with no reduction under way that could be waited for."""
+        self._mine.buckets += 1
+        self._tell_more(beyond)
+
+    def asks(self) -> None:
+        """Note that gathers were asked for, which are served in order."""
+        self._asked += 1
+
+    def joins(self) -> None:
+        """Note a gather that this rank joins now."""
+        self._mine.gathers += 1
+        self._tell_more(news=False)
+
+    def served(self) -> None:
+        """Note that what was asked for next is over."""
+        self._served += 1
+
+    def is_awaited(self, reduction: int) -> bool:
+        """Whether a rank that has not started this reduction, by its number in the backward, may wait for this rank."""
+        mine = self._mine
+        if not self._others or self._board.read(_ANY) != str(mine.backward):
+            return False
+        idle = self._asked == self._served
+        for other in self._others:
+            told = self._board.read(other)
+            theirs = _Standing(*map(int, told.split())) if told else mine
+            if theirs.backward == mine.backward and theirs.reductions <= reduction:
+                joined_more = other in self._gathering and idle and theirs.gathers > mine.gathers
+                if joined_more or theirs.buckets > mine.buckets or theirs.out_of_turn:
+                    return True
+        return False
+
+    def _tell_more(self, news: bool) -> None:
+        if self._tells or news:
+            self.tell()
