@@ -13,22 +13,32 @@ import torch
 from torch import Tensor
 
 from shardlite.layout import ARENA_ALIGN, round_up
+from shardlite.transport.heap import lazy_zeros
 
 Empty: TypeAlias = Callable[[int, torch.dtype], Tensor]
 """Makes memory: so many elements of a dtype, uninitialised."""
 
 
-def empty_on(device: torch.device) -> Empty:
-    """Return what makes memory on a device."""
-    return lambda numel, dtype: torch.empty(numel, dtype=dtype, device=device)
+Zeros: TypeAlias = Callable[[int, torch.dtype], Tensor]
+"""The same, zeroed. On a CPU it takes pages only as it is written to."""
 
 
-def carve(kinds: Sequence[tuple[torch.dtype, bool]], lengths: Sequence[int], empty: Empty) -> list[Tensor]:
-    """Make one arena for each kind, (dtype, trainable), and return the parts of these lengths, zeroed."""
+def zeros_on(device: torch.device) -> Zeros:
+    """Return what makes zeroed memory on a device."""
+    if device.type != "cpu":
+        return lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=device)
+    return lambda numel, dtype: lazy_zeros(numel * dtype.itemsize).view(dtype)
+
+
+def carve(kinds: Sequence[tuple[torch.dtype, bool]], lengths: Sequence[int], zeros: Zeros) -> list[Tensor]:
+    """Make one arena for each kind, (dtype, trainable), and return the parts of these lengths, zeroed.
+
+    Nothing is written to them, so that an arena takes memory as the weights move in.
+    """
     parts: list[Tensor] = [torch.empty(0)] * len(kinds)
     for kind in dict.fromkeys(kinds):
         members = [i for i, each in enumerate(kinds) if each == kind]
-        arena = empty(round_up(sum(lengths[i] for i in members), ARENA_ALIGN), kind[0]).zero_()
+        arena = zeros(round_up(sum(lengths[i] for i in members), ARENA_ALIGN), kind[0])
         start = 0
         for i in members:
             parts[i] = arena[start : start + lengths[i]]

@@ -17,7 +17,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from shardlite.arena import Empty, carve, empty_on
+from shardlite.arena import Zeros, carve, zeros_on
 from shardlite.parameters import Shard
 from shardlite.partition import ROOT, UnitPlan, UnitRule, applies
 from shardlite.plan import FlatPlan, Plan
@@ -53,13 +53,13 @@ def place(plan: Plan, stage: int, rank: int, world_size: int, reshard: UnitRule)
     )
 
 
-def build_units(plan: Plan, placement: Placement, empty: Empty) -> list[Unit]:
-    """Allocate memory, by `empty` where it is for full weights, and return the units, undefined weights in them.
+def build_units(plan: Plan, placement: Placement, zeros: Zeros) -> list[Unit]:
+    """Allocate memory, by `zeros` where it is for full weights, and return the units, with zeros as weights.
 
     The root is first, if it has any parameters.
     """
     flats_to_be = list(chain.from_iterable(plan.flats))
-    places = iter(_allocate(flats_to_be, placement, empty if placement.permanent else empty_on(plan.device)))
+    places = iter(_allocate(flats_to_be, placement, zeros if placement.permanent else zeros_on(plan.device)))
     lows = iter(_allocate_lower_parts(flats_to_be, placement, plan.device))
     units: list[Unit] = []
     for start, mine in zip(plan.units, plan.flats, strict=True):
@@ -70,7 +70,7 @@ def build_units(plan: Plan, placement: Placement, empty: Empty) -> list[Unit]:
     return units
 
 
-def _allocate(flats: Sequence[FlatPlan], placement: Placement, empty: Empty) -> list[tuple[Tensor, Tensor | None]]:
+def _allocate(flats: Sequence[FlatPlan], placement: Placement, zeros: Zeros) -> list[tuple[Tensor, Tensor | None]]:
     """Return for each flat what this rank keeps, and the memory of the full weights if they have some.
 
     Where both have the same dtype the former is a part of the latter.
@@ -80,10 +80,10 @@ def _allocate(flats: Sequence[FlatPlan], placement: Placement, empty: Empty) -> 
         flat.layout.full_numel if whole or placement.rank is None else flat.layout.shard_numel
         for flat, whole in zip(flats, in_place, strict=True)
     ]
-    kept = carve([(flat.layout.dtype, flat.layout.trainable) for flat in flats], lengths, empty)
+    kept = carve([(flat.layout.dtype, flat.layout.trainable) for flat in flats], lengths, zeros)
     cast = [flat for flat, whole in zip(flats, in_place, strict=True) if placement.permanent and not whole]
     kinds = [(flat.compute, flat.layout.trainable) for flat in cast]
-    fulls = iter(carve(kinds, [flat.layout.full_numel for flat in cast], empty))
+    fulls = iter(carve(kinds, [flat.layout.full_numel for flat in cast], zeros))
     places: list[tuple[Tensor, Tensor | None]] = []
     for flat, whole, local in zip(flats, in_place, kept, strict=True):
         if not whole:
@@ -101,7 +101,7 @@ def _allocate_lower_parts(
     """Yield for each flat memory for the lower part of what this rank keeps, if that is split."""
     split = [flat for flat in flats if flat.split]
     lengths = [flat.layout.full_numel if placement.rank is None else flat.layout.shard_numel for flat in split]
-    lows = iter(carve([(torch.int8, flat.layout.trainable) for flat in split], lengths, empty_on(device)))
+    lows = iter(carve([(torch.int8, flat.layout.trainable) for flat in split], lengths, zeros_on(device)))
     return (next(lows) if flat.split else None for flat in flats)
 
 

@@ -20,7 +20,7 @@ import torch
 from shardlite_kernels import join, split
 from torch import Tensor
 
-from shardlite.arena import carve, empty_on, joined
+from shardlite.arena import carve, joined, zeros_on
 from shardlite.build import flats_of
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.unit import Flat
@@ -196,7 +196,7 @@ class EMA:
             return
         kinds = [(flat.master, flat.layout.trainable) for flat in new]
         with torch.inference_mode(False), torch.no_grad():
-            memory = carve(kinds, [flat.local.numel() for flat in new], empty_on(self._model._shared.device))
+            memory = carve(kinds, [flat.local.numel() for flat in new], zeros_on(self._model._shared.device))
             for flat, average in zip(new, memory, strict=True):
                 average.copy_(flat.weights())
                 self._model.ledger.track("averages", average)

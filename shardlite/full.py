@@ -64,6 +64,8 @@ class FullParameters:
         units = self._units_with(names)
         with self._held(units):
             before = [_Before.of(flat) for unit in units for flat in unit.flats if flat.in_place]
+            for each in before:
+                self._shared.ledger.track("copies", each.copy)
             written = False
             try:
                 yield
@@ -98,6 +100,7 @@ class FullParameters:
                 if wanted:
                     full.update({param: view.to("cpu", copy=True) for param, view in flat.views(whole)})
                 del whole  # before the next one is there
+        self._shared.trim(all_of_it=True)
         if not wanted:
             return {}
         return {n: full[entry] if entry in full else entry.to("cpu", copy=True) for n, entry in self.entries().items()}
@@ -106,7 +109,8 @@ class FullParameters:
         """Gather a flat in the precision in which it is kept, [W*S]."""
         if flat.rank is None:
             return flat.weights()
-        whole = flat.local.new_empty(flat.layout.full_numel, dtype=flat.master)
+        whole = self._shared.empty(flat.layout.full_numel, flat.master)
+        self._shared.ledger.track("staging", whole)
         flat.own_part(whole).copy_(flat.weights())
         operation = self._shared.operation(f"the full state of unit {unit.name!r}, flat {i}", next(self._uses))
         transport = self._shared.traffic.counted(self._shared.transport, "full state", unit.name)

@@ -33,7 +33,7 @@ class Flight(Protocol):
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
         """Let what follows see the results, or raise what went wrong. On a GPU only the stream waits, not the host.
 
-        A host that does not wait for a moment only calls `meanwhile`, once.
+        A host that waits for long calls `meanwhile`, once.
         """
 
     def done(self) -> bool:
@@ -69,7 +69,7 @@ class _HostFlight:
         self._watch = watch
 
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
-        if meanwhile is not None and not self._ends_within(_MOMENT):
+        if meanwhile is not None and not self._ends_within(_LONGEST):
             meanwhile()
         watch = self._watch
         while watch is not None and not self._ends_within(SLOW):

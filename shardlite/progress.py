@@ -18,6 +18,8 @@ from collections.abc import Collection
 from dataclasses import astuple, dataclass
 from threading import Lock
 
+import torch
+
 from shardlite.transport import Board
 
 _ANY = -1
@@ -62,11 +64,10 @@ class Progress:
         self._mine.backward, self._mine.reductions, self._mine.buckets, self._mine.out_of_turn = backward, 0, 0, 0
 
     def tell(self) -> None:
-        """Let others see how far this rank is, from now to the end of the backward."""
-        self._tells = True
-        with self._lock:
-            self._board.put(self._rank, " ".join(map(str, astuple(self._mine))))
-            self._board.put(_ANY, str(self._mine.backward))
+        """Let others see how far this rank is, from now to the end of the backward. Elsewhere nobody asks."""
+        if torch._C._current_graph_task_id() != -1:
+            self._tells = True
+            self._put()
 
     def started(self, reductions: int, *, out_of_turn: bool) -> None:
         """Note how many reductions were started in this backward."""
@@ -108,5 +109,12 @@ class Progress:
         return False
 
     def _tell_more(self, news: bool) -> None:
-        if self._tells or news:
+        if self._tells:
+            self._put()
+        elif news:
             self.tell()
+
+    def _put(self) -> None:
+        with self._lock:
+            self._board.put(self._rank, " ".join(map(str, astuple(self._mine))))
+            self._board.put(_ANY, str(self._mine.backward))

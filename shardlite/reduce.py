@@ -234,10 +234,12 @@ class Reducer:
         """
         while (turn := self._next_unit()) is not None:
             self._reduce(turn)
+        self._shared.progress.started(len(self._round.started), out_of_turn=False)
         self._land(len(self._round.started))
         self._hand_over()
         self._agree_on_order()
         self.start_over()
+        self._shared.trim()
 
     def start_over(self) -> None:
         """Be ready for the next backward."""

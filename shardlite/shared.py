@@ -14,7 +14,7 @@ from torch import Tensor
 from shardlite.agree import number
 from shardlite.config import Route
 from shardlite.lane import Lane, make_lane
-from shardlite.ledger import Ledger
+from shardlite.ledger import Held, Ledger
 from shardlite.progress import Progress
 from shardlite.ring import Operation, all_reduce
 from shardlite.trace import Trace
@@ -142,6 +142,26 @@ class Shared:
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return memory [numel], uninitialised, for what goes to other ranks."""
         return self.transport.empty(numel * dtype.itemsize, self.device).view(dtype)
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return the same, zeroed."""
+        return self.transport.zeros(numel * dtype.itemsize, self.device).view(dtype)
+
+    def trim(self, *, all_of_it: bool = False) -> None:
+        """Give memory back to the system that no unit has used for a step, or `all_of_it` that is free."""
+        for transport in self.transports:
+            transport.trim(all_of_it=all_of_it)
+
+    def held(self) -> dict[str, Held]:
+        """Return the bytes that this rank holds by purpose, those of messages included."""
+        every = (self.transport, self.replicas, *self.reducing, *self.hosts)
+        holders = {id(each.holder): each.holder for each in every if each is not None and each.holder is not None}
+        total = self.ledger.held()
+        for holder in holders.values():
+            for purpose, held in holder.held().items():
+                before = total.get(purpose, Held(0, 0))
+                total[purpose] = Held(before.now + held.now, before.peak + held.peak)
+        return total
 
     def lane(self, name: str) -> Lane:
         """Return a new lane for operations that use these transports."""

@@ -12,7 +12,7 @@ from shardlite.materialise import Initialiser, children_first
 from shardlite.partition import ROOT, UnitPlan
 from shardlite.ring import broadcast
 from shardlite.shared import Shared
-from shardlite.unit import Unit
+from shardlite.unit import Flat, Unit
 
 
 def spread(
@@ -28,8 +28,7 @@ def spread(
     for each in children_first(module):
         initialiser.initialise(each)
         if each in ends:
-            spread_values(ends[each], shared, lambda param: param.detach())
-            ends[each].unbind()
+            spread_values(ends[each], shared, lambda param: param.detach(), sent=Flat.unbind)
             initialiser.sent(ends[each].params())
     for unit in units:
         if not unit.derived:
@@ -39,22 +38,33 @@ def spread(
             buffer.data = buffer.to(shared.device)
 
 
-def spread_values(unit: Unit, shared: Shared, value: Callable[[nn.Parameter], Tensor]) -> None:
+def spread_values(
+    unit: Unit,
+    shared: Shared,
+    value: Callable[[nn.Parameter], Tensor],
+    *,
+    sent: Callable[[Flat], None] = lambda _: None,
+) -> None:
     """Set a unit's shards on every rank to what `value` gives on rank 0 for each of the module's parameters.
 
-    The unit's weights exist a second time, whole, only while they are sent round.
+    The unit's weights exist a second time, whole, only while they are sent round. `sent` is called for each flat when
+    `value` is asked for its parameters no more.
     """
     with torch.no_grad():
         for i, flat in enumerate(unit.flats):
             direct = flat.rank is None and flat.low is None
-            whole = flat.local if direct else shared.empty(flat.layout.full_numel, flat.master).zero_()
+            whole = flat.local if direct else shared.zeros(flat.layout.full_numel, flat.master)
+            if not direct:
+                shared.ledger.track("staging", whole)
             if shared.rank == 0:
                 for param, view in flat.views(whole):
                     view.copy_(value(param))
+            sent(flat)
             for transport in shared.counted("values"):
                 broadcast(whole, transport, operation=shared.operation(f"the values of unit {unit.name!r}, flat {i}"))
             if not direct:
                 flat.keep(flat.own_part(whole))
+            del whole  # before the next one is there
 
 
 def spread_buffers(module: nn.Module, shared: Shared) -> None:

@@ -144,6 +144,14 @@ class Flat:
         """Return what of the full weights [W*S] this rank keeps: [S], or all of it."""
         return full[slice(*self.own_range(self.layout))]
 
+    def unbind(self) -> None:
+        """Let the module's parameters be placeholders: the shape of the parameter, the memory of one NaN."""
+        if self.placeholder is None:
+            self.placeholder = _placeholder(self.compute, self.local.device)
+        for slot, param in zip(self.layout.slots, self.params, strict=True):
+            place(param, self.placeholder.expand(slot.shape))
+            empty(param)
+
     def views(self, full: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
         """Return the module's parameters, each with its view of a full buffer [W*S]."""
         slots = self.layout.slots
@@ -323,13 +331,9 @@ class Unit:
                     )
 
     def unbind(self) -> None:
-        """Let the module's parameters be placeholders: the shape of the parameter, the memory of one NaN."""
+        """Let the module's parameters be placeholders."""
         for flat in self.flats:
-            if flat.placeholder is None:
-                flat.placeholder = _placeholder(flat.compute, flat.local.device)
-            for slot, param in zip(flat.layout.slots, flat.params, strict=True):
-                place(param, flat.placeholder.expand(slot.shape))
-                empty(param)
+            flat.unbind()
 
     def outdate(self) -> None:
         """Let autograd's own in-place check find parameters that were saved as they were."""

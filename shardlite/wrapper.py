@@ -1,5 +1,6 @@
 """`ShardLite`: a model whose parameters, gradients and optimizer state are sharded over ranks."""
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
@@ -8,6 +9,7 @@ from inspect import ismethod
 from typing import Any, TypeVar
 
 import torch
+from shardlite_kernels import chunk_memory
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -29,7 +31,7 @@ from shardlite.homes import settle_all
 from shardlite.hooks import ModuleHooks
 from shardlite.inside import Inside
 from shardlite.join import Batch, Join
-from shardlite.ledger import Held
+from shardlite.ledger import Held, process_memory
 from shardlite.materialise import Init, Initialiser
 from shardlite.optim import accumulating, adopt
 from shardlite.partition import UnitPolicy, UnitRule
@@ -42,7 +44,7 @@ from shardlite.skips import Skips
 from shardlite.spread import spread, spread_buffers, spread_values
 from shardlite.stepping import Stepping
 from shardlite.traffic import Sent
-from shardlite.transport import Ranks, groups_of
+from shardlite.transport import Ranks, Transport, groups_of
 from shardlite.unit import Unit
 from shardlite.unsharded import Unsharded
 
@@ -52,6 +54,12 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def _uncompiled(function: _Function) -> _Function:
     """Keep a compiler from tracing a function, which looks at placeholders or at the state of autograd."""
     return torch.compiler.disable(function)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _give_back(transports: Iterable[Transport]) -> None:
+    """Give the memory of a model that is gone back to the system, what is freed from now on included."""
+    for transport in transports:
+        transport.trim(all_of_it=True)
 
 
 class _Uncompiled:
@@ -366,21 +374,46 @@ class ShardLite(nn.Module):
 
     # ---- what it takes --------------------------------------------------------------------------------------------
 
-    def memory(self) -> dict[str, Held]:
-        """Return what this rank holds for the model, in bytes by purpose: now, and at most since the last reset.
+    def memory(self, *, process: bool = False) -> dict[str, Held]:
+        """Return the bytes that this rank holds for the model, by purpose: now, and at most since the last reset.
 
-        Every storage is counted from its allocation to its end, once, whole, under one purpose: `parameters` (the
-        shards, or what of them is not in the full weights, and full weights that are always there), `gather buffers`,
-        `gradient buckets` (before they are reduced), `gradients`, `staging` (where partial sums and codes arrive),
-        `optimizer state` of the optimizers that have stepped the model, `averages` (of `EMA`), and `buffers`.
-        `model.ledger.reset_peak()` resets.
+        Each storage is counted once, whole, from its allocation to its end:
+
+        - `parameters`: shards, and full weights that are always there
+        - `gather buffers`: full weights while they are needed
+        - `gradient buckets`: gradients of this rank before they are reduced
+        - `gradients`: gradient shards, or full gradients at stages 0 and 1
+        - `optimizer state`: that of the optimizers that have stepped the model
+        - `averages`: those of `EMA`
+        - `buffers`: the module's
+        - `staging`: where partial sums, 8-bit codes and values for all ranks arrive
+        - `copies`: shards as they were before `gathered(writeback=True)`
+        - `chunks of a step`: intermediate values of a CPU step; of all models in the process
+        - `messages`, `mailboxes`, `pinned memory`: what a transport takes; of all models over the same ranks
+        - `idle shared memory`: pages that are kept for the next block
+
+        `model.ledger.reset_peak()` resets the peaks.
+
+        Args:
+            process: also return `process`, what the operating system or the CUDA allocator says that this process
+                holds, and `unexplained`, the part of it that has no purpose above: the interpreter, libraries,
+                activations, memory that `malloc` keeps. On a CPU `process` is the proportional set size; its peak is
+                the largest resident set of the process so far, in which shared pages count in full. On CUDA both are
+                the bytes that PyTorch's allocator has reserved.
         """
         for shard in self._stepping.shards:
             if shard.grad is not None:
                 self.ledger.track("gradients", shard.grad)  # on one rank they are autograd's own
         for tensor in guard.state_of_optimizers(self._stepping):
             self.ledger.track("optimizer state", tensor)
-        return self.ledger.held()
+        for tensor in chunk_memory():
+            self.ledger.track("chunks of a step", tensor)
+        held = self._shared.held()
+        if process:
+            whole = process_memory(self._shared.device)
+            explained = sum(each.now for each in held.values())
+            held |= {"process": whole, "unexplained": Held(whole.now - explained, whole.now - explained)}
+        return held
 
     def traffic(self) -> Mapping[str, Mapping[str, Sent]]:
         """Return what this rank has sent since it was wrapped: calls, messages and bytes by unit and purpose.
@@ -440,6 +473,7 @@ class ShardLite(nn.Module):
                 if not isinstance(entry, nn.Parameter) and self._shared.rank == 0:
                     entry.copy_(value)
         spread_buffers(self.module, self._shared)
+        self._shared.trim(all_of_it=True)
         self._stepping.mark_changed()
 
     def state_dict(self, *_: Any, **__: Any) -> Any:
@@ -471,7 +505,7 @@ class ShardLite(nn.Module):
             LayoutError: on every rank, if some have none; the module is of no more use then.
         """
         shared = self._shared
-        units = build_units(plan, self._placement, self._shared.empty)
+        units = build_units(plan, self._placement, self._shared.zeros)
         initialiser = Initialiser(self.module, init, plan.device, first=shared.rank == 0)
         spread(plan.units, units, self.module, shared, initialiser)
         checks.mark_wrapped(units)
@@ -483,6 +517,8 @@ class ShardLite(nn.Module):
                     self.ledger.track("parameters", memory)
         for buffer in self.module.buffers():
             self.ledger.track("buffers", buffer)
+        shared.trim(all_of_it=True)
+        weakref.finalize(self, _give_back, shared.transports)
         return units
 
     def _connect(self, plan: Plan, prefetch: int, diagnose: bool) -> None:

@@ -334,6 +334,7 @@ class Run:
             if purpose in before.get(unit, {})
         }
         held = {purpose: each.now for purpose, each in self.model.memory().items() if each.now}
+        del held["idle shared memory"]  # other models have some of it
         return held, {what: each for what, each in sent.items() if each != (0, 0)}
 
 

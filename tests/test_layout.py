@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from shardlite import LayoutError
-from shardlite.arena import carve, empty_on
+from shardlite.arena import carve, zeros_on
 from shardlite.layout import ALIGN, Layout, lay_out
 from shardlite.order import Order
 from shardlite.partition import cut
@@ -43,7 +43,7 @@ def test_every_element_is_on_exactly_one_rank(world_size):
 
 def test_arenas_are_shared_by_kind_and_do_not_overlap():
     kinds = [(torch.float32, True), (torch.float32, False), (torch.float32, True), (torch.bfloat16, True)]
-    parts = carve(kinds, [64] * 4, empty_on(torch.device("cpu")))
+    parts = carve(kinds, [64] * 4, zeros_on(torch.device("cpu")))
     addresses = [part.untyped_storage().data_ptr() for part in parts]
     assert addresses[0] == addresses[2]
     assert len(set(addresses)) == 3
@@ -151,9 +151,13 @@ def test_order_predicts_only_on_the_recorded_path():
     assert order.upcoming(2) == [1, 2]
     order.need(2)  # leaves the path
     assert order.upcoming(2) == []
-    order.begin("forward")  # what is expected now is the pass that left it
+    order.begin("forward")  # one pass that left it is forgotten
     order.need(0)
-    assert order.upcoming(2) == [2]
+    assert order.upcoming(2) == [1, 2]
+    order.need(1)  # it is shorter
+    order.begin("forward")  # after two in a row the last one is expected
+    order.need(0)
+    assert order.upcoming(2) == [1]
     order.end()
     order.need(1)  # outside of any pass
     assert order.upcoming(1) == []

@@ -93,6 +93,61 @@ def test_random_blocks_never_overlap_and_do_not_grow(small):
     assert heap.empty(256 * PAGE).numel() == 256 * PAGE, "all is one block again"
 
 
+def test_pages_are_kept_for_the_next_block_and_given_back_after_a_step_without_use(small):
+    heap = small(64)
+
+    def pages():
+        return heap.resident // PAGE
+
+    def step(*numels):
+        blocks = [heap.empty(numel * PAGE).fill_(1) for numel in numels]
+        most = pages()
+        del blocks
+        heap.trim()
+        return most
+
+    assert [step(8, 8), pages()] == [16, 16]  # no new pages for the next step
+    assert [step(4), pages()] == [16, 4]  # what one step has not used
+    assert [step(), pages()] == [4, 0]
+    kept = heap.empty(3 * PAGE).fill_(1)
+    assert [step(2), step(), pages()] == [5, 5, 3]
+    assert kept.sum() == 3 * PAGE
+    step(8)
+    heap.trim(all_of_it=True)
+    assert pages() == 3
+    del kept
+    assert pages() == 0, "nobody is expected to ask for more"
+    again = heap.empty(PAGE).fill_(1)
+    del again
+    assert pages() == 1, "now somebody is"
+
+
+def test_pieces_that_are_too_short_for_what_comes_give_their_pages_back(small):
+    """So there are never more pages than were live at once, and 5 %."""
+    heap, random = small(4096), Random(1)
+    most = live = 0
+    kept = []
+    for _ in range(600):
+        if kept and random.random() < 0.5:
+            live -= kept.pop(random.randrange(len(kept))).numel()
+        else:
+            kept.append(heap.empty(PAGE * random.choice([1, 7, 40, 100])).fill_(1))
+            live += kept[-1].numel()
+        most = max(most, live)
+        assert heap.resident <= 1.05 * most
+
+
+def test_zeros_take_pages_as_they_are_written_to(small):
+    heap = small(64)
+    old = heap.empty(8 * PAGE).fill_(1)
+    del old
+    new = heap.zeros(16 * PAGE)
+    assert heap.resident == 0
+    assert not new.any()
+    new[: 2 * PAGE] = 1
+    assert heap.resident <= 16 * PAGE
+
+
 def test_threads_never_get_the_same_block(small):
     heap, before = small(64), sys.getswitchinterval()
     start = threading.Barrier(4)

@@ -361,7 +361,7 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/fill.py",
         "call",
-        "                unit.flight.wait()\n",
+        "                unit.flight.wait(self._shared.progress.tell)\n",
         "                pass\n",
         "a module runs before its weights are there",
     ),
@@ -604,6 +604,13 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "ranks that prefetch differently are not found out when they wrap",
     ),
     (
+        "shardlite/progress.py",
+        "comparison",
+        "theirs.reductions <= reduction:",
+        "theirs.reductions < reduction:",
+        "ranks that diverge wait for each other for good",
+    ),
+    (
         "shardlite/reduce.py",
         "comparison",
         "while now.patient and len(now.started) - now.landed > 1:",
@@ -620,8 +627,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/reduce.py",
         "operator",
-        "full.mul_(ranks / self._averager.divisor)",
-        "full.mul_(self._averager.divisor / ranks)",
+        "bucket.multiply(ranks / self._averager.divisor)",
+        "bucket.multiply(self._averager.divisor / ranks)",
         "what was accumulated before a rank ran out of batches is weighed the wrong way",
     ),
     (
@@ -746,8 +753,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/transport/heap.py",
         "comparison",
-        "if joined and sum(joined[-1]) == begin:",
-        "if joined and sum(joined[-1]) <= begin:",
+        "if i > 0 and self._stops[i - 1] == start:",
+        "if i > 0 and self._stops[i - 1] <= start:",
         "blocks in use become part of a free one, and are handed out twice",
     ),
     (
@@ -1014,6 +1021,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "shardlite/passes.py": ("test_participation", "test_desync"),
     "shardlite/picture.py": ("test_ring_command",),
     "shardlite/plan.py": ("test_desync", "test_errors"),
+    "shardlite/progress.py": ("test_buckets",),
     "shardlite/reduce.py": ("test_join", "test_accumulation", "test_memory", "test_races"),
     "shardlite/ring.py": ("test_ring", "test_desync"),
     "shardlite/runs.py": ("test_optim_amp", "test_scaler"),

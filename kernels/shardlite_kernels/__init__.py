@@ -1,7 +1,7 @@
 """Triton kernels of ShardLite, each beside the PyTorch reference that specifies it. See `kernels/README.md`."""
 
 from .adamw import adamw, adamw_reference, reduce_adamw, reduce_adamw_reference
-from .adamw_cpu import CpuStep, adamw_cpu, reduce_adamw_cpu
+from .adamw_cpu import CpuStep, adamw_cpu, chunk_memory, reduce_adamw_cpu
 from .cast import cast, cast_reference
 from .device_ring import (
     ring_all_gather,
@@ -40,6 +40,7 @@ __all__ = [
     "cast",
     "cast_reference",
     "check_stats",
+    "chunk_memory",
     "decode",
     "dequantise",
     "dequantise_reference",

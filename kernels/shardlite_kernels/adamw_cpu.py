@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import inf, sqrt
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -29,11 +30,26 @@ _CHUNK = 1 << 19
 """Elements at a time; a multiple of 32, see README."""
 
 
+class _Kept(dict[tuple[str, torch.dtype], Tensor]):
+    """The rooms of one thread."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]  # to be in a set
+
+
+_all_kept: WeakSet[_Kept] = WeakSet()
+
+
+def chunk_memory() -> list[Tensor]:
+    """Return the memory that the threads of this process keep for chunks of steps on the CPU."""
+    return [room for kept in list(_all_kept) for room in list(kept.values())]
+
+
 class _Rooms(threading.local):
     """Where a thread keeps what it computes of a chunk, from step to step: new pages take as long as a chunk's step."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._kept: dict[tuple[str, torch.dtype], Tensor] = _Kept()
+        _all_kept.add(self._kept)
 
     def of(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Room for some elements of a chunk."""

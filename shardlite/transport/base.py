@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from shardlite.cost import Link
+from shardlite.ledger import Held
 from shardlite.schedule import Algorithm
+from shardlite.transport.heap import lazy_zeros
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,13 @@ class Loan(Protocol):
         """
 
 
+class Holder(Protocol):
+    """What knows some memory by its purpose."""
+
+    def held(self) -> dict[str, Held]:
+        """Return bytes by purpose."""
+
+
 class Transport(Protocol):
     """Messages between ranks.
 
@@ -101,6 +110,16 @@ class Transport(Protocol):
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
         """Return memory [nbytes], uninitialised, from which sending costs least."""
 
+    def zeros(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return such memory, zeroed. On the CPU it takes pages only as it is written to."""
+
+    def trim(self, *, all_of_it: bool = False) -> None:
+        """Give memory back to the system that nobody has used since the last call, or all that is not in use."""
+
+    @property
+    def holder(self) -> Holder | None:
+        """What knows the memory that messages take beside that of callers; transports may have one in common."""
+
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Start sending `tensor` to rank `peer`."""
 
@@ -131,10 +150,18 @@ class Plain:
     algorithm: Algorithm = "ring"
     link: Link | None = None
     node: int = 1
+    holder: Holder | None = None
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
         """Return memory [nbytes] on a device."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def zeros(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return memory [nbytes] on a device, zeroed."""
+        return lazy_zeros(nbytes) if device.type == "cpu" else torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+    def trim(self, *, all_of_it: bool = False) -> None:
+        """Nothing: memory is that of PyTorch's allocators."""
 
     def borrow(self, numel: int, dtype: torch.dtype, peer: int, tag: int) -> Loan:
         """Not be called: see `lends`."""
@@ -177,10 +204,19 @@ class Around:
         self.algorithm = transport.algorithm
         self.link = transport.link
         self.node = transport.node
+        self.holder = transport.holder
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
         """Return memory [nbytes] of the other one."""
         return self._transport.empty(nbytes, device)
+
+    def zeros(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return memory [nbytes] of the other one, zeroed."""
+        return self._transport.zeros(nbytes, device)
+
+    def trim(self, *, all_of_it: bool = False) -> None:
+        """Give back memory of the other one."""
+        self._transport.trim(all_of_it=all_of_it)
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Start sending through the other one."""

@@ -1,7 +1,15 @@
 """Memory of one rank that others on its host can read. It has no name in a file system, so nothing can be left behind.
 
 The memory is as large as the machine's, but takes pages only where something was written; it is not bounded by the size
-of `/dev/shm`. Blocks that are given back are used again.
+of `/dev/shm`. What is given back keeps its pages for the next block, since new ones take longer than what is done in
+them, and loses them when nobody has used it for a step:
+
+    blocks   | A A A A | . . . . | B B | . . . . . . | . . . . . . . . . . .
+    pages    | # # # # | # # # # | # # | . . . . . . | . . . . . . . . . . .
+                         warm, taken     cold            never used
+                         first
+
+Warm and live pages together are never more than what was live at once in this step or the last one, and 5 %.
 """
 
 import ctypes
@@ -9,8 +17,9 @@ import mmap
 import os
 import threading
 import weakref
-from bisect import insort
+from bisect import bisect_left
 from collections import deque
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -19,6 +28,8 @@ from shardlite.errors import CommError
 
 _NO_RESERVE = 0x4000  # MAP_NORESERVE
 _GRAIN = 4096  # bytes: blocks start at a page
+_SLACK = 1.05
+"""How many times as many pages there may be as were live at once."""
 
 
 class Mapping:
@@ -44,6 +55,74 @@ class Mapping:
         return start if 0 <= start < self.nbytes else None
 
 
+class _Spans:
+    """Ranges of bytes, by address; no two of them touch."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        self.nbytes = 0
+
+    @classmethod
+    def of(cls, start: int, stop: int) -> "_Spans":
+        """One range."""
+        spans = cls()
+        spans.add(start, stop)
+        return spans
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(list(zip(self._starts, self._stops, strict=True)))
+
+    def add(self, start: int, stop: int) -> None:
+        """Add a range that meets none of those here, and join it with those that it touches."""
+        self.nbytes += stop - start
+        i = bisect_left(self._starts, start)
+        first, last = i, i
+        if i > 0 and self._stops[i - 1] == start:
+            first, start = i - 1, self._starts[i - 1]
+        if i < len(self._starts) and self._starts[i] == stop:
+            last, stop = i + 1, self._stops[i]
+        self._starts[first:last], self._stops[first:last] = [start], [stop]
+
+    def remove(self, start: int, stop: int) -> None:
+        """Remove a range that lies within one of those here."""
+        self.nbytes -= stop - start
+        i = bisect_left(self._stops, stop)
+        whole = self._starts[i], self._stops[i]
+        left = [part for part in ((whole[0], start), (stop, whole[1])) if part[0] < part[1]]
+        self._starts[i : i + 1], self._stops[i : i + 1] = [part[0] for part in left], [part[1] for part in left]
+
+    def without(self, others: "_Spans") -> Iterator[tuple[int, int]]:
+        """Yield what of these is in none of the `others`."""
+        for start, stop in self:
+            for other_start, other_stop in others:
+                if other_stop > start and other_start < stop:
+                    if other_start > start:
+                        yield start, other_start
+                    start = other_stop
+            if start < stop:
+                yield start, stop
+
+
+class _Returns:
+    """Blocks that are given back by finalisers, which may run inside anything. It holds no heap."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self.blocks: deque[tuple[int, int]] = deque()
+        self.for_good = False
+        """Whether nobody is expected to ask for memory again, so that pages go at once."""
+
+    def __call__(self, start: int, length: int) -> None:
+        if self.for_good:
+            self.drop_pages(start, start + length)
+        self.blocks.append((start, length))
+
+    def drop_pages(self, start: int, stop: int) -> None:
+        """Give pages to the system; bytes read as zero afterwards, in every process."""
+        self._memory.madvise(mmap.MADV_REMOVE, start, stop - start)
+
+
 class Heap(Mapping):
     """Memory of this rank: `reserved` bytes at the start, then blocks."""
 
@@ -52,11 +131,34 @@ class Heap(Mapping):
         nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") + reserved
         os.ftruncate(self.descriptor, nbytes)
         super().__init__(self.descriptor)
-        start = -(-reserved // _GRAIN) * _GRAIN
-        self._lock = threading.Lock()
-        self._free = [(start, nbytes - start)]  # by address, never two that touch
-        self._given_back: deque[tuple[int, int]] = deque()  # by finalisers, which may run inside anything
+        start = _rounded_up(reserved)
+        self.reserved = start
+        self._lock = threading.RLock()
+        self._cold, self._warm = _Spans(), _Spans()  # what is free
+        self._cold.add(start, nbytes // _GRAIN * _GRAIN)
+        self._used_lately = _Spans()  # what of it was given back since the last `trim`
+        self._returns = _Returns(self.memory)
+        self._live = self._most = self._most_before = 0
         weakref.finalize(self, os.close, self.descriptor)
+
+    @property
+    def live(self) -> int:
+        """Bytes in blocks, whole pages."""
+        with self._lock:
+            self._settle()
+            return self._live
+
+    @property
+    def warm(self) -> int:
+        """Bytes that are free and may have pages."""
+        with self._lock:
+            self._settle()
+            return self._warm.nbytes
+
+    @property
+    def resident(self) -> int:
+        """Bytes of pages that this memory has."""
+        return os.fstat(self.descriptor).st_blocks * 512
 
     def empty(self, nbytes: int) -> Tensor:
         """Return a new block as bytes, [nbytes], uninitialised. It is given back when nothing views it any more.
@@ -66,31 +168,97 @@ class Heap(Mapping):
         Raises:
             CommError: there is no room.
         """
+        return self._block(nbytes, zeroed=False)
+
+    def zeros(self, nbytes: int) -> Tensor:
+        """Return the same, zeroed: it takes pages only as it is written to."""
+        return self._block(nbytes, zeroed=True)
+
+    def trim(self, *, all_of_it: bool = False) -> None:
+        """Give pages back that nobody has used since the last call; or all that are free, and will be."""
+        with self._lock:
+            self._settle()
+            for start, stop in list(self._warm if all_of_it else self._warm.without(self._used_lately)):
+                self._cool(start, stop)
+            self._used_lately = _Spans()
+            self._most_before, self._most = self._most, self._live
+            self._returns.for_good = all_of_it
+
+    def _block(self, nbytes: int, *, zeroed: bool) -> Tensor:
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         with self._lock:  # no finaliser takes it
-            start, length = self._take(-(-nbytes // _GRAIN) * _GRAIN)
+            self._settle()
+            self._returns.for_good = False
+            length = _rounded_up(nbytes)
+            start = self._take(length)
+            self._live += length
+            self._most = max(self._most, self._live)
+            self._keep_to_the_limit()
+        if zeroed:
+            self._returns.drop_pages(start, start + length)
         block = (ctypes.c_char * nbytes).from_buffer(self.memory, start)
         tensor = torch.frombuffer(block, dtype=torch.uint8)
-        weakref.finalize(block, self._given_back.append, (start, length)).atexit = False
+        weakref.finalize(block, self._returns, start, length).atexit = False
         return tensor
 
-    def _take(self, length: int) -> tuple[int, int]:
-        while self._given_back:
-            self._put_back(*self._given_back.popleft())
-        for i, (start, room) in enumerate(self._free):
-            if room >= length:
-                self._free[i : i + 1] = [(start + length, room - length)] if room > length else []
-                return start, length
+    def _take(self, length: int) -> int:
+        """Take a range, warm if there is one, of the smallest that are long enough; else as much of it as can be."""
+        fitting = [(stop - start, start) for start, stop in self._warm if stop - start >= length]
+        if fitting:
+            _, start = min(fitting)
+            self._warm.remove(start, start + length)
+            return start
+        for _ in range(2):
+            start = self._take_cold(length)
+            if start is not None:
+                return start
+            for span in self._warm:  # together with what is cold beside it a range may be long enough
+                self._cool(*span)
         raise CommError(f"no room for {length} bytes in the {self.nbytes} bytes that ranks of this host share")
 
-    def _put_back(self, start: int, length: int) -> None:
-        """Join a block with its neighbours among the free ones."""
-        insort(self._free, (start, length))
-        joined: list[tuple[int, int]] = []
-        for begin, room in self._free:
-            if joined and sum(joined[-1]) == begin:
-                joined[-1] = (joined[-1][0], joined[-1][1] + room)
-            else:
-                joined.append((begin, room))
-        self._free = joined
+    def _take_cold(self, length: int) -> int | None:
+        """Take the first range that is long enough together with the warm one before it."""
+        warm_up_to = {stop: start for start, stop in self._warm}
+        for start, stop in self._cold:
+            begin = warm_up_to.get(start, start)
+            if stop - begin >= length:
+                if begin < start:
+                    self._warm.remove(begin, start)
+                self._cold.remove(start, begin + length)
+                return begin
+        return None
+
+    def _settle(self) -> None:
+        """Take back what was given back."""
+        while self._returns.blocks:
+            start, length = self._returns.blocks.popleft()
+            self._live -= length
+            self._warm.add(start, start + length)
+            for part in list(_Spans.of(start, start + length).without(self._used_lately)):
+                self._used_lately.add(*part)
+
+    def _keep_to_the_limit(self) -> None:
+        """Let no more pages be warm than were needed lately: free ranges may be too short for what comes."""
+        limit = int(_SLACK * max(self._most, self._most_before))
+        for start, stop in sorted(self._warm, key=lambda span: span[0] - span[1]):
+            over = self._live + self._warm.nbytes - limit
+            if over <= 0:
+                break
+            self._cool(max(start, stop - _rounded_up(over)), stop)
+
+    def _cool(self, start: int, stop: int) -> None:
+        self._returns.drop_pages(start, stop)
+        self._warm.remove(start, stop)
+        self._cold.add(start, stop)
+
+
+def lazy_zeros(nbytes: int) -> Tensor:
+    """Return private memory [nbytes] as bytes, zeroed: it takes pages only as it is written to."""
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+
+
+def _rounded_up(nbytes: int) -> int:
+    return -(-nbytes // _GRAIN) * _GRAIN

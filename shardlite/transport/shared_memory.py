@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from shardlite.errors import CommError, LayoutError
+from shardlite.ledger import Held, Ledger
 from shardlite.schedule import Algorithm
 from shardlite.transport.base import Completed, Loan, OneByOne, Pending
 from shardlite.transport.heap import Heap, Mapping
@@ -68,6 +69,12 @@ class Neighbours:
         self._has_core = self.world_size <= len(os.sched_getaffinity(0))
         self._broken = ""
         self._waiting = 0  # threads
+        self._books = Ledger()
+
+    def held(self) -> dict[str, Held]:
+        """Return the bytes of copies of messages, of control words, and of pages that are kept for the next block."""
+        control, idle = self.heap.reserved, self.heap.warm
+        return {**self._books.held(), "mailboxes": Held(control, control), "idle shared memory": Held(idle, idle)}
 
     def send(self, tensor: Tensor, peer: int, tag: int, limit: float) -> "_Departing":
         """Announce a message [n], now or, if too many are open, as soon as there is a place."""
@@ -75,6 +82,7 @@ class Neighbours:
         offset = self.heap.offset_of(source)
         if offset is None:
             room = self.heap.empty(source.nbytes).view(source.dtype)
+            self._books.track("messages", room)
             source = room.copy_(source)
             offset = self.heap.offset_of(source)
             assert offset is not None, "it was made there"
@@ -257,7 +265,7 @@ class SharedMemoryTransport(OneByOne):
     algorithm: Algorithm = "direct"
 
     def __init__(self, neighbours: Neighbours, timeout: timedelta) -> None:
-        self._neighbours = neighbours
+        self._neighbours = self.holder = neighbours
         self._limit = timeout.total_seconds()
         self.rank = neighbours.rank
         self.world_size = neighbours.world_size
@@ -265,6 +273,14 @@ class SharedMemoryTransport(OneByOne):
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
         """Return memory [nbytes] that is sent from without a copy."""
         return self._neighbours.heap.empty(nbytes) if device.type == "cpu" else super().empty(nbytes, device)
+
+    def zeros(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return the same, zeroed."""
+        return self._neighbours.heap.zeros(nbytes) if device.type == "cpu" else super().zeros(nbytes, device)
+
+    def trim(self, *, all_of_it: bool = False) -> None:
+        """Give pages back that nobody has used since the last call, or all that are free."""
+        self._neighbours.heap.trim(all_of_it=all_of_it)
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Announce `tensor` to rank `peer`."""

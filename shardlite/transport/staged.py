@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardlite.ledger import Ledger
 from shardlite.transport.base import OneByOne, Pending
 from shardlite.transport.group import GroupTransport
 
@@ -22,20 +23,26 @@ class StagedTransport(OneByOne):
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
         self._host = GroupTransport(group, timeout)
+        self.holder = self._books = Ledger()
         self.rank = self._host.rank
         self.world_size = self._host.world_size
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Copy `tensor` to the host, wait for that copy, and start sending it to rank `peer` of the group."""
-        staged = _on_host(tensor)
+        staged = self._on_host(tensor)
         staged.copy_(tensor.detach(), non_blocking=True)
         _wait_for_copy(tensor.device)
         return self._host.isend(staged, peer, tag)
 
     def irecv(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Start receiving the next message with `tag` from rank `peer` of the group, for `tensor`."""
-        staged = _on_host(tensor)
+        staged = self._on_host(tensor)
         return _Arriving(self._host.irecv(staged, peer, tag), staged, tensor)
+
+    def _on_host(self, tensor: Tensor) -> Tensor:
+        staged = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
+        self._books.track("pinned memory", staged)
+        return staged
 
 
 @dataclass(frozen=True)
@@ -54,10 +61,6 @@ class _Arriving:
         """
         self.pending.wait()
         self.tensor.detach().copy_(self.staged, non_blocking=True)
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
 
 
 def _wait_for_copy(device: torch.device) -> None:

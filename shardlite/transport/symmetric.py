@@ -35,6 +35,7 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 from shardlite.config import devices_may_overlap
 from shardlite.errors import LayoutError
+from shardlite.ledger import Ledger
 from shardlite.schedule import Algorithm
 from shardlite.transport.base import Completed, Message, Pending, Plain
 from shardlite.transport.meeting import nodes_of, tell
@@ -147,6 +148,9 @@ class SymmetricMemoryTransport(Plain):
         self._sent = [0] * self.world_size  # parcels to each rank so far
         self._received = [0] * self.world_size
         self._turns = _Turns(memory.device)
+        self.holder = books = Ledger()
+        if isinstance(area, Tensor):
+            books.track("mailboxes", area)
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Start sending `tensor` to rank `peer`: an exchange of one message."""
