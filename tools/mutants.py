@@ -613,8 +613,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/reduce.py",
         "comparison",
-        "while now.patient and len(now.started) - now.landed > 1:",
-        "while now.patient and len(now.started) - now.landed > 2:",
+        "self._held() >= LIMIT)",
+        "self._held() > LIMIT)",
         "a backward holds one more bucket than it may",
     ),
     (
@@ -1022,7 +1022,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "shardlite/picture.py": ("test_ring_command",),
     "shardlite/plan.py": ("test_desync", "test_errors"),
     "shardlite/progress.py": ("test_buckets",),
-    "shardlite/reduce.py": ("test_join", "test_accumulation", "test_memory", "test_races"),
+    "shardlite/reduce.py": ("test_buckets", "test_join", "test_accumulation", "test_memory", "test_races"),
     "shardlite/ring.py": ("test_ring", "test_desync"),
     "shardlite/runs.py": ("test_optim_amp", "test_scaler"),
     "shardlite/shards.py": ("test_freezing",),

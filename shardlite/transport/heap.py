@@ -210,9 +210,9 @@ class Heap(Mapping):
             self._warm.remove(start, start + length)
             return start
         for _ in range(2):
-            start = self._take_cold(length)
-            if start is not None:
-                return start
+            place = self._take_cold(length)
+            if place is not None:
+                return place
             for span in self._warm:  # together with what is cold beside it a range may be long enough
                 self._cool(*span)
         raise CommError(f"no room for {length} bytes in the {self.nbytes} bytes that ranks of this host share")
