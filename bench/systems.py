@@ -14,6 +14,7 @@ Legend: `W` ranks, `n` elements in all parameters, `k` elements of one parameter
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -22,13 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from bench.workloads import Batch, Workload
-from shardlite import AdamW, ShardLite
+from shardlite import AdamW, Precision, ShardLite
 
 LR = 1e-3
 BETAS = (0.9, 0.95)
@@ -104,7 +106,7 @@ def build_fsdp2(workload: Workload, group: dist.ProcessGroup) -> Trainer:
     """PyTorch's own full sharding."""
     mesh = DeviceMesh.from_group(group, "cpu")
     model = workload.make()
-    for block in model.get_submodule("blocks").children():
+    for block in model.get_submodule(workload.blocks).children():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return Trainer(model, _torch_adamw(model.parameters()), _whole_of_dtensor)
@@ -116,6 +118,73 @@ def build_shardlite(workload: Workload, group: dist.ProcessGroup, *, stage: int)
     whole = _flat if stage == 0 else partial(_join, group=group)
     return Trainer(model, AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY), whole)
 
+
+def build_plain(workload: Workload, group: dist.ProcessGroup) -> Trainer:
+    """The plain model on each rank by itself: what a program holds that has nothing to do with ranks."""
+    del group
+    model = workload.make()
+    return Trainer(model, _torch_adamw(model.parameters()), _flat)
+
+
+def build_zero(workload: Workload, group: dist.ProcessGroup) -> Trainer:
+    """DDP, with PyTorch's optimizer that shards its state by whole parameters (ZeRO stage 1)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch 2.13 compiles a part of it by `torch.jit`
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = DistributedDataParallel(workload.make(), process_group=group, gradient_as_bucket_view=True)
+    options = {"lr": LR, "betas": BETAS, "weight_decay": WEIGHT_DECAY, "fused": True}
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, process_group=group, **options)
+    return Trainer(model, optimizer, _flat)
+
+
+def build_fsdp1(workload: Workload, group: dist.ProcessGroup) -> Trainer:
+    """PyTorch's older full sharding, which has flat parameters, too."""
+    model = workload.make()
+    kinds = {type(block) for block in model.get_submodule(workload.blocks).children()}
+    model = FullyShardedDataParallel(
+        model,
+        process_group=group,
+        auto_wrap_policy=ModuleWrapPolicy(kinds),
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )
+    return Trainer(model, _torch_adamw(model.parameters()), _flat)
+
+
+def build_format(
+    workload: Workload,
+    group: dist.ProcessGroup,
+    *,
+    precision: Precision = Precision(),  # noqa: B008 (frozen)
+    state: str = "fp32",
+    in_backward: bool = False,
+    prefetch: int = 1,
+) -> Trainer:
+    """ShardLite at stage 3 in another format than the standard one."""
+    model = ShardLite(workload.make(), precision=precision, prefetch=prefetch, group=group)
+    options = {"lr": LR, "betas": BETAS, "weight_decay": WEIGHT_DECAY}
+    return Trainer(model, AdamW(model.parameters(), state=state, in_backward=in_backward, **options), _flat)
+
+
+_BF16 = Precision(compute=torch.bfloat16)
+_SPLIT = Precision(compute=torch.bfloat16, master="split24")
+
+FOOTPRINTS: dict[str, Build] = {
+    "plain": build_plain,
+    "ddp": build_ddp,
+    "zero": build_zero,
+    "fsdp1": build_fsdp1,
+    "fsdp2": build_fsdp2,
+    **{f"stage{stage}": partial(build_shardlite, stage=stage) for stage in range(4)},
+    "in_backward": partial(build_format, in_backward=True),
+    "in_backward, prefetch 0": partial(build_format, in_backward=True, prefetch=0),
+    "bf16": partial(build_format, precision=_BF16),
+    "bf16, split24": partial(build_format, precision=_SPLIT),
+    "bf16, int8": partial(build_format, precision=_BF16, state="int8"),
+    "compact": partial(build_format, precision=_SPLIT, state="int8", in_backward=True),
+}
+"""What `bench.footprint` compares. The formats are those of stage 3; `compact` has all of them and `in_backward`."""
 
 SYSTEMS: dict[str, Build] = {
     "floor": build_floor,

@@ -20,7 +20,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One model and its batches. Every system cuts the model at the same places: the children of `model.blocks`."""
+    """One model and its batches. Every system cuts the model at the same places: the children of its `blocks`."""
 
     name: str
     """As on the command line."""
@@ -36,6 +36,9 @@ class Workload:
 
     terms: int
     """How many numbers the loss is a mean of."""
+
+    blocks: str = "blocks"
+    """The path of the module whose children are the units."""
 
     def parameters(self) -> int:
         """Elements in all parameters."""
@@ -102,6 +105,43 @@ def gpt(name: str, config: GPTConfig, *, batch: int) -> Workload:
     return Workload(name=name, words=words, make=make, draw=draw, terms=batch * config.context)
 
 
+class WithLoss(nn.Module):
+    """A causal language model of transformers; its forward returns the loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """[b t], [b t] -> []; the model shifts the labels by itself."""
+        loss: Tensor = self.model(x, labels=y, use_cache=False).loss
+        return loss
+
+
+def transformers_gpt2(name: str, *, layers: int, width: int, vocabulary: int, context: int, batch: int) -> Workload:
+    """GPT-2 of transformers with activation checkpointing and without dropout, on random tokens."""
+
+    def make() -> nn.Module:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        torch.manual_seed(0)
+        dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        model = GPT2LMHeadModel(
+            GPT2Config(n_layer=layers, n_embd=width, n_head=width // 64, vocab_size=vocabulary, **dropouts)
+        )
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return WithLoss(model.train())
+
+    def draw(rank: int, step: int) -> Batch:
+        text = torch.randint(vocabulary, (batch, context), generator=_chance(rank, step))
+        return text, text
+
+    words = f"GPT-2 of transformers, {layers} blocks of width {width}, checkpointing, batch {batch} x {context}"
+    return Workload(
+        name=name, words=words, make=make, draw=draw, terms=batch * (context - 1), blocks="model.transformer.h"
+    )
+
+
 def _chance(rank: int, step: int) -> torch.Generator:
     return torch.Generator().manual_seed(1_000_003 * step + rank)
 
@@ -116,6 +156,9 @@ WORKLOADS = {
         gpt("gpt", GPTConfig(), batch=8),
         gpt("deep", GPTConfig(layers=20, width=512, heads=8), batch=2),
         perceptrons("tiny", blocks=2, width=32, batch=4),
+        transformers_gpt2("gpt2", layers=12, width=768, vocabulary=8192, context=128, batch=1),
+        transformers_gpt2("gpt2-6", layers=6, width=768, vocabulary=8192, context=128, batch=1),
     )
 }
-"""By name. `deep` has 63 million parameters and few tokens, to compare memory; `tiny` is for trying out."""
+"""By name. `deep`, `gpt2` and `gpt2-6` have many parameters and few tokens, to compare memory; `gpt2` needs the package
+transformers. `tiny` is for trying out."""

@@ -109,14 +109,17 @@ class _Returns:
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
-        self.blocks: deque[tuple[int, int]] = deque()
+        self.blocks: deque[tuple[int, int, bool]] = deque()
+        """Start, length, and whether it has no pages any more."""
+
         self.for_good = False
         """Whether nobody is expected to ask for memory again, so that pages go at once."""
 
     def __call__(self, start: int, length: int) -> None:
-        if self.for_good:
+        dropped = self.for_good
+        if dropped:
             self.drop_pages(start, start + length)
-        self.blocks.append((start, length))
+        self.blocks.append((start, length, dropped))
 
     def drop_pages(self, start: int, stop: int) -> None:
         """Give pages to the system; bytes read as zero afterwards, in every process."""
@@ -232,8 +235,11 @@ class Heap(Mapping):
     def _settle(self) -> None:
         """Take back what was given back."""
         while self._returns.blocks:
-            start, length = self._returns.blocks.popleft()
+            start, length, dropped = self._returns.blocks.popleft()
             self._live -= length
+            if dropped:
+                self._cold.add(start, start + length)
+                continue
             self._warm.add(start, start + length)
             for part in list(_Spans.of(start, start + length).without(self._used_lately)):
                 self._used_lately.add(*part)

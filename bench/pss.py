@@ -1,0 +1,40 @@
+"""The proportional set size of some processes together, sampled from outside: `python bench/pss.py PID...`.
+
+A page that `n` processes share counts as `1/n` in each, so that the sum is what the processes hold together. The kernel
+keeps no maximum of it. So this program, which imports nothing large, reads it again and again. It answers each line on
+its input with `peak now samples`: bytes since the last line, bytes now, and how often it has looked.
+"""
+
+import os
+import select
+import sys
+
+_PAUSE = 0.002
+"""Seconds between two looks, which take a few milliseconds each."""
+
+
+def _read(descriptor: int) -> int:
+    """Read one process's size in bytes."""
+    lines = os.pread(descriptor, 4096, 0).splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(b"Pss:"))
+
+
+def _watch(processes: list[str]) -> None:
+    """Sample until the input ends or a process does."""
+    descriptors = [os.open(f"/proc/{process}/smaps_rollup", os.O_RDONLY) for process in processes]
+    peak = samples = 0
+    while True:
+        try:
+            now = sum(map(_read, descriptors))
+        except ProcessLookupError:
+            return
+        peak, samples = max(peak, now), samples + 1
+        if select.select([sys.stdin], [], [], _PAUSE)[0]:
+            if not sys.stdin.readline():
+                return
+            print(peak, now, samples, flush=True)
+            peak = samples = 0
+
+
+if __name__ == "__main__":
+    _watch(sys.argv[1:])
