@@ -250,7 +250,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--malloc", choices=["returns", "default"], default="returns", help="(%(default)s)")
     parser.add_argument("--busy", type=int, default=0, help="loops that run beside (%(default)s)")
     parser.add_argument("--table", nargs="+", type=Path, metavar="FILE", help="only print the tables of these rows")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the rows, too; needs matplotlib")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the rows, too; needs matplotlib")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
     return parser.parse_args(arguments)
 
@@ -263,8 +263,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     rows = read_rows(options.table) if options.table else _run_all(options)
     print(render(rows))
-    if options.png:
-        paint(rows, options.png)
+    if options.figure:
+        paint(rows, options.figure)
     return 0
 
 

@@ -20,6 +20,7 @@ import weakref
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -137,6 +138,7 @@ class Heap(Mapping):
         start = _rounded_up(reserved)
         self.reserved = start
         self._lock = threading.RLock()
+        self._changing = False  # a finaliser may run inside a change, on the same thread
         self._cold, self._warm = _Spans(), _Spans()  # what is free
         self._cold.add(start, nbytes // _GRAIN * _GRAIN)
         self._used_lately = _Spans()  # what of it was given back since the last `trim`
@@ -147,15 +149,13 @@ class Heap(Mapping):
     @property
     def live(self) -> int:
         """Bytes in blocks, whole pages."""
-        with self._lock:
-            self._settle()
+        with self._change():
             return self._live
 
     @property
     def warm(self) -> int:
         """Bytes that are free and may have pages."""
-        with self._lock:
-            self._settle()
+        with self._change():
             return self._warm.nbytes
 
     @property
@@ -179,19 +179,37 @@ class Heap(Mapping):
 
     def trim(self, *, all_of_it: bool = False) -> None:
         """Give pages back that nobody has used since the last call; or all that are free, and will be."""
-        with self._lock:
-            self._settle()
+        with self._change() as possible:
+            self._returns.for_good = all_of_it
+            if not possible:  # what is given back from now on loses its pages at once
+                return
             for start, stop in list(self._warm if all_of_it else self._warm.without(self._used_lately)):
                 self._cool(start, stop)
             self._used_lately = _Spans()
             self._most_before, self._most = self._most, self._live
-            self._returns.for_good = all_of_it
+
+    @contextmanager
+    def _change(self) -> Iterator[bool]:
+        """Be the only one to change what is free, having taken in what was given back; yield whether that is so.
+
+        It is not in a finaliser that runs while this thread changes it.
+        """
+        with self._lock:
+            if self._changing:
+                yield False
+                return
+            self._changing = True
+            try:
+                self._settle()
+                yield True
+            finally:
+                self._changing = False
 
     def _block(self, nbytes: int, *, zeroed: bool) -> Tensor:
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        with self._lock:  # no finaliser takes it
-            self._settle()
+        with self._change() as possible:
+            assert possible, "no finaliser asks for memory"
             self._returns.for_good = False
             length = _rounded_up(nbytes)
             start = self._take(length)
