@@ -107,7 +107,7 @@ class Backward:
         assert grad is not None
         self.open()
         if not self._got_gradients:
-            self._reducer.begin(steps=self._mode is Mode.STEP)
+            self._reducer.begin(steps=self._mode is Mode.STEP, reduces=self._mode is not Mode.LOCAL)
         self._got_gradients = True
         self._reducer.latest = (param, grad.detach()) if is_watched else None
         bucket = self._reducer.add(unit, param, grad.detach())  # with `create_graph` it has a history

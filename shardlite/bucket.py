@@ -58,9 +58,9 @@ class Bucket:
         """Whether every parameter has got `rounds` gradients in the backward that is running."""
         return self.arrivals == rounds * len(self._places)
 
-    def needs_memory(self, param: nn.Parameter) -> bool:
-        """Whether there is none for the next gradient of a parameter."""
-        return not self.full and (not self.unit.is_root or param in self.early)
+    def needs_memory(self, param: nn.Parameter, *, waits: bool) -> bool:
+        """Whether there is none for the next gradient of a parameter; one of the root may wait for it if `waits`."""
+        return not self.full and not (waits and self.unit.is_root and param not in self.early)
 
     def fill(self, empty: Empty) -> None:
         """Get memory, and put there what came early."""

@@ -67,6 +67,8 @@ def build_units(plan: Plan, placement: Placement, zeros: Zeros) -> list[Unit]:
         if flats:
             name, resident = start.name or ROOT, placement.resident(start)
             units.append(Unit(len(units), name, flats, is_root=name == ROOT, resident=resident))
+    if len(units) == 1:
+        units[0].is_root = False  # there is nothing else
     return units
 
 

@@ -23,6 +23,9 @@ _FAREWELL = 2.0
 """Seconds that the end of a lane waits for its last operation, which may be waiting for a peer that is gone."""
 
 
+_POLL = 5e-5
+"""Seconds between two looks at a GPU."""
+
 _MOMENT, _LONGEST = 2e-3, 5e-2
 """Seconds between the first looks at what is waited for, and between later ones."""
 
@@ -210,11 +213,13 @@ class _StreamFlight:
         if not self._host.wait_unless(obsolete):
             return False
         for pause in _pauses():
-            if self._end.query():  # type: ignore[no-untyped-call]
+            look = monotonic() + pause
+            while not (over := bool(self._end.query())) and monotonic() < look:  # type: ignore[no-untyped-call]
+                sleep(_POLL)
+            if over:
                 break
             if obsolete():
                 return False
-            sleep(pause)
         self.wait()
         return True
 

@@ -10,7 +10,7 @@ graph hold it, so a weak reference to that object tells the storage's end. `test
 
 from __future__ import annotations
 
-import resource
+import sys
 import weakref
 from collections import deque
 from dataclasses import dataclass
@@ -36,13 +36,21 @@ def process_memory(device: torch.device) -> Held:
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         return Held(stats["reserved_bytes.all.current"], stats["reserved_bytes.all.peak"])
-    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    import resource  # not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     try:
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     except OSError:
         return Held(peak, peak)
-    now = next(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    now = next((1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:")), peak)
     return Held(now, max(now, peak))
+
+
+def not_on(device: torch.device) -> frozenset[str]:
+    """Return the purposes whose bytes are not in what `process_memory` tells of a device."""
+    host = ("chunks of a step", "messages", "mailboxes", "pinned memory", "idle shared memory")
+    return frozenset(host if device.type == "cuda" else ())
 
 
 @dataclass(frozen=True)

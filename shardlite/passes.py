@@ -119,6 +119,7 @@ class Passes:
         now, self._now = self._now, None
         if now is None or self._alone or self._failed:
             return
+        self._progress.tell_of_the_end()
         flags = self._agenda.needed() if self._agenda.is_due() else None
         serve = partial(self._serve, now, flags, list(self._agenda.wanted))
         now.ending = self._submit(now, self._agenda.rest(), serve)

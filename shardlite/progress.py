@@ -14,7 +14,9 @@ earliest one, `j`. A rank has not started `j`, and waits for a gather: it waits 
 itself. A rank that has not joined this gather waits for a reduction, `j` or a later one, and sees both.
 """
 
+import time
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from threading import Lock
 
@@ -47,21 +49,31 @@ class _Standing:
 class Progress:
     """What this rank tells, and what it sees of others."""
 
-    def __init__(self, board: Board, rank: int, world_size: int, gathering: Collection[int]) -> None:
-        """`gathering` are the ranks that gather together with this one."""
+    def __init__(
+        self, board: Board, rank: int, world_size: int, gathering: Collection[int], *, ahead: bool, limit: float
+    ) -> None:
+        """`gathering` are the ranks that gather together with this one.
+
+        `ahead` says that the host runs ahead of operations (CUDA streams). `limit`, in seconds, ends a wait anyhow: what
+        another rank waits for may be none of our operations, and soon the timeout would end the run.
+        """
         self._board = board
         self._rank = rank
         self._others = [other for other in range(world_size) if other != rank]
         self._gathering = gathering
+        self._ahead = ahead
+        self._limit = limit
         self._mine = _Standing()
         self._tells = False
+        self._left = 0
         self._asked = self._served = 0
         self._lock = Lock()  # gathers are joined on a thread of their own
 
     def begin(self, backward: int) -> None:
         """Be at the start of a backward, told by its number from others."""
-        self._tells = False
-        self._mine.backward, self._mine.reductions, self._mine.buckets, self._mine.out_of_turn = backward, 0, 0, 0
+        with self._lock:
+            self._tells = False
+            self._mine.backward, self._mine.reductions, self._mine.buckets, self._mine.out_of_turn = backward, 0, 0, 0
 
     def tell(self) -> None:
         """Let others see how far this rank is, from now to the end of the backward. Elsewhere nobody asks."""
@@ -69,8 +81,15 @@ class Progress:
             self._tells = True
             self._put()
 
-    def started(self, reductions: int, *, out_of_turn: bool) -> None:
-        """Note how many reductions were started in this backward."""
+    def tell_of_the_end(self) -> None:
+        """Do so at the end of a backward whose reductions have not all been started: the host may wait there first."""
+        if self._left:
+            self._tells = True
+            self._put()
+
+    def started(self, reductions: int, *, left: int, out_of_turn: bool) -> None:
+        """Note how many reductions were started in this backward, and how many are left."""
+        self._left = left
         news = out_of_turn and not self._mine.out_of_turn
         self._mine.reductions, self._mine.out_of_turn = reductions, int(out_of_turn)
         self._tell_more(news)
@@ -93,18 +112,28 @@ class Progress:
         """Note that what was asked for next is over."""
         self._served += 1
 
+    def ends_wait(self, reduction: int, since: float) -> bool:
+        """Whether this rank, which waits for a reduction `since` a time of `time.monotonic()`, has to go on."""
+        return self.is_awaited(reduction) or time.monotonic() - since > self._limit
+
     def is_awaited(self, reduction: int) -> bool:
         """Whether a rank that has not started this reduction, by its number in the backward, may wait for this rank."""
         mine = self._mine
-        if not self._others or self._board.read(_ANY) != str(mine.backward):
-            return False
-        idle = self._asked == self._served
-        for other in self._others:
-            told = self._board.read(other)
-            theirs = _Standing(*map(int, told.split())) if told else mine
-            if theirs.backward == mine.backward and theirs.reductions <= reduction:
+        with suppress(RuntimeError):  # the store may be gone with the process that kept it
+            if not self._others or self._board.read(_ANY) != str(mine.backward):
+                return False
+            idle = self._asked == self._served
+            for other in self._others:
+                told = self._board.read(other)
+                theirs = _Standing(*map(int, told.split())) if told else None
+                if theirs is None or theirs.backward != mine.backward:
+                    continue
                 joined_more = other in self._gathering and idle and theirs.gathers > mine.gathers
-                if joined_more or theirs.buckets > mine.buckets or theirs.out_of_turn:
+                if theirs.reductions <= reduction and (
+                    joined_more or theirs.buckets > mine.buckets or theirs.out_of_turn
+                ):
+                    return True
+                if self._ahead and joined_more:  # what it has started may be behind the gather
                     return True
         return False
 
@@ -115,6 +144,7 @@ class Progress:
             self.tell()
 
     def _put(self) -> None:
-        with self._lock:
-            self._board.put(self._rank, " ".join(map(str, astuple(self._mine))))
-            self._board.put(_ANY, str(self._mine.backward))
+        with self._lock, suppress(RuntimeError):
+            if self._tells:
+                self._board.put(self._rank, " ".join(map(str, astuple(self._mine))))
+                self._board.put(_ANY, str(self._mine.backward))

@@ -16,6 +16,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from time import monotonic
 from typing import Protocol
 
 import torch
@@ -101,6 +103,9 @@ class _Round:
     stepping: bool = False
     """Whether means are stepped by, and not kept."""
 
+    reduces: bool = True
+    """Whether gradients are reduced, and not only accumulated."""
+
     died: bool = False
     """Whether the backward ended in an exception, so that what is reduced now is not all."""
 
@@ -166,12 +171,13 @@ class Reducer:
         self._round = _Round(self._now_in_order())
         return True
 
-    def begin(self, *, steps: bool) -> None:
-        """Note the first gradient of a backward; a step follows it if `steps`, or is taken in it.
+    def begin(self, *, steps: bool, reduces: bool) -> None:
+        """Note the first gradient of a backward, which `reduces` or only accumulates; a step follows it if `steps`.
 
         Raises:
             PhaseError: gradients that would be accumulated are not, because an earlier backward has stepped.
         """
+        self._round.reduces = reduces
         self._round.stepping = self.stepper is not None and self.stepper.begin(steps=steps)
 
     def check_recomputation(self, unit: Unit) -> None:
@@ -200,11 +206,11 @@ class Reducer:
                 "`checkpoint(..., use_reentrant=False)`"
             )
         self._land_what_is_done()
-        if bucket.needs_memory(param):
+        if bucket.needs_memory(param, waits=self._round.reduces):
             self._fill(bucket)
         bucket.add(param, grad if self._counts else None, shared=self.latest is not None)
-        for early in bucket.early.values():
-            self._shared.ledger.track("gradient buckets", early)
+        if param in bucket.early:
+            self._shared.ledger.track("gradient buckets", bucket.early[param])
         return bucket
 
     def weigh(self, *, counts: bool, ranks: int) -> None:
@@ -224,7 +230,7 @@ class Reducer:
             assert turn is not None
             self._reduce(turn)
         waiting = any(self._buckets[each].phase is Gradients.FILLING for each in self._round.ready)
-        self._shared.progress.started(len(self._round.started), out_of_turn=waiting)
+        self._tell_started(out_of_turn=waiting)
 
     def flush(self) -> None:
         """Reduce what is left, wait for all reductions, and hand the gradients to the shards.
@@ -234,7 +240,7 @@ class Reducer:
         """
         while (turn := self._next_unit()) is not None:
             self._reduce(turn)
-        self._shared.progress.started(len(self._round.started), out_of_turn=False)
+        self._tell_started(out_of_turn=False)
         self._land(len(self._round.started))
         self._hand_over()
         self._agree_on_order()
@@ -283,6 +289,10 @@ class Reducer:
         """Forget that gradient."""
         if unit in self._buckets:
             self._buckets[unit].drop(param)
+
+    def _tell_started(self, *, out_of_turn: bool) -> None:
+        started = len(self._round.started)
+        self._shared.progress.started(started, left=len(self._round.order) - started, out_of_turn=out_of_turn)
 
     def _now_in_order(self) -> list[Unit]:
         """Return the units that have gradients, in the order of their reductions."""
@@ -340,7 +350,7 @@ class Reducer:
         """
         assert self.stepper is not None
         if unit.flight is not None:
-            unit.flight.wait()
+            unit.flight.wait(self._shared.progress.tell)
         if flat.full is None:
             unit.stepped.add(flat)
         else:
@@ -353,10 +363,10 @@ class Reducer:
         while (full := not bucket.unit.is_root and self._held() >= LIMIT) and now.landed < len(now.started):
             first = now.started[now.landed]
             with self._shared.traffic.waiting("reduce", first.bucket.unit.name):
-                if not first.flight.wait_unless(lambda: progress.is_awaited(now.landed)):
+                if not first.flight.wait_unless(partial(progress.ends_wait, now.landed, monotonic())):
                     break
             self._land(now.landed + 1)
-        progress.filled(beyond=full)
+        progress.filled(beyond=full and self._round.reduces)
         bucket.fill(self._shared.empty)
         for memory in bucket.full:
             self._shared.ledger.track("gradient buckets", memory)

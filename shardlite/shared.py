@@ -50,6 +50,9 @@ class Shared:
     """Both once more, for what hosts tell each other: CPU tensors."""
 
     device: torch.device
+    timeout: timedelta
+    """How long a rank waits for a message."""
+
     steps: Steps
     board: Board
     waits: Board | None
@@ -116,7 +119,10 @@ class Shared:
     def progress(self) -> Progress:
         """How far ranks are in a backward."""
         first = self.rank - self.transport.rank
-        return Progress(self.standings, self.rank, self.world_size, range(first, first + self.transport.world_size))
+        gathering = range(first, first + self.transport.world_size)
+        ahead = not self.transport.blocking
+        limit = self.timeout.total_seconds() / 2
+        return Progress(self.standings, self.rank, self.world_size, gathering, ahead=ahead, limit=limit)
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -187,6 +193,7 @@ def share(groups: Groups, device: torch.device, timeout: timedelta, route: Route
         reducing=_connect(groups, device, timeout, route, apart=True),
         hosts=(hosts, other_hosts),
         device=device,
+        timeout=timeout,
         steps=Steps(),
         board=StoreBoard(name),
         waits=StoreBoard(f"{name}, waits") if device.type == "cpu" and replicas is None else None,

@@ -31,7 +31,7 @@ from shardlite.homes import settle_all
 from shardlite.hooks import ModuleHooks
 from shardlite.inside import Inside
 from shardlite.join import Batch, Join
-from shardlite.ledger import Held, process_memory
+from shardlite.ledger import Held, not_on, process_memory
 from shardlite.materialise import Init, Initialiser
 from shardlite.optim import accumulating, adopt
 from shardlite.partition import UnitPolicy, UnitRule
@@ -392,7 +392,7 @@ class ShardLite(nn.Module):
         - `messages`, `mailboxes`, `pinned memory`: what a transport takes; of all models over the same ranks
         - `idle shared memory`: pages that are kept for the next block
 
-        `model.ledger.reset_peak()` resets the peaks.
+        `model.ledger.reset_peak()` resets the peaks, but not those of messages, mailboxes and pinned memory.
 
         Args:
             process: also return `process`, what the operating system or the CUDA allocator says that this process
@@ -411,7 +411,7 @@ class ShardLite(nn.Module):
         held = self._shared.held()
         if process:
             whole = process_memory(self._shared.device)
-            explained = sum(each.now for each in held.values())
+            explained = sum(each.now for purpose, each in held.items() if purpose not in not_on(self._shared.device))
             held |= {"process": whole, "unexplained": Held(whole.now - explained, whole.now - explained)}
         return held
 
@@ -518,7 +518,7 @@ class ShardLite(nn.Module):
         for buffer in self.module.buffers():
             self.ledger.track("buffers", buffer)
         shared.trim(all_of_it=True)
-        weakref.finalize(self, _give_back, shared.transports)
+        weakref.finalize(self, _give_back, shared.transports).atexit = False
         return units
 
     def _connect(self, plan: Plan, prefetch: int, diagnose: bool) -> None:

@@ -606,8 +606,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/progress.py",
         "comparison",
-        "theirs.reductions <= reduction:",
-        "theirs.reductions < reduction:",
+        "if theirs.reductions <= reduction and (",
+        "if theirs.reductions < reduction and (",
         "ranks that diverge wait for each other for good",
     ),
     (

@@ -110,6 +110,7 @@ class _Returns:
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
+        self._process = os.getpid()
         self.blocks: deque[tuple[int, int, bool]] = deque()
         """Start, length, and whether it has no pages any more."""
 
@@ -123,8 +124,16 @@ class _Returns:
         self.blocks.append((start, length, dropped))
 
     def drop_pages(self, start: int, stop: int) -> None:
-        """Give pages to the system; bytes read as zero afterwards, in every process."""
-        self._memory.madvise(mmap.MADV_REMOVE, start, stop - start)
+        """Give pages to the system; bytes read as zero afterwards, in every process.
+
+        A forked child does not know what its parent has put there since.
+        """
+        if self.is_owner():
+            self._memory.madvise(mmap.MADV_REMOVE, start, stop - start)
+
+    def is_owner(self) -> bool:
+        """Whether this process made the memory, and is not a fork of the one that did."""
+        return os.getpid() == self._process
 
 
 class Heap(Mapping):
@@ -179,6 +188,8 @@ class Heap(Mapping):
 
     def trim(self, *, all_of_it: bool = False) -> None:
         """Give pages back that nobody has used since the last call; or all that are free, and will be."""
+        if not self._returns.is_owner():  # where another thread may have held the lock, too
+            return
         with self._change() as possible:
             self._returns.for_good = all_of_it
             if not possible:  # what is given back from now on loses its pages at once
@@ -198,8 +209,8 @@ class Heap(Mapping):
             if self._changing:
                 yield False
                 return
-            self._changing = True
             try:
+                self._changing = True
                 self._settle()
                 yield True
             finally:
