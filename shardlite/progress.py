@@ -54,7 +54,7 @@ class Progress:
     ) -> None:
         """`gathering` are the ranks that gather together with this one.
 
-        `ahead` says that the host runs ahead of operations (CUDA streams). `limit`, in seconds, ends a wait anyhow: what
+        `ahead`: the host runs ahead of operations (CUDA streams). `limit`, in seconds, ends a wait in any case: what
         another rank waits for may be none of our operations, and soon the timeout would end the run.
         """
         self._board = board
