@@ -40,7 +40,7 @@ from bench.machine import machine
 from bench.measure import WARM_UP
 from bench.ranks import one_of_them, start_ranks
 from bench.systems import FOOTPRINTS, OPTIMIZER, Trainer
-from bench.table import RESULTS, Row, read_rows
+from bench.table import RESULTS, Row, markdown_table, read_rows
 from bench.workloads import WORKLOADS, Workload
 from shardlite import ShardLite
 from shardlite.ledger import Ledger
@@ -68,7 +68,6 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
 }
 
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(THRESHOLD), "TRANSFORMERS_VERBOSITY": "error"}
-
 
 _ROW = "row.json"
 """Where the ranks of one system leave what they measured."""
@@ -176,9 +175,8 @@ def render(rows: Sequence[Row]) -> str:
 
 
 def _render_run(rows: list[Row]) -> str:
-    header, body = list(_COLUMNS), [[cell(row) for cell in _COLUMNS.values()] for row in rows]
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *body]
-    return "\n".join([_heading(rows[0]), "", *("| " + " | ".join(line) + " |" for line in lines)])
+    cells = [list(_COLUMNS), *([cell(row) for cell in _COLUMNS.values()] for row in rows)]
+    return f"{_heading(rows[0])}\n\n{markdown_table(cells)}"
 
 
 def _heading(row: Row) -> str:

@@ -57,7 +57,7 @@ def _run(row: Row) -> tuple[str, int]:
 
 def _render_run(rows: list[Row], markdown: bool) -> str:
     cells = [list(_COLUMNS), *([cell(row) for cell in _COLUMNS.values()] for row in rows)]
-    return f"{_heading(rows[0])}\n\n{_markdown(cells) if markdown else _aligned(cells)}"
+    return f"{_heading(rows[0])}\n\n{markdown_table(cells) if markdown else _aligned(cells)}"
 
 
 def _heading(row: Row) -> str:
@@ -69,7 +69,8 @@ def _heading(row: Row) -> str:
     )
 
 
-def _markdown(cells: Sequence[Sequence[str]]) -> str:
+def markdown_table(cells: Sequence[Sequence[str]]) -> str:
+    """A table of which the first line of cells is the header; columns of numbers are all but the first."""
     header, *body = cells
     rule = ["---", *["---:"] * (len(header) - 1)]
     return "\n".join("| " + " | ".join(line) + " |" for line in [header, rule, *body])

@@ -128,12 +128,11 @@ class Progress:
                 theirs = _Standing(*map(int, told.split())) if told else None
                 if theirs is None or theirs.backward != mine.backward:
                     continue
-                joined_more = other in self._gathering and idle and theirs.gathers > mine.gathers
-                if theirs.reductions <= reduction and (
-                    joined_more or theirs.buckets > mine.buckets or theirs.out_of_turn
-                ):
+                lacks = theirs.reductions <= reduction
+                if lacks and (theirs.buckets > mine.buckets or theirs.out_of_turn):
                     return True
-                if self._ahead and joined_more:  # what it has started may be behind the gather
+                # Where the host runs ahead, what a rank has started may be behind the gather.
+                if idle and other in self._gathering and theirs.gathers > mine.gathers and (lacks or self._ahead):
                     return True
         return False
 

@@ -606,8 +606,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/progress.py",
         "comparison",
-        "if theirs.reductions <= reduction and (",
-        "if theirs.reductions < reduction and (",
+        "lacks = theirs.reductions <= reduction",
+        "lacks = theirs.reductions < reduction",
         "ranks that diverge wait for each other for good",
     ),
     (
