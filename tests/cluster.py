@@ -10,6 +10,7 @@ import faulthandler
 import gc
 import io
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -39,7 +40,10 @@ GRACE = seconds(20)  # that the other ranks get once one has failed
 CLOSING = seconds(10)  # that idle ranks get to end by themselves
 STARTING = seconds(60)
 
-_PRINTED = 4000  # bytes at the end of what a rank printed that are shown
+HANG = "Hang"
+"""The kind of failure of a rank that gave no answer."""
+
+_PRINTED = 12_000  # bytes at the end of what a rank printed that are shown
 
 
 class RemoteError(AssertionError):
@@ -110,8 +114,14 @@ class Cluster:
     def failures(
         self, body: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any
     ) -> list[tuple[str, str] | None]:
-        """Like `run`, for a body that should fail: return `(type name, message)` by rank, `None` where it did not."""
+        """Like `run`, for a body that should fail: return `(type name, message)` by rank, `None` where it did not.
+
+        Raises:
+            RemoteError: some rank hung, which nobody expects.
+        """
         answers = self._call(_Task("group", body, args, kwargs), world_size)
+        if any(isinstance(answer, Failure) and answer.kind == HANG for answer in answers):
+            self._results(answers)
         return [(a.kind, a.message) if isinstance(a, Failure) else None for a in answers]
 
     def close(self) -> None:
@@ -123,7 +133,7 @@ class Cluster:
         world = next((world for world in self._worlds if world_size <= world.size), None)
         assert world is not None, f"this cluster has {self._worlds[-1].size} ranks"
         try:
-            answers = world.exchange(task.encoded(world_size, self.timeout), world_size, self.timeout)
+            answers = world.exchange(task.encoded(world_size), world_size, self.timeout)
         except BaseException:
             world.kill()  # answers may be left unread
             raise
@@ -150,9 +160,9 @@ class _Task:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def encoded(self, world_size: int, timeout: float) -> bytes:
+    def encoded(self, world_size: int) -> bytes:
         arguments = _pack((self.args, self.kwargs))  # read only after the module of the body was imported
-        return _pack((self.takes, name_of(self.body), arguments, world_size, timeout))
+        return _pack((self.takes, name_of(self.body), arguments, world_size))
 
 
 class _World:
@@ -174,6 +184,9 @@ class _World:
         for worker in ranks:
             worker.send(task)
         answers = _collect(ranks, timeout)
+        for worker, answer in zip(ranks, answers, strict=True):
+            if isinstance(answer, Failure) and answer.kind == HANG:
+                worker.say_where()
         for rank, answer in enumerate(answers):
             if isinstance(answer, Failure):
                 text = ranks[rank].log.read_bytes()[before[rank] :][-_PRINTED:].decode(errors="replace")
@@ -218,6 +231,15 @@ class _Worker:
             text = f"the worker died with exit code {self.server.join([self.pid], seconds(5))[0]}"
             return Failure("WorkerDied", text, text, lost=True)
 
+    def say_where(self) -> None:
+        """Have every thread's traceback in the log."""
+        before = self.log.stat().st_size
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + seconds(2)
+        while self.log.stat().st_size == before and time.monotonic() < deadline:
+            time.sleep(0.05)
+
 
 def _start_workers(servers: Sequence[ForkServer], directory: Path) -> list[_Worker]:
     size = len(servers)
@@ -237,7 +259,7 @@ def _start_workers(servers: Sequence[ForkServer], directory: Path) -> list[_Work
 
 def _collect(ranks: list[_Worker], timeout: float) -> list[Any]:
     """Wait for every rank's answer. Once one has failed the others get `GRACE` seconds, since they may wait for it."""
-    answers: list[Any] = [Failure("Hang", "no answer in time", "no answer in time", lost=True)] * len(ranks)
+    answers: list[Any] = [Failure(HANG, "no answer in time", "no answer in time", lost=True)] * len(ranks)
     waiting = {worker.connection: rank for rank, worker in enumerate(ranks)}
     deadline = time.monotonic() + timeout
     while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
@@ -256,6 +278,7 @@ def _serve(rank: int, size: int, directory: str) -> None:
         connection = Connection(connecting.detach())
     connection.send(rank)
     warnings.simplefilter("error")
+    faulthandler.register(signal.SIGUSR1)  # for ranks that hang
     torch.set_num_threads(1)
     store = f"file://{directory}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=GLOO_TIMEOUT)
@@ -280,8 +303,7 @@ def _destroy(groups: Iterable[dist.ProcessGroup]) -> None:
 
 def _answer(request: bytes, groups: dict[int, dist.ProcessGroup]) -> bytes:
     """Run one body; the answer is its result or its failure, pickled by value."""
-    takes, name, arguments, world_size, timeout = _unpack(request)
-    faulthandler.dump_traceback_later(timeout * 0.9)  # says where a body hangs, before the call is given up
+    takes, name, arguments, world_size = _unpack(request)
     try:
         body = find(*name)
         args, kwargs = _unpack(arguments)
@@ -291,8 +313,6 @@ def _answer(request: bytes, groups: dict[int, dist.ProcessGroup]) -> bytes:
             return _pack(body(group if takes == "group" else _transport(group), *args, **kwargs))
     except BaseException as error:
         return _pack(Failure(type(error).__name__, str(error), traceback.format_exc()))
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 @contextlib.contextmanager
