@@ -39,8 +39,9 @@ from shardlite.unit import Flat, Unit
 LIMIT = 2
 """Buckets that exist at once beside the root's, while ranks follow one order: one is reduced while another fills.
 
-A backward waits for a reduction rather than take more. It must not wait for one that a peer starts only after a gather
-that takes this rank: `progress.py`.
+It is one where shards are stepped in the backward on CPUs: such a program asks for little memory, and reductions take
+the cores that would fill the next bucket. A backward waits for a reduction rather than take more. It must not wait for
+one that a peer starts only after a gather that takes this rank: `progress.py`.
 """
 
 
@@ -360,13 +361,14 @@ class Reducer:
     def _fill(self, bucket: Bucket) -> None:
         """Give a bucket its memory, once there is room for one more beside the root's."""
         now, progress = self._round, self._shared.progress
-        while (full := not bucket.unit.is_root and self._held() >= LIMIT) and now.landed < len(now.started):
+        one_by_one = now.stepping and self._shared.transport.blocking
+        while (not bucket.unit.is_root and (one_by_one or self._held() >= LIMIT)) and now.landed < len(now.started):
             first = now.started[now.landed]
             with self._shared.traffic.waiting("reduce", first.bucket.unit.name):
                 if not first.flight.wait_unless(partial(progress.ends_wait, now.landed, monotonic())):
                     break
             self._land(now.landed + 1)
-        progress.filled(beyond=full and self._round.reduces)
+        progress.filled(beyond=not bucket.unit.is_root and self._held() >= LIMIT and now.reduces)
         bucket.fill(self._shared.empty)
         for memory in bucket.full:
             self._shared.ledger.track("gradient buckets", memory)

@@ -58,3 +58,39 @@ def test_the_first_note_stays(clock):
     own.withdraw()
     own.leave("reduce-scatter at step 4")
     assert other.compare("") == "\n  Meanwhile rank 0: reduce-scatter at step 4"
+
+
+def look(rank):
+    """Be in one line of the program."""
+    return rank.stuck()
+
+
+def test_who_sees_a_standstill_first_tells_the_others():
+    board, waits = SharedBoard(), SharedBoard()
+    first, second = (Notes(board, rank, 2, waits=waits) for rank in range(2))
+    operations = "an all-gather", "a sum"
+    for rank, operation in zip((first, second), operations, strict=True):
+        rank.begin(operation)
+    try:
+        assert look(second) == ""
+        assert [look(first) for _ in range(3)] == [""] * 3, "the other rank has said so once only"
+        assert look(second) == look(second) == ""
+        why = look(first)
+        first.goes_on()  # its program may do anything after the error, but never waits there again
+        assert look(second) == why == look(first)
+        assert all(operation in why for operation in operations)
+    finally:
+        for rank, operation in zip((first, second), operations, strict=True):
+            rank.end(operation)
+
+
+def test_a_rank_that_goes_on_is_in_no_standstill():
+    board, waits = SharedBoard(), SharedBoard()
+    first, second = (Notes(board, rank, 2, waits=waits) for rank in range(2))
+    first.begin(operation := "an all-gather")
+    try:
+        for _ in range(6):
+            assert look(first) == look(second) == ""
+            second.goes_on()
+    finally:
+        first.end(operation)

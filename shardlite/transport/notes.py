@@ -60,6 +60,7 @@ class Notes:
         self._running: dict[int, object] = {}  # by thread
         self._asked = self._beats = 0
         self._first: dict[int, tuple[int, str]] = {}  # by rank: what it said when it first said the same as now
+        self._standstill = ""
         self._rank = rank
         self._others = [other for other in range(world_size) if other != rank]
         self._patience = patience
@@ -101,10 +102,11 @@ class Notes:
         """Return why no rank will ever go on, or nothing. To be called each second that the program waits.
 
         Each rank says where it waits again and again, so that what one says that goes on meanwhile grows old. If all
-        have said the same several times while this one watched, there was a moment when all of them waited there.
+        have said the same several times while this one watched, there was a moment when all of them waited there. Who
+        sees that first says so to the others, which would otherwise watch a rank that waits no more.
         """
-        if self._waits is None or get_ident() != self._thread:
-            return ""
+        if self._standstill or self._waits is None or get_ident() != self._thread:
+            return self._standstill
         self._asked += 1
         if self._asked > _EAGER and self._asked % _EAGER:
             return ""
@@ -116,6 +118,9 @@ class Notes:
             told = {self._rank: said} | {other: self._waits.read(other) for other in self._others}
         except RuntimeError:  # the store may be gone with the process that kept it
             return ""
+        self._standstill = next((words for words in told.values() if words.startswith(_STANDSTILL)), "")
+        if self._standstill:
+            return self._standstill
         beats = {}
         for rank, words in told.items():
             beat, _, where = words.partition("\n")
@@ -131,11 +136,14 @@ class Notes:
             f"\n  rank {rank} in {' and '.join(operations[rank])}{self._first[rank][1].splitlines()[0]}"
             for rank in sorted(operations)
         )
-        return f"ranks wait for each other in different operations, and none will ever go on:{''.join(each)}"
+        self._standstill = f"{_STANDSTILL}{''.join(each)}"
+        with suppress(RuntimeError):
+            self._waits.put(self._rank, self._standstill)
+        return self._standstill
 
     def goes_on(self) -> None:
         """Take back what was said of waiting."""
-        if self._waits is not None and self._first and get_ident() == self._thread:
+        if self._waits is not None and self._first and not self._standstill and get_ident() == self._thread:
             self._first, self._asked = {}, 0
             with suppress(RuntimeError):
                 self._waits.put(self._rank, "")
@@ -182,6 +190,7 @@ def watching() -> Notes | None:
     return _watching.get(get_ident())
 
 
+_STANDSTILL = "ranks wait for each other in different operations, and none will ever go on:"
 _SILENT = "has said nothing; it computes, waits for something else, or is gone"
 
 
