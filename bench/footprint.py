@@ -13,7 +13,11 @@ All sizes are bytes of one rank, above what it held after the imports and the st
 | `between_bytes` | the same between two steps |
 | `tensor_bytes` | the most bytes in tensors in a step, on rank 0 |
 | `purposes` | what `memory()` says at that moment; the rest are activations, and gradients on their way |
-| `unexplained` | `pss_bytes - tensor_bytes` as a part of `pss_bytes`: libraries, stacks, idle shared memory |
+| `weight_bytes`, `compute` | of the plain model, in the dtype that it computes in |
+| `unexplained` | what of `pss_bytes` is in no purpose, nor beside the weights in `activations`, as a part of it |
+
+`activations` are forward and backward of the plain model alone, without its gradients: autograd's own memory, the
+libraries' buffers and code that is loaded then are in it, too.
 
 By default `malloc` returns large blocks to the system as soon as they are freed (`MALLOC_MMAP_THRESHOLD_`), so that
 what is measured is what systems hold, and not how `malloc` cuts it up. `--malloc default` leaves it as it is.
@@ -35,6 +39,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from bench.machine import machine
 from bench.measure import WARM_UP
@@ -43,7 +48,6 @@ from bench.systems import FOOTPRINTS, OPTIMIZER, Trainer
 from bench.table import RESULTS, Row, markdown_table, read_rows
 from bench.workloads import WORKLOADS, Workload
 from shardlite import ShardLite
-from shardlite.ledger import Ledger
 from shardlite.memory import Meter
 
 STEPS = 3
@@ -64,10 +68,13 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "between steps, MiB": lambda row: _mib(row["between_bytes"]),
     "made, MiB": lambda row: _mib(row["made_bytes"]),
     "wrapping, MiB": lambda row: _mib(row["wrap_peak_bytes"]),
-    "unexplained": lambda row: f"{100 * row['unexplained']:.0f} %" if "unexplained" in row else "",
+    "unexplained": lambda row: f"{100 * row['unexplained']:+.1f} %" if "unexplained" in row else "",
 }
 
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(THRESHOLD), "TRANSFORMERS_VERBOSITY": "error"}
+
+_ACTIVATIONS = "activations"
+"""How the systems' names begin that are forward and backward alone."""
 
 _ROW = "row.json"
 """Where the ranks of one system leave what they measured."""
@@ -126,6 +133,7 @@ def measure(workload: Workload, system: str, group: dist.ProcessGroup) -> Row:
     peak, between = sampler.take()
     sampler.close()
     tensors, purposes = _tensors(trainer, workload, group)
+    compute = _compute(trainer.model)
     return {
         "bench": "footprint",
         "model": workload.name,
@@ -143,29 +151,44 @@ def measure(workload: Workload, system: str, group: dist.ProcessGroup) -> Row:
         "between_bytes": between,
         "tensor_bytes": tensors,
         "purposes": purposes,
+        "weight_bytes": parameters * compute.itemsize,
+        "compute": str(compute).removeprefix("torch."),
     }
 
 
 def _tensors(trainer: Trainer, workload: Workload, group: dist.ProcessGroup) -> tuple[int, dict[str, int]]:
     """Return the most bytes in tensors during one more step, and at that moment the bytes by purpose."""
     model = trainer.model
-    ledger = model.ledger if isinstance(model, ShardLite) else Ledger()
-    if isinstance(model, ShardLite):
-        model.memory()
+
+    def account() -> dict[str, int]:
+        held = model.memory() if isinstance(model, ShardLite) else {}
+        return {purpose: each.now for purpose, each in held.items() if each.now}
+
     batch = workload.draw(group.rank(), WARM_UP + STEPS)
     gc.collect()
-    with Meter(on_peak=ledger.current) as meter:
+    with Meter(on_peak=account) as meter:
         trainer.step(batch)
-    return meter.peak, {purpose: nbytes for purpose, nbytes in (meter.at_peak or {}).items() if nbytes}
+    return meter.peak, meter.at_peak or {}
 
 
-def _compared(rows: list[Row]) -> list[Row]:
-    """Add to each row how it compares with FSDP2, and what tensors do not explain."""
+def _compute(model: nn.Module) -> torch.dtype:
+    """Return the dtype of forward and backward."""
+    own = model.precision.compute if isinstance(model, ShardLite) else None
+    return own or next(model.parameters()).dtype
+
+
+def compared(rows: list[Row]) -> list[Row]:
+    """Add to each row how it compares with FSDP2, and what of it nothing explains."""
     by_name = {row["system"]: row for row in rows}
+    beside = {
+        row["compute"]: row["pss_bytes"] - row["weight_bytes"] for row in rows if row["system"].startswith(_ACTIVATIONS)
+    }
     for row in rows:
         if "fsdp2" in by_name:
             row["pss_vs_fsdp2"] = round(row["pss_bytes"] / by_name["fsdp2"]["pss_bytes"], 3)
-        row["unexplained"] = round((row["pss_bytes"] - row["tensor_bytes"]) / row["pss_bytes"], 3)
+        if row["purposes"] and row["compute"] in beside:
+            explained = sum(row["purposes"].values()) + beside[row["compute"]]
+            row["unexplained"] = round((row["pss_bytes"] - explained) / row["pss_bytes"], 3)
     return rows
 
 
@@ -286,7 +309,7 @@ def _run_all(options: argparse.Namespace) -> list[Row]:
             sys.exit(f"{system} ended with status {status}")
         rows.append({**json.loads((options.out / _ROW).read_text()), "malloc": options.malloc, "busy": options.busy})
         (options.out / _ROW).unlink()
-    rows = _compared(rows)
+    rows = compared(rows)
     words = [options.model, f"{options.ranks}ranks"]
     words += ["default-malloc"] * (options.malloc == "default") + ["busy"] * bool(options.busy)
     file = options.out / f"footprint-{'-'.join(words)}.jsonl"

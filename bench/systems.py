@@ -86,6 +86,19 @@ class Floor(Trainer):
         self.model.zero_grad()
 
 
+class Activations(Trainer):
+    """Runs forward and backward, with inputs as the weights are, and does nothing else."""
+
+    def backward(self, batch: Batch) -> Tensor:
+        """Forward and backward; returns the loss of this rank's batch, []."""
+        dtype = next(self.model.parameters()).dtype
+        x, y = (each.to(dtype) if each.is_floating_point() else each for each in batch)
+        return super().backward((x, y))
+
+    def update(self) -> None:
+        """There is nothing to step by."""
+
+
 Build = Callable[[Workload, dist.ProcessGroup], Trainer]
 
 
@@ -124,6 +137,19 @@ def build_plain(workload: Workload, group: dist.ProcessGroup) -> Trainer:
     del group
     model = workload.make()
     return Trainer(model, _torch_adamw(model.parameters()), _flat)
+
+
+def build_activations(workload: Workload, group: dist.ProcessGroup, *, dtype: torch.dtype) -> Trainer:
+    """The plain model in the dtype that it computes in, of which each gradient is dropped as soon as it is there."""
+    del group
+    model = workload.make().to(dtype)
+
+    def drop(param: Tensor) -> None:
+        param.grad = None
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(drop)
+    return Activations(model, torch.optim.SGD(model.parameters()), _flat)
 
 
 def build_zero(workload: Workload, group: dist.ProcessGroup) -> Trainer:
@@ -171,6 +197,8 @@ _BF16 = Precision(compute=torch.bfloat16)
 _SPLIT = Precision(compute=torch.bfloat16, master="split24")
 
 FOOTPRINTS: dict[str, Build] = {
+    "activations": partial(build_activations, dtype=torch.float32),
+    "activations, bf16": partial(build_activations, dtype=torch.bfloat16),
     "plain": build_plain,
     "ddp": build_ddp,
     "zero": build_zero,
@@ -184,7 +212,10 @@ FOOTPRINTS: dict[str, Build] = {
     "bf16, int8": partial(build_format, precision=_BF16, state="int8"),
     "compact": partial(build_format, precision=_SPLIT, state="int8", in_backward=True),
 }
-"""What `bench.footprint` compares. The formats are those of stage 3; `compact` has all of them and `in_backward`."""
+"""What `bench.footprint` compares. The formats are those of stage 3; `compact` has all of them and `in_backward`.
+
+`activations` are forward and backward alone: beside its weights such a model holds what every system has to.
+"""
 
 SYSTEMS: dict[str, Build] = {
     "floor": build_floor,

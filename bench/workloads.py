@@ -129,7 +129,7 @@ def transformers_gpt2(name: str, *, layers: int, width: int, vocabulary: int, co
         model = GPT2LMHeadModel(
             GPT2Config(n_layer=layers, n_embd=width, n_head=width // 64, vocab_size=vocabulary, **dropouts)
         )
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
         return WithLoss(model.train())
 
     def draw(rank: int, step: int) -> Batch:

@@ -2,6 +2,8 @@
 
 import gc
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +12,13 @@ from torch import Tensor, nn
 
 from bench import footprint
 from bench.systems import FOOTPRINTS
+from bench.table import read_rows
 from bench.workloads import perceptrons
 from shardlite import AdamW, ShardLite
 from shardlite.transport.meeting import meet
 from tests.scripts import run_process
 
+ROOT = Path(__file__).parents[1]
 WIDTH = 128
 TINY = perceptrons("tiny", blocks=2, width=32, batch=4)
 
@@ -112,18 +116,40 @@ def measured_body(group: Any, system: str) -> dict[str, Any]:
     return footprint.measure(TINY, system, group)
 
 
-@pytest.mark.parametrize("system", ["plain", "fsdp2", "compact"])
+@pytest.mark.parametrize("system", ["activations, bf16", "plain", "fsdp2", "compact"])
 def test_a_row_has_what_its_table_shows(cluster, system):
     first, second = cluster.run(measured_body, 2, system)
     assert first["system"] == second["system"] == system
     assert first["pss_bytes"] == second["pss_bytes"] >= first["between_bytes"]
-    assert first["tensor_bytes"] >= sum(first["purposes"].values())
+    assert bool(first["purposes"]) == (system == "compact")
+    assert first["compute"] == ("bfloat16" if system in ("activations, bf16", "compact") else "float32")
+    assert first["weight_bytes"] == first["parameters"] * (2 if first["compute"] == "bfloat16" else 4)
     row = {**first, "malloc": "returns", "busy": 2, "unexplained": 0.25}
     table = footprint.render([row, {**row, "pss_vs_fsdp2": 0.5}])
     assert "2 CPU ranks, 2 busy loops beside; malloc returns large blocks" in table
     assert table.count(f"| {system} |") == 2
     assert "| 0.50 |" in table
-    assert "| 25 % |" in table
+    assert "| +25.0 % |" in table
+
+
+def test_what_nothing_explains_is_beside_purposes_and_activations():
+    row = {"system": "stage3", "compute": "float32", "pss_bytes": 1000, "weight_bytes": 300, "purposes": {"a": 600}}
+    alone = {**row, "system": "activations", "pss_bytes": 500, "purposes": {}}
+    narrow = {**row, "system": "compact", "compute": "bfloat16"}
+    fsdp2 = {**row, "system": "fsdp2", "pss_bytes": 2000, "purposes": {}}
+    rows = footprint.compared([alone, fsdp2, row, narrow])
+    assert [each["pss_vs_fsdp2"] for each in rows] == [0.25, 1.0, 0.5, 0.5]
+    assert ["unexplained" in each for each in rows] == [False, False, True, False]
+    assert row["unexplained"] == 0.2  # 1000 - 600 - (500 - 300)
+
+
+def test_the_page_shows_the_rows():
+    page = (ROOT / "docs/memory.md").read_text()
+    command = "<!-- rows: python -m bench.footprint --table "
+    shown = re.findall(rf"{command}(.*?) -->\n\n(.*?)\n\n<!-- end of rows -->", page, re.DOTALL)
+    assert shown
+    for files, tables in shown:
+        assert tables == footprint.render(read_rows([ROOT / file for file in files.split()]))
 
 
 @pytest.mark.slow
