@@ -67,7 +67,7 @@ def account_body(group: Any) -> dict[str, Any]:
     assert memory["process"].peak >= memory["process"].now > memory["parameters"].now
     assert "process" not in inside
     neighbours = meet(group).neighbours
-    assert memory["mailboxes"].now == neighbours.heap.reserved > 0
+    assert 0 < memory["mailboxes"].now < neighbours.heap.reserved
     assert memory["idle shared memory"].now == neighbours.heap.warm
     return {purpose: held.now for purpose, held in memory.items()}
 

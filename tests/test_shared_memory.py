@@ -18,9 +18,9 @@ from torch.testing import assert_close
 
 from shardlite.config import Route
 from shardlite.errors import CommError, LayoutError
-from shardlite.transport import SharedMemoryTransport, connect, futex, meeting
+from shardlite.transport import SharedMemoryTransport, connect, futex, mailbox, meeting
 from shardlite.transport.heap import Heap, Mapping
-from shardlite.transport.mailbox import PLACES, Announcement, Control, control_nbytes
+from shardlite.transport.mailbox import PLACES, Announcement, Control, Receipts, control_nbytes
 from shardlite.transport.shared_memory import Neighbours
 
 PAGE = 4096
@@ -208,62 +208,69 @@ def controls():
 
 
 def announcement(number):
-    return Announcement(number, tag=number % 7, kind=0xFFFFFFFF, offset=number << 30, nbytes=3 * number)
+    return Announcement(number, number % 7, 0xFFFFFFFF, offset=number << 30, nbytes=3 * number, receipt=number << 2)
 
 
-def test_announcements_arrive_in_order_and_wrap_around():
+@pytest.mark.parametrize("first", [1, 2**32 - 2 * PLACES])
+def test_announcements_arrive_in_order_and_outgrow_places_and_words(first):
     mine, theirs = controls()
-    for number in range(1, 3 * PLACES):
-        assert mine.arrived(0, number) is None
-        assert theirs.was_taken(number - PLACES)
-        assert not theirs.was_taken(number)
+    for number in range(first, first + 3 * PLACES):
+        assert mine.read(0, number) is None
         heard = mine.bell()
         theirs.announce(announcement(number))
         assert mine.bell() != heard
-        assert mine.arrived(0, number) == announcement(number)
-        assert mine.arrived(0, number + PLACES) is None
-        mine.take(0, number)
-        assert theirs.was_taken(number)
+        assert mine.read(0, number) == announcement(number)
+        assert mine.read(0, number + PLACES) is None
+        assert theirs.has_place(number + PLACES)
+        assert not theirs.has_place(number + PLACES + 1)
 
 
-def test_places_are_taken_in_any_order():
+def test_places_are_free_once_they_were_read():
     mine, theirs = controls()
     for number in range(1, PLACES + 1):
+        assert theirs.has_place(number)
         theirs.announce(announcement(number))
-    for number in range(PLACES, 0, -1):
-        assert not theirs.was_taken(number)
-        mine.take(0, number)
-        assert theirs.was_taken(number)
+    assert not theirs.has_place(PLACES + 1)
+    assert mine.read(0, 1) == announcement(1)
+    assert theirs.has_place(PLACES + 1)
+    assert not theirs.has_place(PLACES + 2)
 
 
-def test_a_message_stays_taken_when_its_place_is_used_again():
-    mine, theirs = controls()
-    mine.take(0, 5)
-    mine.take(0, 5 + PLACES)
-    assert theirs.was_taken(5)
-    assert not theirs.was_taken(5 + 2 * PLACES)
+def test_any_number_of_receipts_is_signed_in_any_order():
+    heap = Heap(control_nbytes(2))
+    receipts, words = Receipts(heap, 2), Mapping(heap.descriptor).words(0, heap.nbytes // 4)
+    numbers = [2**32 - 5 + i for i in range(5000)]
+    places = {number: receipts.open(number) for number in numbers}
+    assert len(set(places.values())) == len(numbers)
+    Random(0).shuffle(numbers)
+    for number in numbers:
+        assert not receipts.is_signed(places[number], number)
+        words[places[number] // 4] = number & 0xFFFFFFFF
+        assert receipts.is_signed(places[number], number)
+    for place in places.values():
+        receipts.close(place)
+    for number in numbers:
+        place = receipts.open(number + 1)  # maybe that of the message before
+        assert not receipts.is_signed(place, number + 1)
+    assert receipts.nbytes == 4 * len(numbers), "they are used again"
 
 
-def test_numbers_outgrow_their_words():
-    mine, theirs = controls()
-    last = 1 << 32
-    for number in range(last - 3 * PLACES, last + 2 * PLACES):
-        if number >= last - 2 * PLACES:
-            assert mine.arrived(0, number) is None
-            assert not theirs.was_taken(number)
-            theirs.announce(announcement(number))
-            assert mine.arrived(0, number) == announcement(number)
-        mine.take(0, number)
-        assert theirs.was_taken(number)
+def test_too_many_open_messages_are_an_error(monkeypatch):
+    monkeypatch.setattr(mailbox, "RECEIPTS", 3)
+    first, _ = world(2)
+    departing = [first.isend(torch.ones(4), 1, tag=0) for _ in range(3)]
+    with pytest.raises(CommError, match="3 messages of this rank are open"):
+        first.isend(torch.ones(4), 1, tag=0)
+    assert len(departing) == 3
 
 
-@pytest.mark.parametrize("word", range(1, 8))
+@pytest.mark.parametrize("word", range(1, 10))
 def test_a_damaged_header_is_noticed(word):
     mine, theirs = controls()
     theirs.announce(announcement(3))
-    mine._words[mine._announcement(0, 3) + word] ^= 1 << (4 * word)
+    mine._words[mine._announcement(0, 3) + word] ^= 1 << (3 * word)
     with pytest.raises(ValueError, match="the header of its message 3 is damaged"):
-        mine.arrived(0, 3)
+        mine.read(0, 3)
 
 
 def failure(action):
@@ -282,6 +289,39 @@ def test_a_damaged_header_ends_both_ranks():
     assert failure(arriving.wait) == f"{here}rank 0 sent what cannot be read: the header of its message 1 is damaged"
     there = "rank 0 sending to rank 1 (4 elements of torch.float32, 16 bytes, tag 3) failed: "
     assert failure(departing.wait) == f"{there}rank 1 has given up: an operation of its own failed."
+
+
+@pytest.mark.parametrize("beyond", [{"offset": 1 << 60}, {"nbytes": 1 << 60}, {"receipt": 1 << 60}, {"receipt": 4097}])
+def test_a_message_outside_of_its_senders_heap_ends_both_ranks(beyond):
+    first, second = world(2)
+    told = Announcement(1, tag=3, kind=0, offset=8192, nbytes=16, receipt=4096)._replace(**beyond)
+    first._neighbours._controls[1].announce(told)
+    assert "rank 0 sent what cannot be read: the header of its message 1 names bytes" in failure(
+        second.irecv(torch.ones(4), 0, tag=3).wait
+    )
+    assert first._neighbours._controls[1].has_quit
+
+
+def test_a_message_may_be_kept_while_any_number_of_later_ones_are_taken():
+    """As by two lanes of which each holds what it was lent until the other has gone on."""
+    first, second = world(2)
+    count = 3 * PLACES
+    departing = [first.isend(torch.full((4,), float(i)), 1, tag=i) for i in range(count)]
+    loan = second.borrow(4, torch.float32, 0, tag=0)
+    assert not loan.look().any()
+    arrived = [torch.empty(4) for _ in range(count)]
+    arriving = [second.irecv(arrived[i], 0, tag=i) for i in range(1, count)]
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(departing[-1].wait)  # whoever waits announces what there was no place for
+        for each in reversed(arriving):
+            each.wait()
+        sent.result()
+    assert [int(each[0]) for each in arrived[1:]] == list(range(1, count))
+    assert not departing[0]._done()
+    loan.give_back()
+    for each in departing:
+        each.wait()
+    assert not first._neighbours._kept
 
 
 @pytest.mark.parametrize("lent", [False, True])

@@ -802,7 +802,7 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/transport/shared_memory.py",
         "condition",
-        "while outbox and control.was_taken(outbox[0][0].number - PLACES):",
+        "while outbox and control.has_place(outbox[0].number):",
         "while outbox:",
         "an announcement overwrites one that was not read",
     ),

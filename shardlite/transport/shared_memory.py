@@ -29,7 +29,7 @@ from shardlite.ledger import Held, Ledger
 from shardlite.schedule import Algorithm
 from shardlite.transport.base import Completed, Loan, OneByOne, Pending
 from shardlite.transport.heap import Heap, Mapping
-from shardlite.transport.mailbox import PLACES, Announcement, Control
+from shardlite.transport.mailbox import PLACES, Announcement, Control, Receipts
 from shardlite.transport.notes import SLOW, watching
 
 _T = TypeVar("_T")
@@ -44,6 +44,9 @@ _TRIES = 3
 
 _MANY_TRIES = 100
 """The same for the main thread, if each rank has a core: a quarter of a millisecond in which no other thread runs."""
+
+
+_HALF = PLACES // 2
 
 
 class Neighbours:
@@ -61,7 +64,9 @@ class Neighbours:
         self._others = [r for r in range(self.world_size) if r != rank]
         self._sent = [0] * self.world_size
         self._seen = [0] * self.world_size
-        self._outbox: list[deque[tuple[Announcement, Tensor]]] = [deque() for _ in mappings]
+        self._outbox: list[deque[Announcement]] = [deque() for _ in mappings]
+        self._receipts = Receipts(heap, self.world_size)
+        self._words = [each.words(0, each.nbytes // 4) for each in mappings]
         self._kept: dict[tuple[int, int], Tensor] = {}
         self._expected: dict[_Route, deque[_Arriving]] = {}
         self._early: dict[_Route, deque[Announcement]] = {}
@@ -73,11 +78,11 @@ class Neighbours:
 
     def held(self) -> dict[str, Held]:
         """Return the bytes of copies of messages, of control words, and of pages that are kept for the next block."""
-        control, idle = self.heap.reserved, self.heap.warm
+        control, idle = self._mine.nbytes + self._receipts.nbytes, self.heap.warm
         return {**self._books.held(), "mailboxes": Held(control, control), "idle shared memory": Held(idle, idle)}
 
     def send(self, tensor: Tensor, peer: int, tag: int, limit: float) -> "_Departing":
-        """Announce a message [n], now or, if too many are open, as soon as there is a place."""
+        """Announce a message [n], now or, if the peer has left too many unread, as soon as it has read some."""
         source = tensor.detach()
         offset = self.heap.offset_of(source)
         if offset is None:
@@ -87,10 +92,14 @@ class Neighbours:
             offset = self.heap.offset_of(source)
             assert offset is not None, "it was made there"
         with self._lock:
-            number = self._sent[peer] = self._sent[peer] + 1
-            self._outbox[peer].append((Announcement(number, tag, _kind(source.dtype), offset, source.nbytes), source))
+            number = self._sent[peer] + 1
+            receipt = self._receipts.open(number)
+            self._sent[peer] = number
+            message = Announcement(number, tag, _kind(source.dtype), offset, source.nbytes, receipt)
+            self._kept[peer, number] = source
+            self._outbox[peer].append(message)
             self._announce(peer)
-        return _Departing(self, peer, number, source, tag, limit)
+        return _Departing(self, peer, message, source, limit)
 
     def expect(self, arriving: "_Arriving") -> None:
         """Let a message that has come, or comes next, with this tag from this peer be the one that is expected."""
@@ -156,8 +165,11 @@ class Neighbours:
             for peer in self._others:
                 self._announce(peer)
                 try:
-                    while (message := self._mine.arrived(peer, self._seen[peer] + 1)) is not None:
+                    while (message := self._mine.read(peer, self._seen[peer] + 1)) is not None:
                         self._seen[peer] += 1
+                        if message.number % _HALF == 0:
+                            self._controls[peer].ring()  # it may wait for a place
+                        self._check_bounds(peer, message)
                         self._sort(peer, message)
                 except ValueError as error:
                     self.fail(words, f"rank {peer} sent what cannot be read: {error}")
@@ -168,6 +180,19 @@ class Neighbours:
                 return
             arriving.copy()
             self.take(arriving)
+
+    def _check_bounds(self, peer: int, message: Announcement) -> None:
+        """Check that a message and its receipt lie in the peer's heap.
+
+        Raises:
+            ValueError: one of them does not.
+        """
+        nbytes = self._mappings[peer].nbytes
+        if message.offset + message.nbytes > nbytes or message.receipt + 4 > nbytes or message.receipt % 4:
+            raise ValueError(
+                f"the header of its message {message.number} names bytes {message.offset} to "
+                f"{message.offset + message.nbytes} and receipt {message.receipt} of {nbytes} bytes"
+            )
 
     def _sort(self, peer: int, message: Announcement) -> None:
         route = peer, message.tag
@@ -201,31 +226,29 @@ class Neighbours:
         if self._controls[peer].has_quit:
             self.fail(arriving.words, self._missing(peer))
         with self._lock:
-            self._mine.take(peer, arriving.message.number)
+            self._words[peer][arriving.message.receipt // 4] = arriving.message.number & 0xFFFFFFFF
             arriving.taken = True
             self._controls[peer].ring()
             if self._waiting > 1 and arriving.tensor is not None:
                 self._mine.ring()  # another thread may be waiting for this one
 
-    def was_taken(self, peer: int, number: int) -> bool:
-        """Whether a message of this rank may be overwritten."""
-        return self._controls[peer].was_taken(number)
+    def was_taken(self, message: Announcement) -> bool:
+        """Whether a message of this rank, which is kept, may be overwritten."""
+        return self._receipts.is_signed(message.receipt, message.number)
 
-    def drop(self, peer: int, number: int) -> None:
-        """Keep a message no more."""
-        self._kept.pop((peer, number), None)
+    def drop(self, peer: int, message: Announcement) -> None:
+        """Keep a message that was taken no more."""
+        if self._kept.pop((peer, message.number), None) is not None:
+            self._receipts.close(message.receipt)
 
     def _announce(self, peer: int) -> None:
-        """Announce what waits for a place, as far as there are any: nobody may have to wait for one to go on.
+        """Announce what waits for a place, as far as there are any.
 
-        A peer may have lent what it needs before it gives anything back, and so may this rank.
+        A peer that waits for anything reads all announcements, so nobody has to take one message before another.
         """
         outbox, control = self._outbox[peer], self._controls[peer]
-        while outbox and control.was_taken(outbox[0][0].number - PLACES):
-            message, source = outbox.popleft()
-            self._kept[peer, message.number] = source
-            self.drop(peer, message.number - PLACES)
-            control.announce(message)
+        while outbox and control.has_place(outbox[0].number):
+            control.announce(outbox.popleft())
 
     def _missing(self, peer: int) -> str:
         """Say who will never answer a rank that waits for `peer`, or nothing.
@@ -306,26 +329,29 @@ class SharedMemoryTransport(OneByOne):
 class _Departing:
     """A message of this rank."""
 
-    def __init__(self, neighbours: Neighbours, peer: int, number: int, tensor: Tensor, tag: int, limit: float) -> None:
+    def __init__(self, neighbours: Neighbours, peer: int, message: Announcement, tensor: Tensor, limit: float) -> None:
         self._neighbours = neighbours
         self._peer = peer
-        self._number = number
+        self._message = message
         self._tensor = tensor
-        self._tag = tag
         self._limit = limit
+        self._over = False
 
     def wait(self) -> None:
         """Wait until the peer has read it."""
-        self._neighbours.wait(self._done, self.words, self._peer, self._limit)
-        self._neighbours.drop(self._peer, self._number)
+        if not self._over:
+            self._neighbours.wait(self._done, self.words, self._peer, self._limit)
+            self._over = True
+            self._neighbours.drop(self._peer, self._message)
 
     def _done(self) -> bool:
-        return self._neighbours.was_taken(self._peer, self._number)
+        return self._neighbours.was_taken(self._message)
 
     def words(self) -> str:
         return (
             f"rank {self._neighbours.rank} sending to rank {self._peer} "
-            f"({self._tensor.numel()} elements of {self._tensor.dtype}, {self._tensor.nbytes} bytes, tag {self._tag})"
+            f"({self._tensor.numel()} elements of {self._tensor.dtype}, {self._tensor.nbytes} bytes, "
+            f"tag {self._message.tag})"
         )
 
 
