@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal, cast, get_args
 
 import torch
@@ -120,6 +121,19 @@ def transport_or_default(name: TransportName) -> TransportName:
     """
     named = os.environ.get("SHARDLITE_TRANSPORT", "auto") if name == "auto" else name
     return Route(transport=cast(TransportName, named)).transport
+
+
+def check_timeout(timeout: timedelta) -> None:
+    """Check that a timeout is a time.
+
+    Raises:
+        TypeError: it is no `timedelta`.
+        ValueError: it is not above zero.
+    """
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}")
+    if timeout <= timedelta(0):
+        raise ValueError(f"timeout must be above zero, got {timeout}: it is how long a rank waits for another one")
 
 
 def devices_may_overlap() -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardlite.agree import agree, number
-from shardlite.config import AlgorithmName, Route, TransportName, transport_or_default
+from shardlite.config import AlgorithmName, Route, TransportName, check_timeout, transport_or_default
 from shardlite.errors import LayoutError
 from shardlite.lane import Flight, Lane, make_lane
 from shardlite.ring import SUMMABLE, Operation, all_gather, reduce_scatter
@@ -59,14 +59,13 @@ def install(
             taken; `fully_shard` was not called, or differently on another rank; a module is replicated only, shards its
             parameters over more than one mesh, or has gradients of a dtype that a ring cannot sum.
         TypeError: `timeout` is no `timedelta`.
-        ValueError: there is no such transport or algorithm.
+        ValueError: `timeout` is not above zero; there is no such transport or algorithm.
     """
-    if not isinstance(timeout, timedelta):
-        raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}")
+    check_timeout(timeout)
     route = Route(transport=transport_or_default(transport), algorithm=algorithm)
     groups_of(None)
     parts = _parts(model)
-    models = {group: _agree(group, parts, route) for group in dict.fromkeys(part.group for part in parts)}
+    models = {group: _agree(group, parts, route, timeout) for group in dict.fromkeys(part.group for part in parts)}
     gathers = Ways("gather", timeout, route=route)
     reductions = Ways("reduce", timeout, route=route, apart=True)
     for part in parts:  # before anything is changed
@@ -314,11 +313,12 @@ def _part(name: str, module: FSDPModule, groups: Sequence[Any]) -> _Part:
     return _Part(name, module, shard_group, params.device, before)
 
 
-def _agree(group: dist.ProcessGroup, parts: Sequence[_Part], route: Route) -> str:
+def _agree(group: dist.ProcessGroup, parts: Sequence[_Part], route: Route, timeout: timedelta) -> str:
     """Make sure that all ranks of a group install the same, and return a name for it that is new on each of them."""
     ranks = Groups(group)
-    agree(ranks, [str(route), *(part.describe() for part in parts if part.group is group)], None)
-    instance, first = number(ranks)
+    facts = [str(route), *(part.describe() for part in parts if part.group is group)]
+    agree(ranks, facts, None, what="what each rank installs", timeout=timeout)
+    instance, first = number(ranks, timeout)
     return f"{instance} from rank {first}"
 
 

@@ -7,15 +7,17 @@ goes on with its last one, and its gradients do not count: they are zero, and th
     rank 1   batch 0   batch 1  (batch 1)
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
-from shardlite.agree import lend
+from shardlite.errors import LayoutError
+from shardlite.ring import broadcast
 from shardlite.shared import Shared
-from shardlite.transport import Groups
+from shardlite.transport import Groups, tell
 
 Batch = TypeVar("Batch")
 
@@ -62,7 +64,7 @@ class Join:
                 if active == 0:
                     return
                 if without:
-                    lent = lend(self._groups, None if self.joined else batch)
+                    lent = self._lend(_NOTHING if self.joined else batch)
                     last = lent if last is _NOTHING else last
                 for reducer in reducers:
                     reducer.weigh(counts=not self.joined, ranks=active)
@@ -79,3 +81,84 @@ class Join:
         self._shared.count_up(numbers, "join", self._shared.operation("who has a batch", next(self._rounds)))
         have, have_not = numbers.tolist()
         return have, have_not
+
+    def _lend(self, mine: Any) -> Any:
+        """Return this rank's batch or, if it has none, what the first rank that has one lends to it.
+
+        Raises:
+            LayoutError: nobody has anything that can be lent; on every rank.
+        """
+        found, trouble = None, ""
+        if mine is not _NOTHING:
+            try:
+                tensors: list[Tensor] = []
+                found = _take_apart(mine, tensors), tensors
+            except LayoutError as error:
+                trouble = str(error)
+        for group, hosts in zip(self._groups.all, self._shared.hosts, strict=False):
+            assert hosts is not None, "each group has one"
+            said = None if found is None else found[0], trouble
+            rows = tell(group, said, "a batch that is lent", self._shared.timeout)
+            trouble = trouble or next((f"rank {rank}: {why}" for rank, (_, why) in enumerate(rows) if why), "")
+            source = next((rank for rank, (form, _) in enumerate(rows) if form is not None), None)
+            if source is None:
+                continue
+            form = rows[source][0]
+            mine_to_lend = found[1] if found is not None and source == hosts.rank else None
+            lent = [each.cpu().contiguous() for each in mine_to_lend] if mine_to_lend is not None else _room_for(form)
+            for each in lent:
+                operation = self._shared.operation("a batch that is lent", next(self._rounds))
+                broadcast(each.view(-1).view(torch.uint8), hosts, source=source, operation=operation)
+            found = found or (form, lent)
+        if found is None:
+            raise LayoutError(f"a rank has no batch at all, and those of the others cannot be lent to it: {trouble}")
+        return _put_together(found[0], iter(found[1]), self._shared.device) if mine is _NOTHING else mine
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _take_apart(batch: Any, tensors: list[Tensor]) -> Any:
+    """Return the form of a batch, as JSON holds it, and append its tensors to `tensors`.
+
+    Raises:
+        LayoutError: there is something else in it.
+    """
+    if type(batch) is Tensor:
+        tensors.append(batch.detach())
+        return {"tensor": [str(batch.dtype).removeprefix("torch."), list(batch.shape), batch.device.type != "cpu"]}
+    if type(batch) in (list, tuple):
+        return {type(batch).__name__: [_take_apart(each, tensors) for each in batch]}
+    if isinstance(batch, Mapping) and all(type(key) in _PLAIN for key in batch):
+        return {"dict": [[key, _take_apart(each, tensors)] for key, each in batch.items()]}
+    if type(batch) in _PLAIN:
+        return {"value": batch}
+    raise LayoutError(
+        "a batch that is lent to another rank consists of tensors, numbers and strings in lists, tuples and dicts; "
+        f"got {type(batch).__module__}.{type(batch).__qualname__}"
+    )
+
+
+def _room_for(form: Any) -> list[Tensor]:
+    """Return tensors for those of a form, in their order, on the CPU."""
+    ((kind, content),) = form.items()
+    if kind == "tensor":
+        return [torch.empty(content[1], dtype=getattr(torch, content[0]))]
+    inside = {"list": content, "tuple": content, "dict": [each for _, each in content] if kind == "dict" else []}
+    return [tensor for each in inside.get(kind, []) for tensor in _room_for(each)]
+
+
+def _put_together(form: Any, tensors: Iterator[Tensor], device: torch.device) -> Any:
+    """Return the batch of a form and its tensors, which go to `device` if they were on one."""
+    ((kind, content),) = form.items()
+    match kind:
+        case "tensor":
+            return next(tensors).to(device if content[2] else "cpu")
+        case "list":
+            return [_put_together(each, tensors, device) for each in content]
+        case "tuple":
+            return tuple(_put_together(each, tensors, device) for each in content)
+        case "dict":
+            return {key: _put_together(each, tensors, device) for key, each in content}
+        case _:
+            return content

@@ -5,6 +5,7 @@ Legend: `W` ranks that share a model.
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import chain
 
 import torch
@@ -87,11 +88,14 @@ class Plan:
         return any(flat.split or flat.compute != flat.layout.dtype for flat in chain.from_iterable(self.flats))
 
 
-def agree_on_plan(module: nn.Module, options: Options, groups: Groups, wrapper: type[nn.Module]) -> Plan:
+def agree_on_plan(
+    module: nn.Module, options: Options, groups: Groups, wrapper: type[nn.Module], timeout: timedelta
+) -> Plan:
     """Plan what becomes of a module, and make sure that every rank plans the same.
 
     Raises:
         LayoutError: the module or an option is not what it may be, here or on another rank.
+        CommError: a rank has not come within `timeout`.
     """
     problem, plan, facts = None, None, []
     try:
@@ -106,7 +110,7 @@ def agree_on_plan(module: nn.Module, options: Options, groups: Groups, wrapper: 
         facts = [*settings, f"shards on {plan.device.type}", *_describe(plan)]
     except Exception as error:  # whatever it is: the other ranks are waiting
         problem = error
-    agree(groups, facts, problem)
+    agree(groups, facts, problem, what="what each rank wraps", timeout=timeout)
     assert plan is not None, "a problem was raised"
     return plan
 

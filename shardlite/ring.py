@@ -349,7 +349,7 @@ class _Named(NamedTuple):
             during = f", during {operation.during}" if operation.during else ""
             which = f"operation {operation.sequence}, {full.numel()} elements of {full.dtype}"
             what = f"{operation.label}{during} ({which})"
-            others = "" if operation.notes is None else operation.notes.compare(what)
+            others = "" if operation.notes is None else operation.notes.compare(what, str(error))
             raise CommError(f"{what}: {error}{others}") from error
 
     def __str__(self) -> str:

@@ -180,8 +180,9 @@ def share(groups: Groups, device: torch.device, timeout: timedelta, route: Route
 
     Raises:
         LayoutError: the route cannot be taken.
+        CommError: a rank does not come.
     """
-    instance, first = number(groups)
+    instance, first = number(groups, timeout)
     transport, replicas = _connect(groups, device, timeout, route, apart=False)
     hosts = connect_hosts(groups.shard, timeout, route=route)
     other_hosts = None if groups.replicas is None else connect_hosts(groups.replicas, timeout, route=route)

@@ -16,6 +16,7 @@ The messages are some integers on the host, whatever device the weights are on.
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from itertools import count
+from typing import NoReturn
 from zlib import crc32
 
 import torch
@@ -93,20 +94,24 @@ class Talks:
         here = f"rank {self._shared.transport.rank}, in {self._wish(mine, kind)},"
         for rank, theirs in enumerate(words):
             if theirs.step != mine.step:
-                raise DesyncError(
+                self._fail(
+                    mine,
+                    kind,
                     f"{here} has taken {mine.step} steps, but rank {rank} has taken {theirs.step}: a rank has left "
-                    f"one out{self._others(mine, kind)}"
+                    "one out",
                 )
             if theirs.kind != mine.kind:
-                raise DesyncError(
+                self._fail(
+                    mine,
+                    kind,
                     f"{here} at step {mine.step}, meets rank {rank} in {self._wish(theirs, 'another pass')}. All ranks "
-                    "must call the same modules, in one mode (train or eval, with or without gradients)"
-                    f"{self._others(mine, kind)}"
+                    "must call the same modules, in one mode (train or eval, with or without gradients)",
                 )
 
-    def _others(self, mine: Word, kind: str) -> str:
-        """Return what the others are doing, and where in the program; each finds the same difference now."""
-        return self._shared.notes.compare(f"{self._wish(mine, kind)}, at step {mine.step}")
+    def _fail(self, mine: Word, kind: str, why: str) -> NoReturn:
+        """Raise, with what the others are doing, and where in the program; each finds the same difference now."""
+        others = self._shared.notes.compare(f"{self._wish(mine, kind)}, at step {mine.step}", why)
+        raise DesyncError(f"{why}{others}")
 
     def _wish(self, word: Word, kind: str) -> str:
         return f"the end of {kind}" if word.wants == END else f"{kind}, for unit {self._names[word.wants]!r}"

@@ -22,7 +22,7 @@ from shardlite.build import build_units, flats_of, part_of, place
 from shardlite.casts import cast_floats
 from shardlite.census import SoloCensus
 from shardlite.clip import Clipper
-from shardlite.config import AlgorithmName, Precision, Route, TransportName, transport_or_default
+from shardlite.config import AlgorithmName, Precision, Route, TransportName, check_timeout, transport_or_default
 from shardlite.errors import LayoutError
 from shardlite.full import NO_COPY, FullParameters
 from shardlite.gather import Gatherer
@@ -118,13 +118,15 @@ class ShardLite(nn.Module):
             when the next forward begins, as in `DistributedDataParallel`: after one that is not inside `no_sync()` or
             `torch.no_grad()`. `"own"`: each rank keeps its own.
         diagnose: warn of gradients that are not finite by parameter and rank. The host then waits in each backward.
-        timeout: how long a rank waits for a message of another one. (That ranks agree on what they wrap is checked
-            under the process group's own timeout; over NCCL that one counts always.)
+        timeout: how long a rank waits for another one, from the first call on: to come to the same call, or for a
+            message. (Over NCCL the process group's own timeout counts for messages.)
 
     Raises:
         LayoutError: there is no process group, nothing to shard, a wrapped model inside, another model on another
             rank, or a parameter or buffer on the meta device that was not initialised.
         CommError: a peer failed or is late.
+        TypeError: an option is of another type than it has to be.
+        ValueError: an option has a value that it cannot have.
     """
 
     def __init__(
@@ -148,8 +150,7 @@ class ShardLite(nn.Module):
         timeout: timedelta = timedelta(minutes=10),
     ) -> None:
         super().__init__()
-        if not isinstance(timeout, timedelta):
-            raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}")
+        check_timeout(timeout)
         self.stage = stage
         self.precision = precision
         self._groups = groups_of(group)
@@ -169,7 +170,7 @@ class ShardLite(nn.Module):
             buffers=buffers,
             route=Route(transport=transport_or_default(transport), algorithm=algorithm),
         )
-        plan = agree_on_plan(module, options, self._groups, ShardLite)
+        plan = agree_on_plan(module, options, self._groups, ShardLite, timeout)
         self._shared = shared = share(self._groups, plan.device, timeout, options.route)
         self.ledger, self.trace = shared.ledger, shared.trace
         self._join = Join(shared, self._groups)
@@ -347,7 +348,8 @@ class ShardLite(nn.Module):
         So ranks with different numbers of batches finish together: `for batch in model.join(loader)`. A rank that has
         run out (`model.joined`) computes with the others, but its gradients do not count: means are those of the ranks
         that have a batch. Its running statistics (batch norm) see the last batch again. A rank that had none at all is
-        lent one, by pickle. Every rank calls this, and none leaves the loop alone. The host waits once per batch.
+        lent one: tensors, numbers and strings in lists, tuples and dicts. Every rank calls this, and none leaves the
+        loop alone. The host waits once per batch.
 
         Args:
             batches: this rank's.
@@ -462,7 +464,8 @@ class ShardLite(nn.Module):
             LayoutError: on every rank, if names or shapes do not fit; nothing is changed then.
         """
         self._mend()
-        agree(self._groups, [], self._full.misfit(state_dict or {}) if self._shared.rank == 0 else None)
+        misfit = self._full.misfit(state_dict or {}) if self._shared.rank == 0 else None
+        agree(self._groups, [], misfit, what="load_full_state_dict", timeout=self._shared.timeout)
         self._stepping.gatherer.settle()
         entries = self._full.entries()
         source = {entry: (state_dict or {}).get(name, entry) for name, entry in entries.items()}
@@ -509,7 +512,7 @@ class ShardLite(nn.Module):
         initialiser = Initialiser(self.module, init, plan.device, first=shared.rank == 0)
         spread(plan.units, units, self.module, shared, initialiser)
         checks.mark_wrapped(units)
-        agree(self._groups, [], initialiser.trouble())
+        agree(self._groups, [], initialiser.trouble(), what="initial values", timeout=shared.timeout)
         spread_buffers(self.module, shared)
         for flat in flats_of(units):
             for memory in (flat.local, flat.low, flat.full):

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from shardlite.transport import meeting
 from tests.cluster import SEED
 from tests.forkserver import ForkServer, find, name_of
-from tests.patience import seconds
+from tests.patience import seconds, until
 
 JOIN = seconds(45)  # that ranks have to end
 
@@ -57,15 +57,19 @@ class Doomed:
         directory: Path,
         limit: float = JOIN,
         killed: int | None = None,
+        keeper: bool = False,
     ) -> list[Ended]:
         """Run `body(group, *args)` on each of some ranks; return what became of them. `args` are what JSON can say.
 
-        Rank `killed` is killed once all others have ended. Nothing may be left behind by any of them.
+        Rank `killed` is killed once all others have ended. Nothing may be left behind by any of them. With a `keeper`
+        the store of the process group is in rank 0, and stops with it; otherwise it is a file.
         """
         for name in ("tmp", "said", "sockets"):
             (directory / name).mkdir()
         pids = [
-            self._server.fork(_be, rank, world_size, str(directory), name_of(body), args, log=directory / f"log-{rank}")
+            self._server.fork(
+                _be, rank, world_size, str(directory), keeper, name_of(body), args, log=directory / f"log-{rank}"
+            )
             for rank in range(world_size)
         ]
         self._server.join([pid for rank, pid in enumerate(pids) if rank != killed], limit)
@@ -93,7 +97,7 @@ def _nothing_is_left(directory: Path, pids: list[int]) -> None:
     assert not [each for each in (directory / "sockets").iterdir() if each.name in bound]
 
 
-def _be(rank: int, world_size: int, folder: str, name: tuple[str, str, str], args: list[Any]) -> None:
+def _be(rank: int, world_size: int, folder: str, keeper: bool, name: tuple[str, str, str], args: list[Any]) -> None:
     """Be a rank."""
     directory = Path(folder)
     warnings.simplefilter("error")
@@ -101,8 +105,8 @@ def _be(rank: int, world_size: int, folder: str, name: tuple[str, str, str], arg
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
     _note_sockets(directory / "sockets")
-    store = f"file://{directory / 'store'}"
-    dist.init_process_group("gloo", store, rank=rank, world_size=world_size, timeout=timedelta(seconds=JOIN))
+    store = _tcp_store(rank, directory / "port") if keeper else dist.FileStore(str(directory / "store"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=JOIN))
     dist.barrier()
     outcome: dict[str, Any] = {}
     try:
@@ -111,6 +115,18 @@ def _be(rank: int, world_size: int, folder: str, name: tuple[str, str, str], arg
         traceback.print_exc()
         outcome |= {"kind": type(error).__name__, "text": str(error)}
     (directory / "said" / str(rank)).write_text(json.dumps(outcome))
+
+
+def _tcp_store(rank: int, port: Path) -> dist.TCPStore:
+    """Return a store that rank 0 keeps, which writes its port to a file."""
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        part = port.with_suffix(".part")
+        part.write_text(str(store.port))
+        part.rename(port)
+        return store
+    until(port.exists)
+    return dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False)
 
 
 def _note_sockets(directory: Path) -> None:

@@ -157,7 +157,7 @@ def nothing_body(group):
     assert list(model.join([])) == []
 
 
-def unpicklable_body(group):
+def strange_body(group):
     model = ShardLite(net(), group=group)
     next(model.join([lambda: None] if group.rank() else []))
 
@@ -167,6 +167,24 @@ def test_no_batch_anywhere_is_no_step(cluster):
 
 
 def test_a_batch_that_cannot_be_lent_is_an_error_on_all_ranks(cluster):
-    for kind, message in cluster.failures(unpicklable_body, 2):
+    for kind, message in cluster.failures(strange_body, 2):
         assert kind == "LayoutError"
-        assert "a rank has no batch at all" in message
+        assert "a rank has no batch at all, and those of the others cannot be lent to it: " in message
+        assert "in lists, tuples and dicts; got builtins.function" in message
+
+
+def lent_body(group):
+    """Return what a rank without a batch is lent."""
+    model = ShardLite(net(), group=group)
+    numbers = {"ids": torch.arange(6).view(2, 3).t(), "mask": torch.tensor([True, False]), 3: torch.tensor(2.5)}
+    batch = [numbers, (torch.zeros(0, 4), "words", None), 1.5, torch.ones(2, dtype=torch.bfloat16)]
+    own = {0: [], 1: [batch], 2: [batch, [torch.zeros(1)]]}[group.rank()]
+    return [each for each, _ in zip(model.join(own), range(2), strict=False)]
+
+
+def test_a_lent_batch_is_that_of_the_first_rank_that_has_one(cluster):
+    nobodys, first, longest = cluster.run(lent_body, 3)
+    assert len(nobodys) == len(first) == len(longest) == 2
+    for lent in nobodys:
+        assert str(lent) == str(first[0])
+    assert str(longest[1]) == str([torch.zeros(1)])

@@ -2,6 +2,7 @@
 
 import pytest
 
+from shardlite.errors import CommError
 from shardlite.transport import notes
 from shardlite.transport.notes import Notes, SharedBoard
 
@@ -32,20 +33,20 @@ def test_a_note_that_comes_late_is_told(clock):
     board = SharedBoard()
     own, other = (Notes(board, rank, 2, patience=2.0) for rank in range(2))
     clock.then = lambda: other.leave("its forward at step 3") if clock.now > 1 else None
-    assert own.compare("all-gather at step 3") == "\n  Meanwhile rank 1: its forward at step 3"
+    assert own.compare("all-gather at step 3", "too late") == "\n  Meanwhile rank 1: its forward at step 3"
     assert clock.now < 2
 
 
 def test_who_says_nothing_is_waited_for_once(clock):
     own = Notes(SharedBoard(), rank=0, world_size=3, patience=2.0)
-    told = own.compare("all-gather at step 3")
+    told = own.compare("all-gather at step 3", "too late")
     assert told.count("has said nothing") == 2
     waited = clock.now
     assert 2 < waited < 2.1
-    assert own.compare("reduce-scatter at step 3") == told
+    assert own.compare("reduce-scatter at step 3", "too late") == told
     assert clock.now == waited
     own.withdraw()
-    own.compare("all-gather at step 4")
+    own.compare("all-gather at step 4", "too late")
     assert clock.now > 2 * waited - 0.1
 
 
@@ -54,10 +55,10 @@ def test_the_first_note_stays(clock):
     own, other = (Notes(board, rank, 2) for rank in range(2))
     own.leave("all-gather at step 3")
     own.leave("reduce-scatter at step 3")
-    assert other.compare("") == "\n  Meanwhile rank 0: all-gather at step 3"
+    assert other.compare("", "too late") == "\n  Meanwhile rank 0: all-gather at step 3"
     own.withdraw()
     own.leave("reduce-scatter at step 4")
-    assert other.compare("") == "\n  Meanwhile rank 0: reduce-scatter at step 4"
+    assert other.compare("", "too late") == "\n  Meanwhile rank 0: reduce-scatter at step 4"
 
 
 def look(rank):
@@ -94,3 +95,13 @@ def test_a_rank_that_goes_on_is_in_no_standstill():
             second.goes_on()
     finally:
         first.end(operation)
+
+
+def test_an_error_is_logged_before_the_others_are_asked(clock, caplog):
+    class Gone(SharedBoard):
+        def read(self, rank):
+            assert "all-gather at step 3: too late" in caplog.text
+            raise CommError("the store does not answer")
+
+    told = Notes(Gone(), rank=0, world_size=2).compare("all-gather at step 3", "too late")
+    assert told == " (What other ranks were doing is not known: the store does not answer)"

@@ -247,7 +247,7 @@ def machine(*, gpus=4, backend="CUDA", peers=True, hosts=1, overlap=False):
         memory = patch.object(symmetric, "_SymmetricMemory")
         stack.enter_context(memory).get_backend = lambda device: backend
         if hosts > 1:
-            stack.enter_context(patch.object(symmetric, "nodes_of", lambda group: group.size() // hosts))
+            stack.enter_context(patch.object(symmetric, "nodes_of", lambda group, _: group.size() // hosts))
     return stack
 
 

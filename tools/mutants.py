@@ -800,6 +800,13 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "a mesh shards over its replicas",
     ),
     (
+        "shardlite/transport/store.py",
+        "condition",
+        "if late is not None and not late.done():",
+        "if late is not None and late.done():",
+        "a store that has not answered is waited for again",
+    ),
+    (
         "shardlite/transport/shared_memory.py",
         "condition",
         "while outbox and control.has_place(outbox[0].number):",

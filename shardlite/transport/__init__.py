@@ -11,6 +11,7 @@ from shardlite.transport.notes import Board, Notes, SharedBoard, StoreBoard
 from shardlite.transport.ranks import Groups, Ranks, groups_of
 from shardlite.transport.shared_memory import SharedMemoryTransport
 from shardlite.transport.staged import StagedTransport
+from shardlite.transport.store import TIMEOUT, tell
 from shardlite.transport.symmetric import SymmetricMemoryTransport
 
 __all__ = [
@@ -40,5 +41,7 @@ __all__ = [
     "StoreBoard",
     "SymmetricMemoryTransport",
     "Tally",
+    "tell",
+    "TIMEOUT",
     "Transport",
 ]

@@ -102,7 +102,7 @@ def choose(
                 "with 'gloo' or 'cpu:gloo,cuda:nccl', as in "
                 "torch.distributed.init_process_group('cpu:gloo,cuda:nccl'), and use CPU or CUDA tensors"
             )
-    return _by(choice, route, everyone)
+    return _by(choice, route, everyone, timeout)
 
 
 def _for_host(group: dist.ProcessGroup | None, timeout: timedelta, wanted: TransportName) -> Choice:
@@ -114,7 +114,7 @@ def _for_host(group: dist.ProcessGroup | None, timeout: timedelta, wanted: Trans
         return Choice(GroupTransport(group, timeout), "it was asked for")
     if dist.get_world_size(group) == 1:
         return Choice(GroupTransport(group, timeout), "one rank sends nothing")
-    met = meet(everyone)
+    met = meet(everyone, timeout)
     if met.neighbours is not None:
         return Choice(SharedMemoryTransport(met.neighbours, timeout), "all ranks are processes of this host")
     if wanted == "shared_memory":
@@ -142,7 +142,7 @@ _UNIT = 1 << 20
 """Bytes of a buffer for which an algorithm is chosen. By the links known today the choice is the same at any size."""
 
 
-def _by(choice: Choice, route: Route, group: dist.ProcessGroup) -> Choice:
+def _by(choice: Choice, route: Route, group: dist.ProcessGroup, timeout: timedelta) -> Choice:
     """Set a transport's link, and its algorithm: what was asked for, or the fastest by the link that keeps the bits.
 
     A transport whose links were not measured has no link, and the algorithm of its class.
@@ -152,7 +152,7 @@ def _by(choice: Choice, route: Route, group: dist.ProcessGroup) -> Choice:
     if route.algorithm != "auto":
         transport.algorithm = route.algorithm
         if route.algorithm == "hierarchical":
-            transport.node = nodes_of(group)
+            transport.node = nodes_of(group, timeout)
     elif link is not None and transport.world_size > 1:
         transport.algorithm = best_algorithm(_UNIT, transport.world_size, link)
     return choice

@@ -1,8 +1,8 @@
 """How the ranks of one host come by each other's memory: descriptors, passed over sockets that have no file.
 
-    each rank    makes a heap and a socket that listens, and tells all ranks its address   (over the process group)
+    each rank    makes a heap and a socket that listens, and tells all ranks its address   (by the store)
     each pair    connects, says who it is, and swaps the descriptors of the heaps
-    all ranks    say whether that worked: if it did not for one, nobody uses it            (over the process group)
+    all ranks    say whether that worked: if it did not for one, nobody uses it            (by the store)
 
 The sockets stay open: a process that ends, however it ends, closes its ends, and so its peers notice. (A child that it
 has forked, as data loaders do, would hold them open for longer, and so closes them first of all.)
@@ -16,7 +16,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TypeVar
+from datetime import timedelta
 from weakref import WeakKeyDictionary, WeakSet, finalize
 
 import torch.distributed as dist
@@ -26,10 +26,9 @@ from shardlite.transport import futex
 from shardlite.transport.heap import Heap, Mapping
 from shardlite.transport.mailbox import control_nbytes
 from shardlite.transport.shared_memory import Neighbours
+from shardlite.transport.store import TIMEOUT, tell
 
 _BOOT = "/proc/sys/kernel/random/boot_id"  # one per running kernel
-
-_T = TypeVar("_T")
 
 _CREDENTIALS = struct.Struct("iII")  # process, user, group
 
@@ -50,20 +49,24 @@ _MET: "WeakKeyDictionary[dist.ProcessGroup, Met]" = WeakKeyDictionary()
 """By group. A rank that is a thread has group objects of its own, so that no other thread asks for the same entry."""
 
 
-def meet(group: dist.ProcessGroup) -> Met:
-    """Return the ranks of `group` as neighbours, if all are on one host. All of them call this, and meet once."""
+def meet(group: dist.ProcessGroup, timeout: timedelta = TIMEOUT) -> Met:
+    """Return the ranks of `group` as neighbours, if all are on one host. All of them call this, and meet once.
+
+    Raises:
+        CommError: a rank does not come.
+    """
     if group not in _MET:
-        _MET[group] = _meet(group)
+        _MET[group] = _meet(group, timeout)
     return _MET[group]
 
 
-def nodes_of(group: dist.ProcessGroup) -> int:
+def nodes_of(group: dist.ProcessGroup, timeout: timedelta = TIMEOUT) -> int:
     """Return how many consecutive ranks each host has. All ranks of `group` call this.
 
     Raises:
         LayoutError: hosts have different numbers of ranks, or those of one are not consecutive.
     """
-    hosts = tell(group, _host())
+    hosts = tell(group, _host(), "which host each rank is on", timeout)
     node = next((i for i, host in enumerate(hosts) if host != hosts[0]), len(hosts))
     starts = hosts[::node]
     if (
@@ -78,17 +81,17 @@ def nodes_of(group: dist.ProcessGroup) -> int:
     return node
 
 
-def _meet(group: dist.ProcessGroup) -> Met:
+def _meet(group: dist.ProcessGroup, timeout: timedelta) -> Met:
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    heap, listener, address, why_not = None, None, b"", futex.why_not()
+    heap, listener, address, why_not = None, None, "", futex.why_not()
     if not why_not:
         try:
             heap = Heap(control_nbytes(world_size))
             listener = _listen(world_size)
-            address = listener.getsockname()
+            address = listener.getsockname().hex()
         except OSError as error:
             why_not = f"this system gives no shared memory: {error}"
-    rows = tell(group, (why_not, _host(), address))
+    rows = tell(group, (why_not, _host(), address), "shared memory of one host", timeout)
     why_not = next((f"rank {r}: {row[0]}" for r, row in enumerate(rows) if row[0]), "")
     if not why_not and len({row[1] for row in rows}) > 1:
         why_not = "the ranks are on several hosts"
@@ -99,18 +102,11 @@ def _meet(group: dist.ProcessGroup) -> Met:
     assert listener is not None, "or there was a reason"
     neighbours, failure = None, ""
     try:
-        neighbours = _connect(rank, heap, listener, [row[2] for row in rows])
+        neighbours = _connect(rank, heap, listener, [bytes.fromhex(row[2]) for row in rows])
     except OSError as error:
         failure = f"rank {rank} cannot connect to the others: {error}"
-    failures = "; ".join(said for said in tell(group, failure) if said)
+    failures = "; ".join(said for said in tell(group, failure, "connections within the host", timeout) if said)
     return Met(None, failures) if failures else Met(neighbours, "")
-
-
-def tell(group: dist.ProcessGroup, mine: _T) -> list[_T]:
-    """Return what every rank says."""
-    rows = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(rows, mine, group=group)
-    return rows
 
 
 def _host() -> str:

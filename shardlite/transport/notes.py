@@ -7,6 +7,7 @@ A rank that has waited for seconds says in which operations, too, and looks at w
 and no operation is one that all are in, none will ever go on: that is an error at once.
 """
 
+import logging
 import sys
 import time
 from collections.abc import MutableMapping
@@ -16,7 +17,10 @@ from threading import get_ident
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
+
+from shardlite.transport.store import bounded_store
+
+log = logging.getLogger("shardlite")
 
 PATIENCE = 2.0
 """Seconds after its first failure in which a rank waits for the notes of others, which fail at about that time."""
@@ -160,11 +164,13 @@ class Notes:
             frame = frame.f_back
         return "" if found is None else f", called in {found.f_code.co_filename}, line {found.f_lineno}"
 
-    def compare(self, note: str) -> str:
+    def compare(self, note: str, why: str) -> str:
         """Leave a note, with the place in the program, wait for those of the others, and return what all others did.
 
-        What fails after that in this rank does not wait for them again.
+        Log the note and `why` this rank has failed before that. What fails after that in this rank does not wait for
+        the others again.
         """
+        log.error("rank %d: %s: %s", self._rank, note, why)
         deadline = self.leave(f"{note}{self.place()}") + self._patience
         told: dict[int, str] = {}
         try:
@@ -198,17 +204,28 @@ class StoreBoard:
     """A board in the store of the default process group, under a name that all its ranks use."""
 
     def __init__(self, name: str) -> None:
-        self._store = dist.distributed_c10d.PrefixStore(f"shardlite/{name}", dist.distributed_c10d._get_default_store())
+        self._store = bounded_store()
+        self._name = name
 
     def put(self, rank: int, note: str) -> None:
-        """Leave a rank's note, instead of its last one."""
-        self._store.set(str(rank), note)
+        """Leave a rank's note, instead of its last one.
+
+        Raises:
+            CommError: the store does not answer.
+        """
+        self._store.ask(lambda store: store.set(self._key(rank), note), PATIENCE)
 
     def read(self, rank: int) -> str:
-        """Return a rank's note, which is empty if it has left none."""
-        if not self._store.check([str(rank)]):
-            return ""
-        return str(self._store.get(str(rank)).decode())
+        """Return a rank's note, which is empty if it has left none.
+
+        Raises:
+            CommError: the store does not answer.
+        """
+        key = self._key(rank)
+        return self._store.ask(lambda store: store.get(key).decode() if store.check([key]) else "", PATIENCE)
+
+    def _key(self, rank: int) -> str:
+        return f"shardlite/{self._name}/{rank}"
 
 
 class SharedBoard:

@@ -38,7 +38,8 @@ from shardlite.errors import LayoutError
 from shardlite.ledger import Ledger
 from shardlite.schedule import Algorithm
 from shardlite.transport.base import Completed, Message, Pending, Plain
-from shardlite.transport.meeting import nodes_of, tell
+from shardlite.transport.meeting import nodes_of
+from shardlite.transport.store import TIMEOUT, tell
 from shardlite.transport.works import Posted
 
 AREA = 64 << 20
@@ -249,17 +250,20 @@ class _Turns:
             self._last = stream, stream.record_event()
 
 
-def why_not(group: dist.ProcessGroup, device: torch.device) -> str:
+_WHAT = "symmetric memory"
+
+
+def why_not(group: dist.ProcessGroup, device: torch.device, timeout: timedelta = TIMEOUT) -> str:
     """Say why the ranks of `group` have no symmetric memory on their devices, or nothing: the same on every rank.
 
     All of them call this, each with its own `device`.
     """
     reason = _not_here(device)
     number = None if reason else _numbered(device).index
-    rows = tell(group, (reason, number, devices_may_overlap()))
+    rows = tell(group, (reason, number, devices_may_overlap()), _WHAT, timeout)
     if missing := next((f"rank {rank}: {row[0]}" for rank, row in enumerate(rows) if row[0]), ""):
         return missing
-    if not _on_one_host(group):
+    if not _on_one_host(group, timeout):
         return "the ranks are on several hosts"
     numbers = [number for _, number, _ in rows]
     shared = next((each for each in numbers if numbers.count(each) > 1), None)
@@ -272,7 +276,7 @@ def why_not(group: dist.ProcessGroup, device: torch.device) -> str:
     own = _numbered(device)
     apart = [each for each in numbers if each != own.index and not torch.cuda.can_device_access_peer(own, each)]
     blind = f"{own} cannot access the memory of cuda:{apart[0]}" if apart else ""
-    return next((said for said in tell(group, blind) if said), "")
+    return next((said for said in tell(group, blind, _WHAT, timeout) if said), "")
 
 
 def symmetric_memory(
@@ -283,7 +287,7 @@ def symmetric_memory(
     Raises:
         LayoutError: it cannot be had; the reason is in the error.
     """
-    reason = why_not(group, device)
+    reason = why_not(group, device, timeout)
     if not reason:
         failure, memory, area = "", None, None
         try:
@@ -291,7 +295,7 @@ def symmetric_memory(
             memory = _SymmetricMemory.rendezvous(area, group.group_name)
         except RuntimeError as error:
             failure = f"rank {dist.get_rank(group)}: {error}"
-        reason = next((said for said in tell(group, failure) if said), "")
+        reason = next((said for said in tell(group, failure, _WHAT, timeout) if said), "")
         if not reason:
             assert memory is not None, "or there was a reason"
             return SymmetricMemoryTransport(memory, timeout, area)
@@ -306,9 +310,9 @@ def _not_here(device: torch.device) -> str:
     return "" if backend == "CUDA" else f"it takes PyTorch's backend 'CUDA' for symmetric memory, got {backend!r}"
 
 
-def _on_one_host(group: dist.ProcessGroup) -> bool:
+def _on_one_host(group: dist.ProcessGroup, timeout: timedelta) -> bool:
     try:
-        return nodes_of(group) == dist.get_world_size(group)
+        return nodes_of(group, timeout) == dist.get_world_size(group)
     except LayoutError:  # several, and not alike
         return False
 
