@@ -17,7 +17,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from shardlite.arena import Zeros, carve, zeros_on
+from shardlite.arena import carve, zeros_on
 from shardlite.parameters import Shard
 from shardlite.partition import ROOT, UnitPlan, UnitRule, applies
 from shardlite.plan import FlatPlan, Plan
@@ -53,13 +53,15 @@ def place(plan: Plan, stage: int, rank: int, world_size: int, reshard: UnitRule)
     )
 
 
-def build_units(plan: Plan, placement: Placement, zeros: Zeros) -> list[Unit]:
-    """Allocate memory, by `zeros` where it is for full weights, and return the units, with zeros as weights.
+def build_units(plan: Plan, placement: Placement) -> list[Unit]:
+    """Allocate memory and return the units, with zeros as weights.
+
+    It is this process's own: a child that it forks has a copy, to read and to write.
 
     The root is first, if it has any parameters.
     """
     flats_to_be = list(chain.from_iterable(plan.flats))
-    places = iter(_allocate(flats_to_be, placement, zeros if placement.permanent else zeros_on(plan.device)))
+    places = iter(_allocate(flats_to_be, placement, plan.device))
     lows = iter(_allocate_lower_parts(flats_to_be, placement, plan.device))
     units: list[Unit] = []
     for start, mine in zip(plan.units, plan.flats, strict=True):
@@ -72,11 +74,14 @@ def build_units(plan: Plan, placement: Placement, zeros: Zeros) -> list[Unit]:
     return units
 
 
-def _allocate(flats: Sequence[FlatPlan], placement: Placement, zeros: Zeros) -> list[tuple[Tensor, Tensor | None]]:
+def _allocate(
+    flats: Sequence[FlatPlan], placement: Placement, device: torch.device
+) -> list[tuple[Tensor, Tensor | None]]:
     """Return for each flat what this rank keeps, and the memory of the full weights if they have some.
 
     Where both have the same dtype the former is a part of the latter.
     """
+    zeros = zeros_on(device)
     in_place = [placement.permanent and flat.compute == flat.layout.dtype for flat in flats]
     lengths = [
         flat.layout.full_numel if whole or placement.rank is None else flat.layout.shard_numel

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from shardlite.errors import CommError
+from shardlite.process import Owner
 from shardlite.transport import Notes
 from shardlite.transport.notes import SLOW
 
@@ -66,12 +67,14 @@ def make_lane(name: str, device: torch.device, *, blocking: bool, watch: Notes |
 class _HostFlight:
     """An operation that is done when a thread has done it."""
 
-    def __init__(self, watch: Notes | None = None) -> None:
+    def __init__(self, watch: Notes | None = None, owner: Owner | None = None) -> None:
+        self._owner = owner or Owner()
         self._outcome: Future[None] = Future()
         self._is_over = False
         self._watch = watch
 
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
+        self._check_owner()
         if meanwhile is not None and not self._ends_within(_LONGEST):
             meanwhile()
         watch = self._watch
@@ -83,6 +86,7 @@ class _HostFlight:
         return self._is_over  # a future would take a lock to say so
 
     def wait_unless(self, obsolete: Callable[[], bool]) -> bool:
+        self._check_owner()
         slow = monotonic() + SLOW
         for pause in _pauses():
             if self._ends_within(pause):
@@ -94,6 +98,11 @@ class _HostFlight:
                 self._check(self._watch)
         self._outcome.result()
         return True
+
+    def _check_owner(self) -> None:
+        """Raise in a forked child, where nothing will end that is under way."""
+        if not self._is_over:
+            self._owner.check()
 
     def _ends_within(self, seconds: float) -> bool:
         """Wait so long at most, for success or failure."""
@@ -133,6 +142,7 @@ class ThreadLane:
     """
 
     def __init__(self, name: str, watch: Notes | None = None) -> None:
+        self._owner = Owner()
         self._watch = watch
         self._queue: SimpleQueue[tuple[_HostFlight, Callable[[], None]] | None] = SimpleQueue()
         # Neither the thread nor the finalizer holds the lane, or a forgotten lane would never be collected.
@@ -141,8 +151,13 @@ class ThreadLane:
         weakref.finalize(self, _end, self._queue, thread)
 
     def submit(self, operation: Callable[[], None]) -> Flight:
-        """Queue `operation`; it starts when those before it are done."""
-        flight = _HostFlight(self._watch)
+        """Queue `operation`; it starts when those before it are done.
+
+        Raises:
+            CommError: this is a forked child, which has no such thread.
+        """
+        self._owner.check()
+        flight = _HostFlight(self._watch, self._owner)
         self._queue.put((flight, operation))
         return flight
 

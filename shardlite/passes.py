@@ -44,6 +44,7 @@ class Passes:
     def __init__(self, units: Sequence[Unit], shared: Shared) -> None:
         self._units = units
         self._alone = shared.transport.world_size == 1
+        self._owner = shared.owner
         self._progress = shared.progress
         self._filler = Filler(shared)
         self._agenda = Agenda()
@@ -115,9 +116,12 @@ class Passes:
         self._agenda.need(unit.index)
 
     def end(self) -> None:
-        """Take part in what is left of the pass, and in what others need beyond it. The host does not wait."""
+        """Take part in what is left of the pass, and in what others need beyond it. The host does not wait.
+
+        A forked child takes no part: its pass has used weights that it has, or has failed.
+        """
         now, self._now = self._now, None
-        if now is None or self._alone or self._failed:
+        if now is None or self._alone or self._failed or not self._owner.is_here:
             return
         self._progress.tell_of_the_end()
         flags = self._agenda.needed() if self._agenda.is_due() else None

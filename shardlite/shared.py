@@ -15,6 +15,7 @@ from shardlite.agree import number
 from shardlite.config import Route
 from shardlite.lane import Lane, make_lane
 from shardlite.ledger import Held, Ledger
+from shardlite.process import Owner
 from shardlite.progress import Progress
 from shardlite.ring import Operation, all_reduce
 from shardlite.trace import Trace
@@ -65,6 +66,7 @@ class Shared:
     trace: Trace
     ledger: Ledger
     traffic: Traffic
+    owner: Owner = field(default_factory=Owner)
     _flags: Iterator[int] = field(default_factory=count)
     _exchanges: Iterator[int] = field(default_factory=count)
 
@@ -73,7 +75,11 @@ class Shared:
 
         So no two models hear each other's messages, nor do ranks of which one has left a step out: unless they are to
         meet `at_any_step`, to be told so.
+
+        Raises:
+            CommError: this is a forked child, which cannot take part.
         """
+        self.owner.check()
         when = "" if at_any_step else f" at step {self.steps.taken}"
         return Operation(f"{what} of model {self.instance}{when}", sequence, self.notes, during)
 

@@ -508,7 +508,7 @@ class ShardLite(nn.Module):
             LayoutError: on every rank, if some have none; the module is of no more use then.
         """
         shared = self._shared
-        units = build_units(plan, self._placement, self._shared.zeros)
+        units = build_units(plan, self._placement)
         initialiser = Initialiser(self.module, init, plan.device, first=shared.rank == 0)
         spread(plan.units, units, self.module, shared, initialiser)
         checks.mark_wrapped(units)

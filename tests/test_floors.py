@@ -8,7 +8,7 @@ ROOT = Path(__file__).parent.parent
 # From the ground up. A line is a floor, or a storey of one: its files know nothing of each other.
 FLOORS = [
     ["errors", "casts"],
-    ["schedule", "clock"],
+    ["schedule", "clock", "process"],
     ["config"],
     ["cost", "layout", "phase", "trace", "order", "agenda", "ledger", "parameters"],
     ["transport"],

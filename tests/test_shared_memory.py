@@ -24,6 +24,7 @@ from shardlite.transport.mailbox import PLACES, Announcement, Control, Receipts,
 from shardlite.transport.shared_memory import Neighbours
 
 PAGE = 4096
+PATIENT = timedelta(seconds=60)
 CPU = torch.device("cpu")
 
 
@@ -502,7 +503,7 @@ def descriptors_body(group):
     """Meet, use and forget, again and again; returns how many files are open before and after."""
     counts = []
     for _ in range(4):
-        met = meeting._meet(group)
+        met = meeting._meet(group, PATIENT)
         assert met.neighbours is not None
         dist.barrier(group)
         del met

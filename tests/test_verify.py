@@ -126,7 +126,7 @@ SLOW = {"reentrant", "bf16"}  # like "language-model" and "fp16"
         ("used-on-one-rank", 1),
         ("uneven", 3),
         slow("uneven", 2),
-        *(slow(name, 2) for name in SLOW),
+        *(slow(name, 2) for name in sorted(SLOW)),
         *(slow(name, 3) for name in CASES if name != "uneven"),
         slow("used-on-one-rank", 4),
         slow("mixed-dtypes", 4),

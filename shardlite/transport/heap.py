@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from shardlite.errors import CommError
+from shardlite.process import Owner
 
 _NO_RESERVE = 0x4000  # MAP_NORESERVE
 _GRAIN = 4096  # bytes: blocks start at a page
@@ -110,7 +111,7 @@ class _Returns:
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
-        self._process = os.getpid()
+        self.owner = Owner()
         self.blocks: deque[tuple[int, int, bool]] = deque()
         """Start, length, and whether it has no pages any more."""
 
@@ -128,12 +129,8 @@ class _Returns:
 
         A forked child does not know what its parent has put there since.
         """
-        if self.is_owner():
+        if self.owner.is_here:
             self._memory.madvise(mmap.MADV_REMOVE, start, stop - start)
-
-    def is_owner(self) -> bool:
-        """Whether this process made the memory, and is not a fork of the one that did."""
-        return os.getpid() == self._process
 
 
 class Heap(Mapping):
@@ -178,7 +175,7 @@ class Heap(Mapping):
         Threads may ask at once.
 
         Raises:
-            CommError: there is no room.
+            CommError: there is no room, or this is a forked child.
         """
         return self._block(nbytes, zeroed=False)
 
@@ -188,7 +185,7 @@ class Heap(Mapping):
 
     def trim(self, *, all_of_it: bool = False) -> None:
         """Give pages back that nobody has used since the last call; or all that are free, and will be."""
-        if not self._returns.is_owner():  # where another thread may have held the lock, too
+        if not self._returns.owner.is_here:  # where another thread may have held the lock, too
             return
         with self._change() as possible:
             self._returns.for_good = all_of_it
@@ -219,6 +216,7 @@ class Heap(Mapping):
     def _block(self, nbytes: int, *, zeroed: bool) -> Tensor:
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
+        self._returns.owner.check()
         with self._change() as possible:
             assert possible, "no finaliser asks for memory"
             self._returns.for_good = False

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from shardlite.errors import CommError
+from shardlite.process import Owner
 
 T = TypeVar("T")
 
@@ -42,6 +43,7 @@ class BoundedStore:
         self.told: Counter[str] = Counter()
         """By the name of a group: how often its ranks have told each other something."""
 
+        self._owner = Owner()
         self._store = store
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._late: Future[Any] | None = None
@@ -52,8 +54,10 @@ class BoundedStore:
         """Return what `call` does of the store.
 
         Raises:
-            CommError: it does not answer within `limit` seconds, did not for an earlier call, or is gone.
+            CommError: it does not answer within `limit` seconds, did not for an earlier call, or is gone; or this is a
+                forked child.
         """
+        self._owner.check()
         late = self._late
         if late is not None and not late.done():
             raise CommError(_SILENT)
