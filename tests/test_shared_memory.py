@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 from shardlite.config import Route
 from shardlite.errors import CommError, LayoutError
-from shardlite.transport import SharedMemoryTransport, connect, futex, mailbox, meeting
+from shardlite.transport import SharedMemoryTransport, connect, futex, handshake, mailbox, meeting
 from shardlite.transport.heap import Heap, Mapping
 from shardlite.transport.mailbox import PLACES, Announcement, Control, Receipts, control_nbytes
 from shardlite.transport.shared_memory import Neighbours
@@ -444,11 +444,11 @@ class Broken:
             case "sockets":
                 set_to(meeting, "_listen", _no_memory)
             case "connection":
-                set_to(meeting, "_give", _no_memory)
+                set_to(handshake, "_give", _no_memory)
             case "mapping":
-                set_to(meeting, "Mapping", _no_memory)
+                set_to(handshake, "Mapping", _no_memory)
             case "user":
-                set_to(meeting.os, "geteuid", lambda: -1)
+                set_to(handshake.os, "geteuid", lambda: -1)
 
     def __exit__(self, *_):
         self.patch.undo()
@@ -485,7 +485,7 @@ def broken_body(group, kind):
         ("sockets", "rank 1: this system gives no shared memory: none left"),
         ("connection", "rank 1 cannot connect to the others: none left"),
         ("mapping", "rank 1 cannot connect to the others: none left"),
-        ("user", "rank 1 cannot connect to the others: a process of user"),
+        ("user", "rank 1 cannot connect to the others: rank 2 has not come in time; 1 strangers were hung up on"),
     ],
 )
 def test_all_ranks_use_messages_where_one_cannot_share(cluster, kind, reason):

@@ -13,6 +13,7 @@ Warm and live pages together are never more than what was live at once in this s
 """
 
 import ctypes
+import fcntl
 import mmap
 import os
 import threading
@@ -137,9 +138,11 @@ class Heap(Mapping):
     """Memory of this rank: `reserved` bytes at the start, then blocks."""
 
     def __init__(self, reserved: int) -> None:
-        self.descriptor = os.memfd_create("shardlite", os.MFD_CLOEXEC)
+        self.descriptor = os.memfd_create("shardlite", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") + reserved
         os.ftruncate(self.descriptor, nbytes)
+        # Who maps less than it believes to is killed by a read.
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         super().__init__(self.descriptor)
         start = _rounded_up(reserved)
         self.reserved = start

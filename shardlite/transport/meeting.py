@@ -1,20 +1,22 @@
 """How the ranks of one host come by each other's memory: descriptors, passed over sockets that have no file.
 
     each rank    makes a heap and a socket that listens, and tells all ranks its address   (by the store)
-    each pair    connects, says who it is, and swaps the descriptors of the heaps
+                 and a part of the group's key
+    each pair    connects, shows that it has the key, and swaps the descriptors of the heaps
     all ranks    say whether that worked: if it did not for one, nobody uses it            (by the store)
 
 The sockets stay open: a process that ends, however it ends, closes its ends, and so its peers notice. (A child that it
 has forked, as data loaders do, would hold them open for longer, and so closes them first of all.)
 """
 
+import hashlib
+import logging
 import os
 import secrets
 import select
 import socket
-import struct
+import time
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from weakref import WeakKeyDictionary, WeakSet, finalize
@@ -22,15 +24,18 @@ from weakref import WeakKeyDictionary, WeakSet, finalize
 import torch.distributed as dist
 
 from shardlite.errors import LayoutError
-from shardlite.transport import futex
+from shardlite.transport import futex, handshake
 from shardlite.transport.heap import Heap, Mapping
 from shardlite.transport.mailbox import control_nbytes
 from shardlite.transport.shared_memory import Neighbours
 from shardlite.transport.store import TIMEOUT, tell
 
+log = logging.getLogger("shardlite")
+
 _BOOT = "/proc/sys/kernel/random/boot_id"  # one per running kernel
 
-_CREDENTIALS = struct.Struct("iII")  # process, user, group
+_STRANGERS = 64
+"""How many connections of strangers may queue before one of a rank has to wait."""
 
 _PATIENCE = 20.0
 """Seconds for a connection between two processes of one host."""
@@ -91,9 +96,12 @@ def _meet(group: dist.ProcessGroup, timeout: timedelta) -> Met:
             address = listener.getsockname().hex()
         except OSError as error:
             why_not = f"this system gives no shared memory: {error}"
-    rows = tell(group, (why_not, _host(), address), "shared memory of one host", timeout)
+    part = secrets.token_hex(handshake.NUMBER)
+    rows = tell(group, (why_not, _host(), address, part), "shared memory of one host", timeout)
     why_not = next((f"rank {r}: {row[0]}" for r, row in enumerate(rows) if row[0]), "")
-    if not why_not and len({row[1] for row in rows}) > 1:
+    if why_not:  # nobody has asked for less
+        log.warning("no shared memory between the ranks of this host: %s", why_not)
+    elif len({row[1] for row in rows}) > 1:
         why_not = "the ranks are on several hosts"
     if why_not:
         _close([] if listener is None else [listener])
@@ -101,12 +109,17 @@ def _meet(group: dist.ProcessGroup, timeout: timedelta) -> Met:
     assert heap is not None, "or there was a reason"
     assert listener is not None, "or there was a reason"
     neighbours, failure = None, ""
+    key = hashlib.sha256("".join(row[3] for row in rows).encode()).digest()
+    deadline = time.monotonic() + min(_PATIENCE, timeout.total_seconds())
     try:
-        neighbours = _connect(rank, heap, listener, [bytes.fromhex(row[2]) for row in rows])
+        neighbours = _connect(rank, heap, listener, [bytes.fromhex(row[2]) for row in rows], key, deadline)
     except OSError as error:
         failure = f"rank {rank} cannot connect to the others: {error}"
     failures = "; ".join(said for said in tell(group, failure, "connections within the host", timeout) if said)
-    return Met(None, failures) if failures else Met(neighbours, "")
+    if failures:
+        log.warning("no shared memory between the ranks of this host: %s", failures)
+        return Met(None, failures)
+    return Met(neighbours, "")
 
 
 def _host() -> str:
@@ -121,58 +134,29 @@ def _host() -> str:
 def _listen(world_size: int) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(b"\0shardlite-" + secrets.token_hex(16).encode())  # abstract: it has no file
-    listener.listen(world_size)
+    listener.listen(world_size + _STRANGERS)
     return listener
 
 
-def _connect(rank: int, heap: Heap, listener: socket.socket, addresses: Sequence[bytes]) -> Neighbours:
+def _connect(
+    rank: int, heap: Heap, listener: socket.socket, addresses: Sequence[bytes], key: bytes, deadline: float
+) -> Neighbours:
     """Swap heaps with every other rank: connect to those before this one, be connected to by those after it."""
-    sockets: dict[int, socket.socket] = {}
-    mappings: dict[int, Mapping] = {rank: heap}
-    with listener, ExitStack() as failed:
-        listener.settimeout(_PATIENCE)
-        for peer in range(rank):
-            sockets[peer] = failed.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            sockets[peer].settimeout(_PATIENCE)
-            sockets[peer].connect(addresses[peer])
-            _give(sockets[peer], rank, heap)
-        for _ in range(rank + 1, len(addresses)):
-            connection = failed.enter_context(listener.accept()[0])
-            connection.settimeout(_PATIENCE)
-            _check_user(connection)
-            peer, mappings[peer] = _receive(connection)
-            sockets[peer] = connection
-            _give(connection, rank, heap)
-        for peer in range(rank):
-            _, mappings[peer] = _receive(sockets[peer])
-        failed.pop_all()
+    ends: dict[int, tuple[socket.socket, Mapping]] = {}
+    with listener:
+        try:
+            for peer in range(rank):
+                ends[peer] = handshake.connect(addresses[peer], rank, peer, key, heap, deadline)
+            reception = handshake.Reception(listener, rank, set(range(rank + 1, len(addresses))), key, heap)
+            ends |= reception.run(deadline)
+        except BaseException:
+            _close(end for end, _ in ends.values())
+            raise
+    if reception.refused:
+        log.warning("rank %d hung up on %d connections that were not of its group", rank, reception.refused)
+    mappings = {rank: heap, **{peer: mapping for peer, (_, mapping) in ends.items()}}
+    sockets = {peer: end for peer, (end, _) in ends.items()}
     return Neighbours(rank, heap, [mappings[r] for r in range(len(addresses))], _Watch(sockets))
-
-
-def _check_user(connection: socket.socket) -> None:
-    """Check who has connected: whoever gets a heap can read and write it, and abstract sockets are open to everybody.
-
-    Raises:
-        PermissionError: it is a process of another user.
-    """
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(credentials)
-    if user != os.geteuid():
-        raise PermissionError(f"a process of user {user} has connected")
-
-
-def _give(connection: socket.socket, rank: int, heap: Heap) -> None:
-    socket.send_fds(connection, [rank.to_bytes(4, "little")], [heap.descriptor])
-
-
-def _receive(connection: socket.socket) -> tuple[int, Mapping]:
-    said, descriptors, _, _ = socket.recv_fds(connection, 4, 1)
-    if len(said) != 4 or len(descriptors) != 1:
-        raise OSError("a peer hung up")
-    try:
-        return int.from_bytes(said, "little"), Mapping(descriptors[0])
-    finally:
-        os.close(descriptors[0])
 
 
 class _Watch:
