@@ -773,7 +773,7 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "shardlite/transport/handshake.py",
-        "dropped",
+        "condition",
         "if len(self._guests) >= _MOST or not _is_same_user(connection):",
         "if len(self._guests) >= _MOST:",
         "a process of another user may share the memory of the ranks",
