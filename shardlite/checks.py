@@ -9,6 +9,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardlite.config import Precision
 from shardlite.errors import LayoutError
+from shardlite.parameters import is_dtensor
 from shardlite.ring import SUMMABLE
 from shardlite.unit import Unit
 
@@ -82,6 +83,9 @@ def check(
     inner = [name or "(the module itself)" for name, each in module.named_modules() if isinstance(each, wrapper)]
     if inner:
         raise LayoutError(f"{inner[0]!r} is wrapped already: wrap the whole model once, and name its parts by `units`")
+    for name, each in module.named_modules():
+        if other := _other_wrapper(each):
+            raise LayoutError(f"{name or '(the module itself)'!r} is wrapped by {other}: wrap the plain module instead")
     if torch.is_inference_mode_enabled():
         raise LayoutError("wrap the model outside of torch.inference_mode(): its tensors cannot be trained")
     for name, buffer in module.named_buffers():
@@ -124,12 +128,27 @@ def check_quantized_gather(rule: object, stage: int) -> None:
         )
 
 
+def _other_wrapper(module: nn.Module) -> str:
+    """Name what of PyTorch's has wrapped a module already, or nothing. (FSDP is not imported for that.)"""
+    kinds = [f"{each.__module__}.{each.__qualname__}" for each in type(module).__mro__]
+    if "torch.nn.parallel.distributed.DistributedDataParallel" in kinds:
+        return "DistributedDataParallel"
+    if any(kind.startswith("torch.distributed.fsdp.") for kind in kinds):
+        return "FSDP (fully_shard)" if any(kind.endswith(".FSDPModule") for kind in kinds) else "FSDP"
+    return ""
+
+
 def _check_params(named: Sequence[tuple[str, nn.Parameter]], precision: Precision) -> None:
     for name, param in named:
         if param in _wrapped:
             raise LayoutError(
                 f"parameter {name!r} belongs to a model that is wrapped already, or was: wrap one model that holds "
                 "all modules that share parameters, once"
+            )
+        if is_dtensor(param):
+            raise LayoutError(
+                f"parameter {name!r} is a DTensor, so it is sharded or replicated already: wrap a model of plain "
+                "tensors, and shard over a 2-D mesh by `group=` where replicas are to be"
             )
         if param.device.type not in ("cpu", "cuda", "meta"):
             raise LayoutError(f"parameter {name!r} is on {param.device}: only the CPU and CUDA are supported")

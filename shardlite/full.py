@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.fill import Gathering
 from shardlite.handles import Calls, pop_hooks, push_hooks
+from shardlite.parameters import is_dtensor
 from shardlite.partition import scripts
 from shardlite.ring import all_gather
 from shardlite.shared import Shared
@@ -132,6 +133,8 @@ class FullParameters:
 
     def misfit(self, state_dict: Mapping[str, Tensor]) -> LayoutError | None:
         """Return what is wrong with a state dict for this model."""
+        if not isinstance(state_dict, Mapping):
+            return LayoutError(f"a state dict is a mapping from names to tensors, got {type(state_dict).__name__}")
         entries = self.entries()
         missing, unknown = entries.keys() - state_dict.keys(), state_dict.keys() - entries.keys()
         if missing or unknown:
@@ -139,11 +142,8 @@ class FullParameters:
                 f"the state dict lacks {_some(missing)} and has unknown {_some(unknown)}: was it saved from another "
                 "model, or from a wrapped one by something else than full_state_dict()?"
             )
-        for name, entry in entries.items():
-            shape = state_dict[name].shape
-            if entry.shape != shape:
-                return LayoutError(f"{name!r} has shape {list(shape)}, the model's is {list(entry.shape)}")
-        return None
+        wrong = (_misfit(name, state_dict[name], entry) for name, entry in entries.items())
+        return next((LayoutError(why) for why in wrong if why), None)
 
     def _refuse(self, *_: object) -> None:
         """Let `state_dict()` of the module itself raise: it would write placeholders into a file."""
@@ -225,6 +225,30 @@ class _Before:
         if self.flat.local._version == self.version and self.changed():
             with torch.no_grad():
                 self.flat.local.copy_(self.copy)
+
+
+def _misfit(name: str, value: object, entry: Tensor) -> str:
+    """Say why `value` cannot be the values of an entry of the model, or nothing."""
+    if not isinstance(value, Tensor):
+        return f"{name!r} is a {type(value).__name__}, not a tensor"
+    if is_dtensor(value):
+        return f"{name!r} is a DTensor, of which this rank has a part: give its full_tensor()"
+    if value.is_meta:
+        return f"{name!r} is on the meta device and has no values"
+    if value.layout != torch.strided:
+        return f"{name!r} has the layout {value.layout}: give it dense"
+    if value.shape != entry.shape:
+        return f"{name!r} has shape {list(value.shape)}, the model's is {list(entry.shape)}"
+    if _kind(value.dtype) != _kind(entry.dtype):
+        return f"{name!r} has dtype {value.dtype}, the model's is {entry.dtype}: convert it, if that is meant"
+    return ""
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """Name the numbers among which values are only rounded."""
+    if dtype.is_complex:
+        return "complex"
+    return "float" if dtype.is_floating_point else "bool" if dtype == torch.bool else "integer"
 
 
 def _some(names: Iterable[str]) -> str:
