@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
 import sys
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from shardlite.config import Route, TransportName
 from shardlite.errors import LayoutError, ShardLiteError
-from shardlite.launch import process_group
+from shardlite.launch import OWN_STORE, process_group
 from shardlite.ring import Operation, all_gather, reduce_scatter
 from shardlite.transport import Transport, choose
 
@@ -65,7 +66,15 @@ def machine() -> list[tuple[str, str]]:
         ("backends", ", ".join(backends) or "none"),
         ("GPUs", ", ".join(gpus) or "none"),
         ("threads per rank", str(torch.get_num_threads())),
+        ("restarts", _restarts()),
     ]
+
+
+def _restarts() -> str:
+    """Say whether `torchrun --max-restarts` brings back ranks that use gloo."""
+    if os.environ.get(OWN_STORE) == "1":
+        return f"{OWN_STORE}=1 is set: each attempt of torchrun --max-restarts has a store of its own"
+    return f"set {OWN_STORE}=1 before torchrun --max-restarts: else gloo finds the addresses of dead processes"
 
 
 def report(facts: Sequence[tuple[str, str]], findings: Sequence[Finding], ranks: int) -> str:

@@ -57,7 +57,7 @@ def _place(gpus: int, environment: Mapping[str, str] = os.environ) -> tuple[str,
 def launch(ranks: int, arguments: Sequence[str]) -> int:
     """Run `shardlite ARGUMENTS` on `ranks` processes of this machine and return the exit status."""
     try:
-        return subprocess.run(torchrun(ranks, arguments), env=shared_cores(ranks), check=False).returncode
+        return subprocess.run(torchrun(ranks, arguments), env=environment_for(ranks), check=False).returncode
     except KeyboardInterrupt:  # the terminal told the ranks as well
         return 130
 
@@ -68,10 +68,15 @@ def torchrun(ranks: int, arguments: Sequence[str]) -> list[str]:
     return [*launcher, "-m", "shardlite", *arguments]
 
 
-def shared_cores(ranks: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """`environment` with the cores divided among the ranks, unless `OMP_NUM_THREADS` already says otherwise."""
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""`torchrun` reads it. Without a 1 there, all attempts of `--max-restarts` share the store of the agent, in which gloo
+finds the addresses of processes that are dead (PyTorch 2.13)."""
+
+
+def environment_for(ranks: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """`environment` with the cores divided among the ranks and a store for each attempt, unless it says otherwise."""
     threads = max(1, _usable_cores() // ranks)
-    return {"OMP_NUM_THREADS": str(threads), **environment}
+    return {"OMP_NUM_THREADS": str(threads), OWN_STORE: "1", **environment}
 
 
 def _usable_cores() -> int:

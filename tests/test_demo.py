@@ -314,9 +314,12 @@ def test_the_number_of_ranks_must_be_what_the_launcher_started(monkeypatch, caps
 
 
 def test_ranks_share_the_cores_unless_told_otherwise():
-    assert int(launch.shared_cores(1, {})["OMP_NUM_THREADS"]) >= 1
-    assert launch.shared_cores(10_000, {"HOME": "/"}) == {"OMP_NUM_THREADS": "1", "HOME": "/"}
-    assert launch.shared_cores(2, {"OMP_NUM_THREADS": "5"}) == {"OMP_NUM_THREADS": "5"}
+    assert int(launch.environment_for(1, {})["OMP_NUM_THREADS"]) >= 1
+    assert launch.environment_for(10_000, {"HOME": "/"}) == {"OMP_NUM_THREADS": "1", launch.OWN_STORE: "1", "HOME": "/"}
+    assert launch.environment_for(2, {"OMP_NUM_THREADS": "5", launch.OWN_STORE: "0"}) == {
+        "OMP_NUM_THREADS": "5",
+        launch.OWN_STORE: "0",
+    }
 
 
 def test_each_rank_has_a_gpu_of_its_own_or_a_share_of_one():

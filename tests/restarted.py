@@ -1,0 +1,56 @@
+"""A program that `torchrun --max-restarts` starts again: it goes on from its last checkpoint.
+
+    torchrun --nproc-per-node 2 --max-restarts 1 restarted.py FOLDER TRANSPORT FATAL
+
+In its first attempt rank 1 is killed at step FATAL; -1 for never.
+"""
+
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardlite import AdamW, ShardLite
+
+STEPS = 5
+
+
+def main(folder: Path, transport: str, fatal: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    model = ShardLite(net, transport=transport, timeout=timedelta(seconds=60))
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    begin, saved = 0, folder / f"rank-{rank}.pt"
+    done = [int(each.read_text()) for each in sorted(folder.glob("done-*"))]
+    if len(done) == 2:
+        begin = min(done)
+        state = torch.load(f"{saved}.{begin}")
+        model.load_full_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    for step in range(begin, STEPS):
+        if step == fatal and rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * step + rank))
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state = {"model": model.full_state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(state, f"{saved}.{step + 1}")
+        (folder / f"done-{rank}").write_text(str(step + 1))
+    if rank == 0:
+        torch.save(model.full_state_dict(rank=0), folder / "final.pt")
+    else:
+        model.full_state_dict(rank=0)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
