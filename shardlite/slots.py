@@ -123,7 +123,7 @@ class Arena:
     """The moments of the parameters in one storage: one buffer each, as long as the padded parameters are together."""
 
     rows: Tensor
-    """[G], the row of each group of 32 elements."""
+    """[G], the row of each group of 32 elements; [0] where nobody looks."""
 
     def __init__(self, slots: list[Slot], moments: str) -> None:
         self._slots = slots
@@ -137,7 +137,10 @@ class Arena:
         self._runs: dict[tuple[int, int], State] = {}
 
     def name_rows(self) -> None:
-        """Write down which row each group belongs to."""
+        """Write down which row each group belongs to, for kernels, and for moments that are rounded at random."""
+        if self.avg.device.type == "cpu" and self.avg.dtype in (self._slots[0].param.dtype, torch.float32):
+            self.rows = torch.empty(0, dtype=torch.int16)
+            return
         rows = torch.zeros(self.avg.numel() // GROUP, dtype=torch.int64)
         for slot in self._slots:
             rows[slot.place // GROUP : -(-(slot.place + slot.stop - slot.start) // GROUP)] = slot.row

@@ -51,7 +51,7 @@ def deleted_body(group: Any, stage: int) -> tuple[list[int], int]:
 @pytest.mark.parametrize("stage", range(4))
 def test_a_deleted_model_leaves_nothing(cluster, stage):
     for (taken, left, warm), pages in cluster.run(deleted_body, 2, stage):
-        assert taken > 0 or stage == 3  # there shards are this rank's own business
+        assert taken > 0 or stage >= 2  # there what lasts is this rank's own business
         assert left == warm == 0
         assert pages <= 0
 
