@@ -58,7 +58,14 @@ THRESHOLD = 1 << 18
 
 _MALLOC = {"returns": "malloc returns large blocks", "default": "malloc as it is by default"}
 
-_COLORS = ("#4e79a7", "#59a14f", "#f28e2b", "#edc948", "#b07aa1", "#9c755f", "#76b7b2", "#e15759", "#bab0ac", "#dddddd")
+_COLORS = ("#4e79a7", "#59a14f", "#f28e2b", "#edc948", "#9c755f", "#76b7b2", "#e15759", "#b07aa1", "#ff9da7", "#86bcb6")
+_GREYS = ("#dddddd", "#999999")
+
+_NO_TENSORS = ("mailboxes", "idle shared memory")
+"""Purposes of memory that no tensor has."""
+
+_VISIBLE = 0.005
+"""The least part of the longest bar that has a color of its own."""
 
 _COLUMNS: dict[str, Callable[[Row], str]] = {
     "system": lambda row: str(row["system"]),
@@ -215,14 +222,17 @@ def paint(rows: Sequence[Row], file: Path) -> None:
     """Draw a bar for each system: its tensors at their peak by purpose, then what else the process held."""
     from matplotlib.figure import Figure  # slow to import, and not everybody has it
 
-    purposes = list(dict.fromkeys(purpose for row in rows for purpose in row["purposes"]))
+    least = _VISIBLE * max(row["pss_bytes"] for row in rows)
+    held = [(purpose, nbytes) for row in rows for purpose, nbytes in row["purposes"].items()]
+    purposes = list(dict.fromkeys(purpose for purpose, nbytes in held if nbytes >= least))
     parts = [*purposes, "activations, gradients on their way", "not in tensors"]
+    colors = [*_COLORS[: len(purposes)], *_GREYS]
     figure = Figure(figsize=(8, 0.6 + 0.36 * len(rows)), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     left = [0.0] * len(rows)
     for i, part in enumerate(parts):
         sizes = [_part(row, part, parts) / 2**20 for row in rows]
-        axes.barh([row["system"] for row in rows], sizes, left=left, label=part, color=_COLORS[i % len(_COLORS)])
+        axes.barh([row["system"] for row in rows], sizes, left=left, label=part, color=colors[i])
         left = [before + size for before, size in zip(left, sizes, strict=True)]
     axes.invert_yaxis()
     axes.set(xlabel="MiB per rank", title=f"{rows[0]['words']}, {rows[0]['ranks']} ranks")
@@ -234,11 +244,13 @@ def paint(rows: Sequence[Row], file: Path) -> None:
 
 def _part(row: Row, part: str, parts: Sequence[str]) -> int:
     """The bytes of one part of a bar. Of systems that keep no account all tensors are one part."""
+    purposes: dict[str, int] = row["purposes"]
+    idle = sum(purposes.get(each, 0) for each in _NO_TENSORS)
     if part == parts[-1]:
-        return max(0, int(row["pss_bytes"]) - int(row["tensor_bytes"]))
+        return max(0, int(row["pss_bytes"]) - int(row["tensor_bytes"]) - idle)
     if part == parts[-2]:
-        return int(row["tensor_bytes"]) - sum(row["purposes"].values())
-    return int(row["purposes"].get(part, 0))
+        return int(row["tensor_bytes"]) - sum(purposes.values()) + idle
+    return purposes.get(part, 0)
 
 
 def _run(row: Row) -> tuple[object, ...]:
