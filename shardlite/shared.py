@@ -119,7 +119,13 @@ class Shared:
     @cached_property
     def notes(self) -> Notes:
         """What ranks leave for each other when something has failed."""
-        return Notes(self.board, self.rank, self.world_size, waits=self.waits)
+        transport = self.transport
+
+        def is_gone(other: int) -> bool:
+            """(With replicas ranks here are numbered differently from those of a transport.)"""
+            return transport.world_size == self.world_size and transport.is_gone(other)
+
+        return Notes(self.board, self.rank, self.world_size, waits=self.waits, is_gone=is_gone)
 
     @cached_property
     def progress(self) -> Progress:

@@ -105,3 +105,14 @@ def test_an_error_is_logged_before_the_others_are_asked(clock, caplog):
 
     told = Notes(Gone(), rank=0, world_size=2).compare("all-gather at step 3", "too late")
     assert told == " (What other ranks were doing is not known: the store does not answer)"
+
+
+def test_a_rank_that_is_gone_is_not_waited_for(clock):
+    board = SharedBoard()
+    board.put(2, "its forward at step 3 ended in ArithmeticError: bad")  # it has said why
+    own = Notes(board, rank=0, world_size=3, is_gone=lambda rank: rank > 0)
+    assert own.compare("all-gather at step 3", "rank 1 is gone") == (
+        "\n  Meanwhile rank 1: has said nothing; its process has ended"
+        "\n  Meanwhile rank 2: its forward at step 3 ended in ArithmeticError: bad"
+    )
+    assert clock.now < 0.1

@@ -120,6 +120,9 @@ class Transport(Protocol):
     def holder(self) -> Holder | None:
         """What knows the memory that messages take beside that of callers; transports may have one in common."""
 
+    def is_gone(self, peer: int) -> bool:
+        """Whether it is known that the process of rank `peer` has ended."""
+
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Start sending `tensor` to rank `peer`."""
 
@@ -162,6 +165,10 @@ class Plain:
 
     def trim(self, *, all_of_it: bool = False) -> None:
         """Nothing: memory is that of PyTorch's allocators."""
+
+    def is_gone(self, peer: int) -> bool:
+        """Not be known."""
+        return False
 
     def borrow(self, numel: int, dtype: torch.dtype, peer: int, tag: int) -> Loan:
         """Not be called: see `lends`."""
@@ -217,6 +224,10 @@ class Around:
     def trim(self, *, all_of_it: bool = False) -> None:
         """Give back memory of the other one."""
         self._transport.trim(all_of_it=all_of_it)
+
+    def is_gone(self, peer: int) -> bool:
+        """Whether the other one knows it."""
+        return self._transport.is_gone(peer)
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Start sending through the other one."""

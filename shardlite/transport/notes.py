@@ -10,7 +10,7 @@ and no operation is one that all are in, none will ever go on: that is an error 
 import logging
 import sys
 import time
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 from threading import get_ident
@@ -55,9 +55,19 @@ class Notes:
     """The notes of ranks that exchange messages, as one of them sees them."""
 
     def __init__(
-        self, board: Board, rank: int, world_size: int, patience: float = PATIENCE, waits: Board | None = None
+        self,
+        board: Board,
+        rank: int,
+        world_size: int,
+        patience: float = PATIENCE,
+        waits: Board | None = None,
+        is_gone: Callable[[int], bool] = lambda rank: False,
     ) -> None:
-        """`waits` is where ranks say what they wait in, if they do. The program runs on the thread that calls this."""
+        """`waits` is where ranks say what they wait in, if they do; `is_gone` tells of a rank that will say no more.
+
+        The program runs on the thread that calls this.
+        """
+        self._is_gone = is_gone
         self._board = board
         self._waits = waits
         self._thread = get_ident()
@@ -176,6 +186,7 @@ class Notes:
         try:
             while len(told) < len(self._others):
                 told |= {other: said for other in self._others if other not in told and (said := self._read(other))}
+                told |= {other: _GONE for other in self._others if other not in told and self._is_gone(other)}
                 if time.monotonic() > deadline:
                     break
                 time.sleep(_LOOK)
@@ -197,6 +208,7 @@ def watching() -> Notes | None:
 
 
 _STANDSTILL = "ranks wait for each other in different operations, and none will ever go on:"
+_GONE = "has said nothing; its process has ended"
 _SILENT = "has said nothing; it computes, waits for something else, or is gone"
 
 

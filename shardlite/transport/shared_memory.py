@@ -250,13 +250,17 @@ class Neighbours:
         while outbox and control.has_place(outbox[0].number):
             control.announce(outbox.popleft())
 
+    def is_gone(self, peer: int) -> bool:
+        """Whether the process of a rank has ended."""
+        return peer != self.rank and not self._alive(peer)
+
     def _missing(self, peer: int) -> str:
         """Say who will never answer a rank that waits for `peer`, or nothing.
 
         Others that are gone may just have finished first. Were they needed, who waits for them gives up, and says so.
         """
         quitters = [r for r in self._others if self._controls[r].has_quit]
-        gone = [r for r in self._others if r not in quitters and not self._alive(r)]
+        gone = [r for r in self._others if r not in quitters and self.is_gone(r)]
         if not quitters and peer not in gone:
             return ""
         said = [f"rank {r} is gone: its process has ended." for r in gone]
@@ -304,6 +308,10 @@ class SharedMemoryTransport(OneByOne):
     def trim(self, *, all_of_it: bool = False) -> None:
         """Give pages back that nobody has used since the last call, or all that are free."""
         self._neighbours.heap.trim(all_of_it=all_of_it)
+
+    def is_gone(self, peer: int) -> bool:
+        """Whether the process of rank `peer` has ended."""
+        return self._neighbours.is_gone(peer)
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Announce `tensor` to rank `peer`."""
