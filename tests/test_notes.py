@@ -1,6 +1,7 @@
 """Notes that ranks leave for each other when something has failed."""
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from shardlite.errors import CommError
 from shardlite.transport import notes
@@ -116,3 +117,13 @@ def test_a_rank_that_is_gone_is_not_waited_for(clock):
         "\n  Meanwhile rank 2: its forward at step 3 ended in ArithmeticError: bad"
     )
     assert clock.now < 0.1
+
+
+def test_the_first_error_is_in_the_file_that_torchrun_reads(clock, tmp_path, monkeypatch):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    own = Notes(SharedBoard(), rank=0, world_size=2)
+    own.compare("all-gather at step 3", "rank 1 is gone")
+    own.compare("reduce-scatter at step 3", "rank 1 is gone")
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(file))
+    assert failure.message["message"] == "CommError: all-gather at step 3: rank 1 is gone"

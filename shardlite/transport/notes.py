@@ -17,7 +17,9 @@ from threading import get_ident
 from typing import Protocol
 
 import torch
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from shardlite.errors import CommError
 from shardlite.transport.store import bounded_store
 
 log = logging.getLogger("shardlite")
@@ -177,10 +179,13 @@ class Notes:
     def compare(self, note: str, why: str) -> str:
         """Leave a note, with the place in the program, wait for those of the others, and return what all others did.
 
-        Log the note and `why` this rank has failed before that. What fails after that in this rank does not wait for
-        the others again.
+        Log the note and `why` this rank has failed before that, and write both to the error file that `torchrun` reads,
+        which may end this process soon. What fails after that in this rank does not wait for the others again.
         """
         log.error("rank %d: %s: %s", self._rank, note, why)
+        if self._since is None:
+            with suppress(OSError):
+                get_error_handler().record_exception(CommError(f"{note}: {why}"))
         deadline = self.leave(f"{note}{self.place()}") + self._patience
         told: dict[int, str] = {}
         try:
