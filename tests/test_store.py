@@ -38,6 +38,22 @@ def test_every_rank_hears_every_other_one_and_little_is_left(cluster, world_size
         assert more <= 1
 
 
+def again_body(group):
+    """Come to exchanges of the same numbers, as process groups of the same name in one store do."""
+    rows = []
+    for i in range(3):
+        rows.append(tell(group, [group.rank(), i], "numbers", PATIENT))
+        dist.barrier(group)
+        bounded_store().told[group.group_name] -= 1
+    bounded_store().told[group.group_name] += 3
+    return rows
+
+
+def test_what_is_left_of_an_earlier_group_is_not_heard(cluster):
+    for rows in cluster.run(again_body, 3):
+        assert rows == [[[rank, i] for rank in range(3)] for i in range(3)]
+
+
 def absent_body(group, absent):
     if group.rank() not in absent:
         tell(group, "here", "what each rank wraps", timedelta(seconds=LIMIT))

@@ -8,6 +8,7 @@ they are made on a thread of their own, and nobody waits for that longer than it
 """
 
 import json
+import secrets
 import time
 import weakref
 from collections import Counter
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any, TypeVar
@@ -111,9 +113,10 @@ def tell(group: dist.ProcessGroup | None, mine: Any, what: str, timeout: timedel
         CommError: a rank has not come to this within `timeout`, or the store does not answer.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    said = json.dumps(mine)
+    # The number tells this list from one that an earlier process group of the same name has left in the store.
+    said = json.dumps([secrets.token_hex(8), mine])
     if world_size == 1:
-        return [json.loads(said)]
+        return [json.loads(said)[1]]
     everyone = dist.group.WORLD if group is None else group
     assert everyone is not None, "it has ranks"
     store, limit = bounded_store(), timeout.total_seconds()
@@ -124,17 +127,15 @@ def tell(group: dist.ProcessGroup | None, mine: Any, what: str, timeout: timedel
     try:
         store.ask(lambda given: given.set(entries[rank], said), limit)
         if rank > 0:
-            _await(store, [f"{where}/{number}"], deadline)
-            rows = json.loads(store.ask(lambda given: given.get(f"{where}/{number}"), limit))
-            return [json.loads(row) for row in rows]
-        _await(store, entries, deadline)
-        rows = [row.decode() for row in store.ask(lambda given: given.multi_get(entries), limit)]
-        store.ask(lambda given: given.set(f"{where}/{number}", json.dumps(rows)), limit)
-        # Who has said something now has read the last list.
-        store.ask(lambda given: [given.delete_key(key) for key in (*entries, f"{where}/{number - 1}")], limit)
-        return [json.loads(row) for row in rows]
+            rows = _await(store, lambda given: _list_with(given, f"{where}/{number}", rank, said), deadline)
+        else:
+            rows = _await(store, lambda given: _all_of(given, entries), deadline)
+            store.ask(lambda given: given.set(f"{where}/{number}", json.dumps(rows)), limit)
+            # Who has said something now has read the last list.
+            store.ask(lambda given: [given.delete_key(key) for key in (*entries, f"{where}/{number - 1}")], limit)
+        return [json.loads(row)[1] for row in rows]
     except TimeoutError:
-        absent = [each for each, key in enumerate(entries) if not store.ask(_has([key]), limit)]
+        absent = [each for each, key in enumerate(entries) if not store.ask(partial(_all_of, entries=[key]), limit)]
         who = "rank" if len(absent) == 1 else "ranks"
         raise CommError(
             f"{what}: rank {rank} has waited {limit:g} s for {who} {', '.join(map(str, absent)) or '0'} to come to it. "
@@ -144,22 +145,30 @@ def tell(group: dist.ProcessGroup | None, mine: Any, what: str, timeout: timedel
         raise CommError(f"{what}: rank {rank}: {error}") from error
 
 
-def _await(store: BoundedStore, keys: Sequence[str], deadline: float) -> None:
-    """Wait for keys.
+def _await(store: BoundedStore, look: Callable[[Store], Sequence[str]], deadline: float) -> Sequence[str]:
+    """Look again and again, and return what is there.
 
     Raises:
-        TimeoutError: they are not there in time.
+        TimeoutError: nothing is there in time.
     """
     pause = _FIRST_LOOK
-    while not store.ask(_has(keys), max(_LAST_LOOK, deadline - time.monotonic())):
+    while not (rows := store.ask(look, max(_LAST_LOOK, deadline - time.monotonic()))):
         if time.monotonic() > deadline:
             raise TimeoutError
         time.sleep(pause)
         pause = min(2 * pause, _LAST_LOOK)
+    return rows
 
 
-def _has(keys: Sequence[str]) -> Callable[[Store], bool]:
-    return lambda store: bool(store.check(list(keys)))
+def _all_of(store: Store, entries: Sequence[str]) -> Sequence[str]:
+    """Return all entries, if they are there."""
+    return [row.decode() for row in store.multi_get(list(entries))] if store.check(list(entries)) else []
+
+
+def _list_with(store: Store, key: str, rank: int, said: str) -> Sequence[str]:
+    """Return the list, if it is there and has what this rank has said."""
+    rows: list[str] = json.loads(store.get(key)) if store.check([key]) else []
+    return rows if len(rows) > rank and rows[rank] == said else []
 
 
 _SILENT = (
