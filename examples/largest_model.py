@@ -30,7 +30,7 @@ import torch.distributed as dist
 from largest_systems import BASE, BATCH, CONTEXT, FAMILY, SYSTEMS, TRAINING, Shape
 
 from shardlite.demo.gpt import BYTE_VALUES
-from shardlite.launch import process_group, shared_cores
+from shardlite.launch import environment_for, process_group
 from shardlite.memory import Meter
 
 Row = dict[str, Any]
@@ -197,7 +197,7 @@ def run_trial(trial: Trial, ranks: int) -> Outcome:
     """Run a trial in fresh processes. If one of them ends badly, those that wait for it are ended, too."""
     with TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--trial", json.dumps(asdict(trial)), "--out", folder]
-        shared = shared_cores(ranks) | _meeting_point(ranks)
+        shared = environment_for(ranks) | _meeting_point(ranks)
         shared.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # a full card has no room for gaps
         shared.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the cores that other programs have
         processes = [

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -159,5 +159,6 @@ def _existing_tensors() -> Iterator[Tensor]:
     for thing in gc.get_objects():
         if issubclass(type(thing), Tensor):  # isinstance would run the properties of proxies
             yield thing
-            if thing.is_leaf and thing.grad is not None:
-                yield thing.grad
+            with suppress(RuntimeError):  # a view whose base was changed under it tells nothing of its graph
+                if thing.is_leaf and thing.grad is not None:
+                    yield thing.grad

@@ -23,7 +23,7 @@ import torch
 from shardlite_kernels import FORMATS, GROUP, State, decode, encode
 from torch import Tensor
 
-from shardlite.counts import StepCounts
+from shardlite.counts import HostCounts, StepCounts
 from shardlite.layout import ALIGN, round_up
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -138,7 +138,7 @@ class Arena:
 
     def name_rows(self) -> None:
         """Write down which row each group belongs to, for kernels, and for moments that are rounded at random."""
-        if self.avg.device.type == "cpu" and self.avg.dtype in (self._slots[0].param.dtype, torch.float32):
+        if isinstance(self._slots[0].counts, HostCounts) and self.avg.dtype in (torch.float32, torch.float64):
             self.rows = torch.empty(0, dtype=torch.int16)
             return
         rows = torch.zeros(self.avg.numel() // GROUP, dtype=torch.int64)
