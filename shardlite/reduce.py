@@ -314,6 +314,8 @@ class Reducer:
         bucket.reduced = True
         self._shared.trace.emit("reduce", unit.name)
         self._round.started.append(self._launch(bucket))
+        if all(each.is_root for each in self._round.order[len(self._round.started) :]) and self._saves_memory():
+            self._shared.trim(all_of_it=True)  # the backward needs no more buffers; what is left may be its peak
 
     def _launch(self, bucket: Bucket) -> _Reduction:
         unit = bucket.unit
@@ -361,8 +363,9 @@ class Reducer:
     def _fill(self, bucket: Bucket) -> None:
         """Give a bucket its memory, once there is room for one more beside the root's."""
         now, progress = self._round, self._shared.progress
-        one_by_one = now.stepping and self._shared.transport.blocking
-        while (not bucket.unit.is_root and (one_by_one or self._held() >= LIMIT)) and now.landed < len(now.started):
+        while (not bucket.unit.is_root and (self._saves_memory() or self._held() >= LIMIT)) and now.landed < len(
+            now.started
+        ):
             first = now.started[now.landed]
             with self._shared.traffic.waiting("reduce", first.bucket.unit.name):
                 if not first.flight.wait_unless(partial(progress.ends_wait, now.landed, monotonic())):
@@ -372,6 +375,10 @@ class Reducer:
         bucket.fill(self._shared.empty)
         for memory in bucket.full:
             self._shared.ledger.track("gradient buckets", memory)
+
+    def _saves_memory(self) -> bool:
+        """Whether little memory is worth more than reductions beside the backward, or pages that are kept for later."""
+        return self._round.stepping and self._shared.transport.blocking
 
     def _held(self) -> int:
         """Return how many units beside the root have a bucket."""
@@ -429,6 +436,8 @@ class Reducer:
         bad = [step.bad for reduction in self._round.started for step in reduction.steps]
         self.handed, self._judged = None, []
         self.stepper.end(self._census.take([], bad)[1])
+        if self._saves_memory():
+            self._shared.trim(all_of_it=True)
 
     def nonfinite(self) -> Tensor | None:
         """Return whether what the last backward left in `.grad` has a NaN or an infinity on any rank, [], 1 or 0.

@@ -112,6 +112,24 @@ def test_there_are_no_more_buffers_than_the_documentation_says(cluster, prefetch
         assert peaks["gradient buckets"] <= 2 * block + 2 * root  # the last gradient of the root is copied to its place
 
 
+def idle_body(group: Any) -> list[int]:
+    """Return how many bytes of shared memory are kept for nobody after each backward."""
+    model = ShardLite(Tied(), group=group, units=nn.Sequential)
+    optimizer = AdamW(model.parameters(), in_backward=True)
+    idle = []
+    for _ in range(3):
+        model(torch.arange(8)).backward()
+        idle.append(model.memory()["idle shared memory"].now)
+        optimizer.step()
+        optimizer.zero_grad()
+    return idle
+
+
+def test_nothing_is_kept_idle_where_shards_are_stepped_in_the_backward(cluster):
+    for idle in cluster.run(idle_body, 2):
+        assert idle[1:] == [0, 0]  # the first backward finds the order out
+
+
 def measured_body(group: Any, system: str) -> dict[str, Any]:
     return footprint.measure(TINY, system, group)
 
