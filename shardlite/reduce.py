@@ -363,15 +363,14 @@ class Reducer:
     def _fill(self, bucket: Bucket) -> None:
         """Give a bucket its memory, once there is room for one more beside the root's."""
         now, progress = self._round, self._shared.progress
-        while (not bucket.unit.is_root and (self._saves_memory() or self._held() >= LIMIT)) and now.landed < len(
-            now.started
-        ):
+        root = bucket.unit.is_root
+        while not root and (self._saves_memory() or self._held() >= LIMIT) and now.landed < len(now.started):
             first = now.started[now.landed]
             with self._shared.traffic.waiting("reduce", first.bucket.unit.name):
                 if not first.flight.wait_unless(partial(progress.ends_wait, now.landed, monotonic())):
                     break
             self._land(now.landed + 1)
-        progress.filled(beyond=not bucket.unit.is_root and self._held() >= LIMIT and now.reduces)
+        progress.filled(beyond=not root and self._held() >= LIMIT and now.reduces)
         bucket.fill(self._shared.empty)
         for memory in bucket.full:
             self._shared.ledger.track("gradient buckets", memory)

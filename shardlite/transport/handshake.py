@@ -13,7 +13,6 @@ Who says anything else is hung up on, and listening goes on.
 """
 
 import fcntl
-import hashlib
 import hmac
 import os
 import secrets
@@ -177,8 +176,7 @@ class _Guest:
 
 
 def _proof(key: bytes, side: bytes, rank: int, peer: int, first: bytes, second: bytes) -> bytes:
-    said = b"%s %d %d " % (side, rank, peer)
-    return hmac.digest(key, said + first + second, hashlib.sha256().name)
+    return hmac.digest(key, b"%s %d %d " % (side, rank, peer) + first + second, "sha256")
 
 
 def _is_same_user(connection: socket.socket) -> bool:
