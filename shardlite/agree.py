@@ -1,6 +1,7 @@
 """What ranks tell each other before they do something together: whether it is the same, and has no problem."""
 
 import hashlib
+import secrets
 from collections.abc import Sequence
 from datetime import timedelta
 from weakref import WeakKeyDictionary
@@ -40,19 +41,19 @@ def agree(
         raise LayoutError(trouble)
 
 
-def number(groups: Groups, timeout: timedelta = TIMEOUT) -> tuple[int, int]:
-    """Return a number for a wrapped model that is the same on all ranks and new on each of them, and its first rank.
+def number(groups: Groups, timeout: timedelta = TIMEOUT) -> tuple[int, str]:
+    """Return a number for a wrapped model, new on each of its ranks, and its name in the store.
 
-    The two together are a name in the whole world.
+    Both are the same on all ranks. The name is new in the store, too, which may outlive the processes of a run that has failed.
     """
     world = dist.group.WORLD
     assert world is not None, "models are wrapped over process groups"
-    highest, first = _latest.get(world, 0) + 1, dist.get_rank()
+    highest, first = _latest.get(world, 0) + 1, [dist.get_rank(), secrets.token_hex(8)]
     for group in groups.all:
         told = tell(group, (highest, first), "the number of a model", timeout)
-        highest, first = max(n for n, _ in told), min(rank for _, rank in told)
+        highest, first = max(number for number, _ in told), min(mark for _, mark in told)
     _latest[world] = highest
-    return highest, first
+    return highest, f"model {highest} from rank {first[0]}, {first[1]}"
 
 
 def _first_difference(rows: Sequence[Sequence[str]]) -> str:

@@ -9,15 +9,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from queue import SimpleQueue
-from threading import Thread, current_thread
+from threading import Thread, current_thread, main_thread
 from time import monotonic, sleep
 from typing import Protocol
 
 import torch
 
-from shardlite.errors import CommError
 from shardlite.process import Owner
-from shardlite.transport import Notes
+from shardlite.transport import Notes, end_waits
 from shardlite.transport.notes import SLOW
 
 _FAREWELL = 2.0
@@ -61,7 +60,7 @@ def make_lane(name: str, device: torch.device, *, blocking: bool, watch: Notes |
     """
     if device.type != "cuda":
         return ThreadLane(name, watch)
-    return StreamLane(device, ThreadLane(name) if blocking else None)
+    return StreamLane(device, ThreadLane(name, watch) if blocking else None)
 
 
 class _HostFlight:
@@ -118,9 +117,9 @@ class _HostFlight:
         return True
 
     def _check(self, watch: Notes) -> None:
-        """Raise if no rank will ever go on."""
-        if not self._is_over and (why := watch.stuck()):
-            raise CommError(why)
+        """Raise if this rank will never go on."""
+        if not self._is_over and (why := watch.hopeless()):
+            watch.give_up(why)
 
     def run(self, operation: Callable[[], None]) -> None:
         """Carry out `operation` and keep its outcome."""
@@ -148,7 +147,7 @@ class ThreadLane:
         # Neither the thread nor the finalizer holds the lane, or a forgotten lane would never be collected.
         thread = Thread(target=_work_off, args=(self._queue,), name=f"shardlite-{name}", daemon=True)
         thread.start()
-        weakref.finalize(self, _end, self._queue, thread)
+        weakref.finalize(self, _end, self._queue, thread, watch)
 
     def submit(self, operation: Callable[[], None]) -> Flight:
         """Queue `operation`; it starts when those before it are done.
@@ -162,10 +161,17 @@ class ThreadLane:
         return flight
 
 
-def _end(queue: "SimpleQueue[tuple[_HostFlight, Callable[[], None]] | None]", thread: Thread) -> None:
+def _end(
+    queue: "SimpleQueue[tuple[_HostFlight, Callable[[], None]] | None]", thread: Thread, watch: Notes | None
+) -> None:
     """Let the thread finish, and see it go: the interpreter must not be taken down under a running thread."""
     queue.put(None)
-    if thread is not current_thread():
+    if thread is current_thread():
+        return
+    if watch is None or not watch.failed:
+        thread.join(_FAREWELL)
+    if thread.is_alive() and not main_thread().is_alive():  # the interpreter ends
+        end_waits()
         thread.join(_FAREWELL)
 
 

@@ -339,6 +339,8 @@ class _Named(NamedTuple):
     def __enter__(self) -> None:
         notes = self.operation.notes
         if notes is not None:
+            if notes.failed:
+                raise CommError(f"{self}: not begun, for this rank has failed before: {notes.failed}")
             notes.begin(self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

@@ -20,7 +20,17 @@ from shardlite.progress import Progress
 from shardlite.ring import Operation, all_reduce
 from shardlite.trace import Trace
 from shardlite.traffic import Traffic
-from shardlite.transport import Board, Groups, Notes, StoreBoard, Transport, connect, connect_hosts
+from shardlite.transport import (
+    Board,
+    Groups,
+    Notes,
+    StoreBoard,
+    Transport,
+    connect,
+    connect_hosts,
+    defer_interrupts,
+    tell_of_the_end,
+)
 
 
 @dataclass
@@ -125,7 +135,10 @@ class Shared:
             """(With replicas ranks here are numbered differently from those of a transport.)"""
             return transport.world_size == self.world_size and transport.is_gone(other)
 
-        return Notes(self.board, self.rank, self.world_size, waits=self.waits, is_gone=is_gone)
+        notes = Notes(self.board, self.rank, self.world_size, waits=self.waits, is_gone=is_gone)
+        tell_of_the_end(notes)
+        defer_interrupts()
+        return notes
 
     @cached_property
     def progress(self) -> Progress:
@@ -194,11 +207,10 @@ def share(groups: Groups, device: torch.device, timeout: timedelta, route: Route
         LayoutError: the route cannot be taken.
         CommError: a rank does not come.
     """
-    instance, first = number(groups, timeout)
+    instance, name = number(groups, timeout)
     transport, replicas = _connect(groups, device, timeout, route, apart=False)
     hosts = connect_hosts(groups.shard, timeout, route=route)
     other_hosts = None if groups.replicas is None else connect_hosts(groups.replicas, timeout, route=route)
-    name = f"model {instance} from rank {first}"
     return Shared(
         instance=instance,
         transport=transport,

@@ -4,6 +4,7 @@ import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import NoReturn
 
 import pytest
 import torch
@@ -204,12 +205,17 @@ def test_training_over_the_transports_for_gpus_gives_the_same_bits(cluster, worl
 class _Watch:
     """Finds a wait in vain when it is asked for the third time."""
 
+    failed = ""
+
     def __init__(self) -> None:
         self.asked, self.went_on = 0, 0
 
-    def stuck(self) -> str:
+    def hopeless(self) -> str:
         self.asked += 1
         return "never" if self.asked == 3 else ""
+
+    def give_up(self, why: str) -> NoReturn:
+        raise CommError(why)
 
     def goes_on(self) -> None:
         self.went_on += 1

@@ -158,8 +158,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/agree.py",
         "operator",
-        "highest, first = _latest.get(world, 0) + 1, dist.get_rank()",
-        "highest, first = _latest.get(world, 0), dist.get_rank()",
+        "highest, first = _latest.get(world, 0) + 1, [dist.get_rank(), secrets.token_hex(8)]",
+        "highest, first = _latest.get(world, 0), [dist.get_rank(), secrets.token_hex(8)]",
         "two models share a number, and so the tags of their operations",
     ),
     (
@@ -793,6 +793,13 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "a later error repeats what a rank said about one that is over",
     ),
     (
+        "shardlite/transport/interrupts.py",
+        "condition",
+        "            return not file.startswith(_PROGRAMS)\n",
+        "            return False\n",
+        "Ctrl-C leaves a rank half-way between two states",
+    ),
+    (
         "shardlite/transport/ranks.py",
         "index",
         "return Groups(ranks.get_group(1), ranks.get_group(0))",
@@ -1058,6 +1065,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "shardlite/transport/mailbox.py": ("test_shared_memory",),
     "shardlite/transport/handshake.py": ("test_handshake",),
     "shardlite/transport/meeting.py": ("test_shared_memory", "test_algorithms"),
+    "shardlite/transport/interrupts.py": ("test_interrupts",),
     "shardlite/transport/notes.py": ("test_desync", "test_recovery"),
     "shardlite/transport/ranks.py": ("test_groups",),
     "shardlite/transport/store.py": ("test_store",),

@@ -3,7 +3,9 @@
 from shardlite.transport.base import Around, Completed, Loan, Message, Pending, Transport
 from shardlite.transport.connect import Choice, choose, connect, connect_hosts
 from shardlite.transport.counted import Counted, Tally
+from shardlite.transport.endings import tell_of_the_end
 from shardlite.transport.group import GroupTransport
+from shardlite.transport.interrupts import defer_interrupts
 from shardlite.transport.local import LocalTransport, local_world
 from shardlite.transport.meeting import meet
 from shardlite.transport.nccl import NcclTransport
@@ -13,6 +15,7 @@ from shardlite.transport.shared_memory import SharedMemoryTransport
 from shardlite.transport.staged import StagedTransport
 from shardlite.transport.store import TIMEOUT, tell
 from shardlite.transport.symmetric import SymmetricMemoryTransport
+from shardlite.transport.works import end_waits
 
 __all__ = [
     "Around",
@@ -23,6 +26,8 @@ __all__ = [
     "connect",
     "connect_hosts",
     "Counted",
+    "defer_interrupts",
+    "end_waits",
     "Groups",
     "groups_of",
     "GroupTransport",
@@ -42,6 +47,7 @@ __all__ = [
     "SymmetricMemoryTransport",
     "Tally",
     "tell",
+    "tell_of_the_end",
     "TIMEOUT",
     "Transport",
 ]

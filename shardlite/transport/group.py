@@ -1,7 +1,9 @@
 """A transport over `torch.distributed` point-to-point messages (gloo, CPU tensors)."""
 
+from contextlib import suppress
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -41,9 +43,19 @@ class GroupTransport(OneByOne):
         posted = Posted(self.rank, (message,), tag, self._timeout)
         start = self._group.send if message.outgoing else self._group.recv
         try:
-            return InFlight((start([message.tensor], message.peer, tag),), posted)
+            return InFlight((start([message.tensor], message.peer, tag),), posted, self._hang_up)
         except RuntimeError as error:
-            raise posted.failed(error) from error
+            raise posted.refused(error) from error
+
+    def _hang_up(self) -> None:
+        """Close all connections, by a wait that times out."""
+        with suppress(RuntimeError):
+            peer = (self.rank + 1) % self.world_size
+            self._group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+
+
+_NEVER_SENT = 0x7FFFFFFF
+"""A tag that one operation in 2^31 has."""
 
 
 def _check(tensor: Tensor) -> None:

@@ -51,7 +51,7 @@ class NcclTransport(Plain):
         try:
             return InFlight(dist.batch_isend_irecv(batch), posted)
         except RuntimeError as error:
-            raise posted.failed(error) from error
+            raise posted.refused(error) from error
 
     def _operation(self, message: Message, tag: int) -> dist.P2POp:
         """Describe a message to PyTorch, as bytes: NCCL has no 16-bit integers."""

@@ -3,8 +3,9 @@
 Nothing is said, and nothing costs, before. The way of the messages themselves is closed then (gloo closes a connection
 that has timed out), so notes go where the ranks found each other: the store of the process group.
 
-A rank that has waited for seconds says in which operations, too, and looks at what the others say. If all of them wait,
-and no operation is one that all are in, none will ever go on: that is an error at once.
+A rank that has waited for long looks at whether another one has failed: then it will never go on. It says in which
+operations it waits, too, and looks at what the others say. If all of them wait, and no operation is one that all are
+in, none will ever go on. Both are errors at once.
 """
 
 import logging
@@ -12,14 +13,14 @@ import sys
 import time
 from collections.abc import Callable, MutableMapping
 from contextlib import suppress
-from pathlib import Path
 from threading import get_ident
-from typing import Protocol
+from typing import NoReturn, Protocol
 
-import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from shardlite.errors import CommError
+from shardlite.transport.endings import LIBRARIES
+from shardlite.transport.interrupts import give_way, is_put_off
 from shardlite.transport.store import bounded_store
 
 log = logging.getLogger("shardlite")
@@ -27,8 +28,9 @@ log = logging.getLogger("shardlite")
 PATIENCE = 2.0
 """Seconds after its first failure in which a rank waits for the notes of others, which fail at about that time."""
 
-SLOW = 1.0
-"""Seconds of a wait after which a rank says in which operations it waits, and says so again."""
+SLOW = 0.5
+"""Seconds of a wait after which a rank asks whether others have failed, and says in which operations it waits; and
+between two such looks."""
 
 _LOOK = 0.02
 """Seconds between two looks."""
@@ -36,11 +38,13 @@ _LOOK = 0.02
 _BEATS = 2
 """How often each rank has to say that it still waits in the same operations."""
 
-_EAGER = 8
+_EAGER = 16
 """After so many looks in one wait, only one in so many is taken: it may be a long one, of many ranks."""
 
-_OWN = str(Path(__file__).parent.parent)
-_LIBRARIES = (_OWN, str(Path(torch.__file__).parent))
+_FAILED = -1
+"""Where ranks leave the number of one that has failed for good."""
+
+_OWN = LIBRARIES[0]
 
 
 class Board(Protocol):
@@ -76,7 +80,11 @@ class Notes:
         self._running: dict[int, object] = {}  # by thread
         self._asked = self._beats = 0
         self._first: dict[int, tuple[int, str]] = {}  # by rank: what it said when it first said the same as now
-        self._standstill = ""
+        self._hopeless = ""
+        self.failed = ""
+        """Why this rank takes part in nothing more, once it has failed for good."""
+
+        self._has_told = False
         self._rank = rank
         self._others = [other for other in range(world_size) if other != rank]
         self._patience = patience
@@ -94,9 +102,22 @@ class Notes:
                 self._board.put(self._rank, note)
         return since
 
+    def fail(self, note: str) -> float:
+        """Leave a note for good: this rank takes part in nothing more, and others need not wait for it.
+
+        Return when the note that stands was left, by `time.monotonic()`.
+        """
+        since = self.leave(note)
+        self.failed = self.failed or note
+        if not self._has_told:
+            self._has_told = True
+            with suppress(RuntimeError):
+                self._board.put(_FAILED, str(self._rank))
+        return since
+
     def withdraw(self) -> None:
         """Take the note back: this rank goes on."""
-        if self._since is not None:
+        if self._since is not None and not self.failed:
             self._since = None
             with suppress(RuntimeError):
                 self._board.put(self._rank, "")
@@ -114,15 +135,56 @@ class Notes:
             del self._running[thread]
             _watching.pop(thread, None)
 
-    def stuck(self) -> str:
-        """Return why no rank will ever go on, or nothing. To be called each second that the program waits.
+    def hopeless(self) -> str:
+        """Return why this rank will never go on, or nothing. To be called again and again while it waits, each `SLOW`.
+
+        What the thread of the program finds the others hear of.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C has come meanwhile.
+        """
+        if is_put_off():
+            self.fail(f"Ctrl-C came while it waited in {self._inside()}{self.place()}")
+            give_way()
+        if not self._hopeless and get_ident() == self._thread:
+            self._hopeless = self._failure() or self._standstill()
+        return self._hopeless
+
+    def give_up(self, why: str) -> NoReturn:
+        """End a wait that is hopeless.
+
+        Raises:
+            CommError: always.
+        """
+        if why.startswith(_STANDSTILL):
+            raise CommError(why)  # which has all that there is to say
+        waiting = self._inside()
+        raise CommError(f"{waiting}: {why}{self.compare(waiting, why)}")
+
+    def _inside(self) -> str:
+        """Name the operations that this rank is in."""
+        return " and ".join(sorted(map(str, list(self._running.values())))) or "an operation that others are in"
+
+    def _failure(self) -> str:
+        """Say which other rank has failed, if any has."""
+        with suppress(RuntimeError):  # the store may be gone with the process that kept it
+            failed = int(self._board.read(_FAILED) or self._rank)
+            said = "" if self._waits is None or failed == self._rank else self._waits.read(failed)
+            if said.startswith(_STANDSTILL):
+                return said
+            if failed != self._rank:
+                return f"rank {failed} has failed: {self._board.read(failed)}"
+        return ""
+
+    def _standstill(self) -> str:
+        """Return why no rank will ever go on, or nothing.
 
         Each rank says where it waits again and again, so that what one says that goes on meanwhile grows old. If all
         have said the same several times while this one watched, there was a moment when all of them waited there. Who
         sees that first says so to the others, which would otherwise watch a rank that waits no more.
         """
-        if self._standstill or self._waits is None or get_ident() != self._thread:
-            return self._standstill
+        if self._waits is None:
+            return ""
         self._asked += 1
         if self._asked > _EAGER and self._asked % _EAGER:
             return ""
@@ -134,9 +196,8 @@ class Notes:
             told = {self._rank: said} | {other: self._waits.read(other) for other in self._others}
         except RuntimeError:  # the store may be gone with the process that kept it
             return ""
-        self._standstill = next((words for words in told.values() if words.startswith(_STANDSTILL)), "")
-        if self._standstill:
-            return self._standstill
+        if standstill := next((words for words in told.values() if words.startswith(_STANDSTILL)), ""):
+            return standstill
         beats = {}
         for rank, words in told.items():
             beat, _, where = words.partition("\n")
@@ -147,19 +208,19 @@ class Notes:
         long = all(beats[rank] - beat >= _BEATS for rank, (beat, _) in self._first.items())
         if not long or not all(operations.values()) or set.intersection(*map(set, operations.values())):
             return ""
-        self.leave(f"{' and '.join(inside)}{self.place()}")
         each = (
             f"\n  rank {rank} in {' and '.join(operations[rank])}{self._first[rank][1].splitlines()[0]}"
             for rank in sorted(operations)
         )
-        self._standstill = f"{_STANDSTILL}{''.join(each)}"
+        standstill = f"{_STANDSTILL}{''.join(each)}"
         with suppress(RuntimeError):
-            self._waits.put(self._rank, self._standstill)
-        return self._standstill
+            self._waits.put(self._rank, standstill)
+        self.fail(f"{' and '.join(inside)}{self.place()}")  # after its words, which whoever hears of it reads
+        return standstill
 
     def goes_on(self) -> None:
         """Take back what was said of waiting."""
-        if self._waits is not None and self._first and not self._standstill and get_ident() == self._thread:
+        if self._waits is not None and self._first and not self._hopeless and get_ident() == self._thread:
             self._first, self._asked = {}, 0
             with suppress(RuntimeError):
                 self._waits.put(self._rank, "")
@@ -170,7 +231,7 @@ class Notes:
         while frame is not None:  # from the inside out: the outermost call of the library counts
             if frame.f_code.co_filename.startswith(_OWN):
                 outer = frame.f_back
-                while outer is not None and outer.f_code.co_filename.startswith(_LIBRARIES):
+                while outer is not None and outer.f_code.co_filename.startswith(LIBRARIES):
                     outer = outer.f_back
                 found = outer or found
             frame = frame.f_back
@@ -186,7 +247,8 @@ class Notes:
         if self._since is None:
             with suppress(OSError):
                 get_error_handler().record_exception(CommError(f"{note}: {why}"))
-        deadline = self.leave(f"{note}{self.place()}") + self._patience
+        self.failed = self.failed or f"{note}: {why}"
+        deadline = self.fail(f"{note}{self.place()}") + self._patience
         told: dict[int, str] = {}
         try:
             while len(told) < len(self._others):

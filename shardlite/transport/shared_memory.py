@@ -148,7 +148,7 @@ class Neighbours:
             left = deadline - now
             if watch is not None and now > slow:
                 slow = now + SLOW
-                if why := watch.stuck():
+                if why := watch.hopeless():
                     self.fail(words, why)
             if left <= 0:
                 self.fail(words, f"nothing happened within {limit:g} s. The peer is late or does another operation.")

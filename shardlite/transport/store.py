@@ -17,8 +17,6 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from functools import partial
-from queue import SimpleQueue
-from threading import Lock, Thread
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -26,6 +24,8 @@ from torch._C._distributed_c10d import Store
 
 from shardlite.errors import CommError
 from shardlite.process import Owner
+from shardlite.transport.interrupts import give_way
+from shardlite.transport.worker import Worker
 
 T = TypeVar("T")
 
@@ -34,8 +34,6 @@ TIMEOUT = timedelta(minutes=10)
 
 _FIRST_LOOK, _LAST_LOOK = 2e-4, 2e-2
 """Seconds between two looks for a key: at first, and after a while."""
-
-_Job = tuple["Future[Any]", Callable[[Store], Any]]
 
 
 class BoundedStore:
@@ -47,10 +45,8 @@ class BoundedStore:
 
         self._owner = Owner()
         self._store = store
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._worker = Worker("shardlite-store")
         self._late: Future[Any] | None = None
-        self._lock = Lock()
-        self._thread: Thread | None = None
 
     def ask(self, call: Callable[[Store], T], limit: float) -> T:
         """Return what `call` does of the store.
@@ -63,9 +59,7 @@ class BoundedStore:
         late = self._late
         if late is not None and not late.done():
             raise CommError(_SILENT)
-        future: Future[T] = Future()
-        self._start()
-        self._jobs.put((future, call))
+        future = self._worker.submit(lambda: call(self._store))
         try:
             return future.result(limit)
         except FutureTimeoutError:
@@ -73,25 +67,6 @@ class BoundedStore:
             raise CommError(f"{_SILENT} (waited {limit:g} s)") from None
         except RuntimeError as error:  # the connection is lost
             raise CommError(f"the store of the process group is gone with the process that kept it: {error}") from error
-
-    def _start(self) -> None:
-        with self._lock:
-            if self._thread is None:
-                # A daemon: a process must not wait for a call that never returns.
-                args = self._store, self._jobs
-                self._thread = Thread(target=_work_off, args=args, name="shardlite-store", daemon=True)
-                self._thread.start()
-                weakref.finalize(self, self._jobs.put, None).atexit = False
-
-
-def _work_off(store: Store, jobs: "SimpleQueue[_Job | None]") -> None:
-    while (job := jobs.get()) is not None:
-        future, call = job
-        try:
-            future.set_result(call(store))
-        except BaseException as error:
-            future.set_exception(error)
-        del future, call, job
 
 
 _stores: "weakref.WeakKeyDictionary[dist.ProcessGroup, BoundedStore]" = weakref.WeakKeyDictionary()
@@ -150,11 +125,13 @@ def _await(store: BoundedStore, look: Callable[[Store], Sequence[str]], deadline
 
     Raises:
         TimeoutError: nothing is there in time.
+        KeyboardInterrupt: Ctrl-C has come meanwhile.
     """
     pause = _FIRST_LOOK
     while not (rows := store.ask(look, max(_LAST_LOOK, deadline - time.monotonic()))):
         if time.monotonic() > deadline:
             raise TimeoutError
+        give_way()
         time.sleep(pause)
         pause = min(2 * pause, _LAST_LOOK)
     return rows

@@ -179,7 +179,7 @@ class SymmetricMemoryTransport(Plain):
                         self._take(link, link.parcels[i])
             self._turns.end()
         except RuntimeError as error:
-            raise Posted(self.rank, messages, tag, self._timeout).failed(error) from error
+            raise Posted(self.rank, messages, tag, self._timeout).refused(error) from error
         return Completed()
 
     def _links(self, messages: Sequence[Message], *, outgoing: bool) -> list["_Link"]:

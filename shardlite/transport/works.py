@@ -1,13 +1,19 @@
 """What `torch.distributed` works on, and its failures in our words. For the transports over process groups."""
 
-from collections.abc import Sequence
+import atexit
+from collections.abc import Callable, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import current_thread, main_thread
+from time import monotonic, sleep
 
 import torch.distributed as dist
 
 from shardlite.errors import CommError, LayoutError
 from shardlite.transport.base import Message
+from shardlite.transport.notes import SLOW, watching
+from shardlite.transport.worker import Worker
 
 
 @dataclass(frozen=True)
@@ -22,15 +28,16 @@ class Posted:
     tag: int
     timeout: timedelta | None = None
 
-    def failed(self, error: RuntimeError) -> CommError:
-        """Return what the backend has raised in our words."""
+    def failed(self, why: str) -> CommError:
+        """Return the error of these messages."""
         doing = " and ".join(dict.fromkeys(message.route for message in self.messages))
         nbytes = sum(message.tensor.nbytes for message in self.messages)
         limit = "" if self.timeout is None else f", timeout {self.timeout.total_seconds():g} s"
-        return CommError(
-            f"rank {self.rank} {doing} failed: {nbytes} bytes, tag {self.tag}{limit}. "
-            f"The peer died, is late or does another operation. The backend says: {error}"
-        )
+        return CommError(f"rank {self.rank} {doing} failed: {nbytes} bytes, tag {self.tag}{limit}. {why}")
+
+    def refused(self, error: RuntimeError) -> CommError:
+        """Return what the backend has raised in our words."""
+        return self.failed(f"The peer died, is late or does another operation. The backend says: {error}")
 
 
 @dataclass(frozen=True)
@@ -39,16 +46,41 @@ class InFlight:
 
     works: Sequence[dist.Work]
     posted: Posted
+    hang_up: Callable[[], None] | None = None
+    """Closes the connections, so that all waits over them end."""
 
     def wait(self) -> None:
-        """Wait for all of them, each for at most the timeout."""
+        """Wait for all of them, each for at most the timeout.
+
+        The backend blocks the thread that waits in it. That of the program can be interrupted, and looks at whether
+        other ranks have failed: so it has another one wait there.
+        """
+        watch = watching()
+        if watch is None or self.posted.timeout is None or current_thread() is not main_thread():
+            self._wait()
+            return
+        waiting = _waiter().submit(self._wait)
+        while True:
+            try:
+                waiting.result(SLOW)
+                return watch.goes_on()
+            except FutureTimeoutError:
+                if not waiting.done() and (why := watch.hopeless()):
+                    raise self.posted.failed(why) from None
+
+    def _wait(self) -> None:
         limit = () if self.posted.timeout is None else (self.posted.timeout,)
+        mark = object()
+        if self.hang_up is not None:
+            _waits[mark] = self.hang_up
         try:
             for work in self.works:
                 if not work.wait(*limit):
                     raise RuntimeError("the operation was aborted")
         except RuntimeError as error:
-            raise self.posted.failed(error) from error
+            raise self.posted.refused(error) from error
+        finally:
+            _waits.pop(mark, None)
 
 
 def joined(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -62,3 +94,36 @@ def joined(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     everyone = dist.group.WORLD
     assert everyone is not None, "the rank was asked for above"
     return everyone if group is None else group
+
+
+_waits: dict[object, Callable[[], None]] = {}
+"""How to end each wait that blocks a thread now."""
+
+_FAREWELL = 1.0
+"""Seconds in which threads leave waits that have ended."""
+
+
+def end_waits() -> None:
+    """End all waits that block a thread, at the end of the program.
+
+    A thread that comes back from the backend when the interpreter is gone would take the process down (SIGABRT).
+    """
+    deadline = monotonic() + _FAREWELL
+    for hang_up in list(_waits.values()):
+        hang_up()
+    while _waits and monotonic() < deadline:
+        sleep(_LOOK)
+
+
+atexit.register(end_waits)
+
+_LOOK = 1e-3
+
+_waiters = [Worker("shardlite-waiter")]
+
+
+def _waiter() -> Worker:
+    """Return who waits in the backend for the thread of the program: a new one, if the last one is still at it."""
+    if not _waiters[0].is_idle:
+        _waiters[0] = Worker("shardlite-waiter")
+    return _waiters[0]

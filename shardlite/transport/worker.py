@@ -1,0 +1,51 @@
+"""A thread that makes calls which may never return, so that nobody else has to wait for them."""
+
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_Job = tuple["Future[Any]", Callable[[], Any]]
+
+
+class Worker:
+    """Makes calls one after the other, on a thread that the first one starts. It ends with this object."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._lock = Lock()
+        self._thread: Thread | None = None
+        self._latest: Future[Any] | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all calls have returned."""
+        return self._latest is None or self._latest.done()
+
+    def submit(self, call: Callable[[], T]) -> "Future[T]":
+        """Make a call when those before it have returned."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self._thread is None:
+                # A daemon: a process must not wait for a call that never returns.
+                self._thread = Thread(target=_work_off, args=(self._jobs,), name=self._name, daemon=True)
+                self._thread.start()
+                weakref.finalize(self, self._jobs.put, None).atexit = False
+        self._latest = future
+        self._jobs.put((future, call))
+        return future
+
+
+def _work_off(jobs: "SimpleQueue[_Job | None]") -> None:
+    while (job := jobs.get()) is not None:
+        future, call = job
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+        del future, call, job  # or what the last call holds would live until the next one
