@@ -44,7 +44,8 @@ def agree(
 def number(groups: Groups, timeout: timedelta = TIMEOUT) -> tuple[int, str]:
     """Return a number for a wrapped model, new on each of its ranks, and its name in the store.
 
-    Both are the same on all ranks. The name is new in the store, too, which may outlive the processes of a run that has failed.
+    Both are the same on all ranks. The name is new in the store, too, which may outlive the processes of a run that has
+    failed.
     """
     world = dist.group.WORLD
     assert world is not None, "models are wrapped over process groups"

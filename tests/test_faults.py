@@ -5,6 +5,7 @@ Over shared memory the end of a process is seen at once: there the timeout is lo
 
 import os
 import signal
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -162,6 +163,67 @@ def test_a_rank_that_raises(doomed, transport, tmp_path):
     assert_failed(ended, "unit '", "at step 2")
     told = "Meanwhile rank 1: its forward at step 2 ended in ArithmeticError: the third batch is bad"
     assert all(told in each.text for each in ended)
+
+
+class UnreadError(Exception):
+    """Of a data loader."""
+
+
+def raises_body(group, name, place):
+    """Train; rank 1 ends by an exception that nobody catches, in its third step."""
+    model = ShardLite(Model(), group=group, transport=name, timeout=timedelta(seconds=LONG))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def fail(*_):
+        raise UnreadError("the third batch is gone")
+
+    for step in range(4):
+        fails = step == 2 and group.rank() == 1
+        if fails and place == "hook":
+            optimizer.register_step_pre_hook(fail)
+        if fails and place == "loader":
+            ends_by(fail)
+        x = torch.ones(2, WIDTH, requires_grad=True)
+        if fails and place == "backward":
+            x.register_hook(fail)
+        loss = model(x)
+        ends_by(loss.backward)
+        ends_by(optimizer.step)
+        optimizer.zero_grad()
+
+
+def ends_by(call):
+    """Call it; with an `UnreadError` do what Python does with what nobody catches, but end late."""
+    try:
+        call()
+    except UnreadError:
+        sys.excepthook(*sys.exc_info())
+        time.sleep(LONG)  # the process ends late
+
+
+@pytest.mark.parametrize("place", ["backward", "hook", "loader"])
+def test_an_exception_that_ends_the_program(doomed, transport, place, tmp_path):
+    ended = doomed.run(raises_body, 3, transport, place, directory=tmp_path, killed=1)
+    assert ended.pop(1).status == -signal.SIGKILL
+    assert_failed(
+        ended, "its program ended in UnreadError: the third batch is gone, raised in ", "test_faults.py, line "
+    )
+
+
+def far_body(group, name):
+    """Train over a ring; rank 2 is killed, of whom rank 0 hears nothing itself."""
+    limit = timedelta(seconds=LONG)
+    model = ShardLite(Model(), group=group, stage=1, transport=name, algorithm="ring", timeout=limit)
+    for step in range(4):
+        if step == 2 and group.rank() == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(torch.ones(2, WIDTH)).backward()
+
+
+def test_a_rank_that_does_not_talk_to_the_dead_one_is_told(doomed, transport, tmp_path):
+    ended = doomed.run(far_body, 4, transport, directory=tmp_path)
+    assert ended.pop(2).status == -signal.SIGKILL
+    assert_failed(ended, "rank 2 is gone" if transport == "shared_memory" else " failed: ")
 
 
 # Ranks that are late, or elsewhere.

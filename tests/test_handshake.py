@@ -2,6 +2,7 @@
 
 import ctypes
 import fcntl
+import logging
 import os
 import secrets
 import socket
@@ -10,10 +11,11 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import timedelta
 
 import pytest
 
-from shardlite.transport import handshake
+from shardlite.transport import handshake, meeting
 from shardlite.transport.handshake import NUMBER, Reception, StrangerError
 from shardlite.transport.heap import Heap
 from shardlite.transport.meeting import _listen
@@ -229,3 +231,30 @@ def test_other_processes_get_nothing(listening, who):
     assert answered == (0 if "user" in who else 2 * NUMBER)
     rank_1_comes(address, came)
     assert reception.refused == 1
+
+
+def without_sockets_body(group):
+    """Meet where rank 1 gets no socket; return why ranks share no memory, and what is logged of it."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger("shardlite").addHandler(handler)
+    listen = meeting._listen
+
+    def refuse(world_size: int) -> socket.socket:
+        raise OSError("too many open files")
+
+    try:
+        if group.rank() == 1:
+            meeting._listen = refuse
+        met = meeting.meet(group, timedelta(seconds=seconds(30)))
+    finally:
+        meeting._listen = listen
+        logging.getLogger("shardlite").removeHandler(handler)
+    return met.why_not, [(record.levelname, record.getMessage()) for record in records]
+
+
+def test_less_than_was_asked_for_is_a_warning(cluster):
+    for why_not, logged in cluster.run(without_sockets_body, 2):
+        assert why_not == "rank 1: this system gives no shared memory: too many open files"
+        assert logged == [("WARNING", f"no shared memory between the ranks of this host: {why_not}")]

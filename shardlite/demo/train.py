@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from shardlite.demo.report import (
 from shardlite.demo.settings import Settings
 from shardlite.demo.text import Bytes, Corpus, draw_batch, read_corpus, unigram_entropy
 from shardlite.launch import process_group
+from shardlite.transport import tell
 
 MAX_NORM = 1.0
 SAMPLE_BYTES = 240
@@ -160,8 +161,7 @@ def _is_validation_due(step: int, steps: int) -> bool:
 
 def _report(run: Run, curve: list[Point], sharded: Footprint, plain: Footprint) -> None:
     """Tell how good the model became and what that took, in memory and time."""
-    footprints: list[Footprint] = [sharded] * dist.get_world_size()
-    dist.all_gather_object(footprints, sharded)
+    footprints = [Footprint(**each) for each in tell(None, asdict(sharded), "the memory of each rank")]
     if run.rank != 0:
         return
     entropy = unigram_entropy(run.corpus.validation)

@@ -30,6 +30,7 @@ from shardlite.layout import ALIGN, round_up
 from shardlite.optim import AdamW
 from shardlite.partition import cut
 from shardlite.plan import plan_flats
+from shardlite.transport import tell
 from shardlite.verification.masters import Masters
 from shardlite.verification.task import Batch, Task, doubled, joined_batch, mean_loss
 from shardlite.wrapper import ShardLite
@@ -180,10 +181,18 @@ class _Sharded(_Plain):
 
     def gradients(self) -> Gradients:
         """Put each together from the shards of all ranks, which follow each other; or take it if it is whole."""
-        own = {name: None if p.grad is None else p.grad.reshape(-1) for name, p in _trainable(self.module).items()}
-        ranks: list[dict[str, Tensor | None]] = [own] * self.task.world_size
-        dist.all_gather_object(ranks, own, group=self.task.group)
-        return {name: _assembled([each[name] for each in ranks], own[name], self._shapes[name]) for name in own}
+        params, group = _trainable(self.module), self.task.group
+        own = {name: None if p.grad is None else p.grad.reshape(-1) for name, p in params.items()}
+        counts = tell(group, {name: None if grad is None else grad.numel() for name, grad in own.items()}, "gradients")
+        whole: dict[str, Tensor | None] = {}
+        for name, grad in own.items():
+            parts = [None if each[name] is None else params[name].new_empty(each[name]) for each in counts]
+            parts[dist.get_rank(group)] = grad
+            for rank, part in enumerate(parts):
+                if part is not None and part.numel():
+                    dist.broadcast(part, group=group, group_src=rank)
+            whole[name] = _assembled(parts, grad, self._shapes[name])
+        return whole
 
     def weights(self) -> Mapping[str, Any]:
         return self._model.full_state_dict()
@@ -271,9 +280,11 @@ def _first_step(task: Task, module: nn.Module, ranks: Sequence[int], convert: Ca
 def _replicated(task: Task) -> nn.Module:
     """Make the model, with rank 0's values on every rank."""
     module = task.model()
-    state = [module.state_dict()]
-    dist.broadcast_object_list(state, group=task.group, group_src=0)
-    module.load_state_dict(state[0])
+    for value in module.state_dict().values():
+        if isinstance(value, Tensor):
+            content = value.contiguous().view(-1).view(torch.uint8)  # gloo does not know all dtypes
+            dist.broadcast(content, group=task.group, group_src=0)
+            value.copy_(content.view(value.dtype).view(value.shape))
     return module
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from shardlite.checks import STAGES
 from shardlite.config import Precision
 from shardlite.errors import LayoutError
 from shardlite.partition import UnitPolicy
+from shardlite.transport import tell
 from shardlite.verification import twins
 from shardlite.verification.bounds import SAME, Batching, Bounds, Judge, Sum, difference, in_ulps, same_bits, unlike
 from shardlite.verification.task import Batch, Task, joins
@@ -249,8 +250,8 @@ def _with_tensor(row: Row, what: str, pair: tuple[str, Tensor | None, Tensor | N
 
 def _over_ranks(task: Task, rows: Sequence[Row]) -> tuple[Row, ...]:
     """Take the worst of all ranks; rank 0 has all rows, the others may have fewer."""
-    ranks: list[list[Row]] = [[] for _ in range(task.world_size)]
-    dist.all_gather_object(ranks, list(rows), group=task.group)
+    said = tell(task.group, [asdict(row) for row in rows], "the results")
+    ranks = [[Row(**row) for row in each] for each in said]
     return tuple(_worst([each[i] for each in ranks if i < len(each)]) for i in range(len(ranks[0])))
 
 
