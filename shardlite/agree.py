@@ -4,6 +4,7 @@ import hashlib
 import secrets
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -41,20 +42,29 @@ def agree(
         raise LayoutError(trouble)
 
 
-def number(groups: Groups, timeout: timedelta = TIMEOUT) -> tuple[int, str]:
-    """Return a number for a wrapped model, new on each of its ranks, and its name in the store.
+class Identity(NamedTuple):
+    """What tells a wrapped model from all others, the same on all of its ranks."""
 
-    Both are the same on all ranks. The name is new in the store, too, which may outlive the processes of a run that has
-    failed.
-    """
+    number: int
+    """New on each of its ranks."""
+
+    first: int
+    """Its first rank. Together with the number it is a name in the whole world."""
+
+    mark: str
+    """Drawn at random: the store may outlive the processes of a run that has failed, and be that of the next one."""
+
+
+def identify(groups: Groups, timeout: timedelta = TIMEOUT) -> Identity:
+    """Return what all ranks of a model that is wrapped now know it by."""
     world = dist.group.WORLD
     assert world is not None, "models are wrapped over process groups"
     highest, first = _latest.get(world, 0) + 1, [dist.get_rank(), secrets.token_hex(8)]
     for group in groups.all:
         told = tell(group, (highest, first), "the number of a model", timeout)
-        highest, first = max(number for number, _ in told), min(mark for _, mark in told)
+        highest, first = max(number for number, _ in told), min(each for _, each in told)
     _latest[world] = highest
-    return highest, f"model {highest} from rank {first[0]}, {first[1]}"
+    return Identity(highest, *first)
 
 
 def _first_difference(rows: Sequence[Sequence[str]]) -> str:

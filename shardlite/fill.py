@@ -50,6 +50,9 @@ class Gathering(Protocol):
     def begin_backward(self, *, final: bool) -> None:
         """Start the pass of a backward; a `final` one is followed by a step, after which all weights are stale."""
 
+    def stop_prefetching(self) -> None:
+        """Gather nothing ahead in the rest of the pass in progress, and keep one idle unit at most."""
+
     def end_pass(self) -> None:
         """End the pass in progress, if there is one: this rank needs no more weights in it."""
 

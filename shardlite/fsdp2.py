@@ -19,7 +19,7 @@ from shardlite_kernels.hop import LARGEST_DIVISOR
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardlite.agree import agree, number
+from shardlite.agree import agree, identify
 from shardlite.config import AlgorithmName, Route, TransportName, check_timeout, transport_or_default
 from shardlite.errors import LayoutError
 from shardlite.lane import Flight, Lane, make_lane
@@ -318,8 +318,8 @@ def _agree(group: dist.ProcessGroup, parts: Sequence[_Part], route: Route, timeo
     ranks = Groups(group)
     facts = [str(route), *(part.describe() for part in parts if part.group is group)]
     agree(ranks, facts, None, what="what each rank installs", timeout=timeout)
-    instance, first = number(ranks, timeout)
-    return f"{instance} from rank {first}"
+    model = identify(ranks, timeout)
+    return f"{model.number} from rank {model.first}"
 
 
 def _own_place(label: str, full: Tensor, shard: Tensor, transport: Transport) -> Tensor:

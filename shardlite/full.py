@@ -101,7 +101,7 @@ class FullParameters:
                 if wanted:
                     full.update({param: view.to("cpu", copy=True) for param, view in flat.views(whole)})
                 del whole  # before the next one is there
-        self._shared.trim(all_of_it=True)
+        self._shared.trim(keep=0)
         if not wanted:
             return {}
         return {n: full[entry] if entry in full else entry.to("cpu", copy=True) for n, entry in self.entries().items()}

@@ -40,10 +40,11 @@ class Gatherer:
         self._backwards = 0
         self._units = units
         self._empty = shared.empty
+        self._trim = shared.trim
         self._trace = shared.trace
         self._ledger = shared.ledger
         self._prefetch = prefetch
-        self._capacity = 1 + prefetch
+        self._ahead = prefetch  # in the pass in progress
         self._poison = poison_evicted_buffers()
         self._owners: dict[int, Unit] = {}  # by storage key
         self._idle: dict[Unit, None] = {}  # least recently used first
@@ -95,6 +96,7 @@ class Gatherer:
     def _begin(self, kind: str, *, backwards: bool = False, final: bool = False) -> None:
         if all(unit.holds for unit in self._units):
             return  # inside `gathered()`: nothing is to be gathered, and ranks may run as many passes as they like
+        self._ahead = self._prefetch
         self._passes.begin(kind, backwards=backwards)
         self.finish_prefetched()
         self.order.begin(kind, final=final)
@@ -126,6 +128,13 @@ class Gatherer:
     def expire(self) -> None:
         """Nothing: idle parameters are placeholders anyway, and a hold finds that their weights have changed."""
 
+    def stop_prefetching(self) -> None:
+        """Gather nothing ahead in the rest of the pass in progress, and keep one idle unit at most."""
+        self._ahead = 0
+        while self._held() > 1 and (idle := [unit for unit in self._idle if not unit.resident]):
+            self._evict(idle[0])
+        self._trim(keep=0)
+
     def finish_prefetched(self) -> None:
         """Finish what was gathered ahead and never needed, so that it counts as idle."""
         for unit in self._units:
@@ -136,13 +145,13 @@ class Gatherer:
 
     def _prefetch_next(self) -> None:
         """Start the gathers that the recorded order expects next, as far as buffers allow without pushing out users."""
-        upcoming = [self._units[index] for index in self.order.upcoming(self._prefetch)]
+        upcoming = [self._units[index] for index in self.order.upcoming(self._ahead)]
         for unit in upcoming:  # those that are there already are to be evicted last
             if unit in self._idle:
                 del self._idle[unit]
                 self._idle[unit] = None
         for unit in upcoming:
-            spare = self._held() < self._capacity or self._victim(unit) not in [None, *upcoming]
+            spare = self._held() <= self._ahead or self._victim(unit) not in [None, *upcoming]
             if not is_fresh(unit) and not self._passes.comes_next(unit):
                 break  # the other ranks gather something else first, or nothing yet
             if unit.holds == 0 and (unit.buffer is not None or spare):
@@ -182,7 +191,7 @@ class Gatherer:
         """Keep an idle unit's weights for the next use, if there is room, and a next use before they change."""
         self._idle[unit] = None
         self._drop_if_done(unit)
-        if self._held() > self._capacity and (victim := self._victim(unit)):
+        if self._held() > 1 + self._ahead and (victim := self._victim(unit)):
             self._evict(victim)
 
     def _drop_if_done(self, unit: Unit) -> None:
@@ -206,7 +215,7 @@ class Gatherer:
     def _buffer_for(self, unit: Unit) -> Buffer:
         """Find memory: the unit's own stale buffer, an idle unit's, or, while all are in use, new memory."""
         victim = unit if unit.buffer is not None else None
-        if victim is None and not unit.resident and self._held() >= self._capacity:
+        if victim is None and not unit.resident and self._held() >= 1 + self._ahead:
             victim = self._victim(unit)
         buffer = self._evict(victim) if victim else None
         if buffer is None or buffer.bytes.numel() != unit.nbytes:

@@ -44,6 +44,12 @@ the cores that would fill the next bucket. A backward waits for a reduction rath
 one that a peer starts only after a gather that takes this rank: `progress.py`.
 """
 
+_IDLE = 48 << 20
+"""Bytes of free shared memory that may keep their pages at the end of a backward, for the next step.
+
+To have pages back takes about 1 ms per MiB on a CPU (measured with two ranks on two cores).
+"""
+
 
 class Stepper(Protocol):
     """Who steps shards by their gradients while these are reduced."""
@@ -314,8 +320,9 @@ class Reducer:
         bucket.reduced = True
         self._shared.trace.emit("reduce", unit.name)
         self._round.started.append(self._launch(bucket))
-        if all(each.is_root for each in self._round.order[len(self._round.started) :]) and self._saves_memory():
-            self._shared.trim(all_of_it=True)  # the backward needs no more buffers; what is left may be its peak
+        if self.saves_memory() and (len(self._round.started) == 1 or self._is_root_left(len(self._round.started))):
+            # The backward needs less than the forward did and, from the root on, nothing more.
+            self._shared.trim(keep=0)
 
     def _launch(self, bucket: Bucket) -> _Reduction:
         unit = bucket.unit
@@ -364,7 +371,9 @@ class Reducer:
         """Give a bucket its memory, once there is room for one more beside the root's."""
         now, progress = self._round, self._shared.progress
         root = bucket.unit.is_root
-        while not root and (self._saves_memory() or self._held() >= LIMIT) and now.landed < len(now.started):
+        # Behind the last unit before the root there is nothing to compute that a reduction could run beside.
+        waits_for_all = self._is_root_left(len(now.started)) if root else self.saves_memory()
+        while now.landed < len(now.started) and (waits_for_all or (not root and self._held() >= LIMIT)):
             first = now.started[now.landed]
             with self._shared.traffic.waiting("reduce", first.bucket.unit.name):
                 if not first.flight.wait_unless(partial(progress.ends_wait, now.landed, monotonic())):
@@ -375,7 +384,7 @@ class Reducer:
         for memory in bucket.full:
             self._shared.ledger.track("gradient buckets", memory)
 
-    def _saves_memory(self) -> bool:
+    def saves_memory(self) -> bool:
         """Whether little memory is worth more than reductions beside the backward, or pages that are kept for later."""
         return self._round.stepping and self._shared.transport.blocking
 
@@ -396,6 +405,12 @@ class Reducer:
                 reduction.flight.wait()
             reduction.bucket.clear()
             self._round.landed += 1
+            if self._is_root_left(len(self._round.started)):
+                self._shared.trim(keep=0 if self.saves_memory() else _IDLE)  # here may be the peak of a step
+
+    def _is_root_left(self, count: int) -> bool:
+        """Whether the units after the first `count` are roots, if there are any."""
+        return all(unit.is_root for unit in self._round.order[count:])
 
     def _hand_over(self) -> None:
         """Give the shards their gradients, as far as any rank has used their parameters.
@@ -435,8 +450,8 @@ class Reducer:
         bad = [step.bad for reduction in self._round.started for step in reduction.steps]
         self.handed, self._judged = None, []
         self.stepper.end(self._census.take([], bad)[1])
-        if self._saves_memory():
-            self._shared.trim(all_of_it=True)
+        if self.saves_memory():
+            self._shared.trim(keep=0)
 
     def nonfinite(self) -> Tensor | None:
         """Return whether what the last backward left in `.grad` has a NaN or an infinity on any rank, [], 1 or 0.

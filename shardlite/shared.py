@@ -11,7 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from shardlite.agree import number
+from shardlite.agree import identify
 from shardlite.config import Route
 from shardlite.lane import Lane, make_lane
 from shardlite.ledger import Held, Ledger
@@ -178,10 +178,10 @@ class Shared:
         """Return the same, zeroed."""
         return self.transport.zeros(numel * dtype.itemsize, self.device).view(dtype)
 
-    def trim(self, *, all_of_it: bool = False) -> None:
-        """Give memory back to the system that no unit has used for a step, or `all_of_it` that is free."""
+    def trim(self, *, keep: int | None = None) -> None:
+        """Give memory back to the system that no unit has used for a step, or all that is free but `keep` bytes."""
         for transport in self.transports:
-            transport.trim(all_of_it=all_of_it)
+            transport.trim(keep=keep)
 
     def held(self) -> dict[str, Held]:
         """Return the bytes that this rank holds by purpose, those of messages included."""
@@ -207,12 +207,13 @@ def share(groups: Groups, device: torch.device, timeout: timedelta, route: Route
         LayoutError: the route cannot be taken.
         CommError: a rank does not come.
     """
-    instance, name = number(groups, timeout)
+    model = identify(groups, timeout)
     transport, replicas = _connect(groups, device, timeout, route, apart=False)
     hosts = connect_hosts(groups.shard, timeout, route=route)
     other_hosts = None if groups.replicas is None else connect_hosts(groups.replicas, timeout, route=route)
+    name = f"model {model.number} from rank {model.first}, {model.mark}"
     return Shared(
-        instance=instance,
+        instance=model.number,
         transport=transport,
         replicas=replicas,
         reducing=_connect(groups, device, timeout, route, apart=True),

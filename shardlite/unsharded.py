@@ -62,6 +62,9 @@ class Unsharded:
     def begin_backward(self, *, final: bool) -> None:
         """Nothing: a backward finds the weights of its forward."""
 
+    def stop_prefetching(self) -> None:
+        """Nothing: nothing is gathered in a backward."""
+
     def end_pass(self) -> None:
         """Nothing: all gathers were started when it began."""
 

@@ -59,7 +59,7 @@ def _uncompiled(function: _Function) -> _Function:
 def _give_back(transports: Iterable[Transport]) -> None:
     """Give the memory of a model that is gone back to the system, what is freed from now on included."""
     for transport in transports:
-        transport.trim(all_of_it=True)
+        transport.trim(keep=0)
 
 
 class _Uncompiled:
@@ -476,7 +476,7 @@ class ShardLite(nn.Module):
                 if not isinstance(entry, nn.Parameter) and self._shared.rank == 0:
                     entry.copy_(value)
         spread_buffers(self.module, self._shared)
-        self._shared.trim(all_of_it=True)
+        self._shared.trim(keep=0)
         self._stepping.mark_changed()
 
     def state_dict(self, *_: Any, **__: Any) -> Any:
@@ -520,7 +520,7 @@ class ShardLite(nn.Module):
                     self.ledger.track("parameters", memory)
         for buffer in self.module.buffers():
             self.ledger.track("buffers", buffer)
-        shared.trim(all_of_it=True)
+        shared.trim(keep=0)
         weakref.finalize(self, _give_back, shared.transports).atexit = False
         return units
 

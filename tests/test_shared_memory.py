@@ -114,7 +114,7 @@ def test_pages_are_kept_for_the_next_block_and_given_back_after_a_step_without_u
     assert [step(2), step(), pages()] == [5, 5, 3]
     assert kept.sum() == 3 * PAGE
     step(8)
-    heap.trim(all_of_it=True)
+    heap.trim(keep=0)
     assert pages() == 3
     del kept
     assert pages() == 0, "nobody is expected to ask for more"

@@ -144,7 +144,7 @@ def soak_body(group, count):
     group.barrier().wait()
     ranks = meet(group).neighbours
     held = [len(each) for each in (ranks._expected, ranks._early, ranks._kept)] + [len(each) for each in ranks._outbox]
-    ranks.heap.trim(all_of_it=True)
+    ranks.heap.trim(keep=0)
     return lanes, held, len(list(ranks.heap._cold)), max(ranks._sent)
 
 

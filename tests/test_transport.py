@@ -21,10 +21,12 @@ from shardlite.transport import (
     Tally,
     connect,
     local_world,
+    works,
 )
+from shardlite.transport.worker import Worker
 from tests.cluster import Cluster, RemoteError, run_local
 from tests.delays import Delayed
-from tests.patience import seconds
+from tests.patience import seconds, until
 from tests.worlds import Batched, run
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -167,6 +169,19 @@ def exchange_with_nobody(group):
         NcclTransport(impatient).exchange(messages, tag=8).wait()
 
 
+def leave_a_wait(group):
+    """A thread of rank 0 waits in gloo for what never comes when the program ends."""
+    transport = GroupTransport(dist.new_group([0, 1]), timedelta(seconds=seconds(300)))
+    if transport.rank == 1:
+        return None
+    worker = Worker("waits")
+    pending = transport.irecv(torch.zeros(4), 1, tag=8)
+    waiting = worker.submit(pending.wait)
+    until(lambda: works._waits)
+    works.end_waits()
+    return str(waiting.exception(seconds(30)))
+
+
 @pytest.fixture(scope="module")
 def throwaway(fork_server):
     """A cluster for bodies that break gloo connections or ranks: the session's stays as it is."""
@@ -180,6 +195,11 @@ def test_silent_gloo_peers_are_named(throwaway):
     assert first == second == "CommError"
     assert "rank 0 sending to rank 1 failed: 4000000 bytes, tag 7, timeout 0.2 s" in sending
     assert "rank 1 receiving from rank 0 failed: 16 bytes, tag 8, timeout 0.2 s" in receiving
+
+
+def test_no_thread_waits_in_gloo_when_a_program_ends(throwaway):
+    message, _ = throwaway.run(leave_a_wait, 2)
+    assert message.startswith("rank 0 receiving from rank 1 failed: 16 bytes, tag 8, timeout")
 
 
 def test_an_absent_gloo_peer_is_named_with_the_operation(throwaway):

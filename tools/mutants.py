@@ -389,8 +389,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/gather.py",
         "comparison",
-        "if self._held() > self._capacity and (victim",
-        "if self._held() >= self._capacity and (victim",
+        "if self._held() > 1 + self._ahead and (victim",
+        "if self._held() >= 1 + self._ahead and (victim",
         "a unit is evicted while there is room for it",
     ),
     (
@@ -849,6 +849,13 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "a parcel is read before it was written",
     ),
     (
+        "shardlite/transport/works.py",
+        "call",
+        "        hang_up()\n",
+        "        pass\n",
+        "a process that ends while a thread waits in gloo is taken down by a signal",
+    ),
+    (
         "shardlite/unit.py",
         "call",
         "torch.autograd.graph.increment_version(self.params())",
@@ -1070,6 +1077,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "shardlite/transport/ranks.py": ("test_groups",),
     "shardlite/transport/store.py": ("test_store",),
     "shardlite/transport/staged.py": ("test_transport", "test_ring"),
+    "shardlite/transport/works.py": ("test_transport",),
     "shardlite/unit.py": ("test_between", "test_optim_adopt"),
     "shardlite/unsharded.py": ("test_between",),
     "shardlite/writeback.py": ("test_writeback",),

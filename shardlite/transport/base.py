@@ -113,8 +113,8 @@ class Transport(Protocol):
     def zeros(self, nbytes: int, device: torch.device) -> Tensor:
         """Return such memory, zeroed. On the CPU it takes pages only as it is written to."""
 
-    def trim(self, *, all_of_it: bool = False) -> None:
-        """Give memory back to the system that nobody has used since the last call, or all that is not in use."""
+    def trim(self, *, keep: int | None = None) -> None:
+        """Give memory back to the system that nobody has used since the last call; or all but `keep` free bytes."""
 
     @property
     def holder(self) -> Holder | None:
@@ -163,7 +163,7 @@ class Plain:
         """Return memory [nbytes] on a device, zeroed."""
         return lazy_zeros(nbytes) if device.type == "cpu" else torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
-    def trim(self, *, all_of_it: bool = False) -> None:
+    def trim(self, *, keep: int | None = None) -> None:
         """Nothing: memory is that of PyTorch's allocators."""
 
     def is_gone(self, peer: int) -> bool:
@@ -221,9 +221,9 @@ class Around:
         """Return memory [nbytes] of the other one, zeroed."""
         return self._transport.zeros(nbytes, device)
 
-    def trim(self, *, all_of_it: bool = False) -> None:
+    def trim(self, *, keep: int | None = None) -> None:
         """Give back memory of the other one."""
-        self._transport.trim(all_of_it=all_of_it)
+        self._transport.trim(keep=keep)
 
     def is_gone(self, peer: int) -> bool:
         """Whether the other one knows it."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from shardlite.config import Route, TransportName
 from shardlite.cost import LINKS, best_algorithm
-from shardlite.errors import LayoutError
+from shardlite.errors import CommError, LayoutError
 from shardlite.transport.base import Transport
 from shardlite.transport.group import GroupTransport
 from shardlite.transport.meeting import meet, nodes_of
@@ -60,6 +60,7 @@ def connect(
     Raises:
         LayoutError: this process is not a member of `group`, the group has no backend that can carry such tensors, or
             the route cannot be taken.
+        CommError: ranks do not come, or cannot be connected.
     """
     choice = choose(group, device, timeout, route=route, apart=apart)
     if choice.words not in _reported:
@@ -165,7 +166,17 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def _again(group: dist.ProcessGroup | None, timeout: timedelta, backend: str) -> dist.ProcessGroup:
-    """Return another group of the same ranks, which lives as long as the process group of all."""
+    """Return another group of the same ranks, which lives as long as the process group of all.
+
+    Raises:
+        CommError: the ranks cannot be connected.
+    """
     ranks = dist.get_process_group_ranks(group)
-    again: dist.ProcessGroup = dist.new_group(ranks, timeout, backend=backend, use_local_synchronization=True)
+    try:
+        again: dist.ProcessGroup = dist.new_group(ranks, timeout, backend=backend, use_local_synchronization=True)
+    except RuntimeError as error:
+        raise CommError(
+            f"rank {dist.get_rank(group)} cannot connect to ranks {ranks} over {backend} once more, for messages "
+            f"beside those of the process group. The backend says: {error}"
+        ) from error
     return again

@@ -186,15 +186,21 @@ class Heap(Mapping):
         """Return the same, zeroed: it takes pages only as it is written to."""
         return self._block(nbytes, zeroed=True)
 
-    def trim(self, *, all_of_it: bool = False) -> None:
-        """Give pages back that nobody has used since the last call; or all that are free, and will be."""
+    def trim(self, *, keep: int | None = None) -> None:
+        """Give pages back that nobody has used since the last call; or all that are free but `keep` bytes.
+
+        With 0 this holds for what is freed later, too, until somebody asks for memory again.
+        """
         if not self._returns.owner.is_here:  # where another thread may have held the lock, too
             return
         with self._change() as possible:
-            self._returns.for_good = all_of_it
+            self._returns.for_good = keep == 0
             if not possible:  # what is given back from now on loses its pages at once
                 return
-            for start, stop in list(self._warm if all_of_it else self._warm.without(self._used_lately)):
+            if keep is not None:
+                self._keep_to(keep)
+                return
+            for start, stop in list(self._warm.without(self._used_lately)):
                 self._cool(start, stop)
             self._used_lately = _Spans()
             self._most_before, self._most = self._most, self._live
@@ -227,7 +233,8 @@ class Heap(Mapping):
             start = self._take(length)
             self._live += length
             self._most = max(self._most, self._live)
-            self._keep_to_the_limit()
+            # Free ranges may be too short for what comes: let no more pages be warm than were needed lately.
+            self._keep_to(int(_SLACK * max(self._most, self._most_before)) - self._live)
         if zeroed:
             self._returns.drop_pages(start, start + length)
         block = (ctypes.c_char * nbytes).from_buffer(self.memory, start)
@@ -274,11 +281,10 @@ class Heap(Mapping):
             for part in list(_Spans.of(start, start + length).without(self._used_lately)):
                 self._used_lately.add(*part)
 
-    def _keep_to_the_limit(self) -> None:
-        """Let no more pages be warm than were needed lately: free ranges may be too short for what comes."""
-        limit = int(_SLACK * max(self._most, self._most_before))
+    def _keep_to(self, limit: int) -> None:
+        """Let no more than so many bytes be warm, the shorter ranges rather than the longer ones."""
         for start, stop in sorted(self._warm, key=lambda span: span[0] - span[1]):
-            over = self._live + self._warm.nbytes - limit
+            over = self._warm.nbytes - limit
             if over <= 0:
                 break
             self._cool(max(start, stop - _rounded_up(over)), stop)

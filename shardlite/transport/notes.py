@@ -166,7 +166,10 @@ class Notes:
         return " and ".join(sorted(map(str, list(self._running.values())))) or "an operation that others are in"
 
     def _failure(self) -> str:
-        """Say which other rank has failed, if any has."""
+        """Say which other rank has failed, if any has. An operation of this one that has failed ends by itself soon."""
+        if self.failed:
+            is_soon = self._since is not None and time.monotonic() < self._since + self._patience + SLOW
+            return "" if is_soon else f"this rank has failed before: {self.failed}"
         with suppress(RuntimeError):  # the store may be gone with the process that kept it
             failed = int(self._board.read(_FAILED) or self._rank)
             said = "" if self._waits is None or failed == self._rank else self._waits.read(failed)

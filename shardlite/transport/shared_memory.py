@@ -305,9 +305,9 @@ class SharedMemoryTransport(OneByOne):
         """Return the same, zeroed."""
         return self._neighbours.heap.zeros(nbytes) if device.type == "cpu" else super().zeros(nbytes, device)
 
-    def trim(self, *, all_of_it: bool = False) -> None:
-        """Give pages back that nobody has used since the last call, or all that are free."""
-        self._neighbours.heap.trim(all_of_it=all_of_it)
+    def trim(self, *, keep: int | None = None) -> None:
+        """Give pages back that nobody has used since the last call, or all that are free but `keep` bytes."""
+        self._neighbours.heap.trim(keep=keep)
 
     def is_gone(self, peer: int) -> bool:
         """Whether the process of rank `peer` has ended."""

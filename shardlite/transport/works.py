@@ -102,6 +102,9 @@ _waits: dict[object, Callable[[], None]] = {}
 _FAREWELL = 1.0
 """Seconds in which threads leave waits that have ended."""
 
+_LOOK = 1e-3
+"""Seconds between two looks at whether they have."""
+
 
 def end_waits() -> None:
     """End all waits that block a thread, at the end of the program.
@@ -116,8 +119,6 @@ def end_waits() -> None:
 
 
 atexit.register(end_waits)
-
-_LOOK = 1e-3
 
 _waiters = [Worker("shardlite-waiter")]
 
