@@ -59,12 +59,13 @@ def identify(groups: Groups, timeout: timedelta = TIMEOUT) -> Identity:
     """Return what all ranks of a model that is wrapped now know it by."""
     world = dist.group.WORLD
     assert world is not None, "models are wrapped over process groups"
-    highest, first = _latest.get(world, 0) + 1, [dist.get_rank(), secrets.token_hex(8)]
+    own = Identity(_latest.get(world, 0) + 1, dist.get_rank(), secrets.token_hex(8))
     for group in groups.all:
-        told = tell(group, (highest, first), "the number of a model", timeout)
-        highest, first = max(number for number, _ in told), min(each for _, each in told)
-    _latest[world] = highest
-    return Identity(highest, *first)
+        told = [Identity(*each) for each in tell(group, own, "the number of a model", timeout)]
+        first = min(told, key=lambda each: each.first)
+        own = first._replace(number=max(each.number for each in told))
+    _latest[world] = own.number
+    return own
 
 
 def _first_difference(rows: Sequence[Sequence[str]]) -> str:

@@ -340,7 +340,8 @@ class _Named(NamedTuple):
         notes = self.operation.notes
         if notes is not None:
             if notes.failed:
-                raise CommError(f"{self}: not begun, for this rank has failed before: {notes.failed}")
+                why = f"not begun, for this rank has failed before: {notes.failed}"
+                raise CommError(f"{self}: {why}{notes.compare(str(self), why)}")
             notes.begin(self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

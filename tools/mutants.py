@@ -158,8 +158,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/agree.py",
         "operator",
-        "highest, first = _latest.get(world, 0) + 1, [dist.get_rank(), secrets.token_hex(8)]",
-        "highest, first = _latest.get(world, 0), [dist.get_rank(), secrets.token_hex(8)]",
+        "own = Identity(_latest.get(world, 0) + 1, dist.get_rank(), secrets.token_hex(8))",
+        "own = Identity(_latest.get(world, 0), dist.get_rank(), secrets.token_hex(8))",
         "two models share a number, and so the tags of their operations",
     ),
     (

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from shardlite.layout import ALIGN, round_up
 from shardlite.optim import AdamW
+from shardlite.parameters import as_they_are
 from shardlite.partition import cut
 from shardlite.plan import plan_flats
 from shardlite.transport import tell
@@ -182,11 +183,15 @@ class _Sharded(_Plain):
     def gradients(self) -> Gradients:
         """Put each together from the shards of all ranks, which follow each other; or take it if it is whole."""
         params, group = _trainable(self.module), self.task.group
-        own = {name: None if p.grad is None else p.grad.reshape(-1) for name, p in params.items()}
+        with as_they_are():  # parts of gradients, which the library looks after
+            own = {n: None if p.grad is None else p.grad.as_subclass(Tensor).reshape(-1) for n, p in params.items()}
         counts = tell(group, {name: None if grad is None else grad.numel() for name, grad in own.items()}, "gradients")
         whole: dict[str, Tensor | None] = {}
         for name, grad in own.items():
-            parts = [None if each[name] is None else params[name].new_empty(each[name]) for each in counts]
+            dtype, device = params[name].dtype, params[name].device
+            parts = [
+                None if each[name] is None else torch.empty(each[name], dtype=dtype, device=device) for each in counts
+            ]
             parts[dist.get_rank(group)] = grad
             for rank, part in enumerate(parts):
                 if part is not None and part.numel():
