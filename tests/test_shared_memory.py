@@ -9,6 +9,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -500,16 +501,24 @@ def test_all_ranks_use_messages_where_one_cannot_share(cluster, kind, reason):
 
 
 def descriptors_body(group):
-    """Meet, use and forget, again and again; returns how many files are open before and after."""
-    counts = []
+    """Meet, use and forget, again and again; returns which files are open before and after."""
+    files = []
     for _ in range(4):
         met = meeting._meet(group, PATIENT)
         assert met.neighbours is not None
         dist.barrier(group)
         del met
         gc.collect()
-        counts.append(len(os.listdir("/proc/self/fd")))
-    return counts[0], counts[-1]
+        files.append(sorted(_kind_of(each) for each in Path("/proc/self/fd").iterdir()))
+    return files[0], files[-1]
+
+
+def _kind_of(descriptor: Path) -> str:
+    """Say what a descriptor is, without the number of a socket."""
+    try:
+        return str(descriptor.readlink()).partition("[")[0]
+    except FileNotFoundError:
+        return "that of the folder"
 
 
 def test_a_meeting_leaves_no_descriptors_behind(cluster):
