@@ -162,3 +162,28 @@ def test_the_order_of_reductions_is_learnt_in_the_first_backward(cluster):
     for first, second in cluster.run(first_order_body, 2):
         assert sorted(first) == sorted(second)
         assert second == ["reduce blocks.1", "reduce blocks.0", "reduce blocks.2"]
+
+
+def stepping_body(group):
+    model = ShardLite(Three(), group=group)
+    optimizer = AdamW(model.parameters(), in_backward=True)
+    return [train_step(model, optimizer)[1] for _ in range(3)]
+
+
+def test_a_backward_that_steps_gathers_nothing_ahead_on_a_cpu(cluster):
+    expected = [
+        "evict blocks.0",  # what the forward has left, but for the unit that is needed first
+        "release blocks.1",
+        "reduce blocks.1",
+        "evict blocks.1",
+        "gather blocks.0",
+        "wait blocks.0",
+        "release blocks.0",
+        "evict blocks.0",
+        "reduce blocks.0",
+        "reduce (root)",
+        "evict (root)",
+    ]
+    for first, second, third in cluster.run(stepping_body, 2):
+        assert "gather blocks.0" not in first, "it is not known yet that this one steps"
+        assert second == third == expected

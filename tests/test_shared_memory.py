@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -93,6 +94,19 @@ def test_random_blocks_never_overlap_and_do_not_grow(small):
     del block, old
     kept.clear()
     assert heap.empty(256 * PAGE).numel() == 256 * PAGE, "all is one block again"
+
+
+def test_so_many_free_pages_are_kept_as_asked_for(small):
+    heap = small(64)
+    blocks = [heap.empty(numel * PAGE).fill_(1) for numel in (8, 1, 4)]
+    del blocks[0], blocks[1]
+    heap.trim(keep=5 * PAGE)
+    assert heap.resident == (5 + 1) * PAGE
+    heap.trim(keep=6 * PAGE)
+    blocks.append(heap.empty(5 * PAGE).fill_(1))
+    blocks.clear()
+    heap.trim(keep=2 * PAGE)
+    assert heap.resident == 2 * PAGE
 
 
 def test_pages_are_kept_for_the_next_block_and_given_back_after_a_step_without_use(small):
@@ -523,4 +537,4 @@ def _kind_of(descriptor: Path) -> str:
 
 def test_a_meeting_leaves_no_descriptors_behind(cluster):
     for before, after in cluster.run(descriptors_body, 3):
-        assert before == after
+        assert not Counter(after) - Counter(before)  # what an earlier test has left may go meanwhile
