@@ -48,7 +48,7 @@ class Backward:
         self._task: int | None = None
         self._mode = Mode.STEP
         self._reducing = False
-        self._saves_memory = False  # in the last backward
+        self._saves_memory = False  # in the last backward before a step
         self._caught: set[nn.Parameter] = set()
         self._got_gradients = False
         self._recorded: set[Unit] = set()
@@ -66,7 +66,7 @@ class Backward:
             self._reducing = self._mode is not Mode.LOCAL
             torch.autograd.Variable._execution_engine.queue_callback(self._close)
             self._gatherer.begin_backward(final=self._mode is Mode.STEP)
-            if self._saves_memory and self._reducing:
+            if self._saves_memory and self._mode is Mode.STEP:
                 self._gatherer.stop_prefetching()
 
     def use(self, unit: Unit) -> None:
@@ -111,7 +111,8 @@ class Backward:
         self.open()
         if not self._got_gradients:
             self._reducer.begin(steps=self._mode is Mode.STEP, reduces=self._mode is not Mode.LOCAL)
-            self._saves_memory = self._reducer.saves_memory()
+            if self._mode is Mode.STEP:
+                self._saves_memory = self._reducer.saves_memory()
         self._got_gradients = True
         self._reducer.latest = (param, grad.detach()) if is_watched else None
         bucket = self._reducer.add(unit, param, grad.detach())  # with `create_graph` it has a history

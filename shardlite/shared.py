@@ -153,6 +153,7 @@ class Shared:
     def telling(self) -> Iterator[None]:
         """Leave a note about an exception, for other ranks that will wait for this one in vain."""
         self.notes.withdraw()
+        defer_interrupts()  # a notebook sets Python's handler anew for each cell
         try:
             yield
         except Exception as error:

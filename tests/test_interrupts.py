@@ -6,10 +6,12 @@ A rank counts its steps by what its optimizer says: an interrupt may come betwee
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import FrameType, SimpleNamespace
 
 import numpy
@@ -24,6 +26,7 @@ from shardlite import AdamW, ShardLite
 from shardlite.errors import CommError
 from shardlite.lane import _HostFlight
 from shardlite.transport import Notes, SharedBoard, interrupts
+from shardlite.transport.worker import Worker
 from tests.doomed import JOIN
 from tests.models import Residual
 from tests.patience import until
@@ -177,6 +180,8 @@ LIBRARY, PROGRAM = shardlite.lane.__file__, "/home/somebody/train.py"
         ((numpy.__file__, LIBRARY), False),
         ((shardlite.cli.__file__, "<frozen runpy>"), False),
         (("<string>",), False),
+        ((f"{Path(LIBRARY).parent}_train.py",), False),
+        ((f"{Path(torch.__file__).parent}vision/models.py", LIBRARY), False),
     ],
 )
 def test_the_innermost_line_that_is_not_of_pytorch_counts(files, waits):
@@ -196,19 +201,33 @@ class Leaver:
 def test_a_second_one_ends_the_call_and_the_rank_takes_part_in_nothing_more(deferring, monkeypatch):
     leaver = Leaver()
     monkeypatch.setattr(interrupts, "leavers", lambda: [leaver])
-    monkeypatch.setattr(interrupts, "_PAUSE", 1000)
-    deferring(signal.SIGINT, frame(LIBRARY))
-    assert interrupts.is_put_off()
+
+    main = threading.main_thread().ident
+
+    def press_twice() -> None:
+        until(lambda: sys._current_frames()[main].f_code.co_name == "wait")
+        os.kill(os.getpid(), signal.SIGINT)
+        until(lambda: interrupts._deferring.is_pending)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    worker = Worker("presses Ctrl-C")
+
+    def program() -> None:
+        worker.submit(press_twice)
+        _HostFlight().wait()  # which never ends
+
     with pytest.raises(KeyboardInterrupt):
-        deferring(signal.SIGINT, frame(LIBRARY))
+        program()
     assert not interrupts.is_put_off()
     assert leaver.failed == "a second Ctrl-C ended a call of the library"
     until(lambda: leaver.notes == [leaver.failed])
 
 
-def test_who_waits_for_long_gives_way(deferring):
+def test_who_waits_for_long_gives_way(deferring, monkeypatch):
     own = Notes(SharedBoard(), rank=0, world_size=2)
-    deferring(signal.SIGINT, frame(LIBRARY))
+    monkeypatch.setattr(interrupts, "leavers", lambda: [own])
+    monkeypatch.setattr(interrupts, "_in_library", lambda frame: True)
+    deferring(signal.SIGINT, None)
     with pytest.raises(KeyboardInterrupt):
         own.hopeless()
     assert own.failed.startswith("Ctrl-C came while it waited in ")

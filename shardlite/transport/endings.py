@@ -3,6 +3,7 @@
 It may come of a forward, a backward, a hook or a data loader, and the process may take a second to end after it.
 """
 
+import os
 import sys
 import traceback
 import weakref
@@ -28,8 +29,8 @@ _leavers: "weakref.WeakSet[Leaver]" = weakref.WeakSet()
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
-LIBRARIES = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))
-"""Where files lie that are not the program's."""
+LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parent.parent, Path(torch.__file__).parent))
+"""Where files lie that are not the program's: of this library, and of PyTorch."""
 
 
 def tell_of_the_end(leaver: Leaver) -> None:
@@ -51,9 +52,12 @@ class _Told:
         self._before = before
 
     def __call__(self, kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
-        for leaver in leavers():
-            leaver.fail(f"its program ended in {kind.__name__}: {error}{_place(frames)}")
-        self._before(kind, error, frames)
+        try:
+            if not hasattr(sys, "ps1"):  # at a prompt the program goes on
+                for leaver in leavers():
+                    leaver.fail(f"its program ended in {kind.__name__}: {error}{_place(frames)}")
+        finally:
+            self._before(kind, error, frames)
 
 
 def _place(frames: TracebackType | None) -> str:

@@ -55,7 +55,7 @@ class GroupTransport(OneByOne):
 
 
 _NEVER_SENT = 0x7FFFFFFF
-"""A tag that one operation in 2^31 has."""
+"""A tag that no message has, but once in 2^31; at the end of a program that does no harm."""
 
 
 def _check(tensor: Tensor) -> None:

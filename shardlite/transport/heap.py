@@ -189,7 +189,7 @@ class Heap(Mapping):
     def trim(self, *, keep: int | None = None) -> None:
         """Give pages back that nobody has used since the last call; or all that are free but `keep` bytes.
 
-        With 0 this holds for what is freed later, too, until somebody asks for memory again.
+        With 0 this holds for what is freed later, too, until memory is asked for, or the next call.
         """
         if not self._returns.owner.is_here:  # where another thread may have held the lock, too
             return

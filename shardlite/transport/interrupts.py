@@ -8,10 +8,11 @@ half a second ends with it, and the rank takes part in nothing more. So does a s
 Only Python's own handler is put off. A program with a handler of its own has its way.
 """
 
+import os
 import signal
+import sys
 import sysconfig
 import time
-from _thread import interrupt_main
 from pathlib import Path
 from threading import Thread, current_thread, main_thread
 from types import FrameType
@@ -23,10 +24,10 @@ from shardlite.transport.endings import LIBRARIES, leavers
 _PAUSE = 1e-3
 """Seconds between two looks at whether the library is done."""
 
-_OURS = (LIBRARIES[0], str(Path(shardlite_kernels.__file__).parent))
-_PROGRAMS = tuple(f"{_OURS[0]}/{name}" for name in ("cli.py", "demo/", "verification/"))
-_PLACES = tuple(sysconfig.get_paths()[name] for name in ("purelib", "platlib"))
-_STANDARD = sysconfig.get_paths()["stdlib"]
+_OURS = (LIBRARIES[0], f"{Path(shardlite_kernels.__file__).parent}{os.sep}")
+_PROGRAMS = tuple(f"{_OURS[0]}{name}" for name in ("cli.py", "demo", "verification"))
+_PLACES = tuple(f"{sysconfig.get_paths()[name]}{os.sep}" for name in ("purelib", "platlib"))
+_STANDARD = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
 _PYTORCH = LIBRARIES[1]
 
 
@@ -35,29 +36,38 @@ class _Deferring:
 
     def __init__(self) -> None:
         self.is_pending = False
-        self._looks_again = False
+        self._is_ours = False  # the signal that comes next: it is no second Ctrl-C
+        self._times = 0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        looks_again, self._looks_again = self._looks_again, False
-        if looks_again and not self.is_pending:
-            return
-        is_inside = _in_library(frame)
-        if is_inside and self.is_pending and not looks_again:
-            _break_off()
-            is_inside = False
-        if not is_inside:
+        is_ours, self._is_ours = self._is_ours, False
+        if is_ours and not self.is_pending:
+            return  # a long wait has given way meanwhile
+        if not _in_library(frame):
             self.is_pending = False
             signal.default_int_handler(number, frame)
         if not self.is_pending:
             self.is_pending = True
-            Thread(target=self._look_again, name="shardlite-interrupt", daemon=True).start()
+            self._times += 1
+            Thread(target=self._deliver, args=(self._times,), name="shardlite-interrupt", daemon=True).start()
+        elif not is_ours:
+            self.is_pending = False
+            _break_off()
+            signal.default_int_handler(number, frame)
 
-    def _look_again(self) -> None:
-        while self.is_pending:
+    def _deliver(self, times: int) -> None:
+        """Send the signal once more as soon as the program's own lines run, or its handler is another one."""
+        thread = main_thread().ident
+        assert thread is not None, "it runs"
+        mine: object = self
+        while self.is_pending and self._times == times:
+            if signal.getsignal(signal.SIGINT) is not mine:
+                self.is_pending = False
+                signal.pthread_kill(thread, signal.SIGINT)
+            elif not _in_library(sys._current_frames().get(thread)):
+                self._is_ours = True
+                signal.pthread_kill(thread, signal.SIGINT)
             time.sleep(_PAUSE)
-            if self.is_pending:
-                self._looks_again = True
-                interrupt_main()
 
 
 _deferring = _Deferring()
@@ -74,13 +84,15 @@ def is_put_off() -> bool:
     return _deferring.is_pending and current_thread() is main_thread()
 
 
-def give_way() -> None:
-    """End a long wait by what is put off, if anything is.
+def give_way(during: str) -> None:
+    """End a long wait by what is put off, if anything is, and take part in nothing more: say `during` what it came.
 
     Raises:
         KeyboardInterrupt: it is.
     """
     if is_put_off():
+        for leaver in leavers():
+            leaver.fail(f"Ctrl-C came while it waited in {during}")
         _deferring.is_pending = False
         raise KeyboardInterrupt
 

@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from shardlite.errors import CommError
 from shardlite.transport.endings import LIBRARIES
-from shardlite.transport.interrupts import give_way, is_put_off
+from shardlite.transport.interrupts import give_way
 from shardlite.transport.store import bounded_store
 
 log = logging.getLogger("shardlite")
@@ -85,6 +85,7 @@ class Notes:
         """Why this rank takes part in nothing more, once it has failed for good."""
 
         self._has_told = False
+        self._messages = 0  # that are over: who moves data says something new each time
         self._rank = rank
         self._others = [other for other in range(world_size) if other != rank]
         self._patience = patience
@@ -138,16 +139,14 @@ class Notes:
     def hopeless(self) -> str:
         """Return why this rank will never go on, or nothing. To be called again and again while it waits, each `SLOW`.
 
-        What the thread of the program finds the others hear of.
+        Whether all ranks stand still only the thread of the program finds out; its other threads hear of it.
 
         Raises:
             KeyboardInterrupt: Ctrl-C has come meanwhile.
         """
-        if is_put_off():
-            self.fail(f"Ctrl-C came while it waited in {self._inside()}{self.place()}")
-            give_way()
-        if not self._hopeless and get_ident() == self._thread:
-            self._hopeless = self._failure() or self._standstill()
+        give_way(f"{self._inside()}{self.place()}")
+        if not self._hopeless:
+            self._hopeless = self._failure() or (self._standstill() if get_ident() == self._thread else "")
         return self._hopeless
 
     def give_up(self, why: str) -> NoReturn:
@@ -193,7 +192,7 @@ class Notes:
             return ""
         self._beats += 1
         inside = sorted(map(str, list(self._running.values())))
-        said = "\n".join([str(self._beats), self.place(), *inside])
+        said = "\n".join([str(self._beats), str(self._messages), self.place(), *inside])
         try:
             self._waits.put(self._rank, said)
             told = {self._rank: said} | {other: self._waits.read(other) for other in self._others}
@@ -207,12 +206,12 @@ class Notes:
             beats[rank] = int(beat or 0)
             if not where or self._first.get(rank, (0, ""))[1] != where:
                 self._first[rank] = (beats[rank], where)
-        operations = {rank: where.splitlines()[1:] for rank, (_, where) in self._first.items()}
+        operations = {rank: where.splitlines()[2:] for rank, (_, where) in self._first.items()}
         long = all(beats[rank] - beat >= _BEATS for rank, (beat, _) in self._first.items())
         if not long or not all(operations.values()) or set.intersection(*map(set, operations.values())):
             return ""
         each = (
-            f"\n  rank {rank} in {' and '.join(operations[rank])}{self._first[rank][1].splitlines()[0]}"
+            f"\n  rank {rank} in {' and '.join(operations[rank])}{self._first[rank][1].splitlines()[1]}"
             for rank in sorted(operations)
         )
         standstill = f"{_STANDSTILL}{''.join(each)}"
@@ -222,7 +221,8 @@ class Notes:
         return standstill
 
     def goes_on(self) -> None:
-        """Take back what was said of waiting."""
+        """Take back what was said of waiting: a message is over."""
+        self._messages += 1
         if self._waits is not None and self._first and not self._hopeless and get_ident() == self._thread:
             self._first, self._asked = {}, 0
             with suppress(RuntimeError):

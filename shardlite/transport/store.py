@@ -32,6 +32,9 @@ T = TypeVar("T")
 TIMEOUT = timedelta(minutes=10)
 """How long ranks wait for each other, if nobody says otherwise."""
 
+_SLOW = 0.5
+"""Seconds after which a wait gives way to Ctrl-C."""
+
 _FIRST_LOOK, _LAST_LOOK = 2e-4, 2e-2
 """Seconds between two looks for a key: at first, and after a while."""
 
@@ -127,11 +130,12 @@ def _await(store: BoundedStore, look: Callable[[Store], Sequence[str]], deadline
         TimeoutError: nothing is there in time.
         KeyboardInterrupt: Ctrl-C has come meanwhile.
     """
-    pause = _FIRST_LOOK
+    pause, slow = _FIRST_LOOK, time.monotonic() + _SLOW
     while not (rows := store.ask(look, max(_LAST_LOOK, deadline - time.monotonic()))):
         if time.monotonic() > deadline:
             raise TimeoutError
-        give_way()
+        if time.monotonic() > slow:
+            give_way("what all ranks tell each other")
         time.sleep(pause)
         pause = min(2 * pause, _LAST_LOOK)
     return rows

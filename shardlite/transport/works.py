@@ -1,10 +1,12 @@
 """What `torch.distributed` works on, and its failures in our words. For the transports over process groups."""
 
-import atexit
+import os
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from threading import current_thread, main_thread
 from time import monotonic, sleep
 
@@ -12,7 +14,7 @@ import torch.distributed as dist
 
 from shardlite.errors import CommError, LayoutError
 from shardlite.transport.base import Message
-from shardlite.transport.notes import SLOW, watching
+from shardlite.transport.notes import SLOW, Notes, watching
 from shardlite.transport.worker import Worker
 
 
@@ -57,9 +59,9 @@ class InFlight:
         """
         watch = watching()
         if watch is None or self.posted.timeout is None or current_thread() is not main_thread():
-            self._wait()
+            self._wait(watch)
             return
-        waiting = _waiter().submit(self._wait)
+        waiting = _waiter().submit(partial(self._wait, watch))
         while True:
             try:
                 waiting.result(SLOW)
@@ -68,7 +70,7 @@ class InFlight:
                 if not waiting.done() and (why := watch.hopeless()):
                     raise self.posted.failed(why) from None
 
-    def _wait(self) -> None:
+    def _wait(self, watch: Notes | None) -> None:
         limit = () if self.posted.timeout is None else (self.posted.timeout,)
         mark = object()
         if self.hang_up is not None:
@@ -77,6 +79,8 @@ class InFlight:
             for work in self.works:
                 if not work.wait(*limit):
                     raise RuntimeError("the operation was aborted")
+                if watch is not None:
+                    watch.goes_on()
         except RuntimeError as error:
             raise self.posted.refused(error) from error
         finally:
@@ -118,7 +122,8 @@ def end_waits() -> None:
         sleep(_LOOK)
 
 
-atexit.register(end_waits)
+weakref.finalize(Posted, end_waits)  # when the interpreter ends, after lanes, which were made later, have waited
+
 
 _waiters = [Worker("shardlite-waiter")]
 
@@ -128,3 +133,13 @@ def _waiter() -> Worker:
     if not _waiters[0].is_idle:
         _waiters[0] = Worker("shardlite-waiter")
     return _waiters[0]
+
+
+def _forget() -> None:
+    """Forget threads and waits in a forked child: they are its parent's."""
+    _waits.clear()
+    _waiters[0] = Worker("shardlite-waiter")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
