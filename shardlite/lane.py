@@ -17,7 +17,7 @@ import torch
 
 from shardlite.process import Owner
 from shardlite.transport import Notes, end_waits
-from shardlite.transport.notes import SLOW
+from shardlite.transport.interrupts import SLOW
 
 _FAREWELL = 2.0
 """Seconds that the end of a lane waits for its last operation, which may be waiting for a peer that is gone."""

@@ -21,6 +21,10 @@ import shardlite_kernels
 
 from shardlite.transport.endings import LIBRARIES, leavers
 
+SLOW = 0.5
+"""Seconds after which a wait is long: it gives way to Ctrl-C, and a rank asks whether others have failed, and says in
+which operations it waits. So many seconds are between two such looks, too."""
+
 _PAUSE = 1e-3
 """Seconds between two looks at whether the library is done."""
 

@@ -20,17 +20,13 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from shardlite.errors import CommError
 from shardlite.transport.endings import LIBRARIES
-from shardlite.transport.interrupts import give_way
+from shardlite.transport.interrupts import SLOW, give_way
 from shardlite.transport.store import bounded_store
 
 log = logging.getLogger("shardlite")
 
 PATIENCE = 2.0
 """Seconds after its first failure in which a rank waits for the notes of others, which fail at about that time."""
-
-SLOW = 0.5
-"""Seconds of a wait after which a rank asks whether others have failed, and says in which operations it waits; and
-between two such looks."""
 
 _LOOK = 0.02
 """Seconds between two looks."""

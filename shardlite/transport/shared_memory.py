@@ -29,8 +29,9 @@ from shardlite.ledger import Held, Ledger
 from shardlite.schedule import Algorithm
 from shardlite.transport.base import Completed, Loan, OneByOne, Pending
 from shardlite.transport.heap import Heap, Mapping
+from shardlite.transport.interrupts import SLOW
 from shardlite.transport.mailbox import PLACES, Announcement, Control, Receipts
-from shardlite.transport.notes import SLOW, watching
+from shardlite.transport.notes import watching
 
 _T = TypeVar("_T")
 

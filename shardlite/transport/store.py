@@ -24,16 +24,13 @@ from torch._C._distributed_c10d import Store
 
 from shardlite.errors import CommError
 from shardlite.process import Owner
-from shardlite.transport.interrupts import give_way
+from shardlite.transport.interrupts import SLOW, give_way
 from shardlite.transport.worker import Worker
 
 T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=10)
 """How long ranks wait for each other, if nobody says otherwise."""
-
-_SLOW = 0.5
-"""Seconds after which a wait gives way to Ctrl-C."""
 
 _FIRST_LOOK, _LAST_LOOK = 2e-4, 2e-2
 """Seconds between two looks for a key: at first, and after a while."""
@@ -130,7 +127,7 @@ def _await(store: BoundedStore, look: Callable[[Store], Sequence[str]], deadline
         TimeoutError: nothing is there in time.
         KeyboardInterrupt: Ctrl-C has come meanwhile.
     """
-    pause, slow = _FIRST_LOOK, time.monotonic() + _SLOW
+    pause, slow = _FIRST_LOOK, time.monotonic() + SLOW
     while not (rows := store.ask(look, max(_LAST_LOOK, deadline - time.monotonic()))):
         if time.monotonic() > deadline:
             raise TimeoutError

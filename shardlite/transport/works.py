@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from shardlite.errors import CommError, LayoutError
 from shardlite.transport.base import Message
-from shardlite.transport.notes import SLOW, Notes, watching
+from shardlite.transport.interrupts import SLOW
+from shardlite.transport.notes import Notes, watching
 from shardlite.transport.worker import Worker
 
 
