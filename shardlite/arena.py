@@ -6,8 +6,10 @@ lays its state out in the same way.
 Legend: `W` ranks, `S` elements per shard of one unit.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -79,3 +81,31 @@ def _follows(part: Tensor, following: Tensor) -> bool:
 
 def _as_one(parts: Sequence[Tensor]) -> Tensor:
     return torch.as_strided(parts[0], (sum(part.numel() for part in parts),), (1,), parts[0].storage_offset())
+
+
+class ShardInfo(NamedTuple):
+    """What an optimizer has to know of a shard beside its values. Other parameters have none."""
+
+    offset: int
+    """Elements of the whole parameter that lie before the shard."""
+
+    low: Tensor | None
+    """The lower part of its weights, of the same length, where they are split; the shard is the upper part then."""
+
+    @staticmethod
+    def of(param: Tensor) -> ShardInfo:
+        """Return that of a parameter."""
+        part: ShardInfo = getattr(param, "shardlite_part", _WHOLE)
+        return part
+
+    @staticmethod
+    def is_of(param: Tensor) -> bool:
+        """Whether a parameter has one, and so is a shard."""
+        return ShardInfo.of(param) is not _WHOLE
+
+    def mark(self, param: Tensor) -> None:
+        """Let this be that of a parameter."""
+        param.shardlite_part = self  # type: ignore[attr-defined]
+
+
+_WHOLE = ShardInfo(0, None)

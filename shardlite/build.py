@@ -17,11 +17,10 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from shardlite.arena import carve, zeros_on
+from shardlite.arena import ShardInfo, carve, zeros_on
 from shardlite.parameters import Shard
 from shardlite.partition import ROOT, UnitPlan, UnitRule, applies
 from shardlite.plan import FlatPlan, Plan
-from shardlite.slots import Part
 from shardlite.unit import Flat, Unit
 
 
@@ -139,7 +138,7 @@ def _make_shards(flat: Flat) -> Sequence[nn.Parameter]:
     for row, (slot, shard) in enumerate(zip(flat.layout.slots, shards, strict=True)):
         first, stop = slot.within(*own)
         shard.__dict__.update(flat.params[row].__dict__)  # programs mark parameters: `_no_weight_decay`
-        Part(own[0] + first - slot.start, None if flat.low is None else flat.low[first:stop]).mark(shard)
+        ShardInfo(own[0] + first - slot.start, None if flat.low is None else flat.low[first:stop]).mark(shard)
         if flat.low is not None:
             shard.grad_dtype = None  # gradients are sums in fp32, beside an upper part in bf16
     return shards

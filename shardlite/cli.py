@@ -67,7 +67,7 @@ def _add_verify(commands: Any) -> None:
 
 
 def _add_ring(commands: Any) -> None:
-    from shardlite.schedule import ALGORITHMS
+    from shardlite.config import ALGORITHMS
 
     parser: ArgumentParser = commands.add_parser(
         "ring",

@@ -7,13 +7,19 @@ from typing import Literal, cast, get_args
 
 import torch
 
-from shardlite.schedule import ALGORITHMS, Algorithm
+Algorithm = Literal["ring", "bidirectional", "direct", "hierarchical"]
+"""Schedules of collectives."""
+
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 COMPUTE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """Dtypes that forward and backward may run in."""
 
 WIRE = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that gradients may be summed in, where the weights that they are for are not in fp64."""
+
+QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of weights for which gathers can send 8-bit codes."""
 
 
 @dataclass(frozen=True, kw_only=True)

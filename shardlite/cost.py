@@ -32,7 +32,8 @@ from itertools import combinations
 from typing import Any, Literal, NamedTuple
 
 from shardlite import schedule
-from shardlite.schedule import ALGORITHMS, IN_RING_ORDER, Algorithm, Schedule
+from shardlite.config import ALGORITHMS, Algorithm
+from shardlite.schedule import IN_RING_ORDER, Schedule
 
 Operation = Literal["all-gather", "reduce-scatter"]
 
@@ -132,7 +133,7 @@ def best_algorithm(
 
     Those in `among` that add in the same order give the same bits, so by default the choice changes no result.
     Messages have up to `chunk` bytes; without it each algorithm has the chunks that are best for it. Of equally fast
-    algorithms it is the first in the order of `schedule.ALGORITHMS`. `node` is for `"hierarchical"` only.
+    algorithms it is the first in the order of `config.ALGORITHMS`. `node` is for `"hierarchical"` only.
 
     Raises:
         LayoutError: no ranks, or nodes that do not divide the world.

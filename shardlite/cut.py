@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from shardlite import cost
+from shardlite.config import Algorithm
 from shardlite.errors import LayoutError
-from shardlite.layout import round_up
-from shardlite.schedule import Algorithm, Schedule
+from shardlite.schedule import Schedule
 from shardlite.transport import Transport
 from shardlite.walk import BLOCK, Chunk
 
@@ -152,7 +152,8 @@ def _cut_of(
         plan, nbytes = cost.plan_of(operation, algorithm, world_size, node), numel * dtype.itemsize
         best = cost.best_chunk(plan, nbytes, link, most=CHUNK_BYTES)
         if best * plan.segments * plan.parts < nbytes:  # else pieces are sent whole, also those that are longer
-            most = round_up(best, dtype.itemsize * grain)
+            unit = dtype.itemsize * grain
+            most = -(-best // unit) * unit
     return Cut(segment_bounds(numel, world_size, cuts), chunk_numel(dtype, most, grain), grain)
 
 

@@ -18,11 +18,12 @@ from shardlite_kernels import FORMATS
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardlite.arena import ShardInfo
 from shardlite.counts import Amp, Group, StepCounts
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.hops import Hops, HopStep
 from shardlite.options import FOREIGN_OPTIONS, check_group, check_loaded, check_params
-from shardlite.slots import Part, Slot, canonical, check_state
+from shardlite.slots import Slot, canonical, check_state
 from shardlite.stepplan import Plan, active, by_counts, update
 
 _living: WeakValueDictionary[int, AdamW] = WeakValueDictionary()
@@ -242,7 +243,7 @@ class AdamW(Optimizer):
         """Step parameters that are not shards as soon as autograd has their gradients."""
         if self._hops is not None:
             for param in params:
-                if param.requires_grad and not Part.is_of(param):
+                if param.requires_grad and not ShardInfo.is_of(param):
                     self._hops.catch(param, WeakMethod(self._step_one))
 
     def _step_the_rest(self) -> None:
@@ -259,7 +260,7 @@ class AdamW(Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         for param in params:
             if param.grad is not None and param.requires_grad:
-                if Part.is_of(param):
+                if ShardInfo.is_of(param):
                     raise PhaseError(
                         "AdamW(in_backward=True) steps by what a backward brings, but a shard has a gradient that was "
                         "put there otherwise: call zero_grad(), or step it by an optimizer without in_backward"

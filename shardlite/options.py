@@ -8,8 +8,9 @@ import torch
 from shardlite_kernels import Hyper
 from torch import Tensor
 
+from shardlite.arena import ShardInfo
 from shardlite.counts import Group
-from shardlite.slots import Part, check_state
+from shardlite.slots import check_state
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # Options of torch.optim.AdamW: those that change the result, with the one value that is supported, and the others.
@@ -51,7 +52,7 @@ def check_params(group: Group, moments: str) -> None:
                 f"AdamW: parameter {group.get('param_names', range(index + 1))[index]} of the group is a placeholder "
                 "in a wrapped model: build the optimizer from parameters() of the ShardLite model itself"
             )
-        is_split = Part.of(param).low is not None
+        is_split = ShardInfo.of(param).low is not None
         if param.requires_grad and moments != "fp32" and param.dtype != torch.float32 and not is_split:
             raise ValueError(
                 f"AdamW: state={moments!r} goes with weights in fp32, or split ones, but parameter "

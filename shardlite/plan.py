@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from shardlite import aliases, checks, materialise
 from shardlite.agree import agree
-from shardlite.config import Precision, Route
+from shardlite.config import QUANTIZABLE, Precision, Route
 from shardlite.layout import Layout, lay_out
 from shardlite.materialise import Init
 from shardlite.partition import ROOT, UnitPlan, UnitPolicy, UnitRule, applies, cut
 from shardlite.transport import Groups
-from shardlite.wire import can_be_quantized
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +66,7 @@ def plan_flats(
         split = precision.splits(master, trainable=trainable)
         kept = compute if split else master
         layout = lay_out(shapes, dtype=kept, trainable=trainable, world_size=world_size)
-        as_codes = quantized and can_be_quantized(kept, compute)
+        as_codes = quantized and kept in QUANTIZABLE and compute in QUANTIZABLE
         flats.append(FlatPlan(layout, compute, precision.reduce_of(master), list(members), split, as_codes))
     return flats
 

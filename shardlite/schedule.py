@@ -21,13 +21,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache, reduce
 from itertools import pairwise, zip_longest
-from typing import Literal, TypeAlias, Union, get_args
+from typing import TypeAlias, Union
 
+from shardlite.config import ALGORITHMS, Algorithm
 from shardlite.errors import LayoutError
-
-Algorithm = Literal["ring", "bidirectional", "direct", "hierarchical"]
-
-ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 IN_RING_ORDER: frozenset[Algorithm] = frozenset({"ring", "direct"})
 """Algorithms whose reductions add in the order of the ring: any of them gives the same bits."""

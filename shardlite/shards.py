@@ -12,7 +12,7 @@ from shardlite.trace import Trace
 from shardlite.unit import Unit
 from shardlite.watch import watch
 
-Part = tuple[str, int, int, int]
+ShardRange = tuple[str, int, int, int]
 """A parameter's name, the first element that a shard has of it, the one after its last, and how many there are."""
 
 
@@ -79,7 +79,7 @@ class Shards:
         """Return the name of each shard."""
         return {shard: self._names[param] for shard, param in self._param.items()}
 
-    def parts(self) -> dict[Tensor, Part]:
+    def parts(self) -> dict[Tensor, ShardRange]:
         """Return what part of which parameter each shard is."""
         return {
             shard: (slot.name, *flat.range_of(row), slot.numel)

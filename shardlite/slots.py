@@ -17,45 +17,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from shardlite_kernels import FORMATS, GROUP, State, decode, encode
 from torch import Tensor
 
+from shardlite.arena import ShardInfo
 from shardlite.counts import HostCounts, StepCounts
 from shardlite.layout import ALIGN, round_up
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _EXPONENTS = ("exp_avg_exponent", "exp_avg_sq_exponent")
-
-
-class Part(NamedTuple):
-    """What an optimizer has to know of a shard beside its values. Other parameters have none."""
-
-    offset: int
-    """Elements of the whole parameter that lie before the shard."""
-
-    low: Tensor | None
-    """The lower part of its weights, of the same length, where they are split; the shard is the upper part then."""
-
-    @staticmethod
-    def of(param: Tensor) -> Part:
-        """Return that of a parameter."""
-        part: Part = getattr(param, "shardlite_part", _WHOLE)
-        return part
-
-    @staticmethod
-    def is_of(param: Tensor) -> bool:
-        """Whether a parameter has one, and so is a shard."""
-        return Part.of(param) is not _WHOLE
-
-    def mark(self, param: Tensor) -> None:
-        """Let this be that of a parameter."""
-        param.shardlite_part = self  # type: ignore[attr-defined]
-
-
-_WHOLE = Part(0, None)
 
 
 class Slot:
@@ -76,7 +49,7 @@ class Slot:
         self.param = param
         self.group = group
         self.number = number  # among all parameters of the optimizer
-        self.part = Part.of(param)
+        self.part = ShardInfo.of(param)
         self.address = param.data_ptr()
         self.start = int(param.storage_offset())
         self.low_start = 0 if self.part.low is None else int(self.part.low.storage_offset())

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardlite.shards import Part
+from shardlite.shards import ShardRange
 
 KEY = "shardlite"
 """Under which a `state_dict()` says it, beside `state` and `param_groups`."""
@@ -22,7 +22,7 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def describe(optimizer: Optimizer, parts: Mapping[Tensor, Part], where: str) -> dict[str, Any]:
+def describe(optimizer: Optimizer, parts: Mapping[Tensor, ShardRange], where: str) -> dict[str, Any]:
     """Return what is saved: `where` the state is of, and for each parameter its name and its part of the whole one.
 
     `parts` are those of shards; what is in no wrapped model is whole.

@@ -19,14 +19,8 @@ from shardlite.arena import Empty
 from shardlite.layout import ALIGN, round_up
 from shardlite.unit import Flat
 
-_QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
 _ROW_ALIGN = 16
 """Bytes: where rows start, so that every access can be a wide one."""
-
-
-def can_be_quantized(*dtypes: torch.dtype) -> bool:
-    """Whether codes can stand for weights that are kept, and computed with, in these dtypes."""
-    return all(dtype in _QUANTIZABLE for dtype in dtypes)
 
 
 def place_own(flat: Flat, full: Tensor) -> None:

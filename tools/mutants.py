@@ -221,8 +221,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/build.py",
         "operator",
-        "Part(own[0] + first - slot.start,",
-        "Part(own[0] + first + slot.start,",
+        "ShardInfo(own[0] + first - slot.start,",
+        "ShardInfo(own[0] + first + slot.start,",
         "stochastic rounding depends on how parameters are sharded",
     ),
     (

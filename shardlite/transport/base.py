@@ -7,9 +7,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shardlite.config import Algorithm
 from shardlite.cost import Link
 from shardlite.ledger import Held
-from shardlite.schedule import Algorithm
 from shardlite.transport.heap import lazy_zeros
 
 

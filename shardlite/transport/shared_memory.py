@@ -24,9 +24,9 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from shardlite.config import Algorithm
 from shardlite.errors import CommError, LayoutError
 from shardlite.ledger import Held, Ledger
-from shardlite.schedule import Algorithm
 from shardlite.transport.base import Completed, Loan, OneByOne, Pending
 from shardlite.transport.heap import Heap, Mapping
 from shardlite.transport.interrupts import SLOW

@@ -33,10 +33,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from shardlite.config import devices_may_overlap
+from shardlite.config import Algorithm, devices_may_overlap
 from shardlite.errors import LayoutError
 from shardlite.ledger import Ledger
-from shardlite.schedule import Algorithm
 from shardlite.transport.base import Completed, Message, Pending, Plain
 from shardlite.transport.meeting import nodes_of
 from shardlite.transport.store import TIMEOUT, tell
