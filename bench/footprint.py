@@ -48,7 +48,7 @@ from bench.systems import FOOTPRINTS, OPTIMIZER, Trainer
 from bench.table import RESULTS, Row, markdown_table, read_rows
 from bench.workloads import WORKLOADS, Workload
 from shardlite import ShardLite
-from shardlite.memory import Meter
+from shardlite.telemetry.meter import Meter
 
 STEPS = 3
 """Steps that are sampled; the largest counts."""

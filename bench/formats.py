@@ -45,9 +45,9 @@ from torch.nn import functional as F  # noqa: N812
 from bench.machine import machine
 from bench.table import RESULTS, Row
 from shardlite import AdamW, Precision, ShardLite
-from shardlite.demo.gpt import GPT
-from shardlite.demo.settings import GPTConfig
-from shardlite.demo.text import Corpus, draw_batch, read_corpus
+from shardlite.apps.demo.gpt import GPT
+from shardlite.apps.demo.settings import GPTConfig
+from shardlite.apps.demo.text import Corpus, draw_batch, read_corpus
 
 CONFIG = GPTConfig(layers=1, width=64, heads=2, context=32)
 BATCH = 8

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from bench.systems import Build
 from bench.workloads import Workload
-from shardlite.memory import Meter
+from shardlite.telemetry.meter import Meter
 
 WARM_UP = 3
 """Steps that are not counted: by then optimizers have their state, and orders are recorded."""

@@ -33,9 +33,9 @@ from bench.machine import machine
 from bench.ranks import one_of_them, start_ranks
 from bench.table import RESULTS, Row
 from shardlite import AdamW, ShardLite
-from shardlite.demo.gpt import GPT
-from shardlite.demo.settings import GPTConfig
-from shardlite.demo.text import Bytes, Corpus, draw_batch, read_corpus
+from shardlite.apps.demo.gpt import GPT
+from shardlite.apps.demo.settings import GPTConfig
+from shardlite.apps.demo.text import Bytes, Corpus, draw_batch, read_corpus
 
 CONFIG = GPTConfig(layers=3, width=96, heads=3, context=64)
 BATCH = 8

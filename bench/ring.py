@@ -18,7 +18,7 @@ object (`"bench": "ring"`) for each operation, size and system:
 | `goal`, `reached` | the `speedup` that we want, and whether it is so |
 | `load` | how many threads on this machine wanted to run in the minute before the size was measured |
 
-and two (`"bench": "ring-fit"`) for each transport, with the link (`shardlite.cost`) that explains best its times under
+and two (`"bench": "ring-fit"`) for each transport, with the link (`shardlite.comm.cost_model`) that explains best its times under
 `key`, and by how much it is off. `python -m bench.ring_table` prints the tables again.
 """
 
@@ -44,11 +44,11 @@ from bench.ranks import one_of_them, start_ranks
 from bench.ring_systems import GLOO, OPERATIONS, Case, System, cases
 from bench.ring_table import render
 from bench.table import RESULTS, Row, read_rows
+from shardlite.comm.chunking import CHUNK_BYTES
+from shardlite.comm.cost_model import LINKS, fit, predicted
+from shardlite.comm.schedule import ALGORITHMS, IN_RING_ORDER
+from shardlite.comm.shm.transport import SharedMemoryTransport
 from shardlite.config import TransportName
-from shardlite.cost import LINKS, fit, predicted
-from shardlite.cut import CHUNK_BYTES
-from shardlite.schedule import ALGORITHMS, IN_RING_ORDER
-from shardlite.transport import SharedMemoryTransport
 
 SIZES: tuple[int, ...] = tuple(4096 << shift for shift in range(0, 15, 2))
 """4 KiB to 64 MiB."""

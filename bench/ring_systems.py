@@ -19,10 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.check import UNIT_ROUNDOFF, ResultError
-from shardlite import ring
+from shardlite.comm import collectives
+from shardlite.comm.schedule import IN_RING_ORDER, Algorithm
+from shardlite.comm.transport.base import Transport
+from shardlite.comm.transport.counted import Counted, Tally
+from shardlite.comm.transport.select import connect
 from shardlite.config import Route, TransportName
-from shardlite.schedule import IN_RING_ORDER, Algorithm
-from shardlite.transport import Counted, Tally, Transport, connect
 
 Operation = Literal["all-gather", "reduce-scatter", "all-reduce"]
 
@@ -129,7 +131,7 @@ def cases(systems: Sequence[System], numel: int, group: dist.ProcessGroup) -> li
             continue
         transport = connect(group, _CPU, _TIMEOUT, route=_route(system))
         full = transport.empty(4 * numel, _CPU).view(torch.float32)
-        staging = full.new_empty(ring.staging_numel(numel, transport, full.dtype))
+        staging = full.new_empty(collectives.staging_numel(numel, transport, full.dtype))
         for operation in OPERATIONS:
             tally = Tally()
             call = _of_ours(operation, full, shard, staging, _FirstCounted(transport, tally))
@@ -160,11 +162,11 @@ def _of_ours(
 ) -> Callable[[], object]:
     match operation:
         case "all-gather":
-            return lambda: ring.all_gather(full, transport())
+            return lambda: collectives.all_gather(full, transport())
         case "reduce-scatter":
-            return lambda: ring.reduce_scatter(full, transport(), out=shard, staging=staging)
+            return lambda: collectives.reduce_scatter(full, transport(), out=shard, staging=staging)
         case "all-reduce":
-            return lambda: ring.all_reduce(full, transport(), staging=staging)
+            return lambda: collectives.all_reduce(full, transport(), staging=staging)
 
 
 class _FirstCounted:

@@ -37,7 +37,7 @@ from bench.systems import OPTIMIZER, SYSTEMS, Build
 from bench.table import RESULTS, Row, render
 from bench.workloads import MEASURED, WORKLOADS, Workload
 from shardlite import Route
-from shardlite.transport import choose
+from shardlite.comm.transport.select import choose
 
 
 def measure(workload: Workload, systems: Mapping[str, Build], rounds: int, group: dist.ProcessGroup) -> list[Row]:

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from shardlite.demo.gpt import BYTE_VALUES, GPT
-from shardlite.demo.settings import GPTConfig
+from shardlite.apps.demo.gpt import BYTE_VALUES, GPT
+from shardlite.apps.demo.settings import GPTConfig
 
 Batch = tuple[Tensor, Tensor]
 

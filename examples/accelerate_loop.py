@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from shardlite import AdamW, ShardLite
-from shardlite.demo.gpt import GPT, GPTConfig
-from shardlite.demo.text import Bytes, draw_batch, read_corpus
+from shardlite.apps.demo.gpt import GPT, GPTConfig
+from shardlite.apps.demo.text import Bytes, draw_batch, read_corpus
 
 CONFIG = GPTConfig(layers=2, width=64, heads=2, context=64)
 BATCH, ACCUMULATE = 8, 2

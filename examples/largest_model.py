@@ -29,9 +29,9 @@ import torch
 import torch.distributed as dist
 from largest_systems import BASE, BATCH, CONTEXT, FAMILY, SYSTEMS, TRAINING, Shape
 
-from shardlite.demo.gpt import BYTE_VALUES
-from shardlite.launch import environment_for, process_group
-from shardlite.memory import Meter
+from shardlite.apps.demo.gpt import BYTE_VALUES
+from shardlite.apps.launch import environment_for, process_group
+from shardlite.telemetry.meter import Meter
 
 Row = dict[str, Any]
 

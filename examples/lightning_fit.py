@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 
 from shardlite import AdamW
-from shardlite.demo.gpt import GPT, GPTConfig
-from shardlite.demo.text import Bytes, draw_batch, read_corpus
+from shardlite.apps.demo.gpt import GPT, GPTConfig
+from shardlite.apps.demo.text import Bytes, draw_batch, read_corpus
 
 CONFIG = GPTConfig(layers=2, width=64, heads=2, context=64)
 BATCH, ACCUMULATE = 8, 2

@@ -15,9 +15,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardlite import AdamW, ShardLite
-from shardlite.demo.text import Bytes, draw_batch, read_corpus
-from shardlite.launch import process_group
-from shardlite.ledger import format_bytes
+from shardlite.apps.demo.text import Bytes, draw_batch, read_corpus
+from shardlite.apps.launch import process_group
+from shardlite.telemetry.ledger import format_bytes
 
 CONTEXT, BATCH = 64, 8
 LORA = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")

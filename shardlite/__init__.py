@@ -1,5 +1,6 @@
 """ShardLite: train a PyTorch model that does not fit beside its optimizer on one device."""
 
+from shardlite.apps.verify.verify import verify
 from shardlite.config import Precision, Route
 from shardlite.ema import EMA
 from shardlite.errors import (
@@ -13,9 +14,8 @@ from shardlite.errors import (
     ShardLiteError,
     ShardWarning,
 )
-from shardlite.optim import AdamW
-from shardlite.verification.verify import verify
-from shardlite.wrapper import ShardLite
+from shardlite.model import ShardLite
+from shardlite.optim.adamw import AdamW
 
 __all__ = [
     "EMA",

@@ -20,11 +20,10 @@ import torch
 from shardlite_kernels import join, split
 from torch import Tensor
 
-from shardlite.arena import carve, joined, zeros_on
 from shardlite.build import flats_of
 from shardlite.errors import LayoutError, PhaseError
-from shardlite.unit import Flat
-from shardlite.wrapper import ShardLite
+from shardlite.model import ShardLite
+from shardlite.params import Flat, carve, joined, zeros_on
 
 Decay = float | Callable[[int], float]
 

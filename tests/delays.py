@@ -7,7 +7,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from shardlite.transport import Around, Loan, Message, Pending, Transport
+from shardlite.comm.transport.base import Around, Loan, Message, Pending, Transport
 
 
 class Delayed(Around):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardlite.transport import meeting
+from shardlite.comm.shm import rendezvous
 from tests.cluster import SEED
 from tests.forkserver import ForkServer, find, name_of
 from tests.patience import seconds, until
@@ -131,11 +131,11 @@ def _tcp_store(rank: int, port: Path) -> dist.TCPStore:
 
 def _note_sockets(directory: Path) -> None:
     """Keep the names of the sockets that this rank makes, as names of files."""
-    listen = meeting._listen
+    listen = rendezvous._listen
 
     def noted(world_size: int) -> Any:
         listener = listen(world_size)
         (directory / listener.getsockname().lstrip(b"\0").decode()).touch()
         return listener
 
-    meeting._listen = noted
+    rendezvous._listen = noted

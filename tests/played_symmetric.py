@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlite.transport import Around, Message, Pending, SymmetricMemoryTransport, Transport
+from shardlite.comm.transport.base import Around, Message, Pending, Transport
+from shardlite.comm.transport.symmetric import SymmetricMemoryTransport
 
 CPU = torch.device("cpu")
 PATIENCE = timedelta(seconds=20)

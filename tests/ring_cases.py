@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch.testing import assert_close
 
-from shardlite.cut import segment_bounds
-from shardlite.ring import Operation, all_gather, all_reduce, broadcast, reduce_scatter, staging_numel
+from shardlite.comm.chunking import segment_bounds
+from shardlite.comm.collectives import Operation, all_gather, all_reduce, broadcast, reduce_scatter, staging_numel
 from tests.delays import Delayed
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlite import NonFiniteWarning, Precision, ShardLite
-from shardlite.partition import UnitPolicy
+from shardlite.params.partition import UnitPolicy
 from tests.twins import RECIPES, Twin
 
 

@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 
-from shardlite.schedule import ALGORITHMS, Order, Program, Schedule, all_gather, reduce_scatter
+from shardlite.comm.schedule import ALGORITHMS, Order, Program, Schedule, all_gather, reduce_scatter
 
 Piece = tuple[int, int]  # segment, part
 Chunk = tuple[int, int, int]  # segment, part, and a number

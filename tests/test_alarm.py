@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shardlite import hops
 from shardlite.errors import NonFiniteError
+from shardlite.optim import in_backward
 
 
 class Gpu:
@@ -76,7 +76,7 @@ class Flag:
 @pytest.fixture
 def gpu(monkeypatch):
     gpu = Gpu()
-    monkeypatch.setattr(hops, "torch", gpu)
+    monkeypatch.setattr(in_backward, "torch", gpu)
     return gpu
 
 
@@ -87,7 +87,7 @@ def step(alarm, *flags):
 
 
 def test_a_good_step_is_waited_for_one_step_later_only(gpu):
-    alarm = hops._Alarm()
+    alarm = in_backward._Alarm()
     step(alarm, 0, 0)
     assert gpu.events == ["record"]
     step(alarm, 0)
@@ -95,7 +95,7 @@ def test_a_good_step_is_waited_for_one_step_later_only(gpu):
 
 
 def test_a_bad_gradient_is_told_one_step_later_and_once(gpu):
-    alarm = hops._Alarm()
+    alarm = in_backward._Alarm()
     step(alarm, 0)
     step(alarm, 0, 1, 0)
     with pytest.raises(NonFiniteError, match="go on from a checkpoint"):
@@ -105,21 +105,21 @@ def test_a_bad_gradient_is_told_one_step_later_and_once(gpu):
 
 
 def test_a_bad_last_step_is_told_by_the_next_one_though_that_is_bad_as_well(gpu):
-    alarm = hops._Alarm()
+    alarm = in_backward._Alarm()
     step(alarm, 1)
     with pytest.raises(NonFiniteError):
         step(alarm, 1)
 
 
 def test_nothing_is_looked_at_while_a_graph_is_captured(gpu):
-    alarm = hops._Alarm()
+    alarm = in_backward._Alarm()
     gpu.capturing = True
     step(alarm, 1)
     assert gpu.events == []
 
 
 def test_steps_that_noted_nothing_leave_the_last_flag_for_later(gpu):
-    alarm = hops._Alarm()
+    alarm = in_backward._Alarm()
     step(alarm, 1)
     step(alarm)
     with pytest.raises(NonFiniteError):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from shardlite import schedule
-from shardlite.ring import Operation, reduce_scatter, staging_numel
-from shardlite.walk import BLOCK
+from shardlite.comm import schedule
+from shardlite.comm.collectives import Operation, reduce_scatter, staging_numel
+from shardlite.comm.executor import BLOCK
 from tests.ring_cases import assert_equal_bits, cases_for, gather_everything, tensor_of
 from tests.worlds import run
 

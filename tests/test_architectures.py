@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlite import Precision
-from shardlite.partition import ROOT, cut
+from shardlite.params.partition import ROOT, cut
 from tests.hf_models import ARCHITECTURES, WIDTH, case, drawn_tokens, numbered
 from tests.sharded import WIDE, Loss, Pair, Turn, same_bits, trained
 

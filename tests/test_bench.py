@@ -11,7 +11,7 @@ from bench.check import verify
 from bench.systems import SYSTEMS, Floor, build_ddp
 from bench.table import read_rows, render
 from bench.workloads import WORKLOADS, gpt, perceptrons
-from shardlite.demo.settings import GPTConfig
+from shardlite.apps.demo.settings import GPTConfig
 from tests.scripts import run_command, run_process
 
 TINY = perceptrons("tiny", blocks=2, width=32, batch=4)

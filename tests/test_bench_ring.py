@@ -12,9 +12,9 @@ from bench.ring import goal_of, main, measure
 from bench.ring_systems import GLOO, OPERATIONS, System, cases
 from bench.ring_table import render, size_words
 from bench.table import read_rows
-from shardlite import ring
-from shardlite.cost import LINKS, Link, fit, predicted
-from shardlite.ring import SHORT
+from shardlite.comm import collectives
+from shardlite.comm.collectives import SHORT
+from shardlite.comm.cost_model import LINKS, Link, fit, predicted
 from tests.scripts import run_command, run_process
 
 ROOT = Path(__file__).parent.parent
@@ -85,7 +85,7 @@ def _measure_wrong(group, wrong):
     mine, gloos = System("p2p", "ring"), System(GLOO)
     with pytest.MonkeyPatch.context() as patch:
         if wrong == "gathered":
-            patch.setattr(ring, "all_gather", _after(ring.all_gather, lambda full: full.neg_()))
+            patch.setattr(collectives, "all_gather", _after(collectives.all_gather, lambda full: full.neg_()))
         elif wrong == "order":  # a schedule that adds in another order, under the name of the ring
             real = ring_systems.connect
             patch.setattr(ring_systems, "connect", lambda *args, **route: _bidirectional(real(*args, **route)))
@@ -94,7 +94,9 @@ def _measure_wrong(group, wrong):
             patch.setattr(ring_systems, "_of_gloo", lambda *args: _twice(real_of_gloo(*args), args[2]))
         elif group.rank() == 1:
             nudge = torch.tensor(float("inf"))
-            patch.setattr(ring, "all_reduce", _after(ring.all_reduce, lambda full: full[:1].nextafter_(nudge)))
+            patch.setattr(
+                collectives, "all_reduce", _after(collectives.all_reduce, lambda full: full[:1].nextafter_(nudge))
+            )
         measure([4096], [gloos, mine], 1, group)
 
 

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
-from shardlite import AdamW, ShardLite, lane
-from shardlite.bucket import Bucket
-from shardlite.phase import Gradients
+from shardlite import AdamW, ShardLite
+from shardlite.comm import streams
+from shardlite.grads.bucket import Bucket
+from shardlite.params.states import Gradients
 from tests.patience import seconds
 from tests.sharded import number_of
 
@@ -62,7 +63,7 @@ class Model(nn.Module):
 @contextmanager
 def reductions_that_wait(*, for_anything: bool = False) -> Iterator[None]:
     """Let each reduction begin when the host waits for it or for a later one, or `for_anything`."""
-    submit, wait, wait_unless = lane.ThreadLane.submit, lane._HostFlight.wait, lane._HostFlight.wait_unless
+    submit, wait, wait_unless = streams.ThreadLane.submit, streams._HostFlight.wait, streams._HostFlight.wait_unless
     gates: dict[int, threading.Event] = {}
     order: list[int] = []
 
@@ -88,11 +89,11 @@ def reductions_that_wait(*, for_anything: bool = False) -> Iterator[None]:
         open_up_to(self)
         return wait_unless(self, obsolete)
 
-    lane.ThreadLane.submit, lane._HostFlight.wait, lane._HostFlight.wait_unless = gated, asked, asked_unless
+    streams.ThreadLane.submit, streams._HostFlight.wait, streams._HostFlight.wait_unless = gated, asked, asked_unless
     try:
         yield
     finally:
-        lane.ThreadLane.submit, lane._HostFlight.wait, lane._HostFlight.wait_unless = submit, wait, wait_unless
+        streams.ThreadLane.submit, streams._HostFlight.wait, streams._HostFlight.wait_unless = submit, wait, wait_unless
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from shardlite import LayoutError, ShardLite
-from shardlite.buffers import LARGE
+from shardlite.engine.buffers import LARGE
 from tests.residual import WIDTH, Block
 from tests.sharded import Turn, number_of, same_bits
 

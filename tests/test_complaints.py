@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardlite import AdamW, LayoutError, ShardLite
-from shardlite.memory import Meter
+from shardlite.telemetry.meter import Meter
 from tests.cluster import Cluster
 from tests.forkserver import ForkServer
 from tests.models import VOCABULARY, LanguageModel, Residual

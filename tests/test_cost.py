@@ -6,10 +6,20 @@ chunks `(W-2+c) (a + M b / c)`.
 
 import pytest
 
-from shardlite import schedule
-from shardlite.cost import LEAST_CHUNK, LINKS, Link, best_algorithm, best_chunk, fit, plan_of, predicted, time
+from shardlite.comm import schedule
+from shardlite.comm.cost_model import (
+    LEAST_CHUNK,
+    LINKS,
+    Link,
+    best_algorithm,
+    best_chunk,
+    fit,
+    plan_of,
+    predicted,
+    time,
+)
+from shardlite.comm.schedule import ALGORITHMS, IN_RING_ORDER
 from shardlite.errors import LayoutError
-from shardlite.schedule import ALGORITHMS, IN_RING_ORDER
 
 WORLDS = [2, 3, 4, 8, 64]
 OPERATIONS = ["all-gather", "reduce-scatter"]

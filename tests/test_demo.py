@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from shardlite import cli, launch
-from shardlite.demo import train
-from shardlite.demo.footprint import Footprint, measure_plain
-from shardlite.demo.gpt import GPT, rotate
-from shardlite.demo.report import Point, Progress, describe_result, footprint_table, printable, write_curve
-from shardlite.demo.settings import GPTConfig, Settings
-from shardlite.demo.text import draw_batch, read_corpus, unigram_entropy
-from shardlite.demo.train import learning_rate
+from shardlite.apps import cli, launch
+from shardlite.apps.demo import train
+from shardlite.apps.demo.footprint import Footprint, measure_plain
+from shardlite.apps.demo.gpt import GPT, rotate
+from shardlite.apps.demo.report import Point, Progress, describe_result, footprint_table, printable, write_curve
+from shardlite.apps.demo.settings import GPTConfig, Settings
+from shardlite.apps.demo.text import draw_batch, read_corpus, unigram_entropy
+from shardlite.apps.demo.train import learning_rate
 from tests.scripts import run_command, run_process
 
 SMALL = GPTConfig(layers=2, width=16, heads=2, context=8)

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardlite import AdamW, ShardLite, lane
+from shardlite import AdamW, ShardLite
+from shardlite.comm import streams
+from shardlite.comm.shm import transport
 from shardlite.errors import ShardLiteError
-from shardlite.transport import shared_memory
 from tests.models import Residual
 from tests.patience import seconds
 from tests.sharded import slow
@@ -257,7 +258,7 @@ def resumes(model: ShardLite, optimizer: AdamW, x: Tensor) -> None:
 def looking_often() -> Iterator[None]:
     """Let ranks tell each other where they wait ten times as often."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (lane, shared_memory):
+        for module in (streams, transport):
             patch.setattr(module, "SLOW", 0.1)
         yield
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from shardlite import cli, doctor, launch
+from shardlite.apps import cli, doctor, launch
+from shardlite.apps.doctor import Finding, machine, report
+from shardlite.comm.shm.transport import SharedMemoryTransport
 from shardlite.config import Route
-from shardlite.doctor import Finding, machine, report
-from shardlite.transport import SharedMemoryTransport
 from tests.scripts import run_command, run_process
 
 

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlite import EMA, AdamW, LayoutError, PhaseError, Precision, ShardLite, ema
-from shardlite.memory import Meter
+from shardlite.telemetry.meter import Meter
 from tests.models import VOCABULARY, LanguageModel, MixedDtypes, with_lora
 from tests.residual import WIDTH, net, square
 from tests.sharded import Loss, Pair, Turn, local_parts, same_bits, some_stages

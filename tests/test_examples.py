@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler
 
-from shardlite.demo.gpt import GPT
-from shardlite.demo.text import draw_batch, read_corpus
+from shardlite.apps.demo.gpt import GPT
+from shardlite.apps.demo.text import draw_batch, read_corpus
 from tests.scripts import run_script, torchrun
 from tests.sharded import same_bits
 from tests.twins import PaddedAdamW, Twin

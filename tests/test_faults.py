@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from shardlite import ShardLite
+from shardlite.comm.collectives import Operation, all_gather, reduce_scatter
+from shardlite.comm.transport.base import Around
+from shardlite.comm.transport.select import connect
 from shardlite.config import Route
-from shardlite.ring import Operation, all_gather, reduce_scatter
-from shardlite.transport import Around, connect
 from tests.doomed import JOIN
 from tests.models import Residual
 from tests.patience import seconds, until

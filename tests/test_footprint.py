@@ -15,7 +15,7 @@ from bench.systems import FOOTPRINTS
 from bench.table import read_rows
 from bench.workloads import perceptrons
 from shardlite import AdamW, ShardLite
-from shardlite.transport.meeting import meet
+from shardlite.comm.shm.rendezvous import meet
 from tests.scripts import run_process
 
 ROOT = Path(__file__).parents[1]

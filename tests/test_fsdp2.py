@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 
 from shardlite import LayoutError, Precision, Route, ShardLite
-from shardlite.fsdp2 import RingAllGather, RingReduceScatter, Ways, install
+from shardlite.apps.fsdp2 import RingAllGather, RingReduceScatter, Ways, install
 from tests.cluster import GLOO_TIMEOUT
 from tests.models import VOCABULARY, LanguageModel
 from tests.sharded import WIDE, Turn, local_parts, same_bits

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from shardlite import CommError, LayoutError
-from shardlite.fsdp2 import install
+from shardlite.apps.fsdp2 import install
 from tests.patience import seconds
 from tests.test_fsdp2 import flat_mesh, pairs_and_all
 
@@ -63,7 +63,7 @@ def test_a_module_has_one_mesh(cluster):
 @pytest.mark.slow
 def test_who_does_not_use_fsdp2_does_not_import_it():
     """(PyTorch's compiler imports PyTorch's part of it.)"""
-    code = "import sys, shardlite; sys.exit('shardlite.fsdp2' in sys.modules)"
+    code = "import sys, shardlite; sys.exit('shardlite.apps.fsdp2' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
 

@@ -16,10 +16,10 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from shardlite.transport import handshake, meeting
-from shardlite.transport.handshake import NUMBER, Reception, StrangerError
-from shardlite.transport.heap import Heap
-from shardlite.transport.meeting import _listen
+from shardlite.comm.shm import handshake, rendezvous
+from shardlite.comm.shm.handshake import NUMBER, Reception, StrangerError
+from shardlite.comm.shm.heap import Heap
+from shardlite.comm.shm.rendezvous import _listen
 from tests.patience import seconds
 
 KEY = bytes(range(NUMBER))
@@ -240,17 +240,17 @@ def without_sockets_body(group):
     handler = logging.Handler()
     handler.emit = records.append
     logging.getLogger("shardlite").addHandler(handler)
-    listen = meeting._listen
+    listen = rendezvous._listen
 
     def refuse(world_size: int) -> socket.socket:
         raise OSError("too many open files")
 
     try:
         if group.rank() == 1:
-            meeting._listen = refuse
-        met = meeting.meet(dist.new_group(list(range(group.size()))), timedelta(seconds=seconds(30)))
+            rendezvous._listen = refuse
+        met = rendezvous.meet(dist.new_group(list(range(group.size()))), timedelta(seconds=seconds(30)))
     finally:
-        meeting._listen = listen
+        rendezvous._listen = listen
         logging.getLogger("shardlite").removeHandler(handler)
     return met.why_not, [(record.levelname, record.getMessage()) for record in records]
 

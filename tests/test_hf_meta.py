@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardlite import ShardLite
-from shardlite.materialise import children_first
+from shardlite.build.meta_init import children_first
 from tests.hf_models import ARCHITECTURES, case
 from tests.sharded import Pair, Turn, same_bits
 from tests.twins import RECIPES

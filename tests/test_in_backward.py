@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
 
 from shardlite import EMA, Precision, ShardLite
-from shardlite.traffic import Sent
+from shardlite.comm.traffic import Sent
 from tests.duos import Duo, alike
 from tests.models import MLP, LanguageModel, Residual, frozen, with_lora
 from tests.models import Shared as CalledTwice

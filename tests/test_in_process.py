@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlite import AdamW, CommError, ShardLite
-from shardlite.optim import accumulating, adopt
+from shardlite.optim.adamw import accumulating, adopt
 from tests import in_process
 from tests.in_process import RankError, check_in_process, failures_in_process, run_in_process
 from tests.models import MLP, VOCABULARY, LanguageModel

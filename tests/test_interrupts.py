@@ -16,17 +16,18 @@ from types import FrameType, SimpleNamespace
 
 import numpy
 import pytest
+import shardlite.cli
+import shardlite.lane
 import shardlite_kernels
 import torch
 from torch import Tensor, nn
 
-import shardlite.cli
-import shardlite.lane
 from shardlite import AdamW, ShardLite
+from shardlite.comm.control import interrupts
+from shardlite.comm.control.failure_reports import Notes, SharedBoard
+from shardlite.comm.control.worker import Worker
+from shardlite.comm.streams import _HostFlight
 from shardlite.errors import CommError
-from shardlite.lane import _HostFlight
-from shardlite.transport import Notes, SharedBoard, interrupts
-from shardlite.transport.worker import Worker
 from tests.doomed import JOIN
 from tests.models import Residual
 from tests.patience import until
@@ -166,7 +167,7 @@ def frame(*files: str) -> FrameType | None:
     return inner
 
 
-LIBRARY, PROGRAM = shardlite.lane.__file__, "/home/somebody/train.py"
+LIBRARY, PROGRAM = shardlite.comm.streams.__file__, "/home/somebody/train.py"
 
 
 @pytest.mark.parametrize(
@@ -178,7 +179,7 @@ LIBRARY, PROGRAM = shardlite.lane.__file__, "/home/somebody/train.py"
         ((shardlite_kernels.__file__, LIBRARY, PROGRAM), True),
         (("<eval_with_key>.0", torch.nn.__file__, PROGRAM), False),
         ((numpy.__file__, LIBRARY), False),
-        ((shardlite.cli.__file__, "<frozen runpy>"), False),
+        ((shardlite.apps.cli.__file__, "<frozen runpy>"), False),
         (("<string>",), False),
         ((f"{Path(LIBRARY).parent}_train.py",), False),
         ((f"{Path(torch.__file__).parent}vision/models.py", LIBRARY), False),

@@ -7,13 +7,14 @@ from datetime import timedelta
 from typing import NoReturn
 
 import pytest
+import shardlite.shared
 import torch
 from torch import nn
 
-import shardlite.shared
 from shardlite import AdamW, CommError, ShardLite
-from shardlite.lane import StreamLane, ThreadLane, make_lane
-from shardlite.transport import NcclTransport, StagedTransport
+from shardlite.comm.streams import StreamLane, ThreadLane, make_lane
+from shardlite.comm.transport.nccl import NcclTransport
+from shardlite.comm.transport.staged import StagedTransport
 from tests.patience import seconds
 from tests.sharded import WIDE
 
@@ -184,15 +185,15 @@ def trained(group, stage) -> dict[str, torch.Tensor]:
 
 def other_transports_body(group):
     """Train over the transports for GPUs, which carry CPU tensors over gloo as well."""
-    connect = shardlite.shared.connect
+    connect = shardlite.comm.context.connect
     for stage in (0, 1, 2, 3):
         expected = trained(group, stage)
         for make in (NcclTransport, lambda group: StagedTransport(group, timedelta(seconds=60))):
-            shardlite.shared.connect = lambda group, device, timeout, route, apart, make=make: make(group)
+            shardlite.comm.context.connect = lambda group, device, timeout, route, apart, make=make: make(group)
             try:
                 weights = trained(group, stage)
             finally:
-                shardlite.shared.connect = connect
+                shardlite.comm.context.connect = connect
             for name, value in expected.items():
                 torch.testing.assert_close(weights[name], value, rtol=0, atol=0)
 
@@ -222,7 +223,7 @@ class _Watch:
 
 
 def test_a_long_wait_is_asked_about(monkeypatch):
-    monkeypatch.setattr("shardlite.lane.SLOW", 0.01)
+    monkeypatch.setattr("shardlite.comm.streams.SLOW", 0.01)
     go, watch = threading.Event(), _Watch()
     lane = ThreadLane("test", watch)
     flight = lane.submit(lambda: go.wait() and None)
@@ -237,7 +238,7 @@ def test_a_long_wait_is_asked_about(monkeypatch):
 
 
 def test_an_operation_may_end_in_a_timeout_of_its_own(monkeypatch):
-    monkeypatch.setattr("shardlite.lane.SLOW", 0.01)
+    monkeypatch.setattr("shardlite.comm.streams.SLOW", 0.01)
 
     def times_out() -> None:
         raise TimeoutError("of something else")

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))  # where the 
 import largest_model as example
 from largest_systems import BASE, SYSTEMS, Shape
 
-from shardlite.launch import process_group
+from shardlite.apps.launch import process_group
 from tests.scripts import launched
 
 ROOT = Path(__file__).parent.parent

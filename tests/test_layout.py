@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from shardlite import LayoutError
-from shardlite.arena import carve, zeros_on
-from shardlite.layout import ALIGN, Layout, lay_out
-from shardlite.order import Order
-from shardlite.partition import cut
-from shardlite.phase import Gradients, Weights, check_move
+from shardlite.params.arena import carve, zeros_on
+from shardlite.params.layout import ALIGN, Layout, lay_out
+from shardlite.params.partition import cut
+from shardlite.params.states import Gradients, Weights, check_move
+from shardlite.weights.prefetch import Order
 
 
 def layout(shapes: dict[str, tuple[int, ...]], world_size: int) -> Layout:

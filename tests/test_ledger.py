@@ -3,7 +3,7 @@ import threading
 
 import torch
 
-from shardlite.ledger import Ledger, format_bytes
+from shardlite.telemetry.ledger import Ledger, format_bytes
 
 KIB = 256  # fp32 elements
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardlite.ledger import Ledger
-from shardlite.memory import Meter
+from shardlite.telemetry.ledger import Ledger
+from shardlite.telemetry.meter import Meter
 
 KIB = 256  # fp32 elements
 

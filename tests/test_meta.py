@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlite import AdamW, Precision, ShardLite
-from shardlite.memory import Meter
+from shardlite.telemetry.meter import Meter
 
 WIDTH = 12
 BATCH = torch.arange(6 * WIDTH, dtype=torch.float32).view(6, WIDTH).sin()

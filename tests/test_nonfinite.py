@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from shardlite import AdamW, NonFiniteError, NonFiniteWarning, ShardLite
-from shardlite.skips import LIMIT
+from shardlite.grads.skip_step import LIMIT
 from tests.sharded import WIDE, number_of, same_bits, some_stages, without_warnings
 
 WORLDS = (1, 2, WIDE)

@@ -15,8 +15,8 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlite import ShardLite
-from shardlite.parameters import as_they_are
-from shardlite.ring import reduce_scatter, staging_numel
+from shardlite.comm.collectives import reduce_scatter, staging_numel
+from shardlite.params.parameters import as_they_are
 from tests.sharded import WIDE, same_bits, some_stages
 from tests.worlds import run
 

@@ -3,9 +3,9 @@
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from shardlite.comm.control import failure_reports
+from shardlite.comm.control.failure_reports import Notes, SharedBoard
 from shardlite.errors import CommError
-from shardlite.transport import notes
-from shardlite.transport.notes import Notes, SharedBoard
 
 
 class Clock:
@@ -26,7 +26,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(notes, "time", clock)
+    monkeypatch.setattr(failure_reports, "time", clock)
     return clock
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardlite.optim import AdamW
+from shardlite.optim.adamw import AdamW
 from tests.optim_cases import (
     HYPER,
     NUMELS,
@@ -27,7 +27,7 @@ def launches(monkeypatch):
     """The number of elements of each kernel call."""
     import shardlite.counts
 
-    numels, kernel = [], shardlite.counts.adamw_cpu
+    numels, kernel = [], shardlite.optim.step_counts.adamw_cpu
 
     def counting(state, *args, **kwargs):
         numels.append(state.param.numel())

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardlite.optim import AdamW
+from shardlite.optim.adamw import AdamW
 from tests.optim_cases import HYPER, PaddedTwins, assert_same, make_arena, plain_params, set_grads
 
 

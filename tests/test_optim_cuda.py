@@ -6,8 +6,8 @@ from shardlite_kernels import FORMATS
 from torch import nn
 
 from shardlite import NonFiniteWarning
-from shardlite.optim import AdamW
-from shardlite.skips import Skips
+from shardlite.grads.skip_step import Skips
+from shardlite.optim.adamw import AdamW
 from tests.optim_cases import HYPER, NUMELS, assert_same, padded_numel
 
 pytestmark = [

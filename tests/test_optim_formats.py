@@ -8,7 +8,7 @@ import torch
 from shardlite_kernels import FORMATS, CpuStep, Hyper, adamw_cpu
 from torch import nn
 
-from shardlite.optim import AdamW
+from shardlite.optim.adamw import AdamW
 from tests.kernels.adamw_cases import one_row, state_of
 from tests.optim_cases import (
     HYPER,

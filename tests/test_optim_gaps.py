@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardlite.optim import AdamW
+from shardlite.optim.adamw import AdamW
 from tests.optim_cases import HYPER, NUMELS, PaddedTwins, assert_same, make_arena, padded_numel, plain_params, set_grads
 
 GAPS = [4096, 0, 64, 96, 32 * 1001]

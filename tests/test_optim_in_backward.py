@@ -8,7 +8,7 @@ from shardlite_kernels import FORMATS
 from torch import nn
 
 from shardlite.errors import NonFiniteError, PhaseError
-from shardlite.optim import AdamW, accumulating
+from shardlite.optim.adamw import AdamW, accumulating
 from tests.optim_cases import HYPER, assert_same, loss_of, make_arena, small_model, train
 
 by_state = pytest.mark.parametrize("state", FORMATS)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardlite.optim import AdamW
+from shardlite.optim.adamw import AdamW
 from tests.optim_cases import HYPER, assert_same, make_arena, plain_params, run, set_grads
 
 

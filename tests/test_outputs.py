@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from shardlite import Precision
-from shardlite.casts import cast_floats
+from shardlite.engine.input_casts import cast_floats
 from tests.hf_models import FOREIGN
 from tests.residual import WIDTH, net
 from tests.sharded import Pair, Turn

@@ -15,8 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardlite import AdamW, ShardLite, clock, shared
-from shardlite.phase import Weights
+from shardlite import AdamW, ShardLite
+from shardlite.comm import context
+from shardlite.params.states import Weights
+from shardlite.telemetry import clock
 from tests.delays import Delayed
 from tests.patience import seconds, until
 
@@ -67,8 +69,8 @@ def slow_links(**how: Any) -> Iterator[None]:
     def connected(*where: Any, **route: Any) -> Delayed:
         return Delayed(connect(*where, **route), 0, shortest=DELAY, longest=DELAY, **how)
 
-    connect = shared.connect
-    with mock.patch.object(shared, "connect", connected):
+    connect = context.connect
+    with mock.patch.object(context, "connect", connected):
         yield
 
 

@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from shardlite import ShardLite
-from shardlite.partition import UnitPolicy
+from shardlite.params.partition import UnitPolicy
 from tests.cluster import Cluster
 from tests.models import (
     MLP,

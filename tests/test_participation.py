@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from shardlite import AdamW, Precision, ShardLite
-from shardlite.agenda import MEMORY
-from shardlite.traffic import NO_UNIT
+from shardlite.comm.traffic import NO_UNIT
+from shardlite.weights.agenda import MEMORY
 from tests.models import Residual
 from tests.sharded import WIDE, Pair, Turn, local_parts
 

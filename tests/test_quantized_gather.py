@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from bench.quantized import RUNS, Task, measure
 from shardlite import EMA, AdamW, Precision, ShardLite
-from shardlite.demo.settings import GPTConfig
-from shardlite.demo.text import read_corpus
+from shardlite.apps.demo.settings import GPTConfig
+from shardlite.apps.demo.text import read_corpus
 from tests.models import VOCABULARY, LanguageModel, MixedDtypes, frozen, with_lora
 from tests.sharded import WIDE, Pair, Turn, same_bits
 from tests.test_participation import WIDTH, Branching, layer_drop, loss_on, other_orders

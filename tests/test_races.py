@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardlite import Precision, ring, shared
+from shardlite import Precision
+from shardlite.comm import collectives, context
 from tests.delays import Delayed
 from tests.models import Residual
 from tests.sharded import Pair, Turn
@@ -33,18 +34,24 @@ def on_rows(model: Callable[..., Any], turn: Turn) -> Tensor:
 @contextmanager
 def late_messages(seed: int) -> Iterator[None]:
     """Let models that are wrapped inside have transports with random delays."""
-    connect = shared.connect
-    shared.connect = lambda *where, **how: Delayed(connect(*where, **how), seed, longest=LONGEST)
+    connect = context.connect
+    context.connect = lambda *where, **how: Delayed(connect(*where, **how), seed, longest=LONGEST)
     try:
         yield
     finally:
-        shared.connect = connect
+        context.connect = connect
 
 
 @contextmanager
 def short_messages(nbytes: int) -> Iterator[None]:
     """Let collectives send many messages for each segment, so that they overlap with additions."""
-    functions = [ring.all_gather, ring.reduce_scatter, ring.all_reduce, ring.broadcast, ring.staging_numel]
+    functions = [
+        collectives.all_gather,
+        collectives.reduce_scatter,
+        collectives.all_reduce,
+        collectives.broadcast,
+        collectives.staging_numel,
+    ]
     before = [function.__kwdefaults__["chunk_bytes"] for function in functions]
     try:
         for function in functions:

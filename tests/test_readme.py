@@ -5,7 +5,7 @@ import re
 import pytest
 
 from bench.table import RESULTS, read_rows, render
-from shardlite.cli import main
+from shardlite.apps.cli import main
 from tests.markdown import ROOT, assert_links_lead_somewhere, blocks
 from tests.scripts import run_script, torchrun
 

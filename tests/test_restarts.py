@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardlite.launch import OWN_STORE
+from shardlite.apps.launch import OWN_STORE
 from tests.scripts import run_process
 
 PROGRAM = Path(__file__).with_name("restarted.py")

@@ -5,10 +5,10 @@ from datetime import timedelta
 import pytest
 import torch
 
-from shardlite.cut import segment_bounds
+from shardlite.comm.chunking import segment_bounds
+from shardlite.comm.collectives import Operation, all_gather, all_reduce, broadcast, reduce_scatter, staging_numel
+from shardlite.comm.transport.in_process import local_world
 from shardlite.errors import CommError, LayoutError
-from shardlite.ring import Operation, all_gather, all_reduce, broadcast, reduce_scatter, staging_numel
-from shardlite.transport import local_world
 from tests.cluster import run_local
 from tests.ring_cases import (
     EVERY_DTYPE,

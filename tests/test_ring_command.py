@@ -8,10 +8,10 @@ from textwrap import dedent
 import pytest
 import torch
 
-from shardlite.cli import main
-from shardlite.painting import paint
-from shardlite.picture import HEIGHT, WIDTH, brief, frames, text
-from shardlite.schedule import all_gather, order_of_addition, reduce_scatter
+from shardlite.apps.cli import main
+from shardlite.apps.painting import paint
+from shardlite.apps.ring_picture import HEIGHT, WIDTH, brief, frames, text
+from shardlite.comm.schedule import all_gather, order_of_addition, reduce_scatter
 from tests.markdown import ROOT, blocks
 from tests.simulated import MAKERS, by_steps, cases, every
 

@@ -7,8 +7,7 @@ from random import Random
 
 import pytest
 
-from shardlite.errors import LayoutError
-from shardlite.schedule import (
+from shardlite.comm.schedule import (
     ALGORITHMS,
     IN_RING_ORDER,
     Arrival,
@@ -22,6 +21,7 @@ from shardlite.schedule import (
     order_of_addition,
     reduce_scatter,
 )
+from shardlite.errors import LayoutError
 from tests.simulated import MAKERS, Race, WrongError, add, by_steps, cases, every
 
 # ---- what is documented, in other words -----------------------------------------------------------------------------

@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
+from shardlite.comm.shm import futex, handshake, mailbox, rendezvous
+from shardlite.comm.shm.heap import Heap, Mapping
+from shardlite.comm.shm.mailbox import PLACES, Announcement, Control, Receipts, control_nbytes
+from shardlite.comm.shm.transport import Neighbours, SharedMemoryTransport
+from shardlite.comm.transport.select import connect
 from shardlite.config import Route
 from shardlite.errors import CommError, LayoutError
-from shardlite.transport import SharedMemoryTransport, connect, futex, handshake, mailbox, meeting
-from shardlite.transport.heap import Heap, Mapping
-from shardlite.transport.mailbox import PLACES, Announcement, Control, Receipts, control_nbytes
-from shardlite.transport.shared_memory import Neighbours
 
 PAGE = 4096
 PATIENT = timedelta(seconds=60)
@@ -446,18 +447,18 @@ class Broken:
     def __enter__(self):
         self.patch = pytest.MonkeyPatch()
         set_to = self.patch.setattr
-        set_to(meeting, "_PATIENCE", 1.0)
+        set_to(rendezvous, "_PATIENCE", 1.0)
         if dist.get_rank() != 1:
             return
         match self.kind:
             case "host":
-                set_to(meeting, "_host", lambda: "elsewhere")
+                set_to(rendezvous, "_host", lambda: "elsewhere")
             case "platform":
                 set_to(futex.platform, "machine", lambda: "riscv64")
             case "memory":
-                set_to(meeting, "Heap", _no_memory)
+                set_to(rendezvous, "Heap", _no_memory)
             case "sockets":
-                set_to(meeting, "_listen", _no_memory)
+                set_to(rendezvous, "_listen", _no_memory)
             case "connection":
                 set_to(handshake, "_give", _no_memory)
             case "mapping":
@@ -476,7 +477,7 @@ def _no_memory(*_):
 def broken_body(group, kind):
     """Return what `auto` gives, what a demand for shared memory says, and that messages travel all the same."""
     with Broken(kind):
-        meeting._MET.pop(group, None)
+        rendezvous._MET.pop(group, None)
         try:
             transport = connect(group, CPU, timedelta(seconds=20))
             with pytest.raises(LayoutError) as refused:
@@ -488,7 +489,7 @@ def broken_body(group, kind):
             arriving.wait()
             return type(transport).__name__, str(refused.value), received.item()
         finally:
-            meeting._MET.pop(group, None)
+            rendezvous._MET.pop(group, None)
 
 
 @pytest.mark.parametrize(
@@ -518,7 +519,7 @@ def descriptors_body(group):
     """Meet, use and forget, again and again; returns which files are open before and after."""
     files = []
     for _ in range(4):
-        met = meeting._meet(group, PATIENT)
+        met = rendezvous._meet(group, PATIENT)
         assert met.neighbours is not None
         dist.barrier(group)
         del met

@@ -9,12 +9,13 @@ from zlib import crc32
 import pytest
 import torch
 
-from shardlite import schedule
+from shardlite.comm import schedule
+from shardlite.comm.chunking import segment_bounds
+from shardlite.comm.collectives import Operation, all_gather, all_reduce, broadcast, reduce_scatter
+from shardlite.comm.shm.mailbox import PLACES
+from shardlite.comm.shm.rendezvous import meet
+from shardlite.comm.transport.select import connect
 from shardlite.config import Route
-from shardlite.cut import segment_bounds
-from shardlite.ring import Operation, all_gather, all_reduce, broadcast, reduce_scatter
-from shardlite.transport import connect, meet
-from shardlite.transport.mailbox import PLACES
 from tests.delays import Delayed
 from tests.patience import seconds
 

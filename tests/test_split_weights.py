@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardlite import AdamW, LayoutError, Precision, ShardLite
-from shardlite.layout import ARENA_ALIGN, round_up
+from shardlite.params.layout import ARENA_ALIGN, round_up
 from tests.models import MLP, LanguageModel, MixedDtypes, frozen
 from tests.sharded import Pair, Turn, _seeded, same_bits, some_stages, without_warnings
 from tests.test_precision import BF16, on_rows, on_tokens

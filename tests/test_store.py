@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from shardlite import ShardLite
+from shardlite.comm.control.store import BoundedStore, bounded_store, tell
 from shardlite.errors import CommError
-from shardlite.transport import tell
-from shardlite.transport.store import BoundedStore, bounded_store
 from tests.patience import seconds
 
 LIMIT = 0.3

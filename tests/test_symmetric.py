@@ -11,10 +11,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from shardlite.comm.transport import symmetric
+from shardlite.comm.transport.base import Message
+from shardlite.comm.transport.nccl import NcclTransport
+from shardlite.comm.transport.select import connect
+from shardlite.comm.transport.staged import StagedTransport
+from shardlite.comm.transport.symmetric import Piece, SymmetricMemoryTransport, parcels, why_not
 from shardlite.config import Route
 from shardlite.errors import CommError, LayoutError
-from shardlite.transport import Message, NcclTransport, StagedTransport, SymmetricMemoryTransport, connect, symmetric
-from shardlite.transport.symmetric import Piece, parcels, why_not
 from tests import test_symmetric_cuda as on_cuda
 from tests.patience import seconds
 from tests.played_symmetric import CPU, PATIENCE, Drained, run_memories, run_played

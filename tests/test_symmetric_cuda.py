@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 from shardlite import AdamW, ShardLite
+from shardlite.comm.collectives import Operation, all_gather, reduce_scatter
+from shardlite.comm.transport.base import Message
+from shardlite.comm.transport.select import connect
+from shardlite.comm.transport.symmetric import SymmetricMemoryTransport, symmetric_memory
 from shardlite.config import Route
-from shardlite.ring import Operation, all_gather, reduce_scatter
-from shardlite.transport import Message, SymmetricMemoryTransport, connect
-from shardlite.transport.symmetric import symmetric_memory
 from tests.cluster import Cluster
 from tests.forkserver import ForkServer
 from tests.ring_cases import Case, assert_equal_bits, ring_sum, tensor_of

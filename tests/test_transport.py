@@ -10,20 +10,17 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
+from shardlite.comm.collectives import Operation, all_gather
+from shardlite.comm.control.worker import Worker
+from shardlite.comm.transport import c10d_work
+from shardlite.comm.transport.base import Message
+from shardlite.comm.transport.counted import Counted, Tally
+from shardlite.comm.transport.gloo import GroupTransport
+from shardlite.comm.transport.in_process import local_world
+from shardlite.comm.transport.nccl import NcclTransport
+from shardlite.comm.transport.select import connect
+from shardlite.comm.transport.staged import StagedTransport
 from shardlite.errors import CommError, LayoutError
-from shardlite.ring import Operation, all_gather
-from shardlite.transport import (
-    Counted,
-    GroupTransport,
-    Message,
-    NcclTransport,
-    StagedTransport,
-    Tally,
-    connect,
-    local_world,
-    works,
-)
-from shardlite.transport.worker import Worker
 from tests.cluster import Cluster, RemoteError, run_local
 from tests.delays import Delayed
 from tests.patience import seconds, until
@@ -177,8 +174,8 @@ def leave_a_wait(group):
     worker = Worker("waits")
     pending = transport.irecv(torch.zeros(4), 1, tag=8)
     waiting = worker.submit(pending.wait)
-    until(lambda: works._waits)
-    works.end_waits()
+    until(lambda: c10d_work._waits)
+    c10d_work.end_waits()
     return str(waiting.exception(seconds(30)))
 
 

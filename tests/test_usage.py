@@ -3,13 +3,13 @@
 import gc
 
 import pytest
+import shardlite.shared
 import torch
 from torch import Tensor, nn
 
-import shardlite.shared
 from shardlite import AdamW, Precision, ShardLite
-from shardlite.layout import ARENA_ALIGN, round_up
-from shardlite.transport import Counted, Tally
+from shardlite.comm.transport.counted import Counted, Tally
+from shardlite.params.layout import ARENA_ALIGN, round_up
 from tests.new_objects import looking_at_new_objects
 
 WIDTH = 128
@@ -38,9 +38,9 @@ def totals(model: ShardLite) -> tuple[int, int]:
 def traffic_body(group, stage, precision):
     """Return what one step sent, by unit and purpose, once everything agrees with the transport."""
     tally = Tally()
-    connect, connect_hosts = shardlite.shared.connect, shardlite.shared.connect_hosts
-    shardlite.shared.connect = lambda *args, **options: Counted(connect(*args, **options), tally)
-    shardlite.shared.connect_hosts = lambda *args, **options: Counted(connect_hosts(*args, **options), tally)
+    connect, connect_hosts = shardlite.comm.context.connect, shardlite.comm.context.connect_hosts
+    shardlite.comm.context.connect = lambda *args, **options: Counted(connect(*args, **options), tally)
+    shardlite.comm.context.connect_hosts = lambda *args, **options: Counted(connect_hosts(*args, **options), tally)
     try:
         model = ShardLite(net(), stage=stage, group=group, precision=precision)
         optimizer = AdamW(model.parameters())
@@ -52,7 +52,7 @@ def traffic_body(group, stage, precision):
         model.full_state_dict()
         assert totals(model) == (tally.messages, tally.nbytes)
     finally:
-        shardlite.shared.connect, shardlite.shared.connect_hosts = connect, connect_hosts
+        shardlite.comm.context.connect, shardlite.comm.context.connect_hosts = connect, connect_hosts
     sent = {}
     for unit, purposes in after.items():
         for purpose, each in purposes.items():

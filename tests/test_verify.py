@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardlite import AdamW, LayoutError, Precision, average, cli, launch, verify
-from shardlite.verification import twins
-from shardlite.verification.task import Task
-from shardlite.verification.verify import Report
+from shardlite import AdamW, LayoutError, Precision, verify
+from shardlite.apps import cli, launch
+from shardlite.apps.verify import twins
+from shardlite.apps.verify.task import Task
+from shardlite.apps.verify.verify import Report
+from shardlite.grads import reduce_scatter
 from tests.models import MLP, VOCABULARY, Branches, Branching, LanguageModel, MixedDtypes, Shared
 from tests.scripts import run_command, run_process
 from tests.sharded import slow, without_warnings
@@ -299,8 +301,8 @@ def test_a_gradient_of_ours_that_is_off_by_a_millionth_is_off_from_everything(cl
 
 def forgets_to_divide(group: Any) -> Report:
     """Body of a rank: sums instead of means, at all stages."""
-    collective = average.reduce_scatter
-    with mock.patch.object(average, "reduce_scatter", lambda *args, divisor, **more: collective(*args, **more)):
+    collective = reduce_scatter.reduce_scatter
+    with mock.patch.object(reduce_scatter, "reduce_scatter", lambda *args, divisor, **more: collective(*args, **more)):
         return verified(group, "language-model", 1)
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from shardlite import Precision
-from shardlite.verification.bounds import Sum, difference, in_ulps, same_bits
-from shardlite.verification.task import joined_batch
-from shardlite.verification.verify import Report, Row
+from shardlite.apps.verify.bounds import Sum, difference, in_ulps, same_bits
+from shardlite.apps.verify.task import joined_batch
+from shardlite.apps.verify.verify import Report, Row
 
 
 def test_differences_and_units_of_last_place():

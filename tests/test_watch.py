@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 from torch.nn import functional
 
 from shardlite import AdamW, LayoutError, ShardLite, ShardWarning
-from shardlite.watch import STEPS
+from shardlite.engine.watch import STEPS
 from tests.sharded import number_of
 
 WIDTH = 40

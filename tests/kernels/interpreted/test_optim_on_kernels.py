@@ -1,12 +1,12 @@
 """`AdamW` as it steps tensors of a device: by kernels, which read tables that the host never sees."""
 
 import pytest
+import shardlite.counts
 import torch
 from shardlite_kernels import FORMATS, Hyper, adamw_reference, adamw_scalars_reference
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import shardlite.counts
-from shardlite.optim import AdamW
+from shardlite.optim.adamw import AdamW
 from tests.kernels.adamw_cases import one_row, state_of
 from tests.kernels.bits import assert_same_bits
 from tests.optim_cases import HYPER, make_arena, padded
@@ -61,7 +61,7 @@ class Reference:
 @pytest.fixture
 def launches(monkeypatch):
     """The number of elements of each kernel launch."""
-    numels, kernel = [], shardlite.counts.adamw
+    numels, kernel = [], shardlite.optim.step_counts.adamw
 
     def counting(state, *args, **kwargs):
         numels.append(state.param.numel())

@@ -1,0 +1,270 @@
+"""The command line. Each subcommand is one function, with the parser of its options next to it."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from shardlite.apps.demo.settings import SIZES, GPTConfig, Settings
+
+_MOST_RANKS = 64  # of a picture
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `shardlite ARGV` and return its exit status; wrong usage exits with status 2, as argparse does."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = ArgumentParser(prog="shardlite", description="Sharded training for PyTorch, small enough to read.")
+    parser.add_argument("--version", action="version", version=f"shardlite {_version()}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_train(commands)
+    _add_verify(commands)
+    _add_doctor(commands)
+    _add_ring(commands)
+    options = parser.parse_args(arguments)
+    status: int = options.run(options, arguments)
+    return status
+
+
+def _add_train(commands: Any) -> None:
+    parser: ArgumentParser = commands.add_parser(
+        "train",
+        help="train a small GPT on text, sharded over processes of this machine",
+        description="Train a byte-level GPT on text, sharded over the ranks. Starts the ranks itself, or is started by"
+        " torchrun. Prints the loss, the memory held beside that of plain data parallel, and some text by the model.",
+    )
+    parser.set_defaults(run=lambda options, arguments: _train(parser, options, arguments))
+    _add_run_options(parser)
+    _add_model_options(parser, size="demo")
+
+
+def _add_verify(commands: Any) -> None:
+    parser: ArgumentParser = commands.add_parser(
+        "verify",
+        help="train a small GPT sharded and in every other way, and compare the numbers",
+        description="Train a byte-level GPT on random bytes: sharded at each stage, by data parallelism in a simple way"
+        " and in PyTorch's, and in one process. Prints the largest differences and names the first tensor beyond its"
+        " bound; the exit status is 1 then. Starts the ranks itself, or is started by torchrun.",
+    )
+    parser.set_defaults(run=lambda options, arguments: _verify(parser, options, arguments))
+    group = parser.add_argument_group("run")
+    group.add_argument("--ranks", type=int, metavar="N", help="processes (2)")
+    for name, kind, metavar, default, meaning in (
+        ("steps", int, "N", 4, "optimizer steps"),
+        ("batch", int, "N", Settings.batch, "sequences per rank"),
+        ("lr", float, "RATE", Settings.lr, "learning rate"),
+        ("seed", int, "N", Settings.seed, "decides the first weights and the batches"),
+    ):
+        group.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=f"{meaning} ({default})")
+    group.add_argument("--compute", choices=_DTYPES, help="what forward and backward run in (no casts)")
+    group.add_argument("--reduce", choices=_DTYPES, default="fp32", help="what gradients are summed in (fp32)")
+    _add_model_options(parser, size="tiny")
+
+
+def _add_ring(commands: Any) -> None:
+    from shardlite.config import ALGORITHMS
+
+    parser: ArgumentParser = commands.add_parser(
+        "ring",
+        help="show step by step how the segments of a buffer go round the ranks",
+        description="Print, step by step, what each rank holds and sends in a collective, and in which order sums are"
+        " added. Runs nothing and needs no other process.",
+    )
+    parser.set_defaults(run=lambda options, arguments: _ring(parser, options))
+    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="from 1 to 64 (4)")
+    parser.add_argument(
+        "--operation", choices=("all-gather", "reduce-scatter"), default="reduce-scatter", help="(reduce-scatter)"
+    )
+    parser.add_argument("--algorithm", choices=ALGORITHMS, default="ring", help="(ring)")
+    parser.add_argument("--node", type=int, metavar="N", help="ranks per node; for hierarchical, and needed there")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw it as an image, too; needs matplotlib")
+
+
+def _add_doctor(commands: Any) -> None:
+    parser: ArgumentParser = commands.add_parser(
+        "doctor",
+        help="say what this machine offers, which way messages take here, and why",
+        description="Starts some ranks, asks for each transport as the library would, tries those that can be had, and"
+        " says why each choice was made. The exit status is 1 if one gave wrong results or an error.",
+    )
+    parser.set_defaults(run=lambda options, arguments: _doctor(parser, options, arguments))
+    parser.add_argument("--ranks", type=int, metavar="N", help="processes (one per GPU, 2 without any)")
+
+
+def _doctor(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> int:
+    """Start the ranks, or be one of them."""
+    from shardlite.apps.launch import default_ranks, launch
+
+    if _started_ranks(parser, options) is None:
+        return launch(options.ranks or default_ranks(), arguments)
+
+    from shardlite.apps.doctor import examine
+
+    return examine()
+
+
+def _add_run_options(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("run")
+    group.add_argument("--ranks", type=int, metavar="N", help="processes (one per GPU, 2 without any)")
+    for name, kind, metavar, meaning in (
+        ("steps", int, "N", "optimizer steps"),
+        ("batch", int, "N", "sequences per rank in one forward"),
+        ("accumulate", int, "N", "forwards and backwards per optimizer step"),
+        ("lr", float, "RATE", "highest learning rate"),
+        ("seed", int, "N", "decides the first weights and the batches"),
+        ("out", Path, "FOLDER", "where the loss curve goes"),
+    ):
+        default = getattr(Settings, name)
+        group.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=f"{meaning} ({default})")
+    group.add_argument("--data", type=Path, metavar="PATH", help="text file or folder (the source of Python itself)")
+    group.add_argument(
+        "--stage", type=int, choices=(0, 1, 2, 3), default=3, help="of ZeRO: 0 shards nothing, 3 all (3)"
+    )
+
+
+def _add_model_options(parser: ArgumentParser, size: str) -> None:
+    group = parser.add_argument_group("model", "A size by name, of which each number can be changed.")
+    group.add_argument("--size", choices=SIZES, default=size, help=f"({size})")
+    group.add_argument("--layers", type=int, metavar="N", help="blocks")
+    group.add_argument("--width", type=int, metavar="N", help="numbers that stand for one byte between the blocks")
+    group.add_argument("--heads", type=int, metavar="N", help="parts of the width that attend separately")
+    group.add_argument("--context", type=int, metavar="N", help="bytes that the model sees at once")
+
+
+def _train(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> int:
+    """Check everything once; then start the ranks, or be one of them."""
+    from shardlite.apps.launch import default_ranks, launch
+
+    started = _started_ranks(parser, options)
+    try:
+        settings = _train_settings(options)
+    except (ValueError, OSError) as wrong:
+        parser.error(str(wrong))
+    if started is None:
+        return launch(options.ranks or default_ranks(), arguments)
+
+    from shardlite.apps.demo.train import train
+
+    train(settings)
+    return 0
+
+
+def _train_settings(options: Namespace) -> Settings:
+    """The settings that `options` describe, with text that can be read and a folder that can be written."""
+    from shardlite.apps.demo.text import read_corpus
+
+    settings = Settings(
+        gpt=_gpt_config(options),
+        stage=options.stage,
+        steps=options.steps,
+        batch=options.batch,
+        accumulate=options.accumulate,
+        lr=options.lr,
+        seed=options.seed,
+        data=options.data,
+        out=options.out,
+    )
+    read_corpus(settings.data, context=settings.gpt.context)
+    settings.out.mkdir(parents=True, exist_ok=True)
+    return settings
+
+
+def _verify(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> int:
+    """Check everything once; then start the ranks, or be one of them."""
+    from shardlite.apps.launch import launch
+
+    started = _started_ranks(parser, options)
+    try:
+        numbers = {name: getattr(options, name) for name in ("steps", "batch", "lr", "seed")}
+        settings = Settings(gpt=_gpt_config(options), **numbers)
+    except ValueError as wrong:
+        parser.error(str(wrong))
+    if started is None:
+        return launch(options.ranks or 2, arguments)
+    return _verify_gpt(settings, options.compute, options.reduce)
+
+
+def _verify_gpt(settings: Settings, compute: str | None, reduce: str) -> int:
+    """Compare on random bytes, together with the other ranks."""
+    import torch
+    import torch.distributed as dist
+
+    from shardlite import Precision, verify
+    from shardlite.apps.demo.gpt import BYTE_VALUES, GPT
+
+    def batch(_step: int, _rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        text = torch.randint(BYTE_VALUES, (settings.batch, settings.gpt.context + 1))
+        return text[:, :-1], text[:, 1:]
+
+    computing = None if compute is None else getattr(torch, _DTYPES[compute])
+    dist.init_process_group("gloo")
+    try:
+        report = verify(
+            lambda: GPT(settings.gpt),
+            batch,
+            settings.steps,
+            lr=settings.lr,
+            precision=Precision(compute=computing, reduce=getattr(torch, _DTYPES[reduce])),
+            seed=settings.seed,
+        )
+        if dist.get_rank() == 0:
+            print(report.table(), flush=True)
+        dist.barrier()  # torchrun ends all ranks when one fails: the table is to be printed before
+    finally:
+        dist.destroy_process_group()
+    return 0 if report.ok else 1
+
+
+def _ring(parser: ArgumentParser, options: Namespace) -> int:
+    """Print the picture of a schedule, and paint it if a file is named."""
+    from shardlite.apps.ring_picture import text
+    from shardlite.comm import all_gather, reduce_scatter
+
+    if not 1 <= options.ranks <= _MOST_RANKS:
+        parser.error(f"--ranks is {options.ranks}; pictures are made for 1 to {_MOST_RANKS} ranks")
+    if options.algorithm == "hierarchical" and options.node is None:
+        parser.error(f"--algorithm hierarchical needs --node: ranks per node, a divisor of {options.ranks}")
+    node = 1 if options.node is None else options.node
+    make = all_gather if options.operation == "all-gather" else reduce_scatter
+    try:
+        schedule = make(options.algorithm, options.ranks, node=node)
+        if options.png is not None:
+            from shardlite.apps.painting import paint
+
+            paint(schedule, options.png, node)
+    except ModuleNotFoundError:
+        parser.error("--png needs matplotlib, which is not installed; pip install 'shardlite[demo]'")
+    except (ValueError, OSError) as wrong:
+        parser.error(str(wrong))
+    print(text(schedule, node))
+    if options.png is not None:
+        print(f"\nwrote {options.png}")
+    return 0
+
+
+def _started_ranks(parser: ArgumentParser, options: Namespace) -> int | None:
+    """How many ranks a launcher has started, if one did; that must be what `--ranks` says."""
+    from shardlite.apps.launch import world_size
+
+    started = world_size()
+    if options.ranks is not None and (options.ranks < 1 or started not in (None, options.ranks)):
+        parser.error(f"--ranks is {options.ranks}; it must be at least 1, and what torchrun started ({started})")
+    return started
+
+
+def _gpt_config(options: Namespace) -> GPTConfig:
+    """The size that was named, with the numbers that were given."""
+    numbers = {name: getattr(options, name) for name in ("layers", "width", "heads", "context")}
+    return replace(SIZES[options.size], **{name: value for name, value in numbers.items() if value is not None})
+
+
+def _version() -> str:
+    try:
+        return version("shardlite")
+    except PackageNotFoundError:
+        return "(not installed)"

@@ -1,0 +1,135 @@
+"""What the demo tells people: a progress line, the result, a loss curve as PNG and CSV, a table of bytes per rank."""
+
+from __future__ import annotations
+
+import csv
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from shardlite.apps.demo.footprint import Footprint
+from shardlite.comm import Sent
+from shardlite.telemetry import format_bytes
+
+
+@dataclass(frozen=True)
+class Point:
+    """One step of the loss curve, in nats per byte, averaged over the ranks."""
+
+    step: int
+    train: float
+    validation: float | None
+    """`None` at steps without a validation."""
+
+
+class Progress:
+    """One line that tells how far the run is: rewritten in place on a terminal, else printed ten times in a run."""
+
+    def __init__(self, steps: int, bytes_per_step: int, out: TextIO = sys.stdout) -> None:
+        self._steps, self._bytes_per_step, self._out = steps, bytes_per_step, out
+        self._begin = time.perf_counter()
+        self._validation = ""
+
+    def show(self, point: Point, held: int) -> None:
+        """Show `point`, the text read per second since the begin, and the bytes `held` by the library on a rank."""
+        if point.validation is not None:
+            self._validation = f"  validation {point.validation:.3f}"
+        speed = point.step * self._bytes_per_step / (time.perf_counter() - self._begin)
+        line = (
+            f"step {point.step:>{len(str(self._steps))}}/{self._steps}  loss {point.train:.3f}"
+            f"{self._validation}  {speed:,.0f} tokens/s  {format_bytes(held)} held per rank"
+        )
+        if self._out.isatty():
+            print(f"\r\033[K{line}", end="\n" if point.step == self._steps else "", file=self._out, flush=True)
+        elif point.step == 1 or point.step % max(1, self._steps // 10) == 0 or point.step == self._steps:
+            print(line, file=self._out, flush=True)
+
+
+def describe_result(loss: float, entropy: float) -> str:
+    """The last validation loss beside the unigram entropy of the same text."""
+    rows = (("validation loss", loss, "this model"), ("unigram entropy", entropy, "the best model without context"))
+    return "\n".join(
+        f"{name}  {nats:.3f} nats/byte  {nats / math.log(2):.3f} bits/byte  ({who})" for name, nats, who in rows
+    )
+
+
+def printable(text: bytes) -> str:
+    """`text` for a terminal: what is no UTF-8, and what could command the terminal, is replaced."""
+    decoded = text.decode(errors="replace")
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in decoded
+    )
+
+
+def describe_traffic(traffic: Mapping[str, Mapping[str, Sent]], steps: int) -> str:
+    """What one rank sent in a step, how long that took, and how much of it computation waited for: means over a run."""
+    sent = [each for purposes in traffic.values() for each in purposes.values()]
+    nbytes, seconds, exposed = (
+        sum(part) / steps for part in zip(*((s.nbytes, s.seconds, s.exposed) for s in sent), strict=True)
+    )
+    return (
+        f"A step sends {format_bytes(int(nbytes))} per rank. Gathers and reductions run for {seconds * 1e3:.1f} ms, of "
+        f"which computation waits for {exposed * 1e3:.1f} ms."
+    )
+
+
+def footprint_table(sharded: Sequence[Footprint], plain: Footprint) -> str:
+    """Bytes by purpose: a column per rank of the sharded run, and one for plain data parallel."""
+    columns = {f"rank {rank}": footprint for rank, footprint in enumerate(sharded)} | {"data parallel": plain}
+    purposes = dict.fromkeys(purpose for footprint in (plain, *sharded) for purpose in footprint.held)
+    rows = [["", *columns]]
+    for purpose in purposes:
+        rows.append([purpose, *(format_bytes(footprint.held.get(purpose, 0)) for footprint in columns.values())])
+    rows.append(["activations, rest", *(format_bytes(footprint.activations) for footprint in columns.values())])
+    rows.append(["measured peak", *(format_bytes(footprint.peak) for footprint in columns.values())])
+    return _aligned(rows)
+
+
+def write_curve(folder: Path, curve: Sequence[Point], entropy: float) -> list[str]:
+    """Write `loss.csv` and, where matplotlib is installed, `loss.png`; return lines that tell what was done."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_csv(folder / "loss.csv", curve)
+    told = [f"wrote {folder / 'loss.csv'}"]
+    try:
+        _write_png(folder / "loss.png", curve, entropy)
+    except ModuleNotFoundError as missing:
+        return [*told, f"no {folder / 'loss.png'}: {missing.name} is not installed; pip install 'shardlite[demo]'"]
+    return [*told, f"wrote {folder / 'loss.png'}"]
+
+
+def _write_csv(path: Path, curve: Sequence[Point]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["step", "train_nats_per_byte", "validation_nats_per_byte"])
+        for point in curve:
+            validation = "" if point.validation is None else f"{point.validation:.6f}"
+            writer.writerow([point.step, f"{point.train:.6f}", validation])
+
+
+def _write_png(path: Path, curve: Sequence[Point], entropy: float) -> None:
+    from matplotlib.figure import Figure  # slow to import, and not everybody has it
+
+    validated = [(point.step, point.validation) for point in curve if point.validation is not None]
+    figure = Figure(figsize=(7.2, 4.2), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot([p.step for p in curve], [p.train for p in curve], color="#7aa6d6", linewidth=1, label="training")
+    axes.plot(*zip(*validated, strict=True), "o-", color="#c44e2b", markersize=4, clip_on=False, label="validation")
+    axes.axhline(entropy, color="#555555", linestyle="--", linewidth=1, label=f"unigram entropy, {entropy:.2f}")
+    axes.set(xlabel="step", ylabel="loss, nats per byte", xlim=(0, curve[-1].step), title="A byte-level GPT learns")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    """`rows` as text, the first column to the left and the others to the right."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    )

@@ -1,0 +1,198 @@
+"""The demo: trains a small GPT on real text over several ranks, the way a user of ShardLite would.
+
+`train` tells the story; what follows it are its phases, in their order. Every rank runs all of it, and rank 0 alone
+prints and writes.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+
+from shardlite import AdamW, ShardLite
+from shardlite.apps.demo.footprint import Batch, Footprint, book_state, measure, measure_plain
+from shardlite.apps.demo.gpt import GPT
+from shardlite.apps.demo.report import (
+    Point,
+    Progress,
+    describe_result,
+    describe_traffic,
+    footprint_table,
+    printable,
+    write_curve,
+)
+from shardlite.apps.demo.settings import Settings
+from shardlite.apps.demo.text import Bytes, Corpus, draw_batch, read_corpus, unigram_entropy
+from shardlite.apps.launch import process_group
+from shardlite.comm import tell
+
+MAX_NORM = 1.0
+SAMPLE_BYTES = 240
+
+_MEASURED_STEP = 2  # by then the optimizer has its state and every buffer its place
+_VALIDATIONS = 8  # in a run, evenly spread, the last one at its end
+_VALIDATION_BATCHES = 8
+_TRAIN, _VALIDATION = 0, 1  # part of the key of a batch
+
+
+@dataclass(frozen=True)
+class Run:
+    """What stays the same from the first step to the last."""
+
+    settings: Settings
+    corpus: Corpus
+    model: ShardLite
+    optimizer: AdamW
+    rank: int
+    device: torch.device
+
+
+def train(settings: Settings) -> None:
+    """Train, validate, report, sample.
+
+    Raises:
+        ValueError: there is too little text.
+    """
+    corpus = read_corpus(settings.data, context=settings.gpt.context)
+    with process_group() as device:
+        plain = _measure_data_parallel(settings, corpus, device)
+        run = _set_up(settings, corpus, device)
+        _announce(run)
+        curve, sharded = _learn(run)
+        _report(run, curve, sharded, plain)
+        _show_sample(run)
+
+
+def _measure_data_parallel(settings: Settings, corpus: Corpus, device: torch.device) -> Footprint:
+    """What this rank would hold if nothing were sharded; all of it is freed on return."""
+    batches = [_draw(settings, corpus.train, device, _TRAIN, 0, 0, micro) for micro in range(settings.accumulate)]
+    return measure_plain(GPT(settings.gpt).to(device), batches, MAX_NORM)
+
+
+def _set_up(settings: Settings, corpus: Corpus, device: torch.device) -> Run:
+    torch.manual_seed(settings.seed)
+    model = ShardLite(GPT(settings.gpt), stage=settings.stage, device=device)
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = AdamW(groups, lr=settings.lr, betas=(0.9, 0.99))
+    return Run(settings, corpus, model, optimizer, dist.get_rank(), device)
+
+
+def _announce(run: Run) -> None:
+    parameters = sum(p.numel() for p in GPT(run.settings.gpt).parameters())
+    if run.rank == 0:
+        ranks = "1 rank" if dist.get_world_size() == 1 else f"{dist.get_world_size()} ranks"
+        print(f"A GPT with {parameters / 1e6:.1f}M parameters on {ranks}, stage {run.settings.stage}, reads")
+        print(f"{run.corpus.source} ({len(run.corpus.train):,} bytes).", flush=True)
+
+
+def _learn(run: Run) -> tuple[list[Point], Footprint]:
+    """Take all steps. One of the first is taken under a meter, but otherwise like any other."""
+    steps = run.settings.steps
+    progress = Progress(steps, _tokens_per_step(run.settings))
+    curve: list[Point] = []
+    for step in range(steps):
+        if step == min(_MEASURED_STEP, steps - 1):
+            loss, footprint = _measured_step(run, step)
+        else:
+            loss = _step(run, step)
+        if step == 0:
+            book_state(run.model.ledger, run.optimizer)
+        curve.append(Point(step + 1, loss, _validate(run) if _is_validation_due(step, steps) else None))
+        if run.rank == 0:
+            progress.show(curve[-1], sum(run.model.ledger.current().values()))
+    return curve, footprint
+
+
+def _step(run: Run, step: int) -> float:
+    """One optimizer step; the mean loss over all ranks and batches."""
+    settings, model = run.settings, run.model
+    loss = 0.0
+    for micro in range(settings.accumulate):
+        is_last = micro == settings.accumulate - 1
+        with nullcontext() if is_last else model.no_sync():
+            x, y = _draw(settings, run.corpus.train, run.device, _TRAIN, run.rank, step, micro)
+            part = model(x, y) / settings.accumulate
+            part.backward()
+        loss += part.item()
+    for group in run.optimizer.param_groups:
+        group["lr"] = learning_rate(settings, step)
+    model.clip_grad_norm_(MAX_NORM)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    return _mean_over_ranks(loss)
+
+
+def _measured_step(run: Run, step: int) -> tuple[float, Footprint]:
+    losses: list[float] = []
+    footprint = measure(lambda: losses.append(_step(run, step)), run.model.ledger)
+    return losses[0], footprint
+
+
+def learning_rate(settings: Settings, step: int) -> float:
+    """A straight line up over the first tenth of the steps, then half a cosine down to a tenth of `settings.lr`."""
+    warmup = math.ceil(settings.steps / 10)
+    if step < warmup:
+        return settings.lr * (step + 1) / warmup
+    progress = (step - warmup) / (settings.steps - warmup)
+    return settings.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+@torch.no_grad()
+def _validate(run: Run) -> float:
+    """The mean loss over text that no step has seen: the same in each validation, another part on each rank."""
+    run.model.eval()
+    losses = [
+        run.model(*_draw(run.settings, run.corpus.validation, run.device, _VALIDATION, run.rank, i)).item()
+        for i in range(_VALIDATION_BATCHES)
+    ]
+    run.model.train()
+    return _mean_over_ranks(sum(losses) / len(losses))
+
+
+def _is_validation_due(step: int, steps: int) -> bool:
+    return (step + 1) * _VALIDATIONS // steps > step * _VALIDATIONS // steps
+
+
+def _report(run: Run, curve: list[Point], sharded: Footprint, plain: Footprint) -> None:
+    """Tell how good the model became and what that took, in memory and time."""
+    footprints = [Footprint(**each) for each in tell(None, asdict(sharded), "the memory of each rank")]
+    if run.rank != 0:
+        return
+    entropy = unigram_entropy(run.corpus.validation)
+    print(f"\n{describe_result(curve[-1].validation or math.nan, entropy)}")
+    print(f"\nOne training step holds, each row at its highest:\n\n{footprint_table(footprints, plain)}\n")
+    if dist.get_world_size() > 1:
+        print(f"{describe_traffic(run.model.traffic(), run.settings.steps)}\n")
+    print("\n".join(write_curve(run.settings.out, curve, entropy)), flush=True)
+
+
+def _show_sample(run: Run) -> None:
+    """Rank 0 takes the whole model, which here fits on one rank, and lets it write."""
+    weights = run.model.full_state_dict(rank=0)
+    if run.rank != 0:
+        return
+    model = GPT(run.settings.gpt)
+    model.load_state_dict(weights)
+    sample = model.generate(b"\n", SAMPLE_BYTES, seed=run.settings.seed)
+    print(f"\nThe model writes:\n{printable(sample)}")
+
+
+def _draw(settings: Settings, text: Bytes, device: torch.device, *key: int) -> Batch:
+    x, y = draw_batch(text, shape=(settings.batch, settings.gpt.context), key=(settings.seed, *key))
+    return x.to(device), y.to(device)
+
+
+def _tokens_per_step(settings: Settings) -> int:
+    return dist.get_world_size() * settings.batch * settings.accumulate * settings.gpt.context
+
+
+def _mean_over_ranks(value: float) -> float:
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()

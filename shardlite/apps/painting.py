@@ -1,0 +1,125 @@
+"""Schedules of collectives as an image: a square of ranks and segments for each step. Needs matplotlib."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardlite.apps.ring_picture import Frame, addends, brief, frames, headline, summary
+from shardlite.comm import Schedule
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_SQUARES, _COLUMNS = 12, 4  # of an image, and of a row of it
+_READABLE = 8  # ranks: with more, cells are too small for text, and only the arrows of rank 0 are drawn
+_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#888888")
+_LINE, _BETWEEN = 0.2, 0.6  # inches: a line of text, and the room between squares
+_BESIDE = 0.36  # the room for arrows beside a square, as a part of its side
+
+
+def paint(schedule: Schedule, path: Path, node: int = 1) -> None:
+    """Write a PNG. A cell has the colour of its segment, paler where fewer ranks' numbers are in the sum.
+
+    Raises:
+        ModuleNotFoundError: there is no matplotlib.
+        OSError: `path` cannot be written.
+    """
+    from matplotlib.figure import Figure  # slow to import, and not everybody has it
+
+    told = frames(schedule)
+    kept = _kept(len(told))
+    columns = min(_COLUMNS, len(kept))
+    rows = -(-len(kept) // columns)
+    title, *above = headline(schedule, node)
+    above += [f"Of {len(told) - 1} steps {len(told) - len(kept)} are left out."] if len(kept) < len(told) else []
+    arrows = "rank 0 sends" if schedule.world_size > _READABLE else "each rank sends"
+    above.append(f"Columns are segments. What is sent in a step has a frame; arrows show to whom {arrows}.")
+
+    side = 3.0 if schedule.world_size <= _READABLE // 2 else 4.0  # inches
+    head, width = 1.15 + _LINE * len(above), max(0.6 + columns * side * (1 + _BESIDE), 8.0)
+    height = head + rows * (side + _BETWEEN) + 0.1
+    figure = Figure(figsize=(width, height), dpi=130)
+    figure.text(0.2 / width, 1 - 0.35 / height, title, fontsize=13, weight="bold")
+    for i, line in enumerate(above):
+        figure.text(0.2 / width, 1 - (0.65 + _LINE * i) / height, line, fontsize=9.5)
+    below = ",   ".join(" ".join(line.split()) for line in summary(schedule))
+    figure.text(0.2 / width, 0.15 / height, below, fontsize=9.5)
+    for place, t in enumerate(kept):
+        row, column = divmod(place, columns)
+        left, bottom = 0.65 + column * side * (1 + _BESIDE), height - head - row * (side + _BETWEEN) - side
+        axes = figure.add_axes((left / width, bottom / height, side * (1 + _BESIDE) / width, side / height))
+        _square(axes, schedule, told[t], names=column == 0)
+        axes.set_title(f"step {t}" if told[t].sent else "end", fontsize=10, loc="left", weight="bold")
+    figure.savefig(path, format="png")
+
+
+def _kept(count: int) -> list[int]:
+    """Return which frames are drawn: all, or the first ones and the last ones."""
+    half = _SQUARES // 2
+    return list(range(count)) if count <= _SQUARES else [*range(half), *range(count - half, count)]
+
+
+def _square(axes: Axes, schedule: Schedule, frame: Frame, names: bool) -> None:
+    """Draw a row for each rank and a column for each segment, of which what is sent has a frame, and the arrows."""
+    world_size = schedule.world_size
+    sent = {(each.source, each.segment, each.part) for each in frame.sent}
+    for r in range(world_size):
+        for k in range(world_size):
+            for part in range(schedule.parts):
+                _cell(axes, schedule, frame, (r, k, part), framed=(r, k, part) in sent)
+    readable = world_size <= _READABLE
+    for each in frame.sent:
+        if readable or each.source == 0:
+            _arrow(axes, each.source, each.target, _COLOURS[each.segment % len(_COLOURS)], world_size)
+    ticks = range(world_size) if readable else range(0, world_size, 8)
+    axes.set(xlim=(-0.02, world_size * (1 + _BESIDE)), ylim=(world_size + 0.02, -0.02))
+    axes.set_xticks([k + 0.5 for k in ticks], [f"{k}" for k in ticks], fontsize=8)
+    axes.set_yticks([r + 0.5 for r in ticks], [f"rank {r}" if names else "" for r in ticks], fontsize=8)
+    axes.tick_params(length=0, labeltop=True, labelbottom=False)
+    axes.spines[:].set_visible(False)
+
+
+def _cell(axes: Axes, schedule: Schedule, frame: Frame, place: tuple[int, int, int], framed: bool) -> None:
+    """Draw what a rank has of a part of a segment, at `place` (rank, segment, part)."""
+    from matplotlib.patches import Rectangle
+
+    (r, k, part), world_size, height = place, schedule.world_size, 1 / schedule.parts
+    order, top = frame.held[r].get((k, part)), r + part * height
+    if order is not None:
+        adds = schedule.operation == "reduce-scatter"
+        strength = 0.15 + 0.65 * addends(order) / world_size if adds else 0.7
+        colour = _COLOURS[k % len(_COLOURS)]
+        axes.add_patch(Rectangle((k, top), 1, height, facecolor=colour, alpha=strength, linewidth=0))
+    axes.add_patch(Rectangle((k, top), 1, height, fill=False, edgecolor="#cccccc", linewidth=0.5))
+    if framed:
+        thick = 1.6 if world_size <= _READABLE else 0.6
+        axes.add_patch(
+            Rectangle((k + 0.05, top + 0.05), 0.9, height - 0.1, fill=False, edgecolor="black", linewidth=thick)
+        )
+    if order is not None and world_size <= _READABLE:
+        name = brief(order, world_size, most=4).replace("+(", "\n+(")
+        points = 72 * (3.0 if world_size <= _READABLE // 2 else 4.0) / world_size  # the side of a cell
+        size = min(10.0, 0.85 * points / (0.7 * max(map(len, name.splitlines()))))
+        axes.text(k + 0.5, top + height / 2, name, ha="center", va="center", fontsize=size)
+
+
+def _arrow(axes: Axes, source: int, target: int, colour: str, world_size: int) -> None:
+    """Draw an arrow from row to row, in a bow that is wider for a longer way."""
+    from matplotlib.patches import FancyArrowPatch
+
+    away, down = abs(target - source), target > source
+    beside = world_size * (1.03 if down else 1.06)
+    out, into = (0.62, -0.62 + 1) if down else (0.45, 0.55)
+    axes.add_patch(
+        FancyArrowPatch(
+            (beside, source + out),
+            (beside, target + into),
+            connectionstyle=f"arc3,rad={(0.35 if away > 1 else 0.6) * (-1 if down else 1)}",
+            arrowstyle="-|>",
+            mutation_scale=9,
+            linewidth=1.4,
+            color=colour,
+            clip_on=False,
+        )
+    )

@@ -1,0 +1,270 @@
+"""Schedules of collectives drawn for people: what each rank holds and sends, step by step, as text.
+
+`frames` follows a schedule on paper: a segment is a name, and a sum is the order in which it was added. `text` makes a
+page of it that fits a terminal; `painting` makes an image.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import reduce
+from itertools import chain
+from textwrap import wrap
+
+from shardlite.comm import Order, Schedule, Transfer, order_of_addition, reduce_scatter
+
+WIDTH, HEIGHT = 120, 100
+"""Columns of a page, and lines of its tables. Where all ranks do not fit, one is shown."""
+
+_MOST = 4  # neighbours in a sum that are listed where there is little room
+_LONGEST_NOTE = 42  # columns: what a rank sends is counted instead of listed where the list is longer
+_ORDERS = 8  # lines: of more segments than this, the orders of the first few and the last are shown
+
+_GIST = {
+    "ring": "each rank sends to the next one",
+    "bidirectional": "segments go both ways, half round the ring",
+    "direct": "every rank sends to every other one at once",
+    "hierarchical": "rings inside the nodes and rings across them",
+}
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A step of a schedule, at its begin."""
+
+    held: tuple[dict[tuple[int, int], Order], ...]
+    """What each rank has of each `(segment, part)`: the sum as it was added, or whose segment it is."""
+
+    sent: tuple[Transfer, ...]
+    """What is sent in this step: nothing in the last frame, which is the end."""
+
+    def sent_by(self, rank: int) -> list[Transfer]:
+        """Return what `rank` sends in this step."""
+        return [each for each in self.sent if each.source == rank]
+
+
+def frames(schedule: Schedule) -> list[Frame]:
+    """Return all steps of an all-gather or a reduce-scatter and its end."""
+    world, parts = range(schedule.world_size), range(schedule.parts)
+    adds = schedule.operation == "reduce-scatter"
+    held: list[dict[tuple[int, int], Order]] = [
+        {(k, part): r for k in (world if adds else [r]) for part in parts} for r in world
+    ]
+    shown = []
+    for transfers in schedule.steps:
+        shown.append(Frame(tuple(dict(each) for each in held), transfers))
+        before = shown[-1].held
+        for each in transfers:
+            if adds:
+                del held[each.source][each.segment, each.part]
+        coming: dict[tuple[int, tuple[int, int]], list[Order]] = {}
+        for each in transfers:
+            piece = each.segment, each.part
+            coming.setdefault((each.target, piece), []).append(before[each.source][piece])
+        for (rank, piece), parcels in coming.items():
+            parcels += [held[rank][piece]] if adds else []
+            held[rank][piece] = reduce(_plus, parcels)
+    return [*shown, Frame(tuple(held), ())]
+
+
+def text(schedule: Schedule, node: int = 1) -> str:
+    """Return the page: a headline, a table for each step, and the sums of it all."""
+    told = frames(schedule)
+    page = _fitting(schedule, told) or _one_rank(schedule, told)
+    return "\n".join([*headline(schedule, node), "", *page, "", *summary(schedule), *_orders(schedule)])
+
+
+def headline(schedule: Schedule, node: int) -> list[str]:
+    """Return what the schedule is, what each rank begins with and what it ends with."""
+    world_size = schedule.world_size
+    ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
+    lines = [f"{schedule.operation} over {ranks}, {schedule.algorithm}: {_GIST[schedule.algorithm]}"]
+    if schedule.operation == "reduce-scatter":
+        lines.append("Each rank begins with its own numbers for every segment. Rank k ends with the sum of segment k.")
+        lines.append("A cell shows whose numbers are in the sum, in the order in which they were added.")
+    else:
+        lines.append("Rank k begins with segment k. Each rank ends with all of them.")
+    if schedule.algorithm == "hierarchical":
+        lines.append(f"Nodes are {node} ranks with consecutive numbers; there are {world_size // node}.")
+    if schedule.parts == 2:
+        lines.append("Each segment has two parts, a and b, of which each has a row.")
+    return lines
+
+
+def summary(schedule: Schedule) -> list[str]:
+    """Return the steps, and the messages and bytes of a rank."""
+    messages = len([each for each in chain(*schedule.steps) if each.source == 0])
+    share = Fraction(messages, schedule.parts * schedule.world_size)
+    return [
+        f"steps               {len(schedule.steps)}",
+        f"messages per rank   {messages}" + (", each half a segment" if schedule.parts == 2 else ""),
+        f"bytes per rank      {share} of the buffer sent, as much received",
+    ]
+
+
+def brief(order: Order, world_size: int, most: int) -> str:
+    """Return the sum as text; of neighbours in a row, if they are more than `most`, the first two and the last."""
+    terms: list[Order] = []
+    while isinstance(order, tuple):
+        order, last = order
+        terms.append(last)
+    written = []
+    for run in _runs([order, *reversed(terms)], world_size):
+        names = [str(each) if isinstance(each, int) else f"({brief(each, world_size, most)})" for each in run]
+        written += names if len(names) <= most else [*names[:2], "..", names[-1]]
+    return "+".join(written)
+
+
+def _plus(first: Order, second: Order) -> Order:
+    return first, second
+
+
+def _runs(terms: Sequence[Order], world_size: int) -> Iterator[list[Order]]:
+    """Cut a sum into stretches of ranks that are neighbours, one after the other and in one direction."""
+    run, ways = [terms[0]], {1, world_size - 1}
+    for term in terms[1:]:
+        before = run[-1]
+        way = (term - before) % world_size if isinstance(term, int) and isinstance(before, int) else 0
+        if way in ways:
+            ways = {way}
+            run.append(term)
+        else:
+            yield run
+            run, ways = [term], {1, world_size - 1}
+    yield run
+
+
+def _fitting(schedule: Schedule, told: Sequence[Frame]) -> list[str] | None:
+    """Return the tables with as much in them as there is room for, or `None` if there is too little."""
+    if len(told) * schedule.world_size * schedule.parts > HEIGHT:
+        return None
+    for most in (schedule.world_size, _MOST):
+        lines = _tables(schedule, told, most)
+        if max(map(len, lines)) <= WIDTH:
+            return lines
+        lines = [*_tables(schedule, told[:-1], most), "", "end: the sums that are told below"]  # the longest ones
+        if max(map(len, lines)) <= WIDTH:
+            return lines
+    return None
+
+
+def _tables(schedule: Schedule, told: Sequence[Frame], most: int) -> list[str]:
+    """A table per step, with a row for each rank (or two, for segments of two parts) and a column for each segment."""
+    world, parts = range(schedule.world_size), range(schedule.parts)
+    cells = [[[_cells(frame, r, part, schedule, most) for part in parts] for r in world] for frame in told]
+    rows = list(chain(*chain(*cells)))
+    widths = [max(len(row[k]) for row in rows) for k in world]
+    margin = max(len(_row_name(r, part, schedule)) for r in world for part in parts)
+    ruler = " ".join(f"{k}".center(width) for k, width in enumerate(widths))
+    legend = "Columns are segments; [ ] is sent in this step, . is not there"
+    lines = [legend + (", .. are the ranks between." if any(".." in cell for row in rows for cell in row) else ".")]
+    for t, frame in enumerate(told):
+        title = f"step {t}" if frame.sent else "end"
+        lines += ["", f"{title.ljust(margin)}  {ruler}".rstrip()]
+        for r in world:
+            for part in parts:
+                row = "|".join(cell.center(width) for cell, width in zip(cells[t][r][part], widths, strict=True))
+                note = f"  {_note(frame.sent_by(r), schedule)}" if part == 0 and frame.sent else ""
+                lines.append(f"{_row_name(r, part, schedule).ljust(margin)} |{row}|{note}")
+    return lines
+
+
+def _cells(frame: Frame, rank: int, part: int, schedule: Schedule, most: int) -> list[str]:
+    """What a rank holds of this part of each segment; what it sends stands in brackets."""
+    sent = {each.segment for each in frame.sent_by(rank) if each.part == part}
+    shown = []
+    for k in range(schedule.world_size):
+        order = frame.held[rank].get((k, part))
+        name = "." if order is None else brief(order, schedule.world_size, most)
+        shown.append(f"[{name}]" if k in sent else f" {name} ")
+    return shown
+
+
+def _row_name(rank: int, part: int, schedule: Schedule) -> str:
+    name = f"rank {rank}"
+    if schedule.parts == 1:
+        return name
+    return f"{name} a" if part == 0 else f"{' ' * len(name)} b"
+
+
+def _note(sent: Sequence[Transfer], schedule: Schedule) -> str:
+    """Say what a rank sends, and to whom: `3 -> rank 1`."""
+    pieces: dict[int, list[str]] = {}
+    for each in sent:
+        name = f"{each.segment}" + ("ab"[each.part] if schedule.parts == 2 else "")
+        pieces.setdefault(each.target, []).append(name)
+    alike = len(pieces) > 1 and len({*map(tuple, pieces.values())}) == 1
+    if alike:
+        note = f"{' '.join(next(iter(pieces.values())))} -> ranks {', '.join(map(str, pieces))}"
+    else:
+        note = ", ".join(f"{' '.join(names)} -> rank {target}" for target, names in pieces.items())
+    if len(note) <= _LONGEST_NOTE:
+        return note
+    return f"{len(sent)} messages -> {len(pieces)} rank{'s' if len(pieces) > 1 else ''}"
+
+
+def _one_rank(schedule: Schedule, told: Sequence[Frame]) -> list[str]:
+    """A line per step (or two) about rank 0, with a letter for each segment."""
+    world, parts = range(schedule.world_size), range(schedule.parts)
+    adds = schedule.operation == "reduce-scatter"
+    legend = "o own numbers, + a sum, # the sum of all" if adds else "o there"
+    lines = [
+        "All ranks do not fit here. This is what rank 0 does; the others do the same, each from its own place.",
+        f"Columns are segments: {legend}, > is sent in this step, . is not there.",
+        "",
+    ]
+    titles = [f"step {t}" if frame.sent else "end" for t, frame in enumerate(told)]
+    margin = max(map(len, titles)) + (2 if schedule.parts == 2 else 0)
+    tens = "".join(f"{k // 10}" if k % 10 == 0 and k else " " for k in world)
+    lines += [
+        f"{'':{margin}}  {ruler}".rstrip() for ruler in (tens, "".join(f"{k % 10}" for k in world)) if ruler.strip()
+    ]
+    for title, frame in zip(titles, told, strict=True):
+        for part in parts:
+            name = title if part == 0 else ""
+            name = f"{name:{margin - 2}} {'ab'[part]}" if schedule.parts == 2 else f"{name:{margin}}"
+            letters = "".join(_letter(frame, (k, part), schedule) for k in world)
+            note = _note(frame.sent_by(0), schedule) if part == 0 else ""
+            lines.append(f"{name}  {letters}   {note}".rstrip())
+    return lines
+
+
+def _letter(frame: Frame, piece: tuple[int, int], schedule: Schedule) -> str:
+    """Stand for what rank 0 has of a piece."""
+    if any((each.segment, each.part) == piece for each in frame.sent_by(0)):
+        return ">"
+    order = frame.held[0].get(piece)
+    if order is None:
+        return "."
+    return {1: "o", schedule.world_size: "#"}.get(addends(order), "+")
+
+
+def addends(order: Order) -> int:
+    """Return how many ranks' numbers are in a sum."""
+    return 1 if isinstance(order, int) else addends(order[0]) + addends(order[1])
+
+
+def _orders(schedule: Schedule) -> list[str]:
+    """Say in which order each segment of a reduce-scatter is added."""
+    if schedule.operation != "reduce-scatter":
+        return []
+    world_size = schedule.world_size
+    pieces = [(k, part) for k in range(world_size) for part in range(schedule.parts)]
+    orders = {piece: order_of_addition(schedule, *piece) for piece in pieces}
+    ring = reduce_scatter("ring", world_size)
+    same = all(_bits(order) == _bits(order_of_addition(ring, k)) for (k, _), order in orders.items())
+    known = "that of the ring" if same else "not that of the ring: other bits"
+    lines = ["", f"order of addition   {known}{': the same bits' if same and schedule.algorithm != 'ring' else ''}"]
+    for (k, part), order in orders.items():
+        if world_size <= _ORDERS or k < _ORDERS - 2 or k == world_size - 1:
+            name = f"  segment {k}{'ab'[part] if schedule.parts == 2 else ''}"
+            words = brief(order, world_size, most=_ORDERS).replace("+", " + ")
+            lines += wrap(words, WIDTH, initial_indent=name.ljust(20), subsequent_indent=" " * 20)
+        elif (k, part) == (_ORDERS, 0):
+            lines.append("  ...")
+    return lines
+
+
+def _bits(order: Order) -> object:
+    """Return what decides about the bits of a sum: what is added to what, but not on which side it stands."""
+    return order if isinstance(order, int) else frozenset(_bits(each) for each in order)

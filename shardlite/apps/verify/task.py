@@ -1,0 +1,123 @@
+"""What is trained: a model and its batches, with the same random numbers however often they are made.
+
+Legend: `W` ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from shardlite.config import Precision
+from shardlite.params import UnitPolicy
+
+Batch: TypeAlias = tuple[Any, ...]
+"""The arguments of a model."""
+
+SAME_LOSS = 2.0**-30
+"""In fp64, losses of the same batch differ by far less than this part of them, and losses of other batches by more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is trained, the same in every system."""
+
+    make_model: Callable[[], nn.Module]
+    make_batch: Callable[[int, int], Batch]
+    """From step and rank to the arguments of the model, which returns the mean loss over them."""
+
+    steps: int
+    lr: float
+    weight_decay: float
+    units: UnitPolicy
+    precision: Precision
+    """Of ShardLite and of the replicas; data parallelism by PyTorch and one process know nothing of it."""
+
+    seed: int
+    group: dist.ProcessGroup | None
+
+    @property
+    def rank(self) -> int:
+        """Of this process in the group."""
+        return dist.get_rank(self.group)
+
+    @property
+    def world_size(self) -> int:
+        """`W`."""
+        return dist.get_world_size(self.group)
+
+    @property
+    def casts(self) -> bool:
+        """Whether weights, inputs or outputs are cast, so that plain PyTorch computes with other numbers."""
+        return (self.precision.compute, self.precision.output) != (None, None)
+
+    def model(self) -> nn.Module:
+        """Make the model, from the same random numbers each time."""
+        torch.manual_seed(self.seed)
+        return self.make_model()
+
+    def batch(self, step: int, rank: int) -> Batch:
+        """Make a rank's batch. Random numbers that are drawn afterwards are the same each time, too."""
+        torch.manual_seed(self.seed + 1 + step * self.world_size + rank)
+        return self.make_batch(step, rank)
+
+
+def mean_loss(
+    task: Task, module: nn.Module, step: int, ranks: Sequence[int], convert: Callable[[Batch], Batch] = tuple
+) -> Tensor:
+    """Return the mean of the losses of `ranks`, [], each with the random numbers of its rank."""
+    losses = [module(*convert(task.batch(step, rank))) for rank in ranks]
+    return torch.stack(losses).sum() / len(ranks)
+
+
+def joined_batch(batches: Sequence[Batch]) -> Batch | None:
+    """Join like tensors along their first dimension; `None` if something is neither that nor the same on all ranks."""
+    (first, structure), *others = [tree_flatten(batch) for batch in batches]
+    if any(other != structure for _, other in others):
+        return None
+    columns = list(zip(first, *(leaves for leaves, _ in others), strict=True))
+    if not all(_joinable(column) for column in columns):
+        return None
+    leaves = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
+    whole: Batch = tree_unflatten(leaves, structure)
+    return whole
+
+
+def joins(task: Task, loss: Tensor) -> bool:
+    """Whether the joined batch of the first step has this loss in fp64, which is that of the batches by themselves.
+
+    It has not where tensors have no batch dimension, or a loss is a mean over something that ranks have more or less
+    of, or random numbers are drawn.
+    """
+    batch = joined_batch([task.batch(0, rank) for rank in range(task.world_size)])
+    if batch is None:
+        return False
+    try:
+        joined = task.model().double()(*doubled(batch)).detach()
+    except Exception:  # whatever the model says to a batch that was not made for it
+        return False
+    return bool((joined - loss).abs() <= SAME_LOSS * loss.abs())
+
+
+def doubled(batch: Batch) -> Batch:
+    """Return the batch with all floating-point tensors in fp64."""
+
+    def double(leaf: Any) -> Any:
+        return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    converted: Batch = tree_map(double, batch)
+    return converted
+
+
+def _joinable(column: Sequence[Any]) -> bool:
+    """Whether one argument of all ranks can be one argument of one process."""
+    first = column[0]
+    if all(isinstance(each, Tensor) for each in column):
+        return all(each.dim() > 0 and (each.shape, each.dtype) == (first.shape, first.dtype) for each in column)
+    return not any(isinstance(each, Tensor) for each in column) and all(each == first for each in column)

@@ -1,0 +1,437 @@
+"""Ways to train one model on the same batches, each leaving a record of what it computed; others judge who is right.
+
+    sharded               by ShardLite, at any stage
+    simple, ring_ordered  replicas whose gradients a master averages: as one would without a thought, or in ring order
+    data_parallel         by `torch.nn.parallel.DistributedDataParallel`
+    one_process           rank 0 alone, on the batches of all ranks
+    survey, exact         no training, only the first step: each rank by itself, and in fp64
+
+The first three compute as `Precision` says, the others in the model's own dtypes.
+
+Legend: `W` ranks, `n` elements of one parameter, `S` elements per shard.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from shardlite.apps.verify.masters import Masters
+from shardlite.apps.verify.task import Batch, Task, doubled, joined_batch, mean_loss
+from shardlite.build import plan_flats
+from shardlite.comm import tell
+from shardlite.model import ShardLite
+from shardlite.optim import AdamW
+from shardlite.params import ALIGN, as_they_are, cut, round_up
+
+Gradients: TypeAlias = Mapping[str, Tensor | None]
+Mean: TypeAlias = Callable[[Sequence[Tensor], torch.dtype, str], Tensor]
+"""From the gradients of all ranks, in the dtype of their sum, to the mean in the master's; last comes its name."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a system computed."""
+
+    losses: list[Tensor]
+    """[] by step; of this rank, or of all if one process trained on all."""
+
+    gradients: Gradients
+    """Of the first step, averaged over the ranks, whole; `None` where no rank used a parameter."""
+
+    weights: Mapping[str, Tensor]
+    """Parameters and floating-point buffers after the last step, whole."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A number for the loss of the first step, [], and for each element of its gradients."""
+
+    loss: Tensor
+    gradients: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What each rank by itself computes in the first step, as `Precision` says; means over the ranks, in fp64."""
+
+    magnitudes: Step
+    """Absolute values."""
+
+    casts: Step
+    """Distances to what plain PyTorch computes. Zero if nothing is cast, and gradients of one parameter are not added
+    in another dtype."""
+
+    errors: Step | None
+    """Distances to what plain PyTorch computes in fp64; `None` if the model does not run in fp64, or always does."""
+
+
+# ---- the systems ----------------------------------------------------------------------------------------------------
+
+
+def sharded(task: Task, stage: int) -> Record:
+    """Train by ShardLite."""
+    return _train(_Sharded(task, stage))
+
+
+def simple(task: Task) -> tuple[Record, bool]:
+    """Train replicas whose gradients rank 0 averages in the simplest way: `(g0 + g1 + ...) / W`.
+
+    Also tells whether any rank left out any parameter in any step.
+    """
+    replica = _Replica(task, _replicated(task), simple_mean)
+    return _train(replica), _any_rank(task, replica.unused)
+
+
+def ring_ordered(task: Task) -> Record:
+    """Train replicas whose gradients rank 0 averages in the order of ShardLite's ring."""
+    module = _replicated(task)
+    plans = [plan_flats(plan, task.world_size, task.precision) for plan in cut(module, task.units)]
+    layouts = [flat.layout for plan in plans for flat in plan]
+    cuts = {slot.name: [edge - slot.start for edge in layout.cuts] for layout in layouts for slot in layout.slots}
+    return _train(_Replica(task, module, lambda parts, dtype, name: ring_mean(parts, dtype, cuts[name])))
+
+
+def data_parallel(task: Task, *, unused: bool) -> Record:
+    """Train by PyTorch's data parallelism; it has to be told whether some rank leaves out parameters."""
+    with _silent_data_parallel():
+        return _train(_DataParallel(task, unused))
+
+
+def one_process(task: Task, *, join: bool) -> Record:
+    """Train on the batches of all ranks in this process: in one batch, or by the mean of the losses of the ranks."""
+    return _train(_OneProcess(task, join))
+
+
+def survey(task: Task) -> Survey:
+    """Run the first step on each rank by itself: as `Precision` says, in the model's own dtypes, and in fp64."""
+    own = _first_step(task, _with_masters(task, _replicated(task)), [task.rank])
+    plain = _first_step(task, _replicated(task), [task.rank])
+    true = exact(task, _replicated(task), [task.rank])
+    errors = None
+    if not _any_rank(task, true is None):
+        assert true is not None
+        errors = _mean_over_ranks(task, _apart(own, true))
+    sizes = {name: grad.abs() for name, grad in own.gradients.items()}
+    magnitudes = _mean_over_ranks(task, Step(own.loss.abs(), sizes))
+    return Survey(magnitudes, _mean_over_ranks(task, _apart(own, plain)), errors)
+
+
+def exact(task: Task, module: nn.Module, ranks: Sequence[int]) -> Step | None:
+    """Compute the first step on the batches of `ranks` in fp64, as the mean of their losses.
+
+    `None` if the model cannot, or does so anyway, so that this would not be more exact.
+    """
+    if any(param.dtype == torch.float64 for param in module.parameters()):
+        return None
+    try:
+        return _first_step(task, module.double(), ranks, doubled)
+    except RuntimeError:  # forward makes tensors of another dtype
+        return None
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
+
+
+class _Plain:
+    """A module, trained on this rank's batches. The other systems say where they differ."""
+
+    def __init__(self, task: Task, module: nn.Module, optimizer: Callable[..., Optimizer]) -> None:
+        self.task = task
+        self.module = module
+        self.optimizer = optimizer(module.parameters(), lr=task.lr, weight_decay=task.weight_decay)
+
+    def loss(self, step: int) -> Tensor:
+        """Run forward."""
+        value: Tensor = self.module(*self.task.batch(step, self.task.rank))
+        return value
+
+    def average(self) -> None:
+        """Make the gradients those of all ranks, if backward did not."""
+
+    def gradients(self) -> Gradients:
+        """Return them whole."""
+        return _gradients(self.module)
+
+    def weights(self) -> Mapping[str, Any]:
+        """Return a whole state dict."""
+        state: dict[str, Any] = self.module.state_dict()
+        return state
+
+
+class _Sharded(_Plain):
+    def __init__(self, task: Task, stage: int) -> None:
+        module = task.model()
+        self._shapes = {name: param.shape for name, param in module.named_parameters()}
+        self._model = ShardLite(
+            module, stage=stage, units=task.units, precision=task.precision, group=task.group, buffers="own"
+        )
+        super().__init__(task, self._model, AdamW)
+
+    def gradients(self) -> Gradients:
+        """Put each together from the shards of all ranks, which follow each other; or take it if it is whole."""
+        params, group = _trainable(self.module), self.task.group
+        with as_they_are():  # parts of gradients, which the library looks after
+            own = {n: None if p.grad is None else p.grad.as_subclass(Tensor).reshape(-1) for n, p in params.items()}
+        counts = tell(group, {name: None if grad is None else grad.numel() for name, grad in own.items()}, "gradients")
+        whole: dict[str, Tensor | None] = {}
+        for name, grad in own.items():
+            dtype, device = params[name].dtype, params[name].device
+            parts = [
+                None if each[name] is None else torch.empty(each[name], dtype=dtype, device=device) for each in counts
+            ]
+            parts[dist.get_rank(group)] = grad
+            for rank, part in enumerate(parts):
+                if part is not None and part.numel():
+                    dist.broadcast(part, group=group, group_src=rank)
+            whole[name] = _assembled(parts, grad, self._shapes[name])
+        return whole
+
+    def weights(self) -> Mapping[str, Any]:
+        return self._model.full_state_dict()
+
+
+class _Replica(_Plain):
+    def __init__(self, task: Task, module: nn.Module, mean: Mean) -> None:
+        self._masters = _with_masters(task, module)
+        super().__init__(task, self._masters, _PaddedAdamW)
+        self._mean = mean
+        self.unused = False
+
+    def average(self) -> None:
+        params, sums = _trainable(self._masters), self._masters.sums
+        self.unused |= len(sums) < len(params)
+        for name, param in params.items():
+            param.grad = self._through_rank_0(name, param, sums.pop(name, None))
+
+    def _through_rank_0(self, name: str, master: nn.Parameter, grad: Tensor | None) -> Tensor | None:
+        """Send a gradient to rank 0, which averages those of all ranks, and take the mean back."""
+        if not _any_rank(self.task, grad is not None):
+            return None
+        group = self.task.group
+        own = self._masters.zeros(name) if grad is None else grad.contiguous()
+        mean = torch.empty_like(master, memory_format=torch.contiguous_format)
+        if self.task.rank == 0:
+            parts = [torch.empty_like(own) for _ in range(self.task.world_size)]
+            dist.gather(own, parts, group=group, group_dst=0)
+            mean.copy_(self._mean(parts, mean.dtype, name))
+        else:
+            dist.gather(own, group=group, group_dst=0)
+        dist.broadcast(mean, group=group, group_src=0)
+        return mean
+
+
+class _DataParallel(_Plain):
+    def __init__(self, task: Task, unused: bool) -> None:
+        super().__init__(task, task.model(), _fused_adamw)
+        self._model = DistributedDataParallel(
+            self.module, process_group=task.group, broadcast_buffers=False, find_unused_parameters=unused
+        )
+
+    def loss(self, step: int) -> Tensor:
+        value: Tensor = self._model(*self.task.batch(step, self.task.rank))
+        return value
+
+
+class _OneProcess(_Plain):
+    def __init__(self, task: Task, join: bool) -> None:
+        super().__init__(task, task.model(), _fused_adamw)
+        self._join = join
+
+    def loss(self, step: int) -> Tensor:
+        batches = [self.task.batch(step, rank) for rank in range(self.task.world_size)]
+        joined = joined_batch(batches) if self._join else None
+        return mean_loss(self.task, self.module, step, range(len(batches))) if joined is None else self.module(*joined)
+
+
+def _train(system: _Plain) -> Record:
+    """Run all steps."""
+    losses: list[Tensor] = []
+    first: Gradients = {}
+    for step in range(system.task.steps):
+        loss = system.loss(step)
+        loss.backward()  # type: ignore[no-untyped-call]
+        system.average()
+        _densify(system.module)
+        first = first or system.gradients()
+        system.optimizer.step()
+        system.optimizer.zero_grad()
+        losses.append(loss.detach().clone())
+    return Record(losses, first, _floats(system.weights()))
+
+
+def _first_step(task: Task, module: nn.Module, ranks: Sequence[int], convert: Callable[[Batch], Batch] = tuple) -> Step:
+    """Run forward and backward; a parameter that is not used has a gradient of zeros."""
+    loss = mean_loss(task, module, 0, ranks, convert)
+    loss.backward()  # type: ignore[no-untyped-call]
+    _densify(module)
+    local = module.sums if isinstance(module, Masters) else _gradients(module)
+    gradients = {name: _or_zeros(local.get(name), param).double() for name, param in _trainable(module).items()}
+    return Step(loss.detach().double(), gradients)
+
+
+def _replicated(task: Task) -> nn.Module:
+    """Make the model, with rank 0's values on every rank."""
+    module = task.model()
+    for value in module.state_dict().values():
+        if isinstance(value, Tensor):
+            content = value.contiguous().view(-1).view(torch.uint8)  # gloo does not know all dtypes
+            dist.broadcast(content, group=task.group, group_src=0)
+            value.copy_(content.view(value.dtype).view(value.shape))
+    return module
+
+
+def _with_masters(task: Task, module: nn.Module) -> Masters:
+    return Masters(module, task.precision, alone=task.world_size == 1)
+
+
+def _fused_adamw(*args: Any, **options: Any) -> Optimizer:
+    return torch.optim.AdamW(*args, **options, fused=True)
+
+
+def simple_mean(parts: Sequence[Tensor], dtype: torch.dtype, _: str = "") -> Tensor:
+    """Add one rank after the other, and divide once."""
+    total = parts[0].to(dtype)
+    for part in parts[1:]:
+        total = total + part.to(dtype)
+    return total / len(parts)
+
+
+def ring_mean(parts: Sequence[Tensor], dtype: torch.dtype, cuts: Sequence[int]) -> Tensor:
+    """Add what lies in segment `k` of the unit in the order k+1, k+2, ..., k, and divide it by `W`, once.
+
+    Segment `k` is `[cuts[k], cuts[k+1])`, counted from the start of the parameter. Partial sums have the dtype of the
+    parts; the last addition and the division are done in that of the mean, or in fp32 if it has less bits.
+    """
+    mean = torch.empty_like(parts[0], dtype=dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    for k, edges in enumerate(pairwise(cuts)):
+        first, stop = (max(0, edge) for edge in edges)
+        segments = [part.view(-1)[first:stop] for part in parts]
+        total, *others, last = segments[k + 1 :] + segments[: k + 1]
+        for other in others:
+            total = total + other
+        mean.view(-1)[first:stop] = (total.to(wide) + last.to(wide)) / len(parts)
+    return mean
+
+
+class _PaddedAdamW(Optimizer):
+    """PyTorch's fused AdamW on flat copies of the parameters, padded with zeros to a multiple of 32 elements.
+
+    The padding matters: PyTorch's vector loop rounds the last `n % 16` elements in another way than the others.
+    """
+
+    def __init__(self, params: Any, lr: float, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient; each counts its own steps.
+
+        Nothing is updated if a gradient is not finite: ShardLite leaves such steps out.
+        """
+        pairs = [(param, group) for group in self.param_groups for param in group["params"] if param.grad is not None]
+        if all(bool(param.grad.isfinite().all()) for param, _ in pairs):
+            for param, group in pairs:
+                self._update(param, group)
+
+    def _update(self, param: Tensor, group: dict[str, Any]) -> None:
+        assert param.grad is not None
+        flat, grad, state = _padded(param), _padded(param.grad), self.state[param]
+        if not state:
+            state["moments"] = torch.zeros_like(flat), torch.zeros_like(flat)
+            state["count"] = torch.zeros(())
+        state["count"] += 1
+        first, second = state["moments"]
+        torch._fused_adamw_(
+            *([flat], [grad], [first], [second], [], [state["count"]]),
+            lr=group["lr"],
+            beta1=0.9,
+            beta2=0.999,
+            eps=1e-8,
+            weight_decay=group["weight_decay"],
+            amsgrad=False,
+            maximize=False,
+        )
+        param.copy_(flat[: param.numel()].view(param.shape))
+
+
+def _padded(tensor: Tensor) -> Tensor:
+    flat = tensor.new_zeros(round_up(tensor.numel(), ALIGN))
+    flat[: tensor.numel()] = tensor.reshape(-1)
+    return flat
+
+
+# ---- what a model holds ---------------------------------------------------------------------------------------------
+
+
+def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: param for name, param in module.named_parameters() if param.requires_grad}
+
+
+def _gradients(module: nn.Module) -> Gradients:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in _trainable(module).items()}
+
+
+def _floats(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return {name: value.clone() for name, value in tensors.items() if value.is_floating_point()}
+
+
+def _densify(module: nn.Module) -> None:
+    """Make gradients dense: AdamW takes no others."""
+    for param in module.parameters():
+        if param.grad is not None and param.grad.is_sparse:
+            param.grad = param.grad.to_dense()
+
+
+def _mean_over_ranks(task: Task, step: Step) -> Step:
+    """Average in place."""
+    for tensor in (step.loss, *step.gradients.values()):
+        dist.all_reduce(tensor, group=task.group)
+        tensor /= task.world_size
+    return step
+
+
+def _any_rank(task: Task, yes: bool) -> bool:
+    ranks = torch.tensor(int(yes))
+    dist.all_reduce(ranks, group=task.group)
+    return bool(ranks.item())
+
+
+def _or_zeros(grad: Tensor | None, param: nn.Parameter) -> Tensor:
+    """Return this rank's gradient; a parameter that it did not use has zeros."""
+    return torch.zeros_like(param).detach() if grad is None else grad
+
+
+def _apart(one: Step, other: Step) -> Step:
+    gradients = {name: (grad - other.gradients[name]).abs() for name, grad in one.gradients.items()}
+    return Step((one.loss - other.loss).abs(), gradients)
+
+
+def _assembled(pieces: Sequence[Tensor | None], own: Tensor | None, shape: torch.Size) -> Tensor | None:
+    """Join the pieces of all ranks if they make up a whole, else take the own one, which has to be whole."""
+    there = [piece for piece in pieces if piece is not None]
+    if there and sum(piece.numel() for piece in there) == shape.numel():
+        return torch.cat(there).view(shape)
+    return None if own is None else own.clone().view(shape)
+
+
+@contextmanager
+def _silent_data_parallel() -> Iterator[None]:
+    """Keep quiet about what would make data parallelism faster, and about the newer name of one of its arguments."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+        warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
+        warnings.filterwarnings("ignore", ".*[Gg]rad strides do not match")
+        yield

@@ -1,0 +1,292 @@
+"""Trains a model by ShardLite and in every other way, and says what differs.
+
+ShardLite's last stage is compared with its other stages, with replicas whose gradients a master averages, with
+PyTorch's data parallelism, and with one process that has all batches. Where the bits must be the same, they are
+compared: stages and replicas keep masters and cast as `Precision` says. The last two train in the dtypes of the model.
+Where a sum is rounded in another order or another dtype, the gradients of one step have a bound, and what follows from
+them is only reported: Adam divides a gradient by its own size, so where that is noise it makes steps of noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardlite.apps.verify import twins
+from shardlite.apps.verify.bounds import SAME, Batching, Bounds, Judge, Sum, difference, in_ulps, same_bits, unlike
+from shardlite.apps.verify.task import Batch, Task, joins
+from shardlite.build import STAGES
+from shardlite.comm import tell
+from shardlite.config import Precision
+from shardlite.errors import LayoutError
+from shardlite.params import UnitPolicy
+
+_OURS = f"stage {STAGES[-1]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One comparison, over all ranks."""
+
+    opponent: str
+    """What was compared with the last stage."""
+
+    quantity: str
+    """What was compared of it."""
+
+    absolute: float = 0.0
+    """The largest difference. Infinite where something is not a number."""
+
+    ulps: float = 0.0
+    """The largest difference in units of last place of the larger number, in the coarser dtype of the two."""
+
+    equal: bool = True
+    """Whether all bits are the same."""
+
+    share: float | None = 0.0
+    """How much of its bound is used, where most is; `None`: there is no bound."""
+
+    failure: str | None = None
+    """The first tensor beyond its bound."""
+
+    @property
+    def verdict(self) -> str:
+        """What the comparison says."""
+        if self.failure is not None:
+            return "BEYOND ITS BOUND"
+        if self.equal:
+            return "equal to the bit"
+        return "not judged" if self.share is None else f"within its bound ({math.ceil(100 * self.share)}%)"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` found, the same on every rank."""
+
+    world_size: int
+    steps: int
+    rows: tuple[Row, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything is equal to the bit or within its bound."""
+        return self.first_failure is None
+
+    @property
+    def first_failure(self) -> str | None:
+        """The first tensor beyond its bound: whose, which, on which rank, both values and the bound."""
+        return next((row.failure for row in self.rows if row.failure is not None), None)
+
+    def table(self) -> str:
+        """Return all comparisons, and then whether all is well."""
+        cells = [[f"{_OURS} against", "", "difference", "ulps", ""]]
+        for above, row in zip([None, *self.rows], self.rows, strict=False):
+            opponent = "" if above is not None and above.opponent == row.opponent else row.opponent
+            cells.append([opponent, row.quantity, _number(row.absolute), _number(row.ulps), row.verdict])
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
+        result = "ok" if self.first_failure is None else f"FAILED: {self.first_failure}"
+        return f"{_aligned(cells)}\n{ranks}, {steps}: {result}"
+
+
+def verify(
+    make_model: Callable[[], nn.Module],
+    make_batch: Callable[[int, int], Batch],
+    steps: int = 4,
+    *,
+    lr: float = 1e-3,
+    weight_decay: float = 1e-2,
+    units: UnitPolicy = None,
+    precision: Precision = Precision(),  # noqa: B008 (frozen)
+    seed: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> Report:
+    """Train a model by ShardLite at each stage and in every other way, with AdamW, and compare.
+
+    To be called by every rank of an initialised process group on the CPU; every rank gets the same report. The model is
+    made some fifteen times, and a few copies of its weights and gradients are held at once. Rank 0 trains on
+    everybody's batches in the end, while the others wait for it: as long as the group's timeout allows.
+
+    Random numbers are seeded before the model is made, and for each step and rank before its batch is made and the
+    model runs. So dropout is the same in each system. Nothing else may decide what a model or a batch is.
+
+    Args:
+        make_model: returns the model. Its forward returns the mean loss over a batch, [].
+        make_batch: returns the positional arguments of the model, from step and rank.
+        steps: optimizer steps. The gradients of the first are compared, and the weights after the last.
+        lr: the learning rate.
+        weight_decay: AdamW's.
+        units: as `ShardLite` takes it.
+        precision: as `ShardLite` takes it. Data parallelism by PyTorch and one process train without it.
+        seed: decides all random numbers.
+        group: the ranks; `None` is the default group.
+
+    Raises:
+        LayoutError: there is no process group, or ShardLite does not take the model.
+        RuntimeError: PyTorch's data parallelism does not; so with a module called inside and outside of a reentrant
+            checkpoint.
+        ValueError: `steps` is less than 1.
+    """
+    if steps < 1:
+        raise ValueError(f"verify: steps must be at least 1, got {steps}")
+    if not dist.is_available() or not dist.is_initialized():
+        raise LayoutError(
+            "there is no process group: call torch.distributed.init_process_group('gloo') first, and start the ranks "
+            "with `torchrun --nproc-per-node N script.py`"
+        )
+    task = Task(
+        make_model=make_model,
+        make_batch=make_batch,
+        steps=steps,
+        lr=lr,
+        weight_decay=weight_decay,
+        units=units,
+        precision=precision,
+        seed=seed,
+        group=group,
+    )
+    with torch.random.fork_rng(devices=[]):
+        rows = list(_compare_all(task))
+    return Report(task.world_size, steps, _over_ranks(task, rows))
+
+
+def _compare_all(task: Task) -> Iterator[Row]:
+    """Train one system after the other, and compare each with ShardLite's last stage at once."""
+    world_size = task.world_size
+    ours = twins.sharded(task, STAGES[-1])
+    for stage in STAGES[:-1]:
+        yield from _compare(ours, f"stage {stage}", twins.sharded(task, stage), SAME)
+    survey = twins.survey(task)
+    summed = Sum(world_size, survey.magnitudes.gradients, survey.casts.gradients, task.precision)
+    # A sum of two commutes; more are added in another order by the ring.
+    bounds = SAME if world_size <= 2 else Bounds(first_loss=same_bits, gradients=summed.simple)
+    simple, unused = twins.simple(task)
+    yield from _compare(ours, "simple twin", simple, bounds)
+    if world_size > 2:
+        yield from _compare(ours, "twin in ring order", twins.ring_ordered(task), SAME)
+    bounds = Bounds(first_loss=None if task.casts else same_bits, gradients=summed.data_parallel)
+    opponent = f"DistributedDataParallel{_plain(task)}"
+    yield from _compare(ours, opponent, twins.data_parallel(task, unused=unused), bounds)
+    ours = replace(ours, losses=_mean_losses(task, ours))
+    if task.rank == 0:
+        yield from _compare_one_process(task, ours, summed, survey)
+
+
+def _compare_one_process(task: Task, ours: twins.Record, summed: Sum, survey: twins.Survey) -> Iterator[Row]:
+    exact = twins.exact(task, task.model(), range(task.world_size)) if survey.errors is not None else None
+    if exact is None:
+        opponent = f"one process (no fp64){_plain(task)}"
+        yield from _compare(ours, opponent, twins.one_process(task, join=False), Bounds())
+        return
+    join = joins(task, exact.loss)
+    batching = Batching(summed, survey, exact)
+    bounds = Bounds(first_loss=batching.loss, gradients=batching.gradient)
+    opponent = f"one process, {'one batch' if join else 'batch by batch'}{_plain(task)}"
+    yield from _compare(ours, opponent, twins.one_process(task, join=join), bounds)
+
+
+def _plain(task: Task) -> str:
+    """Say of what trains without `Precision` that it does, where that matters to what a model computes."""
+    return ", no casts" if task.casts else ""
+
+
+# ---- comparing ------------------------------------------------------------------------------------------------------
+
+
+def _compare(ours: twins.Record, opponent: str, theirs: twins.Record, bounds: Bounds) -> Iterator[Row]:
+    """Compare all that two systems recorded, in the order of time: what differs first may be why the rest does."""
+    steps = len(ours.losses)
+    first = [{"1": record.losses[0]} for record in (ours, theirs)]
+    later = [{str(i): loss for i, loss in enumerate(record.losses[1:], 2)} for record in (ours, theirs)]
+    yield _row(opponent, "loss of step 1", "loss of step {}", first, bounds.first_loss)
+    gradients = [ours.gradients, theirs.gradients]
+    yield _row(opponent, "gradients of step 1", "gradient of {!r} in step 1", gradients, bounds.gradients)
+    if steps > 1:
+        yield _row(opponent, "later losses", "loss of step {}", later, bounds.later_losses)
+    weights = [ours.weights, theirs.weights]
+    yield _row(opponent, f"weights after step {steps}", f"weight {{!r}} after step {steps}", weights, bounds.weights)
+
+
+def _row(
+    opponent: str, quantity: str, label: str, tensors: Sequence[Mapping[str, Tensor | None]], judge: Judge | None
+) -> Row:
+    """Compare one quantity, tensor by tensor."""
+    row = Row(opponent=opponent, quantity=quantity, share=None if judge is None else 0.0)
+    ours, theirs = tensors
+    for name in ours:
+        row = _with_tensor(row, label.format(name), (name, ours[name], theirs.get(name)), judge)
+    return row
+
+
+def _with_tensor(row: Row, what: str, pair: tuple[str, Tensor | None, Tensor | None], judge: Judge | None) -> Row:
+    """Add one tensor to a row."""
+    name, ours, theirs = pair
+    if ours is None and theirs is None:
+        return row
+    if ours is None or theirs is None:
+        there, missing = (row.opponent, _OURS) if ours is None else (_OURS, row.opponent)
+        failure = None if judge is None else f"{what}: {there} has one, {missing} has none"
+        return replace(row, absolute=math.inf, ulps=math.inf, equal=False, failure=row.failure or failure)
+    if not ours.numel():
+        return row
+    apart = difference(ours, theirs)
+    row = replace(
+        row,
+        absolute=max(row.absolute, float(apart.max())),
+        ulps=max(row.ulps, float(in_ulps(apart, ours, theirs).max())),
+        equal=row.equal and not bool(unlike(ours, theirs).any()),
+    )
+    if judge is None or row.share is None:
+        return row
+    judgement = judge(name, ours, theirs)
+    failure = None if judgement.share <= 1 else f"{what}, {_OURS} against {row.opponent}: {judgement.detail}"
+    return replace(row, share=max(row.share, judgement.share), failure=row.failure or failure)
+
+
+def _over_ranks(task: Task, rows: Sequence[Row]) -> tuple[Row, ...]:
+    """Take the worst of all ranks; rank 0 has all rows, the others may have fewer."""
+    said = tell(task.group, [asdict(row) for row in rows], "the results")
+    ranks = [[Row(**row) for row in each] for each in said]
+    return tuple(_worst([each[i] for each in ranks if i < len(each)]) for i in range(len(ranks[0])))
+
+
+def _worst(rows: Sequence[Row]) -> Row:
+    """Merge the rows of some ranks, in the order of ranks."""
+    failures = [f"rank {rank}: {row.failure}" for rank, row in enumerate(rows) if row.failure is not None]
+    return replace(
+        rows[0],
+        absolute=max(row.absolute for row in rows),
+        ulps=max(row.ulps for row in rows),
+        equal=all(row.equal for row in rows),
+        share=max((row.share for row in rows if row.share is not None), default=None),
+        failure=failures[0] if failures else None,
+    )
+
+
+def _mean_losses(task: Task, record: twins.Record) -> list[Tensor]:
+    """Average the losses over the ranks, in fp64."""
+    total = torch.stack(record.losses).double()
+    dist.all_reduce(total, group=task.group)
+    return list((total / task.world_size).to(record.losses[0].dtype).unbind())
+
+
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return `rows` as text: numbers, the third and the fourth column, to the right, the others to the left."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [c.rjust(w) if i in (2, 3) else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

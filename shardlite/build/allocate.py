@@ -1,0 +1,160 @@
+"""From a plan to units: memory for what this rank keeps, and for full weights that are always there.
+
+    stage   what the optimizer steps          full weights
+    0       all [W*S]                         the same memory, or cast from it
+    1, 2    a shard [S], a part of the full   always there
+            weights if both have one dtype
+    3       a shard [S] in an arena           in buffers, while they are needed
+    alone   all; each parameter is its own shard
+
+Legend: `W` ranks that share a model, `S` elements per shard; a full buffer has `W*S` elements.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from shardlite.params import ShardInfo, carve, zeros_on
+from shardlite.params import Shard
+from shardlite.params import ROOT, UnitPlan, UnitRule, applies
+from shardlite.build.plan import FlatPlan, Plan
+from shardlite.params import Flat, Unit
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What this rank keeps of the weights."""
+
+    rank: int | None
+    """Whose shard the optimizer steps here; `None` if it steps all of them."""
+
+    permanent: bool
+    """Whether the full weights always have memory."""
+
+    alone: bool
+    """Whether nobody else is there and no cast is due, so that the module's parameters can be their own shards."""
+
+    resident: Callable[[UnitPlan], bool]
+    """Whether a unit stays gathered from its forward to the end of the backward."""
+
+
+def place(plan: Plan, stage: int, rank: int, world_size: int, reshard: UnitRule) -> Placement:
+    """Say what rank `rank` of those that share a model keeps, where there are `world_size` in all."""
+    alone = world_size == 1 and not plan.casts
+    return Placement(
+        rank=None if stage == 0 or alone else rank,
+        permanent=stage < 3 or alone,
+        alone=alone,
+        resident=lambda unit: unit.name == "" or not applies(reshard, unit),
+    )
+
+
+def build_units(plan: Plan, placement: Placement) -> list[Unit]:
+    """Allocate memory and return the units, with zeros as weights.
+
+    It is this process's own: a child that it forks has a copy, to read and to write.
+
+    The root is first, if it has any parameters.
+    """
+    flats_to_be = list(chain.from_iterable(plan.flats))
+    places = iter(_allocate(flats_to_be, placement, plan.device))
+    lows = iter(_allocate_lower_parts(flats_to_be, placement, plan.device))
+    units: list[Unit] = []
+    for start, mine in zip(plan.units, plan.flats, strict=True):
+        flats = [_make_flat(flat, *next(places), next(lows), placement) for flat in mine]
+        if flats:
+            name, resident = start.name or ROOT, placement.resident(start)
+            units.append(Unit(len(units), name, flats, is_root=name == ROOT, resident=resident))
+    if len(units) == 1:
+        units[0].is_root = False  # there is nothing else
+    return units
+
+
+def _allocate(
+    flats: Sequence[FlatPlan], placement: Placement, device: torch.device
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Return for each flat what this rank keeps, and the memory of the full weights if they have some.
+
+    Where both have the same dtype the former is a part of the latter.
+    """
+    zeros = zeros_on(device)
+    in_place = [placement.permanent and flat.compute == flat.layout.dtype for flat in flats]
+    lengths = [
+        flat.layout.full_numel if whole or placement.rank is None else flat.layout.shard_numel
+        for flat, whole in zip(flats, in_place, strict=True)
+    ]
+    kept = carve([(flat.layout.dtype, flat.layout.trainable) for flat in flats], lengths, zeros)
+    cast = [flat for flat, whole in zip(flats, in_place, strict=True) if placement.permanent and not whole]
+    kinds = [(flat.compute, flat.layout.trainable) for flat in cast]
+    fulls = iter(carve(kinds, [flat.layout.full_numel for flat in cast], zeros))
+    places: list[tuple[Tensor, Tensor | None]] = []
+    for flat, whole, local in zip(flats, in_place, kept, strict=True):
+        if not whole:
+            places.append((local, next(fulls) if placement.permanent else None))
+        elif placement.rank is None:
+            places.append((local, local))
+        else:
+            places.append((local[slice(*flat.layout.shard_range(placement.rank))], local))
+    return places
+
+
+def _allocate_lower_parts(
+    flats: Sequence[FlatPlan], placement: Placement, device: torch.device
+) -> Iterator[Tensor | None]:
+    """Yield for each flat memory for the lower part of what this rank keeps, if that is split."""
+    split = [flat for flat in flats if flat.split]
+    lengths = [flat.layout.full_numel if placement.rank is None else flat.layout.shard_numel for flat in split]
+    lows = iter(carve([(torch.int8, flat.layout.trainable) for flat in split], lengths, zeros_on(device)))
+    return (next(lows) if flat.split else None for flat in flats)
+
+
+def _make_flat(plan: FlatPlan, local: Tensor, full: Tensor | None, low: Tensor | None, placement: Placement) -> Flat:
+    """Tie a plan to this rank's placement."""
+    flat = Flat(
+        layout=plan.layout,
+        compute=plan.compute,
+        reduce=plan.reduce,
+        quantized=plan.quantized,
+        params=plan.params,
+        rank=placement.rank,
+        # `.data` gives this part of the arena a version counter of its own, which all its shards share. A counter per
+        # shard would not do: a shard may be empty, and code that skips empty tensors would leave ranks with different
+        # opinions on whether a gather is stale.
+        local=local.data,
+        low=low,
+        full=full,
+    )
+    flat.shards = plan.params if placement.alone else _make_shards(flat)
+    return flat
+
+
+def _make_shards(flat: Flat) -> Sequence[nn.Parameter]:
+    """Return what optimizers see of a flat."""
+    views, own = flat.shard_views(flat.local), flat.own_range(flat.layout)
+    shards = [Shard(view, requires_grad=flat.layout.trainable) for view in views]
+    for row, (slot, shard) in enumerate(zip(flat.layout.slots, shards, strict=True)):
+        first, stop = slot.within(*own)
+        shard.__dict__.update(flat.params[row].__dict__)  # programs mark parameters: `_no_weight_decay`
+        ShardInfo(own[0] + first - slot.start, None if flat.low is None else flat.low[first:stop]).mark(shard)
+        if flat.low is not None:
+            shard.grad_dtype = None  # gradients are sums in fp32, beside an upper part in bf16
+    return shards
+
+
+def part_of(units: Sequence[Unit]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a function that cuts a tensor like one of the module's parameters into what belongs to its shard."""
+    places = {param: (flat, row) for flat in flats_of(units) for row, param in enumerate(flat.params)}
+
+    def part(param: Tensor, tensor: Tensor) -> Tensor:
+        flat, row = places[param]  # type: ignore[index]
+        return flat.part_of(row, tensor)
+
+    return part
+
+
+def flats_of(units: Sequence[Unit]) -> list[Flat]:
+    """Return all flats, in the order of their units."""
+    return [flat for unit in units for flat in unit.flats]

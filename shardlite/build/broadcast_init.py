@@ -1,0 +1,81 @@
+"""Values: those of rank 0 become those of all, unit by unit.
+
+Legend: `W` ranks that share a model, `S` elements per shard; a full buffer has `W*S` elements.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shardlite.build.meta_init import Initialiser, children_first
+from shardlite.params import ROOT, UnitPlan
+from shardlite.comm import broadcast
+from shardlite.comm import Shared
+from shardlite.params import Flat, Unit
+
+
+def spread(
+    plans: Sequence[UnitPlan], units: Sequence[Unit], module: nn.Module, shared: Shared, initialiser: Initialiser
+) -> None:
+    """Give all ranks rank 0's values of the parameters, and these their new memory.
+
+    A unit's values are sent as soon as all modules inside of it have some, and then its parameters give up the memory
+    that they had: more than one unit, and those around it, is never there as a whole.
+    """
+    by_name = {unit.name: unit for unit in units}
+    ends = {plan.module: by_name[plan.name or ROOT] for plan in plans if plan.params}
+    for each in children_first(module):
+        initialiser.initialise(each)
+        if each in ends:
+            spread_values(ends[each], shared, lambda param: param.detach(), sent=Flat.unbind)
+            initialiser.sent(ends[each].params())
+    for unit in units:
+        if not unit.derived:
+            unit.bind()
+    for buffer in module.buffers():
+        if buffer.device != shared.device:
+            buffer.data = buffer.to(shared.device)
+
+
+def spread_values(
+    unit: Unit,
+    shared: Shared,
+    value: Callable[[nn.Parameter], Tensor],
+    *,
+    sent: Callable[[Flat], None] = lambda _: None,
+) -> None:
+    """Set a unit's shards on every rank to what `value` gives on rank 0 for each of the module's parameters.
+
+    The unit's weights exist a second time, whole, only while they are sent round. `sent` is called for each flat when
+    `value` is asked for its parameters no more.
+    """
+    with torch.no_grad():
+        for i, flat in enumerate(unit.flats):
+            direct = flat.rank is None and flat.low is None
+            whole = flat.local if direct else shared.zeros(flat.layout.full_numel, flat.master)
+            if not direct:
+                shared.ledger.track("staging", whole)
+            if shared.rank == 0:
+                for param, view in flat.views(whole):
+                    view.copy_(value(param))
+            sent(flat)
+            for transport in shared.counted("values"):
+                broadcast(whole, transport, operation=shared.operation(f"the values of unit {unit.name!r}, flat {i}"))
+            if not direct:
+                flat.keep(flat.own_part(whole))
+            del whole  # before the next one is there
+
+
+def spread_buffers(module: nn.Module, shared: Shared) -> None:
+    """Copy rank 0's buffers (running statistics and the like) to every rank.
+
+    Equal ones are not written to: a mask may be an expanded view, which cannot be.
+    """
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            flat = buffer.detach().reshape(-1).clone()
+            for transport in shared.counted("buffers"):
+                broadcast(flat, transport, operation=shared.operation(f"buffer {name!r}"))
+            if not torch.equal(flat.view(buffer.shape), buffer):
+                buffer.copy_(flat.view(buffer.shape))

@@ -1,0 +1,138 @@
+"""What is to be built, before any memory is there: which units, in which flats, on which device. All ranks agree on it.
+
+Legend: `W` ranks that share a model.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from shardlite.build import aliases, validate, meta_init
+from shardlite.comm import agree
+from shardlite.config import QUANTIZABLE, Precision, Route
+from shardlite.params import Layout, lay_out
+from shardlite.build.meta_init import Init
+from shardlite.params import ROOT, UnitPlan, UnitPolicy, UnitRule, applies, cut
+from shardlite.comm import Groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a user has asked for; see `ShardLite`."""
+
+    stage: int
+    units: UnitPolicy
+    precision: Precision
+    ignored: Collection[Tensor]
+    device: torch.device | str | None
+    init: Init
+    prefetch: int
+    quantized_gather: UnitRule
+    buffers: str
+    route: Route
+
+
+@dataclass(frozen=True)
+class FlatPlan:
+    """One flat to be."""
+
+    layout: Layout
+    compute: torch.dtype
+    reduce: torch.dtype
+    params: Sequence[nn.Parameter]
+    split: bool = False
+    """Whether weights are kept in two parts: the layout is then of the upper one."""
+
+    quantized: bool = False
+    """Whether gathers send codes of 8 bits."""
+
+
+def plan_flats(
+    plan: UnitPlan, world_size: int, precision: Precision, *, quantized_gather: UnitRule = False
+) -> list[FlatPlan]:
+    """Lay out a unit: one flat for each kind of parameters in it, in the order of their first ones."""
+    quantized = world_size > 1 and applies(quantized_gather, plan)
+    kinds: dict[tuple[torch.dtype, torch.dtype, bool], dict[nn.Parameter, str]] = {}
+    for param, name in plan.params.items():
+        master = precision.master_of(param.dtype, trainable=param.requires_grad)
+        kinds.setdefault((master, precision.compute_of(param.dtype), param.requires_grad), {})[param] = name
+    flats = []
+    for (master, compute, trainable), members in kinds.items():
+        shapes = [(name, tuple(param.shape)) for param, name in members.items()]
+        split = precision.splits(master, trainable=trainable)
+        kept = compute if split else master
+        layout = lay_out(shapes, dtype=kept, trainable=trainable, world_size=world_size)
+        as_codes = quantized and kept in QUANTIZABLE and compute in QUANTIZABLE
+        flats.append(FlatPlan(layout, compute, precision.reduce_of(master), list(members), split, as_codes))
+    return flats
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be built."""
+
+    units: Sequence[UnitPlan]
+    flats: Sequence[Sequence[FlatPlan]]
+    """Of each unit."""
+
+    device: torch.device
+
+    @property
+    def casts(self) -> bool:
+        """Whether any parameter is kept in another way than it is used."""
+        return any(flat.split or flat.compute != flat.layout.dtype for flat in chain.from_iterable(self.flats))
+
+
+def agree_on_plan(
+    module: nn.Module, options: Options, groups: Groups, wrapper: type[nn.Module], timeout: timedelta
+) -> Plan:
+    """Plan what becomes of a module, and make sure that every rank plans the same.
+
+    Raises:
+        LayoutError: the module or an option is not what it may be, here or on another rank.
+        CommError: a rank has not come within `timeout`.
+    """
+    problem, plan, facts = None, None, []
+    try:
+        plan = _make(module, options, groups, wrapper)
+        settings = (
+            f"stage {options.stage}",
+            f"prefetch {options.prefetch}",
+            f"{options.precision}",
+            f"{options.route}",
+            f"buffers {options.buffers!r}",
+        )
+        facts = [*settings, f"shards on {plan.device.type}", *_describe(plan)]
+    except Exception as error:  # whatever it is: the other ranks are waiting
+        problem = error
+    agree(groups, facts, problem, what="what each rank wraps", timeout=timeout)
+    assert plan is not None, "a problem was raised"
+    return plan
+
+
+def _make(module: nn.Module, options: Options, groups: Groups, wrapper: type[nn.Module]) -> Plan:
+    validate.check(module, options.stage, options.prefetch, options.precision, options.ignored, wrapper=wrapper)
+    if not groups.alone:
+        validate.check_embeddings(module, options.ignored)
+    aliases.tie(module, options.ignored)
+    validate.check_buffers(options.buffers)
+    validate.check_quantized_gather(options.quantized_gather, options.stage)
+    meta_init.check(module, options.init, options.ignored, first=groups.is_first)
+    on_gpu = torch.cuda.is_available() and groups.carry("cuda")
+    device = validate.device_for(module, options.device, torch.device("cuda" if on_gpu else "cpu"))
+    units = cut(module, options.units, options.ignored)
+    rule = options.quantized_gather
+    flats = [plan_flats(unit, groups.shards, options.precision, quantized_gather=rule) for unit in units]
+    return Plan(units, flats, device)
+
+
+def _describe(plan: Plan) -> Iterable[str]:
+    for unit, flats in zip(plan.units, plan.flats, strict=True):
+        for flat in flats:
+            for line in flat.layout.describe():
+                codes = ", gathered as codes" if flat.quantized else ""
+                yield f"parameter {line} in unit {unit.name or ROOT!r}{codes}"

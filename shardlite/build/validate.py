@@ -1,0 +1,165 @@
+"""What may be wrapped, and what is wrong with what may not."""
+
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from shardlite.config import Precision
+from shardlite.errors import LayoutError
+from shardlite.params import is_dtensor
+from shardlite.comm import SUMMABLE
+from shardlite.params import Unit
+
+STAGES = (0, 1, 2, 3)
+"""Those of ZeRO."""
+
+_wrapped = WeakTensorKeyDictionary()
+"""Parameters that were ever sharded: they hold nothing by themselves. One table per process serves ranks that are
+threads, too: entries are set and looked up one by one, by identity, and a parameter is that of one rank."""
+
+
+def mark_wrapped(units: Iterable[Unit]) -> None:
+    """Note that the parameters of `units` belong to a wrapped model."""
+    for unit in units:
+        for param in unit.params():
+            _wrapped[param] = True
+
+
+def ignored_params(ignore: Iterable[nn.Module | nn.Parameter]) -> set[Tensor]:
+    """Return the parameters that `ignore` means.
+
+    Raises:
+        LayoutError: it has something else than modules and parameters.
+    """
+    found: set[Tensor] = set()
+    for each in ignore:
+        if isinstance(each, nn.Module):
+            found.update(each.parameters())
+        elif isinstance(each, nn.Parameter):
+            found.add(each)
+        else:
+            raise LayoutError(f"ignore takes modules and parameters, got {type(each).__name__}")
+    return found
+
+
+def device_for(module: nn.Module, device: torch.device | str | None, default: torch.device) -> torch.device:
+    """Return where shards are to be: where it is said, or where parameters are, or `default` if all are on meta.
+
+    Raises:
+        LayoutError: it is neither the CPU nor CUDA.
+    """
+    if device is None:
+        device = next((param.device for param in module.parameters() if not param.is_meta), default)
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise LayoutError(f"device={device}: only the CPU and CUDA are supported")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def check(
+    module: nn.Module,
+    stage: int,
+    prefetch: int,
+    precision: Precision,
+    ignored: Collection[Tensor],
+    *,
+    wrapper: type[nn.Module],
+) -> None:
+    """Raise what is wrong with a module before anything is done to it."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"ShardLite wraps an nn.Module, got {type(module).__name__}")
+    if stage not in STAGES:
+        raise LayoutError(f"stage must be one of {STAGES}, got {stage!r}")
+    if prefetch < 0:
+        raise LayoutError(f"prefetch counts units and must be at least 0, got {prefetch}")
+    lazy = [name for name, param in module.named_parameters() if isinstance(param, UninitializedParameter)]
+    if lazy:
+        raise LayoutError(f"parameter {lazy[0]!r} has no shape yet: run the lazy module once before wrapping")
+    inner = [name or "(the module itself)" for name, each in module.named_modules() if isinstance(each, wrapper)]
+    if inner:
+        raise LayoutError(f"{inner[0]!r} is wrapped already: wrap the whole model once, and name its parts by `units`")
+    for name, each in module.named_modules():
+        if other := _other_wrapper(each):
+            raise LayoutError(f"{name or '(the module itself)'!r} is wrapped by {other}: wrap the plain module instead")
+    if torch.is_inference_mode_enabled():
+        raise LayoutError("wrap the model outside of torch.inference_mode(): its tensors cannot be trained")
+    for name, buffer in module.named_buffers():
+        if buffer.layout is not torch.strided:
+            raise LayoutError(f"buffer {name!r} is {buffer.layout}: only dense buffers can be sent to all ranks")
+    named = [(name, param) for name, param in module.named_parameters() if param not in ignored]
+    if not named:
+        raise LayoutError(f"{type(module).__name__} has no parameters that are not ignored: there is nothing to shard")
+    _check_params(named, precision)
+
+
+def check_embeddings(module: nn.Module, ignored: Collection[Tensor]) -> None:
+    """Raise if a forward would scale rows of a table: each rank those of its own batch, so that ranks would part."""
+    for name, each in module.named_modules():
+        if (
+            isinstance(each, nn.Embedding | nn.EmbeddingBag)
+            and each.max_norm is not None
+            and each.weight not in ignored
+        ):
+            raise LayoutError(
+                f"{name or 'the module'!r} has max_norm={each.max_norm}: its forward scales the rows that this rank's "
+                "batch has, and other ranks scale others. Set max_norm to None, and scale rows inside `gathered()`"
+            )
+
+
+def check_buffers(buffers: object) -> None:
+    """Raise unless it is known whose buffers ranks are to have."""
+    if buffers not in ("rank0", "own"):
+        raise LayoutError(f'buffers must be "rank0" or "own", got {buffers!r}')
+
+
+def check_quantized_gather(rule: object, stage: int) -> None:
+    """Raise what is wrong with the rule of which units' gathers are quantized."""
+    if not (isinstance(rule, bool) or callable(rule)):
+        raise LayoutError(f"quantized_gather must be True, False or callable(name, module), got {rule!r}")
+    if rule is not False and stage != 3:
+        raise LayoutError(
+            f"quantized_gather is for stage 3, got stage {stage}: at stages 0 to 2 full weights have memory that this "
+            "rank's shard is a part of, so codes would replace the weights that the optimizer steps"
+        )
+
+
+def _other_wrapper(module: nn.Module) -> str:
+    """Name what of PyTorch's has wrapped a module already, or nothing. (FSDP is not imported for that.)"""
+    kinds = [f"{each.__module__}.{each.__qualname__}" for each in type(module).__mro__]
+    if "torch.nn.parallel.distributed.DistributedDataParallel" in kinds:
+        return "DistributedDataParallel"
+    if any(kind.startswith("torch.distributed.fsdp.") for kind in kinds):
+        return "FSDP (fully_shard)" if any(kind.endswith(".FSDPModule") for kind in kinds) else "FSDP"
+    return ""
+
+
+def _check_params(named: Sequence[tuple[str, nn.Parameter]], precision: Precision) -> None:
+    for name, param in named:
+        if param in _wrapped:
+            raise LayoutError(
+                f"parameter {name!r} belongs to a model that is wrapped already, or was: wrap one model that holds "
+                "all modules that share parameters, once"
+            )
+        if is_dtensor(param):
+            raise LayoutError(
+                f"parameter {name!r} is a DTensor, so it is sharded or replicated already: wrap a model of plain "
+                "tensors, and shard over a 2-D mesh by `group=` where replicas are to be"
+            )
+        if param.device.type not in ("cpu", "cuda", "meta"):
+            raise LayoutError(f"parameter {name!r} is on {param.device}: only the CPU and CUDA are supported")
+        if param.grad is not None:
+            raise LayoutError(
+                f"parameter {name!r} has a gradient, which would be lost: call zero_grad() before wrapping"
+            )
+        if param.requires_grad and param.dtype not in SUMMABLE:
+            raise LayoutError(f"parameter {name!r} is {param.dtype}, and gradients of that dtype cannot be reduced")
+        if param.dtype == torch.float64 and precision.compute is not None:
+            raise LayoutError(
+                f"parameter {name!r} is {param.dtype}, which Precision(compute={precision.compute}) would not keep: "
+                "convert the model by .float() before wrapping it, or do not set `compute`"
+            )

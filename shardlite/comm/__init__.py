@@ -1,0 +1,57 @@
+"""Collectives on flat tensors, and what the units of one model share to run them.
+
+In: a 1-D tensor, a `Transport`, and the name of the operation. Out: the tensor gathered, or reduced in the order of the
+ring, with the same bits on every rank. `schedule.py` writes an algorithm out as transfers, `executor.py` carries them
+out, `streams.py` runs operations beside the computation. Read `collectives.py` first.
+"""
+
+from shardlite.comm.collectives import (
+    SUMMABLE,
+    Operation,
+    all_gather,
+    all_reduce,
+    broadcast,
+    reduce_scatter,
+    staging_numel,
+)
+from shardlite.comm.consensus import agree, identify
+from shardlite.comm.context import Shared, Steps, share
+from shardlite.comm.control.store import tell
+from shardlite.comm.schedule import Order, Schedule, Transfer, all_gather, order_of_addition, reduce_scatter
+from shardlite.comm.shm.heap import lazy_zeros
+from shardlite.comm.streams import Flight, Lane, make_lane
+from shardlite.comm.traffic import Sent
+from shardlite.comm.transport.base import Transport
+from shardlite.comm.transport.groups import Groups, Ranks, groups_of
+from shardlite.comm.transport.select import choose, connect
+
+__all__ = [
+    "agree",
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "choose",
+    "connect",
+    "Flight",
+    "Groups",
+    "groups_of",
+    "identify",
+    "Lane",
+    "lazy_zeros",
+    "make_lane",
+    "Operation",
+    "Order",
+    "order_of_addition",
+    "Ranks",
+    "reduce_scatter",
+    "Schedule",
+    "Sent",
+    "share",
+    "Shared",
+    "staging_numel",
+    "Steps",
+    "SUMMABLE",
+    "tell",
+    "Transfer",
+    "Transport",
+]

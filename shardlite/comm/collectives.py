@@ -1,0 +1,361 @@
+"""Ring collectives over a `Transport`. Pure functions: no process group, no module, no stream, no state.
+
+The transport names the algorithm, `schedule.py` writes it out, `executor.py` carries it out. What is drawn here is the
+ring: rank `r` sends only to its right neighbour `r+1` and receives only from its left neighbour `r-1` (modulo `W`). In
+every algorithm each rank sends `(W-1)/W` of the buffer per gather or reduction, which is the least possible, and
+`direct` adds in the order of the ring, to the bit. A function returns when its buffers may be used: by the host, or, if
+the transport is not `blocking`, by what is put on the device's current stream afterwards.
+
+Legend: `W` ranks, `r` this rank, `t` a step of the ring, `n` elements in the full buffer. Segment `k` is
+`[cuts[k], cuts[k+1])`. Without `cuts` it has `S = ceil(n/W)` elements, and the last ones may be shorter or empty.
+"""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import NamedTuple
+from zlib import crc32
+
+import torch
+from shardlite_kernels import check_stats, hop, stats_block
+from shardlite_kernels import stats as write_stats
+from torch import Tensor
+
+from shardlite.comm import schedule
+from shardlite.comm.chunking import CHUNK_BYTES, Cut, chunk_numel, cut_up, split
+from shardlite.comm.control.failure_reports import Notes
+from shardlite.comm.executor import Chunk, LastHop, Links, add_up, add_up_everywhere, spread
+from shardlite.comm.schedule import IN_RING_ORDER, Schedule
+from shardlite.comm.transport.base import Transport
+from shardlite.errors import CommError, LayoutError
+
+SHORT = 32 << 10
+"""Bytes of a buffer whose all-reduce is one round, where the transport lends."""
+
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+SUMMABLE = (*_FLOATS, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)  # what `hop` adds
+
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+class Operation(NamedTuple):
+    """The name of a collective, in the same words on every rank: `Operation("all-gather of unit 'blocks.0'", 17)`.
+
+    `sequence` tells repeated operations with one label apart.
+    """
+
+    label: str = "unnamed collective"
+    sequence: int = 0
+    notes: Notes | None = None
+    """Where to ask, when it fails, what the other ranks are doing."""
+
+    during: str = ""
+    """More about it for an error. Ranks that differ in this alone meet all the same."""
+
+    def tag(self, full: Tensor, cuts: Sequence[int] = (), algorithm: str = "") -> int:
+        """Return a message tag that only ranks share that do the same operation on a like buffer in the same way.
+
+        Ranks that disagree therefore do not mix data: their receives stay unanswered and end in a `CommError`. (Over
+        NCCL, which knows no tags, nothing tells them apart.) The tag is 31 bits of a CRC, so that no registry of labels
+        has to be agreed on; two names collide once in 2^31.
+        """
+        what = f"{self.label}\n{self.sequence}\n{full.dtype}\n{full.numel()}\n{list(cuts)}\n{algorithm}"
+        return crc32(what.encode()) & 0x7FFFFFFF
+
+
+UNNAMED = Operation()
+"""For a program that runs one collective at a time."""
+
+
+def staging_numel(
+    numel: int,
+    transport: Transport,
+    dtype: torch.dtype,
+    *,
+    cuts: Sequence[int] | None = None,
+    chunk_bytes: int | None = None,
+    grain: int = 1,
+) -> int:
+    """Return how many elements of `dtype` the staging buffer of a reduction over `transport` needs.
+
+    That is two chunks; over a batched transport, which receives whole pieces, what comes in a step; and where a
+    transport lends, room for the sum of several messages, if a rank adds several at a time. Chunks are multiples of
+    `grain` elements: of a block of statistics, if the reduction takes some.
+
+    Raises:
+        LayoutError: as `segment_bounds`.
+    """
+    cut = cut_up("reduce-scatter", numel, dtype, transport, cuts, chunk_bytes, grain)
+    return cut.slots(_reduction(transport), transport) * cut.slot_numel(transport)
+
+
+def all_gather(
+    full: Tensor,
+    transport: Transport,
+    *,
+    cuts: Sequence[int] | None = None,
+    operation: Operation = UNNAMED,
+    chunk_bytes: int | None = None,
+) -> None:
+    """Fill `full` [n] in place, given that segment `r` already holds this rank's shard.
+
+    At step `t` rank `r` sends segment `r-t`, which it received at step `t-1`, and receives segment `r-1-t`. After `W-1`
+    steps every segment has gone round. Nothing is staged: a segment is received where it belongs.
+
+        W=3   start        after t=0    after t=1
+        r=0   [a . .]      [a . c]      [a b c]
+        r=1   [. b .]      [a b .]      [a b c]
+        r=2   [. . c]      [. b c]      [a b c]
+
+    Raises:
+        LayoutError: `full` is not 1-D and contiguous; wrong `cuts`.
+        CommError: a peer failed, is late or does another operation; `full` is then undefined.
+    """
+    _check_flat("full", full)
+    cut = cut_up("all-gather", full.numel(), full.dtype, transport, cuts, chunk_bytes)
+    if transport.world_size == 1:
+        return
+    with _Named(operation, full):
+        links = Links(transport, operation.tag(full, cut.offsets, transport.algorithm))
+        plan = schedule.all_gather(transport.algorithm, transport.world_size, node=transport.node)
+        spread(links, plan, cut.of(full, plan.parts))
+
+
+def reduce_scatter(
+    full: Tensor,
+    transport: Transport,
+    *,
+    cuts: Sequence[int] | None = None,
+    out: Tensor | None = None,
+    divisor: int = 1,
+    stats: Tensor | None = None,
+    last: LastHop | None = None,
+    staging: Tensor | None = None,
+    operation: Operation = UNNAMED,
+    chunk_bytes: int | None = None,
+) -> Tensor:
+    """Add `full` [n] over the ranks and return segment `r` of the sum, divided by `divisor`.
+
+    At step `t` rank `r` sends the partial sum of segment `r-1-t` and receives that of segment `r-2-t`, to which it adds
+    its own. So segment `k` is added in the order `k+1, k+2, ..., k`, with any cuts and chunk size and over any
+    transport. The division is a true one and happens once, after the whole sum.
+
+        W=3   start          after t=0            after t=1
+        r=0   [a0 a1 a2]     [a0    c1+a1 a2   ]  [b0+c0+a0 .        .       ]
+        r=1   [b0 b1 b2]     [b0    b1    a2+b2]  [.        c1+a1+b1 .       ]
+        r=2   [c0 c1 c2]     [b0+c0 c1    c2   ]  [.        .        a2+b2+c2]
+
+    The shard is written to `out` [its numel] or, without it, to its own place in `full`. The rest of `full` is
+    overwritten with partial sums, which travel in its dtype. For a bf16 or fp16 `full`, `out` may be fp32: the last
+    addition and the division are then rounded to fp32 only.
+
+    With `stats` [P, 2] the last addition also writes the statistics of the shard, a row per block of `B` elements
+    (`shardlite_kernels.stats`). Chunks are multiples of `B` then, so rows depend on the cut as little as the sum does.
+
+    With `last` the last addition is left to it, with whatever follows from the sum; nothing is divided or written then,
+    `stats` neither (but chunks are as if they were), and what is returned is undefined. On one rank there is no
+    addition, so nothing is left to it.
+
+    What arrives is staged in `staging` [`staging_numel(...)` or more], which is allocated if not given. A ring needs
+    none if `out` is given, has the same dtype, and all segments are equal: `out` is free until the last step.
+
+    Raises:
+        LayoutError: a buffer is not 1-D and contiguous or does not fit `full`; a dtype without a sum; integers divided;
+            wrong `cuts`.
+        ValueError: `stats` do not fit.
+        CommError: a peer failed, is late or does another operation; `full` and `out` are then undefined.
+    """
+    _check_flat("full", full)
+    _check_arithmetic(full, divisor)
+    grain = 1 if stats is None and last is None else stats_block(full)
+    cut = cut_up("reduce-scatter", full.numel(), full.dtype, transport, cuts, chunk_bytes, grain)
+    own = full[slice(*cut.bounds[transport.rank])]
+    shard = own if out is None else out
+    _check_out(own, shard)
+    if stats is not None:
+        check_stats(f"reduce-scatter of {tuple(full.shape)}", shard, stats)
+    if transport.world_size == 1:
+        return _finished_alone(own, shard, divisor, stats)
+    plan = _reduction(transport)
+    as_ring = transport.algorithm == "ring" and not transport.lends
+    in_out = as_ring and staging is None and last is None and cut.even and shard.dtype == full.dtype
+    slots = cut.chunks(shard) if in_out and _apart(shard, full) else _slots(full, cut, plan, transport, staging)
+    with _Named(operation, full):
+        links = Links(transport, operation.tag(full, cut.offsets, transport.algorithm))
+        add_up(links, plan, cut.of(full, plan.parts), last or _into(shard, divisor, stats), slots)
+    return shard
+
+
+def all_reduce(
+    full: Tensor,
+    transport: Transport,
+    *,
+    cuts: Sequence[int] | None = None,
+    divisor: int = 1,
+    staging: Tensor | None = None,
+    operation: Operation = UNNAMED,
+    chunk_bytes: int | None = None,
+) -> None:
+    """Add `full` [n] over the ranks in place and divide by `divisor`: a reduce-scatter, then an all-gather.
+
+    Every rank ends with the same bits, since each segment is summed by one rank only. A short buffer goes as a whole to
+    all ranks at once, if the transport lends, and each adds up every segment in the same order: one round instead of
+    two, which is what a short message waits for.
+
+    Raises:
+        LayoutError, CommError: as `reduce_scatter`.
+    """
+    if _is_at_once(full, transport):
+        _check_flat("full", full)
+        _check_arithmetic(full, divisor)
+        cut = cut_up("reduce-scatter", full.numel(), full.dtype, transport, cuts, chunk_bytes)
+        with _Named(operation, full):
+            add_up_everywhere(Links(transport, operation.tag(full, cut.offsets, "whole")), full, cut.bounds, divisor)
+        return
+    # Both halves may share a tag: on each link all messages of the first are sent and expected before the second's.
+    reduce_scatter(
+        full,
+        transport,
+        cuts=cuts,
+        divisor=divisor,
+        staging=staging,
+        operation=operation,
+        chunk_bytes=chunk_bytes,
+    )
+    all_gather(full, transport, cuts=cuts, operation=operation, chunk_bytes=chunk_bytes)
+
+
+def broadcast(
+    full: Tensor,
+    transport: Transport,
+    *,
+    source: int = 0,
+    operation: Operation = UNNAMED,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> None:
+    """Copy `full` [n] of rank `source` into that of every other rank, chunk by chunk along the ring.
+
+    Raises:
+        LayoutError: `full` is not 1-D and contiguous, or there is no rank `source`.
+        CommError: a peer failed, is late or does another operation; `full` is then undefined on the other ranks.
+    """
+    _check_flat("full", full)
+    world_size = transport.world_size
+    if not 0 <= source < world_size:
+        raise LayoutError(f"broadcast: no rank {source} in a world of {world_size}")
+    if world_size == 1:
+        return
+    chunks = split(full, chunk_numel(full.dtype, chunk_bytes))
+    with _Named(operation, full):
+        chain = schedule.broadcast(world_size, source, parts=len(chunks))
+        spread(Links(transport, operation.tag(full)), chain, lambda _, part: [Chunk(0, chunks[part])])
+
+
+def _is_at_once(full: Tensor, transport: Transport) -> bool:
+    """Whether an all-reduce is one round."""
+    lends = transport.lends and not transport.batched and transport.algorithm in IN_RING_ORDER
+    return lends and transport.world_size > 1 and 0 < full.nbytes <= SHORT
+
+
+def _reduction(transport: Transport) -> Schedule:
+    return schedule.reduce_scatter(transport.algorithm, transport.world_size, node=transport.node)
+
+
+def _slots(full: Tensor, cut: Cut, plan: Schedule, transport: Transport, staging: Tensor | None) -> Sequence[Tensor]:
+    """Cut the staging buffer, or a new one, into the slots where partial sums arrive."""
+    length = cut.slot_numel(transport)
+    needed = cut.slots(plan, transport) * length
+    if staging is None and not needed:
+        return ()
+    if staging is None:
+        staging = full.new_empty(needed)
+    _check_like(full, staging, (full.dtype,), needed, staging.numel(), "staging")
+    return split(staging[:needed], length)
+
+
+def _into(shard: Tensor, divisor: int, stats: Tensor | None) -> LastHop:
+    """Write the sum, divided, to `shard`, and its statistics."""
+    block = stats_block(shard)
+
+    def last(start: int, received: Tensor, own: Tensor) -> None:
+        stop = start + own.numel()
+        rows = None if stats is None else stats[start // block : -(-stop // block)]
+        hop(shard[start:stop], received, own, divisor, rows)
+
+    return last
+
+
+def _finished_alone(own: Tensor, shard: Tensor, divisor: int, stats: Tensor | None) -> Tensor:
+    """Return the sum over one rank, divided in the precision of `shard`."""
+    if divisor != 1:
+        # The addition of nothing: its division is that of every other sum.
+        hop(shard, torch.zeros_like(own), own, divisor, stats)
+        return shard
+    shard.copy_(own)
+    if stats is not None:
+        write_stats(shard, stats)
+    return shard
+
+
+def _apart(first: Tensor, second: Tensor) -> bool:
+    return first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+
+
+def _check_flat(name: str, tensor: Tensor) -> None:
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise LayoutError(
+            f"{name} must be 1-D and contiguous, got shape {tuple(tensor.shape)} with strides {tensor.stride()}"
+        )
+
+
+def _check_like(full: Tensor, buffer: Tensor, dtypes: Sequence[torch.dtype], least: int, most: int, name: str) -> None:
+    """Check a buffer that goes with `full`: flat, one of `dtypes`, the same device, `least` to `most` elements."""
+    _check_flat(name, buffer)
+    if buffer.dtype not in dtypes or buffer.device != full.device:
+        raise LayoutError(f"{name} is {buffer.dtype} on {buffer.device}, full is {full.dtype} on {full.device}")
+    if not least <= buffer.numel() <= most:
+        bound = "exactly" if least == most else "at least"
+        raise LayoutError(f"{name} has {buffer.numel()} elements, expected {bound} {least}")
+
+
+def _check_out(own: Tensor, out: Tensor) -> None:
+    """Check the buffer of the shard: as `own`, or wider where `hop` can widen."""
+    widest = torch.float32 if own.dtype in _NARROW else own.dtype
+    _check_like(own, out, (own.dtype, widest), own.numel(), own.numel(), "out")
+
+
+def _check_arithmetic(full: Tensor, divisor: int) -> None:
+    """Refuse here what `hop` would refuse when messages are already on their way."""
+    if full.dtype not in SUMMABLE:
+        raise LayoutError(f"{full.dtype} cannot be summed: convert it first (bool to uint8, for example)")
+    if divisor < 1 or (divisor != 1 and full.dtype not in _FLOATS):
+        raise LayoutError(f"cannot divide a sum of {full.dtype} by {divisor}: integers take 1, floats 1 or more")
+
+
+class _Named(NamedTuple):
+    """Puts the name of an operation on `full` before a transport's error, which knows only ranks and bytes."""
+
+    operation: Operation
+    full: Tensor
+
+    def __enter__(self) -> None:
+        notes = self.operation.notes
+        if notes is not None:
+            if notes.failed:
+                why = f"not begun, for this rank has failed before: {notes.failed}"
+                raise CommError(f"{self}: {why}{notes.compare(str(self), why)}")
+            notes.begin(self)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        operation, full = self
+        if operation.notes is not None:
+            operation.notes.end(self)
+        if isinstance(error, CommError):
+            during = f", during {operation.during}" if operation.during else ""
+            which = f"operation {operation.sequence}, {full.numel()} elements of {full.dtype}"
+            what = f"{operation.label}{during} ({which})"
+            others = "" if operation.notes is None else operation.notes.compare(what, str(error))
+            raise CommError(f"{what}: {error}{others}") from error
+
+    def __str__(self) -> str:
+        """Name what ranks have in common that are in this operation."""
+        return f"{self.operation.label} ({self.operation.sequence})"

@@ -1,0 +1,155 @@
+"""The store where ranks found each other, without which they have no transports yet, or no more.
+
+Its keeper, rank 0 or the agent of `torchrun`, may be stopped or unreachable, and PyTorch's calls then wait for good. So
+they are made on a thread of their own, and nobody waits for that longer than it says.
+
+    rank 0      says something, waits for what the others say, and lists it all
+    others      say something, and wait for the list
+"""
+
+import json
+import secrets
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from shardlite.comm.control.interrupts import SLOW, give_way
+from shardlite.comm.control.process import Owner
+from shardlite.comm.control.worker import Worker
+from shardlite.errors import CommError
+
+T = TypeVar("T")
+
+TIMEOUT = timedelta(minutes=10)
+"""How long ranks wait for each other, if nobody says otherwise."""
+
+_FIRST_LOOK, _LAST_LOOK = 2e-4, 2e-2
+"""Seconds between two looks for a key: at first, and after a while."""
+
+
+class BoundedStore:
+    """A store of which no call takes longer than its caller says. Threads may share it."""
+
+    def __init__(self, store: Store) -> None:
+        self.told: Counter[str] = Counter()
+        """By the name of a group: how often its ranks have told each other something."""
+
+        self._owner = Owner()
+        self._store = store
+        self._worker = Worker("shardlite-store")
+        self._late: Future[Any] | None = None
+
+    def ask(self, call: Callable[[Store], T], limit: float) -> T:
+        """Return what `call` does of the store.
+
+        Raises:
+            CommError: it does not answer within `limit` seconds, did not for an earlier call, or is gone; or this is a
+                forked child.
+        """
+        self._owner.check()
+        late = self._late
+        if late is not None and not late.done():
+            raise CommError(_SILENT)
+        future = self._worker.submit(lambda: call(self._store))
+        try:
+            return future.result(limit)
+        except FutureTimeoutError:
+            self._late = future
+            raise CommError(f"{_SILENT} (waited {limit:g} s)") from None
+        except RuntimeError as error:  # the connection is lost
+            raise CommError(f"the store of the process group is gone with the process that kept it: {error}") from error
+
+
+_stores: "weakref.WeakKeyDictionary[dist.ProcessGroup, BoundedStore]" = weakref.WeakKeyDictionary()
+
+
+def bounded_store() -> BoundedStore:
+    """Return the store of the default process group."""
+    world = dist.group.WORLD
+    assert world is not None, "ranks meet in process groups"
+    if world not in _stores:
+        _stores[world] = BoundedStore(dist.distributed_c10d._get_default_store())
+    return _stores[world]
+
+
+def tell(group: dist.ProcessGroup | None, mine: Any, what: str, timeout: timedelta = TIMEOUT) -> list[Any]:
+    """Return what every rank of `group` says, as JSON holds it. All of them call this; `what` it is about errors name.
+
+    Raises:
+        CommError: a rank has not come to this within `timeout`, or the store does not answer.
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    # The number tells this list from one that an earlier process group of the same name has left in the store.
+    said = json.dumps([secrets.token_hex(8), mine])
+    if world_size == 1:
+        return [json.loads(said)[1]]
+    everyone = dist.group.WORLD if group is None else group
+    assert everyone is not None, "it has ranks"
+    store, limit = bounded_store(), timeout.total_seconds()
+    number = store.told[everyone.group_name] = store.told[everyone.group_name] + 1
+    where = f"shardlite/{everyone.group_name}"
+    entries = [f"{where}/{number}/{each}" for each in range(world_size)]
+    deadline = time.monotonic() + limit
+    try:
+        store.ask(lambda given: given.set(entries[rank], said), limit)
+        if rank > 0:
+            rows = _await(store, lambda given: _list_with(given, f"{where}/{number}", rank, said), deadline)
+        else:
+            rows = _await(store, lambda given: _all_of(given, entries), deadline)
+            store.ask(lambda given: given.set(f"{where}/{number}", json.dumps(rows)), limit)
+            # Who has said something now has read the last list.
+            store.ask(lambda given: [given.delete_key(key) for key in (*entries, f"{where}/{number - 1}")], limit)
+        return [json.loads(row)[1] for row in rows]
+    except TimeoutError:
+        absent = [each for each, key in enumerate(entries) if not store.ask(partial(_all_of, entries=[key]), limit)]
+        who = "rank" if len(absent) == 1 else "ranks"
+        raise CommError(
+            f"{what}: rank {rank} has waited {limit:g} s for {who} {', '.join(map(str, absent)) or '0'} to come to it. "
+            "Every rank of the group has to; is one late, give a longer timeout="
+        ) from None
+    except CommError as error:
+        raise CommError(f"{what}: rank {rank}: {error}") from error
+
+
+def _await(store: BoundedStore, look: Callable[[Store], Sequence[str]], deadline: float) -> Sequence[str]:
+    """Look again and again, and return what is there.
+
+    Raises:
+        TimeoutError: nothing is there in time.
+        KeyboardInterrupt: Ctrl-C has come meanwhile.
+    """
+    pause, slow = _FIRST_LOOK, time.monotonic() + SLOW
+    while not (rows := store.ask(look, max(_LAST_LOOK, deadline - time.monotonic()))):
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        if time.monotonic() > slow:
+            give_way("what all ranks tell each other")
+        time.sleep(pause)
+        pause = min(2 * pause, _LAST_LOOK)
+    return rows
+
+
+def _all_of(store: Store, entries: Sequence[str]) -> Sequence[str]:
+    """Return all entries, if they are there."""
+    return [row.decode() for row in store.multi_get(list(entries))] if store.check(list(entries)) else []
+
+
+def _list_with(store: Store, key: str, rank: int, said: str) -> Sequence[str]:
+    """Return the list, if it is there and has what this rank has said."""
+    rows: list[str] = json.loads(store.get(key)) if store.check([key]) else []
+    return rows if len(rows) > rank and rows[rank] == said else []
+
+
+_SILENT = (
+    "the store of the process group does not answer: the process that keeps it, rank 0 or the agent of torchrun, is "
+    "stopped or cannot be reached"
+)

@@ -1,0 +1,309 @@
+"""How long a schedule takes by a simple model of links, and which algorithm and chunk are the fastest by it.
+
+    plan = schedule.reduce_scatter("ring", world_size=8)
+    time(plan, nbytes, chunk, LINKS["p2p"])                 seconds
+    best_chunk(plan, nbytes, LINKS["p2p"])                  bytes per message
+    best_algorithm(nbytes, 8, LINKS["shared_memory"])       "direct"
+
+Nothing is measured when these are called: they are functions of sizes, the number of ranks and the constants given, so
+all ranks that ask the same get the same answer. `nbytes` is always the whole buffer, of which each rank has a segment.
+
+The model is that of Hockney (1994, Parallel Computing 20) with a term for additions, and with the work per message kept
+apart from its latency as in LogP (Culler et al., 1993): four numbers per link. A schedule is played through with them:
+a message sets out when its content is complete at the source, its sender sends nothing else and its target receives
+nothing else. Times of `W` ranks with one message per piece then are (`M` bytes, Thakur, Rabenseifner, Gropp, 2005,
+IJHPCA 19)
+
+                      ring                                            direct
+    all-gather        (W-1) (alpha + overhead) + (W-1)/W M beta       alpha + (W-1) overhead + (W-1)/W M beta
+    reduce-scatter    the same, and (W-1)/W M gamma                   the same, and (W-1)/W M gamma
+
+where additions do not overlap. Where they do, one takes place while the next message comes: direct then pays for the
+slower of both, and a ring does as soon as its pieces are cut into chunks, of which each costs another `overhead`.
+
+Not in the model: ranks that share a processor, links that share a wire, and caches.
+
+Legend: `W` ranks, `M` bytes in the whole buffer.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import combinations
+from typing import Any, Literal, NamedTuple
+
+from shardlite.comm import schedule
+from shardlite.comm.schedule import IN_RING_ORDER, Schedule
+from shardlite.config import ALGORITHMS, Algorithm
+
+Operation = Literal["all-gather", "reduce-scatter"]
+
+LEAST_CHUNK = 64 << 10
+"""Bytes below which a piece is not cut: a message costs more than it could save."""
+
+_MOST_CHUNKS = 64  # per piece; what more of them save is below a hundredth of an addition
+_WORTH = 0.99  # what a time must be a part of, for twice as many messages
+_EQUAL = 1 + 1e-9  # times that differ by rounding only
+
+
+class Link(NamedTuple):
+    """What messages between two ranks cost, in seconds. Any two ranks are linked alike."""
+
+    alpha: float
+    """From when a message could be sent until it can be received, without work for either: the latency of a step."""
+
+    beta: float
+    """Per byte that is carried. A rank sends one message at a time, and receives one at a time."""
+
+    gamma: float
+    """Per byte of a message that is added to another."""
+
+    overhead: float = 0.0
+    """Per message: work, in which neither its sender can send nor its target receive another one."""
+
+    overlaps: bool = True
+    """Whether a rank adds while it receives. If not, the same hands do both."""
+
+
+LINKS: Mapping[str, Link] = {
+    "shared_memory": Link(alpha=15e-6, beta=0.13e-9, gamma=0.02e-9, overhead=155e-6, overlaps=False),
+    "p2p": Link(alpha=0.0, beta=0.48e-9, gamma=0.20e-9, overhead=280e-6, overlaps=False),
+}
+"""Between CPU ranks, by the name of the transport.
+
+Fitted to the processor time of 4 ranks on 2 cores of an AMD EPYC, which other programs hardly change: the rows
+`"ring-fit"` of `cpu_ms_p50` in `bench/results/ring-cpu.jsonl`. Over gloo a step of several messages was no faster than
+as many steps, so all latency is in `overhead`, and `ring` and `direct` take the same time by the model.
+"""
+
+
+def time(plan: Schedule, nbytes: int, chunk: int, link: Link) -> float:
+    """Return the seconds until the last rank is done with a buffer of `nbytes`, in messages of up to `chunk` bytes.
+
+    All segments are taken to be equally long. Messages use a link, and a rank, in the order of the schedule.
+    """
+    sizes = _sizes(plan, nbytes, chunk)
+    adds = plan.operation == "reduce-scatter"
+    at_start = [0.0] * len(sizes)
+    sending, receiving, adding = ([0.0] * plan.world_size for _ in range(3))  # until when each rank does it
+    complete: dict[tuple[int, int, int], list[float]] = {}  # by rank, segment, part: when its messages are there
+    for transfers in plan.steps:
+        came: dict[tuple[int, int, int], list[float]] = {}
+        for each in transfers:
+            source, target = each.source, each.target
+            ready = complete.get((source, each.segment, each.part), at_start)
+            done = came.setdefault((target, each.segment, each.part), list(at_start))
+            for i, size in enumerate(sizes):
+                end = max(ready[i] + link.alpha, sending[source], receiving[target]) + link.overhead + size * link.beta
+                sending[source] = receiving[target] = end
+                if adds:
+                    end = adding[target] = max(end, adding[target]) + size * link.gamma
+                    if not link.overlaps:
+                        receiving[target] = end
+                done[i] = max(done[i], end)
+        complete.update(came)
+    return max((moment for done in complete.values() for moment in done), default=0.0)
+
+
+def best_chunk(plan: Schedule, nbytes: int, link: Link, *, least: int = LEAST_CHUNK, most: int | None = None) -> int:
+    """Return the bytes per message with which a schedule is fastest: the whole piece, or it halved several times.
+
+    Twice as many messages have to save a hundredth of the time at least. None is shorter than `least`, unless the piece
+    is, nor longer than `most`, which bounds what a reduction stages. Chunks must be equal on all ranks: so all ask with
+    the same numbers.
+
+    Where additions do not overlap, a ring and direct messages keep their links busy as it is: then nothing has to be
+    played through, which would take W^2 steps.
+    """
+    if not link.overlaps and plan.algorithm in IN_RING_ORDER:
+        return _longest_chunk(plan, nbytes, most)
+    return _best_chunk(plan, nbytes, link, least, most)[0]
+
+
+def best_algorithm(
+    nbytes: int,
+    world_size: int,
+    link: Link,
+    *,
+    among: Collection[Algorithm] = IN_RING_ORDER,
+    operations: tuple[Operation, ...] = ("all-gather", "reduce-scatter"),
+    chunk: int | None = None,
+    node: int = 1,
+) -> Algorithm:
+    """Return the algorithm that takes the least time for `operations` on a buffer of `nbytes`, one after the other.
+
+    Those in `among` that add in the same order give the same bits, so by default the choice changes no result.
+    Messages have up to `chunk` bytes; without it each algorithm has the chunks that are best for it. Of equally fast
+    algorithms it is the first in the order of `config.ALGORITHMS`. `node` is for `"hierarchical"` only.
+
+    Raises:
+        LayoutError: no ranks, or nodes that do not divide the world.
+        ValueError: `among` is empty.
+    """
+    return _best_algorithm(nbytes, world_size, link, frozenset(among), operations, chunk, node)
+
+
+def fit(rows: Sequence[Mapping[str, Any]], *, key: str = "ms_p50", overlaps: bool | None = None) -> Link:
+    """Return the link that explains measured times best: least squares of relative errors, no cost negative.
+
+    A row has `operation` (one of `Operation`, or `"all-reduce"`), `algorithm`, `ranks`, `nbytes`, `chunk_bytes`, and
+    milliseconds under `key`; one of an all-reduce also `messages`, how many a rank sends: `W-1` if it was one round.
+    Times are linear in the four costs as long as the same messages are waited for, so a few rounds of linear fits
+    suffice. What cannot be told apart is put into one number: `alpha` and `overhead` take a schedule with several
+    messages per step, or different numbers of chunks. Without `overlaps` both ways are tried.
+
+    Raises:
+        ValueError: no rows.
+    """
+    if not rows:
+        raise ValueError("a link cannot be fitted to no rows")
+    measured = [(row, float(row[key]) / 1e3) for row in rows]
+    found = [_fit(measured, how) for how in ((False, True) if overlaps is None else (overlaps,))]
+    return min(found, key=lambda link: sum((predicted(row, link) / seconds - 1) ** 2 for row, seconds in measured))
+
+
+def predicted(row: Mapping[str, Any], link: Link) -> float:
+    """Return the seconds that the model gives for a row of measurements, as for `fit`."""
+    return sum(time(plan, nbytes, row["chunk_bytes"], link) for plan, nbytes in _plans(row))
+
+
+def plan_of(operation: Operation, algorithm: Algorithm, world_size: int, node: int = 1) -> Schedule:
+    """Return the schedule of an operation."""
+    make = schedule.all_gather if operation == "all-gather" else schedule.reduce_scatter
+    return make(algorithm, world_size, node=node if algorithm == "hierarchical" else 1)
+
+
+def _sizes(plan: Schedule, nbytes: int, chunk: int) -> list[int]:
+    """Return the bytes of each message of a piece, of which the longest counts."""
+    rest = _piece(plan, nbytes)
+    sizes = []
+    while rest > 0:
+        sizes.append(min(rest, max(1, chunk)))
+        rest -= sizes[-1]
+    return sizes
+
+
+def _piece(plan: Schedule, nbytes: int) -> int:
+    return -(-nbytes // (plan.segments * plan.parts))
+
+
+def _longest_chunk(plan: Schedule, nbytes: int, most: int | None) -> int:
+    """Return the bytes of a message if a piece is cut in as few as may be, equally long."""
+    piece = max(1, _piece(plan, nbytes))
+    return piece if most is None else -(-piece // -(-piece // max(1, most)))
+
+
+def _best_chunk(
+    plan: Schedule, nbytes: int, link: Link, least: int = LEAST_CHUNK, most: int | None = None
+) -> tuple[int, float]:
+    """Return it with its time. More chunks first save waits and then cost messages, so the search ends at the turn."""
+    piece, best = max(1, _piece(plan, nbytes)), _longest_chunk(plan, nbytes, most)
+    count = -(-piece // best)
+    shortest = time(plan, nbytes, best, link)
+    while 2 * count <= _MOST_CHUNKS and (chunk := -(-piece // (2 * count))) >= least:
+        seconds = time(plan, nbytes, chunk, link)
+        if seconds >= _WORTH * shortest:
+            break
+        best, shortest, count = chunk, seconds, 2 * count
+    return best, shortest
+
+
+@cache
+def _best_algorithm(
+    nbytes: int,
+    world_size: int,
+    link: Link,
+    among: frozenset[Algorithm],
+    operations: tuple[Operation, ...],
+    chunk: int | None,
+    node: int,
+) -> Algorithm:
+    def seconds(algorithm: Algorithm) -> float:
+        plans = [plan_of(operation, algorithm, world_size, node) for operation in operations]
+        if chunk is None:
+            return sum(_best_chunk(plan, nbytes, link)[1] for plan in plans)
+        return sum(time(plan, nbytes, chunk, link) for plan in plans)
+
+    taken = {algorithm: seconds(algorithm) for algorithm in ALGORITHMS if algorithm in among}
+    least = min(taken.values())
+    return next(algorithm for algorithm, total in taken.items() if total <= least * _EQUAL)
+
+
+# ---- fitting --------------------------------------------------------------------------------------------------------
+
+_COSTS = ("alpha", "beta", "gamma", "overhead")
+_ROUNDS = 20
+
+
+def _plans(row: Mapping[str, Any]) -> Iterator[tuple[Schedule, int]]:
+    """Yield the schedules of an operation one after the other, each with the bytes of its whole buffer."""
+    ranks, nbytes = row["ranks"], row["nbytes"]
+    if row["operation"] == "all-reduce" and row.get("messages") == ranks - 1:
+        yield plan_of("all-gather", "direct", ranks), ranks * nbytes  # a short one: everybody sends all to everybody
+        return
+    operations: dict[str, tuple[Operation, ...]] = {"all-reduce": ("reduce-scatter", "all-gather")}
+    for operation in operations.get(row["operation"], (row["operation"],)):
+        yield plan_of(operation, row["algorithm"], ranks, row.get("node", 1)), nbytes
+
+
+def _fit(measured: Sequence[tuple[Mapping[str, Any], float]], overlaps: bool) -> Link:
+    link = Link(1e-4, 1e-9, 1e-10, 1e-5, overlaps)
+    for _ in range(_ROUNDS):
+        costs = _least_squares([[share / seconds for share in _shares(row, link)] for row, seconds in measured])
+        fitted = Link(**dict(zip(_COSTS, costs, strict=True)), overlaps=overlaps)
+        if fitted == link:
+            break
+        link = fitted
+    return link
+
+
+def _shares(row: Mapping[str, Any], link: Link) -> list[float]:
+    """Return how often each cost counts in the time of a row: its derivatives, by which time is a sum of products."""
+    now = predicted(row, link)
+    shares = []
+    for name in _COSTS:
+        step = 1e-7 * now / (row["nbytes"] if name in ("beta", "gamma") else row["ranks"])
+        more = predicted(row, link._replace(**{name: getattr(link, name) + step}))
+        shares.append((more - now) / step)
+    return shares
+
+
+def _least_squares(terms: Sequence[Sequence[float]]) -> list[float]:
+    """Return the costs, none negative, for which the products with all rows of `terms` are closest to 1.
+
+    Each set of costs that are not zero is tried, small ones first: a cost that explains nothing stays zero.
+    """
+    width = len(terms[0])
+    best, least = [0.0] * width, float(len(terms))
+    for count in range(1, width + 1):
+        for used in combinations(range(width), count):
+            costs = _solve([[row[i] for i in used] for row in terms])
+            if costs is None or min(costs) < 0:
+                continue
+            full = [0.0] * width
+            for i, cost in zip(used, costs, strict=True):
+                full[i] = cost
+            error = sum((sum(t * c for t, c in zip(row, full, strict=True)) - 1) ** 2 for row in terms)
+            if error < least * (1 - 1e-6) - 1e-12:
+                best, least = full, error
+    return best
+
+
+def _solve(terms: Sequence[Sequence[float]]) -> list[float] | None:
+    """Return the least-squares solution of `terms @ x = 1` by its normal equations, or `None` if there are many."""
+    width = range(len(terms[0]))
+    scale = [sum(row[i] ** 2 for row in terms) ** 0.5 for i in width]
+    if min(scale) == 0:
+        return None
+    table = [
+        [sum(row[i] * row[j] for row in terms) / (scale[i] * scale[j]) for j in width]
+        + [sum(row[i] for row in terms) / scale[i]]
+        for i in width
+    ]
+    for i in width:  # the matrix is positive definite: no pivots are needed
+        if table[i][i] < 1e-9:
+            return None
+        for j in width:
+            if j != i:
+                factor = table[j][i] / table[i][i]
+                table[j] = [a - factor * b for a, b in zip(table[j], table[i], strict=True)]
+    return [table[i][-1] / table[i][i] / scale[i] for i in width]

@@ -1,0 +1,275 @@
+"""How a schedule is carried out over a transport. Knows pieces, chunks and links, not whose they are.
+
+A piece is what a schedule moves at once; a chunk is a message's worth of it. Over most transports a chunk is passed on
+as soon as it came, so all links are busy after the first chunk. Over a batched transport a step is one exchange of all
+its chunks. Where a transport lends, what arrives is read where it lies; elsewhere it is staged in slots.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import torch
+from shardlite_kernels import hop
+from torch import Tensor
+
+from shardlite.comm.schedule import Arrival, Program, Schedule
+from shardlite.comm.transport.base import Loan, Message, Pending, Transport
+
+BLOCK = 1 << 17
+"""Elements of a sum of several lent messages that are added at a time: their sum stays in the cache. A multiple of
+every block of statistics."""
+
+
+class Chunk(NamedTuple):
+    """A message's worth of a segment."""
+
+    start: int
+    """Its first element, in the segment."""
+
+    tensor: Tensor
+
+
+Pieces = Callable[[int, int], Sequence[Chunk]]
+"""Returns the chunks of a segment's part. An empty one has none."""
+
+
+class LastHop(Protocol):
+    """What becomes of a finished sum."""
+
+    def __call__(self, start: int, received: Tensor, own: Tensor) -> None:
+        """Finish elements `[start, start + n)` of the segment: their sum is `received + own`, [n] each.
+
+        Called for ranges that cover the segment, each once; each starts at a multiple of the grain. Both tensors are
+        used for something else afterwards.
+        """
+
+
+class Links(NamedTuple):
+    """The links of a rank in one operation."""
+
+    transport: Transport
+    tag: int
+
+    def send(self, chunk: Tensor, peer: int) -> Pending:
+        """Start sending one chunk."""
+        return self.transport.isend(chunk, peer, self.tag)
+
+    def receive(self, chunk: Tensor, peer: int) -> Pending:
+        """Start receiving one chunk."""
+        return self.transport.irecv(chunk, peer, self.tag)
+
+    def borrow(self, like: Tensor, peer: int) -> Loan:
+        """Expect one chunk, to be read where it lies."""
+        return self.transport.borrow(like.numel(), like.dtype, peer, self.tag)
+
+    def depart(self, program: Program, pieces: Pieces) -> list[Pending]:
+        """Start sending what does not wait for anything."""
+        return [
+            self.send(chunk, peer)
+            for departure in program.departures
+            for _, chunk in pieces(departure.segment, departure.part)
+            for peer in departure.targets
+        ]
+
+    def exchange(self, departing: Sequence[tuple[Tensor, int]], arriving: Sequence[tuple[Tensor, int]]) -> None:
+        """Send and receive chunks, each with a peer, at once, and wait for all."""
+        messages = [Message(chunk, peer, outgoing=False) for chunk, peer in arriving]
+        messages += [Message(chunk, peer, outgoing=True) for chunk, peer in departing]
+        if messages:
+            self.transport.exchange(messages, self.tag).wait()
+
+
+def spread(links: Links, schedule: Schedule, pieces: Pieces) -> None:
+    """Bring every piece to where the schedule says; what arrives is written to its place."""
+    rank = links.transport.rank
+    if links.transport.batched:
+        for step in range(len(schedule.steps)):
+            arriving = [(each.tensor, peer) for each, peer in _received(schedule, step, rank, pieces)]
+            links.exchange(_sent(schedule, step, rank, pieces), arriving)
+        return
+    program = schedule.program(rank)
+    incoming = [
+        [(chunk, links.receive(chunk, arrival.sources[0])) for _, chunk in pieces(arrival.segment, arrival.part)]
+        for arrival in program.arrivals
+    ]
+    outgoing = links.depart(program, pieces)
+    for arrival, messages in zip(program.arrivals, incoming, strict=True):
+        for chunk, message in messages:
+            message.wait()
+            outgoing += [links.send(chunk, peer) for peer in arrival.targets]
+    _wait_all(outgoing)
+
+
+def add_up(links: Links, schedule: Schedule, pieces: Pieces, last: LastHop, slots: Sequence[Tensor]) -> None:
+    """Add what arrives to the own pieces, in place, and send sums on; the last addition of a piece is left to `last`.
+
+    What arrives is staged in `slots`, each as long as the longest chunk: for a batched transport as many as chunks
+    arrive in a step, otherwise two or more. Where the transport lends, a slot holds the sum of several loans instead.
+    """
+    if links.transport.batched:
+        _add_by_steps(links, schedule, pieces, last, slots)
+        return
+    rank = links.transport.rank
+    program = schedule.program(rank)
+    wanted = [
+        (chunk, source)
+        for arrival in program.arrivals
+        for _, chunk in pieces(arrival.segment, arrival.part)
+        for source in arrival.sources
+    ]
+    inbox = _Loans(links, wanted, slots) if links.transport.lends else _Slots(links, wanted, slots)
+    outgoing = links.depart(program, pieces)
+    for arrival, finish in _finishers(program, rank, last):
+        for start, own in pieces(arrival.segment, arrival.part):
+            inbox.add(len(arrival.sources), start, own, finish)
+            outgoing += [links.send(own, peer) for peer in arrival.targets]
+    _wait_all(outgoing)
+
+
+def add_up_everywhere(links: Links, full: Tensor, bounds: Sequence[tuple[int, int]], divisor: int) -> None:
+    """Add `full` [n] up over two ranks or more and divide it, in place, from what all others lend at once.
+
+    Segment `k`, between the k-th `bounds`, is added in the order of the ring.
+    """
+    rank, world_size = links.transport.rank, links.transport.world_size
+    others = [(rank + i) % world_size for i in range(1, world_size)]
+    loans = {peer: links.borrow(full, peer) for peer in others}
+    outgoing = [links.send(full, peer) for peer in others]
+    parts = {rank: full, **{peer: loan.look() for peer, loan in loans.items()}}
+    total = torch.empty_like(full)
+    if world_size == 2:
+        bounds = [(0, full.numel())]  # of two numbers the order does not matter
+    for k, (start, stop) in enumerate(bounds):
+        if start < stop:
+            first, *rest = (parts[(k + i) % world_size][start:stop] for i in range(1, world_size + 1))
+            for i, part in enumerate(rest, start=2):
+                hop(total[start:stop], first, part, divisor if i == world_size else 1)
+                first = total[start:stop]
+    for loan in loans.values():
+        loan.give_back()
+    _wait_all(outgoing)
+    full.copy_(total)  # now that all have read it
+
+
+class _Slots:
+    """Messages that are staged: while what has arrived in one slot is added, the others are filled."""
+
+    def __init__(self, links: Links, wanted: Sequence[tuple[Tensor, int]], slots: Sequence[Tensor]) -> None:
+        self._links = links
+        self._wanted = iter(wanted)
+        self._posted: deque[tuple[Pending, Tensor, Tensor]] = deque()
+        for slot in slots:
+            self._post(slot)
+
+    def add(self, sources: int, start: int, own: Tensor, finish: LastHop) -> None:
+        """Take one chunk from each of so many sources, add them up, and finish with the own one."""
+        total, free = self._take()
+        for _ in range(sources - 1):
+            more, slot = self._take()
+            hop(more, total, more, 1)
+            self._post(free)
+            total, free = more, slot
+        finish(start, total, own)
+        self._post(free)
+
+    def _take(self) -> tuple[Tensor, Tensor]:
+        """Wait for the next message, and return it with its slot."""
+        pending, message, slot = self._posted.popleft()
+        pending.wait()
+        return message, slot
+
+    def _post(self, slot: Tensor) -> None:
+        """Receive the next message in a slot that is free."""
+        if (wanted := next(self._wanted, None)) is not None:
+            like, source = wanted
+            message = slot[: like.numel()]
+            self._posted.append((self._links.receive(message, source), message, slot))
+
+
+class _Loans:
+    """Messages that are read where they lie. The sum of several is made block by block."""
+
+    def __init__(self, links: Links, wanted: Sequence[tuple[Tensor, int]], slots: Sequence[Tensor]) -> None:
+        self._loans = deque(links.borrow(like, source) for like, source in wanted)
+        self._room = slots[0] if slots else None
+
+    def add(self, sources: int, start: int, own: Tensor, finish: LastHop) -> None:
+        """Take one chunk from each of so many sources, add them up, and finish with the own one."""
+        loans = [self._loans.popleft() for _ in range(sources)]
+        lent = [loan.look() for loan in loans]
+        if sources == 1:
+            finish(start, lent[0], own)
+        else:
+            assert self._room is not None, "there is a slot for sums"
+            for begin in range(0, own.numel(), len(self._room)):
+                here = slice(begin, begin + len(self._room))
+                mine = own[here]
+                total = self._room[: len(mine)]
+                hop(total, lent[0][here], lent[1][here], 1)
+                for each in lent[2:]:
+                    hop(total, total, each[here], 1)
+                finish(start + begin, total, mine)
+        for loan in loans:
+            loan.give_back()
+
+
+def _in_place(start: int, received: Tensor, own: Tensor) -> None:
+    """Finish a sum that goes on.
+
+    A piece passes each rank once, so nothing that is still being sent is overwritten.
+    """
+    hop(own, received, own, 1)
+
+
+def _add_by_steps(links: Links, schedule: Schedule, pieces: Pieces, last: LastHop, slots: Sequence[Tensor]) -> None:
+    """Exchange whole pieces, then add: what a step sends was summed by the steps before."""
+    rank = links.transport.rank
+    finishers = list(_finishers(schedule.program(rank), rank, last))
+    for step in range(len(schedule.steps)):
+        expected = list(_received(schedule, step, rank, pieces))
+        staged = [slot[: chunk.tensor.numel()] for slot, (chunk, _) in zip(slots, expected, strict=False)]
+        peers = [peer for _, peer in expected]
+        links.exchange(_sent(schedule, step, rank, pieces), list(zip(staged, peers, strict=True)))
+        found = {
+            (chunk.tensor.data_ptr(), peer): message for message, (chunk, peer) in zip(staged, expected, strict=True)
+        }
+        for arrival, finish in finishers:
+            if arrival.step == step:
+                for start, own in pieces(arrival.segment, arrival.part):
+                    messages = [found[own.data_ptr(), source] for source in arrival.sources]
+                    for earlier, later in pairwise(messages):
+                        hop(later, earlier, later, 1)
+                    finish(start, messages[-1], own)
+
+
+def _sent(schedule: Schedule, step: int, rank: int, pieces: Pieces) -> list[tuple[Tensor, int]]:
+    """Return the chunks that a rank sends in a step, each with its target."""
+    return [
+        (chunk, each.target)
+        for each in schedule.steps[step]
+        if each.source == rank
+        for _, chunk in pieces(each.segment, each.part)
+    ]
+
+
+def _received(schedule: Schedule, step: int, rank: int, pieces: Pieces) -> Iterator[tuple[Chunk, int]]:
+    """Yield the places of the chunks that a rank receives in a step, each with its source."""
+    for each in schedule.steps[step]:
+        if each.target == rank:
+            for chunk in pieces(each.segment, each.part):
+                yield chunk, each.source
+
+
+def _finishers(program: Program, rank: int, last: LastHop) -> Iterator[tuple[Arrival, LastHop]]:
+    """Yield arrivals, each with what finishes its sum: `last`, where it is the last one of a piece that stays here."""
+    final = {arrival.part: i for i, arrival in enumerate(program.arrivals) if arrival.segment == rank}
+    for i, arrival in enumerate(program.arrivals):
+        stays = arrival.segment == rank and final[arrival.part] == i
+        yield arrival, last if stays else _in_place
+
+
+def _wait_all(pending: Sequence[Pending]) -> None:
+    for message in pending:
+        message.wait()

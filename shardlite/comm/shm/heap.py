@@ -1,0 +1,306 @@
+"""Memory of one rank that others on its host can read. It has no name in a file system, so nothing can be left behind.
+
+The memory is as large as the machine's, but takes pages only where something was written; it is not bounded by the size
+of `/dev/shm`. What is given back keeps its pages for the next block, since new ones take longer than what is done in
+them, and loses them when nobody has used it for a step:
+
+    blocks   | A A A A | . . . . | B B | . . . . . . | . . . . . . . . . . .
+    pages    | # # # # | # # # # | # # | . . . . . . | . . . . . . . . . . .
+                         warm, taken     cold            never used
+                         first
+
+Warm and live pages together are never more than what was live at once in this step or the last one, and 5 %.
+"""
+
+import ctypes
+import fcntl
+import mmap
+import os
+import threading
+import weakref
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from shardlite.comm.control.process import Owner
+from shardlite.errors import CommError
+
+_NO_RESERVE = 0x4000  # MAP_NORESERVE
+_GRAIN = 4096  # bytes: blocks start at a page
+_SLACK = 1.05
+"""How many times as many pages there may be as were live at once."""
+
+
+class Mapping:
+    """Shared memory as this process sees it."""
+
+    def __init__(self, descriptor: int) -> None:
+        nbytes = os.fstat(descriptor).st_size
+        self.memory = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | _NO_RESERVE)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.nbytes = nbytes
+
+    def words(self, start: int, count: int) -> "memoryview[int]":
+        """View `count` words of 32 bits from byte `start`."""
+        return memoryview(self.memory)[start : start + 4 * count].cast("I")
+
+    def tensor(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """View `numel` elements from byte `start`."""
+        return torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=start)
+
+    def offset_of(self, tensor: Tensor) -> int | None:
+        """Return at which byte a contiguous tensor starts, or `None` if it is not in this memory."""
+        start = tensor.data_ptr() - self.address
+        return start if 0 <= start < self.nbytes else None
+
+
+class _Spans:
+    """Ranges of bytes, by address; no two of them touch."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        self.nbytes = 0
+
+    @classmethod
+    def of(cls, start: int, stop: int) -> "_Spans":
+        """One range."""
+        spans = cls()
+        spans.add(start, stop)
+        return spans
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(list(zip(self._starts, self._stops, strict=True)))
+
+    def add(self, start: int, stop: int) -> None:
+        """Add a range that meets none of those here, and join it with those that it touches."""
+        self.nbytes += stop - start
+        i = bisect_left(self._starts, start)
+        first, last = i, i
+        if i > 0 and self._stops[i - 1] == start:
+            first, start = i - 1, self._starts[i - 1]
+        if i < len(self._starts) and self._starts[i] == stop:
+            last, stop = i + 1, self._stops[i]
+        self._starts[first:last], self._stops[first:last] = [start], [stop]
+
+    def remove(self, start: int, stop: int) -> None:
+        """Remove a range that lies within one of those here."""
+        self.nbytes -= stop - start
+        i = bisect_left(self._stops, stop)
+        whole = self._starts[i], self._stops[i]
+        left = [part for part in ((whole[0], start), (stop, whole[1])) if part[0] < part[1]]
+        self._starts[i : i + 1], self._stops[i : i + 1] = [part[0] for part in left], [part[1] for part in left]
+
+    def without(self, others: "_Spans") -> Iterator[tuple[int, int]]:
+        """Yield what of these is in none of the `others`."""
+        for start, stop in self:
+            for other_start, other_stop in others:
+                if other_stop > start and other_start < stop:
+                    if other_start > start:
+                        yield start, other_start
+                    start = other_stop
+            if start < stop:
+                yield start, stop
+
+
+class _Returns:
+    """Blocks that are given back by finalisers, which may run inside anything. It holds no heap."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self.owner = Owner()
+        self.blocks: deque[tuple[int, int, bool]] = deque()
+        """Start, length, and whether it has no pages any more."""
+
+        self.for_good = False
+        """Whether nobody is expected to ask for memory again, so that pages go at once."""
+
+    def __call__(self, start: int, length: int) -> None:
+        dropped = self.for_good
+        if dropped:
+            self.drop_pages(start, start + length)
+        self.blocks.append((start, length, dropped))
+
+    def drop_pages(self, start: int, stop: int) -> None:
+        """Give pages to the system; bytes read as zero afterwards, in every process.
+
+        A forked child does not know what its parent has put there since.
+        """
+        if self.owner.is_here:
+            self._memory.madvise(mmap.MADV_REMOVE, start, stop - start)
+
+
+class Heap(Mapping):
+    """Memory of this rank: `reserved` bytes at the start, then blocks."""
+
+    def __init__(self, reserved: int) -> None:
+        self.descriptor = os.memfd_create("shardlite", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") + reserved
+        os.ftruncate(self.descriptor, nbytes)
+        # Who maps less than it believes to is killed by a read.
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        super().__init__(self.descriptor)
+        start = _rounded_up(reserved)
+        self.reserved = start
+        self._lock = threading.RLock()
+        self._changing = False  # a finaliser may run inside a change, on the same thread
+        self._cold, self._warm = _Spans(), _Spans()  # what is free
+        self._cold.add(start, nbytes // _GRAIN * _GRAIN)
+        self._used_lately = _Spans()  # what of it was given back since the last `trim`
+        self._returns = _Returns(self.memory)
+        self._live = self._most = self._most_before = 0
+        weakref.finalize(self, os.close, self.descriptor)
+
+    @property
+    def live(self) -> int:
+        """Bytes in blocks, whole pages."""
+        with self._change():
+            return self._live
+
+    @property
+    def warm(self) -> int:
+        """Bytes that are free and may have pages."""
+        with self._change():
+            return self._warm.nbytes
+
+    @property
+    def resident(self) -> int:
+        """Bytes of pages that this memory has."""
+        return os.fstat(self.descriptor).st_blocks * 512
+
+    def empty(self, nbytes: int) -> Tensor:
+        """Return a new block as bytes, [nbytes], uninitialised. It is given back when nothing views it any more.
+
+        Threads may ask at once.
+
+        Raises:
+            CommError: there is no room, or this is a forked child.
+        """
+        return self._block(nbytes, zeroed=False)
+
+    def zeros(self, nbytes: int) -> Tensor:
+        """Return the same, zeroed: it takes pages only as it is written to."""
+        return self._block(nbytes, zeroed=True)
+
+    def trim(self, *, keep: int | None = None) -> None:
+        """Give pages back that nobody has used since the last call; or all that are free but `keep` bytes.
+
+        With 0 this holds for what is freed later, too, until memory is asked for, or the next call.
+        """
+        if not self._returns.owner.is_here:  # where another thread may have held the lock, too
+            return
+        with self._change() as possible:
+            self._returns.for_good = keep == 0
+            if not possible:  # what is given back from now on loses its pages at once
+                return
+            if keep is not None:
+                self._keep_to(keep)
+                return
+            for start, stop in list(self._warm.without(self._used_lately)):
+                self._cool(start, stop)
+            self._used_lately = _Spans()
+            self._most_before, self._most = self._most, self._live
+
+    @contextmanager
+    def _change(self) -> Iterator[bool]:
+        """Be the only one to change what is free, having taken in what was given back; yield whether that is so.
+
+        It is not in a finaliser that runs while this thread changes it.
+        """
+        with self._lock:
+            if self._changing:
+                yield False
+                return
+            try:
+                self._changing = True
+                self._settle()
+                yield True
+            finally:
+                self._changing = False
+
+    def _block(self, nbytes: int, *, zeroed: bool) -> Tensor:
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        self._returns.owner.check()
+        with self._change() as possible:
+            assert possible, "no finaliser asks for memory"
+            self._returns.for_good = False
+            length = _rounded_up(nbytes)
+            start = self._take(length)
+            self._live += length
+            self._most = max(self._most, self._live)
+            # Free ranges may be too short for what comes: let no more pages be warm than were needed lately.
+            self._keep_to(int(_SLACK * max(self._most, self._most_before)) - self._live)
+        if zeroed:
+            self._returns.drop_pages(start, start + length)
+        block = (ctypes.c_char * nbytes).from_buffer(self.memory, start)
+        tensor = torch.frombuffer(block, dtype=torch.uint8)
+        weakref.finalize(block, self._returns, start, length).atexit = False
+        return tensor
+
+    def _take(self, length: int) -> int:
+        """Take a range, warm if there is one, of the smallest that are long enough; else as much of it as can be."""
+        fitting = [(stop - start, start) for start, stop in self._warm if stop - start >= length]
+        if fitting:
+            _, start = min(fitting)
+            self._warm.remove(start, start + length)
+            return start
+        for _ in range(2):
+            place = self._take_cold(length)
+            if place is not None:
+                return place
+            for span in self._warm:  # together with what is cold beside it a range may be long enough
+                self._cool(*span)
+        raise CommError(f"no room for {length} bytes in the {self.nbytes} bytes that ranks of this host share")
+
+    def _take_cold(self, length: int) -> int | None:
+        """Take the first range that is long enough together with the warm one before it."""
+        warm_up_to = {stop: start for start, stop in self._warm}
+        for start, stop in self._cold:
+            begin = warm_up_to.get(start, start)
+            if stop - begin >= length:
+                if begin < start:
+                    self._warm.remove(begin, start)
+                self._cold.remove(start, begin + length)
+                return begin
+        return None
+
+    def _settle(self) -> None:
+        """Take back what was given back."""
+        while self._returns.blocks:
+            start, length, dropped = self._returns.blocks.popleft()
+            self._live -= length
+            if dropped:
+                self._cold.add(start, start + length)
+                continue
+            self._warm.add(start, start + length)
+            for part in list(_Spans.of(start, start + length).without(self._used_lately)):
+                self._used_lately.add(*part)
+
+    def _keep_to(self, limit: int) -> None:
+        """Let no more than so many bytes be warm, the shorter ranges rather than the longer ones."""
+        for start, stop in sorted(self._warm, key=lambda span: span[0] - span[1]):
+            over = self._warm.nbytes - limit
+            if over <= 0:
+                break
+            self._cool(max(start, stop - _rounded_up(over)), stop)
+
+    def _cool(self, start: int, stop: int) -> None:
+        self._returns.drop_pages(start, stop)
+        self._warm.remove(start, stop)
+        self._cold.add(start, stop)
+
+
+def lazy_zeros(nbytes: int) -> Tensor:
+    """Return private memory [nbytes] as bytes, zeroed: it takes pages only as it is written to."""
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+
+
+def _rounded_up(nbytes: int) -> int:
+    return -(-nbytes // _GRAIN) * _GRAIN

@@ -1,0 +1,194 @@
+"""How the ranks of one host come by each other's memory: descriptors, passed over sockets that have no file.
+
+    each rank    makes a heap and a socket that listens, and tells all ranks its address   (by the store)
+                 and a part of the group's key
+    each pair    connects, shows that it has the key, and swaps the descriptors of the heaps
+    all ranks    say whether that worked: if it did not for one, nobody uses it            (by the store)
+
+The sockets stay open: a process that ends, however it ends, closes its ends, and so its peers notice. (A child that it
+has forked, as data loaders do, would hold them open for longer, and so closes them first of all.)
+"""
+
+import hashlib
+import logging
+import os
+import secrets
+import select
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from weakref import WeakKeyDictionary, WeakSet, finalize
+
+import torch.distributed as dist
+
+from shardlite.comm.control.store import TIMEOUT, tell
+from shardlite.comm.shm import futex, handshake
+from shardlite.comm.shm.heap import Heap, Mapping
+from shardlite.comm.shm.mailbox import control_nbytes
+from shardlite.comm.shm.transport import Neighbours
+from shardlite.errors import LayoutError
+
+log = logging.getLogger("shardlite")
+
+_BOOT = "/proc/sys/kernel/random/boot_id"  # one per running kernel
+
+_STRANGERS = 64
+"""How many connections of strangers may queue before one of a rank has to wait."""
+
+_PATIENCE = 20.0
+"""Seconds for a connection between two processes of one host."""
+
+
+@dataclass(frozen=True)
+class Met:
+    """What came of a meeting."""
+
+    neighbours: Neighbours | None
+    why_not: str
+    """Why there is none, the same on every rank."""
+
+
+_MET: "WeakKeyDictionary[dist.ProcessGroup, Met]" = WeakKeyDictionary()
+"""By group. A rank that is a thread has group objects of its own, so that no other thread asks for the same entry."""
+
+
+def meet(group: dist.ProcessGroup, timeout: timedelta = TIMEOUT) -> Met:
+    """Return the ranks of `group` as neighbours, if all are on one host. All of them call this, and meet once.
+
+    Raises:
+        CommError: a rank does not come.
+    """
+    if group not in _MET:
+        _MET[group] = _meet(group, timeout)
+    return _MET[group]
+
+
+def nodes_of(group: dist.ProcessGroup, timeout: timedelta = TIMEOUT) -> int:
+    """Return how many consecutive ranks each host has. All ranks of `group` call this.
+
+    Raises:
+        LayoutError: hosts have different numbers of ranks, or those of one are not consecutive.
+    """
+    hosts = tell(group, _host(), "which host each rank is on", timeout)
+    node = next((i for i, host in enumerate(hosts) if host != hosts[0]), len(hosts))
+    starts = hosts[::node]
+    if (
+        len(hosts) % node
+        or hosts != [host for host in starts for _ in range(node)]
+        or len(set(map(str, starts))) < len(starts)
+    ):
+        raise LayoutError(
+            "algorithm='hierarchical' takes the same number of ranks on each host, in consecutive order; "
+            f"got {[str(host)[:8] for host in hosts]}"
+        )
+    return node
+
+
+def _meet(group: dist.ProcessGroup, timeout: timedelta) -> Met:
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    heap, listener, address, why_not = None, None, "", futex.why_not()
+    if not why_not:
+        try:
+            heap = Heap(control_nbytes(world_size))
+            listener = _listen(world_size)
+            address = listener.getsockname().hex()
+        except OSError as error:
+            why_not = f"this system gives no shared memory: {error}"
+    part = secrets.token_hex(handshake.NUMBER)
+    rows = tell(group, (why_not, _host(), address, part), "shared memory of one host", timeout)
+    why_not = next((f"rank {r}: {row[0]}" for r, row in enumerate(rows) if row[0]), "")
+    if why_not:  # nobody has asked for less
+        log.warning("no shared memory between the ranks of this host: %s", why_not)
+    elif len({row[1] for row in rows}) > 1:
+        why_not = "the ranks are on several hosts"
+    if why_not:
+        _close([] if listener is None else [listener])
+        return Met(None, why_not)
+    assert heap is not None, "or there was a reason"
+    assert listener is not None, "or there was a reason"
+    neighbours, failure = None, ""
+    key = hashlib.sha256("".join(row[3] for row in rows).encode()).digest()
+    deadline = time.monotonic() + min(_PATIENCE, timeout.total_seconds())
+    try:
+        neighbours = _connect(rank, heap, listener, [bytes.fromhex(row[2]) for row in rows], key, deadline)
+    except OSError as error:
+        failure = f"rank {rank} cannot connect to the others: {error}"
+    failures = "; ".join(said for said in tell(group, failure, "connections within the host", timeout) if said)
+    if failures:
+        log.warning("no shared memory between the ranks of this host: %s", failures)
+        return Met(None, failures)
+    return Met(neighbours, "")
+
+
+def _host() -> str:
+    """Name this host as all of its processes do."""
+    try:
+        with open(_BOOT) as boot:
+            return boot.read().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _listen(world_size: int) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(b"\0shardlite-" + secrets.token_hex(16).encode())  # abstract: it has no file
+    listener.listen(world_size + _STRANGERS)
+    return listener
+
+
+def _connect(
+    rank: int, heap: Heap, listener: socket.socket, addresses: Sequence[bytes], key: bytes, deadline: float
+) -> Neighbours:
+    """Swap heaps with every other rank: connect to those before this one, be connected to by those after it."""
+    ends: dict[int, tuple[socket.socket, Mapping]] = {}
+    with listener:
+        try:
+            for peer in range(rank):
+                ends[peer] = handshake.connect(addresses[peer], rank, peer, key, heap, deadline)
+            reception = handshake.Reception(listener, rank, set(range(rank + 1, len(addresses))), key, heap)
+            ends |= reception.run(deadline)
+        except BaseException:
+            _close(end for end, _ in ends.values())
+            raise
+    if reception.refused:
+        log.warning("rank %d hung up on %d connections that were not of its group", rank, reception.refused)
+    mappings = {rank: heap, **{peer: mapping for peer, (_, mapping) in ends.items()}}
+    sockets = {peer: end for peer, (end, _) in ends.items()}
+    return Neighbours(rank, heap, [mappings[r] for r in range(len(addresses))], _Watch(sockets))
+
+
+class _Watch:
+    """Tells whether a peer's process lives, by the socket that it holds open. Threads may ask at once."""
+
+    def __init__(self, sockets: dict[int, socket.socket]) -> None:
+        self._sockets = sockets
+        finalize(self, _close, sockets.values())
+        _watches.add(self)
+
+    def forget(self) -> None:
+        """Close the ends of this process."""
+        _close(self._sockets.values())
+
+    def __call__(self, peer: int) -> bool:
+        poll = select.poll()
+        poll.register(self._sockets[peer], select.POLLHUP | select.POLLRDHUP)
+        return not poll.poll(0)
+
+
+_watches: "WeakSet[_Watch]" = WeakSet()
+
+
+def _close(sockets: Iterable[socket.socket]) -> None:
+    for each in sockets:
+        each.close()
+
+
+def _forget_all() -> None:
+    for watch in list(_watches):
+        watch.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)

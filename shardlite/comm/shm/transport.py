@@ -1,0 +1,449 @@
+"""A transport between processes of one host: a message stays in the memory of its sender, where the receiver reads it.
+
+    sender      announces it in the receiver's mailbox, and waits until it was taken
+    receiver    copies it to where it belongs, or computes with it where it lies; then says that it was taken
+
+So a message is copied once at most. It is copied once more if it does not lie in the heap that the ranks share: who
+sends much lets its buffers be made by `empty`.
+
+Whoever waits also takes what has come for others of its process, so it does not matter in which order ranks wait. A
+rank that has waited in vain takes no more part, and says so: a message that it has announced may change from then on.
+"""
+
+import ctypes
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import cache
+from typing import NoReturn, TypeVar
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from shardlite.comm.control.failure_reports import watching
+from shardlite.comm.control.interrupts import SLOW
+from shardlite.comm.shm.heap import Heap, Mapping
+from shardlite.comm.shm.mailbox import PLACES, Announcement, Control, Receipts
+from shardlite.comm.transport.base import Completed, Loan, OneByOne, Pending
+from shardlite.config import Algorithm
+from shardlite.errors import CommError, LayoutError
+from shardlite.telemetry import Held, Ledger
+
+_T = TypeVar("_T")
+
+_Route = tuple[int, int]  # peer, tag
+
+_LOOK = 0.05
+"""Seconds between two looks at whether the others are still there."""
+
+_TRIES = 3
+"""Looks at the mailboxes before a thread goes to sleep, which costs more than a short wait."""
+
+_MANY_TRIES = 100
+"""The same for the main thread, if each rank has a core: a quarter of a millisecond in which no other thread runs."""
+
+
+_HALF = PLACES // 2
+
+
+class Neighbours:
+    """The ranks of one host, as one of them sees them: their memory, and messages that are open with them."""
+
+    def __init__(self, rank: int, heap: Heap, mappings: Sequence[Mapping], alive: Callable[[int], bool]) -> None:
+        self.rank = rank
+        self.heap = heap
+        self.world_size = len(mappings)
+        self._mappings = mappings
+        self._alive = alive
+        self._controls = [Control(each, rank, self.world_size) for each in mappings]
+        self._mine = self._controls[rank]
+        self._lock = threading.RLock()
+        self._others = [r for r in range(self.world_size) if r != rank]
+        self._sent = [0] * self.world_size
+        self._seen = [0] * self.world_size
+        self._outbox: list[deque[Announcement]] = [deque() for _ in mappings]
+        self._receipts = Receipts(heap, self.world_size)
+        self._words = [each.words(0, each.nbytes // 4) for each in mappings]
+        self._kept: dict[tuple[int, int], Tensor] = {}
+        self._expected: dict[_Route, deque[_Arriving]] = {}
+        self._early: dict[_Route, deque[Announcement]] = {}
+        self._to_copy: deque[_Arriving] = deque()
+        self._has_core = self.world_size <= len(os.sched_getaffinity(0))
+        self._broken = ""
+        self._waiting = 0  # threads
+        self._books = Ledger()
+
+    def held(self) -> dict[str, Held]:
+        """Return the bytes of copies of messages, of control words, and of pages that are kept for the next block."""
+        control, idle = self._mine.nbytes + self._receipts.nbytes, self.heap.warm
+        return {**self._books.held(), "mailboxes": Held(control, control), "idle shared memory": Held(idle, idle)}
+
+    def send(self, tensor: Tensor, peer: int, tag: int, limit: float) -> "_Departing":
+        """Announce a message [n], now or, if the peer has left too many unread, as soon as it has read some."""
+        source = tensor.detach()
+        offset = self.heap.offset_of(source)
+        if offset is None:
+            room = self.heap.empty(source.nbytes).view(source.dtype)
+            self._books.track("messages", room)
+            source = room.copy_(source)
+            offset = self.heap.offset_of(source)
+            assert offset is not None, "it was made there"
+        with self._lock:
+            number = self._sent[peer] + 1
+            receipt = self._receipts.open(number)
+            self._sent[peer] = number
+            message = Announcement(number, tag, _kind(source.dtype), offset, source.nbytes, receipt)
+            self._kept[peer, number] = source
+            self._outbox[peer].append(message)
+            self._announce(peer)
+        return _Departing(self, peer, message, source, limit)
+
+    def expect(self, arriving: "_Arriving") -> None:
+        """Let a message that has come, or comes next, with this tag from this peer be the one that is expected."""
+        route = arriving.peer, arriving.tag
+        with self._lock:
+            message = _next(self._early, route)
+            if message is not None:
+                self._match(arriving, message)
+            else:
+                self._expected.setdefault(route, deque()).append(arriving)
+
+    def wait(self, done: Callable[[], bool], words: Callable[[], str], peer: int, limit: float) -> None:
+        """Wait until something is `done` that takes `peer`, and meanwhile take what comes.
+
+        Raises:
+            CommError: the peer is gone, a rank has given up, a header is damaged, or nothing happened within `limit`
+                seconds.
+        """
+        with self._lock:
+            self._waiting += 1
+        try:
+            self._wait(done, words, peer, limit)
+        finally:
+            with self._lock:
+                self._waiting -= 1
+
+    def _wait(self, done: Callable[[], bool], words: Callable[[], str], peer: int, limit: float) -> None:
+        now = time.monotonic()
+        deadline, slow, watch = now + limit, now + SLOW, watching()
+        tries, enough = 0, _TRIES
+        if self._has_core and threading.current_thread() is threading.main_thread():
+            enough = _MANY_TRIES
+        while True:
+            heard = self._mine.bell()
+            self._progress(words)
+            if done():
+                if watch is not None:
+                    watch.goes_on()
+                return
+            if self._broken:
+                raise CommError(f"{words()} failed: {self._broken}")
+            tries += 1
+            if tries < enough:
+                continue
+            now = time.monotonic()
+            left = deadline - now
+            if watch is not None and now > slow:
+                slow = now + SLOW
+                if why := watch.hopeless():
+                    self.fail(words, why)
+            if left <= 0:
+                self.fail(words, f"nothing happened within {limit:g} s. The peer is late or does another operation.")
+            self._mine.sleep(heard, min(left, _LOOK))
+            if self._mine.bell() == heard and (missing := self._missing(peer)):
+                self._progress(words)  # it may have done its part just before it went
+                if done():
+                    return
+                self.fail(words, missing)
+
+    def _progress(self, words: Callable[[], str]) -> None:
+        """Take all announcements, and copy what has come for a place."""
+        with self._lock:
+            for peer in self._others:
+                self._announce(peer)
+                try:
+                    while (message := self._mine.read(peer, self._seen[peer] + 1)) is not None:
+                        self._seen[peer] += 1
+                        if message.number % _HALF == 0:
+                            self._controls[peer].ring()  # it may wait for a place
+                        self._check_bounds(peer, message)
+                        self._sort(peer, message)
+                except ValueError as error:
+                    self.fail(words, f"rank {peer} sent what cannot be read: {error}")
+        while self._to_copy:
+            try:
+                arriving = self._to_copy.popleft()
+            except IndexError:  # another thread was faster
+                return
+            arriving.copy()
+            self.take(arriving)
+
+    def _check_bounds(self, peer: int, message: Announcement) -> None:
+        """Check that a message and its receipt lie in the peer's heap.
+
+        Raises:
+            ValueError: one of them does not.
+        """
+        nbytes = self._mappings[peer].nbytes
+        if message.offset + message.nbytes > nbytes or message.receipt + 4 > nbytes or message.receipt % 4:
+            raise ValueError(
+                f"the header of its message {message.number} names bytes {message.offset} to "
+                f"{message.offset + message.nbytes} and receipt {message.receipt} of {nbytes} bytes"
+            )
+
+    def _sort(self, peer: int, message: Announcement) -> None:
+        route = peer, message.tag
+        arriving = _next(self._expected, route)
+        if arriving is not None:
+            self._match(arriving, message)
+        else:
+            self._early.setdefault(route, deque()).append(message)
+
+    def _match(self, arriving: "_Arriving", message: Announcement) -> None:
+        arriving.message = message
+        if arriving.tensor is not None and arriving.fits(message):
+            self._to_copy.append(arriving)
+
+    def copy(self, peer: int, message: Announcement, tensor: Tensor) -> None:
+        """Copy a message to a tensor, as bytes: PyTorch would show a view of another rank's memory to who counts it."""
+        ctypes.memmove(tensor.data_ptr(), self._mappings[peer].address + message.offset, message.nbytes)
+
+    def view(self, peer: int, message: Announcement, dtype: torch.dtype) -> Tensor:
+        """Return a message where it lies."""
+        return self._mappings[peer].tensor(message.offset, message.nbytes // dtype.itemsize, dtype)
+
+    def take(self, arriving: "_Arriving") -> None:
+        """Say that a message was read.
+
+        Raises:
+            CommError: its sender had given up by then, so that it may have changed.
+        """
+        assert arriving.message is not None, "it has come"
+        peer = arriving.peer
+        if self._controls[peer].has_quit:
+            self.fail(arriving.words, self._missing(peer))
+        with self._lock:
+            self._words[peer][arriving.message.receipt // 4] = arriving.message.number & 0xFFFFFFFF
+            arriving.taken = True
+            self._controls[peer].ring()
+            if self._waiting > 1 and arriving.tensor is not None:
+                self._mine.ring()  # another thread may be waiting for this one
+
+    def was_taken(self, message: Announcement) -> bool:
+        """Whether a message of this rank, which is kept, may be overwritten."""
+        return self._receipts.is_signed(message.receipt, message.number)
+
+    def drop(self, peer: int, message: Announcement) -> None:
+        """Keep a message that was taken no more."""
+        if self._kept.pop((peer, message.number), None) is not None:
+            self._receipts.close(message.receipt)
+
+    def _announce(self, peer: int) -> None:
+        """Announce what waits for a place, as far as there are any.
+
+        A peer that waits for anything reads all announcements, so nobody has to take one message before another.
+        """
+        outbox, control = self._outbox[peer], self._controls[peer]
+        while outbox and control.has_place(outbox[0].number):
+            control.announce(outbox.popleft())
+
+    def is_gone(self, peer: int) -> bool:
+        """Whether the process of a rank has ended."""
+        return peer != self.rank and not self._alive(peer)
+
+    def _missing(self, peer: int) -> str:
+        """Say who will never answer a rank that waits for `peer`, or nothing.
+
+        Others that are gone may just have finished first. Were they needed, who waits for them gives up, and says so.
+        """
+        quitters = [r for r in self._others if self._controls[r].has_quit]
+        gone = [r for r in self._others if r not in quitters and self.is_gone(r)]
+        if not quitters and peer not in gone:
+            return ""
+        said = [f"rank {r} is gone: its process has ended." for r in gone]
+        return " ".join([*said, *(f"rank {r} has given up: an operation of its own failed." for r in quitters)])
+
+    def fail(self, words: Callable[[], str], why: str) -> NoReturn:
+        """Take no more part, and tell the others.
+
+        Raises:
+            CommError: always.
+        """
+        with self._lock:
+            if not self._broken:
+                self._broken = why
+                self._mine.quit()
+                for peer in self._others:
+                    self._controls[peer].ring()
+        raise CommError(f"{words()} failed: {why}")
+
+
+class SharedMemoryTransport(OneByOne):
+    """Messages between the processes of one host, each to be done within `timeout` of being waited for.
+
+    Once a wait has ended in a `CommError` the ranks have parted for good, as over gloo, and the run must end.
+    """
+
+    blocking = True
+    lends = True
+    algorithm: Algorithm = "direct"
+
+    def __init__(self, neighbours: Neighbours, timeout: timedelta) -> None:
+        self._neighbours = self.holder = neighbours
+        self._limit = timeout.total_seconds()
+        self.rank = neighbours.rank
+        self.world_size = neighbours.world_size
+
+    def empty(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return memory [nbytes] that is sent from without a copy."""
+        return self._neighbours.heap.empty(nbytes) if device.type == "cpu" else super().empty(nbytes, device)
+
+    def zeros(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return the same, zeroed."""
+        return self._neighbours.heap.zeros(nbytes) if device.type == "cpu" else super().zeros(nbytes, device)
+
+    def trim(self, *, keep: int | None = None) -> None:
+        """Give pages back that nobody has used since the last call, or all that are free but `keep` bytes."""
+        self._neighbours.heap.trim(keep=keep)
+
+    def is_gone(self, peer: int) -> bool:
+        """Whether the process of rank `peer` has ended."""
+        return self._neighbours.is_gone(peer)
+
+    def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
+        """Announce `tensor` to rank `peer`."""
+        _check(tensor)
+        return self._neighbours.send(tensor, peer, tag, self._limit) if tensor.numel() else Completed()
+
+    def irecv(self, tensor: Tensor, peer: int, tag: int) -> Pending:
+        """Expect the next message with `tag` from rank `peer` for `tensor`."""
+        _check(tensor)
+        if not tensor.numel():
+            return Completed()
+        arriving = _Arriving(self._neighbours, peer, tag, tensor.numel(), tensor.dtype, self._limit, tensor.detach())
+        self._neighbours.expect(arriving)
+        return arriving
+
+    def borrow(self, numel: int, dtype: torch.dtype, peer: int, tag: int) -> Loan:
+        """Expect the next message with `tag` from rank `peer`, to be read where it lies."""
+        arriving = _Arriving(self._neighbours, peer, tag, numel, dtype, self._limit, None)
+        self._neighbours.expect(arriving)
+        return arriving
+
+
+class _Departing:
+    """A message of this rank."""
+
+    def __init__(self, neighbours: Neighbours, peer: int, message: Announcement, tensor: Tensor, limit: float) -> None:
+        self._neighbours = neighbours
+        self._peer = peer
+        self._message = message
+        self._tensor = tensor
+        self._limit = limit
+        self._over = False
+
+    def wait(self) -> None:
+        """Wait until the peer has read it."""
+        if not self._over:
+            self._neighbours.wait(self._done, self.words, self._peer, self._limit)
+            self._over = True
+            self._neighbours.drop(self._peer, self._message)
+
+    def _done(self) -> bool:
+        return self._neighbours.was_taken(self._message)
+
+    def words(self) -> str:
+        return (
+            f"rank {self._neighbours.rank} sending to rank {self._peer} "
+            f"({self._tensor.numel()} elements of {self._tensor.dtype}, {self._tensor.nbytes} bytes, "
+            f"tag {self._message.tag})"
+        )
+
+
+class _Arriving:
+    """A message to this rank: for `tensor`, or to be read where it lies."""
+
+    def __init__(
+        self,
+        neighbours: Neighbours,
+        peer: int,
+        tag: int,
+        numel: int,
+        dtype: torch.dtype,
+        limit: float,
+        tensor: Tensor | None,
+    ) -> None:
+        self._neighbours = neighbours
+        self.peer = peer
+        self.tag = tag
+        self._numel = numel
+        self._dtype = dtype
+        self._limit = limit
+        self.tensor = tensor
+        self.message: Announcement | None = None
+        self.taken = False
+
+    def wait(self) -> None:
+        """Wait until it was copied to its place."""
+        self._neighbours.wait(self._is_taken, self.words, self.peer, self._limit)
+
+    def look(self) -> Tensor:
+        """Wait for it, and return it where it lies, to be read until `give_back()`."""
+        self._neighbours.wait(self._has_come, self.words, self.peer, self._limit)
+        assert self.message is not None, "waited for"
+        return self._neighbours.view(self.peer, self.message, self._dtype)
+
+    def give_back(self) -> None:
+        """Let the sender write there again."""
+        self._neighbours.take(self)
+
+    def copy(self) -> None:
+        """Copy it to its place."""
+        assert self.tensor is not None, "it is not to be lent"
+        assert self.message is not None, "it has come"
+        self._neighbours.copy(self.peer, self.message, self.tensor)
+
+    def fits(self, message: Announcement) -> bool:
+        """Whether a message is of the expected kind."""
+        return (message.nbytes, message.kind) == (self._numel * self._dtype.itemsize, _kind(self._dtype))
+
+    def _is_taken(self) -> bool:
+        return self._has_come() and self.taken
+
+    def _has_come(self) -> bool:
+        if self.message is not None and not self.fits(self.message):
+            self._neighbours.fail(self.words, f"the peer sent {self.message.nbytes} bytes of another kind.")
+        return self.message is not None
+
+    def words(self) -> str:
+        return (
+            f"rank {self._neighbours.rank} receiving from rank {self.peer} "
+            f"({self._numel} elements of {self._dtype}, {self._numel * self._dtype.itemsize} bytes, tag {self.tag})"
+        )
+
+
+def _next(queues: dict[_Route, deque[_T]], route: _Route) -> _T | None:
+    """Take the first in the queue of a route, if there is one. Routes are many, so that no empty queue may stay."""
+    queue = queues.get(route)
+    if queue is None:
+        return None
+    first = queue.popleft()
+    if not queue:
+        del queues[route]
+    return first
+
+
+@cache
+def _kind(dtype: torch.dtype) -> int:
+    return crc32(str(dtype).encode())
+
+
+def _check(tensor: Tensor) -> None:
+    assert tensor.dim() == 1, f"a message is 1-D, got {tuple(tensor.shape)}"
+    assert tensor.is_contiguous(), "a message is contiguous"
+    if tensor.device.type != "cpu":
+        raise LayoutError(f"SharedMemoryTransport sends CPU tensors, got one on {tensor.device}")

@@ -1,0 +1,81 @@
+"""What this rank has sent, by unit and purpose, how long that took, and how long computation stood still for it.
+
+Every message of a wrapped model is counted where it is sent.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+
+from shardlite.comm.transport.base import Transport
+from shardlite.comm.transport.counted import Counted, Tally
+from shardlite.telemetry import Clock
+
+NO_UNIT = "(no unit)"
+"""For what concerns the whole model: the census at the end of a backward, norms, values that are spread."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What was sent for one purpose."""
+
+    calls: int
+    """Collective operations."""
+
+    messages: int
+    nbytes: int
+
+    seconds: float
+    """How long gathers and reductions ran, from their start on this rank to their end; 0 for other purposes."""
+
+    exposed: float
+    """How long computation stood still for them, in seconds: what was not hidden behind it."""
+
+
+@dataclass
+class _Entry:
+    ran: Clock
+    waited: Clock
+    calls: int = 0
+    tally: Tally = field(default_factory=Tally)
+
+
+class Traffic:
+    """Counts for one wrapped model on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._entries: dict[str, dict[str, _Entry]] = {}
+
+    def counted(self, transport: Transport, purpose: str, unit: str = NO_UNIT) -> Transport:
+        """Count one call, and return `transport` with its messages counted as well."""
+        entry = self._entry(purpose, unit)
+        entry.calls += 1
+        return Counted(transport, entry.tally)
+
+    def running(self, purpose: str, unit: str) -> AbstractContextManager[None]:
+        """Count the time inside as that of an operation."""
+        return self._entry(purpose, unit).ran.running()
+
+    def waiting(self, purpose: str, unit: str) -> AbstractContextManager[None]:
+        """Count the time inside as one in which computation stands still."""
+        return self._entry(purpose, unit).waited.running()
+
+    def by_unit(self) -> Mapping[str, Mapping[str, Sent]]:
+        """Return all counts so far. On a GPU the host waits for what is still under way."""
+        return {
+            unit: {purpose: _sent(each) for purpose, each in list(mine.items()) if each.calls}
+            for unit, mine in list(self._entries.items())
+        }
+
+    def _entry(self, purpose: str, unit: str) -> _Entry:
+        mine = self._entries.setdefault(unit, {})
+        if purpose not in mine:
+            mine[purpose] = _Entry(Clock(self._device), Clock(self._device))
+        return mine[purpose]
+
+
+def _sent(entry: _Entry) -> Sent:
+    return Sent(entry.calls, entry.tally.messages, entry.tally.nbytes, entry.ran.seconds(), entry.waited.seconds())

@@ -1,0 +1,182 @@
+"""Which transport serves which tensors, by which algorithm, and why. The choice can be set, and is reported once."""
+
+import logging
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from shardlite.comm.cost_model import LINKS, best_algorithm
+from shardlite.comm.shm.rendezvous import meet, nodes_of
+from shardlite.comm.shm.transport import SharedMemoryTransport
+from shardlite.comm.transport.base import Transport
+from shardlite.comm.transport.c10d_work import joined
+from shardlite.comm.transport.gloo import GroupTransport
+from shardlite.comm.transport.nccl import NcclTransport
+from shardlite.comm.transport.staged import StagedTransport
+from shardlite.comm.transport.symmetric import symmetric_memory
+from shardlite.config import Route, TransportName
+from shardlite.errors import CommError, LayoutError
+
+log = logging.getLogger("shardlite")
+
+_reported: set[str] = set()
+"""What was logged. A process says it once, also where ranks are its threads: two that come at once may both say it."""
+
+_LINKS_OF: dict[type, str] = {SharedMemoryTransport: "shared_memory", GroupTransport: "p2p"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A transport, and why it is this one."""
+
+    transport: Transport
+    reason: str
+
+    @property
+    def words(self) -> str:
+        """The choice in one line."""
+        name, ranks = type(self.transport).__name__, self.transport.world_size
+        return f"{name} between {ranks} ranks, algorithm {self.transport.algorithm}: {self.reason}"
+
+
+def connect(
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    timeout: timedelta,
+    *,
+    route: Route = Route(),  # noqa: B008 (frozen)
+    apart: bool = False,
+) -> Transport:
+    """Return the transport for tensors on `device` over `group` (`None`: the default group). All its ranks call this.
+
+    `timeout` bounds each wait that blocks, and those in symmetric memory. NCCL's waits do not block: over NCCL the
+    timeout of the group itself counts.
+    `apart` asks for a transport whose operations may run beside those of another one in any order. Tags allow that by
+    themselves; NCCL knows none, so there it takes another process group of the same ranks. Symmetric memory is taken
+    only where the route names it; every connection has 64 MiB of it.
+
+    Raises:
+        LayoutError: this process is not a member of `group`, the group has no backend that can carry such tensors, or
+            the route cannot be taken.
+        CommError: ranks do not come, or cannot be connected.
+    """
+    choice = choose(group, device, timeout, route=route, apart=apart)
+    if choice.words not in _reported:
+        _reported.add(choice.words)
+        log.info("%s tensors go over %s", device.type, choice.words)
+    return choice.transport
+
+
+def connect_hosts(
+    group: dist.ProcessGroup | None,
+    timeout: timedelta,
+    *,
+    route: Route = Route(),  # noqa: B008 (frozen)
+) -> Transport:
+    """Return a transport for CPU tensors between the ranks of `group`, whatever it carries. All its ranks call this.
+
+    A route that only CUDA tensors can take is not asked of these.
+    """
+    if route.transport == "symmetric_memory":
+        route = replace(route, transport="auto")
+    if "cpu" in _backends(joined(group)):
+        return connect(group, torch.device("cpu"), timeout, route=route)
+    return GroupTransport(_again(group, timeout, "gloo"), timeout)
+
+
+def choose(
+    group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta, *, route: Route, apart: bool = False
+) -> Choice:
+    """Choose for `connect`, which see, and say why."""
+    everyone = joined(group)
+    backends = _backends(everyone)
+    match device.type, backends.get(device.type):
+        case "cpu", str():
+            choice = _for_host(group, timeout, route.transport)
+        case "cuda", "nccl" | "gloo":
+            choice = _for_gpu(group, device, timeout, route.transport, apart=apart)
+        case _:
+            raise LayoutError(
+                f"no transport for tensors on {device} over a process group with the backends {backends}: start it "
+                "with 'gloo' or 'cpu:gloo,cuda:nccl', as in "
+                "torch.distributed.init_process_group('cpu:gloo,cuda:nccl'), and use CPU or CUDA tensors"
+            )
+    return _by(choice, route, everyone, timeout)
+
+
+def _for_host(group: dist.ProcessGroup | None, timeout: timedelta, wanted: TransportName) -> Choice:
+    """Choose for CPU tensors."""
+    everyone = joined(group)
+    if wanted == "symmetric_memory":
+        raise LayoutError("transport='symmetric_memory' is for CUDA tensors, these are on the CPU: use 'p2p' or 'auto'")
+    if wanted == "p2p":
+        return Choice(GroupTransport(group, timeout), "it was asked for")
+    if dist.get_world_size(group) == 1:
+        return Choice(GroupTransport(group, timeout), "one rank sends nothing")
+    met = meet(everyone, timeout)
+    if met.neighbours is not None:
+        return Choice(SharedMemoryTransport(met.neighbours, timeout), "all ranks are processes of this host")
+    if wanted == "shared_memory":
+        raise LayoutError(f"transport='shared_memory' cannot be had: {met.why_not}. Use 'p2p', or 'auto'")
+    return Choice(GroupTransport(group, timeout), f"no shared memory, for {met.why_not}")
+
+
+def _for_gpu(
+    group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta, wanted: TransportName, *, apart: bool
+) -> Choice:
+    """Choose for CUDA tensors. Over symmetric memory transports are always apart: each has memory of its own."""
+    everyone = joined(group)
+    if wanted == "shared_memory":
+        raise LayoutError(f"transport='shared_memory' is for CPU tensors, these are on {device}: use 'p2p' or 'auto'")
+    if wanted == "symmetric_memory" and dist.get_world_size(group) > 1:  # one rank sends nothing
+        return Choice(symmetric_memory(everyone, device, timeout), "it was asked for")
+    if _backends(everyone)["cuda"] == "nccl":
+        nccl = NcclTransport(_again(group, timeout, "nccl") if apart else group)
+        return Choice(nccl, "the group's backend for CUDA tensors is NCCL")
+    staged = StagedTransport(group, timeout)
+    return Choice(staged, "the group has gloo alone, which sends from host memory")
+
+
+_UNIT = 1 << 20
+"""Bytes of a buffer for which an algorithm is chosen. By the links known today the choice is the same at any size."""
+
+
+def _by(choice: Choice, route: Route, group: dist.ProcessGroup, timeout: timedelta) -> Choice:
+    """Set a transport's link, and its algorithm: what was asked for, or the fastest by the link that keeps the bits.
+
+    A transport whose links were not measured has no link, and the algorithm of its class.
+    """
+    transport = choice.transport
+    transport.link = link = LINKS.get(_LINKS_OF.get(type(transport), ""))
+    if route.algorithm != "auto":
+        transport.algorithm = route.algorithm
+        if route.algorithm == "hierarchical":
+            transport.node = nodes_of(group, timeout)
+    elif link is not None and transport.world_size > 1:
+        transport.algorithm = best_algorithm(_UNIT, transport.world_size, link)
+    return choice
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Return the name of the group's backend by device type; PyTorch writes it as `cpu:gloo,cuda:nccl`."""
+    pairs = (pair.split(":", 1) for pair in dist.get_backend_config(group).split(","))
+    return dict(pairs)
+
+
+def _again(group: dist.ProcessGroup | None, timeout: timedelta, backend: str) -> dist.ProcessGroup:
+    """Return another group of the same ranks, which lives as long as the process group of all.
+
+    Raises:
+        CommError: the ranks cannot be connected.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    try:
+        again: dist.ProcessGroup = dist.new_group(ranks, timeout, backend=backend, use_local_synchronization=True)
+    except RuntimeError as error:
+        raise CommError(
+            f"rank {dist.get_rank(group)} cannot connect to ranks {ranks} over {backend} once more, for messages "
+            f"beside those of the process group. The backend says: {error}"
+        ) from error
+    return again

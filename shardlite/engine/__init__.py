@@ -1,0 +1,36 @@
+"""Where autograd and PyTorch are hooked.
+
+In: forwards, backwards, and what programs do to parameters and optimizers between them. Out: calls of `weights`, `grads`
+and `optim`, in the right order. Read `module_hooks.py` first, then `backward.py`.
+"""
+
+from shardlite.engine.backward import Backward, Mode, in_backward
+from shardlite.engine.buffers import Buffers
+from shardlite.engine.full_params import NO_COPY, FullParameters
+from shardlite.engine.homes import settle_all
+from shardlite.engine.input_casts import cast_floats
+from shardlite.engine.inside import Inside
+from shardlite.engine.local_shards import Shards
+from shardlite.engine.module_hooks import ModuleHooks
+from shardlite.engine.module_map import needs, sites
+from shardlite.engine.stepping import Stepping
+from shardlite.engine.uneven_inputs import Batch, Join
+
+__all__ = [
+    "Backward",
+    "Batch",
+    "Buffers",
+    "cast_floats",
+    "FullParameters",
+    "in_backward",
+    "Inside",
+    "Join",
+    "Mode",
+    "ModuleHooks",
+    "needs",
+    "NO_COPY",
+    "settle_all",
+    "Shards",
+    "sites",
+    "Stepping",
+]

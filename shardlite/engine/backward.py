@@ -1,0 +1,239 @@
+"""One backward from its first event to its end: gradients come in, units are reduced, holds are ended.
+
+Autograd tells nobody that a backward starts. So whatever happens first in one (a handle is asked for its weight, a
+unit is recomputed, a gradient comes) opens it and asks the engine to call back at the end. Backwards nest: reentrant
+checkpointing runs one inside a node of another. The outer one sees the first event, since the recomputed forward runs
+in it, and so the end of the outermost one is what closes.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from functools import partial
+
+import torch
+from torch import nn
+
+from shardlite.errors import PhaseError
+from shardlite.grads import Bucket, Reducer
+from shardlite.params import Unit, take_grad
+from shardlite.weights import Calls, Gathering
+
+
+def in_backward() -> bool:
+    """Whether this code runs inside a backward."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class Mode(Enum):
+    """What a backward does with the gradients that it brings."""
+
+    STEP = "step"  # they are reduced, with all that were accumulated before, and a step follows
+    SHARDED = "sharded"  # they are reduced and added to the gradient shards; another backward follows
+    LOCAL = "local"  # they stay on this rank, whole, in the buckets
+
+
+class Backward:
+    """Follows the backwards of one wrapped model, one outermost backward at a time."""
+
+    def __init__(self, reducer: Reducer, gatherer: Gathering, calls: Calls | None) -> None:
+        self._reducer = reducer
+        self._gatherer = gatherer
+        self._calls = calls
+        self._task: int | None = None
+        self._mode = Mode.STEP
+        self._reducing = False
+        self._saves_memory = False  # in the last backward before a step
+        self._caught: set[nn.Parameter] = set()
+        self._got_gradients = False
+        self._recorded: set[Unit] = set()
+        self._hidden: set[Unit] = set()
+        self._outstanding: Counter[Unit] = Counter()
+        self._recomputed: Counter[Unit] = Counter()
+        self._used: list[Unit] = []
+        if calls is not None:
+            calls.on_use = self.open
+
+    def open(self) -> None:
+        """Begin, if this is the first event of a backward. To be called at every event, inside a backward."""
+        if self._task is None:
+            self._task = torch._C._current_graph_task_id()
+            self._reducing = self._mode is not Mode.LOCAL
+            torch.autograd.Variable._execution_engine.queue_callback(self._close)
+            self._gatherer.begin_backward(final=self._mode is Mode.STEP)
+            if self._saves_memory and self._mode is Mode.STEP:
+                self._gatherer.stop_prefetching()
+
+    def use(self, unit: Unit) -> None:
+        """Hold a unit for a hook that reads its weights, until the backward ends."""
+        self.open()
+        self._gatherer.hold(unit)
+        self._used.append(unit)
+
+    def begin_pass(self, *, evaluating: bool) -> None:
+        """Get ready for a forward: the parameters' `requires_grad` may have changed since the last one.
+
+        One without gradients may still be the first half of reentrant checkpointing. But if it is an evaluation, it may
+        well come while gradients are accumulated, and freezing everything for its time must do no harm.
+        """
+        self.repair()
+        if not (evaluating and self._reducer.accumulates):
+            self.follow_requires_grad()
+
+    def follow_requires_grad(self) -> None:
+        """Expect gradients of those parameters that require them now."""
+        if self._reducer.follow_requires_grad():
+            self.catch_gradients()
+
+    def catch_gradients(self) -> None:
+        """Have the gradients of all parameters that require them sent here.
+
+        The hooks hold everything weakly, for the garbage collector cannot look into those of a tensor.
+        """
+        deliver = weakref.WeakMethod(self._take_gradient)
+        for unit in self._reducer.units:
+            for param in unit.params():
+                if param.requires_grad and param not in self._caught:
+                    take_grad(param)
+                    hook = partial(_deliver, deliver, weakref.ref(unit))
+                    param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                    self._caught.add(param)
+
+    def _take_gradient(self, unit: Unit, param: nn.Parameter) -> None:
+        """Take the gradient that autograd has just put into `param.grad`."""
+        grad, is_watched = take_grad(param)
+        assert grad is not None
+        self.open()
+        if not self._got_gradients:
+            self._reducer.begin(steps=self._mode is Mode.STEP, reduces=self._mode is not Mode.LOCAL)
+            if self._mode is Mode.STEP:
+                self._saves_memory = self._reducer.saves_memory()
+        self._got_gradients = True
+        self._reducer.latest = (param, grad.detach()) if is_watched else None
+        bucket = self._reducer.add(unit, param, grad.detach())  # with `create_graph` it has a history
+        if self._mode is not Mode.LOCAL and self._is_complete(bucket):
+            self._reducer.complete(unit)
+
+    def expect_gradients(self, unit: Unit, *, recorded: bool) -> None:
+        """Note a forward of a unit. One that autograd has not recorded is run again by reentrant checkpointing."""
+        if recorded:
+            self._recorded.add(unit)
+        else:
+            self._hidden.add(unit)
+            self._outstanding[unit] += 1
+
+    def recomputed(self, unit: Unit) -> None:
+        """Note that a forward of a unit is run again, in the backward.
+
+        Raises:
+            PhaseError: its weights are others now.
+        """
+        self._reducer.check_recomputation(unit)
+        if self._outstanding[unit]:
+            self._outstanding[unit] -= 1
+            self._recomputed[unit] += 1
+
+    def forget_forwards(self) -> None:
+        """Expect no more gradients of earlier forwards: a step has made their weights old."""
+        self._recorded.clear()
+        self._hidden.clear()
+        self._outstanding.clear()
+
+    @contextmanager
+    def accumulating(self, mode: Mode) -> Iterator[None]:
+        """Let backwards do `mode` with their gradients."""
+        before, self._mode = self._mode, mode
+        try:
+            yield
+        finally:
+            self._mode = before
+
+    def accumulates(self) -> bool:
+        """Whether backwards leave something to reduce to a later one, or to add up."""
+        return self._mode is not Mode.STEP
+
+    def died(self) -> bool:
+        """Whether the last backward ended in an exception: the engine never called back."""
+        return self._task is not None and not in_backward()
+
+    def check_step(self, *, graded: bool, inside: bool) -> None:
+        """Raise if gradients are not what a step needs. Forwards before it are over.
+
+        Args:
+            graded: whether any shard has a gradient.
+            inside: whether steps are taken inside the backward, and only closed now.
+
+        Raises:
+            PhaseError: the last backward has died, or gradients are accumulated only.
+        """
+        if self.died() and inside and not self._got_gradients:
+            self.repair()  # it was refused, because the step of the one before it was to be closed first
+        if self.died() and inside:
+            raise PhaseError(
+                "the last backward ended in an exception, and AdamW(in_backward=True) has stepped some weights in it, "
+                "but not all: go on from a checkpoint or, with the weights as they are, after zero_grad() and step()"
+            )
+        if self.died():
+            raise PhaseError(
+                "the last backward ended in an exception, so its gradients are incomplete: call zero_grad() and run "
+                "forward and backward again before the step"
+            )
+        if self._reducer.accumulates and not graded:
+            raise PhaseError(
+                "the gradients were only accumulated and not reduced, so there is nothing to step by: run the last "
+                "backward before a step outside of no_sync(), or call zero_grad() of the model to drop them"
+            )
+        self.forget_forwards()
+
+    def repair(self) -> None:
+        """Clean up after a backward that died."""
+        if self.died():
+            self._gatherer.end_pass()
+            self._reducer.abandon(reducing=self._got_gradients and self._reducing)
+            self._end()
+
+    def _is_complete(self, bucket: Bucket) -> bool:
+        """Whether no more gradients of a unit are to be expected in this backward.
+
+        Autograd adds up the gradients of all recorded forwards and delivers each parameter's once. A hidden forward
+        brings its own after its recomputation. Where that cannot be told apart (a unit that was called in both ways, or
+        a forward whose loss was never used), the unit is reduced at the end of the backward.
+        """
+        if bucket.unit not in self._hidden:
+            return bucket.complete(rounds=1)
+        if bucket.unit in self._recorded or self._outstanding[bucket.unit]:
+            return False
+        return bucket.complete(rounds=self._recomputed[bucket.unit])
+
+    def _close(self) -> None:
+        """End the outermost backward. Without any gradient (`torch.autograd.grad`) there is nothing to reduce.
+
+        If the reductions fail, this backward has died like any other.
+        """
+        self._gatherer.end_pass()  # others may need weights yet before they can reduce
+        if self._got_gradients and self._mode is not Mode.LOCAL:
+            self._reducer.flush()
+        else:
+            self._reducer.start_over()
+        self._end()
+
+    def _end(self) -> None:
+        final = self._got_gradients and self._mode is Mode.STEP
+        self._task, self._got_gradients = None, False
+        self._recomputed.clear()
+        while self._used:
+            self._gatherer.release(self._used.pop())
+        if self._calls is not None:
+            self._calls.end_backward()
+        self._gatherer.after_backward(final=final)
+
+
+_Deliver = Callable[[], Callable[[Unit, nn.Parameter], None] | None]
+
+
+def _deliver(deliver: _Deliver, unit: "weakref.ref[Unit]", param: nn.Parameter) -> None:
+    take, home = deliver(), unit()
+    if take is not None and home is not None:
+        take(home, param)

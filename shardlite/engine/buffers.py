@@ -1,0 +1,147 @@
+"""Buffers that change in forwards (running statistics): rank 0's become those of all when the next forward begins.
+
+`DistributedDataParallel` does the same by default. Without it each rank has statistics of its own batches, and an
+evaluation would give other results on each. Only what some rank may have changed is sent: masks and large tables are
+not.
+"""
+
+import weakref
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import count, groupby
+
+import torch
+from torch import Tensor, nn
+
+from shardlite.comm import Shared, broadcast
+from shardlite.errors import LayoutError
+
+LARGE = 65536
+"""Elements of a buffer above which it is looked at, on the CPU, before it is sent."""
+
+
+@dataclass(eq=False)
+class _Place:
+    """Where a module has a buffer, and what it was when it was looked at."""
+
+    name: str
+    module: nn.Module
+    key: str
+    seen: "weakref.ref[Tensor] | None" = None
+    version: int = -1
+    trained: bool = False
+    """Whether the module was in training mode."""
+
+    sums: tuple[float, float] | None = None
+    """Of its elements, if it is large."""
+
+    @property
+    def buffer(self) -> Tensor | None:
+        """What is there now."""
+        return self.module._buffers.get(self.key)
+
+    def changed(self) -> bool:
+        """Whether it may have been written to or replaced since `look`.
+
+        PyTorch does not count what batch normalisation writes, nor writes through `.data`. So numbers of modules that
+        train may always have changed, but for large ones, which are looked at.
+        """
+        buffer = self.buffer
+        if buffer is None:
+            return self.seen is not None
+        trains = (self.trained or self.module.training) and _is_number(buffer)
+        unseen = trains and (not _is_looked_at(buffer) or self.sums != _sums(buffer))
+        return unseen or self.seen is None or self.seen() is not buffer or buffer._version != self.version
+
+    def look(self) -> None:
+        """Take what is there for what it ought to be."""
+        buffer = self.buffer
+        self.seen = None if buffer is None else weakref.ref(buffer)
+        self.version = -1 if buffer is None else buffer._version
+        self.trained = self.module.training
+        self.sums = None if buffer is None or not _is_looked_at(buffer) else _sums(buffer)
+
+
+class Buffers:
+    """The buffers of one wrapped model that its ranks share."""
+
+    def __init__(self, module: nn.Module, shared: Shared, ignored: Collection[nn.Module]) -> None:
+        """Those of `ignored` modules are each rank's own."""
+        self._shared = shared
+        own = {id(buffer) for each in ignored for buffer in each.buffers()}
+        places = {
+            id(buffer): _Place(f"{path}.{key}".lstrip("."), each, key)
+            for path, each in module.named_modules()
+            for key, buffer in each._buffers.items()
+            if buffer is not None and id(buffer) not in own
+        }
+        self._places = list(places.values())
+        self._numbers = count()
+        self._due = shared.world_size > 1 and bool(self._places)
+        for place in self._places:
+            place.look()
+
+    def before_forward(self, *, trains: bool) -> None:
+        """Send what has changed, if the last forward may have changed something; `trains` if the coming one may.
+
+        Raises:
+            LayoutError: a buffer has another shape on another rank.
+        """
+        if self._due:
+            self._send(self._changed())
+        self._due = trains and self._shared.world_size > 1 and bool(self._places)
+
+    def _changed(self) -> list[_Place]:
+        """Return what has changed on any rank, by one exchange of numbers."""
+        numels = [0 if place.buffer is None else place.buffer.numel() for place in self._places]
+        rows = [(place.changed(), n, n * n) for place, n in zip(self._places, numels, strict=True)]
+        numbers = torch.tensor(rows, dtype=torch.int64)
+        operation = self._shared.operation("which buffers have changed", next(self._numbers))
+        self._shared.count_up(numbers.view(-1), "buffers", operation)
+        changed = []
+        for place, (ranks, total, squares) in zip(self._places, numbers.tolist(), strict=True):
+            if ranks and squares * self._shared.world_size != total * total:
+                raise LayoutError(
+                    f"buffer {place.name!r} has become one of another length on some rank: rank 0's would be that of "
+                    'all. Let it be of one length, or wrap with buffers="own"'
+                )
+            if ranks and total:
+                changed.append(place)
+        return changed
+
+    @torch.no_grad()
+    def _send(self, places: Sequence[_Place]) -> None:
+        """Let these be rank 0's."""
+        buffers = {place.name: buffer for place in places if (buffer := place.buffer) is not None}
+        for dtype, alike in groupby(
+            sorted(buffers, key=lambda name: str(buffers[name].dtype)), lambda n: buffers[n].dtype
+        ):
+            names = list(alike)
+            flat = torch.cat([buffers[name].reshape(-1) for name in names]).to(self._shared.device)
+            operation = self._shared.operation(f"the buffers of {dtype}", next(self._numbers))
+            for transport in self._shared.counted("buffers"):
+                broadcast(flat, transport, operation=operation)
+            if self._shared.rank > 0:
+                parts = torch.split(flat, [buffers[name].numel() for name in names])
+                for name, part in zip(names, parts, strict=True):
+                    # What autograd has saved of statistics no backward reads: their version stays (as DDP's does).
+                    buffers[name].data.copy_(part.view(buffers[name].shape))
+        for place in self._places:
+            place.look()
+
+
+def _is_number(buffer: Tensor) -> bool:
+    """Whether training may be expected to change it in place: not a mask, an index, or an expanded view."""
+    spread = any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
+    return buffer.is_floating_point() and not spread
+
+
+def _is_looked_at(buffer: Tensor) -> bool:
+    """Whether sending it costs more than looking whether it has changed."""
+    return buffer.numel() > LARGE and buffer.device.type == "cpu" and _is_number(buffer)
+
+
+def _sums(buffer: Tensor) -> tuple[float, float]:
+    """Return what tells whether a buffer is another one: the sums of all elements, and of every second."""
+    flat = buffer.detach().reshape(-1)  # a view, for it is not expanded
+    return flat.sum(dtype=torch.float64).item(), flat[::2].sum(dtype=torch.float64).item()

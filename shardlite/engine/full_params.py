@@ -1,0 +1,252 @@
+"""Full parameters of a sharded model: reading, writing, and state dicts in the format of the unsharded model.
+
+`gathered` and `state_dict` are collective: every rank calls them.
+
+Legend: `W` ranks that share a model, `S` elements per shard; a full buffer has `W*S` elements.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+from torch import Tensor, nn
+
+from shardlite.comm import Shared, all_gather
+from shardlite.errors import LayoutError, PhaseError
+from shardlite.params import Flat, Unit, is_dtensor, scripts
+from shardlite.weights import Calls, Gathering, differs, places, pop_hooks, push_hooks, take_over
+
+NO_COPY = (
+    "a wrapped model cannot be copied or pickled, for it is tied to its ranks. For a copy wrap a second instance with "
+    "the same options and load it, on every rank: "
+    "`twin = ShardLite(make_model()); twin.load_full_state_dict(model.full_state_dict(rank=0))`. "
+    "For moving averages there is shardlite.EMA; to write it into a file use full_state_dict()"
+)
+
+
+class FullParameters:
+    """Access to the full parameters of one wrapped model; with calls, computations with them get handles."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[Unit],
+        shared: Shared,
+        gatherer: Gathering,
+        calls: Calls | None,
+    ) -> None:
+        self._module = module
+        self._units = units
+        self._shared = shared
+        self._gatherer = gatherer
+        self._calls = calls
+        self._homes = {param: unit for unit in units for param in unit.params()}
+        self._uses = count()
+        self._reading = False
+        if any(unit.derived for unit in units):
+            for each in set(module.modules()) - scripts(module):
+                each.register_state_dict_pre_hook(self._refuse)  # type: ignore[no-untyped-call]
+                each.register_load_state_dict_pre_hook(self._refuse_to_load)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def gathered(self, names: Sequence[str], *, writeback: bool) -> Iterator[None]:
+        """Hold the units of the named parameters, or all; in the end write this rank's part back, or undo the writes.
+
+        Raises:
+            LayoutError: there is no parameter of such a name.
+        """
+        units = self._units_with(names)
+        with self._held(units):
+            before = [_Before.of(flat) for unit in units for flat in unit.flats if flat.in_place]
+            for each in before:
+                self._shared.ledger.track("copies", each.copy)
+            written = False
+            try:
+                yield
+                if writeback:
+                    self._write_back(units, before)
+                    written = True
+            finally:
+                if not written:
+                    for each in before:
+                        each.restore()
+                    self._gatherer.forget(units)  # the next forward must not see what was written either
+
+    @contextmanager
+    def _held(self, units: Sequence[Unit]) -> Iterator[None]:
+        """Let the units' parameters be full, and computations with them have handles."""
+        with ExitStack() as undo:
+            with self._gatherer.inside_pass(f"gathered() of {[unit.name for unit in units]}"):
+                for unit in units:
+                    self._gatherer.hold(unit)
+                    undo.callback(self._gatherer.release, unit)
+            if self._calls is not None and push_hooks(self._calls):
+                undo.callback(pop_hooks)
+            yield
+
+    def state_dict(self, rank: int | None) -> dict[str, Tensor]:
+        """Return copies, on the CPU, of all parameters and persistent buffers on `rank` or all; elsewhere nothing."""
+        wanted = rank is None or rank == self._shared.rank
+        full: dict[Tensor, Tensor] = {}
+        for unit in self._units:
+            for i, flat in enumerate(unit.flats):
+                whole = self._whole(unit, i, flat)
+                if wanted:
+                    full.update({param: view.to("cpu", copy=True) for param, view in flat.views(whole)})
+                del whole  # before the next one is there
+        self._shared.trim(keep=0)
+        if not wanted:
+            return {}
+        return {n: full[entry] if entry in full else entry.to("cpu", copy=True) for n, entry in self.entries().items()}
+
+    def _whole(self, unit: Unit, i: int, flat: Flat) -> Tensor:
+        """Gather a flat in the precision in which it is kept, [W*S]."""
+        if flat.rank is None:
+            return flat.weights()
+        whole = self._shared.empty(flat.layout.full_numel, flat.master)
+        self._shared.ledger.track("staging", whole)
+        flat.own_part(whole).copy_(flat.weights())
+        operation = self._shared.operation(f"the full state of unit {unit.name!r}, flat {i}", next(self._uses))
+        transport = self._shared.traffic.counted(self._shared.transport, "full state", unit.name)
+        all_gather(whole, transport, operation=operation)
+        return whole
+
+    def __deepcopy__(self, _: object) -> "FullParameters":
+        """Raise: hooks of the module hold this, so whoever copies the module comes here."""
+        raise LayoutError(NO_COPY)
+
+    def entries(self) -> dict[str, Tensor]:
+        """Return the module's own parameters and persistent buffers, by all of their names."""
+        self._reading = True
+        try:
+            entries = self._module.state_dict(keep_vars=True)
+        finally:
+            self._reading = False
+        return {name: entry for name, entry in entries.items() if isinstance(entry, Tensor)}
+
+    def misfit(self, state_dict: Mapping[str, Tensor]) -> LayoutError | None:
+        """Return what is wrong with a state dict for this model."""
+        if not isinstance(state_dict, Mapping):
+            return LayoutError(f"a state dict is a mapping from names to tensors, got {type(state_dict).__name__}")
+        entries = self.entries()
+        missing, unknown = entries.keys() - state_dict.keys(), state_dict.keys() - entries.keys()
+        if missing or unknown:
+            return LayoutError(
+                f"the state dict lacks {_some(missing)} and has unknown {_some(unknown)}: was it saved from another "
+                "model, or from a wrapped one by something else than full_state_dict()?"
+            )
+        wrong = (_misfit(name, state_dict[name], entry) for name, entry in entries.items())
+        return next((LayoutError(why) for why in wrong if why), None)
+
+    def _refuse(self, *_: object) -> None:
+        """Let `state_dict()` of the module itself raise: it would write placeholders into a file."""
+        if not self._reading:
+            raise LayoutError("the module's parameters are sharded: use full_state_dict() of the ShardLite model")
+
+    def _refuse_to_load(self, module: nn.Module, *_: object) -> None:
+        """Let `load_state_dict()` of the module itself raise, but inside `gathered()`: nothing of it would be kept."""
+        if any(param in self._homes and not self._homes[param].holds for param in module._parameters.values()):
+            raise LayoutError(
+                "the module's parameters are sharded: use load_full_state_dict() of the ShardLite model, or load "
+                "inside `gathered()`"
+            )
+
+    def _units_with(self, names: Iterable[str]) -> list[Unit]:
+        params = self._module.named_parameters(remove_duplicate=False)
+        known = {name: self._homes[param] for name, param in params if param in self._homes}
+        for name in names:
+            if name not in known:
+                raise LayoutError(f"there is no parameter {name!r}; there are {_some(known)}")
+        return [unit for unit in self._units if not names or unit in {known[name] for name in names}]
+
+    def _write_back(self, units: Sequence[Unit], before: Sequence["_Before"]) -> None:
+        """Copy this rank's part of changed full weights into its shards.
+
+        A unit counts as changed if it is on any rank: all must agree on whether it has to be gathered again.
+
+        Raises:
+            PhaseError: on every rank, if the shards were changed meanwhile; writing back would undo that.
+        """
+        self._gatherer.settle()
+        changed = {id(each.flat) for each in before if each.changed()}
+        written = [any(id(f) in changed or differs(f, full) for f, full in places(unit)) for unit in units]
+        overtaken = any(unit.derived and unit.gathered_version != unit.version() for unit in units)
+        ranks = torch.tensor([*written, overtaken], dtype=torch.int32, device=self._shared.device)
+        operation = self._shared.operation("what was written", next(self._uses))
+        self._shared.add_up(ranks, "what was written", operation)
+        if ranks[-1] > 0:
+            raise PhaseError(
+                "gathered(): the shards were changed inside it (a step, a load), which writing back would undo. "
+                "Do that outside, or pass writeback=False"
+            )
+        former = {id(each.flat): each for each in before}
+        with torch.no_grad():
+            for unit, writers in zip(units, ranks.tolist(), strict=False):
+                for flat, full in places(unit) if writers else ():
+                    if flat.in_place:
+                        former[id(flat)].take_over()
+                    else:
+                        take_over(flat, full)
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What a rank keeps of a flat whose full weights are the same memory, so that writes can be seen and undone."""
+
+    flat: Flat
+    copy: Tensor
+    version: int
+    """Of the shards. Writes into the full weights do not change it; a step does, and is not undone."""
+
+    @staticmethod
+    def of(flat: Flat) -> "_Before":
+        return _Before(flat, flat.local.clone(), flat.local._version)
+
+    def changed(self) -> bool:
+        return not torch.equal(self.flat.local, self.copy)
+
+    def take_over(self) -> None:
+        """Let the shard be what was written: only the version is raised, so that other ranks' parts are gathered again.
+
+        Of weights that are split this was the upper part, and what was below counts no more.
+        """
+        if self.flat.low is not None:
+            self.flat.low.masked_fill_(self.flat.local != self.copy, 0)
+        torch.autograd.graph.increment_version(self.flat.local)
+
+    def restore(self) -> None:
+        if self.flat.local._version == self.version and self.changed():
+            with torch.no_grad():
+                self.flat.local.copy_(self.copy)
+
+
+def _misfit(name: str, value: object, entry: Tensor) -> str:
+    """Say why `value` cannot be the values of an entry of the model, or nothing."""
+    if not isinstance(value, Tensor):
+        return f"{name!r} is a {type(value).__name__}, not a tensor"
+    if is_dtensor(value):
+        return f"{name!r} is a DTensor, of which this rank has a part: give its full_tensor()"
+    if value.is_meta:
+        return f"{name!r} is on the meta device and has no values"
+    if value.layout != torch.strided:
+        return f"{name!r} has the layout {value.layout}: give it dense"
+    if value.shape != entry.shape:
+        return f"{name!r} has shape {list(value.shape)}, the model's is {list(entry.shape)}"
+    if _kind(value.dtype) != _kind(entry.dtype):
+        return f"{name!r} has dtype {value.dtype}, the model's is {entry.dtype}: convert it, if that is meant"
+    return ""
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """Name the numbers among which values are only rounded."""
+    if dtype.is_complex:
+        return "complex"
+    return "float" if dtype.is_floating_point else "bool" if dtype == torch.bool else "integer"
+
+
+def _some(names: Iterable[str]) -> str:
+    """Return the first of many names."""
+    listed = sorted(names)
+    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "") or "nothing"

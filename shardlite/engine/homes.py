@@ -1,0 +1,86 @@
+"""What the parameters of a wrapped model know of it: who gathers their values, and where their gradients are."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from weakref import ref
+
+from torch import Tensor, nn
+
+from shardlite.engine.module_hooks import ModuleHooks
+from shardlite.errors import LayoutError
+from shardlite.grads import Reducer
+from shardlite.params import Unit, settle
+
+
+@dataclass(frozen=True)
+class _Home:
+    """That of one parameter. It keeps nothing alive."""
+
+    name: str
+    hooks: "ref[ModuleHooks]"
+    reducer: "ref[Reducer]"
+    unit: "ref[Unit]"
+    param: "ref[nn.Parameter]"
+    shard: "ref[nn.Parameter]"
+
+    def use(self) -> None:
+        """Have the values gathered.
+
+        Raises:
+            LayoutError: nothing is running that all ranks do alike.
+        """
+        hooks, unit = self.hooks(), self.unit()
+        if hooks is None or unit is None or not hooks.use(unit):
+            raise LayoutError(
+                f"parameter {self.name!r} is sharded, so its values are not here: use it inside `gathered()` of the "
+                "ShardLite model, or in the model's forward. (The local shards, which optimizers step, are in "
+                "`parameters()` of the ShardLite model.)"
+            )
+
+    def gradient(self) -> Tensor | None:
+        """Return the gradient: not yet reduced, that of this rank, else that of the shard."""
+        reducer, unit, param, shard = self.reducer(), self.unit(), self.param(), self.shard()
+        waiting = None if reducer is None or unit is None or param is None else reducer.waiting(unit, param)
+        if waiting is not None or shard is None:
+            return waiting
+        return shard.grad
+
+    def touch(self) -> None:
+        """Take note that somebody is given the memory of the values.
+
+        Raises:
+            LayoutError: nothing is running, and the shard is other memory, so that writes would be lost.
+        """
+        hooks, unit = self.hooks(), self.unit()
+        if hooks is None or unit is None:
+            return
+        if hooks.running() or unit.holds:
+            unit.touched = True
+        elif unit.copied:
+            self.use()
+        elif self._is_cut() and self.gradient() is not None:
+            raise LayoutError(
+                f"parameter {self.name!r} has a gradient on the shards only: `.data` of the whole parameter would be "
+                "stepped by a part. Step the shards, which `parameters()` of the ShardLite model are, or be inside "
+                "`gathered()`"
+            )
+
+    def _is_cut(self) -> bool:
+        param, shard = self.param(), self.shard()
+        return param is not None and shard is not None and param.numel() > shard.numel()
+
+    def drop_gradient(self) -> None:
+        """Forget it."""
+        reducer, unit, param, shard = self.reducer(), self.unit(), self.param(), self.shard()
+        if reducer is not None and unit is not None and param is not None:
+            reducer.drop(unit, param)
+        if shard is not None:
+            shard.grad = None
+
+
+def settle_all(units: Iterable[Unit], hooks: ModuleHooks, reducer: Reducer) -> None:
+    """Let all parameters know where they belong."""
+    for unit in units:
+        for flat in unit.flats:
+            for slot, param, shard in zip(flat.layout.slots, flat.params, flat.shards, strict=True):
+                settle(param, _Home(slot.name, ref(hooks), ref(reducer), ref(unit), ref(param), ref(shard)))

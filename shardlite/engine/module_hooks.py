@@ -1,0 +1,268 @@
+"""Module hooks: entering a module's forward holds the units whose weights it needs, leaving it lets them go.
+
+Every module that owns parameters has them, not only the roots of units. So a block that is called directly, a method
+other than `forward`, or a module recomputed by activation checkpointing finds its weights, and finds our saved-tensor
+hooks innermost even where a user's own (`save_on_cpu`, a checkpoint) were entered after ours.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shardlite.engine.backward import Backward, in_backward
+from shardlite.engine.module_map import Site
+from shardlite.errors import LayoutError
+from shardlite.params import Shard, Unit
+from shardlite.weights import Call, Calls, Gathering, pop_hooks, push_hooks, take_over_all
+
+
+@dataclass(eq=False)
+class _Frame:
+    """One module whose forward is running."""
+
+    module: nn.Module
+    entered: list[Unit] = field(default_factory=list)
+    pushed: bool = False
+    outermost: bool = False
+    """Whether a pass began with it, and ends with it."""
+
+
+class ModuleHooks:
+    """The hooks of one wrapped model; without calls the weights keep their memory, and autograd may save them."""
+
+    def __init__(self, backward: Backward, gatherer: Gathering, calls: Calls | None) -> None:
+        self._backward = backward
+        self._gatherer = gatherer
+        self._calls = calls
+        self._needs: Mapping[nn.Module, Sequence[Unit]] = {}
+        self._sites: Mapping[Unit, Sequence[Site]] = {}
+        self._names: Mapping[nn.Module, str] = {}
+        self._frames: list[_Frame] = []
+        self._depth: dict[Unit, int] = {}
+        self._written: dict[Unit, int] = {}
+        self._evaluating = False
+        self._around = 0  # calls of the wrapped model that are running
+        self._thread: int | None = None  # that the pass in progress is on
+
+    def install(
+        self,
+        needs: Mapping[nn.Module, Sequence[Unit]],
+        sites: Mapping[Unit, Sequence[Site]],
+        roots: Sequence[nn.Module],
+    ) -> None:
+        """Register the hooks: `needs` tells which units each module uses, `roots` are those that a unit starts at.
+
+        The first of them is the whole model.
+
+        A compiled function is traced through its modules' hooks. At the root of a unit the graph is broken, since the
+        gather must happen before what follows; below it the unit is held already and the hooks vanish.
+        """
+        self._needs, self._sites, self._root = needs, sites, roots[0]
+        self._names = {module: name for root in roots[:1] for name, module in root.named_modules()}
+        for module in needs:
+            around = _breaking_graphs if module in roots else _unless_compiling
+            module.register_forward_pre_hook(around(self._enter), prepend=True)
+            # `always_call`: an early-stopped recomputation leaves its modules by an exception.
+            module.register_forward_hook(around(self._leave), always_call=True)
+
+    def use(self, unit: Unit) -> bool:
+        """Have a unit's weights there for code outside of the modules that own them, until the pass in progress ends.
+
+        Returns:
+            Whether there is a pass.
+        """
+        if not self._frames and self._around and not in_backward():
+            self._begin("what is around the forwards of the model", self._root)
+        if self._frames:
+            self._enter_unit(unit)
+            self._frames[0].entered.append(unit)
+        elif in_backward():
+            self._backward.use(unit)
+        else:
+            return False
+        return True
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Let code inside use weights outside of any module's forward, too: a pass begins when it does."""
+        self._claim()
+        pushed = self._calls is not None and not self._frames and push_hooks(self._calls)
+        self._around += 1
+        try:
+            yield
+        finally:
+            self._around -= 1
+            if self._around == 0:
+                self.reset()
+                self._thread = None
+            if pushed:
+                pop_hooks()
+
+    def running(self) -> bool:
+        """Whether a forward or a backward is."""
+        return bool(self._frames or self._around) or in_backward()
+
+    def reset(self) -> None:
+        """Forget frames that were left by something stronger than an exception (an interrupt)."""
+        while self._frames and not in_backward():
+            self._leave(self._frames[-1].module)
+
+    def _enter(self, module: nn.Module, *_: Any) -> None:
+        if module not in self._needs:
+            raise LayoutError(
+                "this module is a copy of a wrapped one, whose parameters it does not have: wrap a second model, and "
+                "load it with load_full_state_dict()"
+            )
+        self._claim()
+        if not self._frames and not in_backward():
+            frame = self._begin(f"the forward of {self._names[module] or 'the model'}", module)
+        else:
+            self._frames.append(frame := _Frame(module))  # before anything can fail: `_leave` runs in any case
+        for unit in self._needs[module]:
+            self._enter_unit(unit)
+            frame.entered.append(unit)
+        frame.pushed = self._calls is not None and push_hooks(self._calls)
+
+    def _leave(self, module: nn.Module, _: Any = None, outputs: Any = None) -> Any:
+        """Let the units of a module go; return what takes the place of its outputs, if they have parameters in them."""
+        if not self._frames or self._frames[-1].module is not module:
+            return None  # an earlier hook of somebody else failed, and ours never ran
+        replaced = _without_params(outputs) if self._frames[-1].outermost else None
+        frame = self._frames.pop()
+        if frame.pushed:
+            pop_hooks()
+        try:
+            for unit in reversed(frame.entered):
+                self._leave_unit(unit)
+        finally:
+            if frame.outermost:
+                self._gatherer.end_pass()
+                if not self._around:
+                    self._thread = None
+        return replaced
+
+    def _claim(self) -> None:
+        """Note the thread that runs the model. (A backward may run on threads of PyTorch's, one at a time.)
+
+        Raises:
+            LayoutError: another one does.
+        """
+        thread = get_ident()
+        if self._thread != thread and not in_backward():
+            if self._thread is not None:
+                raise LayoutError(
+                    "two threads run one ShardLite model at once: its ranks gather weights in one order, which threads "
+                    "would mix up. Let one thread run it, or put a lock around its calls"
+                )
+            self._thread = thread
+
+    def _begin(self, kind: str, module: nn.Module) -> _Frame:
+        """Begin a pass with the forward of a module. Passes of one `kind` are expected to be alike."""
+        self._evaluating = not torch.is_grad_enabled()
+        self._backward.begin_pass(evaluating=self._evaluating)
+        mode = "" if module.training else " in eval mode"
+        self._gatherer.begin_pass(f"{kind}{mode}{' without gradients' * self._evaluating}")
+        self._frames.append(frame := _Frame(module, outermost=True))
+        return frame
+
+    def _enter_unit(self, unit: Unit) -> None:
+        depth = self._depth.get(unit, 0)
+        if depth == 0:
+            self._check_sites(unit)
+            unit.check_memory()
+            if in_backward():
+                self._backward.open()
+                self._backward.recomputed(unit)
+            elif not self._evaluating:
+                self._backward.expect_gradients(unit, recorded=torch.is_grad_enabled())
+            self._hold(unit)
+        elif not (self._evaluating or torch.is_grad_enabled() or in_backward()):
+            self._backward.expect_gradients(unit, recorded=False)
+        self._depth[unit] = depth + 1
+
+    def _leave_unit(self, unit: Unit) -> None:
+        self._depth[unit] -= 1
+        if self._depth[unit] == 0:
+            self._release(unit)
+
+    def _hold(self, unit: Unit) -> None:
+        self._gatherer.hold(unit)
+        if self._calls is not None:
+            self._calls.current[unit] = Call(unit, self._calls)
+        self._written[unit] = unit.writes()
+
+    def _release(self, unit: Unit) -> None:
+        if unit.writes() != self._written.pop(unit) or unit.touched:
+            unit.touched = False
+            take_over_all(unit)
+            if self._calls is not None:  # what this forward computes from now on, its backward computes with, too
+                self._calls.current[unit].version = unit.version()
+        if self._calls is not None:
+            call = self._calls.current.pop(unit)
+            if in_backward():
+                self._calls.expect_backward(call)
+        self._gatherer.release(unit)
+
+    def _check_sites(self, unit: Unit) -> None:
+        """Raise if the model no longer holds the parameters that were wrapped."""
+        for site in self._sites[unit]:
+            there = site.module._parameters.get(site.attribute)
+            if there is not site.param and (
+                not isinstance(there, Tensor) or isinstance(there, nn.Parameter) or _of_shards(there)
+            ):
+                raise LayoutError(
+                    f"parameter {site.name!r} was replaced after wrapping, so the sharded one would never be used. "
+                    "Write into it inside `gathered()` or with `load_full_state_dict()`, or change the module "
+                    "before wrapping it"
+                )
+
+
+def _of_shards(tensor: Tensor) -> bool:
+    """Whether a tensor, which takes the place of a parameter in `functional_call`, was computed from shards.
+
+    Those are not in the graph of the model: what came to them would not be reduced.
+    """
+    if isinstance(tensor, Shard):
+        return True
+    seen, left = set(), [tensor.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(getattr(node, "variable", None), Shard):
+            return True
+        left += [following for following, _ in node.next_functions]
+    return False
+
+
+def _without_params(outputs: Any) -> Any:
+    """Return outputs with copies instead of parameters, or `None` if there are none: these are sharded again soon."""
+    if isinstance(outputs, nn.Parameter):
+        return outputs.clone()
+    if outputs is None or type(outputs) is Tensor:
+        return None
+    if not any(isinstance(leaf, nn.Parameter) for leaf in tree_leaves(outputs)):
+        return None
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, nn.Parameter) else leaf, outputs)
+
+
+_Hook = Callable[..., Any]
+
+
+def _breaking_graphs(hook: _Hook) -> _Hook:
+    disabled: _Hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+def _unless_compiling(hook: _Hook) -> _Hook:
+    def eager(module: nn.Module, *arguments: Any) -> Any:
+        return None if torch.compiler.is_compiling() else hook(module, *arguments)
+
+    return eager

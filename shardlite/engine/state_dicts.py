@@ -1,0 +1,71 @@
+"""The `state_dict()` of an optimizer says which shards it is of, so that no other shards take it over.
+
+Such a state is this rank's: moments have the shapes of shards. PyTorch puts them beside the parameters by position and
+looks at no shape, so the state of another rank would be trained with, in silence. A state that does not say (of an
+unsharded program) is refused if its tensors are of whole parameters.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardlite.engine.local_shards import ShardRange
+
+KEY = "shardlite"
+"""Under which a `state_dict()` says it, beside `state` and `param_groups`."""
+
+
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of an optimizer, in the order in which its states are saved."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def describe(optimizer: Optimizer, parts: Mapping[Tensor, ShardRange], where: str) -> dict[str, Any]:
+    """Return what is saved: `where` the state is of, and for each parameter its name and its part of the whole one.
+
+    `parts` are those of shards; what is in no wrapped model is whole.
+    """
+    params = enumerate(params_of(optimizer))
+    return {"of": where, "parts": [parts.get(p) or (str(i), 0, p.numel(), p.numel()) for i, p in params]}
+
+
+def misfit(optimizer: Optimizer, state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
+    """Return why the parameters of an optimizer, which `describe` has described as `own`, cannot have a state."""
+    given = state_dict.get(KEY)
+    if given is None:
+        return _misfit_of_unmarked(optimizer, state_dict, own)
+    for (name, *ours), (theirs_name, *theirs) in zip(own["parts"], given["parts"], strict=False):
+        if ours != theirs:
+            return (
+                f"the state is of {given['of']}, this is {own['of']}: there the state of {theirs_name!r} is that of "
+                f"elements {_range(theirs)}, here it must be that of elements {_range(ours)} of {name!r}"
+            )
+    if len(own["parts"]) != len(given["parts"]):
+        return f"the state is of {len(given['parts'])} parameters, this optimizer has {len(own['parts'])}"
+    return None
+
+
+def _misfit_of_unmarked(optimizer: Optimizer, state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
+    positions = [index for group in state_dict["param_groups"] for index in group["params"]]
+    for param, index, (name, start, stop, numel) in zip(params_of(optimizer), positions, own["parts"], strict=False):
+        for key, value in state_dict["state"].get(index, {}).items():
+            tensor = getattr(value, "value", value)
+            if isinstance(tensor, Tensor) and tensor.numel() == numel != stop - start and tensor.ndim == param.ndim:
+                return (
+                    f"the state is of an unsharded model, this is {own['of']}: {key!r} of {name!r} has shape "
+                    f"{list(tensor.shape)}, and its shard here {list(param.shape)}"
+                )
+    return None
+
+
+def latest_step(state_dict: Mapping[str, Any]) -> int:
+    """Return the highest step count in a state, 0 if there is none."""
+    steps = [entry["step"] for entry in state_dict["state"].values() if isinstance(entry, Mapping) and "step" in entry]
+    return max((int(getattr(step, "value", step)) for step in steps), default=0)
+
+
+def _range(part: Sequence[int]) -> str:
+    start, stop, numel = part
+    return f"{start} to {stop} of {numel}"

@@ -1,0 +1,162 @@
+"""Joining: ranks that have different numbers of batches finish together.
+
+Every step takes all ranks: each has a part of the weights to gather and to step. So a rank that has run out of batches
+goes on with its last one, and its gradients do not count: they are zero, and the mean is that of the others.
+
+    rank 0   batch 0   batch 1   batch 2     means over 2, 2 and 1 ranks
+    rank 1   batch 0   batch 1  (batch 1)
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from shardlite.comm import Groups, Shared, broadcast, tell
+from shardlite.errors import LayoutError
+
+Batch = TypeVar("Batch")
+
+_NOTHING = object()
+
+
+class Weighed(Protocol):
+    """Whose gradients may count or not: the reducers of the models that are trained in a loop."""
+
+    def weigh(self, *, counts: bool, ranks: int) -> None:
+        """Let this rank's gradients count from now on, or not, and the means be those of so many `ranks`."""
+
+
+class Join:
+    """The loops of one wrapped model over batches of which ranks have different numbers."""
+
+    def __init__(self, shared: Shared, groups: Groups) -> None:
+        self._shared = shared
+        self._groups = groups
+        self._rounds = count()
+        self.joined = False
+        """Whether this rank has run out, and only keeps the others company."""
+
+    def over(
+        self, batches: Iterable[Batch], reducers: Sequence[Weighed], mends: Sequence[Callable[[], None]]
+    ) -> Iterator[Batch]:
+        """Yield this rank's batches, then its last one until no rank has any more.
+
+        What an exception in the last step has left unfinished the `mends` of the models end first.
+
+        Raises:
+            LayoutError: this rank has none at all, and cannot be lent one; on every rank.
+        """
+        ranks = self._shared.world_size
+        own, last = iter(batches), _NOTHING
+        try:
+            while True:
+                batch = next(own, _NOTHING)
+                self.joined = batch is _NOTHING
+                last = last if self.joined else batch
+                for mend in mends:
+                    mend()
+                active, without = self._count(not self.joined, last is _NOTHING)
+                if active == 0:
+                    return
+                if without:
+                    lent = self._lend(_NOTHING if self.joined else batch)
+                    last = lent if last is _NOTHING else last
+                for reducer in reducers:
+                    reducer.weigh(counts=not self.joined, ranks=active)
+                yield last  # type: ignore[misc]
+        finally:
+            self.joined = False
+            for reducer in reducers:
+                reducer.weigh(counts=True, ranks=ranks)
+
+    def _count(self, active: bool, without: bool) -> tuple[int, int]:
+        """Return how many ranks have a batch, and how many have never had any."""
+        numbers = torch.tensor([active, without], dtype=torch.int32)
+        # Ranks meet here whatever steps they have taken: what follows tells.
+        self._shared.count_up(numbers, "join", self._shared.operation("who has a batch", next(self._rounds)))
+        have, have_not = numbers.tolist()
+        return have, have_not
+
+    def _lend(self, mine: Any) -> Any:
+        """Return this rank's batch or, if it has none, what the first rank that has one lends to it.
+
+        Raises:
+            LayoutError: nobody has anything that can be lent; on every rank.
+        """
+        found, trouble = None, ""
+        if mine is not _NOTHING:
+            try:
+                tensors: list[Tensor] = []
+                found = _take_apart(mine, tensors), tensors
+            except LayoutError as error:
+                trouble = str(error)
+        for group, hosts in zip(self._groups.all, self._shared.hosts, strict=False):
+            assert hosts is not None, "each group has one"
+            said = None if found is None else found[0], trouble
+            rows = tell(group, said, "a batch that is lent", self._shared.timeout)
+            trouble = trouble or next((f"rank {rank}: {why}" for rank, (_, why) in enumerate(rows) if why), "")
+            source = next((rank for rank, (form, _) in enumerate(rows) if form is not None), None)
+            if source is None:
+                continue
+            form = rows[source][0]
+            mine_to_lend = found[1] if found is not None and source == hosts.rank else None
+            lent = [each.cpu().contiguous() for each in mine_to_lend] if mine_to_lend is not None else _room_for(form)
+            for each in lent:
+                operation = self._shared.operation("a batch that is lent", next(self._rounds))
+                broadcast(each.view(-1).view(torch.uint8), hosts, source=source, operation=operation)
+            found = found or (form, lent)
+        if found is None:
+            raise LayoutError(f"a rank has no batch at all, and those of the others cannot be lent to it: {trouble}")
+        return _put_together(found[0], iter(found[1]), self._shared.device) if mine is _NOTHING else mine
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _take_apart(batch: Any, tensors: list[Tensor]) -> Any:
+    """Return the form of a batch, as JSON holds it, and append its tensors to `tensors`.
+
+    Raises:
+        LayoutError: there is something else in it.
+    """
+    if type(batch) is Tensor:
+        tensors.append(batch.detach())
+        return {"tensor": [str(batch.dtype).removeprefix("torch."), list(batch.shape), batch.device.type != "cpu"]}
+    if type(batch) in (list, tuple):
+        return {type(batch).__name__: [_take_apart(each, tensors) for each in batch]}
+    if isinstance(batch, Mapping) and all(type(key) in _PLAIN for key in batch):
+        return {"dict": [[key, _take_apart(each, tensors)] for key, each in batch.items()]}
+    if type(batch) in _PLAIN:
+        return {"value": batch}
+    raise LayoutError(
+        "a batch that is lent to another rank consists of tensors, numbers and strings in lists, tuples and dicts; "
+        f"got {type(batch).__module__}.{type(batch).__qualname__}"
+    )
+
+
+def _room_for(form: Any) -> list[Tensor]:
+    """Return tensors for those of a form, in their order, on the CPU."""
+    ((kind, content),) = form.items()
+    if kind == "tensor":
+        return [torch.empty(content[1], dtype=getattr(torch, content[0]))]
+    inside = {"list": content, "tuple": content, "dict": [each for _, each in content] if kind == "dict" else []}
+    return [tensor for each in inside.get(kind, []) for tensor in _room_for(each)]
+
+
+def _put_together(form: Any, tensors: Iterator[Tensor], device: torch.device) -> Any:
+    """Return the batch of a form and its tensors, which go to `device` if they were on one."""
+    ((kind, content),) = form.items()
+    match kind:
+        case "tensor":
+            return next(tensors).to(device if content[2] else "cpu")
+        case "list":
+            return [_put_together(each, tensors, device) for each in content]
+        case "tuple":
+            return tuple(_put_together(each, tensors, device) for each in content)
+        case "dict":
+            return {key: _put_together(each, tensors, device) for key, each in content}
+        case _:
+            return content

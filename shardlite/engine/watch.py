@@ -1,0 +1,325 @@
+"""Programs that take a shard, or its gradient, for the whole parameter are warned at the first use that can be seen.
+
+A norm, a mean or a random fill of a shard is one of this rank's part: optimizers like LAMB, norms made by hand and
+`xavier_uniform_` would go on with it in silence. So in a model's first steps its shards are of a class that sees what
+functions are called with them, and so are their gradients and views of both. Later they are not: it would cost time in
+every step, and who computes such a thing does so from the beginning.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from shardlite.errors import LayoutError, ShardWarning
+from shardlite.params import Flat, Shard, Sharded, as_they_are
+
+STEPS = 3
+"""In which a model is watched."""
+
+_linalg: Any = torch.linalg
+_REDUCTIONS: frozenset[Any] = frozenset(
+    [
+        *(getattr(Tensor, name) for name in ("norm", "mean", "sum", "var", "std", "nansum", "nanmean", "dot")),
+        *(getattr(torch, name) for name in ("norm", "mean", "sum", "var", "std", "nansum", "nanmean", "dot")),
+        *(torch.var_mean, torch.std_mean, torch.dist, Tensor.dist, torch._foreach_norm),
+        *(_linalg.norm, _linalg.vector_norm, _linalg.matrix_norm),
+        *(nn.functional.cosine_similarity, torch.cosine_similarity, nn.functional.normalize),
+    ]
+)
+_FILLS: frozenset[Any] = frozenset(
+    [
+        *(Tensor.uniform_, Tensor.normal_, Tensor.random_, Tensor.bernoulli_, Tensor.exponential_, Tensor.log_normal_),
+        *(torch.randn_like, torch.rand_like),
+    ]
+)
+_EXTREMES: frozenset[Any] = frozenset(
+    getattr(where, name)
+    for where in (Tensor, torch)
+    for name in ("max", "min", "amax", "amin", "argmax", "argmin", "aminmax", "median", "mode")
+)
+"""What fails on a rank that has no element."""
+
+_ELEMENTS: frozenset[Any] = frozenset([Tensor.__getitem__, Tensor.item])
+"""So does this, if single ones are asked for."""
+
+_NORMS: frozenset[Any] = frozenset([Tensor.norm, torch.norm, _linalg.norm, _linalg.vector_norm])
+"""Which do so with an infinite exponent."""
+
+_PASSED_ON: frozenset[Any] = frozenset(
+    [
+        *(getattr(Tensor, name) for name in ("detach", "view", "reshape", "flatten", "ravel", "view_as", "squeeze")),
+        *(getattr(Tensor, name) for name in ("float", "double", "to", "cpu", "clone", "abs", "square", "pow")),
+        *(getattr(Tensor, name) for name in ("mul", "__mul__", "__rmul__", "div", "__truediv__", "__pow__")),
+        *(getattr(Tensor, name) for name in ("add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "neg")),
+        *(
+            getattr(torch, name)
+            for name in ("flatten", "reshape", "ravel", "squeeze", "detach", "clone", "cat", "concat")
+        ),
+        *(getattr(torch, name) for name in ("abs", "square", "pow", "mul", "div", "add", "sub")),
+        Tensor.data.__get__,  # type: ignore[attr-defined]
+    ]
+)
+"""What gives something of which a norm is just as wrong."""
+
+
+_ARITHMETIC: frozenset[Any] = frozenset(
+    getattr(where, name)
+    for operation in ("add", "sub", "mul", "div", "truediv", "lerp", "addcmul", "addcdiv", "copy", "where")
+    for where, name in (
+        *((Tensor, f"{operation}{end}") for end in ("", "_")),
+        *((Tensor, f"__{kind}{operation}__") for kind in ("", "r", "i")),
+        *((torch, f"{start}{operation}{end}") for start in ("", "_foreach_") for end in ("", "_")),
+    )
+    if hasattr(where, name)
+)
+"""What computes with elements that belong together."""
+
+
+@dataclass(eq=False)
+class Watch:
+    """The looking at the shards of one wrapped model."""
+
+    warned: bool = False
+    steps: int = 0
+    seen: Any = field(default_factory=WeakTensorKeyDictionary)
+    """What is looked at."""
+
+    def after_step(self) -> None:
+        """Look no longer, after so many steps."""
+        self.steps += 1
+        if self.steps == STEPS:
+            self.end()
+
+    def end(self) -> None:
+        """Let shards, gradients and what was made of them be of ordinary classes again."""
+        for tensor in list(self.seen):
+            _known.pop(tensor, None)
+            tensor.__class__ = Shard if type(tensor) is SeenShard else Tensor
+        self.seen.clear()
+
+    def warn(self, what: str) -> None:
+        """Say so, once."""
+        if not self.warned:
+            self.warned = True
+            warnings.warn(what, ShardWarning, stacklevel=5)
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """What a shard is of its parameter."""
+
+    name: str
+    start: int
+    stop: int
+    numel: int
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+
+    without: Sequence[int]
+    """The ranks that have no element of it."""
+
+    def is_whole(self) -> bool:
+        """Whether no element is elsewhere."""
+        return self.stop - self.start == self.numel
+
+    def range(self) -> str:
+        return f"elements {self.start} to {self.stop} of {self.numel}"
+
+
+def watch(flats: Iterable[Flat]) -> Watch:
+    """Begin to look at shards, of which some are not whole parameters."""
+    look = Watch()
+    for flat in flats:
+        for row, (slot, shard) in enumerate(zip(flat.layout.slots, flat.shards, strict=True)):
+            edges = [slot.within(*flat.layout.shard_range(rank)) for rank in range(flat.layout.world_size)]
+            without = [rank for rank, (first, stop) in enumerate(edges) if first == stop]
+            part = _Part(slot.name, *flat.range_of(row), slot.numel, slot.shape, without)
+            _see(shard, (look, part, "the shard"), SeenShard)
+    return look
+
+
+_known: Any = WeakTensorKeyDictionary()
+"""For what is looked at: by whom, what part it is of what, and whether it is the shard or its gradient."""
+
+
+_Known = tuple[Watch, _Part, str]
+
+
+def _look(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> _Known | None:
+    """Return what the first argument is known as, after a warning or an error if `func` should not be given it."""
+    found = _known_as(args[0] if args else kwargs.get("input", kwargs.get("self")))
+    if found is None or func in _PASSED_ON:
+        return found
+    look, part, kind = found
+    name = getattr(func, "__name__", str(func))
+    what = f"{name} of {kind} of {part.name!r}"
+    single = func in _ELEMENTS and _has_number(args[1:])
+    if func in _ELEMENTS and not single:
+        return None
+    if part.without and (single or func in _EXTREMES or (func in _NORMS and _infinite(args, kwargs))):
+        raise LayoutError(
+            f"{what}: ranks {list(part.without)} have no element of that parameter, and would fail alone. "
+            f"Compute it inside `gathered()`; for norms of gradients there is `clip_grad_norm_()` of the model"
+        )
+    if part.is_whole() or _flows(args, func):
+        return None
+    look.warn(
+        f"{what} is that of this rank's part: {part.range()}. For norms of gradients call `clip_grad_norm_()` of the "
+        "ShardLite model, for anything else about whole parameters be inside `gathered()`. Optimizers that need such "
+        "values (LAMB, LARS, NovoGrad, AdamP, adaptive clipping) compute others on shards: with stage=0 they get whole "
+        "parameters. (Said once for each model.)"
+    )
+    return None
+
+
+def _flows(args: Sequence[Any], func: Callable[..., Any]) -> bool:
+    """Whether a gradient goes back through it: that is right for parts (a penalty that is added to the loss)."""
+    first = args[0] if args else None
+    tensor = next(iter(first), None) if isinstance(first, list | tuple) else first
+    return func not in _FILLS and torch.is_grad_enabled() and isinstance(tensor, Tensor) and tensor.requires_grad
+
+
+def _known_as(argument: Any) -> _Known | None:
+    """Return what an argument is known as; of a list of tensors the first that is a part, or the first."""
+    if isinstance(argument, list | tuple):
+        all_known = [_known[each] for each in argument if isinstance(each, _Seen | SeenShard) and each in _known]
+        return next((known for known in all_known if not known[1].is_whole()), next(iter(all_known), None))
+    return _known.get(argument) if isinstance(argument, _Seen | SeenShard) else None
+
+
+def _refuse_mixtures(func: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Raise if a function is given a shard, or a gradient of one, beside something of the size of the parameter.
+
+    It may be the parameter itself, in a step made by hand, or a copy from before wrapping, in a moving average.
+    """
+    for together in _side_by_side(args):
+        parts = [known[1] for known in map(_known_as, together) if known is not None and not known[1].is_whole()]
+        for each in together:
+            copied = not isinstance(each, _Seen | SeenShard) and any(
+                part.numel > 1 and each.shape == part.shape for part in parts
+            )
+            if isinstance(each, Sharded) or copied:
+                of = f" of {parts[0].name!r}" if parts else ""
+                raise LayoutError(
+                    f"{getattr(func, '__name__', func)} of something of the size of a whole parameter and a shard{of}: "
+                    "gradients are of shards, which `parameters()` of the ShardLite model are. Compute with those, or "
+                    "inside `gathered()`; for moving averages there is `shardlite.EMA`"
+                )
+
+
+def _side_by_side(args: Sequence[Any]) -> Iterator[list[Tensor]]:
+    """Yield the tensors that a function is given together: of lists the first ones, the second ones, and so on."""
+    yield [each for each in args if isinstance(each, Tensor)]
+    lists = [each for each in args if isinstance(each, list | tuple)]
+    if len(lists) > 1:
+        for together in zip(*lists, strict=False):
+            yield [each for each in together if isinstance(each, Tensor)]
+
+
+def _has_number(indices: Sequence[Any]) -> bool:
+    """Whether a single element is asked for."""
+    index = indices[0] if indices else 0
+    return any(isinstance(each, int) for each in (index if isinstance(index, tuple) else (index,)))
+
+
+def _infinite(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    exponent = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord"))
+    return exponent in ("inf", float("inf"), "-inf", -float("inf"))
+
+
+class _Watched:
+    """What sees functions."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Look at what is called, and at its result, if that is a view."""
+        kwargs = kwargs or {}
+        known = None
+        if not torch.compiler.is_compiling():
+            if func is torch.autograd.grad:
+                raise LayoutError(
+                    "torch.autograd.grad with respect to a shard: shards are not in the graph. Ask for the gradients "
+                    "of the module's own parameters (`model.module.parameters()`), which are this rank's and whole"
+                )
+            if func in _ARITHMETIC:
+                _refuse_mixtures(func, args)
+            if func in _LOOKED_AT:
+                known = _look(func, args, kwargs)
+        with as_they_are():
+            result = func(*args, **kwargs)
+            if known is not None and type(result) is Tensor:
+                _see(result, known)
+        return result
+
+
+_LOOKED_AT = _REDUCTIONS | _FILLS | _EXTREMES | _ELEMENTS | _PASSED_ON
+
+
+class _Seen(_Watched, Tensor):
+    """A gradient, or a view of a gradient or a shard."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Be saved as an ordinary tensor."""
+        with as_they_are():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Be copied as one."""
+        return _copied(self, memo, Tensor)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Look like an ordinary tensor."""
+        with as_they_are():
+            return repr(self.as_subclass(Tensor))
+
+
+class SeenShard(_Watched, Shard):
+    """A shard, and with it its gradient."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Be copied as an ordinary shard."""
+        return _copied(self, memo, Shard)
+
+    @property
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def grad(self) -> Tensor | None:
+        """The gradient."""
+        with as_they_are():
+            grad: Tensor | None = _own_grad.__get__(self)
+        known = _known.get(self)  # a copy is not looked at
+        if known is not None and type(grad) is Tensor:
+            look, part, _ = known
+            _see(grad, (look, part, "the gradient of the shard"))
+        return grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        with as_they_are():
+            _own_grad.__set__(self, value)
+
+
+_own_grad: Any = torch._C.TensorBase.grad
+
+
+def _copied(tensor: Any, memo: Any, ordinary: type) -> Any:
+    """Return a deep copy that is not looked at."""
+    seen = type(tensor)
+    tensor.__class__ = ordinary
+    try:
+        return copy.deepcopy(tensor, memo)
+    finally:
+        tensor.__class__ = seen
+
+
+def _see(tensor: Tensor, known: _Known, kind: type[Tensor] = _Seen) -> None:
+    tensor.__class__ = kind
+    _known[tensor] = known
+    known[0].seen[tensor] = True

@@ -1,0 +1,21 @@
+"""Gradients on their way to the shards.
+
+In: gradients as autograd delivers them. Out: gradient shards, divided, with their norm and whether all are finite.
+Read `reducer.py` first.
+"""
+
+from shardlite.grads.bucket import Bucket
+from shardlite.grads.flags import SoloCensus
+from shardlite.grads.norm import Clipper
+from shardlite.grads.reduce_scatter import Step
+from shardlite.grads.reducer import Reducer
+from shardlite.grads.skip_step import Skips
+
+__all__ = [
+    "Bucket",
+    "Clipper",
+    "Reducer",
+    "Skips",
+    "SoloCensus",
+    "Step",
+]

@@ -1,0 +1,107 @@
+"""The census at the end of a backward: which parameters were used by any rank, and is any gradient not finite.
+
+Each rank contributes a row of flags, and one all-reduce adds them up. The host does not wait for the sums: it must look
+at them only for parameters that it has not used itself, for those that it has have one user at least.
+"""
+
+import warnings
+from collections.abc import Iterable, Sequence
+from itertools import count
+
+import torch
+from shardlite_kernels import send
+from torch import Tensor
+
+from shardlite.comm import Shared
+from shardlite.errors import NonFiniteWarning
+from shardlite.grads.magnitude import any_bad
+from shardlite.params import Flat
+
+
+class Census:
+    """Takes the censuses of one wrapped model."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._numbers = count()
+        self._rows: dict[tuple[int, ...], Tensor] = {}
+
+    def take(self, used: Sequence[int], bad: Sequence[Tensor]) -> tuple[Sequence[int], Tensor]:
+        """Return how many ranks used each parameter (or any number above 0), and whether anything is bad anywhere.
+
+        Args:
+            used: 1 for each parameter that this rank has used, else 0.
+            bad: flags of this rank's means, each [] and 1 if it has a NaN or an infinity, else 0.
+        """
+        flags = torch.cat([self._row(tuple(used)), torch.stack(list(bad)).sum(0, keepdim=True, dtype=torch.int32)])
+        self._add_up(flags, "the census")
+        anything = (flags[-1] > 0).to(torch.float32)
+        return (used if all(used) else flags[:-1].tolist()), anything
+
+    def _row(self, used: tuple[int, ...]) -> Tensor:
+        """Return flags on the device. They are mostly the same, and then need no copy from the host."""
+        if used not in self._rows:
+            if len(self._rows) > 8:
+                self._rows.clear()
+            self._rows[used] = send(used, torch.int32, self._shared.device)
+        return self._rows[used]
+
+    def _add_up(self, flags: Tensor, what: str) -> None:
+        """Add `flags` up over all ranks, in place."""
+        operation = self._shared.operation(what, next(self._numbers))
+        self._shared.add_up(flags, "census", operation)
+
+    def first_bad(self, index: int | None) -> list[tuple[int, int]]:
+        """Exchange the index of each rank's first own gradient that is not finite; return (rank, index) of those."""
+        shared = self._shared
+        ranks = torch.zeros(shared.world_size, dtype=torch.int32, device=shared.device)
+        ranks[shared.rank] = 0 if index is None else index + 1
+        self._add_up(ranks, "whose gradients are not finite")
+        return [(rank, found - 1) for rank, found in enumerate(ranks.tolist()) if found]
+
+
+class SoloCensus:
+    """What a census would find on the only rank, whose gradients are autograd's own: looked at when a step comes."""
+
+    def __init__(self, flats: Iterable[Flat], device: torch.device, *, diagnose: bool) -> None:
+        self._device = device
+        self._diagnose = diagnose
+        self._names = {
+            shard: slot.name for flat in flats for shard, slot in zip(flat.shards, flat.layout.slots, strict=True)
+        }
+        self._watched: set[Tensor] = set()
+        # The flag, until a gradient comes. The hooks hold nothing else: the garbage collector cannot look into them.
+        self._known: list[Tensor] = []
+
+    def nonfinite(self) -> Tensor | None:
+        """Return whether a gradient is not finite, [], the same tensor until another backward; `None` without any."""
+        self._watch()
+        grads = {name: shard.grad for shard, name in self._names.items() if shard.grad is not None}
+        if not grads:
+            self._known.clear()
+        elif not self._known:
+            values = {name: grad._values() if grad.is_sparse else grad for name, grad in grads.items()}
+            bad = any_bad(list(values.values()), self._device)
+            self._known.append(bad.to(torch.float32))
+            if self._diagnose and bad:
+                warn_of([(0, name) for name, value in values.items() if any_bad([value], self._device)][:1])
+        return self._known[0] if self._known else None
+
+    def _watch(self) -> None:
+        """Have gradients announce themselves, those of parameters that were unfrozen too."""
+        known = self._known
+        for shard in self._names:
+            if shard.requires_grad and shard not in self._watched:
+                known.clear()
+                self._watched.add(shard)
+                shard.register_post_accumulate_grad_hook(lambda _: known.clear())  # type: ignore[no-untyped-call]
+
+
+def warn_of(found: Sequence[tuple[int, str]]) -> None:
+    """Warn of gradients that are not finite, each by rank and name of its parameter."""
+    where = ", ".join(f"of {name!r} on rank {rank}" for rank, name in found)
+    warnings.warn(
+        f"gradients are not finite: {where or 'in sums and accumulated ones only'}. The step is skipped",
+        NonFiniteWarning,
+        stacklevel=3,
+    )

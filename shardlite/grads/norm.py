@@ -1,0 +1,131 @@
+"""The global norm of sharded gradients, and clipping by it, without a host synchronisation.
+
+The norm is made of one partial per rank, combined in the order of ranks. A rank's partial comes from the statistics
+that the reduction took on its way, if these still hold, or else from a pass over its part of the gradients. At every
+stage these are the same parts, so all get the same bits.
+
+Legend: `W` ranks that share a model.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import count
+from math import inf
+
+import torch
+from shardlite_kernels import scale, use_triton
+from torch import Tensor, nn
+
+from shardlite.comm import Shared, all_gather
+from shardlite.errors import LayoutError
+from shardlite.grads.handed import Handed
+from shardlite.grads.magnitude import largest
+from shardlite.params import Flat, as_they_are
+
+_EPSILON = 1e-6
+"""As in `torch.nn.utils.clip_grad_norm_`."""
+
+_SCALABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Clipper:
+    """The norm of the gradients of one wrapped model, and clipping by it."""
+
+    def __init__(self, flats: Sequence[Flat], shared: Shared, handed: Callable[[], Handed | None]) -> None:
+        """`handed` returns what the last reduction has handed over."""
+        self._flats = [flat for flat in flats if flat.layout.dtype.is_floating_point]
+        self._shared = shared
+        self._handed = handed
+        self._numbers = count()
+
+    def norm(self, norm_type: float, only: Collection[Tensor] | None = None) -> Tensor:
+        """Return the norm of the gradients of all ranks, [], or of those of the shards in `only`.
+
+        To be called by every rank.
+
+        Raises:
+            LayoutError: there is no such norm.
+        """
+        if not norm_type > 0:
+            raise LayoutError(f"the norm of gradients has a positive exponent or is inf, got {norm_type!r}")
+        shared, transport = self._shared, self._shared.transport
+        doubles = any(flat.local.dtype == torch.float64 for flat in self._flats)
+        partials = torch.zeros(
+            transport.world_size, dtype=torch.float64 if doubles else torch.float32, device=shared.device
+        )
+        partials[transport.rank] = self._partial(norm_type, only, partials.dtype)
+        operation = shared.operation("the norm of gradients", next(self._numbers))
+        all_gather(partials, shared.traffic.counted(transport, "norm"), operation=operation)
+        total: Tensor = torch.linalg.vector_norm(partials, norm_type)
+        return total
+
+    def _partial(self, norm_type: float, only: Collection[Tensor] | None, dtype: torch.dtype) -> Tensor | float:
+        """Return the norm of this rank's part of the gradients."""
+        graded = _graded(shard for flat in self._flats for shard in flat.shards if only is None or shard in only)
+        handed = self._handed()
+        if norm_type == 2 and handed is not None and handed.describes(graded):
+            return handed.squares(self._flats).sqrt()
+        pieces = [piece for flat in self._flats for piece in _pieces(flat, self._shared.transport.rank, only)]
+        if not pieces:
+            return 0.0
+        norms = torch.stack([norm.to(dtype) for norm in _norms(pieces, norm_type)])
+        partial: Tensor = torch.linalg.vector_norm(norms, norm_type)
+        return partial
+
+    def clip(self, shards: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+        """Scale gradients by `min(1, max_norm / (norm + 1e-6))`, as `torch.nn.utils.clip_grad_norm_` does.
+
+        Where that is 1 no gradient is read: the device finds it out, or the host on the CPU, where it need not wait.
+        """
+        factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
+        if not use_triton(factor) and factor == 1:
+            return
+        graded, handed = _graded(shards), self._handed()
+        if handed is not None and handed.are_all(graded):
+            runs = list(handed.runs())
+        else:
+            runs = [run for grad in _grads(graded) if (run := _run_or_scaled(grad, factor)) is not None]
+        for run in runs:
+            scale(run, factor)
+        torch.autograd.graph.increment_version(runs)  # a kernel does not count its writes
+
+    def gradients_written(self) -> None:
+        """Take note that gradients were written to in a way that PyTorch does not count."""
+        handed = self._handed()
+        if handed is not None:
+            handed.forget()
+
+
+def _graded(shards: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return [shard for shard in shards if shard.grad is not None]
+
+
+def _grads(shards: Iterable[nn.Parameter]) -> Iterator[Tensor]:
+    return (shard.grad for shard in shards if shard.grad is not None)
+
+
+def _run_or_scaled(grad: Tensor, factor: Tensor) -> Tensor | None:
+    """Return the memory of a gradient, [n], or scale it here if it is not what `scale` takes."""
+    if grad.layout is torch.strided and grad.is_contiguous() and grad.dtype in _SCALABLE:
+        return grad.view(-1)
+    grad.mul_(factor.to(grad.dtype))
+    return None
+
+
+def _norms(pieces: Sequence[Tensor], norm_type: float) -> Sequence[Tensor]:
+    if norm_type == inf:
+        return largest(pieces)
+    with as_they_are():  # pieces are parts of others, and that is known here
+        return torch._foreach_norm(list(pieces), norm_type)
+
+
+def _pieces(flat: Flat, rank: int, only: Collection[Tensor] | None) -> Iterator[Tensor]:
+    """Yield what of the gradients lies in a rank's part of the full buffer, as 1-D tensors that are not empty."""
+    start, stop = flat.layout.shard_range(rank)
+    for slot, shard in zip(flat.layout.slots, flat.shards, strict=True):
+        if shard.grad is not None and (only is None or shard in only):
+            grad = shard.grad.view(-1)
+            first, last = slot.within(start, stop)
+            if flat.rank is None:
+                grad = grad[start + first - slot.start : start + last - slot.start]
+            if last > first:
+                yield grad

@@ -1,0 +1,173 @@
+"""Averaging one flat's gradients over the ranks: where the mean will be, and how it gets there.
+
+    stage 0     bucket [W*S]: own segment reduced in place, then gathered by all: every rank has the whole mean
+    stage 1     bucket [W*S]: own segment reduced in place, with no memory but the bucket's, which stays
+    stages 2, 3 a new shard [S]; the bucket is free when the reduction is over (on one rank it is the shard itself)
+
+With replicas (hybrid sharding) each segment is added up within the ranks that share a model, then over the replicas of
+that segment. The division by the number of all ranks comes last, once. Where the sum has another dtype than the weights
+it is cast by its last addition.
+
+The last addition also takes the statistics of the own part, from which norms and the skipping of steps follow. Where it
+is no sum over the ranks that share a model (one rank alone, replicas) a pass takes them afterwards.
+
+Legend: `W` ranks that share a model, `S` elements per shard, `P` rows of statistics.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from shardlite_kernels import new_stats, send, stats, stats_block, stats_total
+from torch import Tensor
+
+from shardlite.comm import Operation, Shared, all_gather, all_reduce, reduce_scatter, staging_numel
+from shardlite.params import Flat, storage_key
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Where the mean of one flat's gradients will be."""
+
+    flat: Flat
+    whole: Tensor
+    """What this rank will have of the mean: its shard [S], or all of it [W*S] at stage 0."""
+
+    own: Tensor
+    """The part of `whole` that this rank adds up, [S]."""
+
+    stats: Tensor
+    """The statistics of `own`, block by block, [P, 2]."""
+
+    total: Tensor
+    """Those of all of `own`, [2] in fp64: the sum of squares, and 1 if it has a NaN or an infinity, else 0."""
+
+
+class Step(Protocol):
+    """The step that an optimizer takes by the mean of one flat's gradients, as soon as that is there."""
+
+    bad: Tensor
+    """[], int32, not 0 once a mean had a NaN or an infinity."""
+
+    def activate(self, users: Tensor) -> None:
+        """Step those parameters that have users: a number for each slot that has gradients, [rows]."""
+
+    def __call__(self, start: int, received: Tensor | None, own: Tensor, divisor: int = 1) -> None:
+        """Step by elements `[start, start + n)` of the mean: `(received + own) / divisor`, [n] each, or just `own`."""
+
+
+class Averager:
+    """Averages the gradients of one wrapped model at one stage."""
+
+    def __init__(self, shared: Shared, *, stage: int) -> None:
+        self._shared = shared
+        self._stage = stage
+        self.divisor = shared.world_size
+        """How many ranks' gradients count: by it their sum is divided."""
+        self._staging = torch.empty(0, dtype=torch.uint8, device=shared.device)
+
+    def place(self, flat: Flat, full: Tensor) -> Mean:
+        """Find memory for the mean of `full`. It lives as long as a `.grad` views it."""
+        layout, dtype = flat.gradients, flat.master
+        start, stop = layout.shard_range(self._shared.transport.rank)
+        if self._stage == 0:
+            whole = full if full.dtype == dtype else full.new_empty(layout.full_numel, dtype=dtype)
+            own = whole[start:stop]
+        elif (self._stage == 1 or layout.world_size == 1) and full.dtype == dtype:
+            whole = own = full[start:stop]
+        else:
+            whole = own = full.new_empty(stop - start, dtype=dtype)
+        self._shared.ledger.track("gradients", whole)
+        return Mean(flat, whole, own, new_stats(own), full.new_empty(2, dtype=torch.float64))
+
+    def job(self, full: Tensor, mean: Mean, unit: str, operation: Operation) -> Callable[[], None]:
+        """Return what a lane has to do with the gradients in `full`, which it overwrites."""
+        shared, cuts, divisor = self._shared, mean.flat.gradients.cuts, self.divisor
+        shard, replicas = shared.reducing
+        transport = shared.traffic.counted(shard, "reduce", unit)
+        across = replicas and shared.traffic.counted(replicas, "reduce over replicas", unit)
+        in_place = shard.world_size == 1 and mean.own.data_ptr() == full.data_ptr()
+
+        def average() -> None:
+            if not in_place:
+                reduce_scatter(
+                    full,
+                    transport,
+                    out=mean.own,
+                    divisor=1 if across else divisor,
+                    stats=None if across else mean.stats,
+                    staging=self._staging_for(full, mean),
+                    operation=operation,
+                    cuts=cuts,
+                )
+            if across:
+                numel = staging_numel(mean.own.numel(), across, mean.own.dtype)
+                room = self._room(numel, mean.own.dtype)
+                all_reduce(mean.own, across, divisor=divisor, staging=room, operation=operation)
+            if in_place or across:
+                stats(mean.own, mean.stats)
+            if self._stage == 0:
+                all_gather(mean.whole, transport, operation=operation, cuts=cuts)
+            mean.total.copy_(stats_total(mean.stats))
+
+        return average
+
+    def stepping_job(
+        self, full: Tensor, flat: Flat, step: Step, used: Sequence[int], unit: str, operation: Operation
+    ) -> Callable[[], None]:
+        """Return what a lane has to do with the gradients in `full` if the mean is stepped by and not kept.
+
+        Where the mean is the last addition of a ring, that and the step are one. Where it is gathered or added up once
+        more (stage 0, replicas) the step follows. `used` is 1 for each parameter that this rank has used, else 0, and
+        `-W` or less for those that no rank is to step.
+        """
+        shared, cuts, divisor = self._shared, flat.gradients.cuts, self.divisor
+        shard, replicas = shared.reducing
+
+        def last(start: int, received: Tensor, own: Tensor) -> None:
+            step(start, received, own, divisor)
+
+        def average() -> None:
+            step.activate(self._users(used, full.device, unit, operation))
+            if self._stage == 0 or replicas or shard.world_size == 1:
+                mean = self.place(flat, full)
+                self.job(full, mean, unit, operation)()
+                step(0, None, mean.whole)
+            else:
+                staging = self._staging_of(flat, full)
+                transport = shared.traffic.counted(shard, "reduce", unit)
+                reduce_scatter(full, transport, last=last, staging=staging, operation=operation, cuts=cuts)
+
+        return average
+
+    def _users(self, used: Sequence[int], device: torch.device, unit: str, operation: Operation) -> Tensor:
+        """Return how many ranks have used each parameter, [rows]. Steps need to know before their means are whole."""
+        users = send(used, torch.int32, device)
+        for transport in self._shared.reducing:
+            if transport is not None:
+                all_reduce(users, self._shared.traffic.counted(transport, "used", unit), operation=operation)
+        return users
+
+    def _staging_for(self, full: Tensor, mean: Mean) -> Tensor | None:
+        """Return where partial sums arrive, if that cannot be the shard itself."""
+        layout = mean.flat.gradients
+        equal = layout.full_numel == layout.world_size * layout.shard_numel
+        apart = storage_key(mean.own) != storage_key(full)
+        if layout.world_size == 1 or (apart and equal and mean.own.dtype == full.dtype):
+            return None
+        return self._staging_of(mean.flat, full)
+
+    def _staging_of(self, flat: Flat, full: Tensor) -> Tensor:
+        """Return memory where partial sums can arrive."""
+        layout = flat.gradients
+        transport, _ = self._shared.reducing
+        numel = staging_numel(layout.full_numel, transport, full.dtype, cuts=layout.cuts, grain=stats_block(full))
+        return self._room(numel, full.dtype)
+
+    def _room(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return memory that serves one operation after the other. To be called on the lane, whose stream owns it."""
+        if numel * dtype.itemsize > self._staging.numel():
+            self._staging = torch.empty(numel * dtype.itemsize, dtype=torch.uint8, device=self._shared.device)
+            self._shared.ledger.track("staging", self._staging)
+        return self._staging.view(dtype)

@@ -1,0 +1,494 @@
+"""Reducing: a unit's gradients are copied to its bucket, and from there go round the ring into this rank's shard.
+
+    gradient -> bucket [W*S] -> reduce-scatter -> gradient shard [S], of which the shards' `.grad` are views
+
+Where replicas hold the same shards (hybrid sharding), the shard then goes round their ring. Where gradients are not
+sharded (stage 0) all ranks gather it in the end. So at every stage the same additions are made in the same order.
+
+Units are reduced in one fixed order, so that every rank reduces every unit once per backward, whatever branches its
+forward took: what did not come counts as zero. In the end the ranks count who used each parameter, and one that no rank
+used keeps its `.grad` as it was; and they tell each other of gradients that are not finite.
+
+Legend: `W` ranks, `S` elements per shard.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from time import monotonic
+from typing import Protocol
+
+import torch
+from shardlite_kernels import send
+from torch import Tensor, nn
+
+from shardlite.comm import Flight, Shared, broadcast
+from shardlite.errors import LayoutError, PhaseError
+from shardlite.grads.bucket import Bucket
+from shardlite.grads.flags import Census, warn_of
+from shardlite.grads.handed import Handed
+from shardlite.grads.magnitude import any_bad
+from shardlite.grads.reduce_scatter import Averager, Mean, Step
+from shardlite.params import Flat, Gradients, Unit
+
+LIMIT = 2
+"""Buckets that exist at once beside the root's, while ranks follow one order: one is reduced while another fills.
+
+It is one where shards are stepped in the backward on CPUs: such a program asks for little memory, and reductions take
+the cores that would fill the next bucket. A backward waits for a reduction rather than take more. It must not wait for
+one that a peer starts only after a gather that takes this rank: `progress.py`.
+"""
+
+_IDLE = 48 << 20
+"""Bytes of free shared memory that may keep their pages at the end of a backward, for the next step.
+
+To have pages back takes about 1 ms per MiB on a CPU (measured with two ranks on two cores).
+"""
+
+
+class Stepper(Protocol):
+    """Who steps shards by their gradients while these are reduced."""
+
+    def begin(self, *, steps: bool) -> bool:
+        """Note the first gradient of a backward, and return whether means are stepped by. `steps` if it may.
+
+        Raises:
+            PhaseError: an earlier backward has stepped, and its step is not closed.
+        """
+
+    def step(self, flat: Flat) -> Step:
+        """Prepare the step of one flat."""
+
+    def end(self, bad: Tensor) -> None:
+        """Note that shards have changed; `bad`, [], is above 0 if any rank has found a NaN or an infinity."""
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """A reduction on its way, and where its results will be."""
+
+    bucket: Bucket
+    flight: Flight
+    means: Sequence[Mean]
+    used: Sequence[int]
+    """1 for each parameter that this rank has used, else 0."""
+
+    steps: Sequence[Step]
+    """Those that are taken instead of keeping means."""
+
+    def parts(self) -> Iterable[tuple[nn.Parameter, Tensor, int]]:
+        """Yield each shard with its part of the mean, a view, and whether this rank has used its parameter."""
+        shards = [mean.flat.shards[row] for mean in self.means for row in mean.flat.rows]
+        views = [view for mean in self.means for view in mean.flat.gradient_views(mean.whole)]
+        return zip(shards, views, self.used, strict=True)
+
+
+@dataclass
+class _Round:
+    """The reductions of one backward."""
+
+    order: Sequence[Unit]
+    """Which units are to be reduced."""
+
+    ready: set[Unit] = field(default_factory=set)
+    """Units whose gradients are all there."""
+
+    started: list[_Reduction] = field(default_factory=list)
+    """In the fixed order, so their number tells whose turn it is."""
+
+    landed: int = 0
+    """How many of them are over, and their buckets free."""
+
+    first_bad: int | None = None
+    """In the census, this rank's first own gradient that is not finite; looked for on request only."""
+
+    stepping: bool = False
+    """Whether means are stepped by, and not kept."""
+
+    reduces: bool = True
+    """Whether gradients are reduced, and not only accumulated."""
+
+    died: bool = False
+    """Whether the backward ended in an exception, so that what is reduced now is not all."""
+
+
+class Reducer:
+    """Reduces the gradients of one wrapped model; `diagnose` names those that are not finite."""
+
+    latest: tuple[nn.Parameter, Tensor] | None = None
+    """The gradient that has just come, if hooks of the program are to see it: its bucket may be on its way already."""
+
+    _nonfinite: Tensor | None = None
+    _judged: Sequence["weakref.ref[Tensor]"] = ()
+    """The gradients that `_nonfinite` is about."""
+
+    stepper: Stepper | None = None
+    """To be set if shards may be stepped in a backward."""
+
+    handed: Handed | None = None
+    """What the last backward left in `.grad`, and its squares; `None` if some of it was there before."""
+
+    def __init__(self, units: Sequence[Unit], shared: Shared, *, stage: int, diagnose: bool) -> None:
+        self._shared = shared
+        self._lane = shared.lane("reduce")
+        self._averager = Averager(shared, stage=stage)
+        self._census = Census(shared)
+        self._diagnose = diagnose
+        self._buckets = {unit: Bucket(unit) for unit in units}
+        self._order = list(reversed(units))  # a guess, until the first backward has shown how gradients come
+        self._observed: list[Unit] | None = []
+        self._counts = True
+        self._backwards = 0
+        self._round = _Round(self._now_in_order())
+
+    @property
+    def units(self) -> Iterable[Unit]:
+        """The units whose gradients this reduces."""
+        return self._buckets
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether there are gradients that are not reduced yet."""
+        return any(bucket.phase is Gradients.FILLING for bucket in self._buckets.values())
+
+    def follow_requires_grad(self) -> bool:
+        """Have buckets for those parameters that require gradients now; return whether that changed anything.
+
+        Raises:
+            PhaseError: gradients are accumulated and not reduced yet.
+            LayoutError: a parameter was unfrozen that is kept in a dtype too narrow to train.
+        """
+        if all(flat.rows_now() == flat.rows for unit in self._buckets for flat in unit.flats):
+            return False
+        _check_precision(flat for unit in self._buckets for flat in unit.flats)
+        for unit, bucket in self._buckets.items():
+            if bucket.phase is Gradients.FILLING:
+                raise PhaseError(
+                    f"requires_grad was changed while gradients of unit {unit.name!r} are accumulated and not yet "
+                    "reduced: change it after a step, or call zero_grad() of the model before"
+                )
+        for bucket in self._buckets.values():
+            bucket.follow_requires_grad()
+        self._observed = []
+        self._round = _Round(self._now_in_order())
+        return True
+
+    def begin(self, *, steps: bool, reduces: bool) -> None:
+        """Note the first gradient of a backward, which `reduces` or only accumulates; a step follows it if `steps`.
+
+        Raises:
+            PhaseError: gradients that would be accumulated are not, because an earlier backward has stepped.
+        """
+        self._round.reduces = reduces
+        self._round.stepping = self.stepper is not None and self.stepper.begin(steps=steps)
+
+    def check_recomputation(self, unit: Unit) -> None:
+        """Raise if a forward that is run again would see weights that were stepped since the first time.
+
+        Raises:
+            PhaseError: it would.
+        """
+        if self._round.stepping and self._buckets[unit].reduced:
+            raise PhaseError(
+                f"unit {unit.name!r} is recomputed after AdamW(in_backward=True) has stepped it in this backward, "
+                "because its gradients were complete: use AdamW without it, or no checkpointing there"
+            )
+
+    def add(self, unit: Unit, param: nn.Parameter, grad: Tensor) -> Bucket:
+        """Take in the gradient of one parameter, and return the bucket that it went to.
+
+        Raises:
+            PhaseError: the unit was already reduced in this backward.
+        """
+        bucket = self._buckets[unit]
+        if bucket.reduced:
+            raise PhaseError(
+                f"unit {unit.name!r}: a gradient came after the unit had been reduced in this backward. "
+                "A reentrant backward reached the unit outside the wrapped model's forward; use "
+                "`checkpoint(..., use_reentrant=False)`"
+            )
+        self._land_what_is_done()
+        if bucket.needs_memory(param, waits=self._round.reduces):
+            self._fill(bucket)
+        bucket.add(param, grad if self._counts else None, shared=self.latest is not None)
+        if param in bucket.early:
+            self._shared.ledger.track("gradient buckets", bucket.early[param])
+        return bucket
+
+    def weigh(self, *, counts: bool, ranks: int) -> None:
+        """Let this rank's gradients count from now on, or not, and the means be those of so many `ranks`."""
+        self._counts = counts
+        for bucket in self._buckets.values():
+            if bucket.phase is Gradients.FILLING:  # what was accumulated was to be divided by another number
+                bucket.multiply(ranks / self._averager.divisor)
+        self._averager.divisor = ranks
+
+    def complete(self, unit: Unit) -> None:
+        """Note that a unit's gradients are all there, and start every reduction whose turn has come."""
+        if self._observed is not None and unit not in self._observed:
+            self._observed.append(unit)
+        self._round.ready.add(unit)
+        while (turn := self._next_unit()) in self._round.ready:
+            assert turn is not None
+            self._reduce(turn)
+        waiting = any(self._buckets[each].phase is Gradients.FILLING for each in self._round.ready)
+        self._tell_started(out_of_turn=waiting)
+
+    def flush(self) -> None:
+        """Reduce what is left, wait for all reductions, and hand the gradients to the shards.
+
+        Raises:
+            CommError: a peer failed, is late or does another operation.
+        """
+        while (turn := self._next_unit()) is not None:
+            self._reduce(turn)
+        self._tell_started(out_of_turn=False)
+        self._land(len(self._round.started))
+        self._hand_over()
+        self._agree_on_order()
+        self.start_over()
+        self._shared.trim()
+
+    def start_over(self) -> None:
+        """Be ready for the next backward."""
+        self.latest = None
+        for bucket in self._buckets.values():
+            bucket.arrivals, bucket.reduced = 0, False
+            bucket.unit.stepped.clear()
+            bucket.unit.lost.clear()
+        self._round = _Round(self._now_in_order())
+        self._backwards += 1
+        self._shared.progress.begin(self._backwards)
+
+    def abandon(self, *, reducing: bool) -> None:
+        """Forget a backward that died: its gradients, and what was accumulated before it in the same buckets.
+
+        If it was `reducing`, other ranks may have started more reductions than this one: all make all of them.
+        """
+        self._round.died = True
+        while reducing and (turn := self._next_unit()) is not None:
+            self._reduce(turn)
+        self._land(len(self._round.started))
+        if reducing and self._round.stepping:
+            self._end_steps()  # of those units that all ranks had reduced before
+        self.discard()
+        self.start_over()
+
+    def discard(self) -> None:
+        """Forget what was accumulated and not yet reduced."""
+        for bucket in self._buckets.values():
+            if bucket.phase is Gradients.FILLING:
+                bucket.clear()
+
+    def waiting(self, unit: Unit, param: nn.Parameter) -> Tensor | None:
+        """Return the gradient of one of the module's parameters that was accumulated and not yet reduced."""
+        accumulated = self._buckets[unit].gradient(param) if unit in self._buckets else None
+        if accumulated is None and self.latest is not None and self.latest[0] is param:
+            return self.latest[1]
+        return accumulated
+
+    def drop(self, unit: Unit, param: nn.Parameter) -> None:
+        """Forget that gradient."""
+        if unit in self._buckets:
+            self._buckets[unit].drop(param)
+
+    def _tell_started(self, *, out_of_turn: bool) -> None:
+        started = len(self._round.started)
+        self._shared.progress.started(started, left=len(self._round.order) - started, out_of_turn=out_of_turn)
+
+    def _now_in_order(self) -> list[Unit]:
+        """Return the units that have gradients, in the order of their reductions."""
+        return [unit for unit in self._order if self._buckets[unit].flats]
+
+    def _next_unit(self) -> Unit | None:
+        """Return the unit that is to be reduced next in this backward."""
+        place = len(self._round.started)
+        return self._round.order[place] if place < len(self._round.order) else None
+
+    def _reduce(self, unit: Unit) -> None:
+        """Send a unit's bucket round."""
+        bucket = self._buckets[unit]
+        if not bucket.full:
+            self._fill(bucket)  # maybe with nothing: the other ranks count on our zeros
+        bucket.zero_the_rest()
+        bucket.move(Gradients.REDUCING)
+        bucket.reduced = True
+        self._shared.trace.emit("reduce", unit.name)
+        self._round.started.append(self._launch(bucket))
+        if self.saves_memory() and (len(self._round.started) == 1 or self._is_root_left(len(self._round.started))):
+            # The backward needs less than the forward did and, from the root on, nothing more.
+            self._shared.trim(keep=0)
+
+    def _launch(self, bucket: Bucket) -> _Reduction:
+        unit = bucket.unit
+        used = bucket.flags()
+        if self._diagnose and self._round.first_bad is None and (bad := bucket.first_bad()) is not None:
+            self._round.first_bad = bad + sum(len(reduction.used) for reduction in self._round.started)
+        means: list[Mean] = []
+        steps: list[Step] = []
+        jobs = deque[Callable[[], None]]()
+        for i, (flat, full) in enumerate(zip(bucket.flats, bucket.full, strict=True)):
+            operation = self._shared.operation(f"reduce-scatter of unit {unit.name!r}, flat {i}", self._backwards)
+            if self._round.stepping:
+                steps.append(self._prepare_step(unit, flat))
+                mine = [int(flat.params[row] in bucket.used) for row in flat.rows]
+                if self._round.died:
+                    mine = [-self._shared.world_size for _ in mine]  # what is not whole nobody steps by
+                jobs.append(self._averager.stepping_job(full, flat, steps[-1], mine, unit.name, operation))
+            else:
+                means.append(self._averager.place(flat, full))
+                jobs.append(self._averager.job(full, means[-1], unit.name, operation))
+
+        def go_round() -> None:
+            with self._shared.traffic.running("reduce", unit.name):
+                while jobs:  # emptied, so that the bucket is free once the flight is over
+                    jobs.popleft()()
+
+        return _Reduction(bucket, self._lane.submit(go_round), means, used, steps)
+
+    def _prepare_step(self, unit: Unit, flat: Flat) -> Step:
+        """Get ready for the step of a flat in this backward.
+
+        Weights that are sent to other ranks must not change under way: a gather that was started ahead and never needed
+        here may still be. Nodes of this backward may not use them again: where full weights always have memory autograd
+        is told so, and elsewhere handles look, once the weights would have to be gathered anew.
+        """
+        assert self.stepper is not None
+        if unit.flight is not None:
+            unit.flight.wait(self._shared.progress.tell)
+        if flat.full is None:
+            unit.stepped.add(flat)
+        else:
+            torch.autograd.graph.increment_version([flat.params[row] for row in flat.rows])
+        return self.stepper.step(flat)
+
+    def _fill(self, bucket: Bucket) -> None:
+        """Give a bucket its memory, once there is room for one more beside the root's."""
+        now, progress = self._round, self._shared.progress
+        root = bucket.unit.is_root
+        # Behind the last unit before the root there is nothing to compute that a reduction could run beside.
+        waits_for_all = self._is_root_left(len(now.started)) if root else self.saves_memory()
+        while now.landed < len(now.started) and (waits_for_all or (not root and self._held() >= LIMIT)):
+            first = now.started[now.landed]
+            with self._shared.traffic.waiting("reduce", first.bucket.unit.name):
+                if not first.flight.wait_unless(partial(progress.ends_wait, now.landed, monotonic())):
+                    break
+            self._land(now.landed + 1)
+        progress.filled(beyond=not root and self._held() >= LIMIT and now.reduces)
+        bucket.fill(self._shared.empty)
+        for memory in bucket.full:
+            self._shared.ledger.track("gradient buckets", memory)
+
+    def saves_memory(self) -> bool:
+        """Whether little memory is worth more than reductions beside the backward, or pages that are kept for later."""
+        return self._round.stepping and self._shared.transport.blocking
+
+    def _held(self) -> int:
+        """Return how many units beside the root have a bucket."""
+        return sum(bucket.phase is not Gradients.EMPTY for unit, bucket in self._buckets.items() if not unit.is_root)
+
+    def _land_what_is_done(self) -> None:
+        """Free the buckets whose reductions are over."""
+        now = self._round
+        while now.landed < len(now.started) and now.started[now.landed].flight.done():
+            self._land(now.landed + 1)
+
+    def _land(self, count: int) -> None:
+        """Wait until the first `count` reductions are over, and free their buckets."""
+        for reduction in self._round.started[self._round.landed : count]:
+            with self._shared.traffic.waiting("reduce", reduction.bucket.unit.name):
+                reduction.flight.wait()
+            reduction.bucket.clear()
+            self._round.landed += 1
+            if self._is_root_left(len(self._round.started)):
+                self._shared.trim(keep=0 if self.saves_memory() else _IDLE)  # here may be the peak of a step
+
+    def _is_root_left(self, count: int) -> bool:
+        """Whether the units after the first `count` are roots, if there are any."""
+        return all(unit.is_root for unit in self._round.order[count:])
+
+    def _hand_over(self) -> None:
+        """Give the shards their gradients, as far as any rank has used their parameters.
+
+        Of what was reduced just now the statistics are known. Sums with what was accumulated before are checked by a
+        pass, and so are gradients that this backward has not touched.
+        """
+        if self._round.stepping:
+            self._end_steps()
+            return
+        parts = [part for reduction in self._round.started for part in reduction.parts()]
+        if not parts:
+            return
+        reduced = {shard for shard, _, _ in parts}
+        before = [(shard, shard.grad) for shard in self._shards() if shard.grad is not None]
+        sums = [grad for shard, grad in before if shard not in reduced]
+        for shard, grad, used in parts:
+            if shard.grad is not None:
+                sums.append(shard.grad.add_(grad) if used else shard.grad + grad)
+            elif used:
+                shard.grad = grad
+        means = [mean for reduction in self._round.started for mean in reduction.means]
+        bad = [mean.total[1] for mean in means]
+        bad.append(any_bad(sums, self._shared.device).double())
+        users, self._nonfinite = self._census.take([used for _, _, used in parts], bad)
+        for (shard, grad, used), count in zip(parts, users, strict=True):
+            if count and not used:
+                shard.grad = grad if shard.grad is None else shard.grad.add_(grad)
+        self.handed = None if before else Handed({mean.flat: mean.total[0] for mean in means}, reduced)
+        self._judged = [weakref.ref(shard.grad) for shard in self._shards() if shard.grad is not None]
+        if self._diagnose and self._nonfinite.item():
+            self._name_bad()
+
+    def _end_steps(self) -> None:
+        """Let everybody know that shards were stepped, and whether by anything bad on any rank."""
+        assert self.stepper is not None
+        bad = [step.bad for reduction in self._round.started for step in reduction.steps]
+        self.handed, self._judged = None, []
+        self.stepper.end(self._census.take([], bad)[1])
+        if self.saves_memory():
+            self._shared.trim(keep=0)
+
+    def nonfinite(self) -> Tensor | None:
+        """Return whether what the last backward left in `.grad` has a NaN or an infinity on any rank, [], 1 or 0.
+
+        `None` if none of those gradients is there any more.
+        """
+        now = {id(shard.grad) for shard in self._shards() if shard.grad is not None}
+        return self._nonfinite if any(id(each()) in now for each in self._judged) else None
+
+    def _shards(self) -> list[nn.Parameter]:
+        return [shard for unit in self._buckets for flat in unit.flats for shard in flat.shards]
+
+    def _name_bad(self) -> None:
+        """Warn of the first gradient that is not finite, of each rank that has one."""
+        names = [flat.layout.slots[row].name for flat in self._flats() for row in flat.rows]
+        warn_of([(rank, names[index]) for rank, index in self._census.first_bad(self._round.first_bad)])
+
+    def _flats(self) -> Iterator[Flat]:
+        return (flat for unit in self._round.order for flat in self._buckets[unit].flats)
+
+    def _agree_on_order(self) -> None:
+        """After the first backward, take the order in which rank 0's units were complete as everybody's order."""
+        if self._observed is None:
+            return
+        units = list(self._buckets)
+        seen = [*self._observed, *(unit for unit in self._order if unit not in self._observed)]
+        order = send([units.index(unit) for unit in seen], torch.int64, self._shared.device)
+        operation = self._shared.operation("the order of reductions", self._backwards)
+        for transport in self._shared.counted("order of reductions"):
+            broadcast(order, transport, operation=operation)
+        self._order = [units[i] for i in order.tolist()]
+        self._observed = None
+
+
+def _check_precision(flats: Iterable[Flat]) -> None:
+    for flat in flats:
+        unfrozen = [row for row in flat.rows_now() if not flat.layout.trainable]
+        if unfrozen and flat.local.dtype.itemsize < torch.float32.itemsize:
+            raise LayoutError(
+                f"parameter {flat.layout.slots[unfrozen[0]].name!r} was frozen when it was wrapped, and so is kept in "
+                f"{flat.local.dtype} only, too narrow for the steps of an optimizer. Wrap it with requires_grad set, "
+                "and freeze it afterwards"
+            )

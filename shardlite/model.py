@@ -1,0 +1,594 @@
+"""`ShardLite`: a model whose parameters, gradients and optimizer state are sharded over ranks."""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import timedelta
+from functools import wraps
+from inspect import ismethod
+from typing import Any, TypeVar
+
+import torch
+from shardlite_kernels import chunk_memory
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from shardlite.build import (
+    Init,
+    Initialiser,
+    Options,
+    Plan,
+    agree_on_plan,
+    build_units,
+    flats_of,
+    part_of,
+    place,
+    spread,
+    spread_buffers,
+    spread_values,
+    validate,
+)
+from shardlite.comm import Ranks, Sent, Transport, agree, groups_of, share
+from shardlite.config import AlgorithmName, Precision, Route, TransportName, check_timeout, transport_or_default
+from shardlite.engine import (
+    NO_COPY,
+    Backward,
+    Batch,
+    Buffers,
+    FullParameters,
+    Inside,
+    Join,
+    Mode,
+    ModuleHooks,
+    Shards,
+    Stepping,
+    cast_floats,
+    in_backward,
+    needs,
+    settle_all,
+    sites,
+    torch_patches,
+)
+from shardlite.errors import LayoutError
+from shardlite.grads import Clipper, Reducer, Skips, SoloCensus
+from shardlite.optim import accumulating, adopt
+from shardlite.params import Unit, UnitPolicy, UnitRule
+from shardlite.telemetry import Held, not_on, process_memory
+from shardlite.weights import Calls, Gatherer, Unsharded
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _uncompiled(function: _Function) -> _Function:
+    """Keep a compiler from tracing a function, which looks at placeholders or at the state of autograd."""
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _give_back(transports: Iterable[Transport]) -> None:
+    """Give the memory of a model that is gone back to the system, what is freed from now on included."""
+    for transport in transports:
+        transport.trim(keep=0)
+
+
+class _Uncompiled:
+    """The same for a context manager."""
+
+    def __init__(self, manager: AbstractContextManager[None]) -> None:
+        self._manager = manager
+
+    @_uncompiled
+    def __enter__(self) -> None:
+        self._manager.__enter__()
+
+    @_uncompiled
+    def __exit__(self, *raised: Any) -> bool | None:
+        return self._manager.__exit__(*raised)
+
+
+class ShardLite(nn.Module):
+    """Wrap `module` so that each of `W` ranks keeps `1/W` of what the stage says: at stage 3, of everything.
+
+    Every rank calls this with the same module; rank 0's values are used, and other ranks' may be missing: on the meta
+    device. Afterwards train as before, with an optimizer on `parameters()` of the wrapped model, each rank on its own
+    part of the batch: gradients are means over the ranks.
+
+    Args:
+        module: is changed in place; its forward, and any of its submodules', may be called.
+        stage: 1 shards the optimizer state, 2 gradients too, 3 parameters too, 0 nothing (plain data parallel). The
+            stages are those of ZeRO (Rajbhandari et al. 2020), and all give the same bits.
+        units: what is gathered together: a module class, a tuple of classes, or `callable(name, module) -> bool`.
+            `None` takes the repeated blocks of the model, and embeddings and heads that are large beside them.
+        precision: which dtype is used where.
+        reshard_after_forward: `False`: units stay gathered from their forward to the end of the backward, which saves
+            one all-gather each and costs the memory of the weights; or `callable(name, module) -> bool` for each unit.
+            Stage 3 only.
+        quantized_gather: `True`: gathers send weights as 8-bit codes, 33 bytes for 32 of them, and ranks compute with
+            what these mean, while weights that are trained keep all their digits; or `callable(name, module) -> bool`
+            for each unit (the root's name is empty). Stage 3 only. See `docs/semantics.md`.
+        group: the ranks to shard over, `None` is the default group; or a `DeviceMesh` with one dimension, or with two,
+            (replicate, shard): hybrid sharding. The model is then sharded within each group of the second dimension.
+        ignore: modules and parameters that are left alone: each rank trains its own, and nothing is averaged.
+        device: where shards and buffers are; by default where the parameters are, and if all of them are on the meta
+            device, on the current CUDA device if there is one that the group can use, else on the CPU.
+        init: gives values to what rank 0 has on the meta device too: what one would give to `nn.Module.apply`. It is
+            called on rank 0 with each module, children first, but for those whose own parameters and buffers all have
+            values, which they keep. It must write to all others of the module's own, and to nothing outside of its
+            unit: a unit's memory goes when its values are sent, so that the model is whole on no rank. `None` calls
+            the `reset_parameters()` of modules that own something. A tied parameter gets its values with the first
+            module that owns it. Rank 0's generator for `device` draws the same numbers at any stage, with any units
+            and any number of ranks; a model whose constructors draw in the order of registration, children first, as
+            those of `torch.nn` do, is born with the same weights on meta and off. Other ranks' generators stay as they
+            are.
+        prefetch: how many units are gathered ahead, each in a buffer of its own.
+        transport, algorithm: how messages travel, see `shardlite.Route`; what `"auto"` has chosen is in `repr` and
+            logged once.
+        buffers: `"rank0"`: buffers that a forward has changed on some rank (running statistics) become rank 0's on all
+            when the next forward begins, as in `DistributedDataParallel`: after one that is not inside `no_sync()` or
+            `torch.no_grad()`. `"own"`: each rank keeps its own.
+        diagnose: warn of gradients that are not finite by parameter and rank. The host then waits in each backward.
+        timeout: how long a rank waits for another one, from the first call on: to come to the same call, or for a
+            message. (Over NCCL the process group's own timeout counts for messages.)
+
+    Raises:
+        LayoutError: there is no process group, nothing to shard, a wrapped model inside, another model on another
+            rank, or a parameter or buffer on the meta device that was not initialised.
+        CommError: a peer failed or is late.
+        TypeError: an option is of another type than it has to be.
+        ValueError: an option has a value that it cannot have.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        stage: int = 3,
+        units: UnitPolicy = None,
+        precision: Precision = Precision(),  # noqa: B008 (frozen)
+        reshard_after_forward: UnitRule = True,
+        quantized_gather: UnitRule = False,
+        group: Ranks = None,
+        ignore: Iterable[nn.Module | nn.Parameter] = (),
+        device: torch.device | str | None = None,
+        init: Init = None,
+        prefetch: int = 1,
+        transport: TransportName = "auto",
+        algorithm: AlgorithmName = "auto",
+        buffers: str = "rank0",
+        diagnose: bool = False,
+        timeout: timedelta = timedelta(minutes=10),
+    ) -> None:
+        super().__init__()
+        check_timeout(timeout)
+        self.stage = stage
+        self.precision = precision
+        self._groups = groups_of(group)
+        ignore = list(ignore)
+        self._ignored = validate.ignored_params(ignore)
+        self._forwards = 0  # that are running
+        self._unsynced: ExitStack | None = None
+        options = Options(
+            stage=stage,
+            units=units,
+            precision=precision,
+            ignored=self._ignored,
+            device=device,
+            init=init,
+            prefetch=prefetch,
+            quantized_gather=quantized_gather,
+            buffers=buffers,
+            route=Route(transport=transport_or_default(transport), algorithm=algorithm),
+        )
+        plan = agree_on_plan(module, options, self._groups, ShardLite, timeout)
+        self._shared = shared = share(self._groups, plan.device, timeout, options.route)
+        self.ledger, self.trace = shared.ledger, shared.trace
+        self._join = Join(shared, self._groups)
+        self._placement = place(plan, stage, shared.transport.rank, shared.world_size, reshard_after_forward)
+        self.module = module
+        self._units = self._build(plan, init)
+        left_alone = [each for each in ignore if isinstance(each, nn.Module)]
+        self._first_ranks = Buffers(module, shared, left_alone) if buffers == "rank0" else None
+        self._connect(plan, prefetch, diagnose)
+
+    # ---- what a module does -------------------------------------------------------------------------------------
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward, between the hooks that were registered on the wrapper: they may use weights, too."""
+        if not (self._forward_pre_hooks or self._forward_hooks):
+            return super().__call__(*args, **kwargs)
+        self._ready_for_forward()
+        with self._running():
+            return super().__call__(*args, **kwargs)
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]  # the module's own is compiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module, with inputs and outputs cast as `precision` says."""
+        self._ready_for_forward()
+        self._share_buffers()
+        if self.precision.compute is not None:
+            args, kwargs = cast_floats((args, kwargs), self.precision.compute)
+        with self._running():
+            outputs = self.module(*args, **kwargs)
+        return outputs if self.precision.output is None else cast_floats(outputs, self.precision.output)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's shards under the original names, as views of the arena.
+
+        A shard has the original shape if this rank has all of the parameter, else `[k, 1, ...]`; `k` may be 0.
+        Ignored parameters are yielded as they are.
+
+        Raises:
+            LayoutError: the module has a parameter that it did not have when it was wrapped.
+        """
+        for name, param in self.module.named_parameters(prefix, recurse, remove_duplicate):
+            yield name, param if param in self._ignored else self._stepping.shards.of(name, param)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the module's buffers under the original names. They are not sharded."""
+        yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def requires_grad_(self, requires_grad: bool = True) -> "ShardLite":
+        """Set it on the module's own parameters, which decide. It may change between steps."""
+        self.module.requires_grad_(requires_grad)
+        return self
+
+    def numel(self) -> int:
+        """Return the number of elements of all parameters, of which `parameters()` has this rank's part."""
+        return sum(param.numel() for param in self.module.parameters())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, and those that were accumulated under `no_sync()` and not yet reduced.
+
+        (`optimizer.zero_grad()` does not know of the latter.)
+        """
+        self._mend()
+        super().zero_grad(set_to_none)
+        self._reducer.discard()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the wrapped module where this one has none. Its methods may use weights."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            value = getattr(self.module, name)
+        return self._method(value) if ismethod(value) and value.__self__ is self.module else value
+
+    def _method(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._running():
+                results = method(*args, **kwargs)
+            for each in tree_leaves(results):
+                if isinstance(each, Optimizer):  # it can know the module's own parameters only
+                    torch_patches.give_shards(each, self._stepping)
+            return results
+
+        return call
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Run the module: code inside may use its weights, by every rank alike."""
+        self._forwards += 1
+        try:
+            with self._shared.telling(), _Uncompiled(self._hooks.around()):
+                yield
+        finally:
+            self._forwards -= 1
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        """Raise, for `copy.copy` and `pickle`: connections to other ranks cannot be copied or written."""
+        raise LayoutError(NO_COPY)
+
+    def __deepcopy__(self, _: Any) -> Any:
+        """Raise, even if the module itself has such a method: connections to other ranks cannot be copied."""
+        raise LayoutError(NO_COPY)
+
+    def extra_repr(self) -> str:
+        """Say how the model is cut."""
+        route = f"transport={type(self._shared.transport).__name__}, algorithm={self._shared.transport.algorithm}"
+        return f"stage={self.stage}, ranks={self._shared.world_size}, {route}, units={self.unit_names}"
+
+    @property
+    def unit_names(self) -> list[str]:
+        """The names of the units, in the order of registration; what no other unit holds is in `(root)`."""
+        return [unit.name for unit in self._units]
+
+    # ---- training -----------------------------------------------------------------------------------------------
+
+    def no_sync(self, *, sharded: bool = False) -> AbstractContextManager[None]:
+        """Accumulate: what backwards inside bring is added to what comes later.
+
+        Without `sharded` they keep their full gradients on this rank, and the next backward outside reduces the sum:
+        the fewest messages. With it each reduces its gradients into the shards: the least memory.
+        """
+        if sharded:
+            self._inside.refuse("no_sync(sharded=True)")
+        return self._accumulating(Mode.SHARDED if sharded else Mode.LOCAL)
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backwards reduce their gradients. `False` is as `no_sync()`, until it is `True` again.
+
+        It has the name and the meaning that it has in `DistributedDataParallel`.
+        """
+        return self._unsynced is None
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        if value and self._unsynced is not None:
+            self._unsynced.close()
+            self._unsynced = None
+        elif not value and self._unsynced is None:
+            self._unsynced = ExitStack()
+            self._unsynced.enter_context(self.no_sync())
+
+    @contextmanager
+    def _accumulating(self, mode: Mode) -> Iterator[None]:
+        own = (param for param in self.module.parameters() if param in self._ignored or self._placement.alone)
+        with accumulating(own), self._backward.accumulating(mode):
+            yield
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients of all ranks to a global norm of at most `max_norm`, and return what the norm was, [].
+
+        The factor is that of `torch.nn.utils.clip_grad_norm_`, which gives the same on `parameters()`. Norms are those
+        with a positive exponent, and `inf`. Ignored parameters are left out (PyTorch's function refuses them beside
+        others). The host does not wait. To be called by every rank.
+
+        Raises:
+            PhaseError: the optimizer has stepped in the backward.
+        """
+        self._inside.refuse("clip_grad_norm_")
+        clipper = self._stepping.clipper
+        norm = clipper.norm(norm_type)
+        clipper.clip(self._stepping.shards, max_norm, norm)
+        return norm
+
+    def join(self, batches: Iterable[Batch], *, also: Iterable["ShardLite"] = ()) -> Iterator[Batch]:
+        """Yield this rank's `batches`; once it has run out its last one, until no rank has any more.
+
+        So ranks with different numbers of batches finish together: `for batch in model.join(loader)`. A rank that has
+        run out (`model.joined`) computes with the others, but its gradients do not count: means are those of the ranks
+        that have a batch. Its running statistics (batch norm) see the last batch again. A rank that had none at all is
+        lent one: tensors, numbers and strings in lists, tuples and dicts. Every rank calls this, and none leaves the
+        loop alone. The host waits once per batch.
+
+        Args:
+            batches: this rank's.
+            also: further wrapped models over the same ranks that are trained in the loop.
+
+        Raises:
+            LayoutError: a rank has no batch at all, and cannot be lent one; on every rank.
+        """
+        models = [self, *also]
+        return self._join.over(batches, [model._reducer for model in models], [model._mend for model in models])
+
+    @property
+    def joined(self) -> bool:
+        """Whether this rank has run out of batches in `join`, so that what it computes does not count."""
+        return self._join.joined
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were left out because a gradient on some rank had a NaN or an infinity. The host waits.
+
+        Those that a gradient scaler leaves out are its own.
+        """
+        return self._stepping.skips.total()
+
+    # ---- what it takes --------------------------------------------------------------------------------------------
+
+    def memory(self, *, process: bool = False) -> dict[str, Held]:
+        """Return the bytes that this rank holds for the model, by purpose: now, and at most since the last reset.
+
+        Each storage is counted once, whole, from its allocation to its end:
+
+        - `parameters`: shards, and full weights that are always there
+        - `gather buffers`: full weights while they are needed
+        - `gradient buckets`: gradients of this rank before they are reduced
+        - `gradients`: gradient shards, or full gradients at stages 0 and 1
+        - `optimizer state`: that of the optimizers that have stepped the model
+        - `averages`: those of `EMA`
+        - `buffers`: the module's
+        - `staging`: where partial sums, 8-bit codes and values for all ranks arrive
+        - `copies`: shards as they were before `gathered(writeback=True)`
+        - `chunks of a step`: intermediate values of a CPU step; of all models in the process
+        - `messages`, `mailboxes`, `pinned memory`: what a transport takes; of all models over the same ranks
+        - `idle shared memory`: pages that are kept for the next block
+
+        `model.ledger.reset_peak()` resets the peaks, but not those of messages, mailboxes and pinned memory.
+
+        Args:
+            process: also return `process`, what the operating system or the CUDA allocator says that this process
+                holds, and `unexplained`, the part of it that has no purpose above: the interpreter, libraries,
+                activations, memory that `malloc` keeps. On a CPU `process` is the proportional set size; its peak is
+                the largest resident set of the process so far, in which shared pages count in full. On CUDA both are
+                the bytes that PyTorch's allocator has reserved.
+        """
+        for shard in self._stepping.shards:
+            if shard.grad is not None:
+                self.ledger.track("gradients", shard.grad)  # on one rank they are autograd's own
+        for tensor in torch_patches.state_of_optimizers(self._stepping):
+            self.ledger.track("optimizer state", tensor)
+        for tensor in chunk_memory():
+            self.ledger.track("chunks of a step", tensor)
+        held = self._shared.held()
+        if process:
+            whole = process_memory(self._shared.device)
+            explained = sum(each.now for purpose, each in held.items() if purpose not in not_on(self._shared.device))
+            held |= {"process": whole, "unexplained": Held(whole.now - explained, whole.now - explained)}
+        return held
+
+    def traffic(self) -> Mapping[str, Mapping[str, Sent]]:
+        """Return what this rank has sent since it was wrapped: calls, messages and bytes by unit and purpose.
+
+        Gathers and reductions also tell how long they ran, and how long computation stood still for them. Purposes are
+        `gather`, `reduce`, with hybrid sharding `reduce over replicas`, and `full state`. What concerns the whole
+        model is under `"(no unit)"`. Control messages, by which ranks compare what they wrap, are not counted.
+        """
+        return self._shared.traffic.by_unit()
+
+    # ---- full parameters ----------------------------------------------------------------------------------------
+
+    def gathered(self, *names: str, writeback: bool = True) -> AbstractContextManager[None]:
+        """Let the module's own parameters be full inside: those of the units that hold `names`, or all.
+
+        They can be read, used in computations with gradients and, with `writeback`, changed in place under
+        `torch.no_grad()`. Every rank must make the same changes: of the full parameters each writes its own shard back.
+        After an exception inside nothing is written. To be called by every rank.
+
+        Raises:
+            LayoutError: there is no parameter of such a name.
+        """
+        self._mend()
+        self._backward.follow_requires_grad()
+        return self._full.gathered(names, writeback=writeback)
+
+    def full_state_dict(self, *, rank: int | None = None) -> dict[str, Tensor]:
+        """Return copies of all parameters and persistent buffers, with original names and shapes.
+
+        They are on the CPU, and in the precision in which they are kept. Units are gathered one after the other.
+        Ignored parameters are this rank's. To be called by every rank.
+
+        Args:
+            rank: the only rank that gets them; the others get an empty dict. `None`: every rank.
+        """
+        self._mend()
+        return self._full.state_dict(rank)
+
+    def load_full_state_dict(self, state_dict: Mapping[str, Tensor] | None) -> None:
+        """Take over rank 0's `state_dict`, as `full_state_dict` or an unsharded model gives it.
+
+        What other ranks pass is ignored. Ignored parameters, which are each rank's own, and the optimizer state stay as
+        they are. To be called by every rank.
+
+        Raises:
+            LayoutError: on every rank, if names or shapes do not fit; nothing is changed then.
+        """
+        self._mend()
+        misfit = self._full.misfit(state_dict or {}) if self._shared.rank == 0 else None
+        agree(self._groups, [], misfit, what="load_full_state_dict", timeout=self._shared.timeout)
+        self._stepping.gatherer.settle()
+        entries = self._full.entries()
+        source = {entry: (state_dict or {}).get(name, entry) for name, entry in entries.items()}
+        for unit in self._units:
+            spread_values(unit, self._shared, lambda param: source[param])
+        with torch.no_grad():
+            for entry, value in source.items():
+                if not isinstance(entry, nn.Parameter) and self._shared.rank == 0:
+                    entry.copy_(value)
+        spread_buffers(self.module, self._shared)
+        self._shared.trim(keep=0)
+        self._stepping.mark_changed()
+
+    def state_dict(self, *_: Any, **__: Any) -> Any:
+        """Raise: the module's own parameters are placeholders. Use `full_state_dict()`."""
+        raise LayoutError("state_dict() would hold placeholders: use full_state_dict(), which gathers the parameters")
+
+    def load_state_dict(self, *_: Any, **__: Any) -> Any:
+        """Raise: the module's own parameters are placeholders. Use `load_full_state_dict()`."""
+        raise LayoutError("load_state_dict() would fill placeholders: use load_full_state_dict()")
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        """Raise: `DistributedDataParallel` looks here before it gives all ranks the first one's parameters."""
+        raise LayoutError(
+            "DistributedDataParallel would give all ranks the shards of the first: a wrapped model is one"
+        )
+
+    def _apply(self, *_: Any, **__: Any) -> Any:
+        raise LayoutError(
+            "a wrapped model cannot be moved or converted: call .to(), .half() and the like before wrapping"
+        )
+
+    # ---- construction -------------------------------------------------------------------------------------------
+
+    def _build(self, plan: Plan, init: Init) -> list[Unit]:
+        """Move the parameters into arenas, and let those on the meta device have values.
+
+        Raises:
+            LayoutError: on every rank, if some have none; the module is of no more use then.
+        """
+        shared = self._shared
+        units = build_units(plan, self._placement)
+        initialiser = Initialiser(self.module, init, plan.device, first=shared.rank == 0)
+        spread(plan.units, units, self.module, shared, initialiser)
+        validate.mark_wrapped(units)
+        agree(self._groups, [], initialiser.trouble(), what="initial values", timeout=shared.timeout)
+        spread_buffers(self.module, shared)
+        for flat in flats_of(units):
+            for memory in (flat.local, flat.low, flat.full):
+                if memory is not None:
+                    self.ledger.track("parameters", memory)
+        for buffer in self.module.buffers():
+            self.ledger.track("buffers", buffer)
+        shared.trim(keep=0)
+        weakref.finalize(self, _give_back, shared.transports).atexit = False
+        return units
+
+    def _connect(self, plan: Plan, prefetch: int, diagnose: bool) -> None:
+        """Let hooks drive the units."""
+        shared, units, alone = self._shared, self._units, self._placement.alone
+        calls = None
+        gatherer: Gatherer | Unsharded
+        if self._placement.permanent:
+            gatherer = Unsharded(units, shared)
+        else:
+            gatherer = Gatherer(units, shared, prefetch=prefetch)
+            calls = Calls(gatherer, units)
+        self._reducer = Reducer([] if alone else units, shared, stage=self.stage, diagnose=diagnose)
+        self._backward = Backward(self._reducer, gatherer, calls)
+        self._full = FullParameters(self.module, units, shared, gatherer, calls)
+        self._hooks = ModuleHooks(self._backward, gatherer, calls)
+        if not alone:
+            modules = needs(self.module, plan.units, units)
+            self._hooks.install(modules, sites(self.module, units), [unit.module for unit in plan.units])
+            settle_all(units, self._hooks, self._reducer)
+        self._backward.catch_gradients()
+        flats = flats_of(units)
+        solo = SoloCensus(flats, shared.device, diagnose=diagnose) if alone else None
+        flag = solo.nonfinite if solo else self._reducer.nonfinite
+        skips = Skips(flag, shared.device, shared.rank, warns=not diagnose)
+        self._stepping = Stepping(
+            Shards(units, self.trace),
+            skips,
+            Clipper(flats, shared, lambda: self._reducer.handed),
+            gatherer,
+            shared.steps,
+            self._ready_for_step,
+            lambda what: self._inside.refuse(what),
+            shared.on_any_rank,
+            shared.exchange,
+            f"rank {shared.rank} of {shared.world_size} (stage {self.stage})",
+        )
+        self._inside = self._reducer.stepper = Inside(self._stepping)
+        torch_patches.watch(self._stepping)
+        adopt(self._stepping.shards.by_param(), part_of(units))
+
+    def _mend(self) -> None:
+        """End what an exception has left unfinished: other ranks may not have come to theirs, and wait in it."""
+        if self._forwards == 0:
+            self._hooks.reset()
+        self._backward.repair()
+
+    @_uncompiled
+    def _share_buffers(self) -> None:
+        if self._first_ranks is not None and not in_backward():
+            self._first_ranks.before_forward(trains=torch.is_grad_enabled() and not self._backward.accumulates())
+
+    @_uncompiled
+    def _ready_for_forward(self) -> None:
+        self._mend()
+        self._stepping.shards.check()
+
+    def _ready_for_step(self) -> None:
+        self._hooks.reset()
+        graded = any(shard.grad is not None for shard in self._stepping.shards)
+        self._backward.check_step(graded=graded, inside=self._inside.optimizer() is not None)

@@ -1,0 +1,382 @@
+"""AdamW for parameters that lie in flat buffers: neighbours are stepped together, each run of them by one kernel call.
+
+`slots` knows where parameters and their moments lie, `runs` which of them one call can step, `counts` how many steps
+they have made and how the next is done. With `in_backward` nobody waits for all gradients: `hops` steps by what a
+backward brings. Nothing here knows about units, ranks or communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakMethod, WeakValueDictionary
+
+import torch
+from shardlite_kernels import FORMATS
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardlite.errors import LayoutError, PhaseError
+from shardlite.optim.arena_slots import Slot, canonical, check_state
+from shardlite.optim.in_backward import Hops, HopStep
+from shardlite.optim.plan import Plan, active, by_counts, update
+from shardlite.optim.step_counts import Amp, Group, StepCounts
+from shardlite.optim.validate import FOREIGN_OPTIONS, check_group, check_loaded, check_params
+from shardlite.params import ShardInfo
+
+_living: WeakValueDictionary[int, AdamW] = WeakValueDictionary()
+"""All optimizers of the process, by id. Ranks that are threads share the table, and find each their own by its
+parameters."""
+
+
+class AdamW(Optimizer):
+    """AdamW (Loshchilov and Hutter 2019): the bits of `torch.optim.AdamW(fused=True)` on the same flat tensors.
+
+    Parameter groups, schedulers and a tensor as `lr` work as in PyTorch. States have PyTorch's names and shapes, so a
+    `state_dict` can be exchanged with `torch.optim.AdamW` in both directions. A parameter without a gradient is left
+    alone and keeps its own step count, and so is a frozen one until it is trainable again.
+
+    Like PyTorch's fused optimizers it works with `torch.amp.GradScaler`, or whoever else sets these two attributes for
+    a step: a tensor `found_inf`, with which nothing changes unless it is zero, and a tensor `grad_scale` (or None), by
+    which gradients are divided first. A step on a GPU never waits for it.
+
+    Args:
+        params: parameters, or groups of them; of a wrapped model what its `parameters()` yields.
+        lr: the learning rate, a number or a tensor of one.
+        betas: how much of the first and the second moment is kept per step.
+        eps: is added to the root of the second moment.
+        weight_decay: the part of a weight that a step takes off, per learning rate.
+        state: how moments are kept: `"fp32"` (in fact in the parameter's dtype) in 8 bytes per element, `"bf16"` in 4,
+            `"int8"` in 2.06. They are computed with in fp32; `shardlite_kernels.moments` says how they are rounded. A
+            `state_dict` has them in fp32 whatever the format, and every format loads it.
+        in_backward: step each parameter in the backward, as soon as its gradient is there. Of a wrapped model the last
+            addition of a reduction and the step are one kernel then, and no gradient is kept. See `docs/semantics.md`
+            for what that excludes. `step()` is called as ever, and closes the step.
+        max_norm: clip gradients to this global norm in the step itself, in registers: where the norm comes with the
+            reduction (see `ShardLite.clip_grad_norm_`) that takes no pass over them, and they stay as they are.
+            `grad_norm` is the norm of the latest step. Not with `in_backward`.
+        max_update: cut off each element's update, before it is multiplied by the learning rate, at this magnitude (it
+            is about 1 in steady training); `None`: do not. A bound that, unlike a norm, takes no pass over gradients.
+
+    Raises:
+        ValueError: a hyper-parameter is out of range, or a parameter is not contiguous, overlaps another one, or has
+            no floating dtype, or one that does not go with `state`.
+    """
+
+    _step_supports_amp_scaling = True
+    steps_split_weights = True
+    _plan: Plan | None = None  # made when first needed, and anew when parameters have moved
+    _hops: Hops | None = None
+    moments = "fp32"
+    max_norm: float | None = None
+    grad_norm: Tensor | None = None
+    """The global norm [] of the gradients of the latest step, before clipping; without `max_norm` none."""
+
+    norm: Tensor | None = None
+    """The norm to clip by in the coming step, []; to be set by who knows it, else it is computed."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        state: str = "fp32",
+        in_backward: bool = False,
+        max_norm: float | None = None,
+        max_update: float | None = None,
+    ) -> None:
+        if state not in FORMATS:
+            raise ValueError(f"AdamW: state must be one of {', '.join(FORMATS)}, got {state!r}")
+        if max_norm is not None and (in_backward or not max_norm > 0):
+            raise ValueError(
+                f"AdamW: max_norm must be above 0 and goes without in_backward, got {max_norm}: the norm is that of "
+                "all gradients, known when the backward is over. max_update is a bound for steps in the backward"
+            )
+        self.moments = state
+        self.max_norm = max_norm
+        self._hops = Hops(WeakMethod(self._begin_hops)) if in_backward else None
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "max_update": max_update}
+        super().__init__(params, defaults)
+        _living[id(self)] = self
+
+    @property
+    def clips_by_norm(self) -> bool:
+        """Whether a step needs `norm`, the global one."""
+        return self.max_norm is not None
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether steps are taken in the backward."""
+        return self._hops is not None
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group; hyper-parameters that it does not name are those given to the constructor."""
+        super().add_param_group(param_group)
+        try:
+            check_group(self.param_groups[-1], self.moments)
+        except ValueError:
+            del self.param_groups[-1]
+            raise
+        self._catch(self.param_groups[-1]["params"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as PyTorch's AdamW has it, with moments in fp32. Narrow ones stand for these exactly.
+
+        Those are copies then, in host memory, for in fp32 they may be more than a GPU has left.
+        """
+        saved: dict[str, Any] = super().state_dict()
+        saved["state"] = {key: canonical(entry, torch.device("cpu")) for key, entry in saved["state"].items()}
+        return saved
+
+    def tables(self) -> list[Tensor]:
+        """Return what this holds beside the state: to which row of scalars each group of 32 elements belongs."""
+        arenas = {id(slot.arena): slot.arena for slot in self._plan.slots} if self._plan is not None else {}
+        return [arena.rows for arena in arenas.values()]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state of this optimizer or of PyTorch's AdamW, into the format of this one."""
+        # PyTorch would round moments to the dtype of the parameter, the upper part of a split weight.
+        kept = {key: {name: _Kept(value) for name, value in e.items()} for key, e in state_dict["state"].items()}
+        super().load_state_dict({**state_dict, "state": kept})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickled optimizer is made from."""
+        state: dict[str, Any] = super().__getstate__()
+        return {**state, "moments": self.moments, "in_backward": self.in_backward, "max_norm": self.max_norm}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a loaded or unpickled state; its values are copied into the arenas at once."""
+        copied = state.pop("in_backward", False)
+        for entry in state["state"].values():
+            entry.update({name: value.value for name, value in entry.items() if isinstance(value, _Kept)})
+        check_loaded(state)
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for option in FOREIGN_OPTIONS:
+                group.pop(option, None)
+            group.setdefault("max_update", None)
+        if copied:
+            self._hops = Hops(WeakMethod(self._begin_hops))
+            for group in self.param_groups:
+                self._catch(group["params"])
+        self._current_plan().adopt(self.state)
+        _living[id(self)] = self
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient; `closure` computes the loss anew and returns it.
+
+        Raises:
+            ValueError: a gradient is sparse; no parameter has been updated then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._hops is not None:
+            self._step_the_rest()
+            self._hops.close(self.param_groups)
+            return loss
+        plan = self._current_plan()
+        stepped = active(plan.slots, self.state)
+        # The scaler deletes them after the step.
+        grad_scale = getattr(self, "grad_scale", None)
+        amp = Amp(getattr(self, "found_inf", None), grad_scale, self._clip_factor(stepped, grad_scale))
+        counted = by_counts(stepped)
+        for counts, rows in counted.items():
+            counts.begin(self.param_groups, rows, amp)
+        update(stepped, unscale=amp.grad_scale is not None)
+        for counts in counted:
+            counts.end()
+        # The kernels wrote through views that have version counters of their own.
+        torch.autograd.graph.increment_version([slot.param for slot in stepped])
+        return loss
+
+    def _clip_factor(self, stepped: Sequence[Slot], grad_scale: Tensor | None) -> Tensor | None:
+        """Return by what gradients are to be multiplied, []: `min(1, max_norm / (norm + 1e-6))`, as PyTorch clips."""
+        norm, self.norm = self.norm, None
+        if self.max_norm is None or not stepped:
+            return None
+        if norm is None:  # in the order in which they were given: slots are in that of memory, which is no run's
+            params = [param for group in self.param_groups for param in group["params"] if param.requires_grad]
+            norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
+        self.grad_norm = norm if grad_scale is None else norm / grad_scale.to(norm.device)
+        return torch.clamp(self.max_norm / (self.grad_norm + 1e-6), max=1.0)
+
+    # ---- in the backward ----------------------------------------------------------------------------------------
+
+    def hop(self, places: Sequence[tuple[Tensor, int]]) -> HopStep:
+        """Prepare the step of some parameters by a sum that is still to be made, of gradients that lie in one buffer.
+
+        `places` are the parameters, each with the place in that buffer where its gradient starts.
+        """
+        assert self._hops is not None
+        slots = self._plan_of_now().by_param
+        return self._hops.prepare([(slots[param], start) for param, start in places])
+
+    def ready(self) -> None:
+        """Raise if the step of an earlier backward is not closed."""
+        if self._hops is not None:
+            self._hops.ready()
+
+    def note(self, bad: Tensor) -> None:
+        """Take note of whether what was stepped by had a NaN or an infinity: [], above 0 if so."""
+        if self._hops is not None:
+            self._hops.note(bad)
+
+    def _begin_hops(self) -> list[StepCounts]:
+        """Prepare a step whose parameters are not known yet."""
+        plan = self._current_plan()
+        for slot in plan.slots:
+            if not slot.holds(self.state.get(slot.param)):
+                slot.adopt(self.state)
+        for counts in plan.counts:
+            counts.begin(self.param_groups, [], Amp())
+        return plan.counts
+
+    def _catch(self, params: Iterable[Tensor]) -> None:
+        """Step parameters that are not shards as soon as autograd has their gradients."""
+        if self._hops is not None:
+            for param in params:
+                if param.requires_grad and not ShardInfo.is_of(param):
+                    self._hops.catch(param, WeakMethod(self._step_one))
+
+    def _step_the_rest(self) -> None:
+        """Step what has a gradient yet: a parameter that was frozen until now had no hook.
+
+        Raises:
+            PhaseError: gradients were scaled, or a shard has one, which no backward has brought.
+        """
+        if getattr(self, "grad_scale", None) is not None or getattr(self, "found_inf", None) is not None:
+            raise PhaseError(
+                "AdamW(in_backward=True) has stepped by gradients as the backward brought them, scaled: a gradient "
+                "scaler needs an optimizer without it. (bf16 needs no scaler)"
+            )
+        params = [param for group in self.param_groups for param in group["params"]]
+        for param in params:
+            if param.grad is not None and param.requires_grad:
+                if ShardInfo.is_of(param):
+                    raise PhaseError(
+                        "AdamW(in_backward=True) steps by what a backward brings, but a shard has a gradient that was "
+                        "put there otherwise: call zero_grad(), or step it by an optimizer without in_backward"
+                    )
+                self._step_one(param)
+                self._catch([param])
+
+    @torch.no_grad()
+    def _step_one(self, param: Tensor) -> None:
+        """Step a parameter by its gradient, and drop that."""
+        assert self._hops is not None
+        assert param.grad is not None
+        step = self.hop([(param, 0)])
+        step.activate(torch.ones(1, device=param.device))
+        update(active([self._plan_of_now().by_param[param]], self.state), unscale=False, bad=step.bad)
+        self._hops.note(step.bad)
+        torch.autograd.graph.increment_version([param])
+        param.grad = None
+
+    def _exchange(self, shards: Mapping[Tensor, nn.Parameter], part: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Hold `shards[param]` instead of `param` from now on; see `adopt`."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        held = {param: shards[param] for param in params if shards.get(param, param) is not param}
+        if not held:
+            return
+        states: dict[Tensor, Any] = {}
+        for param, shard in held.items():
+            if param in self.state:
+                states[shard] = _part_of_state(param, canonical(self.state[param]), part)
+                check_state(shard, states[shard])
+        for group in self.param_groups:
+            group["params"][:] = [held.get(param, param) for param in group["params"]]
+        for param in held:
+            self.state.pop(param, None)
+            if self._hops is not None:
+                self._hops.release(param)
+        self.state.update(states)
+        self._plan = None
+
+    def _plan_of_now(self) -> Plan:
+        """The plan of the step that is open or, if none is, the current one."""
+        if self._plan is not None and self._hops is not None and self._hops.is_open:
+            return self._plan
+        return self._current_plan()
+
+    def _current_plan(self) -> Plan:
+        if self._plan is None or not self._plan.fits(self.param_groups):
+            for group in self.param_groups:
+                check_params(group, self.moments)
+            self._plan = Plan(self.param_groups, self.state, self.moments)
+            self._plan.adopt(self.state)
+        return self._plan
+
+
+def adopt(shards: Mapping[Tensor, nn.Parameter], part: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Let every `AdamW` that holds parameters of `shards` hold their shards instead, in the same groups and order.
+
+    Group dictionaries stay the same objects, so schedulers go on. A state that exists is cut: `part(param, tensor)`
+    returns what of a tensor like `param` belongs to the shard, in the shape of the shard. Doing it again changes
+    nothing.
+
+    Raises:
+        ValueError: a part has not the shape of its shard; the optimizer at which this happened is unchanged.
+    """
+    for optimizer in _optimizers():
+        optimizer._exchange(shards, part)
+
+
+def steps_in_backward(names: Callable[[], Mapping[Tensor, str]]) -> AdamW | None:
+    """Return the optimizer that steps parameters in the backward, if there is one; `names` returns theirs.
+
+    Raises:
+        LayoutError: there are several, or it does not hold all that are trainable.
+    """
+    candidates = [optimizer for optimizer in _optimizers() if optimizer.in_backward]
+    shards = names() if candidates else {}
+    found = [o for o in candidates if any(param in shards for group in o.param_groups for param in group["params"])]
+    if not found:
+        return None
+    held = {param for group in found[0].param_groups for param in group["params"]}
+    missing = [name for shard, name in shards.items() if shard.requires_grad and shard not in held]
+    if len(found) > 1 or missing:
+        what = f"it lacks {missing[0]!r}" if missing else f"there are {len(found)}"
+        raise LayoutError(
+            "AdamW(in_backward=True) must be one, and hold all trainable parameters of a wrapped model, for gradients "
+            f"are gone after the backward: {what}. Use param groups of one optimizer"
+        )
+    return found[0]
+
+
+@contextmanager
+def accumulating(params: Iterable[Tensor]) -> Iterator[None]:
+    """Let optimizers leave the gradients of these parameters alone in backwards inside."""
+    wanted = set(params)
+    paused = [optimizer._hops for optimizer in _optimizers() if optimizer._hops is not None]
+    for hops in paused:
+        hops.pause(wanted)
+    try:
+        yield
+    finally:
+        for hops in paused:
+            hops.resume(wanted)
+
+
+def _optimizers() -> list[AdamW]:
+    """Return all that live, whatever other threads add meanwhile."""
+    return [optimizer for each in _living.valuerefs() if (optimizer := each()) is not None]
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A value that PyTorch's loading shall leave as it is."""
+
+    value: Any
+
+
+def _part_of_state(param: Tensor, state: Mapping[str, Any], part: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Any]:
+    """Copies, so that the arenas of the whole state can go."""
+    return {name: (part(param, value) if name != "step" else value).clone() for name, value in state.items()}

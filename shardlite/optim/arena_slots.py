@@ -1,0 +1,235 @@
+"""Where an optimizer's parameters lie in memory, and where their moments do.
+
+A parameter of `ShardLite` is a view into a flat buffer. It starts at a multiple of 32 elements, and the zeros up to the
+next multiple belong to it, in this buffer and in that of the gradients alike. Moments lie in arenas of their own, in
+the same order, without what lies between parameters and is not ours (a full buffer also holds other ranks' parts):
+
+    parameters  [ p0 p0 p0 0 | p1 p1 0 0 | .. .. .. .. | p2 p2 p2 p2 | p3 ... ]     padded to 32, drawn as 4
+    moments     [ m0 m0 m0 0 | m1 m1 0 0 | m2 m2 m2 m2 | m3 ... ]
+    rows        [     0      |     1     |      2      |   3    ]                   which step counts and scalars apply
+
+The format of the moments (`shardlite_kernels.moments`) is that of the whole optimizer. As a group of 32 starts where a
+parameter does, or at a cut between ranks, which is at a multiple of 32, what a group holds depends on no rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from operator import is_
+from typing import Any
+
+import torch
+from shardlite_kernels import FORMATS, GROUP, State, decode, encode
+from torch import Tensor
+
+from shardlite.optim.step_counts import HostCounts, StepCounts
+from shardlite.params import ALIGN, ShardInfo, round_up
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_EXPONENTS = ("exp_avg_exponent", "exp_avg_sq_exponent")
+
+
+class Slot:
+    """Where one parameter lies in its storage, in elements, and its state in the arenas."""
+
+    __slots__ = (
+        *("address", "arena", "counts", "end", "group", "low_start", "number", "param", "part", "place", "row"),
+        *("start", "state", "stop"),
+    )
+
+    arena: Arena
+    counts: StepCounts
+    place: int  # of the moments in the arena
+    row: int  # of the step counts
+    state: dict[str, Tensor]
+
+    def __init__(self, param: Tensor, group: int, number: int) -> None:
+        self.param = param
+        self.group = group
+        self.number = number  # among all parameters of the optimizer
+        self.part = ShardInfo.of(param)
+        self.address = param.data_ptr()
+        self.start = int(param.storage_offset())
+        self.low_start = 0 if self.part.low is None else int(self.part.low.storage_offset())
+        self.end = self.stop = self.start + param.numel()  # `stop` may grow to include padding
+
+    def adopt(self, states: dict[Tensor, Any]) -> None:
+        """Copy the entry of `states` for this parameter (or zeros) into the arenas, and make it refer to them."""
+        given = states.get(self.param)
+        check_state(self.param, given)
+        if not given:
+            for mine in self.state.values():
+                mine.zero_()
+        elif not self.holds(given):
+            self._take(given)
+        states[self.param] = dict(self.state)
+
+    def _take(self, given: dict[str, Any]) -> None:
+        step = given["step"]
+        if step is not self.state["step"]:
+            self.state["step"].copy_(step) if isinstance(step, Tensor) else self.state["step"].fill_(step)
+        values = canonical(given)
+        mine = self.arena.state(self, self.start, self.end)
+        if mine.exact:
+            for name in _MOMENTS:
+                if given[name] is not self.state[name]:
+                    self.state[name].copy_(values[name])
+        else:
+            m, v = (values[name].reshape(-1).to(self.param.device, torch.float32) for name in _MOMENTS)
+            encode(m, v, *mine.codes(), random=None)
+
+    def holds(self, state: dict[str, Any] | None) -> bool:
+        """Whether `state` refers to the arenas, so was neither replaced from outside nor never made."""
+        mine = self.state
+        return bool(state) and all(map(is_, map(state.get, mine), mine.values()))  # type: ignore[union-attr]
+
+    def include_padding(self, next_start: int) -> None:
+        """Move `stop` to the next multiple of 32, if what lies up to there is in the storage and is nobody's: zero."""
+        stop = min(round_up(self.end, ALIGN), next_start, storage_numel(self.param))
+        if self.start % ALIGN == 0 and stop > self.end and not flat(self.param, self.end, stop).any():
+            self.stop = stop
+
+
+class Arena:
+    """The moments of the parameters in one storage: one buffer each, as long as the padded parameters are together."""
+
+    rows: Tensor
+    """[G], the row of each group of 32 elements; [0] where nobody looks."""
+
+    def __init__(self, slots: list[Slot], moments: str) -> None:
+        self._slots = slots
+        numel = _assign_places(slots)
+        param = slots[0].param
+        coded = moments == "int8"
+        dtype = param.dtype if moments == "fp32" and slots[0].part.low is None else FORMATS[moments]
+        self.avg = torch.zeros(numel, dtype=dtype, device=param.device)
+        self.sq = torch.zeros(numel, dtype=torch.uint8 if coded else dtype, device=param.device)
+        self.exponents = torch.zeros(2 if coded else 0, numel // GROUP, dtype=torch.uint8, device=param.device)
+        self._runs: dict[tuple[int, int], State] = {}
+
+    def name_rows(self) -> None:
+        """Write down which row each group belongs to, for kernels, and for moments that are rounded at random."""
+        if isinstance(self._slots[0].counts, HostCounts) and self.avg.dtype in (torch.float32, torch.float64):
+            self.rows = torch.empty(0, dtype=torch.int16)
+            return
+        rows = torch.zeros(self.avg.numel() // GROUP, dtype=torch.int64)
+        for slot in self._slots:
+            rows[slot.place // GROUP : -(-(slot.place + slot.stop - slot.start) // GROUP)] = slot.row
+        narrow = len(self._slots[0].counts.steps) <= torch.iinfo(torch.int16).max
+        self.rows = rows.to(self.avg.device, torch.int16 if narrow else torch.int32)
+
+    def rows_of(self, begin: int, state: State) -> Tensor:
+        """The rows [G] of what is stepped from a place on."""
+        return self.rows[begin // GROUP : -(-(begin + state.param.numel()) // GROUP)]
+
+    def entry(self, slot: Slot) -> dict[str, Tensor]:
+        """What the optimizer's state of one parameter refers to: moments in its shape, and their exponents."""
+        here = self.state(slot, slot.start, slot.end)
+        avg, sq, *exponents = here.codes()
+        entry = {name: moment.view(slot.param.shape) for name, moment in zip(_MOMENTS, (avg, sq), strict=True)}
+        return entry | {name: each for name, each in zip(_EXPONENTS, exponents, strict=True) if each is not None}
+
+    def run(self, first: Slot, start: int, stop: int) -> State:
+        """`state`, remembered."""
+        if len(self._runs) > 4 * len(self._slots):
+            self._runs.clear()  # which parameters have gradients changes all the time: do not collect every combination
+        if (start, stop) not in self._runs:
+            self._runs[start, stop] = self.state(first, start, stop)
+        return self._runs[start, stop]
+
+    def state(self, first: Slot, start: int, stop: int) -> State:
+        """What is to be stepped from `start` to `stop` in a row of parameters that begins with `first`, flat."""
+        begin = first.place + start - first.start
+        here, groups = slice(begin, begin + stop - start), slice(begin // GROUP, -(-(begin + stop - start) // GROUP))
+        low = first.part.low
+        if low is not None:
+            low = flat(low, first.low_start + start - first.start, first.low_start + stop - first.start)
+        exponents = (each[groups] for each in self.exponents) if len(self.exponents) else (None, None)
+        return State(flat(first.param, start, stop), self.avg[here], self.sq[here], low, *exponents)
+
+
+def canonical(entry: dict[str, Any], device: torch.device | None = None) -> dict[str, Any]:
+    """Return a state of one parameter with moments in fp32 that narrow ones stand for: all that they can say is exact.
+
+    Those are on `device`, or where they were; what is not narrow is returned as it is.
+    """
+    avg, sq = (entry[name] for name in _MOMENTS)
+    if avg.dtype in (torch.bfloat16, torch.int8):
+        flats = decode(avg.reshape(-1), sq.reshape(-1), *(entry.get(name) for name in _EXPONENTS))
+        entry = {"step": entry["step"]}
+        entry |= {name: m.view(avg.shape).to(device or m.device) for name, m in zip(_MOMENTS, flats, strict=True)}
+    return entry
+
+
+def place(slots: Sequence[Slot], moments: str) -> None:
+    """Give each slot its padding and memory for its moments in a format.
+
+    Raises:
+        ValueError: two parameters share memory.
+    """
+    for neighbours in _by_storage(slots):
+        _settle_borders(neighbours)
+        arena = Arena(neighbours, moments)
+        for slot in neighbours:
+            slot.arena = arena
+
+
+def check_state(param: Tensor, state: dict[str, Any] | None) -> None:
+    """Refuse what is not this optimizer's state. An empty one is: that of a parameter before its first step.
+
+    Raises:
+        ValueError: the entries, or the shape of a moment, are not those of AdamW for `param`.
+    """
+    if not state:
+        return
+    names = {"step", *_MOMENTS}
+    if set(state) not in (names, names | set(_EXPONENTS)):
+        raise ValueError(f"AdamW: the state of a parameter must be step, {', '.join(_MOMENTS)}, got {', '.join(state)}")
+    for name in _MOMENTS:
+        if state[name].shape != param.shape:
+            raise ValueError(f"AdamW: {name} has shape {tuple(state[name].shape)}, its parameter {tuple(param.shape)}")
+
+
+def _by_storage(slots: Sequence[Slot]) -> list[list[Slot]]:
+    """The slots of each storage in the order of memory. Storages without memory (no elements) are not one storage."""
+    storages: dict[Any, list[Slot]] = {}
+    for index, slot in enumerate(slots):
+        param = slot.param
+        key = (param.untyped_storage().data_ptr() or -1 - index, param.dtype, param.device)
+        storages.setdefault(key, []).append(slot)
+    return [sorted(slots, key=lambda slot: (slot.start, slot.end)) for slots in storages.values()]
+
+
+def _settle_borders(neighbours: list[Slot]) -> None:
+    """Let each of the parameters of a storage, in the order of memory, have its padding."""
+    for slot, following in pairwise(neighbours):
+        if following.start < slot.end:
+            raise ValueError(
+                f"AdamW: the parameters of shapes {tuple(slot.param.shape)} and {tuple(following.param.shape)} "
+                "share memory; give the optimizer one of them"
+            )
+        slot.include_padding(following.start)
+    neighbours[-1].include_padding(round_up(neighbours[-1].end, ALIGN))
+
+
+def _assign_places(slots: list[Slot]) -> int:
+    """Close the gaps between `slots`, and keep side by side what is so; return how many elements that takes.
+
+    Each starts at a multiple of 32: a group of 32 belongs to one parameter.
+    """
+    end = 0
+    for slot in slots:
+        slot.place = round_up(end, ALIGN)
+        end = slot.place + slot.stop - slot.start
+    return round_up(end, ALIGN)
+
+
+def flat(tensor: Tensor, start: int, stop: int) -> Tensor:
+    """Elements [start, stop) of the tensor's storage, outside of autograd."""
+    return torch.as_strided(tensor.data, (stop - start,), (1,), start)
+
+
+def storage_numel(tensor: Tensor) -> int:
+    """How many elements fit into the tensor's storage."""
+    return int(tensor.untyped_storage().nbytes()) // tensor.element_size()

@@ -1,0 +1,224 @@
+"""Steps inside a backward: each parameter by its gradient as soon as that is there, or by the last hop of its sum.
+
+    open: the first gradient of a backward is there -> hyper-parameters of the step are read
+    steps, in any order and on any thread
+    close: `step()` of the optimizer -> the step is counted, and the next backward may open another one
+
+Between the first gradient and `step()` nothing can be taken back: weights that were stepped are new, the others old.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from shardlite.errors import NonFiniteError, PhaseError
+from shardlite.optim.arena_slots import Slot
+from shardlite.optim.runs import follows
+from shardlite.optim.step_counts import Group, StepCounts, Stretch
+
+
+class Hops:
+    """The step that one optimizer takes in a backward."""
+
+    def __init__(self, begin: WeakMethod[Callable[[], list[StepCounts]]]) -> None:
+        self._begin = begin  # weak, like all that hooks hold: an optimizer that is dropped must step no more
+        self._counts: list[StepCounts] = []  # of the step that is open
+        self._handles: dict[Tensor, RemovableHandle] = {}
+        self._done: set[Tensor] = set()
+        self._alarm = _Alarm()
+        self._paused: Counter[Tensor] = Counter()  # how many ask for the gradient of each to be left alone
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step is under way."""
+        return bool(self._counts)
+
+    def catch(self, param: Tensor, step: WeakMethod[Callable[[Tensor], None]]) -> None:
+        """Call `step(param)` when autograd has put its gradient there, unless paused."""
+
+        def take(param: Tensor) -> None:
+            if (now := step()) is None or self._paused[param]:
+                return
+            if param in self._done:
+                param.grad = None  # it is of a backward that is refused
+            self.ready_for(param)
+            now(param)
+
+        if param not in self._handles:
+            self._handles[param] = param.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+
+    def pause(self, params: Collection[Tensor]) -> None:
+        """Leave the gradients of `params` alone until `resume`."""
+        self._paused.update(params)
+
+    def resume(self, params: Collection[Tensor]) -> None:
+        """Undo one `pause`. It touches these parameters only: others may be those of another thread."""
+        self._paused.subtract(params)
+        for param in params:
+            if self._paused[param] == 0:
+                del self._paused[param]
+
+    def release(self, param: Tensor) -> None:
+        """Step a parameter no more by a hook of its own."""
+        handle = self._handles.pop(param, None)
+        if handle is not None:
+            handle.remove()
+
+    def ready(self) -> None:
+        """Raise if the step that was taken in an earlier backward is not closed.
+
+        Raises:
+            PhaseError: it is not.
+        """
+        if self._done:
+            raise PhaseError(
+                "AdamW(in_backward=True) has taken a step in an earlier backward: call step() of the optimizer after "
+                "each backward. To accumulate over several, run all but the last inside no_sync()"
+            )
+
+    def ready_for(self, param: Tensor) -> None:
+        """Raise if this parameter was stepped, and the step is not closed.
+
+        Raises:
+            PhaseError: it is not.
+        """
+        if param in self._done:
+            self.ready()
+
+    def prepare(self, members: Sequence[tuple[Slot, int]]) -> HopStep:
+        """Return the step of some parameters, each with the place of its gradient in a buffer; open one if none is."""
+        params = {slot.param for slot, _ in members}
+        for param in params:
+            self.ready_for(param)
+        if not self._counts:
+            begin = self._begin()
+            assert begin is not None, "the optimizer has called"
+            self._counts = begin()
+        self._done |= params
+        return HopStep(members)
+
+    def note(self, bad: Tensor) -> None:
+        """Take note of whether gradients that were stepped by were bad: [], above 0 if so."""
+        self._alarm.note(bad)
+
+    def close(self, groups: Sequence[Group]) -> None:
+        """Count the step; the parameter `groups` are those of now.
+
+        Raises:
+            NonFiniteError: a gradient had a NaN or an infinity; on a GPU one step later.
+            PhaseError: hyper-parameters have changed since the backward, too late for this step.
+        """
+        outdated = any(counts.outdated(groups) for counts in self._counts)
+        for counts in self._counts:
+            counts.end()
+        self._counts = []
+        self._done.clear()
+        self._alarm.look()
+        if outdated:
+            raise PhaseError(
+                "hyper-parameters were changed between the backward and step(), but AdamW(in_backward=True) has "
+                "stepped in the backward, with those of before: change them before the backward, or after step()"
+            )
+
+
+class HopStep:
+    """The step of some parameters whose gradients lie in one buffer. Called with what is to be added to them."""
+
+    def __init__(self, members: Sequence[tuple[Slot, int]]) -> None:
+        self._members = [(slot, start) for slot, start in members if slot.start < slot.end]
+        self._rows = [slot.row for slot, _ in members]
+        self._counts = members[0][0].counts if members else None
+        device = members[0][0].param.device if members else torch.device("cpu")
+        self.bad = torch.zeros((), dtype=torch.int32, device=device)
+        """[], 1 if a gradient had a NaN or an infinity."""
+
+    def activate(self, users: Tensor) -> None:
+        """Step those that somebody uses: above 0 if so, [number of parameters]. The others are left alone."""
+        if self._counts is not None:
+            self._counts.activate(self._rows, users)
+
+    def __call__(self, start: int, received: Tensor | None, own: Tensor, divisor: int = 1) -> None:
+        """Step by elements `[start, start + n)` of the buffer: `(received + own) / divisor`, [n] each, or just `own`.
+
+        `start` is a multiple of 32, and so is `n` but at the end of the buffer.
+        """
+        for first, begin, end in self._stretches():
+            low, high = max(begin, start), min(end, start + own.numel())
+            if low < high:
+                mine = first.start + low - begin
+                state = first.arena.run(first, mine, mine + high - low)
+                place = first.place + low - begin
+                stretch = Stretch(state, first.arena.rows_of(place, state), place, first.row)
+                here = slice(low - start, high - start)
+                if received is not None:
+                    first.counts.reduce(stretch, received[here], own[here], divisor, self.bad)
+                else:
+                    first.counts.update(stretch, own[here], self.bad)
+
+    def _stretches(self) -> Iterator[tuple[Slot, int, int]]:
+        """Yield what one call can step: the first parameter, and where its gradients start and end."""
+        first = last = None
+        begin = 0
+        for slot, start in self._members:
+            if not slot.counts.is_active(slot.row):
+                continue
+            joins = first is not None and last is not None and follows(slot, last)
+            if first is None or last is None or not joins or start - begin != slot.start - first.start:
+                if first is not None and last is not None:
+                    yield first, begin, begin + last.stop - first.start
+                first, begin = slot, start
+            last = slot
+        if first is not None and last is not None:
+            yield first, begin, begin + last.stop - first.start
+
+
+class _Alarm:
+    """A flag that the host looks at: on a CPU at once, on a GPU one step later, when that step is over anyhow.
+
+    So every rank finds it up in the same step.
+    """
+
+    def __init__(self) -> None:
+        self._flag: Tensor | None = None
+        self._seen: Tensor | None = None
+        self._on_its_way: torch.cuda.Event | None = None
+
+    def note(self, bad: Tensor) -> None:
+        """Raise the flag if `bad` [] is above 0."""
+        bad = (bad > 0).to(torch.int32)
+        self._flag = bad if self._flag is None else torch.maximum(self._flag, bad)
+
+    def look(self) -> None:
+        """Lower the flag, and raise if it was known to be up.
+
+        Raises:
+            NonFiniteError: it was.
+        """
+        flag, self._flag = self._flag, None
+        if flag is None or (flag.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        seen = self._see(flag)
+        if seen is not None and int(seen):
+            self._seen = self._on_its_way = None
+            raise NonFiniteError(
+                "a gradient had a NaN or an infinity in a step that was taken in the backward, so weights and moments "
+                "are NaN now: go on from a checkpoint. AdamW without in_backward leaves such steps out"
+            )
+
+    def _see(self, flag: Tensor) -> Tensor | None:
+        """Return the flag or, on a GPU, that of the last step, and send this one on its way."""
+        if not flag.is_cuda:
+            return flag
+        if self._on_its_way is not None:
+            self._on_its_way.synchronize()
+        last = self._seen
+        self._seen = torch.empty((), dtype=torch.int32, pin_memory=True)
+        self._seen.copy_(flag, non_blocking=True)
+        self._on_its_way = torch.cuda.current_stream(flag.device).record_event()
+        return last

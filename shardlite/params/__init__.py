@@ -1,0 +1,57 @@
+"""What a unit is: parameters that are gathered together, and where each of them lies in flat buffers.
+
+In: a module. Out: `Unit`s of `Flat`s, with layouts that every rank works out alike. Read `layout.py` first.
+"""
+
+from shardlite.params.arena import Empty, ShardInfo, carve, is_padded, joined, zeros_on
+from shardlite.params.layout import ALIGN, Layout, Slot, lay_out, round_up
+from shardlite.params.parameters import (
+    Placeholder,
+    Shard,
+    Sharded,
+    as_they_are,
+    is_dtensor,
+    is_plain,
+    settle,
+    take_grad,
+)
+from shardlite.params.partition import NEVER_CALLED, ROOT, UnitPlan, UnitPolicy, UnitRule, applies, cut, scripts
+from shardlite.params.states import Gradients, Weights, check_move
+from shardlite.params.unit import Buffer, Flat, Unit, storage_key
+
+__all__ = [
+    "ALIGN",
+    "applies",
+    "as_they_are",
+    "Buffer",
+    "carve",
+    "check_move",
+    "cut",
+    "Empty",
+    "Flat",
+    "Gradients",
+    "is_dtensor",
+    "is_padded",
+    "is_plain",
+    "joined",
+    "lay_out",
+    "Layout",
+    "NEVER_CALLED",
+    "Placeholder",
+    "ROOT",
+    "round_up",
+    "scripts",
+    "settle",
+    "Shard",
+    "Sharded",
+    "ShardInfo",
+    "Slot",
+    "storage_key",
+    "take_grad",
+    "Unit",
+    "UnitPlan",
+    "UnitPolicy",
+    "UnitRule",
+    "Weights",
+    "zeros_on",
+]

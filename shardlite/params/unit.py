@@ -1,0 +1,348 @@
+"""A unit: the parameters that are gathered together. It holds tensors and a phase; others decide when it moves.
+
+Three things stand for one parameter. The module's own `nn.Parameter` is what forward and autograd see: a view of the
+full buffer while there is one, else a placeholder. The shard is what the optimizer sees: a view of the arena under the
+original name. The slot says where both lie.
+
+Legend: `W` ranks, `r` this rank, `S` elements per shard; a full buffer has `W*S` elements. A shard has the original
+shape if this rank has all of the parameter, else `[k, 1, ...]`.
+"""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import attrgetter
+
+import torch
+from shardlite_kernels import join, split
+from torch import Tensor, nn
+
+from shardlite.comm import Flight
+from shardlite.errors import LayoutError
+from shardlite.params.arena import mark_padded
+from shardlite.params.layout import Layout, Slot, round_up
+from shardlite.params.parameters import as_they_are, empty, fill, place
+from shardlite.params.states import Weights, check_move
+
+_FLAT_ALIGN = 128
+"""Bytes: where the flats start in a buffer, so that every access can be a wide one."""
+
+_version_of = attrgetter("_version")  # by `map` it is read of many tensors without a call in Python
+_local_version_of = attrgetter("local._version")
+
+
+class Buffer:
+    """Memory for one unit's full weights, and the means to tell whether somebody else still looks at it."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.bytes = memory
+        self.key = storage_key(self.bytes)
+        self._own_uses = torch._C._storage_Use_Count(self.key)
+
+    def escaped(self) -> bool:
+        """Whether tensors that are not ours still view this buffer; to be asked after our own views are gone."""
+        return bool(torch._C._storage_Use_Count(self.key) > self._own_uses)
+
+    def poison(self) -> None:
+        """Fill with NaN: all bits set is a NaN in every floating-point dtype."""
+        self.bytes.fill_(0xFF)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return what all views of one storage, and only they, have in common."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+@dataclass(eq=False, kw_only=True)
+class Flat:
+    """The parameters of one kind (dtypes, trainable) in a unit."""
+
+    layout: Layout
+    """Of the weights as this rank keeps them."""
+
+    compute: torch.dtype
+    """Of the full weights, which forward and backward use."""
+
+    reduce: torch.dtype
+    """In which gradients are summed."""
+
+    quantized: bool
+    """Whether gathers send codes of 8 bits."""
+
+    params: Sequence[nn.Parameter]
+    """The module's own, one per slot."""
+
+    rank: int | None
+    """Whose shard of the layout this rank keeps; `None` if it keeps all of them."""
+
+    local: Tensor
+    """What this rank keeps: its shard [S] in the arena, or all [W*S]."""
+
+    low: Tensor | None = None
+    """The lower part, laid out like `local`, of weights that are split: `local` is the upper one then."""
+
+    full: Tensor | None = None
+    """Memory for the full weights [W*S] where they always have some, of which `local` may be a part."""
+
+    shards: Sequence[nn.Parameter] = ()
+    """The parts of `local` that belong to each slot, as the optimizer sees them."""
+
+    placeholder: Tensor | None = None
+    """The one element that parameters show while they are not full: NaN where the dtype has it."""
+
+    rows: tuple[int, ...] = field(init=False)
+    """The slots that have gradients."""
+
+    gradients: Layout = field(init=False)
+    """Of the gradients: of those slots only."""
+
+    def __post_init__(self) -> None:
+        self.follow_requires_grad()
+
+    def rows_now(self) -> tuple[int, ...]:
+        """Return the slots whose parameters require gradients."""
+        with as_they_are():
+            return tuple(i for i, param in enumerate(self.params) if param.requires_grad)
+
+    def follow_requires_grad(self) -> None:
+        """Let those slots have gradients whose parameters require them now."""
+        self.rows = self.rows_now()
+        self.gradients = self.layout.only(self.rows, self.reduce)
+
+    @property
+    def master(self) -> torch.dtype:
+        """In which weights are stepped."""
+        return self.local.dtype if self.low is None else torch.float32
+
+    def weights(self) -> Tensor:
+        """Return what this rank keeps with all digits: `local` itself or, if it is split, a copy in fp32."""
+        if self.low is None:
+            return self.local
+        whole = torch.empty_like(self.local, dtype=torch.float32)
+        join(whole, self.local, self.low)
+        return whole
+
+    def keep(self, weights: Tensor) -> None:
+        """Let this rank's weights be these, as many as `local` has, in `master` or another dtype."""
+        if self.low is None:
+            self.local.copy_(weights)
+        else:
+            split(self.local, self.low, weights.to(torch.float32).contiguous())
+            torch.autograd.graph.increment_version(self.local)  # kernels do not
+
+    @property
+    def in_place(self) -> bool:
+        """Whether `local` is the memory of the full weights, or a part of it."""
+        return self.full is not None and storage_key(self.full) == storage_key(self.local)
+
+    def own_range(self, layout: Layout) -> tuple[int, int]:
+        """Return which elements of a full buffer in this layout this rank keeps."""
+        return (0, layout.full_numel) if self.rank is None else layout.shard_range(self.rank)
+
+    def own_part(self, full: Tensor) -> Tensor:
+        """Return what of the full weights [W*S] this rank keeps: [S], or all of it."""
+        return full[slice(*self.own_range(self.layout))]
+
+    def unbind(self) -> None:
+        """Let the module's parameters be placeholders: the shape of the parameter, the memory of one NaN."""
+        if self.placeholder is None:
+            self.placeholder = _placeholder(self.compute, self.local.device)
+        for slot, param in zip(self.layout.slots, self.params, strict=True):
+            place(param, self.placeholder.expand(slot.shape))
+            empty(param)
+
+    def views(self, full: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+        """Return the module's parameters, each with its view of a full buffer [W*S]."""
+        slots = self.layout.slots
+        return [(p, full[s.start : s.stop].view(s.shape)) for s, p in zip(slots, self.params, strict=True)]
+
+    def shard_views(self, local: Tensor) -> list[Tensor]:
+        """Cut something laid out like `local` into what belongs to each shard."""
+        return _cut_all(local, self.layout, self.own_range(self.layout))
+
+    def part_of(self, row: int, tensor: Tensor) -> Tensor:
+        """Cut a tensor like the parameter of a slot into what belongs to its shard."""
+        first, stop = self.range_of(row)
+        return tensor.reshape(-1)[first:stop].view(self.shards[row].shape)
+
+    def range_of(self, row: int) -> tuple[int, int]:
+        """Return which elements of the parameter of a slot this rank keeps, 0 to 0 if none."""
+        slot, own = self.layout.slots[row], self.own_range(self.layout)
+        first, stop = slot.within(*own)
+        return (own[0] + first - slot.start, own[0] + stop - slot.start) if first < stop else (0, 0)
+
+    def gradient_views(self, mean: Tensor) -> list[Tensor]:
+        """Cut a gradient shard into what belongs to each shard that has a gradient, in the order of `rows`."""
+        return [mark_padded(view) for view in _cut_all(mean, self.gradients, self.own_range(self.gradients))]
+
+
+def _cut_all(local: Tensor, layout: Layout, own: tuple[int, int]) -> list[Tensor]:
+    return [_cut(local, slot, *slot.within(*own)) for slot in layout.slots]
+
+
+def _cut(local: Tensor, slot: Slot, first: int, stop: int) -> Tensor:
+    """Return elements `[first, stop)`: in the original shape if that is the whole slot, else as `[k, 1, ...]`.
+
+    The number of dimensions stays, so that rules like "no weight decay where `ndim < 2`" still work.
+    """
+    part = local[first:stop]
+    if stop - first == slot.numel:
+        return part.view(slot.shape)
+    return part.view(stop - first, *[1] * (len(slot.shape) - 1))
+
+
+@dataclass(eq=False)
+class Unit:
+    """What is gathered together. `holds` counts those who need the full weights; they stay while it is not 0."""
+
+    index: int
+    name: str
+    flats: Sequence[Flat]
+    is_root: bool = False
+    """Whether it holds what no other unit does, so that its gradients come first and last."""
+
+    resident: bool = False
+    """Never evicted for the sake of another unit: the root, whose parameters are used all through a pass, and units
+    that are to stay gathered until their backward."""
+
+    phase: Weights = Weights.SHARDED
+    holds: int = 0
+    buffer: Buffer | None = None
+    flight: Flight | None = None
+    gathered_version: int = -1
+    stale: bool = False
+    """Whether the full weights may have been written to, so that the next use must gather anew."""
+
+    stepped: set[Flat] = field(default_factory=set)
+    """The flats that were stepped in the backward that is running: from now on only a buffer has what they were."""
+
+    lost: set[Flat] = field(default_factory=set)
+    """Those of them of which no buffer has that any more."""
+
+    touched: bool = False
+    """Whether somebody was given the memory of full weights, `.data`, past all counters of changes."""
+
+    gathers: int = 0
+    escapes: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)
+    """Buffers of this unit that somebody else views."""
+
+    nbytes: int = field(init=False)
+    """Of a buffer for the full weights."""
+
+    derived: bool = field(init=False)
+    """Whether the full weights have to be made from the shards: they are not the same memory."""
+
+    copied: bool = field(init=False)
+    """Whether some full weights are other memory than the shards."""
+
+    def __post_init__(self) -> None:
+        self._params = tuple(param for flat in self.flats for param in flat.params)
+        self.derived = any(not (flat.in_place and flat.rank is None) for flat in self.flats)
+        self.copied = any(not flat.in_place for flat in self.flats)
+        lengths = (round_up(_full_nbytes(flat), _FLAT_ALIGN) for flat in self.flats)
+        *self._starts, self.nbytes = accumulate(lengths, initial=0)
+
+    @property
+    def trainable(self) -> list[Flat]:
+        """The flats that have gradients now."""
+        return [flat for flat in self.flats if flat.rows]
+
+    def move(self, to: Weights) -> None:
+        """Change the phase.
+
+        Raises:
+            PhaseError: the move is illegal.
+        """
+        check_move(self.name, self.phase, to)
+        self.phase = to
+
+    def params(self) -> Sequence[nn.Parameter]:
+        """Return the module's own parameters."""
+        return self._params
+
+    def writes(self) -> int:
+        """Return a number that grows with every write into the full parameters while they are there."""
+        with as_they_are():
+            return sum(map(_version_of, self._params))
+
+    def version(self) -> int:
+        """Return a number that grows with every change of this rank's shards, whoever makes it."""
+        return sum(map(_local_version_of, self.flats))
+
+    def fulls(self) -> list[Tensor]:
+        """Return the memory of the full weights, one tensor [W*S] per flat."""
+        if self.buffer is not None:
+            return self.full_views(self.buffer)
+        fulls = [flat.full for flat in self.flats if flat.full is not None]
+        assert len(fulls) == len(self.flats), "a held unit has memory for its full weights"
+        return fulls
+
+    def full_views(self, buffer: Buffer) -> list[Tensor]:
+        """View a buffer as one full tensor [W*S] per flat."""
+        return [
+            buffer.bytes[start : start + _full_nbytes(flat)].view(flat.compute)
+            for flat, start in zip(self.flats, self._starts, strict=True)
+        ]
+
+    def check_not_lost(self, place: int) -> None:
+        """Check that the full weights at this byte of the buffer are those of before the backward's own steps.
+
+        Raises:
+            RuntimeError: they are not, in the words of PyTorch's own error.
+        """
+        for flat, start in zip(self.flats, self._starts, strict=True) if self.lost else ():
+            if flat in self.lost and start <= place < start + _full_nbytes(flat):
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"AdamW(in_backward=True) has stepped weights of unit {self.name!r} whose gradients were complete, "
+                    "and this backward uses them once more (a use that brings no gradient, as of `weight.detach()`). "
+                    "Use AdamW without in_backward"
+                )
+
+    def bind(self) -> None:
+        """Let the module's parameters be views of the full weights."""
+        for flat, full in zip(self.flats, self.fulls(), strict=True):
+            for param, view in flat.views(full):
+                place(param, view)
+                fill(param)
+
+    def check_memory(self) -> None:
+        """Check that the module's parameters are what they were made: full weights or placeholders.
+
+        Raises:
+            LayoutError: somebody has let a parameter be something else.
+        """
+        with as_they_are():
+            self._check_addresses()
+
+    def _check_addresses(self) -> None:
+        for flat, start in zip(self.flats, self._starts, strict=True):
+            placeholder = None if flat.placeholder is None else flat.placeholder.data_ptr()
+            full = None if flat.full is None else flat.full.data_ptr()
+            lent = None if self.buffer is None else self.buffer.bytes.data_ptr() + start
+            for slot, param in zip(flat.layout.slots, flat.params, strict=True):
+                address = param.data_ptr()
+                home = address - slot.start * flat.compute.itemsize
+                if address != placeholder and home not in (full, lent) and slot.numel:
+                    raise LayoutError(
+                        f"parameter {slot.name!r} was given other memory (`.data = ...`, `.half()`, `.to(...)`), so it "
+                        "is the sharded one no more. Write into it inside `gathered()`, and convert before wrapping"
+                    )
+
+    def unbind(self) -> None:
+        """Let the module's parameters be placeholders."""
+        for flat in self.flats:
+            flat.unbind()
+
+    def outdate(self) -> None:
+        """Let autograd's own in-place check find parameters that were saved as they were."""
+        torch.autograd.graph.increment_version(self.params())
+
+
+def _full_nbytes(flat: Flat) -> int:
+    return flat.layout.full_numel * flat.compute.itemsize
+
+
+def _placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)

@@ -1,0 +1,20 @@
+"""What is measured: events, bytes by purpose, time, and live tensors.
+
+In: reports of the other rooms. Out: what `model.trace`, `memory()` and `traffic()` show. Read `ledger.py` first.
+"""
+
+from shardlite.telemetry.clock import Clock
+from shardlite.telemetry.ledger import Held, Ledger, format_bytes, not_on, process_memory
+from shardlite.telemetry.meter import Meter
+from shardlite.telemetry.trace import Trace
+
+__all__ = [
+    "Clock",
+    "format_bytes",
+    "Held",
+    "Ledger",
+    "Meter",
+    "not_on",
+    "process_memory",
+    "Trace",
+]

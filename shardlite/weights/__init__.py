@@ -1,0 +1,25 @@
+"""Full weights while a module needs them (stage 3).
+
+In: units, and who holds them. Out: the module's parameters as views of gathered buffers, or placeholders. Gathers run in
+one order on all ranks, whatever branches each of them takes. Read `unshard.py` first.
+"""
+
+from shardlite.weights.all_gather import Gathering
+from shardlite.weights.resident import Unsharded
+from shardlite.weights.saved_tensors import Call, Calls, pop_hooks, push_hooks
+from shardlite.weights.unshard import Gatherer
+from shardlite.weights.writeback import differs, places, take_over, take_over_all
+
+__all__ = [
+    "Call",
+    "Calls",
+    "differs",
+    "Gatherer",
+    "Gathering",
+    "places",
+    "pop_hooks",
+    "push_hooks",
+    "take_over",
+    "take_over_all",
+    "Unsharded",
+]

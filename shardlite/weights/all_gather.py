@@ -1,0 +1,171 @@
+"""Filling: a unit's full weights are made of the shards of all ranks.
+
+    shard [S] -> what is sent for it -> all-gather -> full weights [W*S]
+
+`payload.py` says what is sent. Where the shard is a part of the full weights there is nothing to make, and on one rank
+nothing to gather.
+
+Legend: `W` ranks, `S` elements per shard.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+from shardlite.comm import Flight, Lane, Shared, all_gather
+from shardlite.params import Flat, Unit, Weights
+from shardlite.weights.payload import pack, place_own, unpack
+
+_AS_IT_IS = nullcontext()
+
+
+class Gathering(Protocol):
+    """Who sees to it that full weights are there when they are used: `Gatherer` lends them, `Unsharded` keeps them."""
+
+    def hold(self, unit: Unit) -> None:
+        """Make the unit's full weights readable until `release`; holds count. Within a pass."""
+
+    def release(self, unit: Unit) -> None:
+        """End one hold."""
+
+    def forget(self, units: Sequence[Unit]) -> None:
+        """Let the next hold of each gather anew, because the full weights may have been written to."""
+
+    def expire(self) -> None:
+        """Take note that shards have changed."""
+
+    def begin_pass(self, kind: str) -> None:
+        """Start a forward pass; those of one kind are expected to need the same units."""
+
+    def begin_backward(self, *, final: bool) -> None:
+        """Start the pass of a backward; a `final` one is followed by a step, after which all weights are stale."""
+
+    def stop_prefetching(self) -> None:
+        """Gather nothing ahead in the rest of the pass in progress, and keep one idle unit at most."""
+
+    def end_pass(self) -> None:
+        """End the pass in progress, if there is one: this rank needs no more weights in it."""
+
+    def inside_pass(self, kind: str) -> AbstractContextManager[None]:
+        """Hold units in the pass in progress or, if there is none, in one of its own."""
+
+    def after_backward(self, *, final: bool) -> None:
+        """Drop what a backward leaves that is of no more use."""
+
+    def settle(self) -> None:
+        """Wait until no other rank needs this rank's part of the weights of now."""
+
+
+class Filler:
+    """Runs all-gathers, one after the other on a lane of their own."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self.during = ""
+        """The pass in progress, in the words of an error."""
+
+        self._lane: Lane | None = None  # made when needed: where weights never change hands it never is
+
+    def submit(self, gathers: Callable[[], None]) -> Flight:
+        """Run `gathers` on the lane."""
+        self._lane = self._lane or self._shared.lane("gather")
+        progress = self._shared.progress
+        progress.asks()
+
+        def serve() -> None:
+            try:
+                gathers()
+            finally:
+                progress.served()
+
+        return self._lane.submit(serve)
+
+    def filling(self, unit: Unit) -> Callable[[], None]:
+        """Return what the lane has to do so that the unit's memory has its weights of now."""
+        jobs = deque(
+            partial(self._fill, unit, i, flat, full)
+            for i, (flat, full) in enumerate(zip(unit.flats, unit.fulls(), strict=True))
+        )
+
+        def go_round() -> None:
+            unit.gathers += 1
+            while jobs:  # emptied, so that nothing of ours views the memory once the flight is over
+                jobs.popleft()()
+
+        self._shared.trace.emit("gather", unit.name)
+        unit.gathered_version, unit.stale = unit.version(), False
+        unit.move(Weights.GATHERING)
+        return go_round
+
+    def take_part(self, unit: Unit) -> None:
+        """Gather a unit for the sake of other ranks, on the lane: what comes is dropped."""
+        unit.gathers += 1
+        self._shared.trace.emit("take part", unit.name)
+        for i, flat in enumerate(unit.flats):
+            if flat.quantized:
+                self._gather(unit, i, self._packed(flat), "take part")
+            else:
+                full = self._shared.empty(flat.layout.full_numel, flat.compute)
+                self._shared.ledger.track("gather buffers", full)
+                place_own(flat, full)
+                self._gather(unit, i, full, "take part")
+
+    def _fill(self, unit: Unit, i: int, flat: Flat, full: Tensor) -> None:
+        """Gather one flat [W*S], if it is gathered: every rank may have all of it."""
+        if flat.quantized:
+            wire = self._packed(flat)
+            self._gather(unit, i, wire, "gather")
+            unpack(flat, wire, full)
+        else:
+            place_own(flat, full)
+            if flat.rank is not None and self._shared.transport.world_size > 1:
+                self._gather(unit, i, full, "gather")
+
+    def _packed(self, flat: Flat) -> Tensor:
+        """Return the wire of a flat, to be gathered."""
+        wire = pack(flat, self._shared.empty)
+        self._shared.ledger.track("staging", wire)
+        return wire
+
+    def _gather(self, unit: Unit, i: int, whole: Tensor, purpose: str) -> None:
+        """All-gather what stands for a flat."""
+        operation = self._shared.operation(
+            f"all-gather of unit {unit.name!r}, flat {i}", unit.gathers, during=self.during
+        )
+        transport = self._shared.traffic.counted(self._shared.transport, purpose, unit.name)
+        self._shared.progress.joins()
+        with self._shared.traffic.running(purpose, unit.name):
+            all_gather(whole, transport, operation=operation)
+
+    def finish(self, unit: Unit) -> None:
+        """Wait for the weights."""
+        if unit.flight is not None:
+            self._shared.trace.emit("wait", unit.name)
+            with self._shared.traffic.waiting("gather", unit.name):
+                unit.flight.wait(self._shared.progress.tell)
+            unit.flight = None
+
+
+def is_fresh(unit: Unit) -> bool:
+    """Whether the full weights are there, or on their way, and are those of now."""
+    return unit.phase is not Weights.SHARDED and unit.gathered_version == unit.version() and not unit.stale
+
+
+def unseen_by_checkpoints() -> AbstractContextManager[object]:
+    """Hide what a gather computes from selective checkpointing, which would replay it as a part of the forward."""
+    modes = _get_current_dispatch_mode_stack()
+    if any(isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode) for mode in modes):
+        return _disable_current_modes()
+    return _AS_IT_IS
+
+
+def outside_inference() -> AbstractContextManager[object]:
+    """Leave `inference_mode`: what was born in it could never be saved for a backward."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS

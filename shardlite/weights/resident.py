@@ -1,0 +1,130 @@
+"""Unsharded parameters (stages 0 to 2): full weights have memory of their own, and are made anew after a step.
+
+    FULL, used -> IDLE -> [step] -> SHARDED, placeholders -> [gather] -> FULL
+
+After a step each rank has new weights in its own shard only. The next pass starts all gathers at once, in the order of
+registration and whatever it is going to use, and each unit waits for its own: so they run beside the computation, and
+ranks whose forwards take different branches still do the same. Where every rank steps everything (stage 0) nothing is
+ever gathered, and nothing but a cast from the master weights, if they have another dtype, is ever due.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from shardlite.comm import Shared
+from shardlite.errors import PhaseError
+from shardlite.params import Unit, Weights
+from shardlite.weights.all_gather import Filler, is_fresh, outside_inference, unseen_by_checkpoints
+from shardlite.weights.writeback import take_over_all
+
+
+class Unsharded:
+    """Keeps the full weights of one wrapped model; the counterpart of `Gatherer`, which lends them."""
+
+    def __init__(self, units: Sequence[Unit], shared: Shared) -> None:
+        self._units = [unit for unit in units if unit.derived]
+        self._filler = Filler(shared)
+        self._trace = shared.trace
+        self._left: dict[Unit, int] = {}  # how often copies of shards were written to when their last hold ended
+
+    def hold(self, unit: Unit) -> None:
+        """Make the unit's full weights readable until `release`; holds count."""
+        if unit.derived and unit.holds == 0:
+            # Inside a `torch.func` transform the new views would be of its kind, and outlive it.
+            self._take_over(unit)
+            with unseen_by_checkpoints(), torch._C._DisableFuncTorch():
+                self._request(unit)
+                self._land(unit)
+        elif unit.derived and not is_fresh(unit):
+            raise PhaseError(
+                f"unit {unit.name!r}: its shards were changed while its full weights were in use (a step inside "
+                "`gathered()`, say), so these are a mixture of old and new ones. Step outside"
+            )
+        unit.holds += 1
+
+    def release(self, unit: Unit) -> None:
+        """End one hold."""
+        unit.holds -= 1
+        if unit.derived and unit.holds == 0:
+            self._trace.emit("release", unit.name)
+            self._rest(unit)
+
+    def begin_pass(self, kind: str) -> None:
+        """Start all gathers that are due."""
+        del kind  # all passes need all units
+        for unit in self._units:
+            if unit.holds == 0:
+                self._request(unit)
+
+    def begin_backward(self, *, final: bool) -> None:
+        """Nothing: a backward finds the weights of its forward."""
+
+    def stop_prefetching(self) -> None:
+        """Nothing: nothing is gathered in a backward."""
+
+    def end_pass(self) -> None:
+        """Nothing: all gathers were started when it began."""
+
+    def inside_pass(self, kind: str) -> AbstractContextManager[None]:
+        """Nothing: every rank gathers every unit."""
+        return nullcontext()
+
+    def after_backward(self, *, final: bool) -> None:
+        """Nothing: the weights stay."""
+
+    def settle(self) -> None:
+        """Finish all gathers, also of what no forward has used: other ranks may be waiting for their part."""
+        for unit in self._units:
+            if unit.phase is Weights.GATHERING:
+                self._land(unit)
+                self._rest(unit)
+            self._take_over(unit)
+
+    def forget(self, units: Sequence[Unit]) -> None:
+        """Let the next hold of each gather anew, because the full weights may have been written to."""
+        for unit in units:
+            unit.stale = True
+        self.expire()
+
+    def expire(self) -> None:
+        """Let parameters whose shards have changed read as NaN until they are gathered, instead of as a mixture."""
+        for unit in self._units:
+            self._expire(unit)
+
+    def _rest(self, unit: Unit) -> None:
+        unit.move(Weights.IDLE)
+        if unit.copied:
+            self._left[unit] = unit.writes()
+
+    def _take_over(self, unit: Unit) -> None:
+        """Let shards be what was written into their copies since the last hold, by every rank alike."""
+        if unit.copied and unit.phase is Weights.IDLE and unit.writes() != self._left.get(unit):
+            take_over_all(unit)
+            self._left[unit] = unit.writes()
+
+    @staticmethod
+    def _expire(unit: Unit) -> None:
+        if unit.phase is Weights.IDLE and not is_fresh(unit):
+            with outside_inference():
+                unit.unbind()
+            unit.outdate()  # what autograd has saved would read as NaN
+            unit.move(Weights.SHARDED)
+
+    def _request(self, unit: Unit) -> None:
+        if is_fresh(unit):
+            return
+        if unit.phase is Weights.GATHERING:  # the weights were changed once more
+            self._land(unit)
+            self._rest(unit)
+        self._expire(unit)
+        with outside_inference(), torch.no_grad():
+            unit.flight = self._filler.submit(self._filler.filling(unit))
+
+    def _land(self, unit: Unit) -> None:
+        if unit.phase is Weights.GATHERING:
+            self._filler.finish(unit)
+            with outside_inference():
+                unit.bind()
+        unit.move(Weights.FULL)

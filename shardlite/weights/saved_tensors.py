@@ -1,0 +1,282 @@
+"""Handles: what the autograd graph holds in place of a gathered weight.
+
+A view of a full buffer must not be saved for backward, for the buffer will be another unit's by then. Saved-tensor
+hooks replace it by a `Handle`, a promise that the same view can be had again. The handles of one forward call of a unit
+belong to a `Call`:
+
+    forward   pack: view -> Handle(call, size, stride, offset)
+    backward  unpack: Handle -> the call holds its unit (which gathers it, if need be) -> view
+              autograd drops the handle with its node; with the last handle the call lets its unit go
+
+So a unit is released when the last weight was used, which is neither when its gradients are complete (with frozen
+weights they are complete too early) nor when its backward ran once (it may have been called twice). A compiled function
+drops its handles before it computes with the views; where one is still looked at, the release waits for the next hold.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlite.params import Unit, is_plain, storage_key
+from shardlite.weights.all_gather import outside_inference
+from shardlite.weights.unshard import Gatherer
+
+Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""A pair of saved-tensor hooks, (pack, unpack)."""
+
+
+class Call:
+    """One forward call of a unit, as seen by backward."""
+
+    __slots__ = ("calls", "handles", "held", "unit", "version")
+
+    def __init__(self, unit: Unit, calls: "Calls") -> None:
+        self.unit = unit
+        self.calls = calls
+        self.version = unit.gathered_version
+        self.handles = 0
+        self.held = False
+
+    def hold(self) -> None:
+        """Hold the unit until the last handle is gone or the backward ends.
+
+        Raises:
+            RuntimeError: the weights have changed since the forward, in the words of PyTorch's own error.
+        """
+        if not self.held:
+            self.check_version()
+            self.calls.settle()
+            self.calls.gatherer.hold(self.unit)
+            self.held = True
+            self.calls.holding.append(self)
+
+    def check_version(self) -> None:
+        """Raise if a step, or anything else, has changed the weights since the forward."""
+        now = self.unit.version()
+        if now != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"weights of unit {self.unit.name!r} are at version {now}; expected version {self.version} instead. "
+                "Was the optimizer stepped, or were weights loaded, between this forward and its backward?"
+            )
+
+    def release(self) -> None:
+        """End the hold."""
+        if self.held:
+            self.held = False
+            self.calls.gatherer.release(self.unit)
+
+    def forget_handle(self) -> None:
+        """Note that autograd has dropped a handle."""
+        self.handles -= 1
+        if self.handles == 0:
+            self.calls.live[self.unit].remove(self)
+            if self.held and _is_viewed(self.unit):
+                self.calls.lingering.append(self)
+            else:
+                self.release()
+
+
+class Handle:
+    """A promise of one view of a unit's full weights."""
+
+    __slots__ = ("call", "dtype", "offset", "size", "stride")
+
+    def __init__(self, call: Call, view: Tensor) -> None:
+        self.size = view.size()
+        self.stride = view.stride()
+        self.offset = view.storage_offset()
+        self.dtype = view.dtype
+        self.call = call
+        if call.handles == 0:
+            call.calls.live[call.unit].append(call)
+        call.handles += 1
+
+    def __del__(self) -> None:
+        self.call.forget_handle()
+
+    def view(self) -> Tensor:
+        """Return the view, of weights gathered again if need be.
+
+        Raises:
+            RuntimeError: the weights have changed since the forward.
+        """
+        self.call.calls.on_use()
+        self.call.hold()
+        self.call.unit.check_not_lost(int(self.offset) * self.dtype.itemsize)
+        if torch.is_grad_enabled():
+            # `create_graph=True`: this node is recorded too, and what it saves must be handles again. No pop is due:
+            # the engine restores its thread's state, of which the hooks are part, after every node.
+            push_hooks(self.call.calls)
+        return self._of_buffer()
+
+    def copy(self) -> Tensor:
+        """Return the view's values, for somebody who looks at the graph outside a backward: every rank must look."""
+        self.call.check_version()
+        gatherer = self.call.calls.gatherer
+        with gatherer.inside_pass(f"a look at unit {self.call.unit.name!r}"):
+            gatherer.hold(self.call.unit)
+        try:
+            return self._of_buffer().clone()
+        finally:
+            gatherer.release(self.call.unit)
+
+    def _of_buffer(self) -> Tensor:
+        buffer = self.call.unit.buffer
+        assert buffer is not None, "a held unit has a buffer"
+        with outside_inference():
+            view = torch.empty(0, dtype=self.dtype, device=buffer.bytes.device)
+            return view.set_(buffer.bytes.untyped_storage(), self.offset, self.size, self.stride)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Any other saved tensor, with the version that it must still have in backward.
+
+    Hooks switch PyTorch's own check off. The tensor is detached: packing the tensor itself would tie the graph to
+    itself, and it would never be freed.
+    """
+
+    tensor: Tensor
+    version: int
+
+    def checked(self) -> Tensor:
+        """Return the tensor.
+
+        Raises:
+            RuntimeError: it was modified in place since it was saved, in the words of PyTorch's own error.
+        """
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {self.tensor._version}; "
+                f"expected version {self.version} instead"
+            )
+        return self.tensor
+
+
+class Calls:
+    """All calls of one wrapped model, and the hooks that make handles of weights."""
+
+    def __init__(self, gatherer: Gatherer, units: list[Unit]) -> None:
+        self.gatherer = gatherer
+        self.on_use: Callable[[], None] = _nothing
+        """What is to happen before a handle is used in a backward."""
+
+        self._sizes = {unit.nbytes for unit in units}
+        self.live: dict[Unit, list[Call]] = {unit: [] for unit in units}
+        """Calls with handles, oldest first."""
+
+        self.holding: list[Call] = []
+        """Calls that this backward has made hold their units."""
+
+        self.lingering: list[Call] = []
+        """Those of them whose handles are gone, while somebody still looked at the weights."""
+
+        self.current: dict[Unit, Call] = {}
+        """The calls whose forward is running."""
+
+    def expect_backward(self, call: Call) -> None:
+        """Keep a unit that was recomputed inside a backward until the nodes that asked for it have run.
+
+        Those are the nodes of this call or, if the recomputed graph is thrown away (non-reentrant checkpointing), those
+        of the last earlier call: last forward, first backward.
+        """
+        if call.handles:
+            call.hold()
+        earlier = [each for each in self.live[call.unit] if each is not call]
+        if earlier:
+            earlier[-1].hold()
+
+    def settle(self) -> None:
+        """End the holds that waited for somebody to look away. To be called before another unit is held."""
+        lingering, self.lingering = self.lingering, []
+        for call in lingering:
+            call.release()
+
+    def end_backward(self) -> None:
+        """End the holds of handles that outlive the backward (`retain_graph=True`, or it died)."""
+        for call in self.holding:
+            call.release()
+        self.holding.clear()
+        self.lingering.clear()
+
+    def owner(self, tensor: Tensor) -> Unit | None:
+        """Return the unit whose full weights `tensor` views, if any."""
+        return self.gatherer.owner(tensor) if _has_storage(tensor) else None
+
+    def has_given_up(self, tensor: Tensor) -> bool:
+        """Whether `tensor` views a buffer that was given up since somebody kept a view of it: weights all the same."""
+        if not _has_storage(tensor) or tensor.untyped_storage().nbytes() not in self._sizes:
+            return False
+        kept = (each() for unit in self.live for each in unit.escapes)
+        return any(each is not None and each._cdata == storage_key(tensor) for each in kept)
+
+    def call_of(self, unit: Unit) -> Call:
+        """Return the call that a view saved now belongs to; a view saved outside any forward is a call of its own."""
+        return self.current.get(unit) or Call(unit, self)
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    """Whether there is a storage to look at: sparse tensors and many subclasses have none. Our weights are neither."""
+    return is_plain(tensor) and tensor.layout is torch.strided
+
+
+def _is_viewed(unit: Unit) -> bool:
+    """Whether anything but the module's own parameters views the full weights, and a release would let them go."""
+    assert unit.buffer is not None, "a held unit has a buffer"
+    params = sum(len(flat.params) for flat in unit.flats)
+    return unit.holds == 1 and torch._C._storage_Use_Count(unit.buffer.key) > unit.buffer._own_uses + params
+
+
+class SavedTensorHooks:
+    """Saved-tensor hooks that take our weights, and leave every other tensor to the hooks in force before.
+
+    The latter must get the same tensors whenever a forward is run: checkpoints count what is saved in a recomputation.
+    So even a weight that somebody has kept is not for them.
+    """
+
+    def __init__(self, calls: Calls) -> None:
+        self.calls = calls
+        self._outer: Pair | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Return what the graph keeps instead of `tensor`."""
+        unit = self.calls.owner(tensor)
+        if unit is not None:
+            return Handle(self.calls.call_of(unit), tensor)
+        if self._outer is not None and not self.calls.has_given_up(tensor):
+            return self._outer[0](tensor)
+        return Kept(tensor.detach(), tensor._version)
+
+    def unpack(self, packed: Any) -> Tensor:
+        """Return what was packed."""
+        if isinstance(packed, Handle):
+            return packed.view() if torch._C._current_graph_task_id() != -1 else packed.copy()
+        if isinstance(packed, Kept):
+            return packed.checked()
+        assert self._outer is not None
+        return self._outer[1](packed)
+
+
+def push_hooks(calls: Calls) -> bool:
+    """Put our saved-tensor hooks innermost, unless they are; return whether `pop_hooks` is due."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    innermost = getattr(top[0], "__self__", None) if top is not None else None
+    if isinstance(innermost, SavedTensorHooks) and innermost.calls is calls:
+        return False
+    ours = SavedTensorHooks(calls)
+    torch._C._autograd._push_saved_tensors_default_hooks(ours.pack, ours.unpack)
+    return True
+
+
+def pop_hooks() -> None:
+    """Undo a `push_hooks` that returned true."""
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,262 @@
+"""Gathering (stage 3): who needs a unit's full weights holds it, and releases it after use.
+
+    hold -> [gather] -> FULL, used -> release -> IDLE -> hold again: nothing to do
+                                              -> evicted: the buffer serves another unit
+
+Buffers are a cache. An idle unit keeps its buffer until another unit needs it, and a model of any depth runs through
+`1 + prefetch` of them, besides the root's; more where more units are held at once. Each rank decides for itself what it
+needs to gather and what it keeps; `Passes` sees to it that all gather the same, in one order.
+
+Legend: `W` ranks, `S` elements per shard; a full buffer has `W*S` elements per flat.
+"""
+
+import warnings
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from operator import attrgetter
+
+import torch
+from torch import Tensor
+
+from shardlite.comm import Shared
+from shardlite.config import poison_evicted_buffers
+from shardlite.errors import EscapedViewWarning
+from shardlite.params import Buffer, Unit, Weights, storage_key
+from shardlite.weights.all_gather import is_fresh, outside_inference, unseen_by_checkpoints
+from shardlite.weights.coordination import Passes
+from shardlite.weights.prefetch import Order
+
+_is_resident = attrgetter("resident")
+
+
+class Gatherer:
+    """Gathers the units of one wrapped model, and knows which buffer belongs to which unit."""
+
+    def __init__(self, units: Sequence[Unit], shared: Shared, *, prefetch: int) -> None:
+        self.order = Order()
+        self._passes = Passes(units, shared)
+        self._backwards = 0
+        self._units = units
+        self._empty = shared.empty
+        self._trim = shared.trim
+        self._trace = shared.trace
+        self._ledger = shared.ledger
+        self._prefetch = prefetch
+        self._ahead = prefetch  # in the pass in progress
+        self._poison = poison_evicted_buffers()
+        self._owners: dict[int, Unit] = {}  # by storage key
+        self._idle: dict[Unit, None] = {}  # least recently used first
+        self._warned = False
+
+    def owner(self, tensor: Tensor) -> Unit | None:
+        """Return the unit whose full buffer `tensor` views, if any."""
+        return self._owners.get(storage_key(tensor))
+
+    def hold(self, unit: Unit) -> None:
+        """Make the unit's full weights readable until `release`; holds count. Within a pass.
+
+        Raises:
+            CommError: a peer failed, is late, or does something else.
+        """
+        if unit.holds == 0:
+            with unseen_by_checkpoints():
+                self._request(unit)
+                self._idle.pop(unit, None)
+                self._passes.need(unit)
+                self.order.need(unit.index)
+                self._prefetch_next()
+                self._land(unit)
+        unit.holds += 1
+
+    def release(self, unit: Unit) -> None:
+        """End one hold. After the last one the unit is idle, and may be evicted."""
+        unit.holds -= 1
+        if unit.holds == 0:
+            self._trace.emit("release", unit.name)
+            with unseen_by_checkpoints():
+                self._let_idle(unit)
+                self._keep_idle(unit)
+
+    def begin_pass(self, kind: str) -> None:
+        """Start a forward pass; those of one kind are expected to need the same units."""
+        self._backwards = 0
+        self._begin(kind)
+
+    def begin_backward(self, *, final: bool) -> None:
+        """Start the pass of a backward; a `final` one is followed by a step, after which all weights are stale.
+
+        Several in a row (a graph that is retained) are of different kinds.
+        """
+        self._backwards += 1
+        kind = f"backward {self._backwards}{' before a step' if final else ''}"
+        self._begin(kind, backwards=True, final=final)
+
+    def _begin(self, kind: str, *, backwards: bool = False, final: bool = False) -> None:
+        if all(unit.holds for unit in self._units):
+            return  # inside `gathered()`: nothing is to be gathered, and ranks may run as many passes as they like
+        self._ahead = self._prefetch
+        self._passes.begin(kind, backwards=backwards)
+        self.finish_prefetched()
+        self.order.begin(kind, final=final)
+
+    def end_pass(self) -> None:
+        """End the pass in progress, if there is one: this rank needs no more weights in it."""
+        self._passes.end()
+
+    def inside_pass(self, kind: str) -> AbstractContextManager[None]:
+        """Hold units in the pass in progress or, if there is none, in one of its own."""
+        return self._passes.inside(kind)
+
+    def settle(self) -> None:
+        """Wait until no other rank needs this rank's part of the weights of now."""
+        self._passes.settle()
+
+    def after_backward(self, *, final: bool) -> None:
+        """Drop what is of no more use. After a final one no rank keeps anything, whatever each has needed in it."""
+        self.order.end()
+        if final:
+            for unit in list(self._idle):
+                self._evict(unit)
+
+    def forget(self, units: Sequence[Unit]) -> None:
+        """Let the next hold of each gather anew, because the full weights may have been written to."""
+        for unit in units:
+            unit.stale = True
+
+    def expire(self) -> None:
+        """Nothing: idle parameters are placeholders anyway, and a hold finds that their weights have changed."""
+
+    def stop_prefetching(self) -> None:
+        """Gather nothing ahead in the rest of the pass in progress, and keep one idle unit at most."""
+        self._ahead = 0
+        while self._held() > 1 and (idle := [unit for unit in self._idle if not unit.resident]):
+            self._evict(idle[0])
+        self._trim(keep=0)
+
+    def finish_prefetched(self) -> None:
+        """Finish what was gathered ahead and never needed, so that it counts as idle."""
+        for unit in self._units:
+            if unit.phase is Weights.GATHERING:
+                self._land(unit)
+                self._let_idle(unit)
+                self._keep_idle(unit)
+
+    def _prefetch_next(self) -> None:
+        """Start the gathers that the recorded order expects next, as far as buffers allow without pushing out users."""
+        upcoming = [self._units[index] for index in self.order.upcoming(self._ahead)]
+        for unit in upcoming:  # those that are there already are to be evicted last
+            if unit in self._idle:
+                del self._idle[unit]
+                self._idle[unit] = None
+        for unit in upcoming:
+            spare = self._held() <= self._ahead or self._victim(unit) not in [None, *upcoming]
+            if not is_fresh(unit) and not self._passes.comes_next(unit):
+                break  # the other ranks gather something else first, or nothing yet
+            if unit.holds == 0 and (unit.buffer is not None or spare):
+                self._request(unit)
+
+    def _request(self, unit: Unit) -> None:
+        """Start gathering `unit`, unless its weights are there, or on their way, and are those of now."""
+        if is_fresh(unit):
+            return
+        if unit.phase is Weights.GATHERING:  # gathered ahead, then the weights were changed
+            self._land(unit)
+            self._let_idle(unit)
+        with outside_inference(), torch.no_grad():
+            buffer = self._buffer_for(unit)
+            self._owners[buffer.key] = unit
+            unit.buffer, unit.lost = buffer, set(unit.stepped)
+            self._passes.gather(unit)
+
+    def _land(self, unit: Unit) -> None:
+        """Wait for the weights, and let the module's parameters be views of them."""
+        self._passes.wait(unit)
+        with outside_inference():
+            unit.bind()
+        unit.move(Weights.FULL)
+
+    def _let_idle(self, unit: Unit) -> None:
+        """Let the parameters be placeholders again; the buffer stays."""
+        assert unit.buffer is not None
+        with outside_inference():
+            unit.unbind()
+        if unit.buffer.escaped():
+            unit.escapes.append(weakref.ref(unit.buffer.bytes.untyped_storage()))
+        self._outdate(unit)
+        unit.move(Weights.IDLE)
+
+    def _keep_idle(self, unit: Unit) -> None:
+        """Keep an idle unit's weights for the next use, if there is room, and a next use before they change."""
+        self._idle[unit] = None
+        self._drop_if_done(unit)
+        if self._held() > 1 + self._ahead and (victim := self._victim(unit)):
+            self._evict(victim)
+
+    def _drop_if_done(self, unit: Unit) -> None:
+        """Free an idle unit's buffer early if this backward is expected to have no more use for it."""
+        if self.order.is_last_use(unit.index) and (unit.resident or not self._buffers_are_awaited()):
+            self._evict(unit)
+
+    def _buffers_are_awaited(self) -> bool:
+        """Whether the pass will need units that have no buffer yet, and so can use an idle one's."""
+        return any(self._units[index].buffer is None for index in self.order.rest())
+
+    def _held(self) -> int:
+        return len(self._owners) - list(map(_is_resident, self._owners.values())).count(True)
+
+    def _victim(self, unit: Unit) -> Unit | None:
+        """Choose the idle unit to evict: one of the same size if possible, for its buffer can be used as it is."""
+        candidates = [idle for idle in self._idle if not idle.resident]
+        alike = [idle for idle in candidates if idle.nbytes == unit.nbytes]
+        return next(iter(alike or candidates), None)
+
+    def _buffer_for(self, unit: Unit) -> Buffer:
+        """Find memory: the unit's own stale buffer, an idle unit's, or, while all are in use, new memory."""
+        victim = unit if unit.buffer is not None else None
+        if victim is None and not unit.resident and self._held() >= 1 + self._ahead:
+            victim = self._victim(unit)
+        buffer = self._evict(victim) if victim else None
+        if buffer is None or buffer.bytes.numel() != unit.nbytes:
+            del buffer  # before, not after, there is another one
+            buffer = Buffer(self._empty(unit.nbytes, torch.uint8))
+            self._ledger.track("gather buffers", buffer.bytes)
+        return buffer
+
+    def _evict(self, unit: Unit) -> Buffer | None:
+        """Take an idle unit's buffer away; return it if nobody else looks at it."""
+        assert unit.buffer is not None
+        buffer, unit.buffer = unit.buffer, None
+        self._idle.pop(unit, None)
+        unit.move(Weights.SHARDED)
+        self._trace.emit("evict", unit.name)
+        del self._owners[buffer.key]
+        if buffer.escaped():
+            self._warn(unit)
+            return None
+        if self._poison:
+            buffer.poison()
+        return buffer
+
+    @staticmethod
+    def _outdate(unit: Unit) -> None:
+        """Let autograd's own in-place check find parameters that were saved around our hooks.
+
+        Not while a view of them lives: autograd would take the view for modified, and derive its gradient anew from the
+        strides of the placeholder, in silence. The view itself is right, for it has kept its buffer.
+        """
+        unit.escapes = [each for each in unit.escapes if each() is not None]
+        if not unit.escapes:
+            unit.outdate()
+
+    def _warn(self, unit: Unit) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"unit {unit.name!r}: a view of its gathered weights outlived their use, so the buffer was given up "
+                "instead of reused. Something keeps a weight, or a view of one, outside autograd's saved tensors "
+                "(`ctx.save_for_backward` is fine, an attribute is not). Results are right as long as that view is "
+                "only read; it costs memory, and it does not follow later steps. Reported once.",
+                EscapedViewWarning,
+                stacklevel=2,
+            )
