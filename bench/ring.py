@@ -18,8 +18,8 @@ object (`"bench": "ring"`) for each operation, size and system:
 | `goal`, `reached` | the `speedup` that we want, and whether it is so |
 | `load` | how many threads on this machine wanted to run in the minute before the size was measured |
 
-and two (`"bench": "ring-fit"`) for each transport, with the link (`shardlite.comm.cost_model`) that explains best its times under
-`key`, and by how much it is off. `python -m bench.ring_table` prints the tables again.
+and two (`"bench": "ring-fit"`) for each transport, with the link (`shardlite.comm.cost_model`) that explains its times
+best under `key`, and by how much it is off. `python -m bench.ring_table` prints the tables again.
 """
 
 from __future__ import annotations

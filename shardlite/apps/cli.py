@@ -223,14 +223,14 @@ def _verify_gpt(settings: Settings, compute: str | None, reduce: str) -> int:
 def _ring(parser: ArgumentParser, options: Namespace) -> int:
     """Print the picture of a schedule, and paint it if a file is named."""
     from shardlite.apps.ring_picture import text
-    from shardlite.comm import all_gather, reduce_scatter
+    from shardlite.comm import schedule as schedules
 
     if not 1 <= options.ranks <= _MOST_RANKS:
         parser.error(f"--ranks is {options.ranks}; pictures are made for 1 to {_MOST_RANKS} ranks")
     if options.algorithm == "hierarchical" and options.node is None:
         parser.error(f"--algorithm hierarchical needs --node: ranks per node, a divisor of {options.ranks}")
     node = 1 if options.node is None else options.node
-    make = all_gather if options.operation == "all-gather" else reduce_scatter
+    make = schedules.all_gather if options.operation == "all-gather" else schedules.reduce_scatter
     try:
         schedule = make(options.algorithm, options.ranks, node=node)
         if options.png is not None:

@@ -11,7 +11,8 @@ from functools import reduce
 from itertools import chain
 from textwrap import wrap
 
-from shardlite.comm import Order, Schedule, Transfer, order_of_addition, reduce_scatter
+from shardlite.comm import Order, Schedule, Transfer, order_of_addition
+from shardlite.comm import schedule as schedules
 
 WIDTH, HEIGHT = 120, 100
 """Columns of a page, and lines of its tables. Where all ranks do not fit, one is shown."""
@@ -251,7 +252,7 @@ def _orders(schedule: Schedule) -> list[str]:
     world_size = schedule.world_size
     pieces = [(k, part) for k in range(world_size) for part in range(schedule.parts)]
     orders = {piece: order_of_addition(schedule, *piece) for piece in pieces}
-    ring = reduce_scatter("ring", world_size)
+    ring = schedules.reduce_scatter("ring", world_size)
     same = all(_bits(order) == _bits(order_of_addition(ring, k)) for (k, _), order in orders.items())
     known = "that of the ring" if same else "not that of the ring: other bits"
     lines = ["", f"order of addition   {known}{': the same bits' if same and schedule.algorithm != 'ring' else ''}"]

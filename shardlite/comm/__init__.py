@@ -5,6 +5,7 @@ ring, with the same bits on every rank. `schedule.py` writes an algorithm out as
 out, `streams.py` runs operations beside the computation. Read `collectives.py` first.
 """
 
+from shardlite.comm import schedule
 from shardlite.comm.collectives import (
     SUMMABLE,
     Operation,
@@ -17,7 +18,7 @@ from shardlite.comm.collectives import (
 from shardlite.comm.consensus import agree, identify
 from shardlite.comm.context import Shared, Steps, share
 from shardlite.comm.control.store import tell
-from shardlite.comm.schedule import Order, Schedule, Transfer, all_gather, order_of_addition, reduce_scatter
+from shardlite.comm.schedule import Order, Schedule, Transfer, order_of_addition
 from shardlite.comm.shm.heap import lazy_zeros
 from shardlite.comm.streams import Flight, Lane, make_lane
 from shardlite.comm.traffic import Sent
@@ -45,6 +46,7 @@ __all__ = [
     "Ranks",
     "reduce_scatter",
     "Schedule",
+    "schedule",
     "Sent",
     "share",
     "Shared",

@@ -1,7 +1,7 @@
 """Where autograd and PyTorch are hooked.
 
-In: forwards, backwards, and what programs do to parameters and optimizers between them. Out: calls of `weights`, `grads`
-and `optim`, in the right order. Read `module_hooks.py` first, then `backward.py`.
+In: forwards, backwards, and what programs do to parameters and optimizers between them. Out: calls of `weights`,
+`grads` and `optim`, in the right order. Read `module_hooks.py` first, then `backward.py`.
 """
 
 from shardlite.engine.backward import Backward, Mode, in_backward

@@ -29,7 +29,7 @@ _PAUSE = 1e-3
 """Seconds between two looks at whether the library is done."""
 
 _OURS = (LIBRARIES[0], f"{Path(shardlite_kernels.__file__).parent}{os.sep}")
-_PROGRAMS = tuple(f"{_OURS[0]}{name}" for name in ("cli.py", "demo", "verification"))
+_PROGRAMS = tuple(f"{_OURS[0]}apps{os.sep}{name}" for name in ("cli.py", "demo", "verify"))
 _PLACES = tuple(f"{sysconfig.get_paths()[name]}{os.sep}" for name in ("purelib", "platlib"))
 _STANDARD = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
 _PYTORCH = LIBRARIES[1]

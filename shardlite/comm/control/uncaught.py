@@ -29,7 +29,7 @@ _leavers: "weakref.WeakSet[Leaver]" = weakref.WeakSet()
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
-LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parent.parent, Path(torch.__file__).parent))
+LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[2], Path(torch.__file__).parent))
 """Where files lie that are not the program's: of this library, and of PyTorch."""
 
 
