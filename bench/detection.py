@@ -35,7 +35,7 @@ from bench.ranks import one_of_them, start_ranks
 from bench.systems import Trainer, build_shardlite
 from bench.table import RESULTS, Row
 from bench.workloads import WORKLOADS, Batch, Workload
-from shardlite.weights.negotiation import END, Round, Talks
+from shardlite.weights.coordination import END, Round, Talks
 
 
 class Clocked:

@@ -21,8 +21,8 @@ from torch import Tensor
 from bench.check import UNIT_ROUNDOFF, ResultError
 from shardlite.comm import collectives
 from shardlite.comm.schedule import IN_RING_ORDER, Algorithm
+from shardlite.comm.traffic import Counted, Tally
 from shardlite.comm.transport.base import Transport
-from shardlite.comm.transport.counted import Counted, Tally
 from shardlite.comm.transport.select import connect
 from shardlite.config import Route, TransportName
 

@@ -332,7 +332,7 @@ def _nothing_ignored() -> Iterator[None]:
 
 
 def _transport(group: dist.ProcessGroup) -> Any:
-    from shardlite.comm.transport.gloo import GroupTransport
+    from shardlite.comm.transport.process_group import GroupTransport
 
     return GroupTransport(group, GLOO_TIMEOUT)
 

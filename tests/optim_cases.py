@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from shardlite.params.arena import mark_padded
+from shardlite.params.layout import mark_padded
 
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 NUMELS = [100, 32, 1, 0, 500, 33]

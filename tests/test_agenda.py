@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from shardlite.weights.agenda import MEMORY, Agenda, merged
+from shardlite.weights.gather_order import MEMORY, Agenda, merged
 
 
 def is_subsequence(short: list[int], long: list[int]) -> bool:

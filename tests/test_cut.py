@@ -6,7 +6,7 @@ import torch
 from shardlite.comm.chunking import CHUNK_BYTES, cut_up
 from shardlite.comm.collectives import reduce_scatter, staging_numel
 from shardlite.comm.cost_model import LINKS, Link, best_chunk, plan_of
-from shardlite.comm.transport.counted import Counted, Tally
+from shardlite.comm.traffic import Counted, Tally
 from tests.cluster import run_local
 
 MIB = 1 << 20

@@ -13,8 +13,7 @@ from torch import nn
 
 from shardlite import AdamW, CommError, ShardLite
 from shardlite.comm.streams import StreamLane, ThreadLane, make_lane
-from shardlite.comm.transport.nccl import NcclTransport
-from shardlite.comm.transport.staged import StagedTransport
+from shardlite.comm.transport.process_group import NcclTransport, StagedTransport
 from tests.patience import seconds
 from tests.sharded import WIDE
 

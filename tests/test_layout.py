@@ -5,11 +5,10 @@ import torch
 from torch import nn
 
 from shardlite import LayoutError
-from shardlite.params.arena import carve, zeros_on
-from shardlite.params.layout import ALIGN, Layout, lay_out
+from shardlite.params.layout import ALIGN, Layout, carve, lay_out, zeros_on
 from shardlite.params.partition import cut
 from shardlite.params.states import Gradients, Weights, check_move
-from shardlite.weights.prefetch import Order
+from shardlite.weights.gather_order import Order
 
 
 def layout(shapes: dict[str, tuple[int, ...]], world_size: int) -> Layout:

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlite import AdamW, Precision, ShardLite
 from shardlite.comm.traffic import NO_UNIT
-from shardlite.weights.agenda import MEMORY
+from shardlite.weights.gather_order import MEMORY
 from tests.models import Residual
 from tests.sharded import WIDE, Pair, Turn, local_parts
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardlite.comm.collectives import all_gather, all_reduce, broadcast, reduce_scatter
-from shardlite.comm.transport.counted import Counted, Tally
+from shardlite.comm.traffic import Counted, Tally
 from tests.cluster import run_local
 from tests.worlds import IN_PROCESS, Batched, run
 

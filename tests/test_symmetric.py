@@ -13,9 +13,8 @@ import torch
 
 from shardlite.comm.transport import symmetric
 from shardlite.comm.transport.base import Message
-from shardlite.comm.transport.nccl import NcclTransport
+from shardlite.comm.transport.process_group import NcclTransport, StagedTransport
 from shardlite.comm.transport.select import connect
-from shardlite.comm.transport.staged import StagedTransport
 from shardlite.comm.transport.symmetric import Piece, SymmetricMemoryTransport, parcels, why_not
 from shardlite.config import Route
 from shardlite.errors import CommError, LayoutError

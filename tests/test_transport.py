@@ -12,14 +12,12 @@ from torch.testing import assert_close
 
 from shardlite.comm.collectives import Operation, all_gather
 from shardlite.comm.control.worker import Worker
+from shardlite.comm.traffic import Counted, Tally
 from shardlite.comm.transport import c10d_work
 from shardlite.comm.transport.base import Message
-from shardlite.comm.transport.counted import Counted, Tally
-from shardlite.comm.transport.gloo import GroupTransport
 from shardlite.comm.transport.in_process import local_world
-from shardlite.comm.transport.nccl import NcclTransport
+from shardlite.comm.transport.process_group import GroupTransport, NcclTransport, StagedTransport
 from shardlite.comm.transport.select import connect
-from shardlite.comm.transport.staged import StagedTransport
 from shardlite.errors import CommError, LayoutError
 from tests.cluster import Cluster, RemoteError, run_local
 from tests.delays import Delayed

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlite import AdamW, Precision, ShardLite
-from shardlite.comm.transport.counted import Counted, Tally
+from shardlite.comm.traffic import Counted, Tally
 from shardlite.params.layout import ARENA_ALIGN, round_up
 from tests.new_objects import looking_at_new_objects
 

@@ -17,9 +17,7 @@ from torch import Tensor
 from shardlite.comm.shm.rendezvous import meet
 from shardlite.comm.shm.transport import SharedMemoryTransport
 from shardlite.comm.transport.base import Around, Message, Pending, Transport
-from shardlite.comm.transport.gloo import GroupTransport
-from shardlite.comm.transport.nccl import NcclTransport
-from shardlite.comm.transport.staged import StagedTransport
+from shardlite.comm.transport.process_group import GroupTransport, NcclTransport, StagedTransport
 from tests.cluster import GLOO_TIMEOUT, Cluster, run_local
 from tests.played_symmetric import run_played
 

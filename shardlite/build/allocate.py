@@ -17,11 +17,8 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from shardlite.params import ShardInfo, carve, zeros_on
-from shardlite.params import Shard
-from shardlite.params import ROOT, UnitPlan, UnitRule, applies
 from shardlite.build.plan import FlatPlan, Plan
-from shardlite.params import Flat, Unit
+from shardlite.params import ROOT, Flat, Shard, ShardInfo, Unit, UnitPlan, UnitRule, applies, carve, zeros_on
 
 
 @dataclass(frozen=True)

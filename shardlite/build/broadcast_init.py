@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from shardlite.build.meta_init import Initialiser, children_first
-from shardlite.params import ROOT, UnitPlan
-from shardlite.comm import broadcast
-from shardlite.comm import Shared
-from shardlite.params import Flat, Unit
+from shardlite.comm import Shared, broadcast
+from shardlite.params import ROOT, Flat, Unit, UnitPlan
 
 
 def spread(

@@ -11,13 +11,11 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from shardlite.build import aliases, validate, meta_init
-from shardlite.comm import agree
-from shardlite.config import QUANTIZABLE, Precision, Route
-from shardlite.params import Layout, lay_out
+from shardlite.build import aliases, meta_init, validate
 from shardlite.build.meta_init import Init
-from shardlite.params import ROOT, UnitPlan, UnitPolicy, UnitRule, applies, cut
-from shardlite.comm import Groups
+from shardlite.comm import Groups, agree
+from shardlite.config import QUANTIZABLE, Precision, Route
+from shardlite.params import ROOT, Layout, UnitPlan, UnitPolicy, UnitRule, applies, cut, lay_out
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,11 +7,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from shardlite.comm import SUMMABLE
 from shardlite.config import Precision
 from shardlite.errors import LayoutError
-from shardlite.params import is_dtensor
-from shardlite.comm import SUMMABLE
-from shardlite.params import Unit
+from shardlite.params import Unit, is_dtensor
 
 STAGES = (0, 1, 2, 3)
 """Those of ZeRO."""

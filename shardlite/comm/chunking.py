@@ -124,8 +124,8 @@ def cut_up(
 ) -> Cut:
     """Cut a buffer for an operation over a transport, in messages of `chunk_bytes` or, without it, the best ones.
 
-    `cost_model.py` predicts which are best, if it knows the transport's links: ranks with the same numbers cut alike, and
-    no cut changes a bit.
+    `cost_model.py` predicts which are best, if it knows the transport's links. Ranks with the same numbers cut alike,
+    and no cut changes a bit.
 
     Raises:
         LayoutError: as `segment_bounds`.

@@ -18,7 +18,7 @@ import torch
 from shardlite.comm.control.failure_reports import Notes
 from shardlite.comm.control.interrupts import SLOW
 from shardlite.comm.control.process import Owner
-from shardlite.comm.transport.c10d_work import end_waits
+from shardlite.comm.transport.process_group import end_waits
 
 _FAREWELL = 2.0
 """Seconds that the end of a lane waits for its last operation, which may be waiting for a peer that is gone."""

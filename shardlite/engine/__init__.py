@@ -9,11 +9,10 @@ from shardlite.engine.buffers import Buffers
 from shardlite.engine.full_params import NO_COPY, FullParameters
 from shardlite.engine.homes import settle_all
 from shardlite.engine.input_casts import cast_floats
-from shardlite.engine.inside import Inside
 from shardlite.engine.local_shards import Shards
 from shardlite.engine.module_hooks import ModuleHooks
 from shardlite.engine.module_map import needs, sites
-from shardlite.engine.stepping import Stepping
+from shardlite.engine.optimizer_bridge import Inside, Stepping
 from shardlite.engine.uneven_inputs import Batch, Join
 
 __all__ = [

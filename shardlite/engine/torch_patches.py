@@ -25,8 +25,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 
 from shardlite.engine import state_dicts
+from shardlite.engine.optimizer_bridge import Stepping
 from shardlite.engine.state_dicts import params_of
-from shardlite.engine.stepping import Stepping
 from shardlite.engine.watch import SeenShard
 from shardlite.errors import LayoutError, ShardWarning
 from shardlite.params import Shard

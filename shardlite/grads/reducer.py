@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from shardlite.comm import Flight, Shared, broadcast
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.grads.bucket import Bucket
-from shardlite.grads.flags import Census, warn_of
-from shardlite.grads.handed import Handed
-from shardlite.grads.magnitude import any_bad
+from shardlite.grads.flags import Census, any_bad, warn_of
+from shardlite.grads.norm import Handed
 from shardlite.grads.reduce_scatter import Averager, Mean, Step
 from shardlite.params import Flat, Gradients, Unit
 

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardlite.errors import NonFiniteError, PhaseError
 from shardlite.optim.arena_slots import Slot
-from shardlite.optim.runs import follows
+from shardlite.optim.plan import follows
 from shardlite.optim.step_counts import Group, StepCounts, Stretch
 
 

@@ -3,8 +3,19 @@
 In: a module. Out: `Unit`s of `Flat`s, with layouts that every rank works out alike. Read `layout.py` first.
 """
 
-from shardlite.params.arena import Empty, ShardInfo, carve, is_padded, joined, zeros_on
-from shardlite.params.layout import ALIGN, Layout, Slot, lay_out, round_up
+from shardlite.params.layout import (
+    ALIGN,
+    Empty,
+    Layout,
+    ShardInfo,
+    Slot,
+    carve,
+    is_padded,
+    joined,
+    lay_out,
+    round_up,
+    zeros_on,
+)
 from shardlite.params.parameters import (
     Placeholder,
     Shard,

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from shardlite.comm import Flight
 from shardlite.errors import LayoutError
-from shardlite.params.arena import mark_padded
-from shardlite.params.layout import Layout, Slot, round_up
+from shardlite.params.layout import Layout, Slot, mark_padded, round_up
 from shardlite.params.parameters import as_they_are, empty, fill, place
 from shardlite.params.states import Weights, check_move
 

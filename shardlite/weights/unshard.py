@@ -25,7 +25,7 @@ from shardlite.errors import EscapedViewWarning
 from shardlite.params import Buffer, Unit, Weights, storage_key
 from shardlite.weights.all_gather import is_fresh, outside_inference, unseen_by_checkpoints
 from shardlite.weights.coordination import Passes
-from shardlite.weights.prefetch import Order
+from shardlite.weights.gather_order import Order
 
 _is_resident = attrgetter("resident")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardlite.params import Flat, Unit
-from shardlite.weights.payload import own_as_gathered
+from shardlite.weights.all_gather import own_as_gathered
 
 
 def take_over_all(unit: Unit) -> None:

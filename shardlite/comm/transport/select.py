@@ -11,10 +11,7 @@ from shardlite.comm.cost_model import LINKS, best_algorithm
 from shardlite.comm.shm.rendezvous import meet, nodes_of
 from shardlite.comm.shm.transport import SharedMemoryTransport
 from shardlite.comm.transport.base import Transport
-from shardlite.comm.transport.c10d_work import joined
-from shardlite.comm.transport.gloo import GroupTransport
-from shardlite.comm.transport.nccl import NcclTransport
-from shardlite.comm.transport.staged import StagedTransport
+from shardlite.comm.transport.process_group import GroupTransport, NcclTransport, StagedTransport, joined
 from shardlite.comm.transport.symmetric import symmetric_memory
 from shardlite.config import Route, TransportName
 from shardlite.errors import CommError, LayoutError

@@ -36,7 +36,7 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from shardlite.comm.control.store import TIMEOUT, tell
 from shardlite.comm.shm.rendezvous import nodes_of
 from shardlite.comm.transport.base import Completed, Message, Pending, Plain
-from shardlite.comm.transport.c10d_work import Posted
+from shardlite.comm.transport.process_group import Posted
 from shardlite.config import Algorithm, devices_may_overlap
 from shardlite.errors import LayoutError
 from shardlite.telemetry import Ledger
