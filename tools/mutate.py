@@ -2,7 +2,7 @@
 
     python tools/mutate.py --list
     python tools/mutate.py --out rows.jsonl
-    python tools/mutate.py --only 7 12-20 --command "python -m pytest tests/test_clip.py"
+    python tools/mutate.py --only 7 12-20 --command "python -m pytest tests/grads/test_clip.py"
     python tools/mutate.py --tests-from HEAD~50 --command "python -m pytest" --out old.jsonl
 
 A mutant is a record of `tools/mutants.py`: a snippet of a source file and what stands in its place. For each mutant the
@@ -48,7 +48,7 @@ TABLE = ROOT / "tools" / "mutants.py"
 COMMAND = 'python -m pytest -m "not slow" -n 2 --dist loadgroup'
 TIMEOUT = 3600.0  # seconds per mutant
 TAIL = 30  # lines of output that a row keeps
-OWN_TEST = "tests/test_mutate.py"  # checks the table against the sources, so it would kill every mutant
+OWN_TEST = "tests/project/test_mutate.py"  # checks the table against the sources, so it would kill every mutant
 _MARK = "SHARDLITE_MUTANT"  # in the environment of all processes of a run, and of theirs
 _FIRST = "SHARDLITE_MUTANT_FIRST"  # test files in the order in which they are to run
 

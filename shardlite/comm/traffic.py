@@ -1,8 +1,6 @@
-"""A transport that counts what goes through it.
+"""What this rank has sent, by unit and purpose, how long that took, and how long computation waited for it.
 
-What this rank has sent, by unit and purpose, how long that took, and how long computation stood still for it.
-
-Every message of a wrapped model is counted where it is sent.
+A transport that counts wraps every transport of a model, so that each message is counted where it is sent.
 """
 
 from collections.abc import Mapping, Sequence

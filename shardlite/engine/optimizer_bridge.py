@@ -1,7 +1,4 @@
-"""What happens to one wrapped model when some optimizer steps its shards, or clips their gradients.
-
-Steps inside a backward: what a reduction and the optimizer that steps by it know of each other.
-"""
+"""What a wrapped model does when an optimizer steps its shards or clips their gradients, after or inside a backward."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,9 +1,7 @@
-"""The census at the end of a backward: which parameters were used by any rank, and is any gradient not finite.
+"""Which parameters were used by any rank in a backward, and whether any gradient is not finite.
 
-Each rank contributes a row of flags, and one all-reduce adds them up. The host does not wait for the sums: it must look
-at them only for parameters that it has not used itself, for those that it has have one user at least.
-
-The largest magnitude in tensors: whether they are finite, and their maximum norm. No host synchronisation.
+Each rank contributes a row of flags, and one all-reduce adds them up. The host does not wait for the sums: it looks at
+them only for parameters that this rank has not used. The others have one user at least.
 """
 
 import warnings

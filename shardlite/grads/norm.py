@@ -1,14 +1,11 @@
-"""What the last reduction handed to the shards, and what its statistics say of it, as long as nobody has changed it.
-
-A norm would else have to read all gradients again. Nobody tells us of a change, but PyTorch counts writes: gradients
-that are the same tensors, at the same version, have the same values. (It does not count what is written through
-`.data`, by NumPy or by collectives of `torch.distributed`.)
-
-The global norm of sharded gradients, and clipping by it, without a host synchronisation.
+"""The global norm of sharded gradients, and clipping by it, without a host synchronisation.
 
 The norm is made of one partial per rank, combined in the order of ranks. A rank's partial comes from the statistics
-that the reduction took on its way, if these still hold, or else from a pass over its part of the gradients. At every
-stage these are the same parts, so all get the same bits.
+that the reduction took in its last hop, if the gradients are still what it left, or else from a pass over its part of
+the gradients. At every stage these are the same parts, so all stages get the same bits.
+
+PyTorch counts writes to a tensor: gradients that are the same tensors at the same version have the same values. It does
+not count writes through `.data`, by NumPy, or by collectives of `torch.distributed`.
 
 Legend: `W` ranks that share a model.
 """

@@ -247,8 +247,11 @@ class Reducer:
         self._land(len(self._round.started))
         self._hand_over()
         self._agree_on_order()
+        saves_memory = self.saves_memory()
         self.start_over()
         self._shared.trim()
+        if saves_memory:
+            self._shared.trim(keep=0)  # what other ranks still read, too, as soon as they have
 
     def start_over(self) -> None:
         """Be ready for the next backward."""
@@ -446,8 +449,6 @@ class Reducer:
         bad = [step.bad for reduction in self._round.started for step in reduction.steps]
         self.handed, self._judged = None, []
         self.stepper.end(self._census.take([], bad)[1])
-        if self.saves_memory():
-            self._shared.trim(keep=0)
 
     def nonfinite(self) -> Tensor | None:
         """Return whether what the last backward left in `.grad` has a NaN or an infinity on any rank, [], 1 or 0.

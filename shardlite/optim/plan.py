@@ -1,15 +1,13 @@
-"""Which neighbours one kernel call can step.
+"""What an optimizer has found out about its parameters, and which neighbours one kernel call can step.
 
     parameters  [ p0 p0 p0 0 | p1 p1 0 0 | p2 p2 p2 p2 | p3 ... ]     padded to 32, drawn as 4
     gradient         yes          yes          None      yes
     on a CPU    [       first run        ]             [ second ]     one kernel call each
     on a GPU    [                   one run                     ]     a table says that p2 is left alone
 
-A run is updated element by element, so bits would not depend on how a buffer is cut into runs but for one thing:
+A run is updated element by element, so the bits do not depend on how a buffer is cut into runs, with one exception:
 PyTorch's CPU code rounds the last `n % 16` elements of a tensor in another way than the rest. Hence runs end at
 multiples of 32 wherever the buffer reaches so far. A parameter with a storage of its own is a run of its own.
-
-What an optimizer has found out about its parameters, and one step of some of them by their gradients.
 """
 
 from __future__ import annotations

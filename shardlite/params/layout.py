@@ -1,4 +1,4 @@
-"""Where each parameter lies in a flat buffer, and which part of it is this rank's. Integers and names only.
+"""Where each parameter lies in a flat buffer, which part of it is this rank's, and the arenas that hold these parts.
 
 A unit's parameters of one kind (dtype, trainable or not) lie one after the other in a full buffer of `W*S` elements,
 which is cut into `W` shards, equal in length for weights. Cuts fall where they fall, also inside a parameter:
@@ -6,14 +6,11 @@ which is cut into `W` shards, equal in length for weights. Cuts fall where they 
     W=2   full    | embed............ norm. |. head.......... pad |
           shard   |-------- rank 0 ---------|-------- rank 1 ------|
 
-Legend: `W` ranks, `r` this rank, `S` elements per shard.
+An arena is one contiguous buffer per (dtype, trainable) with this rank's shards of all units. A step over the whole
+model then walks over few long buffers, a checkpoint is a sequential write, and the optimizer lays its state out in the
+same way.
 
-Arenas: this rank's shards of all units, in one contiguous buffer per (dtype, trainable).
-
-A step over the whole model is then a walk over few long buffers, a checkpoint a sequential write, and the optimizer
-lays its state out in the same way.
-
-Legend: `W` ranks, `S` elements per shard of one unit.
+Legend: `W` ranks, `r` this rank, `S` elements per shard of one unit.
 """
 
 from __future__ import annotations

@@ -1,23 +1,16 @@
-"""What a gather sends for a flat: the weights that are computed with or, quantized, codes of 8 bits for them.
+"""Gather a flat's full weights from the shards of all ranks.
 
     plain       shard [S] -> cast into its place in the full weights [W*S] -> all-gather
-    quantized   shard [S] -> codes into its row of a wire [W*R] -> all-gather -> full weights [W*S]
+    quantized   shard [S] -> codes into its row of a payload [W*R] -> all-gather -> full weights [W*S]
 
     row   | S codes | S/32 scales | padding |     R bytes, a multiple of 16
 
-Blocks of 32 lie within one parameter and within one shard, so what is sent for a weight does not depend on `W`. A rank
-reads its own weights from its own codes as well: all ranks compute with the same. The shard itself keeps its digits.
+Blocks of 32 lie within one parameter and within one shard, so the codes of a weight do not depend on `W`. A rank reads
+its own weights from its own codes as well: all ranks compute with the same values. The shard itself stays exact.
+
+Where the shard is a part of the full weights nothing is copied, and one rank has nothing to gather.
 
 Legend: `W` ranks, `S` elements per shard, a multiple of 32, `R` bytes per row.
-
-Filling: a unit's full weights are made of the shards of all ranks.
-
-    shard [S] -> what is sent for it -> all-gather -> full weights [W*S]
-
-`all_gather.py` says what is sent. Where the shard is a part of the full weights there is nothing to make, and on one rank
-nothing to gather.
-
-Legend: `W` ranks, `S` elements per shard.
 """
 
 from collections import deque

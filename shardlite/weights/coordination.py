@@ -1,8 +1,12 @@
-"""Talks: how ranks agree on gathers that no agenda foresaw, and find out that they do different things.
+"""Which unit is gathered when (stage 3), so that all ranks gather the same units whatever each of them needs.
 
-In a round every rank says what it wants to gather next, or that its pass is over. All then gather one of the wanted
-units, the first in the order of registration (in a backward the last): those who wanted it go on, the others talk
-again. When the pass is over for all, it is over.
+Ranks whose forwards take different branches need different units. All ranks gather the units of a recorded order
+(`gather_order.py`). A rank that needs another unit goes through that order first, then negotiates. A rank at the end of
+its pass serves the others from its stream queue until all are there, while its own computation goes on.
+
+In a round of the negotiation every rank says which unit it wants to gather next, or that its pass is over. All ranks
+then gather one of the wanted units, the first in the order of registration (in a backward the last). Ranks that wanted
+it go on, the others negotiate again. The pass is over when it is over for all.
 
     round   rank 0 wants   rank 1 wants   gathered by both
     1       blocks.0       blocks.2       blocks.0
@@ -10,16 +14,9 @@ again. When the pass is over for all, it is over.
     3       blocks.2       blocks.2       blocks.2
     4       (end)          (end)
 
-The messages are some integers on the host, whatever device the weights are on.
-
-Passes (stage 3): which unit is gathered when, so that all ranks gather the same, whatever each of them needs.
-
-Ranks whose forwards take other branches need other units. What is on the agenda of a pass all ranks gather in its
-order; a rank that needs something else goes down the agenda first, then talks. One that has come to the end of its pass
-serves the others from its lane until all are there, while its own computation goes on.
-
-A gather that a rank only takes part in goes to memory of its own, which is freed at once: it costs the bytes of the
-unit on the wire, and for its duration in memory. `traffic()` counts it under `take part`.
+The messages are a few integers on the host, whatever device the weights are on. A unit that this rank only takes part
+in is gathered to memory of its own, which is freed at once: it costs the unit's bytes on the wire and, for its
+duration, in memory. `traffic()` counts it under `take part`.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,14 +1,14 @@
-"""The order in which units are needed: recorded in one pass, replayed in the next to gather ahead of the need.
-
-The agenda of a pass: the gathers that all ranks are going to make in it, in one order. Integers and names only.
+"""The order in which all ranks gather units in a pass: recorded in one pass, replayed and merged in the next.
 
 A gather takes all ranks, and not every rank needs every unit in every pass. So the ranks agree on a list. Each goes
-down its own copy: to gather a unit it first takes part in what stands before it, and at the end of the pass in what is
-left. The agenda of a pass is what ranks have needed in the last one of its kind, merged.
+down its own copy: to gather a unit it first takes part in the gathers that stand before it, and at the end of the pass
+in those that are left. The list of a pass holds what ranks have needed in the last one of its kind, merged.
 
-    agenda   blocks.0   blocks.1   blocks.2   head
+    order    blocks.0   blocks.1   blocks.2   head
     rank 0   needs      needs      needs      needs
     rank 1   needs      takes part takes part needs      (its forward skipped two blocks)
+
+Integers and names only.
 """
 
 from collections.abc import Sequence

@@ -6,7 +6,6 @@ from shardlite_kernels import CpuStep, State, adamw_cpu, adamw_reference, hop, r
 from shardlite_kernels.adamw_cpu import _CHUNK as CHUNK
 from shardlite_kernels.moments import encode
 
-from tests.all_pairs import all_pairs
 from tests.kernels.adamw_cases import (
     FORMS,
     HYPER,
@@ -18,6 +17,7 @@ from tests.kernels.adamw_cases import (
     state_of,
 )
 from tests.kernels.bits import assert_same_bits, pairs
+from tests.support.all_pairs import all_pairs
 
 LENGTHS = [0, 1, 1027, CHUNK, CHUNK + 1, 2 * CHUNK + 37]
 by_form = pytest.mark.parametrize("form", FORMS, ids="-".join)

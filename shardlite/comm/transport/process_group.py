@@ -1,10 +1,12 @@
-"""What `torch.distributed` works on, and its failures in our words. For the transports over process groups.
+"""Transports over process groups of `torch.distributed`, by point-to-point messages.
 
-A transport over `torch.distributed` point-to-point messages (gloo, CPU tensors).
+| transport | for | how |
+|---|---|---|
+| `GlooTransport` | CPU tensors | one message per call |
+| `NcclTransport` | CUDA tensors | the messages of a step go in one batch |
+| `StagedTransport` | CUDA tensors over gloo, which cannot send them | each message is copied through host memory |
 
-A transport over NCCL (CUDA tensors): the messages of a step go in one batch.
-
-A transport for CUDA tensors over gloo, which cannot send them: each message is copied through host memory.
+Failures of `torch.distributed` become `CommError`s that name both ranks.
 """
 
 import os

@@ -6,7 +6,6 @@ import pytest
 import torch
 from shardlite_kernels import FORMATS, State, Table, adamw, adamw_reference, reduce_adamw, reduce_adamw_reference
 
-from tests.all_pairs import all_pairs
 from tests.kernels.adamw_cases import (
     FORMS,
     HYPER,
@@ -20,6 +19,7 @@ from tests.kernels.adamw_cases import (
     state_of,
 )
 from tests.kernels.bits import assert_same_bits, pairs
+from tests.support.all_pairs import all_pairs
 
 # The interpreter computes with numpy, which warns where a GPU just makes an infinity or a NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardlite.optim.adamw import AdamW
 from tests.kernels.adamw_cases import one_row, state_of
 from tests.kernels.bits import assert_same_bits
-from tests.optim_cases import HYPER, make_arena, padded
+from tests.support.optim_cases import HYPER, make_arena, padded
 
 # The interpreter computes with numpy, which warns where a GPU just makes an infinity or a NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")

@@ -1,0 +1,279 @@
+"""`shardlite ring`: what it prints and paints, and what it says to wrong input."""
+
+import re
+import struct
+import sys
+from textwrap import dedent
+
+import pytest
+import torch
+
+from shardlite.apps.cli import main
+from shardlite.apps.painting import paint
+from shardlite.apps.ring_picture import HEIGHT, WIDTH, brief, frames, text
+from shardlite.comm.schedule import all_gather, order_of_addition, reduce_scatter
+from tests.support.markdown import ROOT, blocks
+from tests.support.simulated import MAKERS, by_steps, cases, every
+
+RING = """\
+    reduce-scatter over 3 ranks, ring: each rank sends to the next one
+    Each rank begins with its own numbers for every segment. Rank k ends with the sum of segment k.
+    A cell shows whose numbers are in the sum, in the order in which they were added.
+
+    Columns are segments; [ ] is sent in this step, . is not there.
+
+    step 0     0       1       2
+    rank 0 |   0   |   0   |  [0]  |  2 -> rank 1
+    rank 1 |  [1]  |   1   |   1   |  0 -> rank 2
+    rank 2 |   2   |  [2]  |   2   |  1 -> rank 0
+
+    step 1     0       1       2
+    rank 0 |   0   | [2+0] |   .   |  1 -> rank 1
+    rank 1 |   .   |   1   | [0+1] |  2 -> rank 2
+    rank 2 | [1+2] |   .   |   2   |  0 -> rank 0
+
+    end        0       1       2
+    rank 0 | 1+2+0 |   .   |   .   |
+    rank 1 |   .   | 2+0+1 |   .   |
+    rank 2 |   .   |   .   | 0+1+2 |
+
+    steps               2
+    messages per rank   2
+    bytes per rank      2/3 of the buffer sent, as much received
+
+    order of addition   that of the ring
+      segment 0         1 + 2 + 0
+      segment 1         2 + 0 + 1
+      segment 2         0 + 1 + 2
+"""
+
+DIRECT = """\
+    all-gather over 3 ranks, direct: every rank sends to every other one at once
+    Rank k begins with segment k. Each rank ends with all of them.
+
+    Columns are segments; [ ] is sent in this step, . is not there.
+
+    step 0   0   1   2
+    rank 0 |[0]| . | . |  0 -> ranks 1, 2
+    rank 1 | . |[1]| . |  1 -> ranks 2, 0
+    rank 2 | . | . |[2]|  2 -> ranks 0, 1
+
+    end      0   1   2
+    rank 0 | 0 | 1 | 2 |
+    rank 1 | 0 | 1 | 2 |
+    rank 2 | 0 | 1 | 2 |
+
+    steps               1
+    messages per rank   2
+    bytes per rank      2/3 of the buffer sent, as much received
+"""
+
+TWO_PARTS = """\
+    step 1 a  >..........>   0a 1b -> rank 11, 0b 11a -> rank 1
+           b  >>..........
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "page"),
+    [
+        (["--ranks=3"], RING),
+        (["--ranks=3", "--operation=reduce-scatter", "--algorithm=ring"], RING),
+        (["--ranks=3", "--operation=all-gather", "--algorithm=direct"], DIRECT),
+    ],
+)
+def test_three_ranks(arguments, page, capsys):
+    assert main(["ring", *arguments]) == 0
+    assert capsys.readouterr().out == dedent(page)
+
+
+@pytest.mark.parametrize("block", blocks((ROOT / "docs" / "rings.md").read_text(), "text"))
+def test_the_documentation_shows_what_it_prints(block, capsys):
+    """Its pages, of which stretches may be left out."""
+    command, shown = block.split("\n", 1)
+    main(command.removeprefix("$ shardlite ").split())
+    page, found = capsys.readouterr().out, 0
+    for stretch in shown.split("(...)\n"):
+        found = page.index(stretch.strip("\n"), found)
+
+
+FEW = (1, 2, 3, 4, 5, 8, 12, 64)
+"""Where something changes: a world of one, none and several divisors, all ranks on a page and one for all."""
+
+MANY = [pytest.param(*param.values, id=param.id, marks=pytest.mark.slow) for param, _ in cases(6, 7, 9, 10, 11, 16, 48)]
+
+
+@pytest.mark.parametrize(
+    ("operation", "algorithm", "world_size", "node"), [*(param for param, _ in cases(*FEW)), *MANY]
+)
+def test_every_page_fits_a_terminal(operation, algorithm, world_size, node):
+    page = text(MAKERS[operation](algorithm, world_size, node=node), node)
+    lines = page.splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    assert len(lines) < 2 * HEIGHT
+    assert page.isascii()
+    assert lines == [line.rstrip() for line in lines]
+
+
+@every(1, 2, 3, 4, 5, 6, 8)
+def test_the_frames_are_what_the_schedule_means(operation, algorithm, world_size, node):
+    schedule = MAKERS[operation](algorithm, world_size, node=node)
+    *steps, end = frames(schedule)
+    assert [step.sent for step in steps] == list(schedule.steps)
+    assert list(end.held) == by_steps(schedule)
+
+
+def test_many_ranks_are_shown_by_one():
+    page = text(all_gather("bidirectional", 12))
+    assert "All ranks do not fit here. This is what rank 0 does" in page
+    assert dedent(TWO_PARTS) in page
+    assert "rank 0 " in text(all_gather("bidirectional", 4))
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "direct", "bidirectional"])
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_the_bytes_that_a_rank_sends(make, algorithm):
+    """All but its own share, in whole segments or in halves."""
+    assert "\nbytes per rank      3/4 of the buffer sent, as much received\n" in text(make(algorithm, 4)) + "\n"
+
+
+def test_what_rank_0_has_of_many_segments():
+    page = text(reduce_scatter("hierarchical", 64, node=8), 8)
+    rows = re.findall(r"^(step \d+|end) +([o+#.>]{64})", page, flags=re.MULTILINE)
+    assert [title for title, _ in rows] == [*(f"step {t}" for t in range(14)), "end"]
+    assert rows[0][1] == "ooooooo>" * 8
+    assert rows[7][1] == "+......." * 7 + ">......."
+    assert rows[-1][1] == "#" + "." * 63
+    assert "  segment 5 " in page
+    assert "  ...\n  segment 63 " in page
+
+
+def test_long_sums_are_told_below_the_tables():
+    page = text(reduce_scatter("hierarchical", 8, node=4), 4)
+    assert "\nend: the sums that are told below\n" in page
+    assert "  segment 0         5 + 6 + 7 + 4 + (1 + 2 + 3 + 0)\n" in page
+    assert ".. are the ranks between" not in page
+    assert "[1+2+..+7]" in text(reduce_scatter("ring", 8))
+    assert ".. are the ranks between." in text(reduce_scatter("ring", 8))
+
+
+@pytest.mark.parametrize(
+    ("order", "written"),
+    [
+        (2, "2"),
+        (((6, 7), 0), "6+7+0"),
+        (((((5, 6), 7), 0), 1), "5+6+7+0+1"),
+        ((((((5, 6), 7), 0), 1), 2), "5+6+..+2"),
+        ((((((2, 1), 0), 7), 6), 5), "2+1+..+5"),
+        (((((((2, 3), 4), 5), 6), 7), 3), "2+3+..+7+3"),
+        ((((((1, 2), 3), 4), 5), (((((7, 0), 1), 2), 3), 4)), "1+2+3+4+5+(7+0+..+4)"),
+    ],
+)
+def test_sums_in_few_letters(order, written):
+    assert brief(order, 8, most=5) == written
+
+
+def added(order, numbers):
+    return numbers[order] if isinstance(order, int) else added(order[0], numbers) + added(order[1], numbers)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6, 8])
+def test_the_page_says_whose_bits_they_are(world_size):
+    """Tried with numbers."""
+    numbers = torch.randn(world_size, 1000, generator=torch.Generator().manual_seed(world_size))
+    ring = [added(order_of_addition(reduce_scatter("ring", world_size), k), numbers) for k in range(world_size)]
+    for param, schedule in cases(world_size):
+        if param.values[0] == "reduce-scatter":
+            told = re.search(r"^order of addition   (.*)$", text(schedule, param.values[-1]), flags=re.MULTILINE)
+            sums = [
+                (added(order_of_addition(schedule, k, part), numbers), ring[k])
+                for k in range(world_size)
+                for part in range(schedule.parts)
+            ]
+            same = all(torch.equal(own, expected) for own, expected in sums)
+            known = "that of the ring" if same else "not that of the ring: other bits"
+            known += ": the same bits" if same and schedule.algorithm != "ring" else ""
+            assert told is not None
+            assert told.group(1) == known
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks=0"], "--ranks is 0; pictures are made for 1 to 64 ranks"),
+        (["--ranks=65"], "--ranks is 65; pictures are made for 1 to 64 ranks"),
+        (["--ranks=two"], "argument --ranks: invalid int value: 'two'"),
+        (["--algorithm=tree"], "argument --algorithm: invalid choice: 'tree'"),
+        (["--operation=all-reduce"], "argument --operation: invalid choice: 'all-reduce'"),
+        (["--algorithm=hierarchical"], "--algorithm hierarchical needs --node: ranks per node, a divisor of 4"),
+        (["--algorithm=hierarchical", "--node=3"], "hierarchical: nodes of 3 ranks do not divide a world of 4"),
+        (["--algorithm=hierarchical", "--node=0"], "hierarchical: nodes of 0 ranks do not divide a world of 4"),
+        (["--node=2"], "ring: nodes of 2 ranks; only 'hierarchical' knows nodes"),
+    ],
+)
+def test_wrong_input(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["ring", *arguments])
+    assert stopped.value.code == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert message in error
+
+
+# ---- the image ------------------------------------------------------------------------------------------------------
+
+IMAGES = [
+    ["--ranks=1"],
+    ["--ranks=4", "--algorithm=hierarchical", "--node=2"],
+    pytest.param(["--ranks=3"], marks=pytest.mark.slow),
+    pytest.param(["--ranks=4", "--algorithm=bidirectional"], marks=pytest.mark.slow),
+    pytest.param(["--ranks=8", "--algorithm=hierarchical", "--node=4"], marks=pytest.mark.slow),
+    pytest.param(["--ranks=13", "--operation=all-gather"], marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("arguments", IMAGES)
+def test_an_image(arguments, tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="matplotlib paints the image")
+    path = tmp_path / "ring.image"  # a PNG, whatever its name
+    assert main(["ring", *arguments, "--png", str(path)]) == 0
+    assert capsys.readouterr().out.endswith(f"\n\nwrote {path}\n")
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = struct.unpack(">II", content[16:24])
+    assert 1000 < width < 4000
+    assert 500 < height < 4000
+
+
+def test_the_image_of_many_steps_has_the_first_and_the_last(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="matplotlib paints the image")
+    from matplotlib.figure import Figure
+
+    titles = []
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *_, **__: titles.extend(axes.get_title(loc="left") for axes in self.axes)
+    )
+    paint(all_gather("ring", 14), tmp_path / "ring.png")
+    assert titles == [*(f"step {t}" for t in range(6)), *(f"step {t}" for t in range(8, 13)), "end"]
+
+
+@pytest.mark.parametrize("name", ["missing/ring.png", "."])
+def test_an_image_that_cannot_be_written(name, tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="matplotlib paints the image")
+    with pytest.raises(SystemExit) as stopped:
+        main(["ring", "--ranks=2", "--png", str(tmp_path / name)])
+    assert stopped.value.code == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert str(tmp_path) in error
+
+
+def test_without_matplotlib_the_remedy_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in [name for name in sys.modules if name.startswith("matplotlib.")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(SystemExit) as stopped:
+        main(["ring", "--png", str(tmp_path / "ring.png")])
+    assert stopped.value.code == 2
+    assert "--png needs matplotlib, which is not installed; pip install 'shardlite[demo]'" in capsys.readouterr().err
+    assert not (tmp_path / "ring.png").exists()

@@ -1,0 +1,479 @@
+"""`verify` finds nothing where all is well, and names what was spoilt where something was."""
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardlite import AdamW, LayoutError, Precision, verify
+from shardlite.apps import cli, launch
+from shardlite.apps.verify import twins
+from shardlite.apps.verify.task import Task
+from shardlite.apps.verify.verify import Report
+from shardlite.grads import reduce_scatter
+from tests.support.models import MLP, VOCABULARY, Branches, Branching, LanguageModel, MixedDtypes, Shared
+from tests.support.scripts import run_command, run_process
+from tests.support.sharded import slow, without_warnings
+
+EQUAL = "equal to the bit"
+STAGES = ("stage 0", "stage 1", "stage 2")
+TWINS = ("simple twin", "twin in ring order")
+DDP = "DistributedDataParallel"
+BF16 = Precision(compute=torch.bfloat16)
+
+
+class Tokens(nn.Module):
+    """How wrong a language model is, []."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return functional.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Rows(nn.Module):
+    """The mean square of what a model makes of rows, []."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any) -> Tensor:
+        return self.model(*args).square().mean()
+
+
+def tokens(step: int, rank: int) -> tuple[Tensor]:
+    return (torch.randint(0, VOCABULARY, (2, 8)),)
+
+
+def rows(width: int, more: int = 0) -> Callable[[int, int], tuple[Tensor]]:
+    """Draw rows; each rank has `more` of them than the one before."""
+    return lambda step, rank: (torch.randn(5 + more * rank, width),)
+
+
+def branches(step: int, rank: int) -> tuple[Tensor, int | None]:
+    """Branch 0 is used by one rank only, branch 1 by the others and not at every step, branch 2 by none."""
+    return torch.randn(5, 6), 0 if rank == 1 else 1 if step % 2 == 0 else None
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 1))
+
+
+def sparse() -> nn.Module:
+    return nn.Sequential(nn.Embedding(20, 5, sparse=True), nn.Linear(5, 1))
+
+
+def low(dtype: torch.dtype) -> tuple[Callable[[], nn.Module], Callable[[int, int], tuple[Tensor]]]:
+    """Make a model that has its weights in `dtype`, as a file of weights may have, and rows for it."""
+    return lambda: Rows(MLP([7, 30, 1])).to(dtype), lambda step, rank: (rows(7)(step, rank)[0].to(dtype),)
+
+
+ONE, EACH, NO_FP64 = "one process, one batch", "one process, batch by batch", "one process (no fp64)"
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Any], str]] = {
+    "language-model": (lambda: Tokens(LanguageModel(blocks=2)), tokens, ONE),
+    "dropout": (lambda: Tokens(LanguageModel(blocks=2, dropout=0.2, reentrant=False)), tokens, EACH),
+    "reentrant": (lambda: Tokens(LanguageModel(blocks=2, reentrant=True)), tokens, ONE),
+    "called-twice-or-never": (lambda: Rows(Shared()), rows(6), ONE),
+    "used-on-one-rank": (lambda: Rows(Branching()), branches, EACH),
+    "mixed-dtypes": (lambda: Rows(MixedDtypes()), rows(7), NO_FP64),
+    "batch-norm": (lambda: Rows(normed()), rows(6), EACH),
+    "uneven": (lambda: Rows(MLP([7, 30, 1])), rows(7, more=1), EACH),
+    "bf16": (*low(torch.bfloat16), ONE),
+    "fp16": (*low(torch.float16), ONE),
+    "fp64": (*low(torch.float64), NO_FP64),
+    "sparse": (lambda: Rows(sparse()), lambda s, r: (torch.randint(0, 20, (4,)),), ONE),
+}
+
+
+def verified(group: Any, name: str, steps: int = 2, **options: Any) -> Report:
+    """Body of a rank."""
+    make_model, make_batch, _ = CASES[name]
+    return verify(make_model, make_batch, steps, group=group, **options)
+
+
+def verdicts(report: Report) -> dict[tuple[str, str], str]:
+    return {(row.opponent, row.quantity): row.verdict for row in report.rows}
+
+
+def opponents(report: Report) -> list[str]:
+    return list(dict.fromkeys(row.opponent for row in report.rows))
+
+
+def assert_equal_to_the_bit(report: Report, systems: set[str]) -> None:
+    for row in report.rows:
+        if row.opponent in systems:
+            assert (row.verdict, row.absolute, row.ulps, row.share) == (EQUAL, 0, 0, 0), row
+
+
+# ---- all is well ----------------------------------------------------------------------------------------------------
+
+
+SLOW = {"reentrant", "bf16"}  # like "language-model" and "fp16"
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        *((name, 2) for name in CASES if name not in {*SLOW, "uneven"}),
+        ("used-on-one-rank", 1),
+        ("uneven", 3),
+        slow("uneven", 2),
+        *(slow(name, 2) for name in sorted(SLOW)),
+        *(slow(name, 3) for name in CASES if name != "uneven"),
+        slow("used-on-one-rank", 4),
+        slow("mixed-dtypes", 4),
+    ],
+)
+def test_all_is_equal_or_within_its_bound(cluster, name, world_size):
+    reports = cluster.run(verified, world_size, name)
+    assert all(report == reports[0] for report in reports)
+    assert reports[0].ok, reports[0].table()
+    twins_of = TWINS[:1] if world_size <= 2 else TWINS
+    assert opponents(reports[0])[:-1] == [*STAGES, *twins_of, DDP]
+    assert_equal_to_the_bit(reports[0], {*STAGES, twins_of[-1]})
+    if world_size > 1:
+        assert opponents(reports[0])[-1] == CASES[name][2]
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "world_size"),
+    [
+        ("language-model", BF16, 2),
+        slow("reentrant", replace(BF16, reduce=torch.bfloat16, output=torch.float32), 3),
+        slow("dropout", Precision(compute=torch.float16, reduce=torch.bfloat16), 3),
+        slow("mixed-dtypes", Precision(reduce=torch.bfloat16), 3),
+        ("bf16", Precision(compute=torch.float32, reduce=torch.float16), 2),
+        ("called-twice-or-never", Precision(compute=torch.float64), 2),
+        ("uneven", Precision(reduce=torch.bfloat16), 1),
+        ("uneven", replace(BF16, reduce=torch.bfloat16), 1),
+    ],
+    ids=lambda each: each if isinstance(each, str) else None,
+)
+def test_replicas_cast_as_sharded_models_do(cluster, name, precision, world_size):
+    report = cluster.run(verified, world_size, name, precision=precision)[0]
+    assert report.ok, report.table()
+    assert_equal_to_the_bit(report, {*STAGES, TWINS[world_size > 2]})
+    casts = precision.compute is not None
+    assert [each.endswith(", no casts") for each in opponents(report)[-2:]] == [casts, casts]
+    judged = [row for row in report.rows if row.opponent.startswith(DDP) and row.share is not None]
+    assert [row.quantity for row in judged] == ["loss of step 1"] * (not casts) + ["gradients of step 1"]
+
+
+def train_apart(group: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Body of a rank: a bf16 model that `DistributedDataParallel` does not take."""
+    task = Task(
+        make_model=lambda: Rows(Shared(reentrant=True)).bfloat16(),
+        make_batch=lambda step, rank: (rows(6)(step, rank)[0].bfloat16(),),
+        steps=2,
+        lr=1e-2,
+        weight_decay=0.1,
+        units=None,
+        precision=Precision(),
+        seed=0,
+        group=group,
+    )
+    return twins.sharded(task, 3).weights, twins.simple(task)[0].weights
+
+
+def test_several_gradients_of_one_parameter_are_added_in_the_dtype_of_the_sum(cluster):
+    for ours, theirs in cluster.run(train_apart, 2):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def wrong_precision(group: Any, **wrong: torch.dtype) -> Report:
+    """Body of a rank: sharded models with another precision than was asked for."""
+    make = twins.ShardLite
+    other = replace(BF16, **wrong)
+    with mock.patch.object(twins, "ShardLite", lambda *args, precision, **more: make(*args, precision=other, **more)):
+        return verified(group, "language-model", 1, precision=BF16)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "wrong"),
+    [
+        (2, {"compute": torch.float32}),
+        slow(2, {"compute": torch.float16}),
+        (3, {"reduce": torch.bfloat16}),  # at two ranks no partial sum is rounded
+    ],
+)
+def test_another_precision_than_was_asked_for_is_found(cluster, world_size, wrong):
+    report = cluster.run(wrong_precision, world_size, **wrong)[0]
+    what = "gradient of 'model.embed.weight' in" if "reduce" in wrong else "loss of"
+    assert report.first_failure.startswith(f"rank 0: {what} step 1, stage 3 against simple twin: ")
+
+
+def test_units_and_hyper_parameters_are_passed_on(cluster):
+    default, other = (
+        cluster.run(verified, 2, "used-on-one-rank", **options)[0]
+        for options in ({}, {"units": Branches, "lr": 0.5, "weight_decay": 0.3, "seed": 5})
+    )
+    assert default.ok
+    assert other.ok
+    assert default != other
+
+
+def test_one_step_has_no_later_losses(cluster):
+    report = cluster.run(verified, 2, "uneven", steps=1)[0]
+    assert report.ok
+    assert {row.quantity for row in report.rows} == {"loss of step 1", "gradients of step 1", "weights after step 1"}
+
+
+def keeps_random_state(group: Any) -> bool:
+    state = torch.get_rng_state()
+    verified(group, "language-model", 1)
+    return torch.equal(state, torch.get_rng_state())
+
+
+def test_the_random_numbers_of_the_caller_stay(cluster):
+    assert cluster.run(keeps_random_state, 1) == [True]
+
+
+def test_what_cannot_be_done_is_said():
+    with pytest.raises(LayoutError, match=r"no process group: call torch.distributed.init_process_group"):
+        verify(nn.Identity, tokens)
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+        verify(nn.Identity, tokens, 0)
+
+
+# ---- something is spoilt --------------------------------------------------------------------------------------------
+
+SPOILT = "model.blocks.1.up.weight"
+
+
+def spoilt_model(group: Any, which: int, rank: int) -> Report:
+    """Body of a rank: one of the models that are made has, on one rank, a gradient that is off by a millionth."""
+    made = 0
+
+    def make() -> nn.Module:
+        nonlocal made
+        model = Tokens(LanguageModel(blocks=2))
+        made += 1
+        if made == which and torch.distributed.get_rank(group) == rank:
+            model.get_parameter(SPOILT).register_hook(lambda grad: grad * (1 + 2**-20))
+        return model
+
+    return verify(make, tokens, 1, group=group)
+
+
+MADE = ("stage 3", *STAGES, "survey", "survey without casts", "survey in fp64", *TWINS, DDP)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "spoilt"),
+    [
+        (2, "simple twin"),
+        (3, "twin in ring order"),
+        slow(2, "stage 0"),
+        slow(2, "stage 2"),
+        slow(2, DDP),
+        slow(3, "stage 1"),
+        slow(3, "simple twin"),
+        slow(3, DDP),
+    ],
+)
+def test_a_gradient_that_is_off_by_a_millionth_is_named(cluster, world_size, spoilt):
+    systems = [system for system in MADE if world_size > 2 or system != TWINS[1]]
+    report = cluster.run(spoilt_model, world_size, 1 + systems.index(spoilt), 1)[0]
+    assert report.first_failure.startswith(f"rank 0: gradient of {SPOILT!r} in step 1, stage 3 against {spoilt}: at [")
+    assert {row.opponent for row in report.rows if row.failure} == {spoilt}
+
+
+@pytest.mark.parametrize("world_size", [2, slow(3)])
+def test_a_gradient_of_ours_that_is_off_by_a_millionth_is_off_from_everything(cluster, world_size):
+    reports = cluster.run(spoilt_model, world_size, 1, 1)
+    assert all(report == reports[0] for report in reports)
+    failed = [row for row in reports[0].rows if row.failure and row.quantity == "gradients of step 1"]
+    assert {row.opponent for row in failed} == {row.opponent for row in reports[0].rows}
+    assert all(
+        f"gradient of {SPOILT!r} in step 1, stage 3 against {row.opponent}: at [" in row.failure for row in failed
+    )
+
+
+def forgets_to_divide(group: Any) -> Report:
+    """Body of a rank: sums instead of means, at all stages."""
+    collective = reduce_scatter.reduce_scatter
+    with mock.patch.object(reduce_scatter, "reduce_scatter", lambda *args, divisor, **more: collective(*args, **more)):
+        return verified(group, "language-model", 1)
+
+
+@pytest.mark.parametrize("world_size", [2, slow(3)])
+def test_a_sum_that_is_not_divided_is_found(cluster, world_size):
+    report = cluster.run(forgets_to_divide, world_size)[0]
+    first = "rank 0: gradient of 'model.embed.weight' in step 1, stage 3 against simple twin: at ["
+    assert report.first_failure.startswith(first)
+    failed = {row.opponent for row in report.rows if row.failure and row.quantity == "gradients of step 1"}
+    assert failed == set(opponents(report)) - set(STAGES)
+
+
+def steps_otherwise(group: Any) -> Report:
+    """Body of a rank: an optimizer that is not the one that was asked for."""
+    with mock.patch.object(twins, "AdamW", lambda params, lr, weight_decay: AdamW(params, lr=lr, weight_decay=0)):
+        return verified(group, "mixed-dtypes", 1)
+
+
+def test_a_wrong_step_is_found_in_the_weights(cluster):
+    report = cluster.run(steps_otherwise, 2)[0]
+    assert report.first_failure.startswith(
+        "rank 0: weight 'model.0.0.wide' after step 1, stage 3 against simple twin: at ["
+    )
+    assert verdicts(report)["simple twin", "gradients of step 1"] == EQUAL
+
+
+def draws_anew(group: Any, rank: int) -> Report:
+    """Body of a rank: a rank whose batches are other ones each time."""
+    drawn = 0
+
+    def make_batch(step: int, of_rank: int) -> tuple[Tensor]:
+        nonlocal drawn
+        drawn += 1
+        shift = drawn if of_rank == torch.distributed.get_rank(group) == rank else 0
+        return ((tokens(step, of_rank)[0] + shift) % VOCABULARY,)
+
+    return verify(CASES["language-model"][0], make_batch, 1, group=group)
+
+
+def test_a_rank_with_other_batches_is_named(cluster):
+    for report in cluster.run(draws_anew, 2, 1):
+        assert report.first_failure.startswith("rank 1: loss of step 1, stage 3 against stage 0: ")
+
+
+@without_warnings
+def is_not_a_number(group: Any) -> Report:
+    """Body of a rank."""
+    return verify(lambda: Rows(MLP([3, 1])), lambda s, r: (torch.full((2, 3), math.nan),), 2, group=group)
+
+
+def test_what_is_not_a_number_is_never_right(cluster):
+    report = cluster.run(is_not_a_number, 2)[0]
+    assert report.first_failure.startswith("rank 0: loss of step 1, stage 3 against stage 0: nan and nan, nan apart")
+    assert all(row.absolute == math.inf for row in report.rows if "weights" not in row.quantity)
+
+
+@without_warnings
+def overflows(group: Any) -> Report:
+    """Body of a rank: a gradient is infinite."""
+
+    def make() -> nn.Module:
+        model = Rows(MLP([7, 30, 1]))
+        next(model.parameters()).register_hook(lambda grad: grad + math.inf)
+        return model
+
+    return verify(make, rows(7), 2, group=group)
+
+
+def test_replicas_leave_out_a_step_as_sharded_models_do(cluster):
+    report = cluster.run(overflows, 2)[0]
+    assert report.ok, report.table()
+    assert_equal_to_the_bit(report, {*STAGES, TWINS[0]})
+    assert verdicts(report)[DDP, "gradients of step 1"] == EQUAL
+    assert verdicts(report)[DDP, "weights after step 2"] == "not judged"
+
+
+def uses_another_parameter(group: Any) -> Report:
+    """Body of a rank: the second model takes another branch than the first."""
+    made = 0
+
+    def make() -> nn.Module:
+        nonlocal made
+        made += 1
+        model, branch = Branching(), made % 2
+        take = model.forward
+        model.forward = lambda x: take(x, branch) * 0
+        return Rows(model)
+
+    return verify(make, rows(6), 1, group=group)
+
+
+def test_a_gradient_that_only_one_has_is_named(cluster):
+    report = cluster.run(uses_another_parameter, 2)[0]
+    name = "'model.blocks.0.choices.branch0.weight'"
+    assert report.first_failure == f"rank 0: gradient of {name} in step 1: stage 0 has one, stage 3 has none"
+
+
+# ---- the command line ------------------------------------------------------------------------------------------------
+
+SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--context", "8", "--steps", "2"]
+
+
+def test_the_command_compares_a_small_gpt(cluster):
+    first, second = run_command(cluster, cli.main, "verify", "--ranks", 2, "--compute", "bf16", *SMALL)
+    assert first.status == second.status == 0
+    assert second.out == ""
+    assert "simple twin" in first.out
+    assert "DistributedDataParallel, no casts" in first.out
+    assert first.out.splitlines()[-1] == "2 ranks, 2 steps: ok"
+
+
+@pytest.mark.slow
+def test_the_command_starts_three_ranks():
+    done = run_process("-m", "shardlite", "verify", "--ranks", "3", "--compute", "bf16", "--reduce", "fp16", *SMALL)
+    assert done.status == 0, done.err
+    assert "twin in ring order" in done.out
+    assert "DistributedDataParallel, no casts" in done.out
+    assert done.out.splitlines()[-1] == "3 ranks, 2 steps: ok"
+
+
+def main_with_a_spoilt_rank(arguments: list[str]) -> int:
+    """Be the command, with an optimizer on rank 1 that takes longer steps."""
+    if os.environ["RANK"] != "1":
+        return cli.main(arguments)
+    with mock.patch.object(twins, "AdamW", lambda params, lr, weight_decay: AdamW(params, lr=2 * lr)):
+        return cli.main(arguments)
+
+
+def assert_says_what_is_spoilt(out: str) -> None:
+    # Rank 1's whole copy of the weights steps otherwise at stage 0, its shards at stage 3.
+    assert "2 ranks, 2 steps: FAILED: rank 0: loss of step 2, stage 3 against stage 0: " in out
+    assert "BEYOND ITS BOUND" in out
+
+
+def test_the_command_fails_on_all_ranks_where_one_is_spoilt(cluster):
+    first, second = run_command(cluster, main_with_a_spoilt_rank, "verify", "--ranks", 2, *SMALL)
+    assert first.status == second.status == 1
+    assert_says_what_is_spoilt(first.out)
+
+
+@pytest.mark.slow
+def test_the_launcher_passes_the_failure_on(tmp_path):
+    script = tmp_path / "spoilt.py"
+    script.write_text(
+        "import sys\nfrom tests.apps.test_verify import main_with_a_spoilt_rank as main\nsys.exit(main(sys.argv[1:]))\n"
+    )
+    launcher = launch.torchrun(2, [])[1:-2]  # without `-m shardlite`
+    done = run_process(*launcher, str(script), "verify", "--ranks", "2", *SMALL)
+    assert done.status == 1, done.err
+    assert_says_what_is_spoilt(done.out)
+
+
+def test_verify_starts_itself_once_per_rank(monkeypatch):
+    started = []
+    monkeypatch.setattr(launch, "launch", lambda ranks, arguments: started.append((ranks, arguments)) or 7)
+    assert cli.main(["verify"]) == 7
+    assert cli.main(["verify", "--ranks", "4", "--size", "demo"]) == 7
+    assert started == [(2, ["verify"]), (4, ["verify", "--ranks", "4", "--size", "demo"])]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "0"], "--ranks is 0; it must be at least 1"),
+        (["--steps", "0"], "steps must be positive, got 0"),
+        (["--heads", "5"], "multiple of twice the heads: width 64, heads 5"),
+    ],
+)
+def test_wrong_usage_is_refused_before_any_rank_starts(capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr(launch, "launch", None)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["verify", *arguments])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,145 @@
+"""The benches run, their rows are complete, and a system that computes something else is not timed."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench import detection, step
+from bench.check import verify
+from bench.systems import SYSTEMS, Floor, build_ddp
+from bench.table import read_rows, render
+from bench.workloads import WORKLOADS, gpt, perceptrons
+from shardlite.apps.demo.settings import GPTConfig
+from tests.support.scripts import run_command, run_process
+
+TINY = perceptrons("tiny", blocks=2, width=32, batch=4)
+TINY_GPT = gpt("tiny gpt", GPTConfig(layers=2, width=32, heads=2, context=8), batch=2)
+KEYS = set(
+    """
+    bench model words parameters units optimizer ranks threads transport rounds machine torch python date
+    system tolerance_used ms_p20 ms_p50 ms_p80 cpu_ms_p50 ms_above_floor above_floor_vs_fsdp2 ms_vs_ddp
+    peak_bytes activation_bytes held_vs_fsdp2
+    """.split()  # noqa: SIM905
+)
+ROOT = Path(__file__).parents[2]
+
+
+OPTIONS = ["--ranks", "2", "--model", "tiny", "--steps", "2", "--out"]
+
+
+def assert_complete(rows):
+    assert [row["system"] for row in rows] == list(SYSTEMS)
+    assert all(set(row) == KEYS for row in rows)
+    assert all(row["tolerance_used"] <= 1 for row in rows)
+    assert [row["held_vs_fsdp2"] is None for row in rows] == [row["system"] == "floor" for row in rows]
+
+
+def assert_prints_what_it_writes(out, folder):
+    rows = read_rows(folder.glob("*.jsonl"))
+    assert_complete(rows)
+    assert json.loads(out.splitlines()[0]).keys() == {"machine", "torch", "python", "date"}
+    assert render(rows, markdown=False) in out
+
+
+def test_the_command_has_a_row_for_each_system(cluster, tmp_path):
+    first, second = run_command(cluster, step.main, *OPTIONS, tmp_path)
+    assert first.status == second.status == 0
+    assert second.out == ""
+    assert_prints_what_it_writes(first.out, tmp_path)
+    ddp = next(row for row in read_rows(tmp_path.glob("*.jsonl")) if row["system"] == "ddp")
+    state = 16 * ddp["parameters"]  # weights, gradients (its buckets) and two moments in fp32
+    assert state <= ddp["peak_bytes"] - ddp["activation_bytes"] <= 1.5 * state
+
+
+@pytest.mark.slow
+def test_the_command_starts_its_ranks(tmp_path):
+    done = run_process("-m", "bench.step", *OPTIONS, str(tmp_path))
+    assert done.status == 0, done.err
+    assert_prints_what_it_writes(done.out, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_gpt_is_measured_alike_on_every_rank(cluster):
+    for rows in cluster.run(_measure_gpt, 2):
+        assert_complete(rows)
+
+
+def _measure_gpt(group):
+    return step.measure(TINY_GPT, SYSTEMS, 2, group)
+
+
+@pytest.mark.parametrize("wrong", ["learning rate", "gradient scale", "a parameter that is not stepped"])
+def test_a_wrong_system_is_found_on_every_rank(cluster, wrong):
+    failures = cluster.failures(_verify_wrong, 2, wrong)
+    assert [kind for kind, _ in failures] == ["ResultError", "ResultError"]
+    assert all("wrong on tiny is" in message for _, message in failures)
+
+
+def _verify_wrong(group, wrong):
+    verify(TINY, {"ddp": build_ddp, "wrong": lambda workload, group: _build_wrong(workload, group, wrong)}, group)
+
+
+def _build_wrong(workload, group, wrong):
+    trainer = build_ddp(workload, group)
+    if wrong == "learning rate":
+        trainer.optimizer.param_groups[0]["lr"] *= 1.001
+    elif wrong == "gradient scale":
+        trainer.model.register_comm_hook(group, _sum)
+    else:
+        trainer.optimizer.param_groups[0]["params"].pop()
+    return trainer
+
+
+def _sum(group, bucket):
+    """A reduction that forgets to divide by the number of ranks: AdamW's steps hardly differ."""
+    work = group.allreduce([bucket.buffer()])
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def test_only_the_first_loss_of_the_floor_is_compared(cluster):
+    assert cluster.run(_verify_floor, 2) == [True, True]
+
+
+def _verify_floor(group):
+    shares = verify(TINY, {"ddp": build_ddp, "floor": SYSTEMS["floor"]}, group)
+    return isinstance(SYSTEMS["floor"](TINY, group), Floor) and shares["floor"] <= 1
+
+
+def test_an_equal_result_needs_half_of_the_tolerance_at_most(cluster):
+    shares = cluster.run(_verify_ddp, 1)[0]
+    assert 0 < shares["ddp"] < 0.5
+
+
+def _verify_ddp(group):
+    return verify(TINY, {"ddp": build_ddp}, group)
+
+
+def test_tables_have_a_line_for_each_row():
+    results = sorted((ROOT / "bench" / "results").glob("step-*.jsonl"))
+    row = dict.fromkeys(KEYS, 1) | {"words": "A model"}
+    rows = [row | {"model": model, "system": system} for model in "ab" for system in ("floor", "x")]
+    assert render(rows).count("| floor: no communication | 1 |") == 2
+    assert render(read_rows(results)).count("ShardLite, stage 3") == len(results)
+
+
+def test_the_cost_of_detection_is_measured_on_equal_training(cluster):
+    for row in cluster.run(_detection, 2):
+        assert row["model"] == TINY.name
+        assert row["talks_cpu_ms"] > 0
+        rounded = {"rel": 0.01, "abs": 1e-3 / row["cpu_ms_p50_without"]}  # a microsecond is a large part of little
+        assert row["talks_share"] == pytest.approx(row["talks_cpu_ms"] / row["cpu_ms_p50_without"], **rounded)
+
+
+def _detection(group):
+    return detection.measure(TINY, 2, group)
+
+
+def test_workloads_are_the_same_each_time():
+    for workload in (WORKLOADS["tiny"], replace(TINY_GPT, name="other")):
+        first, second = workload.make().state_dict(), workload.make().state_dict()
+        assert all(first[name].equal(second[name]) for name in first)
+        assert workload.draw(0, 1)[0].equal(workload.draw(0, 1)[0])
+        assert not workload.draw(0, 1)[0].equal(workload.draw(1, 1)[0])
+        assert workload.parameters() == sum(param.numel() for param in workload.make().parameters())

@@ -1,0 +1,186 @@
+"""What is held is in the account, goes when it is of no more use, and is what `bench.footprint` measures."""
+
+import gc
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bench import footprint
+from bench.systems import FOOTPRINTS
+from bench.table import read_rows
+from bench.workloads import perceptrons
+from shardlite import AdamW, ShardLite
+from shardlite.comm.shm.rendezvous import meet
+from tests.support.scripts import run_process
+
+ROOT = Path(__file__).parents[2]
+WIDTH = 128
+TINY = perceptrons("tiny", blocks=2, width=32, batch=4)
+
+
+def net(units: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(units))
+    )
+
+
+def deleted_body(group: Any, stage: int) -> tuple[list[int], int]:
+    """Return the bytes that a model took of the shared memory, that are left of it, and that pages take there."""
+    heap = meet(group).neighbours.heap
+    gc.collect()
+    before = heap.live
+    model = ShardLite(net(4), stage=stage, group=group)
+    optimizer = AdamW(model.parameters())
+    for _ in range(4):
+        model(torch.ones(2, WIDTH)).sum().backward()
+        taken = heap.live - before
+        optimizer.step()
+        optimizer.zero_grad()
+    model.full_state_dict()
+    del model, optimizer
+    gc.collect()
+    return [taken, heap.live - before, heap.warm], heap.resident - heap.live - heap.reserved
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_deleted_model_leaves_nothing(cluster, stage):
+    for (taken, left, warm), pages in cluster.run(deleted_body, 2, stage):
+        assert taken > 0 or stage >= 2  # there what lasts is this rank's own business
+        assert left == warm == 0
+        assert pages <= 0
+
+
+def account_body(group: Any) -> dict[str, Any]:
+    model = ShardLite(net(3), group=group)
+    optimizer = AdamW(model.parameters(), in_backward=True)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    optimizer.step()
+    inside, memory = model.memory(), model.memory(process=True)
+    purposes = set(memory) - {"process", "unexplained"}
+    assert memory["process"].now - memory["unexplained"].now == sum(memory[each].now for each in purposes)
+    assert memory["process"].peak >= memory["process"].now > memory["parameters"].now
+    assert "process" not in inside
+    neighbours = meet(group).neighbours
+    assert 0 < memory["mailboxes"].now < neighbours.heap.reserved
+    assert memory["idle shared memory"].now == neighbours.heap.warm
+    return {purpose: held.now for purpose, held in memory.items()}
+
+
+def test_the_account_knows_what_transports_and_steps_hold(cluster):
+    for held in cluster.run(account_body, 2):
+        assert held["chunks of a step"] > 0
+        assert held["gather buffers"] == held["gradient buckets"] == 0
+
+
+class Tied(nn.Module):
+    """An embedding and a head of one matrix, which gets the first gradient and the last one, around some blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, WIDTH)
+        self.blocks = net(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.blocks(self.embedding(x)) @ self.embedding.weight.t()).logsumexp(-1).sum()
+
+
+def peaks_body(group: Any, prefetch: int) -> dict[str, float]:
+    """Return the most buffers and buckets in a step, in units of a block."""
+    model = ShardLite(Tied(), group=group, prefetch=prefetch, units=nn.Sequential)
+    assert len(model.unit_names) == 2 or model.unit_names[0] == "(root)"
+    optimizer = AdamW(model.parameters())
+    for _ in range(3):
+        model.ledger.reset_peak()
+        model(torch.arange(8)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {purpose: held.peak for purpose, held in model.memory().items()}
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_there_are_no_more_buffers_than_the_documentation_says(cluster, prefetch):
+    block = 4 * sum(param.numel() for param in net(1).parameters())
+    root = 4 * 64 * WIDTH
+    for peaks in cluster.run(peaks_body, 2, prefetch):
+        assert peaks["gather buffers"] <= (1 + prefetch) * block + root
+        assert peaks["gradient buckets"] <= 2 * block + 2 * root  # the last gradient of the root is copied to its place
+
+
+def idle_body(group: Any) -> list[int]:
+    """Return how many bytes of shared memory are kept for nobody after each backward."""
+    model = ShardLite(Tied(), group=group, units=nn.Sequential)
+    optimizer = AdamW(model.parameters(), in_backward=True)
+    idle = []
+    for _ in range(3):
+        model(torch.arange(8)).backward()
+        idle.append(model.memory()["idle shared memory"].now)
+        optimizer.step()
+        optimizer.zero_grad()
+    return idle
+
+
+def test_nothing_is_kept_idle_where_shards_are_stepped_in_the_backward(cluster):
+    for idle in cluster.run(idle_body, 2):
+        assert idle[1:] == [0, 0]  # the first backward finds the order out
+
+
+def measured_body(group: Any, system: str) -> dict[str, Any]:
+    return footprint.measure(TINY, system, group)
+
+
+@pytest.mark.parametrize("system", ["activations, bf16", "plain", "fsdp2", "compact"])
+def test_a_row_has_what_its_table_shows(cluster, system):
+    first, second = cluster.run(measured_body, 2, system)
+    assert first["system"] == second["system"] == system
+    assert first["pss_bytes"] == second["pss_bytes"] >= first["between_bytes"]
+    assert bool(first["purposes"]) == (system == "compact")
+    assert first["compute"] == ("bfloat16" if system in ("activations, bf16", "compact") else "float32")
+    assert first["weight_bytes"] == first["parameters"] * (2 if first["compute"] == "bfloat16" else 4)
+    row = {**first, "malloc": "returns", "busy": 2, "unexplained": 0.25}
+    table = footprint.render([row, {**row, "pss_vs_fsdp2": 0.5}])
+    assert "2 CPU ranks, 2 busy loops beside; malloc returns large blocks" in table
+    assert table.count(f"| {system} |") == 2
+    assert "| 0.50 |" in table
+    assert "| +25.0 % |" in table
+
+
+def test_what_nothing_explains_is_beside_purposes_and_activations():
+    row = {"system": "stage3", "compute": "float32", "pss_bytes": 1000, "weight_bytes": 300, "purposes": {"a": 600}}
+    alone = {**row, "system": "activations", "pss_bytes": 500, "purposes": {}}
+    narrow = {**row, "system": "compact", "compute": "bfloat16"}
+    fsdp2 = {**row, "system": "fsdp2", "pss_bytes": 2000, "purposes": {}}
+    rows = footprint.compared([alone, fsdp2, row, narrow])
+    assert [each["pss_vs_fsdp2"] for each in rows] == [0.25, 1.0, 0.5, 0.5]
+    assert ["unexplained" in each for each in rows] == [False, False, True, False]
+    assert row["unexplained"] == 0.2  # 1000 - 600 - (500 - 300)
+
+
+def test_the_page_shows_the_rows():
+    page = (ROOT / "docs/memory.md").read_text()
+    command = "<!-- rows: python -m bench.footprint --table "
+    shown = re.findall(rf"{command}(.*?) -->\n\n(.*?)\n\n<!-- end of rows -->", page, re.DOTALL)
+    assert shown
+    for files, tables in shown:
+        assert tables == footprint.render(read_rows([ROOT / file for file in files.split()]))
+
+
+@pytest.mark.slow
+def test_the_command_starts_its_ranks_and_wrapping_takes_one_unit_more(tmp_path):
+    systems = ["plain", "fsdp2", "stage3", "in_backward"]
+    options = ["--model", "gpt", "--systems", *systems, "--out", str(tmp_path), "--figure", str(tmp_path / "bars.png")]
+    done = run_process("-m", "bench.footprint", *options)
+    assert done.status == 0, done.err
+    rows = [json.loads(line) for line in (tmp_path / "footprint-gpt-2ranks.jsonl").read_text().splitlines()]
+    assert [row["system"] for row in rows] == systems
+    assert footprint.render(rows) in done.out
+    assert (tmp_path / "bars.png").stat().st_size > 10_000
+    unit = 4 * 12 * 384 * 384
+    for row in rows[2:]:
+        assert row["wrap_peak_bytes"] <= max(row["made_bytes"], row["wrapped_bytes"]) + 1.2 * unit
+    assert set(systems) <= set(FOOTPRINTS)

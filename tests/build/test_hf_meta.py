@@ -1,0 +1,101 @@
+"""Hugging Face models, and ours in their manner, that are born on the meta device get values from `_init_weights`.
+
+That is the function which their own constructors apply, and `init=` takes. It knows the buffers that are not saved,
+too, which nothing else could give values to.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardlite import ShardLite
+from shardlite.build.meta_init import children_first
+from tests.support.hf_models import ARCHITECTURES, case
+from tests.support.sharded import Pair, Turn, same_bits
+from tests.support.twins import RECIPES
+
+PRETRAINED = [name for name in ARCHITECTURES if name != "nn.Transformer"]
+
+
+def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        model = make()
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    return model
+
+
+def initialised(model: nn.Module) -> nn.Module:
+    """Apply a model's own initialisation, children first, but let each tensor keep what it has got first."""
+    filled: set[torch.Tensor] = set()
+    with torch.no_grad():
+        for module in children_first(model):
+            own = {*module.parameters(recurse=False), *module.buffers(recurse=False)}
+            kept = [(tensor, tensor.clone()) for tensor in own & filled]
+            if own - filled or not own:
+                model._init_weights(module)
+            for tensor, value in kept:
+                tensor.copy_(value)
+            filled |= own
+    return model
+
+
+def trains_like_one_with_memory(group: Any, name: str) -> None:
+    """Body of a rank: born with the weights and buffers of a model that always had memory, and trained like it."""
+    architecture = ARCHITECTURES[name]
+    model = on_meta(architecture.make)
+    torch.manual_seed(7)
+    model = ShardLite(model, init=model._init_weights, group=group)
+    assert model.unit_names == architecture.units
+    usual = architecture.make()
+    torch.manual_seed(7)
+    initialised(usual)
+    born = model.full_state_dict() | dict(model.named_buffers())
+    expected = usual.state_dict() | dict(usual.named_buffers())
+    assert born.keys() == expected.keys()
+    for key, value in expected.items():
+        same_bits(key, born[key], value)
+    pair, optimizer = Pair(lambda: copy.deepcopy(usual), group), RECIPES["adamw"].make(model.parameters())
+    for step in range(2):
+        pair.step(architecture.loss)
+        architecture.loss(model, Turn(step, pair.rank, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for (key, got), shard in zip(model.named_parameters(), pair.model.parameters(), strict=True):
+        same_bits(key, got, shard)
+
+
+@pytest.mark.parametrize(("name", "world_size"), [*(case(name, 2) for name in PRETRAINED), case("llama", 4)])
+def test_a_model_born_on_meta_is_one_born_with_memory(cluster, name, world_size):
+    cluster.check(trains_like_one_with_memory, world_size, name)
+
+
+def weights_only(module: nn.Module) -> None:
+    """Initialise as many do it by hand."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    elif "Norm" in type(module).__name__:
+        nn.init.ones_(module.weight)
+
+
+def wraps(group: Any, name: str, init: Callable[[nn.Module], None] | None) -> None:
+    ShardLite(on_meta(ARCHITECTURES[name].make), init=init, group=group)
+
+
+@pytest.mark.parametrize(("name", "first"), [case("ours", "Rotary"), case("llama", "LlamaRMSNorm")])
+@pytest.mark.parametrize(
+    ("init", "message"),
+    [
+        (weights_only, "left buffer 'model.rotary_emb.inv_freq' uninitialised"),
+        (None, "{first} has no reset_parameters() to initialise it: pass init="),
+    ],
+)
+def test_what_has_no_values_is_named(cluster, name, first, init, message):
+    """On every rank."""
+    for failure in cluster.failures(wraps, 2, name, init):
+        assert failure is not None
+        assert failure[0] == "LayoutError"
+        assert message.format(first=first) in failure[1]

@@ -1,0 +1,246 @@
+"""Ctrl-C at any moment, on all ranks: the run goes on with the bits of one without it, or ends in an error at once.
+
+A rank counts its steps by what its optimizer says: an interrupt may come between a step and the line that counts it.
+"""
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+
+import numpy
+import pytest
+import shardlite.cli
+import shardlite.lane
+import shardlite_kernels
+import torch
+from torch import Tensor, nn
+
+from shardlite import AdamW, ShardLite
+from shardlite.comm.control import interrupts
+from shardlite.comm.control.failure_reports import Notes, SharedBoard
+from shardlite.comm.control.worker import Worker
+from shardlite.comm.streams import _HostFlight
+from shardlite.errors import CommError
+from tests.support.doomed import JOIN
+from tests.support.models import Residual
+from tests.support.patience import until
+
+WIDTH, STEPS = 8, 12
+LONG = JOIN + 60
+"""The timeout: longer than the ranks may live."""
+
+
+class Slow(nn.Module):
+    """Residual blocks whose forward spends some time in lines of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Residual(WIDTH, 12) for _ in range(3)])
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            sum(range(2000))
+            x = block(x)
+        return self.head(x).mean()
+
+
+def batch(step: int, rank: int) -> Tensor:
+    time.sleep(1e-3)  # read it
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def interrupted_body(group, stage, transport, seed):
+    """Train with Ctrl-C at some moment, unless `seed` is `None`; return the losses, and how often it came."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    model = ShardLite(Slow(), group=group, stage=stage, transport=transport, timeout=timedelta(seconds=LONG))
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    some = next(model.parameters())
+    moment = random.Random(seed).uniform(0, 0.15) + random.Random(f"{seed}, {group.rank()}").uniform(0, 0.004)
+    pressed = threading.Event()
+    timer = threading.Timer(moment, lambda: (pressed.set(), os.kill(os.getpid(), signal.SIGINT)))
+    if seed is not None:
+        timer.start()
+    losses: dict[int, float] = {}
+    came, error, over = 0, "", False
+    while not over:
+        try:
+            while not error and (step := _taken(optimizer, some)) < STEPS:
+                model.zero_grad()
+                loss = model(batch(step, group.rank()))
+                loss.backward()
+                losses[step] = loss.item()
+                optimizer.step()
+            if error:
+                timer.cancel()
+            if timer.is_alive():
+                timer.join()
+            while came != pressed.is_set():
+                time.sleep(1e-3)
+            over = True
+        except KeyboardInterrupt:
+            came += 1
+        except CommError as failure:
+            error = str(failure)
+    return list(losses.values()), came, error
+
+
+def _taken(optimizer: AdamW, param: Tensor) -> int:
+    """Return how many steps an optimizer has taken."""
+    return int(optimizer.state[param]["step"]) if param in optimizer.state else 0
+
+
+def check_moments(doomed, directory, world_size, stage, transport, seeds):
+    """Run once for each seed; return how many runs went on, and the errors of the others."""
+    undisturbed = doomed.run(interrupted_body, world_size, stage, transport, None, directory=directory)
+    went_on, errors = 0, []
+    for seed in seeds:
+        folder = directory / str(seed)
+        folder.mkdir()
+        ended = doomed.run(interrupted_body, world_size, stage, transport, seed, directory=folder)
+        assert [each.status for each in ended] == [0] * world_size, f"seed {seed}: {ended}"
+        said = [each.result[2] for each in ended]
+        for expected, each in zip(undisturbed, ended, strict=True):
+            losses, came, error = each.result
+            assert losses == expected.result[0][: len(losses)], f"seed {seed}"
+            assert error or (len(losses), came) == (STEPS, 1), f"seed {seed}"
+            assert "nothing happened" not in error, f"seed {seed}: {error}"
+        went_on += not any(said)
+        errors += filter(None, said)
+    return went_on, errors
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_run_goes_on_or_ends_at_once(doomed, tmp_path, stage):
+    check_moments(doomed, tmp_path, 2, stage, "shared_memory", range(3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "stage", "transport"), [(2, 0, "shared_memory"), (2, 3, "p2p"), (3, 2, "p2p")])
+def test_at_many_moments(doomed, tmp_path, world_size, stage, transport):
+    went_on, errors = check_moments(doomed, tmp_path, world_size, stage, transport, range(35))
+    print(f"{went_on} of 35 went on", *errors, sep="\n")
+    assert went_on > 0
+
+
+@pytest.fixture
+def deferring():
+    """Ctrl-C as it is after a model was wrapped in a program that leaves it to Python."""
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupts.defer_interrupts()
+    yield signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+
+
+def test_it_waits_for_a_call_of_the_library(deferring):
+    flight = _HostFlight()
+
+    def program() -> None:
+        flight.run(partial(os.kill, os.getpid(), signal.SIGINT))
+        until(lambda: False)
+
+    with pytest.raises(KeyboardInterrupt):
+        program()
+    flight.wait()
+    assert not interrupts.is_put_off()
+
+
+def test_in_the_lines_of_a_program_it_comes_at_once(deferring):
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert not interrupts.is_put_off()
+
+
+def frame(*files: str) -> FrameType | None:
+    """Return the innermost frame of code in such files."""
+    inner = None
+    for file in reversed(files):
+        inner = SimpleNamespace(f_code=SimpleNamespace(co_filename=file), f_back=inner)
+    return inner
+
+
+LIBRARY, PROGRAM = shardlite.comm.streams.__file__, "/home/somebody/train.py"
+
+
+@pytest.mark.parametrize(
+    ("files", "waits"),
+    [
+        ((LIBRARY, PROGRAM), True),
+        ((PROGRAM, LIBRARY), False),
+        ((torch.nn.__file__, threading.__file__, LIBRARY, PROGRAM), True),
+        ((shardlite_kernels.__file__, LIBRARY, PROGRAM), True),
+        (("<eval_with_key>.0", torch.nn.__file__, PROGRAM), False),
+        ((numpy.__file__, LIBRARY), False),
+        ((shardlite.apps.cli.__file__, "<frozen runpy>"), False),
+        (("<string>",), False),
+        ((f"{Path(LIBRARY).parent}_train.py",), False),
+        ((f"{Path(torch.__file__).parent}vision/models.py", LIBRARY), False),
+    ],
+)
+def test_the_innermost_line_that_is_not_of_pytorch_counts(files, waits):
+    assert interrupts._in_library(frame(*files)) == waits
+
+
+class Leaver:
+    failed = ""
+
+    def __init__(self):
+        self.notes = []
+
+    def fail(self, note):
+        self.notes.append(note)
+
+
+def test_a_second_one_ends_the_call_and_the_rank_takes_part_in_nothing_more(deferring, monkeypatch):
+    leaver = Leaver()
+    monkeypatch.setattr(interrupts, "leavers", lambda: [leaver])
+
+    main = threading.main_thread().ident
+
+    def press_twice() -> None:
+        until(lambda: sys._current_frames()[main].f_code.co_name == "wait")
+        os.kill(os.getpid(), signal.SIGINT)
+        until(lambda: interrupts._deferring.is_pending)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    worker = Worker("presses Ctrl-C")
+
+    def program() -> None:
+        worker.submit(press_twice)
+        _HostFlight().wait()  # which never ends
+
+    with pytest.raises(KeyboardInterrupt):
+        program()
+    assert not interrupts.is_put_off()
+    assert leaver.failed == "a second Ctrl-C ended a call of the library"
+    until(lambda: leaver.notes == [leaver.failed])
+
+
+def test_who_waits_for_long_gives_way(deferring, monkeypatch):
+    own = Notes(SharedBoard(), rank=0, world_size=2)
+    monkeypatch.setattr(interrupts, "leavers", lambda: [own])
+    monkeypatch.setattr(interrupts, "_in_library", lambda frame: True)
+    deferring(signal.SIGINT, None)
+    with pytest.raises(KeyboardInterrupt):
+        own.hopeless()
+    assert own.failed.startswith("Ctrl-C came while it waited in ")
+    other = Notes(own._board, rank=1, world_size=2)
+    assert other.hopeless().startswith("rank 0 has failed: Ctrl-C came while it waited in ")
+
+
+def test_a_handler_of_the_program_has_its_way():
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        interrupts.defer_interrupts()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,35 @@
+"""`torchrun --max-restarts` after a rank was killed: the run goes on from its checkpoint, with the same bits."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardlite.apps.launch import OWN_STORE
+from tests.support.scripts import run_process
+
+PROGRAM = Path(__file__).with_name("restarted.py")
+
+
+def trained(folder: Path, transport: str, fatal: int) -> dict[str, torch.Tensor]:
+    """Return the weights at the end of a run that is interrupted at step `fatal`."""
+    folder.mkdir()
+    launcher = ["-W", "default", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = run_process(*launcher, "--max-restarts=1", str(PROGRAM), str(folder), transport, str(fatal))
+    assert done.status == 0, done.out + done.err
+    assert ("will restart" in done.err or "SIGKILL" in done.err or "exitcode: -9" in done.err) == (fatal >= 0), done.err
+    return torch.load(folder / "final.pt")
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The weights of a run that nothing has interrupted."""
+    return trained(tmp_path_factory.mktemp("whole") / "run", "shared_memory", -1)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("p2p", marks=pytest.mark.slow)])
+def test_a_run_that_is_started_again_has_the_same_bits(expected, tmp_path, monkeypatch, transport):
+    monkeypatch.setenv(OWN_STORE, "1")
+    got = trained(tmp_path / "interrupted", transport, 3)
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), name

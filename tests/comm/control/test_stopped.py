@@ -1,0 +1,119 @@
+"""A peer that is stopped, and with it the store of the process group: no call waits for it longer than `timeout`."""
+
+import os
+import signal
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardlite import AdamW, ShardLite
+from tests.support.patience import seconds, until
+
+LIMIT = timedelta(seconds=seconds(0.5))
+X = torch.ones(4, 8)
+
+
+class Run:
+    """A model that has taken a step, over ranks of its own."""
+
+    def __init__(self, transport):
+        self.transport = transport
+        self.group = dist.new_group()
+        net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+        self.model = ShardLite(net, units=nn.Linear, transport=transport, timeout=LIMIT, group=self.group)
+        self.optimizer = AdamW(self.model.parameters(), lr=0.1)
+        self.model(X).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def wrap(run):
+    ShardLite(nn.Linear(8, 8), transport=run.transport, timeout=LIMIT, group=run.group)
+
+
+def meet(run):
+    """Wrap over ranks that have no connections yet."""
+    ShardLite(nn.Linear(8, 8), transport=run.transport, timeout=LIMIT, group=run.new_group)
+
+
+def train(run):
+    run.model(X).sum().backward()
+
+
+def end_backward(run):
+    run.loss.backward()
+
+
+def clip(run):
+    run.model.clip_grad_norm_(1.0)
+
+
+def evaluate(run):
+    with torch.no_grad():
+        run.model.eval()(X)
+
+
+def join(run):
+    next(run.model.join([X]))
+
+
+def gather(run):
+    with run.model.gathered():
+        pass
+
+
+def save(run):
+    run.model.full_state_dict()
+
+
+def load(run):
+    run.model.load_full_state_dict({})
+
+
+def resume(run):
+    run.optimizer.load_state_dict(run.optimizer.state_dict())
+
+
+CALLS = {each.__name__: each for each in (wrap, meet, train, end_backward, clip, evaluate, join, gather)}
+CALLS |= {each.__name__: each for each in (save, load, resume)}
+
+
+def stopped_body(group, transport):
+    """Stop rank 0, and return what each call gives rank 1 for an error."""
+    runs = {name: Run(transport) for name in CALLS}
+    runs["meet"].new_group = dist.new_group()
+    runs["end_backward"].loss = runs["end_backward"].model(X).sum()
+    runs["clip"].model(X).sum().backward()
+    pid = Path(os.environ["TMPDIR"]).parent / "pid"
+    if group.rank() == 0:
+        pid.write_text(str(os.getpid()))
+    dist.barrier()
+    if group.rank() == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    state = Path(f"/proc/{pid.read_text()}/stat")
+    until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")
+    told = {}
+    for name, call in CALLS.items():
+        try:
+            call(runs[name])
+            told[name] = "nothing"
+        except Exception as error:
+            told[name] = f"{type(error).__name__}: {error}"
+    return told
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "p2p"])
+def test_no_call_waits_for_a_stopped_peer(doomed, transport, tmp_path):
+    """The timeout of the process group itself is longer than the ranks may live."""
+    first, second = doomed.run(stopped_body, 2, transport, directory=tmp_path, killed=0, keeper=True)
+    assert first.status == -signal.SIGKILL
+    assert second.kind == "", f"{second.text}\n{second.log}"
+    assert second.result.keys() == CALLS.keys()
+    for call, error in second.result.items():
+        assert error.startswith("CommError: "), f"{call}: {error}"
+    assert "the store of the process group does not answer" in second.result["wrap"]
+    assert "What other ranks were doing is not known" in second.result["train"]

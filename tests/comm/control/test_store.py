@@ -1,0 +1,145 @@
+"""The store where ranks meet: what they tell each other there, and that nobody waits for it longer than it says."""
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from shardlite import ShardLite
+from shardlite.comm.control.store import BoundedStore, bounded_store, tell
+from shardlite.errors import CommError
+from tests.support.patience import seconds
+
+LIMIT = 0.3
+PATIENT = timedelta(seconds=seconds(30))
+
+
+def told_body(group):
+    store = dist.distributed_c10d._get_default_store()
+    name, before = group.group_name, store.num_keys()
+    rows = [tell(group, [group.rank(), f"round {i}", None, 2.5], "numbers", PATIENT) for i in range(3)]
+    dist.barrier(group)
+    left = [each for each in range(4) if store.check([f"shardlite/{name}/{bounded_store().told[name] - each}"])]
+    return rows, left, store.num_keys() - before
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_rank_hears_every_other_one_and_little_is_left(cluster, world_size):
+    for rows, left, more in cluster.run(told_body, world_size):
+        assert rows == [[[rank, f"round {i}", None, 2.5] for rank in range(world_size)] for i in range(3)]
+        assert left == ([0] if world_size > 1 else []), "the last list, which the next one takes away"
+        assert more <= 1
+
+
+def again_body(group):
+    """Come to exchanges of the same numbers, as process groups of the same name in one store do."""
+    rows = []
+    for i in range(3):
+        rows.append(tell(group, [group.rank(), i], "numbers", PATIENT))
+        dist.barrier(group)
+        bounded_store().told[group.group_name] -= 1
+    bounded_store().told[group.group_name] += 3
+    return rows
+
+
+def test_what_is_left_of_an_earlier_group_is_not_heard(cluster):
+    for rows in cluster.run(again_body, 3):
+        assert rows == [[[rank, i] for rank in range(3)] for i in range(3)]
+
+
+def absent_body(group, absent):
+    if group.rank() not in absent:
+        tell(group, "here", "what each rank wraps", timedelta(seconds=LIMIT))
+    time.sleep(4 * LIMIT)  # the store of a file is gone with the last who has it open
+
+
+@pytest.mark.parametrize(("absent", "named"), [([2], "rank 2"), ([0], "rank 0"), ([1, 2], "ranks 1, 2")])
+def test_who_does_not_come_is_named(doomed, absent, named, tmp_path):
+    for rank, each in enumerate(doomed.run(absent_body, 3, absent, directory=tmp_path)):
+        assert each.status == 0
+        if rank in absent:
+            assert each.kind == ""
+        else:
+            assert each.kind == "CommError"
+            assert each.text.startswith(f"what each rank wraps: rank {rank} has waited {LIMIT:g} s for {named} to come")
+
+
+def wraps_alone_body(group):
+    if group.rank() == 0:
+        ShardLite(nn.Linear(2, 2), timeout=timedelta(seconds=LIMIT))
+
+
+def test_wrapping_waits_no_longer_than_its_timeout(cluster):
+    (kind, message), other = cluster.failures(wraps_alone_body, 2)
+    assert (kind, other) == ("CommError", None)
+    assert message.startswith(f"what each rank wraps: rank 0 has waited {LIMIT:g} s for rank 1 to come to it.")
+
+
+@pytest.mark.parametrize(("timeout", "error"), [(0.0, TypeError), (timedelta(0), ValueError), (-PATIENT, ValueError)])
+def test_a_timeout_is_a_time(cluster, timeout, error):
+    with pytest.raises(error, match="timeout must be "):
+        ShardLite(nn.Linear(2, 2), timeout=timeout)
+
+
+# ---- its keeper ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kept():
+    """A store, and the process that keeps it."""
+    ours, theirs = os.pipe()
+    keeper = os.fork()
+    if keeper == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(theirs, str(store.port).encode())
+        signal.pause()
+    port = int(os.read(ours, 16))
+    yield BoundedStore(dist.TCPStore("127.0.0.1", port, is_master=False)), keeper
+    os.kill(keeper, signal.SIGKILL)
+    os.waitpid(keeper, 0)
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_a_stopped_keeper_is_waited_for_once(kept):
+    store, keeper = kept
+    store.ask(lambda given: given.set("a", "1"), seconds(30))
+    os.kill(keeper, signal.SIGSTOP)
+    with pytest.raises(CommError, match=r"does not answer: the process that keeps it.*\(waited 0.3 s\)"):
+        store.ask(lambda given: given.get("a"), LIMIT)
+    with pytest.raises(CommError, match=r"cannot be reached$"):
+        store.ask(lambda given: given.get("a"), seconds(1e6))
+    os.kill(keeper, signal.SIGCONT)
+    store._late.result(seconds(30))
+    assert store.ask(lambda given: given.get("a"), seconds(30)) == b"1"
+
+
+def test_a_keeper_that_is_gone_is_said_to_be(kept):
+    store, keeper = kept
+    store.ask(lambda given: given.set("a", "1"), seconds(30))
+    os.kill(keeper, signal.SIGKILL)
+    with pytest.raises(CommError, match="is gone with the process that kept it"):
+        store.ask(lambda given: given.get("a"), seconds(30))
+
+
+def test_the_thread_ends_with_the_store():
+    before = set(threading.enumerate())
+    store = BoundedStore(dist.HashStore())
+    store.ask(lambda given: given.set("a", "1"), seconds(30))
+    (thread,) = set(threading.enumerate()) - before
+    del store
+    thread.join(seconds(30))
+    assert not thread.is_alive()
+
+
+def test_no_pickle_is_loaded_from_a_rank_or_a_store():
+    sources = list(Path("shardlite").rglob("*.py"))
+    assert len(sources) > 50
+    for words in ("pickle.load", "_object(", "_object_list(", "import pickle", "torch.load("):
+        assert [str(each) for each in sources if words in each.read_text()] == []

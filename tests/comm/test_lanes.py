@@ -1,0 +1,246 @@
+"""Lanes, and what is to run on a GPU as far as that can be shown without one."""
+
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import NoReturn
+
+import pytest
+import shardlite.shared
+import torch
+from torch import nn
+
+from shardlite import AdamW, CommError, ShardLite
+from shardlite.comm.streams import StreamLane, ThreadLane, make_lane
+from shardlite.comm.transport.process_group import NcclTransport, StagedTransport
+from tests.support.patience import seconds
+from tests.support.sharded import WIDE
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda:0")
+
+
+def test_a_thread_lane_works_in_order_and_hands_errors_on():
+    lane, done = ThreadLane("test"), []
+    gate = threading.Event()
+    first = lane.submit(lambda: (gate.wait(seconds(10)), done.append(1)))
+    failing = lane.submit(lambda: 1 / 0)
+    last = lane.submit(lambda: done.append(2))
+    assert not first.done()
+    assert not last.wait_unless(lambda: True)
+    gate.set()
+    last.wait()
+    assert done == [1, 2]
+    assert first.done()
+    with pytest.raises(ZeroDivisionError):
+        failing.wait()
+
+
+def test_the_cpu_has_thread_lanes_only():
+    assert isinstance(make_lane("test", CPU, blocking=False), ThreadLane)
+    assert isinstance(make_lane("test", CPU, blocking=True), ThreadLane)
+
+
+@dataclass
+class Simulated:
+    """CUDA's streams and events, to the extent that a lane uses them: `log` has what each stream was given."""
+
+    log: list[tuple[str, str]] = field(default_factory=list)
+    current: threading.local = field(default_factory=threading.local)
+    streams: int = 0
+    events: int = 0
+
+    def stream_of_thread(self, _device):
+        return getattr(self.current, "stream", self.compute)
+
+    def __post_init__(self):
+        self.compute = SimulatedStream(self, "compute")
+
+    def new_stream(self, _device, priority):
+        assert priority < 0, "messages go before computation"
+        self.streams += 1
+        return SimulatedStream(self, f"side {self.streams}")
+
+    def new_event(self):
+        self.events += 1
+        return SimulatedEvent(self.events)
+
+    @contextmanager
+    def on(self, stream):
+        before = self.stream_of_thread(None)
+        self.current.stream = stream
+        try:
+            yield
+        finally:
+            self.current.stream = before
+
+    def run(self, what):
+        """Give the current stream something to do."""
+        self.log.append((self.stream_of_thread(None).name, what))
+
+
+@dataclass
+class SimulatedEvent:
+    number: int
+    recorded: bool = False
+
+    def record(self, stream):
+        self.recorded = True
+        stream.cuda.log.append((stream.name, f"record {self.number}"))
+
+    def query(self):
+        return self.recorded
+
+
+@dataclass
+class SimulatedStream:
+    cuda: Simulated
+    name: str
+
+    def record_event(self):
+        event = self.cuda.new_event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event):
+        assert event.recorded, "waiting for an event that was not recorded is waiting for nothing"
+        self.cuda.log.append((self.name, f"wait {event.number}"))
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    simulated = Simulated()
+    monkeypatch.setattr(torch.cuda, "Stream", simulated.new_stream)
+    monkeypatch.setattr(torch.cuda, "Event", simulated.new_event)
+    monkeypatch.setattr(torch.cuda, "current_stream", simulated.stream_of_thread)
+    monkeypatch.setattr(torch.cuda, "stream", simulated.on)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: simulated.on(simulated.stream_of_thread(None)))
+    return simulated
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_stream_lane_is_behind_its_caller_and_its_caller_behind_it(cuda, blocking):
+    lane = make_lane("test", CUDA, blocking=blocking)
+    cuda.run("make gradient")
+    flight = lane.submit(lambda: cuda.run("reduce"))
+    flight.wait()
+    cuda.run("step")
+    assert cuda.log == [
+        ("compute", "make gradient"),
+        ("compute", "record 1"),
+        ("side 1", "wait 1"),
+        ("side 1", "reduce"),
+        ("side 1", "record 2"),
+        ("compute", "wait 2"),
+        ("compute", "step"),
+    ]
+    assert flight.done()
+
+
+def test_only_messages_that_block_take_a_thread(cuda):
+    threads = []
+    for blocking in (False, True):
+        lane = make_lane("test", CUDA, blocking=blocking)
+        lane.submit(lambda: threads.append(threading.current_thread())).wait()
+    assert threads[0] is threading.current_thread()
+    assert threads[1] is not threading.current_thread()
+
+
+def test_the_host_goes_on_while_a_thread_waits_for_messages(cuda):
+    lane = StreamLane(CUDA, ThreadLane("test"))
+    gate = threading.Event()
+    flight = lane.submit(lambda: (gate.wait(seconds(10)), cuda.run("reduce")))
+    cuda.run("compute on")
+    assert not flight.done()
+    assert not flight.wait_unless(lambda: True)
+    gate.set()
+    assert flight.wait_unless(lambda: False)
+    assert [what for _, what in cuda.log if "wait" not in what and "record" not in what] == ["compute on", "reduce"]
+
+
+def test_an_error_on_a_stream_lane_is_the_callers(cuda):
+    lane = StreamLane(CUDA, ThreadLane("test"))
+    with pytest.raises(ZeroDivisionError):
+        lane.submit(lambda: 1 / 0).wait()
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(30, 41), nn.Tanh(), nn.Linear(41, 30)) for _ in range(3)])
+
+
+def trained(group, stage) -> dict[str, torch.Tensor]:
+    model = ShardLite(net(), stage=stage, group=group)
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    for step in range(3):
+        x = torch.randn(4, 30, generator=torch.Generator().manual_seed(10 * step + group.rank()))
+        model(x).pow(2).mean().backward()
+        model.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.full_state_dict()
+
+
+def other_transports_body(group):
+    """Train over the transports for GPUs, which carry CPU tensors over gloo as well."""
+    connect = shardlite.comm.context.connect
+    for stage in (0, 1, 2, 3):
+        expected = trained(group, stage)
+        for make in (NcclTransport, lambda group: StagedTransport(group, timedelta(seconds=60))):
+            shardlite.comm.context.connect = lambda group, device, timeout, route, apart, make=make: make(group)
+            try:
+                weights = trained(group, stage)
+            finally:
+                shardlite.comm.context.connect = connect
+            for name, value in expected.items():
+                torch.testing.assert_close(weights[name], value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("world_size", [2, WIDE])
+def test_training_over_the_transports_for_gpus_gives_the_same_bits(cluster, world_size):
+    cluster.check(other_transports_body, world_size)
+
+
+class _Watch:
+    """Finds a wait in vain when it is asked for the third time."""
+
+    failed = ""
+
+    def __init__(self) -> None:
+        self.asked, self.went_on = 0, 0
+
+    def hopeless(self) -> str:
+        self.asked += 1
+        return "never" if self.asked == 3 else ""
+
+    def give_up(self, why: str) -> NoReturn:
+        raise CommError(why)
+
+    def goes_on(self) -> None:
+        self.went_on += 1
+
+
+def test_a_long_wait_is_asked_about(monkeypatch):
+    monkeypatch.setattr("shardlite.comm.streams.SLOW", 0.01)
+    go, watch = threading.Event(), _Watch()
+    lane = ThreadLane("test", watch)
+    flight = lane.submit(lambda: go.wait() and None)
+    with pytest.raises(CommError, match="never"):
+        flight.wait()
+    assert (watch.asked, watch.went_on) == (3, 0)
+    go.set()
+    flight.wait()
+    late = lane.submit(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        late.wait()
+
+
+def test_an_operation_may_end_in_a_timeout_of_its_own(monkeypatch):
+    monkeypatch.setattr("shardlite.comm.streams.SLOW", 0.01)
+
+    def times_out() -> None:
+        raise TimeoutError("of something else")
+
+    with pytest.raises(TimeoutError, match="of something else"):
+        ThreadLane("test", _Watch()).submit(times_out).wait()

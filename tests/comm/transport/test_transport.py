@@ -1,0 +1,444 @@
+"""Every transport: order, dtypes, empty messages, silent peers; which one serves what. And the tests' own cluster."""
+
+import os
+import warnings
+from datetime import timedelta
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing import assert_close
+
+from shardlite.comm.collectives import Operation, all_gather
+from shardlite.comm.control.worker import Worker
+from shardlite.comm.traffic import Counted, Tally
+from shardlite.comm.transport import c10d_work
+from shardlite.comm.transport.base import Message
+from shardlite.comm.transport.in_process import local_world
+from shardlite.comm.transport.process_group import GroupTransport, NcclTransport, StagedTransport
+from shardlite.comm.transport.select import connect
+from shardlite.errors import CommError, LayoutError
+from tests.support.cluster import Cluster, RemoteError, run_local
+from tests.support.delays import Delayed
+from tests.support.patience import seconds, until
+from tests.support.worlds import Batched, run
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+DTYPES = [
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.complex64, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.bool,
+]  # fmt: skip
+
+
+def payload(rank, dtype, numel=13):
+    return (torch.arange(numel) * (rank + 1) % 2).to(dtype)
+
+
+def exchange_every_dtype(transport):
+    """Each rank sends to its right neighbour; returns what came from the left."""
+    right, left = (transport.rank + 1) % transport.world_size, (transport.rank - 1) % transport.world_size
+    received = [torch.zeros(13).to(dtype) for dtype in DTYPES]
+    pending = [transport.irecv(tensor, left, tag=5) for tensor in received]
+    pending += [transport.isend(payload(transport.rank, dtype), right, tag=5) for dtype in DTYPES]
+    for message in pending:
+        message.wait()
+    return [tensor.float() if tensor.dtype.itemsize == 1 else tensor for tensor in received]
+
+
+def exchange_crossed_tags(transport):
+    """Two tags, expected in the other order than they are sent, waited for in a third; an empty message between."""
+    peer = 1 - transport.rank
+    a, b, c, nothing = (torch.zeros(n) for n in (4, 4, 4, 0))
+    from_peer = [transport.irecv(t, peer, tag) for t, tag in ((b, 2), (a, 1), (nothing, 1), (c, 1))]
+    sent = [torch.full((4,), float(i)) for i in range(3)]
+    to_peer = [transport.isend(t, peer, tag) for t, tag in ((sent[0], 1), (nothing, 1), (sent[1], 1), (sent[2], 2))]
+    for message in [*reversed(from_peer), *to_peer]:
+        message.wait()
+    return a, b, c
+
+
+def exchange_at_once(transport):
+    """All messages of `exchange_every_dtype` and an empty one in one exchange, sends first."""
+    right, left = (transport.rank + 1) % transport.world_size, (transport.rank - 1) % transport.world_size
+    received = [torch.zeros(0), *(torch.zeros(13).to(dtype) for dtype in DTYPES)]
+    sent = [torch.zeros(0), *(payload(transport.rank, dtype) for dtype in DTYPES)]
+    messages = [Message(tensor, right, outgoing=True) for tensor in sent]
+    messages += [Message(tensor, left, outgoing=False) for tensor in received]
+    transport.exchange(messages, tag=5).wait()
+    transport.exchange([], tag=5).wait()
+    return [tensor.float() if tensor.dtype.itemsize == 1 else tensor for tensor in received[1:]]
+
+
+def assert_came_from_the_left(results):
+    for rank, received in enumerate(results):
+        for got, dtype in zip(received, DTYPES, strict=True):
+            sent = payload((rank - 1) % len(results), dtype)
+            assert_close(got, sent.float() if dtype.itemsize == 1 else sent, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["threads", "gloo", "shared", "staged"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_dtype_travels(cluster, kind, size):
+    assert_came_from_the_left(run(kind, cluster, exchange_every_dtype, size))
+
+
+@pytest.mark.parametrize("kind", ["threads", "steps", "gloo", "shared", "staged", "batches", "symmetric"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_messages_of_one_exchange_do_not_wait_for_each_other(cluster, kind, size):
+    assert_came_from_the_left(run(kind, cluster, exchange_at_once, size))
+
+
+def batch_sizes(transport):
+    with patch("torch.distributed.batch_isend_irecv", wraps=dist.batch_isend_irecv) as batch:
+        exchange_at_once(transport)
+    return [len(call.args[0]) for call in batch.call_args_list]
+
+
+def test_an_exchange_is_one_batch_of_what_is_not_empty(cluster):
+    assert run("batches", cluster, batch_sizes, 2) == [[2 * len(DTYPES)]] * 2
+
+
+@pytest.mark.parametrize("kind", ["threads", "gloo", "shared", "staged"])
+def test_messages_match_by_tag_and_then_by_order(cluster, kind):
+    for a, b, c in run(kind, cluster, exchange_crossed_tags, 2):
+        assert (a[0].item(), c[0].item(), b[0].item()) == (0.0, 1.0, 2.0)
+
+
+def send_and_change(transport):
+    """The tensor may be reused as soon as the wait is over, and a staged one as soon as it is sent."""
+    peer = 1 - transport.rank
+    sent, received = torch.full((1 << 18,), transport.rank + 1.0), torch.zeros(1 << 18)
+    arriving = transport.irecv(received, peer, tag=0)
+    departing = transport.isend(sent, peer, tag=0)
+    sent.zero_()
+    departing.wait()
+    early = received.unique().tolist()
+    arriving.wait()
+    return early, received.unique().tolist()
+
+
+def test_a_staged_message_is_copied_when_it_is_sent_and_when_it_is_waited_for(cluster):
+    assert run("staged", cluster, send_and_change, 2) == [([0.0], [2.0]), ([0.0], [1.0])]
+
+
+def test_a_local_message_is_copied_when_it_is_sent():
+    left, right = local_world(2)
+    tensor, got = torch.ones(3), torch.zeros(3)
+    left.isend(tensor, 1, tag=0).wait()
+    tensor.zero_()
+    right.irecv(got, 0, tag=0).wait()
+    assert_close(got, torch.ones(3))
+
+
+def test_a_local_message_of_another_kind_is_an_error():
+    left, right = local_world(2)
+    left.isend(torch.ones(3), 1, tag=0)
+    with pytest.raises(CommError, match=r"rank 1 receiving from rank 0.*the peer sent 3 elements of torch\.float32"):
+        right.irecv(torch.zeros(4), 0, tag=0).wait()
+
+
+def talk_past_each_other(group):
+    """Rank 0 sends what rank 1 does not expect, rank 1 expects what rank 0 does not send."""
+    transport = GroupTransport(group, timedelta(milliseconds=200))
+    if transport.rank == 0:
+        transport.isend(torch.zeros(1_000_000), 1, tag=7).wait()
+    else:
+        transport.irecv(torch.zeros(4), 0, tag=8).wait()
+
+
+def be_alone(group):
+    """Rank 1 gathers, rank 0 does nothing."""
+    if dist.get_rank(group) == 1:
+        transport = GroupTransport(group, timedelta(milliseconds=200))
+        all_gather(torch.zeros(4), transport, operation=Operation("all-gather of unit 'head'", 3))
+
+
+def exchange_with_nobody(group):
+    """Rank 1 comes to a step that rank 0 leaves out. NCCL's messages take as long as their group allows."""
+    impatient = dist.new_group([0, 1], timeout=timedelta(seconds=seconds(2)))
+    if dist.get_rank() == 1:
+        tensors = torch.zeros(4), torch.zeros(4), torch.zeros(100)
+        messages = [Message(tensor, 0, outgoing=i == 2) for i, tensor in enumerate(tensors)]
+        NcclTransport(impatient).exchange(messages, tag=8).wait()
+
+
+def leave_a_wait(group):
+    """A thread of rank 0 waits in gloo for what never comes when the program ends."""
+    transport = GroupTransport(dist.new_group([0, 1]), timedelta(seconds=seconds(300)))
+    if transport.rank == 1:
+        return None
+    worker = Worker("waits")
+    pending = transport.irecv(torch.zeros(4), 1, tag=8)
+    waiting = worker.submit(pending.wait)
+    until(lambda: c10d_work._waits)
+    c10d_work.end_waits()
+    return str(waiting.exception(seconds(30)))
+
+
+@pytest.fixture(scope="module")
+def throwaway(fork_server):
+    """A cluster for bodies that break gloo connections or ranks: the session's stays as it is."""
+    gloo = Cluster(fork_server, sizes=[2])
+    yield gloo
+    gloo.close()
+
+
+def test_silent_gloo_peers_are_named(throwaway):
+    (first, sending), (second, receiving) = throwaway.failures(talk_past_each_other, 2)
+    assert first == second == "CommError"
+    assert "rank 0 sending to rank 1 failed: 4000000 bytes, tag 7, timeout 0.2 s" in sending
+    assert "rank 1 receiving from rank 0 failed: 16 bytes, tag 8, timeout 0.2 s" in receiving
+
+
+def test_no_thread_waits_in_gloo_when_a_program_ends(throwaway):
+    message, _ = throwaway.run(leave_a_wait, 2)
+    assert message.startswith("rank 0 receiving from rank 1 failed: 16 bytes, tag 8, timeout")
+
+
+def test_an_absent_gloo_peer_is_named_with_the_operation(throwaway):
+    silent, (kind, message) = throwaway.failures(be_alone, 2)
+    assert (silent, kind) == (None, "CommError")
+    assert message.startswith("all-gather of unit 'head' (operation 3, 4 elements of torch.float32): rank 1 ")
+
+
+def test_a_silent_peer_of_a_batch_is_named(throwaway):
+    silent, (kind, message) = throwaway.failures(exchange_with_nobody, 2)
+    assert (silent, kind) == (None, "CommError")
+    assert message.startswith("rank 1 receiving from rank 0 and sending to rank 0 failed: 432 bytes, tag 8. The peer ")
+
+
+def stage_for_nobody(group):
+    if dist.get_rank(group) == 1:
+        StagedTransport(group, timedelta(milliseconds=200)).irecv(torch.zeros(4), 0, tag=8).wait()
+
+
+def test_a_silent_peer_of_a_staged_message_is_named(throwaway):
+    silent, (kind, message) = throwaway.failures(stage_for_nobody, 2)
+    assert (silent, kind) == (None, "CommError")
+    assert message.startswith("rank 1 receiving from rank 0 failed: 16 bytes, tag 8, timeout 0.2 s. The peer ")
+
+
+def use_device_tensor(group):
+    GroupTransport(group, timedelta(seconds=1)).isend(torch.zeros(4, device="meta"), 0, tag=0)
+
+
+def test_only_cpu_tensors_go_through_gloo(cluster):
+    assert (
+        cluster.failures(use_device_tensor, 2)
+        == [("LayoutError", "GroupTransport sends CPU tensors, got one on meta")] * 2
+    )
+    assert issubclass(LayoutError, ValueError)
+
+
+# Which transport serves what.
+
+
+def describe_connections(group, backends, device):
+    """The transport over `group`, if its backends had these names; `None` leaves its own."""
+    names = dist.get_backend_config(group) if backends is None else backends
+    with patch("torch.distributed.get_backend_config", lambda _: names):
+        transport = connect(group, device, timedelta(seconds=1))
+    return type(transport).__name__, transport.rank, transport.world_size, transport.batched, transport.blocking
+
+
+@pytest.mark.parametrize(
+    ("backends", "device", "expected"),
+    [
+        (None, CPU, ("SharedMemoryTransport", False, True)),
+        (None, CUDA, ("StagedTransport", False, True)),
+        ("cpu:gloo,cuda:nccl", CPU, ("SharedMemoryTransport", False, True)),
+        ("cpu:gloo,cuda:nccl", torch.device("cuda:1"), ("NcclTransport", True, False)),
+        ("cuda:nccl", CUDA, ("NcclTransport", True, False)),
+        ("cpu:gloo,cuda:gloo", CUDA, ("StagedTransport", False, True)),
+    ],
+)
+def test_the_backend_for_the_device_decides(cluster, backends, device, expected):
+    name, batched, blocking = expected
+    for rank, found in enumerate(cluster.run(describe_connections, 2, backends, device)):
+        assert found == (name, rank, 2, batched, blocking)
+
+
+@pytest.mark.parametrize(
+    ("backends", "device"), [("cuda:nccl", CPU), ("cpu:gloo", CUDA), ("cuda:ucc", CUDA), (None, torch.device("meta"))]
+)
+def test_tensors_that_no_backend_carries_are_refused(cluster, backends, device):
+    for kind, message in cluster.failures(describe_connections, 2, backends, device):
+        assert kind == "LayoutError"
+        assert f"no transport for tensors on {device} over a process group with the backends {{" in message
+        assert "init_process_group('cpu:gloo,cuda:nccl')" in message
+
+
+def connect_from_outside(group):
+    connect(dist.GroupMember.NON_GROUP_MEMBER, CPU, timedelta(seconds=1))
+
+
+def test_a_group_of_others_is_refused(cluster):
+    assert (
+        cluster.failures(connect_from_outside, 2)
+        == [("LayoutError", "this process is not a member of the process group that it was given")] * 2
+    )
+
+
+def exchange_in_a_subgroup(group):
+    """Ranks of a group are not those of the world: rank 0 here is rank 1 there."""
+    sub = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return None
+    transports = [GroupTransport(sub, timedelta(seconds=30)), NcclTransport(sub)]
+    assert [t.rank for t in transports] == [dist.get_rank() - 1] * 2
+    return [exchange_at_once(transport) for transport in transports]
+
+
+def test_peers_are_ranks_of_the_group(throwaway_of_three):
+    outside, *inside = throwaway_of_three.run(exchange_in_a_subgroup, 3)
+    assert outside is None
+    for results in zip(*inside, strict=True):
+        assert_came_from_the_left(list(results))
+
+
+@pytest.fixture
+def throwaway_of_three(fork_server):
+    """A cluster for groups that the session's should not keep."""
+    gloo = Cluster(fork_server, sizes=[3])
+    yield gloo
+    gloo.close()
+
+
+# Transports around transports.
+
+
+def test_what_is_sent_is_counted():
+    tallies = [Tally(), Tally()]
+
+    def body(transport):
+        counted = Counted(transport, tallies[transport.rank])
+        peer = 1 - transport.rank
+        tensor, received = torch.ones(3 + transport.rank), [torch.zeros(4 - transport.rank) for _ in range(2)]
+        counted.isend(tensor, peer, tag=0).wait()
+        counted.irecv(received[0], peer, tag=0).wait()
+        messages = [Message(tensor, peer, outgoing=True), Message(received[1], peer, outgoing=False)]
+        counted.exchange(messages, tag=0).wait()
+        return [each.tolist() for each in received]
+
+    assert run_local(body, 2) == [[[1.0] * 4] * 2, [[1.0] * 3] * 2]
+    assert tallies == [Tally(2, 24), Tally(2, 32)]
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_what_is_around_a_transport_has_its_properties(blocking):
+    inner = local_world(3)[2]
+    inner.blocking = blocking
+    for outer in (Counted(inner, Tally()), Delayed(inner, 0, longest=0.0)):
+        assert (outer.rank, outer.world_size, outer.batched, outer.blocking) == (2, 3, False, blocking)
+    for outer in (Counted(Batched(inner), Tally()), Delayed(Batched(inner), 0, longest=0.0)):
+        assert (outer.rank, outer.world_size, outer.batched, outer.blocking) == (2, 3, True, blocking)
+
+
+def test_delays_are_random_and_the_same_for_the_same_seed():
+    def pauses(rank, seed):
+        slept = []
+        with patch("tests.support.delays.time.sleep", slept.append):
+            delayed = Delayed(local_world(2)[rank], seed, longest=0.5)
+            for _ in range(4):
+                delayed.isend(torch.zeros(1), 1 - rank, tag=0)
+                delayed.irecv(torch.zeros(1), 1 - rank, tag=0)
+                delayed.exchange([], tag=0)
+        return slept
+
+    assert pauses(0, 1) == pauses(0, 1)
+    assert len({*pauses(0, 1), *pauses(1, 1), *pauses(0, 2)}) == 36
+    assert all(0.0 <= pause <= 0.5 for pause in pauses(0, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_device_tensors_are_staged(cluster):
+    assert_came_from_the_left(cluster.run(exchange_on_device, 2))
+
+
+def exchange_on_device(group):
+    transport = connect(group, torch.device("cuda", 0), timedelta(seconds=30))
+    assert isinstance(transport, StagedTransport)
+    peer = 1 - transport.rank
+    received = [torch.zeros(13, device="cuda").to(dtype) for dtype in DTYPES]
+    messages = [Message(tensor, peer, outgoing=False) for tensor in received]
+    messages += [Message(payload(transport.rank, dtype).cuda(), peer, outgoing=True) for dtype in DTYPES]
+    transport.exchange(messages, tag=5).wait()
+    arrived = [tensor.cpu() for tensor in received]
+    return [tensor.float() if tensor.dtype.itemsize == 1 else tensor for tensor in arrived]
+
+
+# The cluster itself.
+
+
+def describe(group, *, factor):
+    return os.environ["SHARDLITE_POISON"], torch.get_num_threads(), dist.get_rank(group) * factor, torch.rand(1)
+
+
+def fail_on_rank_one(group):
+    if dist.get_rank(group) == 1:
+        raise ZeroDivisionError("on purpose")
+
+
+def warn(group):
+    warnings.warn("on purpose", stacklevel=1)
+
+
+class WarnsAtItsEnd:
+    def __del__(self):
+        warn(None)
+
+
+def warn_at_an_end(group):
+    WarnsAtItsEnd()
+
+
+def die(group):
+    if dist.get_rank(group) == 1:
+        os._exit(3)
+
+
+def test_bodies_run_by_rank_with_the_same_seed(cluster):
+    results = cluster.run(describe, 3, factor=10)
+    assert [r[:3] for r in results] == [("1", 1, 0), ("1", 1, 10), ("1", 1, 20)]
+    assert len({r[3].item() for r in results}) == 1
+
+
+def test_warnings_are_errors_on_every_rank(cluster):
+    assert cluster.failures(warn, 4) == [("UserWarning", "on purpose")] * 4
+    for kind, message in cluster.failures(warn_at_an_end, 2):  # Python only prints those
+        assert kind == "AssertionError"
+        assert "UserWarning: on purpose" in message
+
+
+def test_a_failing_or_dying_rank_is_named_and_the_cluster_recovers(throwaway):
+    with pytest.raises(RemoteError, match=r"(?s)rank 1:\nTraceback.*ZeroDivisionError: on purpose"):
+        throwaway.run(fail_on_rank_one, 2)
+    assert throwaway.failures(die, 2) == [None, ("WorkerDied", "the worker died with exit code 3")]
+    assert len(throwaway.run(describe, 2, factor=1)) == 2
+
+
+def made_groups(group):
+    """Connect twice, as one does for gathers and for reductions, and return the ranks of the groups that were made."""
+    made = []
+
+    def new_group(ranks, timeout, backend, use_local_synchronization):
+        assert timeout == timedelta(seconds=1)
+        assert use_local_synchronization, "ranks outside the group do not take part"
+        made.append((ranks, backend))
+        return group
+
+    with (
+        patch("torch.distributed.get_backend_config", lambda _: "cpu:gloo,cuda:nccl"),
+        patch("torch.distributed.new_group", new_group),
+    ):
+        for device in (CPU, CUDA):
+            for apart in (False, True):
+                connect(group, device, timedelta(seconds=1), apart=apart)
+    return made
+
+
+def test_only_over_nccl_do_reductions_need_a_group_of_their_own(cluster):
+    assert cluster.run(made_groups, 2) == [[([0, 1], "nccl")]] * 2

@@ -1,0 +1,107 @@
+"""`torch.compile` of a sharded model, by blocks and as a whole, beside a plain twin that is not compiled, to the bit.
+
+The graph breaks where a unit begins and where it ends, since the gather must happen between.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from tests.support.models import VOCABULARY, LanguageModel
+from tests.support.sharded import Pair, Turn, most_buffers
+
+Model = Callable[..., Any]
+Graph = Callable[..., Any]
+
+
+def on_tokens(model: Model, turn: Turn) -> Tensor:
+    tokens = torch.randint(0, VOCABULARY, (2, 6), generator=turn.generator())
+    return model(tokens).square().mean()
+
+
+@contextmanager
+def recorded_graphs(backend: str) -> Iterator[tuple[Graph, list[fx.GraphModule]]]:
+    """Yield a backend that notes every graph that it compiles, and the graphs."""
+    graphs: list[fx.GraphModule] = []
+    compile_graph = torch._dynamo.lookup_backend(backend)
+
+    def noting(graph: fx.GraphModule, inputs: list[Any]) -> Graph:
+        graphs.append(graph)
+        return compile_graph(graph, inputs)
+
+    torch.compiler.reset()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf Tensor")
+        warnings.filterwarnings("ignore", message="`torch.jit")
+        yield noting, graphs
+    torch.compiler.reset()
+
+
+def products(graph: fx.GraphModule) -> int:
+    """Return how many linear layers a graph has."""
+    return sum(node.op == "call_function" and node.target is torch._C._nn.linear for node in graph.graph.nodes)
+
+
+def compiles(group: Any, whole: bool, backend: str, reentrant: bool | None, stage: int) -> tuple[list[int], int]:
+    """Body of a rank: compile every block, or the model in the wrapper; after one step nothing is compiled anew.
+
+    Returns:
+        How many linear layers there are in each graph that has some; how many buffers of a block there were at once.
+    """
+    with recorded_graphs(backend) as (noting, graphs):
+        options = {"prefetch": 0} if stage == 3 else {}
+        pair = Pair(lambda: LanguageModel(blocks=2, reentrant=reentrant), group, stage=stage, **options)
+        inner = pair.model.module
+        for part in [inner] if whole else inner.blocks:
+            part.compile(backend=noting)
+        pair.step(on_tokens)
+        pair.model.ledger.reset_peak()
+        with torch.compiler.set_stance("fail_on_recompile"):
+            pair.step(on_tokens)
+            buffers = most_buffers(pair.model) if stage == 3 else 1
+            pair.step(on_tokens, ("local", "step"), clip=0.01)
+        return [count for graph in graphs if (count := products(graph))], buffers
+
+
+CASES = [("aot_eager", 2, 3), ("aot_eager", 2, 2), ("eager", 2, 3), ("aot_eager", 4, 3)]
+
+
+def few(*fast: tuple[str, int, int]) -> pytest.MarkDecorator:
+    """Compiling takes seconds, so not all cases are fast ones."""
+    cases = [case if case in fast else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
+    return pytest.mark.parametrize(("backend", "world_size", "stage"), cases)
+
+
+@few(("aot_eager", 2, 3))
+def test_compiled_blocks(cluster, backend, world_size, stage):
+    """A graph has all four linear layers of a block, and one buffer is enough for all blocks."""
+    for graphs, buffers in cluster.run(compiles, world_size, False, backend, None, stage):
+        assert graphs == [4, 4]
+        assert buffers == 1
+
+
+@few()
+def test_the_compiled_inner_model_breaks_its_graph_at_units(cluster, backend, world_size, stage):
+    """One graph for each block, and one with the head, which belongs to the root."""
+    for graphs, buffers in cluster.run(compiles, world_size, True, backend, None, stage):
+        assert graphs == [4, 4, 1]
+        assert buffers == 1
+
+
+@pytest.mark.parametrize(
+    ("reentrant", "world_size", "stage"),
+    [
+        pytest.param(True, 2, 3, marks=pytest.mark.slow),
+        pytest.param(False, 4, 3, marks=pytest.mark.slow),
+        pytest.param(False, 2, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_blocks_under_activation_checkpointing(cluster, reentrant, world_size, stage):
+    """Reentrant checkpointing runs each block with gradients and without, in a graph for either."""
+    for graphs, _ in cluster.run(compiles, world_size, False, "aot_eager", reentrant, stage):
+        assert graphs == [4] * (4 if reentrant else 2)

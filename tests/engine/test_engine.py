@@ -1,0 +1,181 @@
+"""What programs do with autograd, threads and hooks of their own: it works, or an error says what to write."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+
+from shardlite import AdamW, LayoutError, ShardLite
+from tests.support.residual import WIDTH, Block, net
+from tests.support.sharded import Turn, same_bits
+
+WORDS = 200
+
+
+def wrapped(group: Any, stage: int) -> tuple[ShardLite, nn.Module]:
+    """A model and its twin on this rank."""
+    torch.manual_seed(0)
+    module = net()
+    twin = net()
+    twin.load_state_dict(module.state_dict())
+    return ShardLite(module, group=group, stage=stage, units=Block), twin
+
+
+def rows(model: nn.Module) -> Tensor:
+    return model(torch.randn(3, WIDTH, generator=Turn(0, dist.get_rank(), 0).generator())).square().mean()
+
+
+# ---- torch.autograd.grad ---------------------------------------------------------------------------------------------
+
+
+def grad_body(group: Any, stage: int) -> None:
+    """By the module's own parameters they are this rank's, whole; a backward follows as ever."""
+    model, twin = wrapped(group, stage)
+    ours = torch.autograd.grad(rows(model), list(model.module.parameters()))
+    theirs = torch.autograd.grad(rows(twin), list(twin.parameters()))
+    for got, expected in zip(ours, theirs, strict=True):
+        same_bits("a gradient", got, expected)
+    if stage:
+        with pytest.raises(LayoutError, match=r"shards are not in the graph.*`model\.module\.parameters\(\)`"):
+            torch.autograd.grad(rows(model), list(model.parameters()))
+    model.zero_grad()
+    rows(model).backward()
+    assert all(shard.grad is not None for shard in model.parameters())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_by_weights(cluster, stage):
+    cluster.check(grad_body, 2, stage)
+
+
+# ---- hooks for accumulated gradients ---------------------------------------------------------------------------------
+
+
+def hooks_body(group: Any, stage: int) -> None:
+    """Registered after wrapping they see this rank's gradient, before the reduction; on shards they are refused."""
+    model, twin = wrapped(group, stage)
+    seen: dict[str, Tensor] = {}
+
+    def note(name: str) -> Any:
+        return lambda param: seen.update({name: param.grad.clone()})
+
+    for name, param in model.module.named_parameters():
+        param.register_post_accumulate_grad_hook(note(name))
+    rows(model).backward()
+    rows(twin).backward()
+    for name, param in twin.named_parameters():
+        same_bits(name, seen[name], param.grad)
+    next(model.parameters()).register_post_accumulate_grad_hook(note("a shard"))
+    with pytest.raises(
+        LayoutError, match=r"the shard of parameter '0\.inner\.weight' has a hook, which would never run"
+    ):
+        rows(model)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_hooks_for_accumulated_gradients(cluster, stage):
+    cluster.check(hooks_body, 2, stage)
+
+
+def stepping_body(group: Any, stage: int) -> None:
+    """An optimizer for each parameter that steps in a hook (PyTorch's recipe) is told to be another."""
+    model, _ = wrapped(group, stage)
+    optimizers = {param: optim.SGD([param], lr=0.1) for param in model.module.parameters()}
+
+    def step(param: nn.Parameter) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    for param in model.module.parameters():
+        param.register_post_accumulate_grad_hook(step)
+    with pytest.raises(LayoutError, match=r"SGD holds the unsharded parameter .* Build it from `model.parameters"):
+        rows(model).backward()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_optimizers_in_hooks(cluster, stage):
+    cluster.check(stepping_body, 2, stage)
+
+
+# ---- sparse gradients ------------------------------------------------------------------------------------------------
+
+
+def sparse_body(group: Any, stage: int) -> None:
+    model = ShardLite(nn.Sequential(nn.Embedding(WORDS, WIDTH, sparse=True), Block()), group=group, stage=stage)
+    optimizer = optim.SparseAdam([next(model.parameters())])
+    model(torch.arange(4)).sum().backward()
+    with pytest.raises(LayoutError, match=r"SparseAdam steps by sparse gradients.*use AdamW"):
+        optimizer.step()
+    model.zero_grad()
+    optimizer = AdamW(model.parameters())
+    model(torch.arange(4)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_sparse_adam(cluster, stage):
+    cluster.check(sparse_body, 2, stage)
+
+
+def alone_body(group: Any) -> None:
+    """One rank has PyTorch's own gradients."""
+    model = ShardLite(nn.Embedding(WORDS, WIDTH, sparse=True), group=group)
+    optimizer = optim.SparseAdam(list(model.parameters()), lr=0.1)
+    before = next(model.parameters()).detach().clone()
+    model(torch.arange(4)).sum().backward()
+    optimizer.step()
+    changed = (next(model.parameters()) != before).any(1)
+    assert changed[:4].all()
+    assert not changed[4:].any()
+
+
+def test_sparse_adam_of_a_single_rank(cluster):
+    cluster.check(alone_body, 1)
+
+
+# ---- threads ---------------------------------------------------------------------------------------------------------
+
+
+class Meeting(nn.Module):
+    """Stays in its forward until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+        self.inside, self.go = threading.Event(), threading.Event()
+        self.go.set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.net(x)
+        self.inside.set()
+        self.go.wait()
+        return x
+
+
+def threads_body(group: Any, stage: int, whole: bool) -> None:
+    """While one thread is in a forward another is refused, and the first goes on; one after the other they may run."""
+    model = ShardLite(Meeting(), group=group, stage=stage, units=Block)
+    module, x = model.module, torch.ones(2, WIDTH)
+    expected = model(x).detach()
+    module.go.clear()
+    module.inside.clear()
+    outputs: list[Tensor] = []
+    thread = threading.Thread(target=lambda: outputs.append(model(x)))
+    thread.start()
+    module.inside.wait()
+    with pytest.raises(LayoutError, match="two threads run one ShardLite model at once"):
+        (model if whole else module.net[1])(x)
+    module.go.set()
+    thread.join()
+    same_bits("the first thread's", outputs[0].detach(), expected)
+    outputs[0].sum().backward()
+    same_bits("later", model(x).detach(), expected)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_threads(cluster, stage, whole):
+    cluster.check(threads_body, 2, stage, whole)

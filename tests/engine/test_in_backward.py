@@ -1,0 +1,379 @@
+"""`AdamW(in_backward=True)`: the bits of the ordinary step, and no gradient that is kept.
+
+Legend: `W` ranks.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import astuple
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
+
+from shardlite import EMA, Precision, ShardLite
+from shardlite.comm.traffic import Sent
+from tests.comm.test_races import UNITS, WIDTH, block_sizes, late_messages, pressed_allocator, short_messages
+from tests.comm.test_races import on_rows as on_wide_rows
+from tests.engine.test_compile import recorded_graphs
+from tests.grads.test_unused import Model as Experts
+from tests.grads.test_unused import loss as on_routes
+from tests.model.test_composition import Nested
+from tests.model.test_composition import on_rows as on_residual_rows
+from tests.model.test_precision import MODELS, on_rows, on_tokens
+from tests.support.duos import Duo, alike
+from tests.support.models import MLP, LanguageModel, Residual, frozen, with_lora
+from tests.support.models import Shared as CalledTwice
+from tests.support.sharded import Turn, same_bits, some_stages
+from tests.support.twins import decayed_by_ndim
+from tests.weights.test_participation import Branching, layer_drop, loss_on, one_rank_alone, other_orders
+
+SPLIT = Precision(compute=torch.bfloat16, master="split24")
+BF16 = Precision(compute=torch.bfloat16)
+BF16_WIRE = Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
+
+
+def lora() -> nn.Module:
+    return with_lora(LanguageModel())
+
+
+def twice(model: Callable[..., Any], turn: Turn) -> Tensor:
+    return model(torch.randn(4, 6, generator=turn.generator())).float().square().mean()
+
+
+def three_groups(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    """Matrices, vectors without weight decay, and some with other hyper-parameters altogether."""
+    first, second = decayed_by_ndim(params)
+    other = {"params": first["params"][1::3], "lr": 0.003, "betas": (0.8, 0.95), "eps": 1e-6, "max_update": 0.5}
+    kept = {id(param) for param in other["params"]}
+    return [{**first, "params": [p for p in first["params"] if id(p) not in kept]}, second, other]
+
+
+MODELS_HERE: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
+    **MODELS,
+    "checkpointed-once": (lambda: LanguageModel(reentrant=False, span=1), on_tokens),
+    "called-twice": (CalledTwice, twice),
+    "called-twice-checkpointed": (lambda: CalledTwice(reentrant=False), twice),
+    "called-twice-reentrant": (lambda: CalledTwice(reentrant=True), twice),
+    "nested": (Nested, on_residual_rows),
+    "lora": (lora, on_tokens),
+    "experts": (Experts, on_routes),
+    "dropout": (lambda: LanguageModel(dropout=0.2), on_tokens),
+}
+
+
+# ---- the same bits --------------------------------------------------------------------------------------------------
+
+
+CASES: list[tuple[str, int, dict[str, Any]]] = [
+    ("plain", 1, {}),
+    ("plain", 2, {}),
+    ("plain", 3, {"optimizer": {"groups": three_groups, "schedule": lambda o: StepLR(o, 2)}}),
+    ("plain", 3, {"precision": BF16_WIRE}),
+    ("plain", 4, {"precision": SPLIT, "optimizer": {"state": "int8", "schedule": lambda o: CosineAnnealingLR(o, 5)}}),
+    ("plain", 1, {"precision": SPLIT, "optimizer": {"state": "int8"}}),
+    ("plain", 1, {"precision": BF16}),
+    ("plain", 2, {"precision": SPLIT, "optimizer": {"groups": decayed_by_ndim, "state": "bf16", "max_update": 1.0}}),
+    (
+        "plain",
+        2,
+        {"optimizer": {"lr": lambda: torch.tensor(0.02), "schedule": lambda o: LambdaLR(o, lambda t: 0.5**t)}},
+    ),
+    ("checkpointed", 2, {}),
+    ("checkpointed", 3, {"precision": SPLIT}),
+    ("checkpointed-once", 2, {}),
+    ("called-twice", 2, {"units": Residual}),
+    ("called-twice-checkpointed", 3, {"units": Residual, "precision": SPLIT}),
+    ("called-twice-reentrant", 2, {"units": Residual}),
+    ("nested", 2, {}),
+    ("frozen", 2, {}),
+    ("frozen", 3, {"precision": SPLIT, "optimizer": {"state": "int8"}}),
+    ("lora", 2, {"precision": BF16}),
+    ("lora", 3, {}),
+    ("bf16", 2, {"precision": BF16}),
+    ("mixed", 2, {}),
+    ("mixed", 3, {"precision": Precision(reduce=torch.bfloat16)}),
+    ("mixed", 1, {}),
+    ("experts", 2, {}),
+    ("experts", 3, {"precision": SPLIT, "optimizer": {"state": "int8"}}),
+    ("experts", 1, {}),
+    ("dropout", 2, {}),
+]
+
+
+def by_size() -> Iterator[Any]:
+    """Yield the numbers of all cases; those on one rank, where little is to be seen, and on four are slow but for one.
+
+    So are those that are like another one.
+    """
+    alike = {("experts", 3), ("lora", 3), ("mixed", 2), ("bf16", 2), ("checkpointed-once", 2), ("called-twice", 2)}
+    for number, (name, world_size, _) in enumerate(CASES):
+        slow = (world_size in (1, 4) and name != "mixed") or (name, world_size) in alike
+        yield pytest.param(number, id=f"{name}-{world_size}", marks=pytest.mark.slow if slow else ())
+
+
+@pytest.mark.parametrize("number", [*by_size()])
+def test_it_has_the_bits_of_the_ordinary_step(cluster, number):
+    cluster.check(named_case, CASES[number][1], number)
+
+
+def named_case(group: Any, number: int) -> None:
+    """Body of a rank: options may hold functions, which cannot be sent."""
+    name, _, options = CASES[number]
+    steps = 8 if name == "experts" else 3
+    modes = [("local", "local", "step") if step % 3 == 1 else ("step",) for step in range(steps)]
+    alike(*MODELS_HERE[name], group, stages=some_stages(name, number), modes=modes, **options)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "far-prefetch": {"prefetch": 3},
+    "no-prefetch": {"prefetch": 0},
+    "kept-until-backward": {"reshard_after_forward": False},
+    "quantized": {"quantized_gather": True},
+    "quantized-split": {"quantized_gather": True, "precision": SPLIT},
+}
+
+
+def with_options(group: Any, name: str) -> None:
+    """Body of a rank."""
+    alike(LanguageModel, on_tokens, group, stages=(3,), **OPTIONS[name])
+    alike(Branching, loss_on(other_orders), group, stages=(3,), modes=[("step",)] * 4, **OPTIONS[name])
+
+
+SLOW = {"far-prefetch", "no-prefetch", "quantized"}  # the last is like "quantized-split"
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in OPTIONS])
+def test_with_options_of_stage_3(cluster, name):
+    cluster.check(with_options, 2, name)
+
+
+def takes_branches(group: Any, route: Any) -> None:
+    """Body of a rank: ranks skip units, call them in other orders, or do nothing but the head."""
+    modes = [("step",), ("step",), ("local", "step"), ("step",)]
+    alike(Branching, loss_on(route), group, modes=modes)
+    alike(lambda: Branching(reentrant=False), loss_on(route), group, stages=(3,), modes=modes, precision=SPLIT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("route", [layer_drop, other_orders, one_rank_alone])
+def test_ranks_may_take_different_branches(cluster, route):
+    cluster.check(takes_branches, 3, route)
+
+
+def in_a_hybrid(group: Any, shape: tuple[int, int]) -> None:
+    """Body of a rank."""
+    mesh = init_device_mesh("cpu", shape)
+    alike(LanguageModel, on_tokens, mesh, stages=(1,))
+    alike(LanguageModel, on_tokens, mesh, stages=(3,), precision=SPLIT)
+    alike(Experts, on_routes, mesh, stages=(0, 2), modes=[("step",)] * 4)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), *(pytest.param(s, marks=pytest.mark.slow) for s in ((4, 1), (1, 4)))])
+def test_in_a_hybrid(cluster, shape):
+    cluster.check(in_a_hybrid, 4, shape)
+
+
+def compiles(group: Any, stage: int) -> None:
+    """Body of a rank."""
+    with recorded_graphs("aot_eager") as (noting, graphs):
+        duo = Duo(lambda: LanguageModel(blocks=2), group, stage=stage)
+        for side in duo.sides:
+            for block in side.model.module.blocks:
+                block.compile(backend=noting)
+        duo.step(on_tokens)
+        duo.step(on_tokens, ("local", "step"))
+        assert graphs
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.slow
+def test_blocks_may_be_compiled(cluster, stage):
+    cluster.check(compiles, 2, stage)
+
+
+def survives(group: Any, stage: int, precision: Precision, state: str) -> None:
+    """Body of a rank: large units, late messages, and an allocator that hands out used memory."""
+    world_size = torch.distributed.get_world_size(group)
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(Residual(WIDTH, 2 * WIDTH) for _ in range(UNITS)))
+
+    with late_messages(seed=stage), short_messages(1 << 19):
+        duo = Duo(make, group, stage=stage, units=Residual, precision=precision, optimizer={"state": state})
+        with pressed_allocator(duo.inside.model.module, block_sizes(world_size)):
+            duo.step(on_wide_rows)
+            duo.step(on_wide_rows, ("local", "step"))
+            with torch.no_grad():
+                duo.inside.model(torch.randn(1, WIDTH))
+            duo.step(on_wide_rows)
+
+
+@pytest.mark.parametrize(
+    ("stage", "world_size", "precision", "state"),
+    [
+        pytest.param(0, 2, Precision(), "fp32", marks=pytest.mark.slow),
+        pytest.param(1, 3, SPLIT, "int8", marks=pytest.mark.slow),
+        pytest.param(2, 2, BF16_WIRE, "fp32", marks=pytest.mark.slow),
+        pytest.param(3, 3, Precision(), "int8", marks=pytest.mark.slow),
+        (3, 2, SPLIT, "fp32"),
+    ],
+    ids=str,
+)
+def test_large_units_survive_late_messages(cluster, stage, world_size, precision, state):
+    cluster.check(survives, world_size, stage, precision, state)
+
+
+# ---- what changes from step to step ---------------------------------------------------------------------------------
+
+
+def freezes(group: Any) -> None:
+    """Body of a rank: other parameters are frozen in each step."""
+    kept = [
+        lambda n: False,
+        lambda n: "qkv" in n,
+        lambda n: "blocks.1" in n,
+        lambda n: "bias" not in n,
+        lambda n: False,
+    ]
+    for stage in (0, 2, 3):
+        duo = Duo(lambda: LanguageModel(tied=False), group, stage=stage, units=None)
+        for which in kept:
+            for side in duo.sides:
+                frozen(side.model.module, which)
+            duo.step(on_tokens, ("local", "step"))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_freezing_between_steps(cluster, world_size):
+    cluster.check(freezes, world_size)
+
+
+def joins(group: Any, stage: int) -> None:
+    """Body of a rank: batches are uneven, and a mean is that of the ranks that have one."""
+    duo = Duo(lambda: MLP([7, 33, 5]), group, stage=stage, units=nn.Linear)
+    batches = [torch.randn(4, 7, generator=Turn(i, duo.rank, 0).generator()) for i in range([3, 1, 2][duo.rank])]
+    for side in duo.sides:
+        for x in side.model.join(batches):
+            side.model(x).square().mean().backward()
+            side.finish()
+    duo.compare()
+
+
+@pytest.mark.every_stage
+def test_uneven_batches(cluster, stage):
+    cluster.check(joins, 3, stage)
+
+
+def ignores(group: Any) -> None:
+    """Body of a rank: one optimizer steps shards, and what each rank trains for itself."""
+    for stage in (0, 3):
+        duo = Duo(lambda: MLP([7, 33, 9, 5]), group, stage=stage, ignored=lambda module: [module[2]])
+        for modes in [("step",), ("local", "local", "step"), ("step",)]:
+            duo.step(on_rows, modes)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ignored_parameters_are_stepped_and_accumulated_too(cluster, world_size):
+    cluster.check(ignores, world_size)
+
+
+# ---- what is there, and when ----------------------------------------------------------------------------------------
+
+
+def keeps_nothing(group: Any, stage: int, precision: Precision) -> None:
+    """Body of a rank."""
+    duo = Duo(LanguageModel, group, stage=stage, precision=precision)
+    duo.step(on_tokens)
+    model = duo.inside.model
+    model.trace.take(), duo.ordinary.model.trace.take()
+    before = [_sent(side.model) for side in duo.sides]
+    duo.step(on_tokens, ("local", "step"))
+    reduced = [[event for event in side.model.trace.take() if event.startswith("reduce ")] for side in duo.sides]
+    assert reduced[0] == reduced[1] != []
+    sent = [_less(_sent(side.model), earlier) for side, earlier in zip(duo.sides, before, strict=True)]
+    for unit in model.unit_names:
+        assert sent[0][unit]["reduce"] == sent[1][unit]["reduce"]
+        assert sent[1][unit]["used"].calls == sum(len(each.trainable) for each in model._units if each.name == unit)
+        assert "used" not in sent[0][unit]
+    held = model.memory().get("gradients")
+    assert held is None or held.now == 0
+    if stage > 0:
+        assert held is None or held.peak == 0
+        model.ledger.reset_peak()
+
+
+def _sent(model: ShardLite) -> dict[str, dict[str, Sent]]:
+    return {unit: dict(sent) for unit, sent in model.traffic().items()}
+
+
+def _less(now: dict[str, dict[str, Sent]], before: dict[str, dict[str, Sent]]) -> dict[str, dict[str, Sent]]:
+    nothing = Sent(0, 0, 0, 0.0, 0.0)
+    return {
+        unit: {
+            purpose: Sent(
+                *(
+                    a - b
+                    for a, b in zip(astuple(each)[:3], astuple(before[unit].get(purpose, nothing))[:3], strict=True)
+                ),
+                seconds=0.0,
+                exposed=0.0,
+            )
+            for purpose, each in sent.items()
+        }
+        for unit, sent in now.items()
+    }
+
+
+@pytest.mark.parametrize("precision", [Precision(), SPLIT], ids=["fp32", "split24"])
+@pytest.mark.every_stage
+def test_the_same_reductions_are_made_and_no_gradient_is_kept(cluster, stage, precision):
+    cluster.check(keeps_nothing, 2, stage, precision)
+
+
+def sees_new_weights(group: Any, stage: int) -> None:
+    """Body of a rank: between the backward and `step()` everything has the new weights already."""
+    duo = Duo(LanguageModel, group, stage=stage)
+    ema = [EMA(side.model, 0.5) for side in duo.sides]
+    tokens = torch.arange(6).view(1, 6)
+    for _ in range(3):
+        duo.backward(on_tokens)
+        duo.ordinary.optimizer.step()
+        full = [side.model.full_state_dict() for side in duo.sides]
+        for name, value in full[0].items():
+            same_bits(name, full[1][name], value)
+        with torch.no_grad():
+            same_bits("logits", *(side.model(tokens) for side in reversed(duo.sides)))
+        duo.inside.optimizer.step()
+        for each in ema:
+            each.update()
+        averaged = [each.full_state_dict() for each in ema]
+        for name, value in averaged[0].items():
+            same_bits(f"average of {name}", averaged[1][name], value)
+        for side in duo.sides:
+            side.model.zero_grad()
+        duo.compare()
+        duo.steps += 1
+
+
+@pytest.mark.every_stage
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_backward_leaves_new_weights(cluster, world_size, stage):
+    cluster.check(sees_new_weights, world_size, stage)
+
+
+def resumes(group: Any) -> None:
+    """Body of a rank: states go from one kind to the other."""
+    duo = Duo(LanguageModel, group, precision=SPLIT, optimizer={"state": "int8"})
+    duo.step(on_tokens)
+    states = [side.optimizer.state_dict() for side in duo.sides]
+    for side, state in zip(duo.sides, reversed(states), strict=True):
+        side.optimizer.load_state_dict(state)
+    duo.step(on_tokens)
+    duo.step(on_tokens, ("local", "step"))
+
+
+def test_states_can_be_exchanged_with_the_ordinary_one(cluster):
+    cluster.check(resumes, 2)

@@ -1,0 +1,190 @@
+"""Ranks with different numbers of batches: all finish together, and means are those of the ranks that have one."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardlite import AdamW, ShardLite
+from tests.support.models import Residual
+from tests.support.sharded import WIDE, local_parts, same_bits
+from tests.support.twins import PaddedAdamW, Twin, ring_mean
+
+WIDTH = 10
+BATCHES = [3, 5, 0, 4]
+"""By rank. One has none."""
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    blocks = nn.Sequential(*[Residual(WIDTH, 17) for _ in range(3)])
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), blocks, nn.Linear(WIDTH, 2))
+
+
+def batches_of(rank: int, world_size: int) -> list[Tensor]:
+    number = [BATCHES[0], BATCHES[2]][rank] if world_size == 2 else BATCHES[rank]
+    return [torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * i + rank)) for i in range(number)]
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return functional.cross_entropy(model(x), torch.tensor([0, 1, 1, 0]))
+
+
+def twin_steps(twin: Twin, world_size: int) -> list[tuple[int, Tensor, dict[str, Tensor]]]:
+    """Train on the batches of all ranks; return for each step how many had one, the norm and the weights."""
+    optimizer = PaddedAdamW(twin.masters.values(), lr=0.01)
+    batches = [batches_of(rank, world_size) for rank in range(world_size)]
+    steps = []
+    for step in range(max(map(len, batches))):
+        active = [rank for rank in range(world_size) if step < len(batches[rank])]
+        twin._mean = partial(ring_mean, divisor=len(active))
+
+        def run(module: nn.Module, rank: int, step: int = step, active: list[int] = active) -> None:
+            if rank in active:
+                loss_of(module, batches[rank][step]).backward()
+
+        twin.backward(run)
+        norm = twin.clip_grad_norm(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append((len(active), norm, {name: master.detach().clone() for name, master in twin.masters.items()}))
+    return steps
+
+
+def join_body(group, stage):
+    rank, world_size = group.rank(), group.size()
+    module = net()
+    expected = twin_steps(Twin(copy.deepcopy(module), world_size), world_size)
+    model = ShardLite(module, group=group, stage=stage)
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    own, company = batches_of(rank, world_size), []
+    for step, x in enumerate(model.join(iter(own))):
+        assert model.joined == (step >= len(own))
+        company.append(model.joined)
+        if not model.joined:
+            assert x is own[step]
+        loss_of(model, x).backward()
+        norm = model.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        same_bits(f"step {step}: norm", norm, expected[step][1])
+        parts = local_parts(model, expected[step][2])
+        for name, shard in model.named_parameters():
+            same_bits(f"step {step}: {name}", shard.detach(), parts[name])
+    assert not model.joined
+    assert company.count(False) == len(own)
+    return len(company)
+
+
+@pytest.mark.parametrize("world_size", [2, WIDE])
+@pytest.mark.every_stage
+def test_ranks_with_different_numbers_of_batches_finish_together(cluster, stage, world_size):
+    assert cluster.run(join_body, world_size, stage) == [max(BATCHES[:1] if world_size == 2 else BATCHES)] * world_size
+
+
+def accumulation_body(group):
+    """The third batch of two is accumulated with a fourth that only one rank has; each mean is over who had a batch."""
+    rank = group.rank()
+    model = ShardLite(net(), group=group)
+    plain = net()
+    own = [torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * i + rank)) for i in range(1 + rank)]
+    both = [
+        [torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * i + r)) for i in (0, 1)] for r in (0, 1)
+    ]
+    loop = model.join(own)
+    with model.no_sync():
+        loss_of(model, next(loop)).backward()
+    loss_of(model, next(loop)).backward()
+    (loss_of(plain, both[0][0]) / 2 + loss_of(plain, both[1][0]) / 2 + loss_of(plain, both[1][1])).backward()
+    parts = local_parts(model, {name: param.grad for name, param in plain.named_parameters()})
+    for name, shard in model.named_parameters():
+        torch.testing.assert_close(shard.grad, parts[name], rtol=1e-5, atol=1e-7)
+    assert next(loop, None) is None
+
+
+def test_accumulated_gradients_keep_the_weights_of_their_steps(cluster):
+    cluster.check(accumulation_body, 2)
+
+
+def two_models_body(group):
+    """Of a second model in the loop a rank without a batch counts no more, either; after the loop all count again."""
+    rank = group.rank()
+    first, second = ShardLite(net(), group=group), ShardLite(net(), group=group, stage=2)
+    plain = net()
+    x = torch.ones(4, WIDTH)
+    for step, _ in enumerate(first.join(range(1 + rank), also=[second])):
+        loss_of(second, x * (1 + rank)).backward()
+        if step == 1:
+            loss_of(plain, x * 2).backward()
+            parts = local_parts(second, {name: param.grad for name, param in plain.named_parameters()})
+            for name, shard in second.named_parameters():
+                same_bits(name, shard.grad, parts[name])
+        second.zero_grad()
+    loss_of(second, x * (1 + rank)).backward()
+    plain.zero_grad()
+    ((loss_of(plain, x) + loss_of(plain, x * 2)) / 2).backward()
+    parts = local_parts(second, {name: param.grad for name, param in plain.named_parameters()})
+    for name, shard in second.named_parameters():
+        torch.testing.assert_close(shard.grad, parts[name], rtol=1e-5, atol=1e-7)
+
+
+def test_several_models_are_trained_in_one_loop(cluster):
+    cluster.check(two_models_body, 2)
+
+
+def evaluation_body(group):
+    """What the loop adds up itself it adds up where there is a batch."""
+    model = ShardLite(net(), group=group)
+    own = batches_of(group.rank(), 4)
+    seen = 0
+    with torch.no_grad():
+        for x in model.join(own):
+            model(x)
+            seen += 0 if model.joined else 1
+    return seen
+
+
+def test_evaluation_joins_too(cluster):
+    assert cluster.run(evaluation_body, 4) == BATCHES
+
+
+def nothing_body(group):
+    """No rank has any batch."""
+    model = ShardLite(net(), group=group)
+    assert list(model.join([])) == []
+
+
+def strange_body(group):
+    model = ShardLite(net(), group=group)
+    next(model.join([lambda: None] if group.rank() else []))
+
+
+def test_no_batch_anywhere_is_no_step(cluster):
+    cluster.check(nothing_body, 2)
+
+
+def test_a_batch_that_cannot_be_lent_is_an_error_on_all_ranks(cluster):
+    for kind, message in cluster.failures(strange_body, 2):
+        assert kind == "LayoutError"
+        assert "a rank has no batch at all, and those of the others cannot be lent to it: " in message
+        assert "in lists, tuples and dicts; got builtins.function" in message
+
+
+def lent_body(group):
+    """Return what a rank without a batch is lent."""
+    model = ShardLite(net(), group=group)
+    numbers = {"ids": torch.arange(6).view(2, 3).t(), "mask": torch.tensor([True, False]), 3: torch.tensor(2.5)}
+    batch = [numbers, (torch.zeros(0, 4), "words", None), 1.5, torch.ones(2, dtype=torch.bfloat16)]
+    own = {0: [], 1: [batch], 2: [batch, [torch.zeros(1)]]}[group.rank()]
+    return [each for each, _ in zip(model.join(own), range(2), strict=False)]
+
+
+def test_a_lent_batch_is_that_of_the_first_rank_that_has_one(cluster):
+    nobodys, first, longest = cluster.run(lent_body, 3)
+    assert len(nobodys) == len(first) == len(longest) == 2
+    for lent in nobodys:
+        assert str(lent) == str(first[0])
+    assert str(longest[1]) == str([torch.zeros(1)])

@@ -1,0 +1,366 @@
+"""Optimizers of sharded models: when they may be built, which ones, with which groups and schedulers.
+
+Every rank trains a twin of its own (see `twins.py`) on the batches of all ranks, and compares to the bit.
+
+Legend: `W` ranks.
+"""
+
+import copy
+import gc
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
+
+from shardlite import AdamW, LayoutError, ShardLite
+from tests.support.sharded import WIDE, same_bits, some_stages
+from tests.support.twins import PaddedAdamW, Twin
+
+STAGES = (0, 1, 2, 3)
+Make = Callable[..., optim.Optimizer]
+Named = Iterable[tuple[str, nn.Parameter]]
+
+OURS: tuple[Make, Make] = (lambda p: AdamW(p, lr=0.02), lambda p: PaddedAdamW(p, lr=0.02))
+FOREACH: tuple[Make, Make] = (lambda p: optim.AdamW(p, lr=0.02, foreach=True),) * 2
+MOMENTUM: tuple[Make, Make] = (lambda p: optim.SGD(p, lr=0.05, momentum=0.9),) * 2
+"""For shards, and for the twin."""
+
+
+class Net(nn.Module):
+    """[B, 16] -> [B, width], or where sizes are multiples of 32 from [B, 32]: then padding changes nothing, and even
+    kernels that round the last elements of a tensor otherwise step whole parameters and shards alike.
+    """
+
+    def __init__(self, hidden: int = 33, width: int = 5):
+        super().__init__()
+        self.norm = nn.LayerNorm(16 if hidden % 32 else 32)
+        self.first = nn.Linear(self.norm.normalized_shape[0], hidden)
+        self.last = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(self.norm(x))))
+
+
+def net(*sizes: int) -> Net:
+    torch.manual_seed(4)
+    return Net(*sizes)
+
+
+def loss(model: Callable[[Tensor], Tensor], width: int, step: int, rank: int) -> Tensor:
+    return model(torch.randn(3, width, generator=torch.Generator().manual_seed(10 * step + rank))).square().mean()
+
+
+class Trained:
+    """A sharded model and its twin, side by side."""
+
+    def __init__(self, module: nn.Module, group: Any, twin: Twin | None = None, **options: Any):
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.width = module.first.in_features
+        self.twin = twin or Twin(copy.deepcopy(module), self.world_size, nn.Linear)
+        self.model = ShardLite(module, group=group, units=nn.Linear, **options)
+
+    def backward(self, step: int) -> None:
+        self.twin.backward(lambda _, rank: loss(self.twin, self.width, step, rank).backward())
+        loss(self.model, self.width, step, self.rank).backward()
+
+    def check(self, what: str, view: Callable[[Tensor], Tensor | None] = lambda tensor: tensor.detach()) -> None:
+        for name, shard in self.model.named_parameters():
+            got, whole = view(shard), view(self.twin.masters[name])
+            assert (got is None) == (whole is None), f"{what}: {name!r}: {got}, the twin's is {whole}"
+            if got is not None:
+                expected = whole.reshape(-1) if self.model.stage == 0 else self.twin.part(name, whole, self.rank)
+                same_bits(f"stage {self.model.stage}, {what}: {name!r}", got.reshape(-1), expected)
+
+    def train(
+        self, steps: Iterable[int], optimizers: Sequence[optim.Optimizer], schedulers: Sequence[Any] = ()
+    ) -> None:
+        for step in steps:
+            before = {name: master.detach().clone() for name, master in self.twin.masters.items()}
+            self.backward(step)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            for scheduler in schedulers:
+                scheduler.step()
+            self.check(f"step {step}")
+            assert not [n for n, master in self.twin.masters.items() if torch.equal(master, before[n])]
+
+
+# ---- built before the model was wrapped -----------------------------------------------------------------------------
+
+
+def two_groups(params: Named) -> list[dict[str, Any]]:
+    """By name: another rate, and no decay."""
+    named = dict(params)
+    return [
+        {"params": [p for name, p in named.items() if "last" not in name], "weight_decay": 0.3},
+        {"params": [p for name, p in named.items() if "last" in name], "lr": 0.05, "weight_decay": 0.0},
+    ]
+
+
+def adopted_body(group: Any) -> None:
+    """Groups, and a scheduler that was attached before, go on."""
+    for stage in some_stages("adopted_body"):
+        module = net()
+        optimizer = AdamW(two_groups(module.named_parameters()), lr=0.02)
+        scheduler = LambdaLR(optimizer, lambda t: 0.5**t)
+        trained = Trained(module, group, stage=stage)
+        theirs = PaddedAdamW(two_groups(trained.twin.masters.items()), lr=0.02)
+        schedulers = scheduler, LambdaLR(theirs, lambda t: 0.5**t)
+        held = [param for each in optimizer.param_groups for param in each["params"]]
+        assert {id(param) for param in held} == {id(shard) for shard in trained.model.parameters()}
+        trained.train(range(4), (optimizer, theirs), schedulers)
+        assert [each["lr"] for each in optimizer.param_groups] == [0.02 / 16, 0.05 / 16]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, WIDE])
+def test_our_optimizer_is_adopted_with_its_groups_and_scheduler(cluster, world_size):
+    cluster.check(adopted_body, world_size)
+
+
+def midway_body(group: Any) -> None:
+    """The moments of steps that were made before wrapping are cut like the weights.
+
+    Before, all ranks train on the same batch, and the mean of 2^n equal gradients is each of them.
+    """
+    world_size = dist.get_world_size(group)
+    for stage in some_stages("midway_body"):
+        module = net(64, 32)
+        twin = Twin(copy.deepcopy(module), world_size, nn.Linear)
+        optimizer, theirs = OURS[0](module.parameters()), OURS[1](twin.masters.values())
+        for step in range(3):
+            twin.backward(lambda *_, t=twin, s=step: loss(t, 32, s, 0).backward())
+            loss(module, 32, step, 0).backward()
+            for each in (optimizer, theirs):
+                each.step()
+                each.zero_grad()
+        trained = Trained(module, group, twin, stage=stage)
+        trained.check("when it was wrapped")
+        trained.train(range(3, 6), (optimizer, theirs))
+        for shard, master in zip(trained.model.parameters(), twin.masters.values(), strict=True):
+            assert int(optimizer.state[shard]["step"]) == int(theirs._moments[master].steps) == 6
+            assert optimizer.state[shard]["exp_avg"].shape == shard.shape
+
+
+@pytest.mark.parametrize("world_size", [1, 2, WIDE])
+def test_a_model_can_be_wrapped_in_the_middle_of_training(cluster, world_size):
+    cluster.check(midway_body, world_size)
+
+
+def outside_body(group: Any) -> None:
+    """What is not of the model stays in the optimizer, and each rank trains its own."""
+    for stage in (0, 3):
+        module, other = net(), nn.Parameter(torch.arange(32.0))
+        twin_other = nn.Parameter(torch.arange(32.0))
+        optimizer = OURS[0]([other, *module.parameters()])
+        trained = Trained(module, group, stage=stage)
+        theirs = OURS[1]([twin_other, *trained.twin.masters.values()])
+        for step in range(3):
+            trained.backward(step)
+            for each in (other, twin_other):
+                (each.square().sum() * (1 + trained.rank)).backward()
+            for each in (optimizer, theirs):
+                each.step()
+                each.zero_grad()
+            trained.check(f"step {step}")
+            same_bits("outside of the model", other.detach(), twin_other.detach())
+        assert optimizer.param_groups[0]["params"][0] is other
+
+
+def test_an_adopted_optimizer_may_hold_more_than_the_model(cluster):
+    cluster.check(outside_body, 2)
+
+
+FOREIGN: list[Make] = [
+    lambda p: optim.SGD(p, lr=0.1),
+    lambda p: optim.AdamW(p, fused=True),
+    lambda p: optim.Adagrad(p),
+    lambda p: optim.SGD([{"params": list(p)[2:4]}], lr=0.1),
+]
+
+
+def late_body(group: Any, stepped: bool) -> None:
+    """Another optimizer would train nothing: its first step says so, whatever it has stepped before."""
+    for stage, make in zip(STAGES, FOREIGN, strict=True):
+        first = ShardLite(net(), group=group)
+        module = net()
+        optimizer = make(module.parameters())
+        if stepped:
+            loss(module, 16, 0, 0).backward()
+            optimizer.step()
+            module.zero_grad()
+        del first
+        gc.collect()
+        model = ShardLite(module, stage=stage, group=group)
+        loss(model, 16, 0, 0).backward()
+        before = [shard.detach().clone() for shard in model.parameters()]
+        remedy = r"was built before the model was wrapped. Build it from `model.parameters\(\)`"
+        for _ in range(2):
+            with pytest.raises(LayoutError, match=f"{type(optimizer).__name__} holds the unsharded .*{remedy}"):
+                optimizer.step()
+        for shard, expected in zip(model.parameters(), before, strict=True):
+            same_bits("a weight", shard.detach(), expected)
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_another_optimizer_is_refused_at_its_first_step(cluster, stepped):
+    cluster.check(late_body, 2, stepped)
+
+
+def ignored_body(group: Any) -> None:
+    """Ignored parameters are each rank's own, and any optimizer may train them with the others."""
+    module = nn.Sequential(nn.Linear(16, 5), nn.Linear(5, 5))
+    model = ShardLite(module, group=group, ignore=[module[1]])
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    model(torch.ones(1, 16) * (1 + dist.get_rank(group))).square().sum().backward()
+    optimizer.step()
+    assert not [n for n, param in model.named_parameters() if param.numel() and torch.equal(param, before[n])]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ignored_parameters_are_trained_too(cluster, world_size):
+    cluster.check(ignored_body, world_size)
+
+
+# ---- optimizers that are not elementwise ----------------------------------------------------------------------------
+
+
+class OwnLBFGS(optim.LBFGS):
+    """A subclass is no more elementwise than its parent."""
+
+
+WHOLE: list[Make] = [
+    lambda p: optim.Muon([each for each in p if each.ndim == 2]),
+    lambda p: optim.Adafactor(p),
+    lambda p: optim.LBFGS(p, lr=0.1),
+    lambda p: OwnLBFGS(p, lr=0.1),
+]
+
+
+def whole_body(group: Any) -> None:
+    """At stage 0 every rank has whole parameters, so there they train like the twin."""
+    for stage in some_stages("whole_body"):
+        for make in WHOLE:
+            trained = Trained(net(), group, stage=stage)
+            optimizer, theirs = make(trained.model.parameters()), make(trained.twin.masters.values())
+            trained.backward(0)
+            if stage == 0:
+                for each in (optimizer, theirs):
+                    each.step(lambda: torch.ones(()))
+                trained.check(type(optimizer).__name__)
+            else:
+                words = f"^{type(optimizer).__name__} computes with whole parameters.*use an elementwise optimizer"
+                with pytest.raises(LayoutError, match=words):
+                    optimizer.step(lambda: torch.ones(()))
+                trained.check(type(optimizer).__name__)
+
+
+def test_optimizers_that_need_whole_matrices_are_refused_where_there_are_none(cluster):
+    cluster.check(whole_body, 2)
+
+
+# ---- groups, schedulers, zero_grad ----------------------------------------------------------------------------------
+
+
+def by_dimension(params: Named) -> list[dict[str, Any]]:
+    named = dict(params)
+    return [
+        {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": 0.5},
+        {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def by_name(params: Named) -> list[dict[str, Any]]:
+    named = dict(params)
+    plain = {name for name in named if name.endswith("bias") or "norm" in name}
+    return [
+        {"params": [(name, p) for name, p in named.items() if name not in plain], "weight_decay": 0.5},
+        {"params": [(name, p) for name, p in named.items() if name in plain], "weight_decay": 0.0},
+    ]
+
+
+def groups_body(group: Any, rule: Callable[[Named], list[dict[str, Any]]]) -> None:
+    """Rules that look at dimensions and names choose the same for shards, however few of them a rank has."""
+    for stage in (0, 3):
+        for ours, theirs in (OURS, FOREACH):
+            trained = Trained(net(), group, stage=stage)
+            groups = rule(trained.model.named_parameters())
+            optimizers = ours(groups), theirs(rule(trained.twin.masters.items()))
+            trained.train(range(3), optimizers)
+            assert len(groups[0]["params"]) == 2
+            assert optimizers[0].param_groups[0].get("param_names") == optimizers[1].param_groups[0].get("param_names")
+
+
+@pytest.mark.parametrize("rule", [by_dimension, by_name])
+@pytest.mark.parametrize("world_size", [2, WIDE])
+def test_groups_by_dimension_and_by_name(cluster, world_size, rule):
+    cluster.check(groups_body, world_size, rule)
+
+
+SCHEDULES: dict[str, Callable[[optim.Optimizer], Any]] = {
+    "lambda": lambda o: LambdaLR(o, [lambda t: 0.5**t, lambda t: 1 / (1 + t)]),
+    "one-cycle": lambda o: OneCycleLR(o, max_lr=[0.1, 0.05], total_steps=6, cycle_momentum=True),
+    "plateau": lambda o: ReduceLROnPlateau(o, patience=0, factor=0.5, threshold=0.2),
+}
+
+
+def schedules_body(group: Any, name: str) -> None:
+    """A scheduler that needs a loss gets one that all ranks know."""
+    losses = (5.0, 3.0, 2.9, 2.8, 1.0)
+    for ours, theirs in (OURS, MOMENTUM):
+        trained = Trained(net(), group)
+        optimizers = (
+            ours(two_groups(trained.model.named_parameters())),
+            theirs(two_groups(trained.twin.masters.items())),
+        )
+        schedulers = [SCHEDULES[name](optimizer) for optimizer in optimizers]
+        rates = []
+        for step, value in enumerate(losses):
+            trained.backward(step)
+            for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step(*[value] if name == "plateau" else [])
+            trained.check(f"{name}, step {step}")
+            rates.append([float(each["lr"]) for each in optimizers[0].param_groups])
+            assert rates[-1] == [float(each["lr"]) for each in optimizers[1].param_groups]
+        assert len({tuple(each) for each in rates}) > 2
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("world_size", [2, WIDE])
+def test_schedulers(cluster, world_size, name):
+    cluster.check(schedules_body, world_size, name)
+
+
+def zero_grad_body(group: Any, ours: bool) -> None:
+    """Gradients that are set to zero are added to; those that are dropped are made anew."""
+    for stage in some_stages("zero_grad_body"):
+        for set_to_none in (True, False):
+            trained = Trained(net(), group, stage=stage)
+            optimizers = [make(p) for make, p in zip(OURS if ours else MOMENTUM, sides(trained), strict=True)]
+            for step in range(3):
+                trained.backward(step)
+                trained.check(f"gradients of step {step}", lambda tensor: tensor.grad)
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=set_to_none)
+                trained.check(f"after zero_grad({set_to_none=})", lambda tensor: tensor.grad)
+                trained.check(f"step {step}")
+            for optimizer in optimizers:
+                optimizer.step()  # of zeros, or of nothing
+            trained.check("a step without a backward")
+
+
+def sides(trained: Trained) -> tuple[Iterable[nn.Parameter], Iterable[nn.Parameter]]:
+    return trained.model.parameters(), trained.twin.masters.values()
+
+
+@pytest.mark.parametrize(("world_size", "ours"), [(2, True), (2, False), (4, True)])
+def test_zero_grad_in_both_ways(cluster, world_size, ours):
+    cluster.check(zero_grad_body, world_size, ours)

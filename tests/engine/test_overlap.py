@@ -1,0 +1,201 @@
+"""Gathers and reductions run beside computation: what a slow link takes is hidden, and `traffic()` tells how much is.
+
+A block stands for long computation: it does not end before the gather of the next block has come, in a backward that of
+the block before. If gathers did not run meanwhile it would never end; then it gives up, and the test fails.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardlite import AdamW, ShardLite
+from shardlite.comm import context
+from shardlite.params.states import Weights
+from shardlite.telemetry import clock
+from tests.support.delays import Delayed
+from tests.support.patience import seconds, until
+
+WIDTH, BLOCKS = 16, 5
+DELAY = 0.004  # seconds before each message
+
+
+class Compute(torch.autograd.Function):
+    """What takes a while, forwards and backwards."""
+
+    @staticmethod
+    def forward(ctx, x, there, back):
+        ctx.back = back
+        there()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.back()
+        return grad.clone(), None, None
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.there = self.back = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        # In the middle, so that this block's weights are held on both ways.
+        hidden = torch.tanh(self.inner(x))
+        return x + Compute.apply(hidden, self.there, self.back) @ self.inner.weight
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(BLOCKS)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@contextmanager
+def slow_links(**how: Any) -> Iterator[None]:
+    def connected(*where: Any, **route: Any) -> Delayed:
+        return Delayed(connect(*where, **route), 0, shortest=DELAY, longest=DELAY, **how)
+
+    connect = context.connect
+    with mock.patch.object(context, "connect", connected):
+        yield
+
+
+def step(model, optimizer):
+    model(torch.ones(2, WIDTH)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def in_flight_or_there(unit):
+    """What a block waits for: that the weights of another one have come, though nobody has asked for them yet."""
+    return unit.phase is not Weights.SHARDED and (unit.flight is None or unit.flight.done())
+
+
+def gated(group):
+    """Every block waits for its neighbour's gather; the first one's backward for reductions."""
+    with slow_links():
+        model = ShardLite(Deep(), group=group, prefetch=1)
+    optimizer = AdamW(model.parameters())
+    step(model, optimizer)  # the order is recorded
+    units = {unit.name: unit for unit in model._units}
+    blocks = list(model.module.blocks)
+    passed = []
+
+    def after(other):
+        def wait():
+            until(lambda: in_flight_or_there(units[f"blocks.{other}"]))
+            passed.append(other)
+
+        return wait
+
+    for i, block in enumerate(blocks):
+        if i + 1 < BLOCKS:
+            block.there = after(i + 1)
+        if i > 0:
+            block.back = after(i - 1)
+    step(model, optimizer)
+    return passed
+
+
+def test_the_next_gather_comes_while_a_block_computes(cluster):
+    expected = [1, 2, 3, 4, 3, 2, 1, 0]
+    assert cluster.run(gated, 2) == [expected] * 2
+
+
+def reduced_meanwhile(group):
+    """The backward of the first block does not end before the last one's gradients are reduced."""
+    with slow_links():
+        model = ShardLite(Deep(), group=group, stage=2)
+    optimizer = AdamW(model.parameters())
+    step(model, optimizer)
+    passed = []
+
+    def wait():
+        until(lambda: model._reducer._round.started and model._reducer._round.started[0].flight.done())
+        passed.append("the last block")
+
+    model.module.blocks[0].back = wait
+    step(model, optimizer)
+    return passed
+
+
+def test_gradients_are_reduced_while_the_backward_goes_on(cluster):
+    assert cluster.run(reduced_meanwhile, 2) == [["the last block"]] * 2
+
+
+class PlayedTime:
+    """The time that `traffic()` reads: only delays of messages take any. So what it tells is the same on any machine.
+
+    With `in_sight`, delays pass only while the main thread waits for something that is timed.
+    """
+
+    def __init__(self) -> None:
+        self.in_sight = False
+        self._now = 0.0
+        self._main = threading.get_ident()
+        self._watched = threading.Event()
+
+    def perf_counter(self) -> float:
+        if threading.get_ident() == self._main:  # when a wait begins, and when it ends
+            (self._watched.clear if self._watched.is_set() else self._watched.set)()
+        return self._now
+
+    def sleep(self, pause: float) -> None:
+        if self.in_sight and threading.get_ident() != self._main:
+            assert self._watched.wait(seconds(30)), "nothing waits for a message that is late"
+        self._now += pause
+
+
+def times(group, prefetch):
+    """How long gathers ran and what of it computation waited for, in the forwards of some steps."""
+    played = PlayedTime()
+    with slow_links(sleep=played.sleep):
+        model = ShardLite(Deep(), group=group, prefetch=prefetch)
+    units = {unit.name: unit for unit in model._units}
+    with torch.no_grad(), mock.patch.object(clock, "time", played):
+        model(torch.ones(2, WIDTH))
+        played.in_sight = prefetch == 0
+        for i, block in enumerate(list(model.module.blocks)[: -1 if prefetch else 0]):
+            block.there = partial(until, partial(in_flight_or_there, units[f"blocks.{i + 1}"]))
+        before = model.traffic()
+        for _ in range(3):
+            change(model)
+            model(torch.ones(2, WIDTH))
+        after = model.traffic()
+    ran = exposed = 0.0
+    for i in range(1, BLOCKS):
+        now, then = (counts[f"blocks.{i}"]["gather"] for counts in (after, before))
+        assert now.calls == then.calls + 3
+        ran += now.seconds - then.seconds
+        exposed += now.exposed - then.exposed
+    return ran, exposed
+
+
+def change(model):
+    """Let the weights be others, so that each forward gathers anew."""
+    for shard in model.parameters():
+        shard.add_(0.001)
+
+
+def test_traffic_tells_what_of_a_slow_link_is_hidden(cluster):
+    delays = 3 * (BLOCKS - 1) * DELAY
+    for ran, exposed in cluster.run(times, 2, 0):
+        assert ran >= delays
+        assert exposed == pytest.approx(ran)  # nothing is gathered ahead: computation waits for all of it
+    for ran, exposed in cluster.run(times, 2, 1):
+        assert ran >= delays
+        assert exposed == 0  # a block ends after the gather of the next one

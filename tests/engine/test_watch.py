@@ -1,0 +1,318 @@
+"""What takes a shard for the whole parameter is warned of once, on every rank, or is an error on all."""
+
+import copy
+import io
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.nn import functional
+
+from shardlite import AdamW, LayoutError, ShardLite, ShardWarning
+from shardlite.engine.watch import STEPS
+from tests.support.sharded import number_of
+
+WIDTH = 40
+
+
+def model_and_loss(group: Any, **options: Any) -> tuple[ShardLite, Callable[[], Tensor]]:
+    """Of two ranks both have a part of each weight, and the first has nothing of the first bias."""
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(WIDTH, 3), nn.Tanh(), nn.Linear(3, WIDTH))
+    model = ShardLite(net, group=group, units=nn.Linear, **options)
+    return model, lambda: model(torch.ones(2, WIDTH)).square().mean()
+
+
+def heard(run: Callable[[], object]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    assert all(each.category is ShardWarning for each in caught), [str(each.message) for each in caught]
+    return [str(each.message) for each in caught]
+
+
+Params = list[nn.Parameter]
+
+
+def norms_by_hand(params: Params) -> None:
+    torch.stack([p.grad.detach().norm(2) for p in params]).norm(2)
+
+
+def norms_of_old(params: Params) -> None:
+    total = 0.0
+    for p in params:
+        total += p.grad.data.norm(2).item() ** 2
+
+
+def norms_of_squares(params: Params) -> None:
+    math.sqrt(sum(float(p.grad.float().pow(2).sum()) for p in params))
+
+
+def norms_at_once(params: Params) -> None:
+    torch._foreach_norm([p.grad for p in params])
+
+
+def norms_of_linalg(params: Params) -> None:
+    torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(p.grad, 2) for p in params]), 2)
+
+
+def norms_of_copies(params: Params) -> None:
+    [p.grad.clone().div(2).norm() for p in params]
+
+
+def norms_of_all(params: Params) -> None:
+    torch.cat([p.grad.flatten() for p in params]).norm()
+
+
+def lamb(params: Params) -> None:
+    """The trust ratio of each layer is that of norms of its weight and of its update."""
+    for p in params:
+        update = p.grad / (p.grad.abs() + 1e-6)
+        trust = p.data.norm(2) / (update.norm(2) + 1e-6)
+        p.data.add_(update * trust, alpha=-0.01)
+
+
+def novograd(params: Params) -> None:
+    for p in params:
+        p.data.addcdiv_(p.grad, (torch.sum(torch.pow(p.grad, 2)) + 1e-8).sqrt(), value=-0.01)
+
+
+def adaptive_clipping(params: Params) -> None:
+    for p in params:
+        if p.ndim > 1:
+            bound = p.detach().norm(2, dim=tuple(range(1, p.ndim)), keepdim=True).clamp(min=1e-3)
+            p.grad.mul_((bound / p.grad.norm(2, dim=1, keepdim=True).clamp(min=1e-6)).clamp(max=1))
+
+
+def centralisation(params: Params) -> None:
+    for p in params:
+        if p.ndim > 1:
+            p.grad.add_(-p.grad.mean(dim=tuple(range(1, p.ndim)), keepdim=True))
+
+
+def projection(params: Params) -> None:
+    """AdamP's, and SGDP's."""
+    for p in params:
+        if p.ndim > 1:
+            functional.cosine_similarity(p.grad.view(p.size(0), -1), p.data.view(p.size(0), -1), dim=1)
+
+
+def xavier(params: Params) -> None:
+    for p in params:
+        if p.ndim > 1:
+            nn.init.xavier_uniform_(p)
+
+
+def statistics(params: Params) -> None:
+    [(p.detach().mean().item(), p.detach().std().item()) for p in params if p.numel() > 1]
+
+
+def noise(params: Params) -> None:
+    for p in params:
+        p.grad.add_(torch.randn_like(p) * 0.1)
+
+
+def updates(params: Params) -> None:
+    before = [p.detach().clone() for p in params]
+    sum((p.detach() - was).norm() for p, was in zip(params, before, strict=True))
+
+
+USES = (
+    *(norms_by_hand, norms_of_old, norms_of_squares, norms_at_once, norms_of_linalg, lamb, novograd),
+    *(norms_of_copies, norms_of_all, noise, updates),
+    *(adaptive_clipping, centralisation, projection, xavier, statistics),
+)
+
+
+def warned_body(group: Any, use: Callable[[Params], None], stage: int) -> None:
+    model, loss = model_and_loss(group, stage=stage)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss().backward()
+        model.clip_grad_norm_(1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    params = [p for p in model.parameters() if p.grad is not None]
+    (message,) = heard(lambda: (use(params), use(params)))
+    assert "weight'" in message or "bias'" in message
+    for word in ("elements ", "clip_grad_norm_()", "gathered()", "stage=0"):
+        assert word in message
+
+
+@pytest.mark.parametrize("use", USES)
+def test_uses_of_parts_are_warned_of_once(cluster, use):
+    cluster.check(warned_body, 2, use, 1 + number_of(use.__name__, below=3))
+
+
+def penalty_body(group: Any, stage: int) -> None:
+    """A penalty in the loss is right: its gradient reaches the shards."""
+    model, loss = model_and_loss(group, stage=stage)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def penalised() -> None:
+        squares = sum(p.pow(2).sum() for p in model.parameters())
+        apart = sum(((p - was) ** 2).sum() for p, was in zip(model.parameters(), before, strict=True))
+        (loss() + 0.1 * squares + apart).backward()
+
+    assert heard(penalised) == []
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_penalties_in_the_loss_are_right(cluster, stage):
+    cluster.check(penalty_body, 2, stage)
+
+
+def whole_body(group: Any, stage: int) -> None:
+    """Whole parameters are nobody's part."""
+    model, loss = model_and_loss(group, stage=stage)
+    loss().backward()
+    assert heard(lambda: [use(list(model.parameters())) for use in USES]) == []
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0)])
+def test_whole_parameters_are_not(cluster, world_size, stage):
+    cluster.check(whole_body, world_size, stage)
+
+
+def largest(params: Params) -> None:
+    max(float(p.grad.abs().max()) for p in params)
+
+
+def infinite(params: Params) -> None:
+    torch.stack([torch.norm(p.grad, math.inf) for p in params]).max()
+
+
+def first_element(params: Params) -> None:
+    [p.grad.view(-1)[0].item() for p in params]
+
+
+def alone_body(group: Any, use: Callable[[Params], None], stage: int) -> None:
+    """What would fail on the rank that has nothing of a parameter fails on all, in the same words."""
+    model, loss = model_and_loss(group, stage=stage)
+    loss().backward()
+    with pytest.raises(LayoutError, match=r"of the gradient of the shard of '0\.bias': ranks \[0\] have no element"):
+        use([dict(model.named_parameters())["0.bias"]])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("use", [largest, infinite, first_element])
+def test_what_one_rank_cannot_do_no_rank_does(cluster, use, stage):
+    cluster.check(alone_body, 2, use, stage)
+
+
+OPTIMIZERS: tuple[Callable[[Any], optim.Optimizer], ...] = (
+    lambda params: AdamW(params, lr=0.01),
+    lambda params: optim.AdamW(params, lr=0.01, foreach=True),
+    lambda params: optim.AdamW(params, lr=0.01, fused=True),
+    lambda params: optim.Adam(params, lr=0.01, foreach=False, amsgrad=True),
+    lambda params: optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+    lambda params: optim.RMSprop(params, lr=0.01, centered=True),
+    lambda params: optim.Adagrad(params, lr=0.01),
+    lambda params: optim.RAdam(params, lr=0.01),
+    lambda params: optim.NAdam(params, lr=0.01),
+    lambda params: optim.Rprop(params, lr=0.01),
+    lambda params: optim.ASGD(params, lr=0.01),
+    lambda params: optim.Adadelta(params),
+    lambda params: optim.Adamax(params),
+)
+
+
+def elementwise_body(group: Any) -> None:
+    """Nothing is said of elementwise optimizers, and what is watched never shows, now or later."""
+    for make in OPTIMIZERS:
+        model, loss = model_and_loss(group)
+        optimizer = make(model.parameters())
+        for _ in range(STEPS + 1):
+            loss().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        for shard in model.parameters():
+            assert "Seen" not in type(shard).__name__
+            assert type(shard.grad) is Tensor
+            assert all(type(value) is Tensor for value in optimizer.state[shard].values() if torch.is_tensor(value))
+
+
+def test_elementwise_optimizers_are_not_warned_of(cluster):
+    cluster.check(elementwise_body, 2)
+
+
+def average_body(group: Any) -> None:
+    """A moving average over a copy from before wrapping is refused in the words that every rank gets."""
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH))
+    average = copy.deepcopy(net)
+    model = ShardLite(net, group=group)
+
+    @torch.no_grad()
+    def update(step: Callable[[Tensor, Tensor], object]) -> None:
+        for a, p in zip(average.parameters(), model.parameters(), strict=True):
+            step(a, p)
+
+    for step in (lambda a, p: a.lerp_(p, 0.1), lambda a, p: a.mul_(0.9).add_(p.data, alpha=0.1)):
+        with pytest.raises(LayoutError, match=r"of a whole parameter and a shard of '\d\."):
+            update(step)
+
+
+def test_moving_averages_over_whole_copies_are_refused(cluster):
+    cluster.check(average_body, 2)
+
+
+def state_body(group: Any) -> None:
+    """What an optimizer has kept of gradients is ordinary after the first steps, too."""
+    model, loss = model_and_loss(group)
+    kept = []
+    for _ in range(STEPS):
+        loss().backward()
+        kept.append([shard.grad.clone() for shard in model.parameters()])
+        optim.SGD(model.parameters(), lr=0.1).step()
+        model.zero_grad()
+    assert all(type(each) is Tensor for each in [each for step in kept for each in step])
+
+
+def test_copies_of_gradients_are_ordinary_in_the_end(cluster):
+    cluster.check(state_body, 2)
+
+
+def saved_body(group: Any) -> None:
+    """Copies and files have ordinary tensors in them."""
+    model, loss = model_and_loss(group)
+    loss().backward()
+    shard = next(iter(model.parameters()))
+    file = io.BytesIO()
+    torch.save({"grad": shard.grad, "data": shard.data}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert [type(each) for each in loaded.values()] == [Tensor, Tensor]
+    assert torch.equal(loaded["grad"], shard.grad)
+    assert repr(shard.grad).startswith("tensor(")
+    copied, gradient = copy.deepcopy(shard), copy.deepcopy(shard.grad)
+    assert isinstance(copied, nn.Parameter)
+    assert torch.equal(copied, shard)
+    assert torch.equal(gradient, shard.grad)
+    assert heard(lambda: (copied.norm(), gradient.norm())) == []
+
+
+def test_copies_and_files_are_ordinary(cluster):
+    cluster.check(saved_body, 2)
+
+
+def compiled_body(group: Any) -> None:
+    model, loss = model_and_loss(group)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    warnings.filterwarnings("ignore", message="`torch.jit")  # the compiler's own
+    step = torch.compile(optimizer.step, backend="eager")
+    for _ in range(STEPS + 1):
+        before = [p.detach().clone() for p in model.parameters()]
+        loss().backward()
+        grads = [p.grad.clone() for p in model.parameters()]
+        step()
+        for p, was, grad in zip(model.parameters(), before, grads, strict=True):
+            torch.testing.assert_close(p.detach(), was - 0.1 * grad)
+        optimizer.zero_grad()
+
+
+def test_a_compiled_optimizer(cluster):
+    cluster.check(compiled_body, 2)

@@ -1,0 +1,252 @@
+"""How many buckets exist at once: two beside the root's in the recorded order, more only where ranks diverge.
+
+Where shards are stepped in the backward there is one.
+
+Reductions are as slow as they can be: each starts when the host waits for it (or, where ranks diverge, for anything: a
+reduction that was started needs nothing more of its host). So what is counted follows from the order, from no clock.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+
+from shardlite import AdamW, ShardLite
+from shardlite.comm import streams
+from shardlite.grads.bucket import Bucket
+from shardlite.params.states import Gradients
+from tests.support.patience import seconds
+from tests.support.sharded import number_of
+
+WIDTH = 16
+BLOCKS = 6
+
+
+class Block(nn.Module):
+    """A residual block with two experts. A rank may skip all of it, or the second expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.skipped = False
+        self.both = True
+        self.between: Callable[[Tensor], Tensor] = lambda x: x
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.skipped:
+            return x
+        x = self.between(x)
+        return torch.tanh(x + self.experts[0](x) + (self.experts[1](x) if self.both else 0))
+
+
+class Model(nn.Module):
+    """The root has the first weights and the last ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x).sum()
+
+
+@contextmanager
+def reductions_that_wait(*, for_anything: bool = False) -> Iterator[None]:
+    """Let each reduction begin when the host waits for it or for a later one, or `for_anything`."""
+    submit, wait, wait_unless = streams.ThreadLane.submit, streams._HostFlight.wait, streams._HostFlight.wait_unless
+    gates: dict[int, threading.Event] = {}
+    order: list[int] = []
+
+    def gated(self: Any, operation: Callable[[], None]) -> Any:
+        if "_launch" not in operation.__qualname__:
+            return submit(self, operation)
+        gate = threading.Event()
+        flight = submit(self, lambda: (gate.wait(seconds(60)), operation())[1])
+        gates[id(flight)] = gate
+        order.append(id(flight))
+        return flight
+
+    def open_up_to(flight: Any) -> None:
+        if for_anything or id(flight) in gates:
+            for each in order if for_anything else order[: order.index(id(flight)) + 1]:
+                gates[each].set()
+
+    def asked(self: Any, meanwhile: Any = None) -> None:
+        open_up_to(self)
+        wait(self, meanwhile)
+
+    def asked_unless(self: Any, obsolete: Callable[[], bool]) -> bool:
+        open_up_to(self)
+        return wait_unless(self, obsolete)
+
+    streams.ThreadLane.submit, streams._HostFlight.wait, streams._HostFlight.wait_unless = gated, asked, asked_unless
+    try:
+        yield
+    finally:
+        streams.ThreadLane.submit, streams._HostFlight.wait, streams._HostFlight.wait_unless = submit, wait, wait_unless
+
+
+@contextmanager
+def counted(model: ShardLite) -> Iterator[list[int]]:
+    """Note after each bucket that is filled beside the root's how many there are."""
+    counts: list[int] = []
+    fill = Bucket.fill
+
+    def counting(self: Bucket, empty: Any) -> None:
+        fill(self, empty)
+        buckets = model._reducer._buckets.values()
+        if not self.unit.is_root:
+            counts.append(sum(b.phase is not Gradients.EMPTY for b in buckets if not b.unit.is_root))
+
+    Bucket.fill = counting
+    try:
+        yield counts
+    finally:
+        Bucket.fill = fill
+
+
+def wrap(group: Any, **options: Any) -> ShardLite:
+    torch.manual_seed(0)
+    return ShardLite(Model(), units=Block, group=group, **options)
+
+
+RECIPES: dict[str, Callable[[ShardLite], tuple[Any, Any]]] = {
+    "SGD": lambda model: (optim.SGD(model.parameters(), lr=0.1), nullcontext()),
+    "in_backward": lambda model: (AdamW(model.parameters(), in_backward=True), nullcontext()),
+    "no_sync(sharded=True)": lambda model: (optim.SGD(model.parameters(), lr=0.1), model.no_sync(sharded=True)),
+}
+
+
+def ordinary_body(group: Any, stage: int, recipe: str) -> list[list[int]]:
+    model = wrap(group, stage=stage)
+    optimizer, first = RECIPES[recipe](model)
+    passes = []
+    with reductions_that_wait():
+        for step in range(4):
+            with counted(model) as counts, first if step == 0 else nullcontext():
+                model(torch.ones(2, WIDTH)).backward()
+            passes.append(counts)
+            if step or recipe != "no_sync(sharded=True)":
+                optimizer.step()
+                optimizer.zero_grad()
+    return passes
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("stage", range(4))
+def test_so_many_buckets_exist_beside_the_roots_however_slow_reductions_are(cluster, stage, recipe):
+    for passes in cluster.run(ordinary_body, 2, stage, recipe):
+        assert passes == [[1, 1, 1, 1, 1, 1] if recipe == "in_backward" else [1, 2, 2, 2, 2, 2]] * 4
+
+
+def accumulated_body(group: Any) -> list[list[int]]:
+    model = wrap(group, stage=number_of("accumulated", below=4))
+    passes = []
+    with reductions_that_wait():
+        for step in range(4):
+            with counted(model) as counts, model.no_sync() if step == 1 else nullcontext():
+                model(torch.ones(2, WIDTH)).backward()
+            passes.append(counts)
+    return passes
+
+
+def test_what_is_accumulated_has_its_buckets_and_the_limit_is_back_afterwards(cluster):
+    for passes in cluster.run(accumulated_body, 2):
+        assert passes == [[1, 2, 2, 2, 2, 2], [1, 2, 3, 4, 5, 6], [], [1, 2, 2, 2, 2, 2]]
+
+
+def divergent_body(group: Any, stage: int, skipped: tuple[int, ...], recipe: str) -> list[int]:
+    """Let rank 1 skip some blocks in one backward of four; return the most buckets in each."""
+    model = wrap(group, stage=stage)
+    optimizer, _ = RECIPES[recipe](model)
+    most = []
+    with reductions_that_wait(for_anything=True):
+        for step in range(4):
+            for i, block in enumerate(model.module.blocks):
+                block.skipped = step == 2 and group.rank() == 1 and i in skipped
+            with counted(model) as counts:
+                model(torch.ones(2, WIDTH)).backward()
+            most.append(max(counts))
+            optimizer.step()
+            optimizer.zero_grad()
+    return most
+
+
+@pytest.mark.parametrize("recipe", ["SGD", "in_backward"])
+@pytest.mark.parametrize("skipped", [(4,), (5, 4), (5, 4, 3, 2), (1, 3, 5), (0, 1, 2, 3, 4, 5)], ids=str)
+def test_more_buckets_are_there_only_in_the_backward_that_diverges(cluster, skipped, recipe):
+    stage = 3 if len(skipped) < 4 else number_of("divergent", skipped, recipe, below=4)
+    first, second = cluster.run(divergent_body, 2, stage, skipped, recipe)
+    for most in (first, second):
+        assert [most[0], most[1], most[3]] == ([1, 1, 1] if recipe == "in_backward" else [2, 2, 2])
+        assert most[2] <= max(2, max(skipped) + 1)  # what rank 1 skipped it reduces last, and others after it
+
+
+class Together(torch.autograd.Function):
+    """A collective of the program's own, in the forward and in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        dist.all_reduce(x.clone(), group=group)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        dist.all_reduce(grad.clone(), group=ctx.group)
+        return grad, None
+
+
+def collective_body(group: Any, stage: int) -> list[int]:
+    """Rank 1 leaves out an expert of each block, so its units are complete at the end only; all communicate between."""
+    model = wrap(group, stage=stage)
+    most = []
+    with reductions_that_wait(for_anything=True):
+        for step in range(4):
+            for block in model.module.blocks:
+                block.both = step in (0, 3) or group.rank() == 0
+                block.between = lambda x: Together.apply(x, group)
+            with counted(model) as counts:
+                model(torch.ones(2, WIDTH)).backward()
+            most.append(max(counts))
+    return most
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_that_the_program_waits_for_does_not_wait_for_buckets(cluster, stage):
+    first, second = cluster.run(collective_body, 2, stage)
+    assert second == [2, BLOCKS, BLOCKS, 2]
+    assert [first[0], first[3]] == [2, 2]
+    assert 2 < first[1] <= BLOCKS
+
+
+def four_body(group: Any, skipped: dict[int, tuple[int, ...]]) -> tuple[list[int], dict[str, Tensor]]:
+    """Let ranks skip different blocks in every second backward."""
+    model = wrap(group, stage=3)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    most = []
+    with reductions_that_wait(for_anything=True):
+        for step in range(6):
+            for i, block in enumerate(model.module.blocks):
+                block.skipped = step % 2 == 1 and i in skipped.get(group.rank(), ())
+            with counted(model) as counts:
+                model(torch.ones(2, WIDTH)).backward()
+            most.append(max(counts, default=0))
+            optimizer.step()
+            optimizer.zero_grad()
+    return most
+
+
+def test_four_ranks_that_diverge_in_different_ways_wait_for_each_other_no_more_than_they_can(cluster):
+    for most in cluster.run(four_body, 4, {0: (5,), 1: (4, 3), 2: (0, 1, 2, 3, 4, 5), 3: ()}):
+        assert most[::2] == [2, 2, 2]

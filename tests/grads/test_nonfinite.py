@@ -1,0 +1,504 @@
+"""A step is left out on all ranks if any rank has a NaN or an infinity, and nothing remembers it but the count."""
+
+import gc
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+
+from shardlite import AdamW, NonFiniteError, NonFiniteWarning, ShardLite
+from shardlite.grads.skip_step import LIMIT
+from tests.support.sharded import WIDE, number_of, same_bits, some_stages, without_warnings
+
+WORLDS = (1, 2, WIDE)
+OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
+    "ours": lambda params: AdamW(params, lr=0.02, weight_decay=0.1),
+    "foreach": lambda params: optim.AdamW(params, lr=0.02, weight_decay=0.1, foreach=True),
+    "fused": lambda params: optim.AdamW(params, lr=0.02, weight_decay=0.1, fused=True),
+    "sgd": lambda params: optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
+}
+
+
+@dataclass(frozen=True)
+class Poison:
+    """What is wrong with a backward on rank `rank`: the loss, or an element of the gradient of `parameter`."""
+
+    value: float
+    rank: int
+    parameter: str | None = None
+
+
+POISONS = (
+    Poison(math.nan, rank=-1),
+    Poison(math.inf, rank=0),
+    Poison(math.inf, rank=0, parameter="4.bias"),
+    Poison(-math.inf, rank=-1, parameter="4.weight"),
+)
+
+
+def net() -> nn.Sequential:
+    """Three units whose parameters are cut within."""
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 33), nn.Tanh(), nn.Linear(33, 5))
+
+
+def tiny() -> nn.Sequential:
+    """Two slots of 32 elements: of four ranks two have nothing. Indices as in `net`."""
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Identity(), nn.Identity(), nn.Identity(), nn.Identity(), nn.Linear(7, 2))
+
+
+def wrap(module: nn.Module, group: Any, **options: Any) -> ShardLite:
+    return ShardLite(module, group=group, units=nn.Linear, **options)
+
+
+def backward(model: ShardLite, group: Any, seed: int, poison: Poison | None = None) -> None:
+    """Run a backward on a batch of this rank."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    here = poison is not None and poison.rank % world_size == rank
+    x = torch.randn(3, 7, generator=torch.Generator().manual_seed(100 * seed + rank))
+    with poisoned(model, poison) if here and poison.parameter else nullcontext():
+        loss = model(x).square().mean()
+        (loss * poison.value if here and poison.parameter is None else loss).backward()
+
+
+@contextmanager
+def poisoned(model: ShardLite, poison: Poison) -> Iterator[None]:
+    def spoil(grad: Tensor) -> Tensor:
+        grad = grad.clone()
+        grad.view(-1)[-1] = poison.value
+        return grad
+
+    hook = model.module.get_parameter(poison.parameter).register_hook(spoil)
+    yield
+    hook.remove()
+
+
+def bad_here(model: ShardLite) -> bool:
+    return any(not shard.grad.isfinite().all() for shard in model.parameters())
+
+
+def state_of(model: ShardLite, optimizer: optim.Optimizer) -> dict[str, Tensor]:
+    """Copies of the shards and of all that the optimizer keeps of them."""
+    state = {name: shard.detach().clone() for name, shard in model.named_parameters()}
+    for name, shard in model.named_parameters():
+        for key, value in optimizer.state[shard].items():
+            if isinstance(value, Tensor):  # SGD has no momentum before its first step
+                state[f"{key} of {name}"] = value.clone()
+    return state
+
+
+def assert_same(what: str, got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys(), what
+    for name in got:
+        same_bits(f"{what}: {name}", got[name], expected[name])
+
+
+@without_warnings
+def skips_body(group: Any, stages: Sequence[int], make: Callable[[], nn.Module]) -> list[int]:
+    """Return how often the steps of each optimizer and stage say that they were made on this rank."""
+    steps = []
+    for stage in stages:
+        for i, (kind, optimizer_of) in enumerate(OPTIMIZERS.items()):
+            what = f"stage {stage}, {kind}"
+            model, clean = (wrap(make(), group, stage=stage) for _ in range(2))
+            optimizers = [optimizer_of(each.parameters()) for each in (model, clean)]
+            set_to_none = (i + stage) % 2 == 0
+            for seed, poison in ((0, None), (1, POISONS[(i + stage) % len(POISONS)]), (2, None)):
+                before = state_of(model, optimizers[0])
+                backward(model, group, seed, poison)
+                optimizers[0].step()
+                if poison is None:
+                    backward(clean, group, seed)
+                    optimizers[1].step()
+                    assert_same(f"{what}, step {seed}", state_of(model, optimizers[0]), state_of(clean, optimizers[1]))
+                else:
+                    assert_same(f"{what}, left out", state_of(model, optimizers[0]), before)
+                    everywhere: list[bool] = [False] * dist.get_world_size(group)
+                    dist.all_gather_object(everywhere, bad_here(model), group=group)
+                    assert any(everywhere), "gradients are gone or not as they were"
+                for optimizer in optimizers:
+                    optimizer.zero_grad(set_to_none=set_to_none)
+                for shard in model.parameters():
+                    assert (shard.grad is None) is set_to_none
+            assert (model.skipped_steps, clean.skipped_steps) == (1, 0), what
+            steps += [int(each["step"]) for each in optimizers[0].state.values() if "step" in each]
+    return steps
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_bad_step_is_left_out_on_all_ranks_and_leaves_no_trace(cluster, world_size):
+    stages = some_stages("a bad step", world_size)
+    for steps in cluster.run(skips_body, world_size, stages, net):
+        assert set(steps) == {2}
+
+
+def test_a_rank_with_nothing_skips_like_the_others(cluster):
+    tables = cluster.run(skips_body, 4, (1, 3), tiny)
+    assert all(set(steps) == {2} and len(steps) == 2 * 3 * 2 for steps in tables)
+
+
+@without_warnings
+def replicas_body(group: Any) -> None:
+    """Bad on one rank of one of the two groups that have a model each."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for poison in POISONS:
+        model = wrap(net(), mesh)
+        optimizer = OPTIMIZERS["ours"](model.parameters())
+        for seed, bad in ((0, None), (1, poison)):
+            before = state_of(model, optimizer)
+            backward(model, group, seed, bad)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same(f"{poison}", state_of(model, optimizer), before)
+        assert model.skipped_steps == 1
+
+
+def test_all_replicas_skip(cluster):
+    cluster.check(replicas_body, 4)
+
+
+# ---- accumulation ---------------------------------------------------------------------------------------------------
+
+
+def mode_of(model: ShardLite, mode: str) -> AbstractContextManager[None]:
+    return nullcontext() if mode == "step" else model.no_sync(sharded=mode == "sharded")
+
+
+@without_warnings
+def accumulates_body(group: Any, stages: Sequence[int]) -> None:
+    """A NaN that came in an earlier micro-batch is in the sum."""
+    for stage in stages:
+        for mode, poison in zip(("local", "sharded", "step"), POISONS, strict=False):
+            model, clean = (wrap(net(), group, stage=stage) for _ in range(2))
+            optimizers = [OPTIMIZERS["ours"](each.parameters()) for each in (model, clean)]
+            before = state_of(model, optimizers[0])
+            for step, bad in enumerate((poison, None)):
+                for each, optimizer in zip((model, clean), optimizers, strict=True):
+                    if each is clean and bad is not None:
+                        continue
+                    with mode_of(each, mode):
+                        backward(each, group, 2 * step, bad)
+                    backward(each, group, 2 * step + 1)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if bad is not None:
+                    assert_same(f"stage {stage}, {mode}", state_of(model, optimizers[0]), before)
+            assert_same(f"stage {stage}, {mode}", *map(state_of, (model, clean), optimizers))
+            assert model.skipped_steps == 1
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_what_was_accumulated_counts(cluster, world_size):
+    cluster.check(accumulates_body, world_size, some_stages("accumulated", world_size))
+
+
+# ---- counting -------------------------------------------------------------------------------------------------------
+
+
+@without_warnings
+def limit_body(group: Any, stage: int) -> None:
+    model = wrap(tiny(), group, stage=stage)
+    optimizer = OPTIMIZERS["ours"](model.parameters())
+
+    def step(poison: Poison | None) -> None:
+        backward(model, group, 0, poison)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        for _ in range(LIMIT - 1):
+            step(POISONS[0])
+        step(None)
+    for _ in range(LIMIT - 1):
+        step(POISONS[1])
+    before = state_of(model, optimizer)
+    with pytest.raises(NonFiniteError, match="20 steps in a row were left out"):
+        step(POISONS[1])
+    assert_same("after the error", state_of(model, optimizer), before)
+    assert model.skipped_steps == 3 * (LIMIT - 1) + 1
+    optimizer.zero_grad()
+    step(None)
+    assert all(int(each["step"]) == 3 for each in optimizer.state.values())
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (4, 3)])
+def test_too_many_in_a_row_are_an_error_on_all_ranks(cluster, world_size, stage):
+    cluster.check(limit_body, world_size, stage)
+
+
+@without_warnings
+def two_optimizers_body(group: Any, stage: int) -> None:
+    """Each drops its gradients before the other's step."""
+    model = wrap(net(), group, stage=stage)
+    params = dict(model.named_parameters())
+    weights, biases = ([p for name, p in params.items() if name.endswith(kind)] for kind in ("weight", "bias"))
+    optimizers = OPTIMIZERS["ours"](weights), OPTIMIZERS["sgd"](biases)
+    for seed in range(3):
+        before = {name: param.detach().clone() for name, param in params.items()}
+        backward(model, group, seed, Poison(math.nan, rank=0, parameter="4.weight") if seed else None)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        after = {name: param.detach() for name, param in params.items()}
+        if seed:
+            assert_same("left out", after, before)
+        else:
+            assert all(p.numel() == 0 or not torch.equal(before[name], p) for name, p in after.items())
+        assert model.skipped_steps == seed
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_two_optimizers_leave_out_one_step_together(cluster, world_size):
+    cluster.check(two_optimizers_body, world_size, 3)
+
+
+@without_warnings
+def foreign_body(group: Any) -> None:
+    """An optimizer makes a step or does not, whatever else it holds."""
+    model, other = wrap(net(), group), nn.Parameter(torch.ones(3))
+    optimizer = OPTIMIZERS["ours"]([*model.parameters(), other])
+    for poison in (POISONS[0], None):
+        backward(model, group, 0, poison)
+        other.square().sum().backward()
+        optimizer.step()
+        assert torch.equal(other, torch.ones(3)) is (poison is not None)
+        optimizer.zero_grad()
+
+
+def test_parameters_outside_the_model_are_left_alone_too(cluster):
+    cluster.check(foreign_body, 2)
+
+
+# ---- steps that end otherwise ---------------------------------------------------------------------------------------
+
+
+@without_warnings
+def closure_body(group: Any, stage: int) -> None:
+    """A step that computes its gradients itself is judged by those."""
+    for kind, optimizer_of in OPTIMIZERS.items():
+        model, clean = (wrap(net(), group, stage=stage) for _ in range(2))
+        optimizers = [optimizer_of(each.parameters()) for each in (model, clean)]
+
+        def step(which: int, seed: int, poison: Poison | None = None) -> None:
+            def closure() -> float:
+                optimizers[which].zero_grad()  # noqa: B023 (called at once)
+                backward((model, clean)[which], group, seed, poison)  # noqa: B023
+                return 7.0
+
+            as_keyword = {"closure": closure} if seed % 2 else {}
+            assert optimizers[which].step(*[] if as_keyword else [closure], **as_keyword) == 7.0  # noqa: B023
+
+        for seed, poison in enumerate((None, POISONS[0], POISONS[3], None)):
+            before = state_of(model, optimizers[0])
+            step(0, seed, poison)
+            if poison is None:
+                step(1, seed)
+            else:
+                assert_same(f"{kind}: left out", state_of(model, optimizers[0]), before)
+        assert_same(kind, *map(state_of, (model, clean), optimizers))
+        assert model.skipped_steps == 2
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 3), (2, 0)])
+def test_steps_with_a_closure(cluster, world_size, stage):
+    cluster.check(closure_body, world_size, stage)
+
+
+@without_warnings
+def interrupted_body(group: Any) -> None:
+    """Gradients that were put aside for a step that then failed do not come back later."""
+    model, clean = (wrap(net(), group) for _ in range(2))
+    optimizers = [OPTIMIZERS["ours"](each.parameters()) for each in (model, clean)]
+    backward(model, group, 0, POISONS[0])
+    hook = optimizers[0].register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        optimizers[0].step()
+    hook.remove()
+    optimizers[0].zero_grad()
+    for each, optimizer in zip((model, clean), optimizers, strict=True):
+        backward(each, group, 1)
+        optimizer.step()
+    assert_same("the next step", *map(state_of, (model, clean), optimizers))
+
+
+def test_a_step_that_fails_while_it_is_left_out(cluster):
+    cluster.check(interrupted_body, 2)
+
+
+# ---- one rank, where nothing is reduced -----------------------------------------------------------------------------
+
+
+@without_warnings
+def sparse_body(group: Any) -> None:
+    model = ShardLite(nn.Embedding(5, 3, sparse=True), group=group)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    for value, changes in ((math.nan, False), (1.0, True)):
+        before = state_of(model, optimizer)["weight"]
+        (model(torch.tensor([1, 3])).sum() * value).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(state_of(model, optimizer)["weight"], before) is not changes
+
+
+def test_sparse_gradients_of_a_single_rank(cluster):
+    cluster.check(sparse_body, 1)
+
+
+@without_warnings
+def unfrozen_body(group: Any) -> None:
+    """A parameter that is trainable later is looked at too, even if no other one is."""
+    module = net()
+    module[4].requires_grad_(False)
+    model = wrap(module, group)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    for seed, poison in enumerate((None, POISONS[2], None, POISONS[2])):
+        backward(model, group, seed, poison)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.requires_grad_(False)
+        module[4].requires_grad_()
+    assert model.skipped_steps == 2
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_gradient_of_a_parameter_that_was_unfrozen(cluster, world_size):
+    cluster.check(unfrozen_body, world_size)
+
+
+@without_warnings
+def freed_body(group: Any) -> None:
+    model = wrap(net(), group)
+    optimizer = OPTIMIZERS["ours"](model.parameters())
+    backward(model, group, 0, POISONS[0])
+    optimizer.step()
+    gone = [weakref.ref(shard) for shard in model.parameters()]
+    del model, optimizer
+    gc.collect()
+    assert not [shard for shard in gone if shard() is not None]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_looking_at_gradients_keeps_nothing_alive(cluster, world_size):
+    cluster.check(freed_body, world_size)
+
+
+# ---- the warning of the first ---------------------------------------------------------------------------------------
+
+
+def first_body(group: Any, stage: int) -> None:
+    """Each rank hears of the first step that was left out, and of no later one."""
+    model = wrap(net(), group, stage=stage)
+    optimizer = OPTIMIZERS["ours"](model.parameters())
+
+    def step(poison: Poison | None) -> None:
+        backward(model, group, 0, poison)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert warned(lambda: step(None)) == []
+    (message,) = warned(lambda: step(POISONS[0]))
+    assert message.startswith(f"rank {dist.get_rank(group)}: step 2 since the model was wrapped was left out")
+    assert "diagnose=True" in message
+    assert "skipped_steps" in message
+    assert warned(lambda: step(POISONS[0])) == []
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_the_first_step_that_is_left_out_is_warned_of(cluster, world_size):
+    cluster.check(first_body, world_size, number_of("first", world_size, below=4))
+
+
+def as_error_body(group: Any) -> None:
+    """A warning that is an error leaves the gradients where they are, and the step out."""
+    model = wrap(net(), group)
+    optimizer = OPTIMIZERS["ours"](model.parameters())
+    before = state_of(model, optimizer)
+    backward(model, group, 0, POISONS[0])
+    with pytest.raises(NonFiniteWarning, match="step 1 "):
+        optimizer.step()
+    assert_same("after the error", state_of(model, optimizer), before)
+    assert all(shard.grad is not None for shard in model.parameters())
+
+
+def test_the_warning_may_be_an_error(cluster):
+    cluster.check(as_error_body, 2)
+
+
+# ---- diagnosis ------------------------------------------------------------------------------------------------------
+
+
+def warned(run: Callable[[], None]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    assert all(warning.category is NonFiniteWarning for warning in caught), caught
+    return [str(warning.message) for warning in caught]
+
+
+def diagnose_body(group: Any, stage: int) -> None:
+    """Whether it warns in the backward or at the step, it does so once."""
+    last = dist.get_world_size(group) - 1
+    wheres = {
+        Poison(math.nan, rank=-1, parameter="2.weight"): f"of '2.weight' on rank {last}",
+        Poison(math.inf, rank=0, parameter="4.bias"): "of '4.bias' on rank 0",
+        Poison(-math.inf, rank=0, parameter="0.bias"): "of '0.bias' on rank 0",
+    }
+    model, silent = wrap(net(), group, stage=stage, diagnose=True), wrap(net(), group, stage=stage)
+    for each in (model, silent):
+        optimizer = OPTIMIZERS["ours"](each.parameters())
+
+        def step(poison: Poison | None) -> None:
+            backward(each, group, 0, poison)  # noqa: B023 (called at once)
+            optimizer.step()  # noqa: B023
+            optimizer.zero_grad()  # noqa: B023
+
+        for poison, where in wheres.items():
+            words = [f"gradients are not finite: {where}. The step is skipped"] if each is model else []
+            heard = warned(lambda poison=poison: step(poison))
+            assert [each for each in heard if not each.startswith("rank")] == words
+            assert warned(lambda: step(None)) == []
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 2), (4, 3)])
+def test_on_request_the_first_bad_gradient_of_each_rank_is_named(cluster, world_size, stage):
+    cluster.check(diagnose_body, world_size, stage)
+
+
+def two_ranks_body(group: Any) -> list[str]:
+    """Every rank has another bad gradient."""
+    model = wrap(net(), group, diagnose=True)
+    rank = dist.get_rank(group)
+    return warned(lambda: backward(model, group, 0, Poison(math.nan, rank, ("0.weight", "2.bias")[rank])))
+
+
+def test_all_ranks_hear_of_all(cluster):
+    words = "gradients are not finite: of '0.weight' on rank 0, of '2.bias' on rank 1. The step is skipped"
+    assert cluster.run(two_ranks_body, 2) == [[words], [words]]
+
+
+@without_warnings
+def sums_body(group: Any) -> list[str]:
+    """Gradients that are finite on each rank, and whose sum is not, are left out like others."""
+    model = wrap(nn.Sequential(nn.Linear(4, 4)), group, diagnose=True)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    before = state_of(model, optimizer)
+    messages = warned(lambda: (model(torch.ones(1, 4)).sum() * 3e38).backward())
+    later = warned(lambda: model(torch.ones(1, 4)).sum().backward())  # added to what is there
+    optimizer.step()
+    assert_same("an overflow", state_of(model, optimizer), before)
+    assert later == messages
+    return messages
+
+
+def test_a_bad_sum_of_good_gradients_has_no_culprit(cluster):
+    words = "gradients are not finite: in sums and accumulated ones only. The step is skipped"
+    assert cluster.run(sums_body, 2) == [[words], [words]]

@@ -1,0 +1,224 @@
+"""What people do between a forward, its backward and a step, at every stage: right, or a clear error."""
+
+import copy
+import math
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.utils.checkpoint import checkpoint
+
+from shardlite import AdamW, LayoutError, PhaseError, Precision, ShardLite
+from tests.support.sharded import some_stages, without_warnings
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(2)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6)) for _ in range(2)])
+
+
+def ones(rows: int = 3) -> torch.Tensor:
+    return torch.ones(rows, 6)
+
+
+class Scaled(nn.Module):
+    """Has a parameter of one element, which PyTorch lets anybody write to even while it is a placeholder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) * self.scale
+
+
+def placeholder_body(group):
+    for stage, precision in (
+        (1, Precision()),
+        (2, Precision()),
+        (3, Precision()),
+        (0, Precision(compute=torch.bfloat16)),
+    ):
+        model = ShardLite(Scaled(), group=group, stage=stage, precision=precision)
+        optimizer = AdamW(model.parameters())
+        model(ones()).float().sum().backward()
+        optimizer.step()
+        with torch.no_grad(), pytest.raises(LayoutError, match="parameter 'scale' is sharded"):
+            model.module.scale.fill_(4.0)
+        model(ones())
+
+
+def test_a_write_into_a_placeholder_of_one_element_is_refused(cluster):
+    cluster.check(placeholder_body, 2)
+
+
+def unfreezing_body(group):
+    """A forward without gradients may be that of reentrant checkpointing, and `gathered()` is no forward at all."""
+    runs = {
+        "checkpointed": lambda model, module: checkpoint(model, ones().requires_grad_(), use_reentrant=True).sum(),
+        "gathered": lambda model, module: module[0][0].weight.square().sum(),
+    }
+    for stage in some_stages("unfreezing_body"):
+        for name, run in runs.items():
+            module = net()
+            module[0].requires_grad_(False)
+            model = ShardLite(module, group=group, stage=stage)
+            module[0].requires_grad_(True)
+            with model.gathered(writeback=False):
+                run(model, module).backward()
+            grad = dict(model.named_parameters())["0.0.weight"].grad
+            assert grad is not None, f"stage {stage}, {name}"
+            assert grad.any() or not grad.numel()
+
+
+def test_an_unfrozen_parameter_trains_however_it_is_used(cluster):
+    cluster.check(unfreezing_body, 2)
+
+
+def evaluating_body(group):
+    """Freezing everything for an evaluation in the middle of an accumulation does no harm."""
+    module = net()
+    twin = copy.deepcopy(module)
+    model = ShardLite(module, group=group)
+    with model.no_sync():
+        model(ones()).sum().backward()
+    model.requires_grad_(False)
+    with torch.no_grad():
+        model(ones(5))
+    model.requires_grad_(True)
+    model(ones()).sum().backward()
+    for _ in range(2):
+        twin(ones()).sum().backward()
+    for (name, shard), whole in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.isin(shard.grad, whole.grad).all(), name
+
+
+def test_freezing_for_an_evaluation_between_micro_batches(cluster):
+    cluster.check(evaluating_body, 2)
+
+
+def older_graph_body(group, stage):
+    """Step a part of a unit between another part's forward and backward: an error, or as in plain PyTorch."""
+    module = nn.ModuleDict({"actor": nn.Linear(6, 6), "critic": nn.Linear(6, 6)})
+    twin = copy.deepcopy(module)
+    model = ShardLite(module, group=group, stage=stage, units=lambda name, _: False)
+    results = []
+    for each, params in ((twin, dict(twin.named_parameters())), (module, dict(model.named_parameters()))):
+        critic = optim.SGD([params["critic.weight"], params["critic.bias"]], lr=0.1)
+        x = ones().requires_grad_()
+        actor, value = (each[part](x * 1.5).square().sum() for part in ("actor", "critic"))
+        value.backward()
+        critic.step()
+        try:
+            actor.backward()
+        except RuntimeError as error:
+            results.append(None if "modified by an inplace operation" in str(error) else error)
+        else:
+            results.append(x.grad)
+    return results
+
+
+@pytest.mark.every_stage
+def test_a_step_between_forward_and_backward_is_right_or_an_error(cluster, stage):
+    for expected, got in cluster.run(older_graph_body, 2, stage):
+        assert got is None or torch.equal(got, expected)
+        assert stage > 0 or got is not None
+
+
+def gathered_steps_body(group):
+    """Steps inside `gathered(writeback=False)` are never undone in silence."""
+    for stage in some_stages("gathered_steps_body"):
+        model = ShardLite(net(), group=group, stage=stage)
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        model(ones()).sum().backward()
+        before = model.full_state_dict()
+        with model.gathered(writeback=False):
+            optimizer.step()
+            if stage:
+                with pytest.raises((PhaseError, RuntimeError)):
+                    model(ones()).sum().backward()
+        after = model.full_state_dict()
+        assert any(not torch.equal(before[name], after[name]) for name in before), f"stage {stage}"
+
+
+def test_a_step_inside_gathered_is_kept(cluster):
+    cluster.check(gathered_steps_body, 2)
+
+
+def only_accumulated_body(group):
+    for stage in some_stages("only_accumulated_body"):
+        model = ShardLite(net(), group=group, stage=stage)
+        optimizer = AdamW(model.parameters())
+        with model.no_sync():
+            model(ones()).sum().backward()
+        with pytest.raises(PhaseError, match=r"run the last backward before a step outside of no_sync\(\)"):
+            optimizer.step()
+        model.zero_grad()
+        optimizer.step()
+
+
+def test_a_step_without_any_reduced_gradient_is_an_error(cluster):
+    cluster.check(only_accumulated_body, 2)
+
+
+@without_warnings
+def cleared_body(group):
+    """A bad gradient that is gone has no say any more, also over what shares an optimizer."""
+    first, second = ShardLite(net(), group=group), ShardLite(net(), group=group)
+    optimizer = optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    (first(ones()).sum() * math.nan).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = second.full_state_dict()
+    second(ones()).sum().backward()
+    optimizer.step()
+    after = second.full_state_dict()
+    assert not torch.equal(before["0.0.weight"], after["0.0.weight"])
+    assert (first.skipped_steps, second.skipped_steps) == (1, 0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_flag_goes_with_its_gradients(cluster, world_size):
+    cluster.check(cleared_body, world_size)
+
+
+def scaler_body(group):
+    """An ignored parameter overflows on one rank only: all skip, and the scales stay equal."""
+    scales = []
+    for stage in some_stages("scaler_body"):
+        module = Scaled()
+        model = ShardLite(module, group=group, stage=stage, ignore=[module.scale])
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(model(ones()).sum()).backward()
+        if group.rank() == 1:
+            module.scale.grad.fill_(math.inf)
+        before = model.full_state_dict()["body.weight"]
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(before, model.full_state_dict()["body.weight"])
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def test_a_scaler_agrees_on_ignored_parameters_too(cluster):
+    assert cluster.run(scaler_body, 2) == [[2.0] * len(some_stages("scaler_body"))] * 2
+
+
+def outside_body(group):
+    """A module around a wrapped one lists parameters that have no gradients."""
+    outer = nn.Sequential(ShardLite(net(), group=group))
+    outer(ones()).sum().backward()
+    with pytest.raises(LayoutError, match=r"was given the unsharded parameter '0.0.weight'"):
+        nn.utils.clip_grad_norm_(outer.parameters(), 1.0)
+    with pytest.raises((LayoutError, ValueError), match=r"of the ShardLite model"):
+        AdamW(outer.parameters())
+    with pytest.raises(TypeError, match=r"timeout must be a datetime.timedelta, got 20"):
+        ShardLite(net(), group=group, timeout=20)
+    ShardLite(net(), group=group, timeout=timedelta(seconds=20))
+
+
+def test_what_lists_the_wrong_parameters_is_told_so(cluster):
+    cluster.check(outside_body, 2)

@@ -1,0 +1,128 @@
+"""Corners of autograd and of `nn.Module` that a sharded model must get through, or refuse.
+
+Every rank computes the same here, so the mean of the gradients is the gradient of one plain copy, to the bit.
+"""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardlite import LayoutError, ShardLite
+from tests.support.residual import WIDTH, Block, batch, net, square
+from tests.support.sharded import assert_gradients_equal, compare
+
+
+class SparseInput(nn.Module):
+    """Saves a sparse tensor for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        adjacency = torch.eye(3).to_sparse()
+        return torch.sparse.mm(adjacency, x) @ self.weight
+
+
+def sparse_body(group):
+    compare(nn.Sequential(SparseInput(), SparseInput()), square, group)
+
+
+def test_saved_sparse_tensors_pass_through(cluster):
+    cluster.check(sparse_body, 2)
+
+
+def inference_body(group):
+    """Buffers that were gathered for inference serve training afterwards."""
+    plain = net()
+    twin = copy.deepcopy(plain)
+    model = ShardLite(plain, group=group)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(batch()), twin(batch()), rtol=0, atol=0)
+    with torch.no_grad():
+        torch.testing.assert_close(model(batch()), twin(batch()), rtol=0, atol=0)
+    square(model).backward()
+    square(twin).backward()
+    assert_gradients_equal(model, twin)
+
+
+def test_inference_then_training(cluster):
+    cluster.check(inference_body, 2)
+
+
+def buffers_body(group):
+    """Running statistics are the module's own, and rank 0's at the start."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+    with torch.no_grad():
+        model[1].running_mean += torch.distributed.get_rank(group)
+    wrapped = ShardLite(model, group=group)
+    start = wrapped.full_state_dict()["1.running_mean"]
+    square(wrapped).backward()
+    return start.sum().item(), dict(wrapped.named_buffers())["1.running_mean"].ne(0).any().item()
+
+
+def test_buffers_come_from_rank_0_and_are_updated_in_place(cluster):
+    assert cluster.run(buffers_body, 2) == [(0.0, True)] * 2
+
+
+def gradients_by_hand_body(group):
+    model = ShardLite(net(), group=group)
+    with pytest.raises(LayoutError, match="shards are not in the graph"):
+        torch.autograd.grad(square(model), list(model.parameters()))
+
+
+def test_shards_are_not_in_the_graph(cluster):
+    cluster.check(gradients_by_hand_body, 2)
+
+
+def interrupted_body(group):
+    """A forward that raises, on every rank alike, leaves the model usable; so does an interrupt."""
+
+    class Fails(Block):
+        error: BaseException | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.error is not None:
+                raise self.error
+            return super().forward(x)
+
+    plain = nn.Sequential(Block(), Fails(), Block())
+    twin = copy.deepcopy(plain)
+    model = ShardLite(plain, group=group)
+    for error in (ValueError("on purpose"), KeyboardInterrupt()):
+        plain[1].error = error
+        with pytest.raises(type(error)):
+            square(model)
+    plain[1].error = None
+    square(model).backward()
+    square(twin).backward()
+    assert_gradients_equal(model, twin)
+    return [unit.holds for unit in model._units]
+
+
+def test_a_forward_that_raises_leaves_the_model_usable(cluster):
+    for users in cluster.run(interrupted_body, 2):
+        assert set(users) == {0}
+
+
+def compiled_body(group):
+    """The whole model compiled: each unit breaks the graph, and a retained graph can be walked twice."""
+    warnings.filterwarnings("ignore", r"The \.grad attribute")  # the compiler looks at it when it meets module hooks
+    plain = net()
+    twin = copy.deepcopy(plain)
+    model = ShardLite(plain, group=group)
+    compiled = torch.compile(model, backend="aot_eager")
+    ours, theirs = square(compiled), square(twin)
+    for _ in range(2):
+        ours.backward(retain_graph=True)
+        theirs.backward(retain_graph=True)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert_gradients_equal(model, twin)
+
+
+@pytest.mark.slow
+def test_compiling_the_whole_model(cluster):
+    cluster.check(compiled_body, 2)

@@ -1,0 +1,247 @@
+"""Which ranks share what: hybrid sharding, groups of some ranks, units that stay gathered, parameters left alone."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardlite import AdamW, LayoutError, Precision, ShardLite
+from tests.support.sharded import local_parts
+from tests.support.twins import PaddedAdamW, Twin
+
+WIDTH = 20
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(11)
+    blocks = [nn.Sequential(nn.Linear(WIDTH, 33), nn.GELU(), nn.Linear(33, WIDTH)) for _ in range(3)]
+    return nn.Sequential(*blocks, nn.Linear(WIDTH, 7))
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss(module: nn.Module, step: int, rank: int) -> torch.Tensor:
+    x = batch(step, rank)
+    if not isinstance(module, ShardLite):
+        x = x.to(next(module.parameters()).dtype)  # as the wrapper does
+    return module(x).float().pow(2).mean()
+
+
+def train_beside(model: ShardLite, twin: Twin, rank: int, what: str) -> None:
+    """Train both for some steps, some of them with accumulation; everything must be the same bits."""
+    ours = AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    theirs = PaddedAdamW(list(twin.masters.values()), lr=0.01, weight_decay=0.1)
+    for step in range(4):
+        if step % 2:
+            with model.no_sync(sharded=step == 1):
+                loss(model, 50 + step, rank).backward()
+            if step == 1:
+                twin.backward(lambda plain, r: loss(plain, 51, r).backward())
+        loss(model, step, rank).backward()
+        accumulated = [53, 3] if step == 3 else [step]
+        twin.backward(lambda plain, r, steps=accumulated: [loss(plain, each, r).backward() for each in steps])
+        torch.testing.assert_close(model.clip_grad_norm_(0.1), twin.clip_grad_norm(0.1), rtol=0, atol=0)
+        ours.step()
+        theirs.step()
+        ours.zero_grad()
+        theirs.zero_grad()
+        shards = dict(model.named_parameters())
+        for name, part in local_parts(model, twin.masters).items():
+            message = f"{what}, step {step}, {name}"
+            torch.testing.assert_close(shards[name], part, rtol=0, atol=0, msg=lambda m, n=message: f"{n}: {m}")
+
+
+def hybrid_body(group, shape, precision):
+    del group
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    rank = dist.get_rank()
+    for stage in (0, 1, 2, 3):
+        twin = Twin(net(), 4, precision=precision, replicas=shape[0])
+        model = ShardLite(net(), stage=stage, group=mesh, precision=precision)
+        train_beside(model, twin, rank, f"stage {stage}")
+        full = model.full_state_dict(rank=3)
+        assert bool(full) == (rank == 3)
+        for name, value in full.items():
+            torch.testing.assert_close(value, twin.masters[name].detach(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), *(pytest.param(s, marks=pytest.mark.slow) for s in ((4, 1), (1, 4)))])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        Precision(),
+        pytest.param(Precision(compute=torch.bfloat16, reduce=torch.bfloat16), marks=pytest.mark.slow),
+    ],
+)
+def test_hybrid_sharding_follows_its_twin_at_every_stage(cluster, shape, precision):
+    cluster.check(hybrid_body, 4, shape, precision)
+
+
+def hybrid_bytes_body(group):
+    del group
+    mesh = init_device_mesh("cpu", (2, 2))
+    models = [ShardLite(net(), group=ranks) for ranks in (mesh, mesh.get_group(1))]
+    return [sum(flat.local.nbytes for unit in model._units for flat in unit.flats) for model in models]
+
+
+def test_hybrid_sharding_holds_a_share_of_the_second_dimension(cluster):
+    for hybrid, two_ranks in cluster.run(hybrid_bytes_body, 4):
+        assert hybrid == two_ranks
+
+
+def used_on_one_rank_body(group):
+    """A parameter that only one rank uses, and one that none does."""
+    del group
+    mesh = init_device_mesh("cpu", (2, 2))
+    module = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in ("all", "one", "none")})
+    model = ShardLite(module, group=mesh, units=lambda name, _: False)
+    x = batch(0, 0)
+    with model.gathered():
+        y = module["all"](x)
+        (module["one"](y) if dist.get_rank() == 2 else y).sum().backward()
+    return {name: shard.grad is not None for name, shard in model.named_parameters()}
+
+
+def test_who_used_what_is_counted_over_replicas_too(cluster):
+    for there in cluster.run(used_on_one_rank_body, 4):
+        assert {name for name, grad in there.items() if grad} == {"all.weight", "all.bias", "one.weight", "one.bias"}
+
+
+def mesh_errors_body(group):
+    del group
+    with pytest.raises(LayoutError, match=r"one dimension \(shard\) or two \(replicate, shard\), got 3"):
+        ShardLite(net(), group=init_device_mesh("cpu", (1, 2, 2)))
+    twin = Twin(net(), 4)
+    model = ShardLite(net(), group=init_device_mesh("cpu", (4,)))
+    train_beside(model, twin, dist.get_rank(), "a mesh of one dimension")
+
+
+def test_a_mesh_has_one_dimension_or_two(cluster):
+    cluster.check(mesh_errors_body, 4)
+
+
+def subgroup_body(group, stage):
+    """Ranks 2 and 3 train a model of their own beside ranks 0 and 1."""
+    del group
+    some = init_device_mesh("cpu", (2, 2)).get_group(1)
+    first = dist.get_rank() - some.rank()
+    twin = Twin(net(), 2)
+    module = net()
+    if some.rank() == 1:  # the values of the group's first rank count
+        for param in module.parameters():
+            nn.init.zeros_(param)
+    model = ShardLite(module, stage=stage, group=some)
+    train_beside(model, twin, some.rank(), f"ranks {first} and {first + 1}")
+    assert bool(model.full_state_dict(rank=1)) == (some.rank() == 1)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_group_need_not_have_the_first_rank(cluster, stage):
+    cluster.check(subgroup_body, 4, stage)
+
+
+def outsider_body(group):
+    del group
+    with pytest.raises(LayoutError, match="not a member of the process group"):
+        ShardLite(net(), group=dist.GroupMember.NON_GROUP_MEMBER)
+
+
+def test_a_process_outside_the_group_is_told_so(cluster):
+    cluster.check(outsider_body, 2)
+
+
+def resharding_body(group, rule):
+    """Return how often each unit is gathered in one step, and the most bytes of gather buffers."""
+    twin = Twin(net(), group.size())
+    model = ShardLite(net(), group=group, prefetch=0, reshard_after_forward=rule)
+    train_beside(model, twin, group.rank(), f"reshard_after_forward={rule}")
+    model.trace.take()
+    model.ledger.reset_peak()
+    loss(model, 0, 0).backward()
+    events = model.trace.take()
+    gathers = {str(i): events.count(f"gather {i}") for i in range(3)}
+    held = model.memory()["gather buffers"]
+    return gathers, held.peak // model._units[1].nbytes, held.now
+
+
+def only_the_second(name, module):
+    return name != "1"
+
+
+def test_units_stay_gathered_on_request(cluster):
+    for gathers, most, now in cluster.run(resharding_body, 2, True):
+        assert gathers == {"0": 2, "1": 2, "2": 1}
+        assert (most, now) == (1, 0)
+    for gathers, most, now in cluster.run(resharding_body, 2, False):
+        assert gathers == {"0": 1, "1": 1, "2": 1}
+        assert (most, now) == (3, 0)
+    for gathers, most, now in cluster.run(resharding_body, 2, only_the_second):
+        assert gathers == {"0": 2, "1": 1, "2": 1}
+        assert (most, now) == (2, 0)
+
+
+class Routed(nn.Module):
+    """A shared layer, and an expert that is each rank's own."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        torch.manual_seed(50 + rank)
+        self.expert = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.tensor(1.0 + rank))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.expert(self.shared(x)) * self.scale
+
+
+def ignoring_body(group):
+    rank = group.rank()
+    for stage in (0, 1, 2, 3):
+        module = Routed(rank)
+        alone = copy.deepcopy(module)
+        own = [module.expert.weight, module.expert.bias, module.scale]
+        model = ShardLite(module, stage=stage, group=group, ignore=[module.expert, module.scale])
+        params = dict(model.named_parameters())
+        assert [
+            params[name] is param for name, param in zip(("expert.weight", "expert.bias", "scale"), own, strict=True)
+        ]
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        x = batch(0, rank)
+        model(x).pow(2).mean().backward()
+        alone(x).pow(2).mean().backward()
+        for ours, theirs in zip(own, (alone.expert.weight, alone.expert.bias, alone.scale), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0)
+        with pytest.raises(LayoutError, match="3 of 5 gradients are of something else"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        torch.testing.assert_close(module.scale, alone.scale - 0.1 * alone.scale.grad, rtol=0, atol=0)
+        full = model.full_state_dict()
+        torch.testing.assert_close(full["expert.weight"], module.expert.weight.detach(), rtol=0, atol=0)
+        before = {name: value.clone() for name, value in full.items()}
+        model.load_full_state_dict({name: torch.zeros_like(value) for name, value in full.items()})
+        after = model.full_state_dict()
+        assert not after["shared.weight"].any()
+        torch.testing.assert_close(after["expert.weight"], before["expert.weight"], rtol=0, atol=0)
+
+
+def test_ignored_parameters_are_each_ranks_own(cluster):
+    cluster.check(ignoring_body, 2)
+
+
+def ignoring_wrongly_body(group):
+    with pytest.raises(LayoutError, match="ignore takes modules and parameters, got str"):
+        ShardLite(Routed(0), group=group, ignore=["expert"])
+    module = Routed(0)
+    with pytest.raises(LayoutError, match="nothing to shard"):
+        ShardLite(module, group=group, ignore=[module])
+
+
+def test_what_cannot_be_ignored(cluster):
+    cluster.check(ignoring_wrongly_body, 2)

@@ -1,0 +1,236 @@
+"""What users try and what would be lost in silence: an error with the remedy, or the right numbers."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from shardlite import AdamW, LayoutError, ShardLite
+from tests.support.residual import WIDTH, Block, net, square
+from tests.support.sharded import assert_gradients_equal, compare
+
+
+def idle_body(group):
+    """Between uses a weight is a placeholder, whatever happens to lie in a buffer."""
+    plain = net()
+    model = ShardLite(plain, group=group)
+    square(model)
+    for name, param in plain.named_parameters():
+        with pytest.raises(LayoutError, match=f"parameter '{name}' is sharded, so its values are not here"):
+            param.isnan()
+    state = Block().state_dict()
+    with pytest.raises(LayoutError, match=r"use load_full_state_dict\(\) of the ShardLite model"):
+        plain[2].load_state_dict(state)
+    with model.gathered():
+        plain[2].load_state_dict(state)
+    full = model.full_state_dict()
+    assert all(torch.equal(full[f"2.{name}"], value) for name, value in state.items())
+
+
+def test_weights_can_only_be_read_while_they_are_held(cluster):
+    cluster.check(idle_body, 2)
+
+
+def data_write_body(group):
+    """`p.data -= ...` does not raise versions; gathers after a backward are fresh all the same."""
+    plain = net()
+    twin = copy.deepcopy(plain)
+    model = ShardLite(plain, group=group)
+    for each in (model, twin):
+        for _ in range(3):
+            each.zero_grad()
+            square(each).backward()
+            for param in each.parameters():
+                param.data -= 0.1 * param.grad
+    return torch.equal(square(model), square(twin))
+
+
+def test_steps_by_hand_through_data(cluster):
+    assert cluster.run(data_write_body, 2) == [True, True]
+
+
+def repointed_body(group):
+    model = ShardLite(net(), group=group)
+    optimizer = AdamW(model.parameters())
+    square(model).backward()
+    first = next(model.parameters())
+    nn.Parameter.data.__set__(first, first.detach().clone())  # as C++ code may do
+    with pytest.raises(LayoutError, match=r"'0\.inner\.weight' was given other memory"):
+        optimizer.step()
+    with pytest.raises(LayoutError, match="was given other memory"):
+        square(model)
+
+
+def repointed_weight_body(group):
+    plain = net()
+    model = ShardLite(plain, group=group)
+    with pytest.raises(LayoutError, match=r"parameter '1\.inner\.weight' is sharded"):
+        plain[1].inner.weight.data = torch.zeros(WIDTH, WIDTH)
+    plain = net()
+    model = ShardLite(plain, group=group, stage=0)
+    nn.Parameter.data.__set__(plain[1].inner.weight, torch.zeros(WIDTH, WIDTH))  # as C++ code may do
+    with pytest.raises(LayoutError, match=r"'1\.inner\.weight' was given other memory"):
+        square(model)
+
+
+def frozen_shard_body(group):
+    model = ShardLite(net(), group=group)
+    next(model.parameters()).requires_grad_(False)
+    with pytest.raises(LayoutError, match="the module's own parameters decide"):
+        square(model)
+
+
+def shard_hook_body(group):
+    model = ShardLite(net(), group=group)
+    next(model.parameters()).register_hook(lambda grad: grad.clamp(-1, 1))
+    with pytest.raises(LayoutError, match="has a hook, which would never run"):
+        square(model)
+
+
+def written_body(group):
+    """An embedding with a maximal norm rewrites its weight in every forward."""
+    plain = nn.Sequential(nn.Embedding(9, WIDTH, max_norm=0.01), Block(), Block())
+    with pytest.raises(LayoutError, match=r"'0' has max_norm=0\.01: its forward scales the rows"):
+        ShardLite(plain, group=group)
+
+
+def wrapped_by_ddp_body(group):
+    model = ShardLite(nn.Linear(9, 9), group=group)
+    with pytest.raises(LayoutError, match="DistributedDataParallel would give all ranks the shards of the first"):
+        DistributedDataParallel(model, process_group=group)
+
+
+def inner_copied_body(group):
+    """Where there is nothing that refuses to be copied, the copy does not run."""
+    plain = nn.Sequential(nn.Linear(9, 9))
+    ShardLite(plain, group=group, stage=0)
+    duplicate = copy.deepcopy(plain)
+    with pytest.raises(LayoutError, match="this module is a copy of a wrapped one"):
+        duplicate(torch.ones(2, 9))
+
+
+def inner_copied_at_stage_3_body(group):
+    plain = nn.Sequential(nn.Linear(9, 9))
+    model = ShardLite(plain, group=group)
+    with pytest.raises(LayoutError, match="wrap a second instance"):
+        copy.deepcopy(model.module)
+
+
+def wrapped_twice_body(group):
+    encoder = Block()
+    first = ShardLite(nn.Sequential(encoder, Block()), group=group)
+    with pytest.raises(LayoutError, match="belongs to a model that is wrapped already"):
+        ShardLite(nn.Sequential(encoder, Block()), group=group)
+    inner = first.module
+    del first
+    with pytest.raises(LayoutError, match="belongs to a model that is wrapped already, or was"):
+        ShardLite(inner, group=group)
+
+
+def lazy_body(group):
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # lazy modules are said to be under development
+        lazy = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3))
+    with pytest.raises(LayoutError, match="has no shape yet"):
+        ShardLite(lazy, group=group)
+
+
+def inference_body(group):
+    with torch.inference_mode(), pytest.raises(LayoutError, match=r"outside of torch\.inference_mode"):
+        ShardLite(net(), group=group)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        repointed_body,
+        repointed_weight_body,
+        frozen_shard_body,
+        shard_hook_body,
+        written_body,
+        wrapped_by_ddp_body,
+        inner_copied_body,
+        inner_copied_at_stage_3_body,
+        wrapped_twice_body,
+        lazy_body,
+        inference_body,
+    ],
+    ids=lambda body: body.__name__,
+)
+def test_what_would_be_lost_is_an_error(cluster, body):
+    cluster.check(body, 2)
+
+
+def reentrant_layers_body(group):
+    """Layers of the root, each under reentrant checkpointing, one of them three times."""
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(WIDTH, WIDTH)
+            self.second = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in (self.first, self.second, self.first, self.first):
+                x = torch.tanh(checkpoint(layer, x, use_reentrant=True))
+            return x
+
+    plain = Root()
+    twin = copy.deepcopy(plain)
+    model = ShardLite(plain, group=group, units=lambda name, module: False)
+    for _ in range(2):
+        square(model).backward()
+        square(twin).backward()
+        assert_gradients_equal(model, twin)
+        model.zero_grad()
+        twin.zero_grad()
+
+
+def test_layers_of_an_entered_unit_under_reentrant_checkpointing(cluster):
+    cluster.check(reentrant_layers_body, 2)
+
+
+def quantised_body(group):
+    """Frozen integer weights travel with the others, and an optimizer on all parameters leaves them alone."""
+
+    class Quantised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randint(-8, 8, (WIDTH, WIDTH), dtype=torch.int8), requires_grad=False)
+            self.kept = nn.Parameter(torch.randn(WIDTH, WIDTH) > 0, requires_grad=False)  # cannot be summed
+            self.scale = nn.Parameter(torch.full((WIDTH,), 0.1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(x @ (self.weight.float() * self.kept * self.scale))
+
+    model, _ = compare(nn.Sequential(Quantised(), Quantised()), square, group)
+    optimizer = AdamW(model.parameters())
+    optimizer.step()
+    return sorted({str(shard.dtype) for shard in optimizer.state})
+
+
+def test_frozen_integer_weights(cluster):
+    assert cluster.run(quantised_body, 2) == [["torch.float32"]] * 2
+
+
+def mask_body(group):
+    """A buffer that is an expanded view."""
+
+    class Masked(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.ones(1, WIDTH).expand(3, WIDTH), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.mask
+
+    compare(nn.Sequential(Masked(), Masked()), square, group)
+
+
+def test_expanded_buffers(cluster):
+    cluster.check(mask_body, 2)

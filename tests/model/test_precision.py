@@ -1,0 +1,308 @@
+"""`Precision`: which dtype is used where, to the bit. The twin's docstring draws the way of a weight and a gradient.
+
+Legend: `W` ranks.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardlite import LayoutError, Precision, ShardLite
+from tests.support.models import MLP, VOCABULARY, LanguageModel, MixedDtypes, frozen
+from tests.support.sharded import Pair, Turn, local_parts, same_bits, some_stages
+
+BF16 = Precision(compute=torch.bfloat16)
+BF16_WIRE = Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
+
+
+def on_tokens(model: Callable[..., Any], turn: Turn) -> Tensor:
+    """Predict the next token."""
+    tokens = torch.randint(0, VOCABULARY, (2, 8), generator=turn.generator())
+    return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def on_rows(model: Callable[..., Any], turn: Turn) -> Tensor:
+    return model(torch.randn(5, 7, generator=turn.generator())).float().square().mean()
+
+
+def partly_frozen() -> nn.Module:
+    return frozen(LanguageModel(), lambda name: "qkv" in name or "blocks.1" in name)
+
+
+def mostly_bf16() -> nn.Module:
+    """A model as it is often loaded, with norms in fp32."""
+    model = LanguageModel(reentrant=False).bfloat16()
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.float()
+    return model
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
+    "plain": (LanguageModel, on_tokens),
+    "checkpointed": (lambda: LanguageModel(blocks=3, reentrant=True, span=2), on_tokens),
+    "frozen": (partly_frozen, on_tokens),
+    "bf16": (mostly_bf16, on_tokens),
+    "mixed": (MixedDtypes, on_rows),
+}
+
+CASES: Sequence[Any] = [
+    ("plain", BF16, 2),
+    pytest.param("plain", BF16, 4, marks=pytest.mark.slow),
+    ("plain", BF16_WIRE, 2),
+    pytest.param("plain", BF16_WIRE, 4, marks=pytest.mark.slow),
+    ("plain", Precision(reduce=torch.bfloat16), 3),
+    ("plain", Precision(compute=torch.bfloat16, output=torch.float32), 3),
+    ("checkpointed", BF16_WIRE, 3),
+    pytest.param("frozen", BF16, 4, marks=pytest.mark.slow),
+    ("frozen", BF16, 2),
+    ("frozen", BF16_WIRE, 3),
+    ("bf16", BF16, 3),
+    ("bf16", Precision(compute=torch.float32), 2),
+    ("mixed", Precision(reduce=torch.bfloat16), 3),
+    ("plain", BF16, 1),
+    ("frozen", BF16_WIRE, 1),
+]
+
+
+def follows(group: Any, name: str, precision: Precision) -> None:
+    """Body of a rank: with clipping and accumulation, whose sums have the dtype of the wire."""
+    make, loss = MODELS[name]
+    for stage in some_stages(name, precision):
+        pair = Pair(make, group, stage=stage, precision=precision)
+        pair.step(loss)
+        pair.step(loss, ("local", "local", "step"), clip=0.01)
+        pair.step(loss, ("local", "sharded", "step"), clip=0.01)
+        full = pair.model.full_state_dict()
+        for key, value in pair.twin.state_dict().items():
+            same_bits(f"stage {stage}, full_state_dict()[{key!r}]", full[key], value)
+
+
+@pytest.mark.parametrize(("name", "precision", "world_size"), CASES, ids=lambda x: x if isinstance(x, str) else None)
+def test_training_follows_the_twin_of_its_precision(cluster, name, precision, world_size):
+    cluster.check(follows, world_size, name, precision)
+
+
+def trains(group: Any, precision: Precision) -> None:
+    """Body of a rank: SGD, so that a wrong scale shows."""
+    for stage in some_stages(precision):
+        pair = Pair(lambda: MLP([7, 33, 5]), group, stage=stage, recipe="sgd", precision=precision)
+        assert {p.dtype for p in pair.model.module.parameters()} == {precision.compute or torch.float32}
+        for _ in range(3):
+            pair.step(on_rows, ("local", "step"), clip=0.1)
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        Precision(compute=torch.float16),
+        Precision(compute=torch.float16, reduce=torch.float16, output=torch.float32),
+        Precision(compute=torch.bfloat16, reduce=torch.float16),
+        Precision(compute=torch.float64),
+        Precision(compute=torch.float64, reduce=torch.bfloat16),
+    ],
+    ids=lambda p: f"{p.compute}-{p.reduce}".replace("torch.", ""),
+)
+def test_every_pair_of_dtypes_trains(cluster, precision):
+    cluster.check(trains, 3, precision)
+
+
+# ---- inputs and outputs ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Batch:
+    rows: Tensor
+    ids: Tensor
+    rest: dict[str, Any]
+
+
+class Reader(nn.Module):
+    """Notes the dtypes of all that it is given; [B, 4] -> a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.seen: dict[str, Any] = {}
+
+    def forward(self, x: Tensor, batch: Batch, *, more: dict[str, Any], plain: float) -> Batch:
+        self.seen = {
+            "x": x.dtype,
+            "rows": batch.rows.dtype,
+            "ids": batch.ids.dtype,
+            "nested": [each.dtype for each in batch.rest["nested"][0]],
+            "more": more["deep"]["mask"].dtype,
+            "floats": more["deep"]["floats"].dtype,
+            "plain": type(plain),
+        }
+        return Batch(self.layer(x), batch.ids, {"y": (self.layer(batch.rows), plain)})
+
+
+def casts(group: Any, compute: torch.dtype | None, output: torch.dtype | None) -> None:
+    """Body of a rank: only floating-point tensors are cast, wherever they are, and the caller's own stay."""
+    model = ShardLite(Reader(), group=group, precision=Precision(compute=compute, output=output))
+    batch = Batch(torch.randn(2, 4), torch.arange(3), {"nested": [(torch.randn(1).double(), torch.ones(1).int())]})
+    more = {"deep": {"mask": torch.ones(2).bool(), "floats": torch.randn(2)}}
+    x = torch.randn(2, 4).requires_grad_()
+    result = model(x, batch, more=more, plain=0.5)
+    inside = compute or torch.float32
+    assert model.module.seen == {
+        "x": inside,
+        "rows": inside,
+        "ids": torch.int64,
+        "nested": [compute or torch.float64, torch.int32],
+        "more": torch.bool,
+        "floats": inside,
+        "plain": float,
+    }
+    assert isinstance(result, Batch)
+    assert (result.rows.dtype, result.ids.dtype) == (output or inside, torch.int64)
+    assert (result.rest["y"][0].dtype, result.rest["y"][1]) == (output or inside, 0.5)
+    assert batch.rows.dtype == more["deep"]["floats"].dtype == torch.float32
+    result.rows.float().sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("compute", "output"),
+    [(torch.bfloat16, torch.float32), (torch.bfloat16, None), (None, torch.float16), (None, None)],
+)
+def test_inputs_and_outputs_are_cast_wherever_they_are(cluster, compute, output):
+    cluster.check(casts, 2, compute, output)
+
+
+# ---- full parameters ------------------------------------------------------------------------------------------------
+
+
+def keeps_masters(group: Any, stage: int) -> None:
+    """Body of a rank: a state dict has the masters, whose digits bf16 cannot hold, and restores them."""
+    pair = Pair(LanguageModel, group, stage=stage, precision=BF16)
+    pair.step(on_tokens)
+    saved = pair.model.full_state_dict()
+    masters = pair.twin.state_dict()
+    for name, value in masters.items():
+        same_bits(f"full_state_dict()[{name!r}]", saved[name], value)
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in masters.values())
+    pair.model(torch.zeros(1, 2, dtype=torch.int64))  # full weights that a load has to make stale
+    pair.model.load_full_state_dict({name: value + 1 for name, value in saved.items()})
+    for name, value in pair.model.full_state_dict().items():
+        same_bits(f"{name!r}, loaded", value, saved[name] + 1)
+    pair.model.load_full_state_dict(saved)
+    pair.step(on_tokens)
+
+
+def writes_some(group: Any, stage: int) -> None:
+    """Body of a rank: writing some elements of bf16 weights leaves all digits of the others' masters."""
+    torch.manual_seed(0)
+    model = ShardLite(MLP([7, 33, 5]), group=group, stage=stage, units=nn.Linear, precision=BF16)
+    expected = model.full_state_dict()
+    names = [name for name, _ in model.module.named_parameters()]
+    with model.gathered(), torch.no_grad():
+        for name, param in model.module.named_parameters():
+            same_bits(f"{name} inside", param.detach(), expected[name].bfloat16())
+    for name, value in model.full_state_dict().items():
+        same_bits(f"{name}, only read", value, expected[name])
+    with model.gathered(*names[:2]), torch.no_grad():
+        for name in names[:2]:
+            param = model.module.get_parameter(name)
+            param.view(-1)[1::3] = 0.1
+            expected[name].view(-1)[1::3] = torch.tensor(0.1).bfloat16().float()
+    for name, value in model.full_state_dict().items():
+        same_bits(f"{name}, written", value, expected[name])
+    model(torch.zeros(1, 7))
+    with model.gathered():
+        for name, param in model.module.named_parameters():
+            same_bits(f"{name}, gathered again", param.detach(), expected[name].bfloat16())
+
+
+def keeps_frozen(group: Any, stage: int) -> None:
+    """Body of a rank: frozen parameters are kept as they were wrapped, and cast like the others where they are used."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        torch.manual_seed(0)
+        module = MLP([7, 33, 5])
+        module[0].requires_grad_(False).to(dtype)
+        original = {name: param.detach().clone() for name, param in module.named_parameters()}
+        model = ShardLite(module, group=group, stage=stage, units=nn.Linear, precision=BF16)
+        kept = {"0.weight": dtype, "0.bias": dtype, "2.weight": torch.float32, "2.bias": torch.float32}
+        assert {name: shard.dtype for name, shard in model.named_parameters()} == kept
+        on_rows(model, Turn(0, 0, 0)).backward()
+        with model.gathered():
+            for name, param in model.module.named_parameters():
+                same_bits(name, param.detach(), original[name].bfloat16())
+        for name, value in model.full_state_dict().items():
+            same_bits(name, value, original[name])
+        parts = local_parts(model, original)
+        for name, shard in model.named_parameters():
+            same_bits(f"the shard of {name}", shard.detach(), parts[name])
+            assert (shard.grad is None) == ("0." in name)
+
+
+@pytest.mark.parametrize("body", [keeps_masters, writes_some, keeps_frozen])
+@pytest.mark.every_stage
+def test_masters_keep_all_their_digits(cluster, body, stage):
+    cluster.check(body, 3, stage)
+
+
+# ---- mistakes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compute": torch.int32}, r"Precision: compute must be one of None, torch\.float32, .*; got torch\.int32"),
+        ({"compute": "bf16"}, r"Precision: compute must be one of .*; got 'bf16'"),
+        ({"reduce": torch.int64}, r"Precision: reduce must be one of torch\.float32, .*; got torch\.int64"),
+        ({"reduce": torch.float64}, r"Precision: reduce must be one of .*; got torch\.float64"),
+        ({"reduce": None}, r"Precision: reduce must be one of .*; got None"),
+        ({"master": torch.bfloat16}, r"Precision: master must be one of torch\.float32, split24; got torch\.bfloat16"),
+        ({"output": torch.complex64}, r"Precision: output must be one of .*; got torch\.complex64"),
+    ],
+)
+def test_wrong_dtypes_are_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        Precision(**options)
+
+
+def refuses_doubles(group: Any) -> None:
+    """Body of a rank."""
+    with pytest.raises(
+        LayoutError, match=r"parameter '0\.0\.wide' is torch\.float64.*\.float\(\).*do not set `compute`"
+    ):
+        ShardLite(MixedDtypes(), group=group, precision=BF16)
+    ShardLite(MixedDtypes().float(), group=group, precision=BF16)
+
+
+def test_fp64_parameters_are_not_made_less_in_silence(cluster):
+    cluster.check(refuses_doubles, 2)
+
+
+# ---- autocast -------------------------------------------------------------------------------------------------------
+
+
+def follows_under_autocast(group: Any, dtype: torch.dtype, reentrant: bool | None) -> None:
+    """Body of a rank: in one context around each forward, and in one around all passes."""
+
+    def cast(model: Callable[..., Any], turn: Turn) -> Tensor:
+        with torch.autocast("cpu", dtype):
+            return on_tokens(model, turn)
+
+    for stage in some_stages("follows_under_autocast"):
+        pair = Pair(lambda: LanguageModel(reentrant=reentrant), group, stage=stage)
+        pair.step(cast, ("local", "step"))
+        pair.step(cast, clip=0.01)
+        with torch.autocast("cpu", dtype):
+            pair.backward(on_tokens, ("sharded",))
+        pair.step(cast, clip=0.01)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reentrant"), [(torch.bfloat16, None), (torch.bfloat16, False), (torch.bfloat16, True)]
+)
+def test_autocast_gives_the_bits_of_a_twin_under_autocast(cluster, dtype, reentrant):
+    cluster.check(follows_under_autocast, 2, dtype, reentrant)

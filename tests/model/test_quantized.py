@@ -1,0 +1,159 @@
+"""What bitsandbytes does, done on the CPU: frozen layers of codes, and optimizers with blocks of 8-bit state.
+
+Its own kernels need a GPU. Two of its habits matter to sharding: a layer keeps its codes for the backward as an
+attribute of `ctx`, where no hook of autograd sees them, and an optimizer writes weights through raw pointers, where no
+version counter does.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardlite import EscapedViewWarning, ShardLite
+from tests.support.sharded import compare, same_bits
+
+WIDTH, RANK, BLOCKS = 16, 2, 4
+
+
+# ---- frozen layers of codes -----------------------------------------------------------------------------------------
+
+
+class Codes(nn.Parameter):
+    """A byte for each weight. How to read them is an attribute, as of `Params4bit`."""
+
+    scale: Tensor
+
+    def __new__(cls, codes: Tensor, scale: Tensor) -> "Codes":
+        made = torch.Tensor._make_subclass(cls, codes, False)
+        made.scale = scale
+        return made
+
+    def __init__(self, *_: Tensor) -> None:
+        pass
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Codes":
+        memo[id(self)] = made = Codes(self.data.clone(), self.scale.clone())
+        return made
+
+
+class DecodeAndMultiply(torch.autograd.Function):
+    """x @ decoded.T, keeping the codes and not what they mean, which would be many times as large."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+        ctx.tensors, ctx.state = (None, codes), scale
+        return x @ (codes.t().float() * scale).t()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        _, codes = ctx.tensors
+        return grad @ (codes.t().float() * ctx.state), None, None
+
+
+class AdaptedLayer(nn.Module):
+    """A frozen layer of codes, and an adapter beside it. It hands its function a view of the codes, or `whole` ones."""
+
+    def __init__(self, whole: bool = False) -> None:
+        super().__init__()
+        self.whole = whole
+        self.weight = Codes(torch.randint(0, 16, (WIDTH, WIDTH), dtype=torch.uint8), torch.rand(WIDTH) / WIDTH)
+        self.lora_a = nn.Linear(WIDTH, RANK, bias=False)
+        self.lora_b = nn.Linear(RANK, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes = self.weight if self.whole else self.weight.t()
+        return torch.tanh(DecodeAndMultiply.apply(x, codes, self.weight.scale) + self.lora_b(self.lora_a(x)))
+
+
+def adapted_body(group, options: dict[str, Any], ignore: bool) -> int:
+    """Gradients are right; returns how many blocks of codes were gathered at once."""
+    net = nn.Sequential(*(AdaptedLayer() for _ in range(BLOCKS)))
+    ignored = [layer.weight for layer in net] if ignore else []
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))
+    model, _ = compare(net, lambda m: m(x).square().mean(), group, prefetch=0, ignore=ignored, **options)
+    adapters = 4 * 2 * RANK * WIDTH
+    peak = model.ledger.peak().get("gather buffers", 0)
+    return (peak - adapters) // (WIDTH * WIDTH) if peak else 0
+
+
+@pytest.mark.parametrize("options", [{"stage": 2}, {"stage": 3, "ignore": True}], ids=["stage 2", "ignored"])
+def test_codes_that_every_rank_has_are_trained_around_like_any_frozen_weight(cluster, options):
+    ignore = options.get("ignore", False)
+    assert cluster.run(adapted_body, 2, {"stage": options["stage"]}, ignore) == [0, 0]
+
+
+def kept_whole_body(group) -> None:
+    """Codes that are kept themselves are placeholders in the backward, and gathered when they are used."""
+    net = nn.Sequential(*(AdaptedLayer(whole=True) for _ in range(BLOCKS)))
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))
+    compare(net, lambda m: m(x).square().mean(), group, prefetch=0)
+
+
+def test_codes_may_be_kept_themselves(cluster):
+    cluster.check(kept_whole_body, 2)
+
+
+def sharded_body(group) -> int:
+    with pytest.warns(EscapedViewWarning, match="outlived"):
+        return adapted_body(group, {"stage": 3}, False)
+
+
+def test_sharded_codes_are_right_but_stay_gathered_until_the_backward(cluster):
+    assert all(gathered >= BLOCKS for gathered in cluster.run(sharded_body, 2))
+
+
+# ---- optimizers with 8-bit state ------------------------------------------------------------------------------------
+
+
+class BlockwiseMomentum(torch.optim.Optimizer):
+    """Momentum in 8 bits, with a scale for each block of 64. Weights are written where no version counter sees it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, group["lr"])
+
+    def _update(self, param: Tensor, lr: float) -> None:
+        state, numel = self.state[param], param.numel()
+        blocks = -(-numel // 64)
+        if not state:
+            state["codes"] = torch.zeros(blocks, 64, dtype=torch.int8)
+            state["scales"] = torch.zeros(blocks, 1)
+        grad = torch.nn.functional.pad(param.grad.flatten(), (0, blocks * 64 - numel)).view(blocks, 64)
+        momentum = 0.9 * state["codes"] * state["scales"] / 127 + grad
+        state["scales"] = momentum.abs().amax(1, keepdim=True)
+        state["codes"] = (momentum / state["scales"].clamp(min=1e-30) * 127).round().to(torch.int8)
+        param.numpy()[...] -= lr * momentum.flatten()[:numel].view(param.shape).numpy()
+
+
+def blockwise_body(group, stage: int) -> dict[str, Tensor]:
+    """Each forward computes with what the last step wrote."""
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
+    plain = copy.deepcopy(net)
+    model = ShardLite(net, group=group, stage=stage)
+    optimizer = BlockwiseMomentum(model.parameters())
+    for step in range(4):
+        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
+        plain.load_state_dict(model.full_state_dict())
+        loss = model(x).square().mean()
+        same_bits(f"loss of step {step}", loss.detach(), plain(x).square().mean().detach())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.memory()["optimizer state"].now < model.memory()["parameters"].now
+    return model.full_state_dict()
+
+
+def test_an_optimizer_with_8_bit_blocks_steps_shards_at_every_stage(cluster):
+    expected, *others = [cluster.run(blockwise_body, 2, stage)[0] for stage in (3, 2, 1)]
+    for other in others:
+        for name, value in expected.items():
+            same_bits(name, other[name], value)

@@ -1,0 +1,325 @@
+"""`Precision(master="split24")`: weights kept as bf16 and 8 bits more have the bits of a twin in fp32, cut to 24.
+
+Legend: `W` ranks.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from shardlite_kernels import join, split
+from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardlite import AdamW, LayoutError, Precision, ShardLite
+from shardlite.params.layout import ARENA_ALIGN, round_up
+from tests.model.test_precision import BF16, on_rows, on_tokens
+from tests.support.models import MLP, LanguageModel, MixedDtypes, frozen
+from tests.support.sharded import Pair, Turn, _seeded, same_bits, some_stages, without_warnings
+from tests.support.twins import PaddedAdamW, Twin
+
+SPLIT = Precision(compute=torch.bfloat16, master="split24")
+
+
+def parts(whole: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both parts of fp32 numbers, in their shape."""
+    flat = whole.detach().reshape(-1).contiguous()
+    high, low = torch.empty_like(flat, dtype=torch.bfloat16), torch.empty_like(flat, dtype=torch.int8)
+    split(high, low, flat)
+    return high.view(whole.shape), low.view(whole.shape)
+
+
+def cut(whole: Tensor) -> Tensor:
+    """Round fp32 numbers to 24 bits."""
+    high, low = (part.reshape(-1) for part in parts(whole))
+    out = torch.empty_like(high, dtype=torch.float32)
+    join(out, high, low)
+    return out.view(whole.shape)
+
+
+class CutAdamW(PaddedAdamW):
+    """PyTorch's fused AdamW, whose weights are cut to 24 bits after each step."""
+
+    def _update(self, param: Tensor, group: dict[str, Any]) -> None:
+        super()._update(param, group)
+        param.copy_(cut(param))
+
+
+class CutTwin(Twin):
+    """A twin whose masters have 24 bits, and which computes with their upper part."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, precision=BF16, **options)
+        with torch.no_grad():
+            for master in self.masters.values():
+                if master.requires_grad:
+                    master.copy_(cut(master))
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        for name, param in self._own.items():
+            param.copy_(parts(self.masters[name])[0] if param.requires_grad else self.masters[name])
+
+
+class SplitPair(Pair):
+    """A model whose weights are split, beside its twin."""
+
+    def __init__(self, make: Callable[[], nn.Module], group: Any, **options: Any) -> None:
+        self.rank = torch.distributed.get_rank()
+        self.twin = CutTwin(_seeded(make), torch.distributed.get_world_size(group), options.get("units"))
+        self.model = ShardLite(_seeded(make), group=group, precision=SPLIT, **options)
+        hyper = {"lr": 0.02, "weight_decay": 0.1}
+        self.optimizer: Any = AdamW(self.model.parameters(), **hyper)
+        self._theirs = CutAdamW(self.twin.masters.values(), **hyper)
+        self._steps = 0
+
+    def finish(self, clip: float | None = None) -> None:
+        if clip is not None:
+            same_bits(self._what("norm"), self.model.clip_grad_norm_(clip), self.twin.clip_grad_norm(clip))
+        self._compare("gradient", lambda tensor: tensor.grad)
+        for optimizer in (self.optimizer, self._theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        full = self.model.full_state_dict()
+        for name, value in self.twin.state_dict().items():
+            same_bits(self._what(f"full_state_dict()[{name!r}]"), full[name], value)
+        self._steps += 1
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
+    "plain": (LanguageModel, on_tokens),
+    "checkpointed": (lambda: LanguageModel(blocks=3, reentrant=False, span=2), on_tokens),
+    "reentrant": (lambda: LanguageModel(reentrant=True), on_tokens),
+    "frozen": (lambda: frozen(LanguageModel(), lambda name: "qkv" in name or "blocks.1" in name), on_tokens),
+    "mlp": (lambda: MLP([7, 33, 5]), on_rows),
+}
+
+
+def follows(group: Any, name: str) -> None:
+    """Body of a rank: with clipping and both kinds of accumulation."""
+    make, loss = MODELS[name]
+    for stage in some_stages("follows"):
+        pair = SplitPair(make, group, stage=stage)
+        pair.step(loss)
+        pair.step(loss, ("local", "local", "step"), clip=0.01)
+        pair.step(loss, ("local", "sharded", "step"), clip=0.01)
+        if name != "reentrant":  # which warns where there is no gradient
+            pair.evaluate(loss)
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        *(("plain", 1), ("plain", 2), ("checkpointed", 2), ("reentrant", 2), ("frozen", 2), ("mlp", 3)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("plain", 4), ("reentrant", 3), ("mlp", 4))),
+    ],
+)
+def test_training_follows_a_twin_in_24_bits(cluster, name, world_size):
+    cluster.check(follows, world_size, name)
+
+
+def trained(
+    group: Any, *, steps: int = 3, same_batch: bool = False, options: dict[str, Any] | None = None, **model: Any
+) -> tuple[ShardLite, AdamW]:
+    """Train a model for some steps."""
+    sharded = ShardLite(_seeded(LanguageModel), group=group, **{"precision": SPLIT, **model})
+    optimizer = AdamW(sharded.parameters(), lr=0.01, weight_decay=0.1, **(options or {}))
+    for step in range(steps):
+        on_tokens(sharded, Turn(step, 0 if same_batch else torch.distributed.get_rank(), 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return sharded, optimizer
+
+
+def alike(group: Any, kind: str) -> None:
+    """Body of a rank: all stages have the same bits, with options of stage 3 too."""
+    mesh = init_device_mesh("cpu", (2, 2)) if kind == "hybrid" else group
+    for state in ("fp32", "bf16", "int8"):
+        weights = [
+            trained(mesh, stage=stage, options={"state": state})[0].full_state_dict() for stage in some_stages("alike")
+        ]
+        for other in weights[1:]:
+            for name, value in weights[0].items():
+                same_bits(f"{state}: {name}", other[name], value)
+
+
+@pytest.mark.parametrize(("kind", "world_size"), [("ring", 3), pytest.param("hybrid", 4, marks=pytest.mark.slow)])
+def test_all_stages_have_the_same_bits(cluster, kind, world_size):
+    cluster.check(alike, world_size, kind)
+
+
+def whole_state(group: Any, state: str, in_backward: bool, stage: int, one_unit: bool = False) -> dict[str, Tensor]:
+    """Weights, lower parts and the states of the optimizer of this rank after some steps, flat, by name."""
+    options = {"state": state, "in_backward": in_backward}
+    units = {"units": lambda *_: False} if one_unit else {}
+    model, optimizer = trained(group, steps=5, same_batch=True, stage=stage, options=options, **units)
+    found = {}
+    for unit in model._units:
+        for flat in unit.flats:
+            assert flat.low is not None
+            for slot, shard, low in zip(flat.layout.slots, flat.shards, flat.shard_views(flat.low), strict=True):
+                entries = {"high": shard.detach(), "low": low, **optimizer.state[shard]}
+                found.update({f"{key} of {slot.name}": value.reshape(-1) for key, value in entries.items()})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("state", "in_backward"),
+    [
+        ("bf16", True),
+        *(pytest.param(state, False, marks=pytest.mark.slow) for state in ("fp32", "bf16", "int8")),
+        *(pytest.param(state, True, marks=pytest.mark.slow) for state in ("fp32", "int8")),
+    ],
+)
+def test_states_depend_on_no_number_of_ranks(cluster, state, in_backward):
+    """All ranks have one batch, and 2 and 4 divide a sum of equal numbers exactly."""
+    (expected,) = cluster.run(whole_state, 1, state, in_backward, 3)
+    for world_size, stage in ((2, 3), (4, 3), (2, 1), (4, 0)):
+        ranks = cluster.run(whole_state, world_size, state, in_backward, stage)
+        for name, value in expected.items():
+            whole = ranks[0][name] if stage == 0 or name.startswith("step") else torch.cat([r[name] for r in ranks])
+            assert whole.dtype == value.dtype
+            assert torch.equal(whole, value), f"{name}, {world_size} ranks, stage {stage}"
+
+
+def test_states_depend_on_no_units(cluster):
+    """Random numbers follow from where an element lies in its parameter, wherever that lies."""
+    by_block, as_one = (cluster.run(whole_state, 2, "bf16", False, 3, one_unit) for one_unit in (False, True))
+    for name in by_block[0]:
+        if not name.startswith("step"):
+            first, second = (torch.cat([rank[name] for rank in ranks]) for ranks in (by_block, as_one))
+            assert torch.equal(first, second), name
+
+
+# ---- bytes ----------------------------------------------------------------------------------------------------------
+
+
+def bytes_of(group: Any, stage: int) -> None:
+    """Body of a rank: the widths are such that only arenas are padded."""
+    torch.manual_seed(0)
+    model = ShardLite(MLP([64, 128, 64]), group=group, stage=stage, units=nn.Linear, precision=SPLIT)
+    optimizer = AdamW(model.parameters(), state="int8", in_backward=True)
+    model(torch.ones(1, 64)).float().sum().backward()
+    optimizer.step()
+    kept = 2 * 64 * 128 + 64 + 128
+    mine = kept if stage == 0 else kept // group.size()
+    held = model.memory()
+    own, all_ = (round_up(numel, ARENA_ALIGN) for numel in (mine, kept))
+    assert held["parameters"].now == (3 * own if stage in (0, 3) else 2 * all_ + own)
+    assert "gradients" not in held or held["gradients"].now == 0
+    assert stage == 0 or "gradients" not in held or held["gradients"].peak == 0
+    counts = 4 * len(list(model.parameters()))
+    rows = mine / 16  # which parameter each 32 elements belong to
+    assert held["optimizer state"].now == mine * (2 + 2 / 32) + rows + counts
+
+
+@pytest.mark.every_stage
+def test_weights_take_three_bytes_and_with_a_narrow_state_five(cluster, stage):
+    cluster.check(bytes_of, 2, stage)
+
+
+# ---- steps that are scaled, clipped, left out ------------------------------------------------------------------------
+
+
+@without_warnings
+def scaled(group: Any, stage: int) -> None:
+    """Body of a rank: a gradient scaler by a power of two changes no bit, and leaves out what overflows."""
+    model = ShardLite(_seeded(LanguageModel), group=group, stage=stage, precision=SPLIT)
+    twin = ShardLite(_seeded(LanguageModel), group=group, stage=stage, precision=SPLIT)
+    optimizers = [AdamW(each.parameters(), lr=0.01) for each in (model, twin)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=100)
+    for step in range(4):
+        turn = Turn(step, torch.distributed.get_rank(), 0)
+        bad = float("inf") if step == 2 and group.rank() == 0 else 1.0
+        scaler.scale(on_tokens(model, turn) * bad).backward()
+        (on_tokens(twin, turn) * bad).backward()
+        if step == 1:
+            scaler.unscale_(optimizers[0])
+            for each in (model, twin):
+                nn.utils.clip_grad_norm_(each.parameters(), 0.01)
+        scaler.step(optimizers[0])
+        scaler.update()
+        optimizers[1].step()
+        for each in optimizers:
+            each.zero_grad()
+        for name, value in twin.full_state_dict().items():
+            same_bits(f"step {step}: {name}", model.full_state_dict()[name], value)
+    assert twin.skipped_steps == 1
+    assert scaler.get_scale() == 2.0**7
+
+
+@pytest.mark.every_stage
+def test_gradient_scalers_and_steps_that_are_left_out(cluster, stage):
+    cluster.check(scaled, 2, stage)
+
+
+# ---- what it does not go with ---------------------------------------------------------------------------------------
+
+
+def refuses(group: Any, stage: int) -> None:
+    """Body of a rank."""
+    model = ShardLite(_seeded(lambda: MLP([7, 33, 5])), group=group, stage=stage, precision=SPLIT)
+    for make in (optim.AdamW, optim.SGD):
+        optimizer = make(model.parameters(), lr=0.1)
+        before = model.full_state_dict()
+        on_rows(model, Turn(0, 0, 0)).backward()
+        with pytest.raises(LayoutError, match=rf"{make.__name__} would step the upper part of weights that are split"):
+            optimizer.step()
+        model.zero_grad()
+        for name, value in model.full_state_dict().items():
+            same_bits(name, value, before[name])
+    with pytest.raises(LayoutError, match=r"parameter '0\.0\.wide' is torch\.float64"):
+        ShardLite(MixedDtypes(), group=group, stage=stage, precision=SPLIT)
+
+
+@pytest.mark.every_stage
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_optimizers_that_know_nothing_of_it_are_refused(cluster, world_size, stage):
+    cluster.check(refuses, world_size, stage)
+
+
+@pytest.mark.parametrize("compute", [None, torch.float32, torch.float16])
+def test_it_goes_with_bf16_only(compute):
+    with pytest.raises(
+        ValueError, match=r'master="split24" keeps weights as bf16 .* goes with compute=torch\.bfloat16'
+    ):
+        Precision(compute=compute, master="split24")
+
+
+def test_other_masters_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"master must be one of torch\.float32, split24; got 'split16'"):
+        Precision(compute=torch.bfloat16, master="split16")  # type: ignore[arg-type]
+
+
+def adopted(group: Any) -> None:
+    """Body of a rank: an optimizer that has stepped the module before goes on with the shards, cut like weights."""
+    results = []
+    for early in (False, True):
+        module = _seeded(lambda: MLP([7, 33, 5]))
+        optimizer = AdamW(module.parameters(), lr=0.1, state="int8") if early else None
+        model = ShardLite(module, group=group, precision=SPLIT)
+        optimizer = optimizer or AdamW(model.parameters(), lr=0.1, state="int8")
+        on_rows(model, Turn(0, 0, 0)).backward()
+        optimizer.step()
+        results.append(model.full_state_dict())
+    for name, value in results[0].items():
+        same_bits(name, results[1][name], value)
+
+
+def test_an_optimizer_that_was_built_before_wrapping(cluster):
+    cluster.check(adopted, 2)
+
+
+def quantized(group: Any) -> None:
+    """Body of a rank: codes are of the upper part, and weights keep all 24 bits."""
+    model, _ = trained(group, quantized_gather=True)
+    for value in model.full_state_dict().values():
+        same_bits("24 bits", value, cut(value))
+    assert any((value != value.bfloat16()).any() for value in model.full_state_dict().values())
+
+
+def test_quantized_gathers(cluster):
+    cluster.check(quantized, 2)

@@ -1,0 +1,301 @@
+"""What each stage keeps on a rank, when it gathers, and what a forward and a backward may do there.
+
+That all stages give the same bits is shown case by case in `test_parity.py`.
+
+Legend: `W` ranks, `P` parameters of the model, here `W*S` for all `W`.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+from shardlite import AdamW, LayoutError, Precision, ShardLite
+from tests.support.models import MLP, VOCABULARY, WIDTH, LanguageModel, Residual
+from tests.support.sharded import WIDE, Loss, Pair, Turn, gathers, same_bits
+
+WORLDS = (2, WIDE)
+STAGES = (0, 1, 2, 3)
+BF16 = Precision(compute=torch.bfloat16)
+
+
+def on_rows(width: int) -> Loss:
+    """Make the output small, for random rows."""
+    return lambda model, turn: model(torch.randn(3, width, generator=turn.generator())).float().square().mean()
+
+
+def on_tokens(model: Callable[..., Any], turn: Turn) -> Tensor:
+    return model(torch.randint(0, VOCABULARY, (2, 8), generator=turn.generator())).float().square().mean()
+
+
+# ---- bytes ----------------------------------------------------------------------------------------------------------
+
+
+class Stack(nn.Sequential):
+    """Four layers of 8192 elements, which can be cut in 2 and in 4 with no padding."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            *(nn.Linear(64, 128, bias=False) if i % 2 == 0 else nn.Linear(128, 64, False) for i in range(4))
+        )
+
+
+P = 4 * 8192
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return how many bytes there are in the storages of tensors."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def keeps(group: Any, stage: int, precision: Precision) -> dict[str, int]:
+    """Body of a rank: return its bytes after a backward, and those of the optimizer after a step."""
+    model = ShardLite(Stack(), stage=stage, units=nn.Linear, precision=precision, group=group)
+    optimizer = AdamW(model.parameters())
+    model(torch.randn(3, 64)).float().square().mean().backward()
+    found = {purpose: nbytes for purpose, nbytes in model.ledger.current().items() if nbytes}
+    assert bytes_of(shard.grad for shard in model.parameters()) == found["gradients"]
+    optimizer.step()
+    found["moments"] = bytes_of(state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq"))
+    optimizer.zero_grad()
+    assert model.ledger.current()["gradients"] == 0
+    return found
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("compute", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("stage", "sharded"), [(0, ""), (1, "moments"), (2, "moments gradients"), (3, "moments gradients parameters")]
+)
+def test_a_rank_keeps_what_zero_says(cluster, world_size, compute, stage, sharded):
+    def share(what: str, nbytes: int) -> int:
+        return nbytes // world_size if what in sharded else nbytes
+
+    expected = {"moments": share("moments", 8 * P), "gradients": share("gradients", 4 * P)}
+    if compute is None:
+        expected["parameters"] = share("parameters", 4 * P)
+    else:  # masters are the optimizer's, and bf16 weights are what is computed with
+        expected["parameters"] = share("moments", 4 * P) + (2 * P if stage < 3 else 0)
+    for found in cluster.run(keeps, world_size, stage, Precision(compute=compute)):
+        assert {what: found[what] for what in expected} == expected
+        assert "gradient buckets" not in found
+        assert "gather buffers" not in found
+
+
+def keeps_with_padding(group: Any, stage: int) -> None:
+    """Body of a rank: the same of a model of odd shapes. Units and parameters are padded by up to 32 elements."""
+    world_size = torch.distributed.get_world_size(group)
+    module = LanguageModel()
+    numels = [param.numel() for param in module.parameters()]
+    model = ShardLite(module, stage=stage, group=group)
+    on_tokens(model, Turn(0, 0, 0)).backward()
+    found = model.ledger.current()
+    padding = 32 * len(numels) + 32 * world_size * len(model.unit_names)
+    for what, first in (("parameters", 3), ("gradients", 2)):
+        parts = world_size if stage >= first else 1
+        arena = 1024 if what == "parameters" else 0
+        assert sum(numels) // parts <= found[what] / 4 <= (sum(numels) + padding) / parts + arena, what
+
+
+@pytest.mark.parametrize("world_size", [3])
+def test_padding_is_all_that_odd_shapes_cost(cluster, world_size):
+    for stage in STAGES:
+        cluster.check(keeps_with_padding, world_size, stage)
+
+
+# ---- bits -----------------------------------------------------------------------------------------------------------
+
+
+def follows(group: Any, stages: Iterable[int], precision: Precision, modes: tuple[str, ...]) -> None:
+    """Body of a rank."""
+    for stage in stages:
+        pair = Pair(LanguageModel, group, stage=stage, precision=precision)
+        for clip in (None, 0.01, 0.01):
+            pair.step(on_tokens, modes, clip)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_all_stages_give_the_same_bits_with_clipping_and_accumulation(cluster, world_size):
+    cluster.check(follows, world_size, STAGES, Precision(), ("local", "sharded", "step"))
+
+
+def follows_over_replicas(group: Any, stage: int) -> None:
+    """Body of a rank: two replicas of two ranks, with clipping, accumulation, and a unit that is frozen meanwhile."""
+    del group
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
+    pair = Pair(LanguageModel, mesh, replicas=2, stage=stage)
+    for step in range(4):
+        for module in (pair.model.module, pair.twin.module):
+            for name, param in module.named_parameters():
+                param.requires_grad_(step % 2 == 0 or not ("blocks.1" in name or "qkv" in name))
+        pair.step(on_tokens, ("local", "step") if step > 1 else ("sharded", "step"), 0.01 if step else None)
+
+
+@pytest.mark.every_stage
+def test_replicas_add_up_after_the_ranks_that_share_a_model(cluster, stage):
+    cluster.check(follows_over_replicas, 4, stage)
+
+
+# ---- weights between steps ------------------------------------------------------------------------------------------
+
+
+def cannot_be_read_until_gathered(group: Any, stage: int, precision: Precision) -> None:
+    """Body of a rank: after a step a rank has new weights in its own shard only, and nobody may read a mixture."""
+    pair = Pair(lambda: MLP([12, 20, 7]), group, stage=stage, units=nn.Linear, precision=precision)
+    own = dict(pair.model.module.named_parameters())
+    for _ in range(2):
+        pair.step(on_rows(12))
+        for name, param in own.items():
+            if stage:
+                with pytest.raises(LayoutError, match=f"parameter {name!r} is sharded"):
+                    param.isnan()
+            else:
+                assert not param.isnan().any(), f"{name} after a step"
+            assert param.shape == pair.twin.masters[name].shape
+        with torch.no_grad():
+            pair.model(torch.randn(2, 12))
+        for name, param in own.items():
+            if stage < 3:
+                same_bits(f"{name} after a forward", param.detach(), pair.twin.masters[name].detach().to(param.dtype))
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(0, Precision()), (1, Precision()), (2, BF16), (3, Precision())], ids=str
+)
+def test_weights_cannot_be_read_between_a_step_and_the_next_forward(cluster, stage, precision):
+    cluster.check(cannot_be_read_until_gathered, 2, stage, precision)
+
+
+def gathers_once(group: Any, stage: int, precision: Precision) -> None:
+    """Body of a rank."""
+    pair = Pair(LanguageModel, group, stage=stage, precision=precision)
+    model, once = pair.model, dict.fromkeys(pair.model.unit_names, 1)
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    for _ in range(3):
+        model.trace.take()
+        if pair.optimizer.state:  # evaluation is a forward like any other
+            with torch.no_grad():
+                model(tokens)
+            assert gathers(model) == once
+        pair.backward(on_tokens, ("local", "sharded", "step"))
+        assert gathers(model) == ({} if pair.optimizer.state else once)
+        model(tokens)
+        assert gathers(model) == {}
+        model.zero_grad()
+        pair.twin.zero_grad()
+        pair.step(on_tokens)
+        assert gathers(model) == {}
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(1, Precision()), (1, BF16), (2, Precision())], ids=str)
+def test_stages_1_and_2_gather_each_unit_once_per_step(cluster, stage, precision):
+    cluster.check(gathers_once, 2, stage, precision)
+
+
+# ---- what a forward may do ------------------------------------------------------------------------------------------
+
+
+class Skipping(nn.Module):
+    """Blocks of which a forward leaves some out. [B, 6] -> [B, 6]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Residual(6, 9) for _ in range(4)])
+
+    def forward(self, x: Tensor, skipped: tuple[int, ...]) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            x = x if i in skipped else block(x)
+        return x
+
+
+def skips_units(group: Any, stage: int) -> None:
+    """Body of a rank: ranks skip other blocks at each step, and all skip the last one at the first."""
+
+    def loss(model: Callable[..., Any], turn: Turn) -> Tensor:
+        skipped = ((turn.step + 2 * turn.rank) % 4, 3 if turn.step == 0 else -1)
+        return model(torch.randn(3, 6, generator=turn.generator()), skipped=skipped).square().mean()
+
+    pair = Pair(Skipping, group, stage=stage, together=False)
+    for step in range(4):
+        pair.step(loss, ("local", "step") if step % 2 else ("step",), clip=0.01)
+        if pair.rank == 0 and step == 1:
+            pair.model(torch.randn(1, 6), (0, 1, 2))  # gathers all the same, and the others take part later
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_ranks_may_skip_units(cluster, stage, world_size):
+    cluster.check(skips_units, world_size, stage)
+
+
+class Functional(nn.Module):
+    """A model that computes derivatives of its own layers by `torch.func`. [B, 6] -> [B]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = MLP([6, 9, 5])
+        self.outer = nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        jacobians = torch.func.vmap(torch.func.jacrev(self.inner))(x)
+        slopes = torch.func.vmap(torch.func.grad(lambda row: self.outer(self.inner(row)).sum()))(x)
+        tangents = torch.func.jvp(self.inner, (x,), (torch.ones_like(x),))[1]
+        return self.outer(tangents).flatten() + jacobians.square().sum(dim=(1, 2)) + slopes.sum(dim=1)
+
+
+def runs_transforms(group: Any, stage: int) -> None:
+    """Body of a rank."""
+    pair = Pair(Functional, group, stage=stage, units=nn.Linear)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`torch.jit")  # PyTorch's own, where it makes tables for `jvp`
+        for _ in range(3):
+            pair.step(on_rows(6), clip=0.01)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_forward_may_use_function_transforms(cluster, stage):
+    cluster.check(runs_transforms, 2, stage)
+
+
+class Checkpointed(nn.Module):
+    """Blocks that are recomputed in the backward. [B, WIDTH] -> [B, WIDTH]."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Residual(WIDTH, 33) for _ in range(3)])
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+def penalty(model: Callable[..., Any], turn: Turn) -> Tensor:
+    """A loss of the gradient with respect to the input: its backward is a double one."""
+    x = torch.randn(3, WIDTH, generator=turn.generator()).requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
+    return slope.square().sum()
+
+
+def recomputes(group: Any, stage: int) -> None:
+    """Body of a rank: double backward, with plain and with recomputed blocks, and both kinds of recomputation."""
+
+    def plain(model: Callable[..., Any], turn: Turn) -> Tensor:
+        return model(torch.randn(3, WIDTH, generator=turn.generator()).requires_grad_()).square().mean()
+
+    for reentrant, losses in ((None, (penalty, plain)), (False, (penalty, plain)), (True, (plain, plain))):
+        pair = Pair(lambda kind=reentrant: Checkpointed(kind), group, stage=stage)
+        for step in range(3):
+            pair.step(losses[step % 2], ("local", "step") if step else ("sharded", "step"), clip=0.01)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_double_backward_and_recomputation(cluster, stage):
+    cluster.check(recomputes, 2, stage)

@@ -1,0 +1,306 @@
+"""Code of the user's inside a sharded model: module hooks, functions of its own, function transforms.
+
+Each is beside plain data parallel, to the bit, or an error that says what to do.
+
+Legend: `B` rows of a batch, `D` width.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional
+
+from shardlite import EscapedViewWarning, LayoutError, ShardLite
+from tests.support.residual import WIDTH, Block, net
+from tests.support.sharded import Pair, Turn, same_bits, trained
+
+Model = Callable[..., Any]
+
+
+def rows(turn: Turn) -> Tensor:
+    return torch.randn(3, WIDTH, generator=turn.generator())
+
+
+def on_rows(model: Model, turn: Turn) -> Tensor:
+    return model(rows(turn)).square().mean()
+
+
+# ---- hooks of modules ---------------------------------------------------------------------------------------------
+
+
+class Scaled(Block):
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        return super().forward(x) * scale
+
+
+class Observed(nn.Module):
+    """Notes by turn what its hooks see. [B, D] -> [B, D]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Scaled() for _ in range(3)])
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.turn: Turn | None = None
+        self.notes: dict[Turn | None, list[tuple[str, Tensor]]] = defaultdict(list)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def note(self, what: str, tensor: Tensor) -> None:
+        self.notes[self.turn].append((what, tensor.detach().clone()))
+
+    def reads(self, what: str, layer: nn.Linear) -> Callable[..., None]:
+        """Return a hook that reads a weight."""
+        return lambda *_: self.note(what, layer.weight)
+
+    def observe(self) -> "Observed":
+        """Add hooks to the model, to units, and to layers inside them, which read and change all that they can."""
+        self.register_forward_hook(lambda _, inputs, y: self.note("model", y))
+        for i, block in enumerate(self.blocks):
+            block.register_forward_pre_hook(scale_by(1 + i / 4), with_kwargs=True)
+            block.register_forward_hook(lambda _, args, kwargs, y: y + kwargs["scale"], with_kwargs=True)
+            block.register_full_backward_pre_hook(lambda _, grads: (grads[0] * 2,))
+            block.register_full_backward_hook(lambda _, grads, __, i=i: self.note(f"gradient into {i}", grads[0]))
+            block.register_forward_pre_hook(self.reads(f"weight of {i} before", block.inner))
+            block.inner.register_forward_hook(self.reads(f"weight of {i} inside", block.inner))
+            block.inner.register_forward_hook(lambda layer, inputs, y: y + layer.bias)
+            block.inner.register_full_backward_hook(lambda _, grads, __: (grads[0] / 2,))
+        self.head.register_forward_hook(triple_gradient)
+        return self
+
+    def observe_ends(self) -> "Observed":
+        """Add hooks that read weights where units end."""
+        for i, block in enumerate(self.blocks):
+            block.register_forward_hook(self.reads(f"weight of {i} after", block.inner))
+        return self
+
+
+def scale_by(scale: float) -> Callable[..., Any]:
+    return lambda _, args, kwargs: (args, kwargs | {"scale": scale})
+
+
+def triple_gradient(_: nn.Module, __: Any, y: Tensor) -> None:
+    y.register_hook(lambda slope: slope * 3)
+
+
+def watched(model: Any, turn: Turn) -> Tensor:
+    model.module.turn = turn
+    return model(rows(turn).requires_grad_()).square().mean()
+
+
+def observes(group: Any, before: bool, stage: int) -> None:
+    """Body of a rank: what hooks see and change is what they do in the twin, added before wrapping or after it.
+
+    Where a unit ends, a hook that was added after wrapping comes too late to read its weights.
+    """
+    pair = Pair(lambda: Observed().observe().observe_ends() if before else Observed(), group, stage=stage)
+    ours, theirs = pair.model.module, pair.twin.module
+    if not before:
+        ours.observe()
+        theirs.observe()
+    for step in range(2):
+        pair.step(watched, clip=0.01)
+        turn = Turn(step, pair.rank, 0)
+        assert len(ours.notes[turn]) == len(theirs.notes[turn]) == 1 + 3 * (4 if before else 3)
+        for (what, got), (what_there, expected) in zip(ours.notes[turn], theirs.notes[turn], strict=True):
+            assert what == what_there
+            same_bits(f"step {step}: {what}", got, expected)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before-wrapping", "after-wrapping"])
+@pytest.mark.everywhere
+def test_forward_and_backward_hooks_of_modules(cluster, before, world_size, stage):
+    cluster.check(observes, world_size, before, stage)
+
+
+def sees_all(group: Any, stage: int) -> None:
+    """Body of a rank: hooks of every module of the process, and one that leaves the model by an exception."""
+    seen = []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, inputs, y: seen.append(type(module)))
+    try:
+        pair = trained(net, on_rows, group, stage=stage)
+    finally:
+        handle.remove()
+    assert {Block, nn.Linear, ShardLite} <= set(seen)
+
+    def stop(*_: Any) -> None:
+        raise StopIteration
+
+    handle = pair.model.module[1].inner.register_forward_hook(stop)
+    with pytest.raises(StopIteration):
+        pair.model(rows(Turn(0, 0, 0)))
+    handle.remove()
+    pair.step(on_rows)
+
+
+@pytest.mark.everywhere
+def test_global_hooks_and_hooks_that_stop_a_forward(cluster, world_size, stage):
+    cluster.check(sees_all, world_size, stage)
+
+
+# ---- autograd functions that keep weights themselves --------------------------------------------------------------
+
+
+class KeepsTuple(torch.autograd.Function):
+    """A product with a frozen matrix that is kept as an attribute of the context, as bitsandbytes' MatMul4Bit does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, b: Tensor) -> Tensor:
+        ctx.tensors = (None, b)
+        return x @ b
+
+    @staticmethod
+    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor, None]:
+        return grads @ ctx.tensors[1].t(), None
+
+
+class Quantised(nn.Module):
+    """A frozen matrix with a trained addition of low rank, which gives a view of the matrix to the function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4, requires_grad=False)
+        self.a, self.b = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(KeepsTuple.apply(x, self.weight.t()) + self.b(self.a(x)))
+
+
+class Saves(torch.autograd.Function):
+    """The same, by the book: it also saves a view, and something that it has made of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w.t(), w.sin())
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, transposed, sine = ctx.saved_tensors
+        return grads @ transposed.t(), grads.t() @ x + 0 * sine
+
+
+class Saving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(Saves.apply(x, self.weight))
+
+
+def keeps(group: Any, stage: int) -> None:
+    """Body of a rank: reported at stage 3, where it costs memory, and right at every stage."""
+    with pytest.warns(EscapedViewWarning, match="outlived") if stage == 3 else nullcontext():
+        trained(lambda: nn.Sequential(*(Quantised() for _ in range(4))), on_rows, group, stage=stage)
+
+
+@pytest.mark.everywhere
+def test_a_function_that_keeps_a_view_of_a_weight_is_right_and_reported(cluster, world_size, stage):
+    cluster.check(keeps, world_size, stage)
+
+
+def saves(group: Any, stage: int) -> None:
+    """Body of a rank."""
+    trained(lambda: nn.Sequential(*(Saving() for _ in range(4))), on_rows, group, stage=stage)
+
+
+@pytest.mark.everywhere
+def test_a_function_that_saves_weights_for_backward(cluster, world_size, stage):
+    cluster.check(saves, world_size, stage)
+
+
+# ---- function transforms ------------------------------------------------------------------------------------------
+
+
+class ByRows(Block):
+    """[B, D] -> [B, D]"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + vmap(lambda row: torch.tanh(functional.linear(row, self.inner.weight, self.inner.bias)))(x)
+
+
+class CallsFunctionally(Block):
+    """Calls its layer with the layer's own parameters, and a function of nothing but them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(functional_call(self.inner, dict(self.inner.named_parameters()), (x,)))
+
+
+class Adapts(Block):
+    """Calls its layer with other tensors: its parameters after a step of their own (MAML, Finn et al. 2017)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        params = dict(self.inner.named_parameters())
+        with torch.enable_grad():
+            slopes = torch.autograd.grad(self.inner(x).square().mean(), list(params.values()), create_graph=True)
+        adapted = {name: param - 0.1 * slope for (name, param), slope in zip(params.items(), slopes, strict=True)}
+        return x + torch.tanh(functional_call(self.inner, adapted, (x,)))
+
+
+class TakesSlopes(Block):
+    """Differentiates its layer in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return vmap(grad(lambda row: torch.tanh(self.inner(row)).sum()))(x)
+
+
+def blocks(kind: type[nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*(kind() for _ in range(3)))
+
+
+def transforms(group: Any, stage: int) -> None:
+    """Body of a rank."""
+    for kind in (ByRows, CallsFunctionally, Adapts):
+        trained(blocks(kind), on_rows, group, stage=stage)
+
+    def around(model: Model, turn: Turn) -> Tensor:
+        module = model.module
+        return functional_call(module, dict(module.named_parameters()), (rows(turn),)).square().mean()
+
+    trained(net, around, group, stage=stage)
+
+
+@pytest.mark.everywhere
+def test_vmap_and_functional_call_inside_a_forward(cluster, world_size, stage):
+    cluster.check(transforms, world_size, stage)
+
+
+def replaces(group: Any, stage: int) -> None:
+    """Body of a rank: a unit that is called with other tensors would use those, and train nothing."""
+    model = ShardLite(net(), group=group, stage=stage)
+    x = rows(Turn(0, 0, 0))
+    doubled = {name: 2 * shard for name, shard in model.named_parameters()}
+    for module in (model, model.module):
+        with pytest.raises(LayoutError, match="was replaced after wrapping"):
+            functional_call(module, doubled, (x,))
+    on_rows(model, Turn(0, 0, 0)).backward()
+    assert all(shard.grad is not None for shard in model.parameters())
+
+
+@pytest.mark.everywhere
+def test_functional_call_of_a_unit_with_other_tensors_is_an_error(cluster, world_size, stage):
+    cluster.check(replaces, world_size, stage)
+
+
+def takes_slopes(group: Any, stage: int) -> None:
+    """Body of a rank: PyTorch has no function transforms of differentiation under saved-tensor hooks (stage 3)."""
+    if stage < 3:
+        trained(blocks(TakesSlopes), on_rows, group, stage=stage)
+        return
+    model = ShardLite(blocks(TakesSlopes)(), group=group, stage=stage)
+    with pytest.raises(RuntimeError, match="saved tensor hooks"):
+        on_rows(model, Turn(0, 0, 0))
+
+
+@pytest.mark.everywhere
+def test_func_grad_inside_a_forward_works_below_stage_3(cluster, world_size, stage):
+    cluster.check(takes_slopes, world_size, stage)

@@ -1,0 +1,387 @@
+"""`AdamW` against PyTorch's: bits on flat tensors, independence of how a model is sharded, use."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from shardlite.optim.adamw import AdamW
+from tests.support.optim_cases import (
+    HYPER,
+    NUMELS,
+    PaddedTwins,
+    assert_same,
+    fused_twin,
+    make_arena,
+    plain_params,
+    run,
+    set_grads,
+)
+from tests.support.sharded import WIDE
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The number of elements of each kernel call."""
+    import shardlite.counts
+
+    numels, kernel = [], shardlite.optim.step_counts.adamw_cpu
+
+    def counting(state, *args, **kwargs):
+        numels.append(state.param.numel())
+        kernel(state, *args, **kwargs)
+
+    monkeypatch.setattr(shardlite.counts, "adamw_cpu", counting)
+    return numels
+
+
+# Bits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_an_arena_has_the_bits_of_torch_fused_on_the_flat_buffer(dtype):
+    arena = make_arena(dtype=dtype)
+    twin, twin_optimizer = fused_twin(arena)
+    run(arena, AdamW(arena.params, **HYPER), 5, twin, twin_optimizer)
+    assert_same(arena.flat, twin.data)
+
+
+def test_one_kernel_call_steps_a_whole_arena(launches):
+    arena = make_arena()
+    run(arena, AdamW(reversed(arena.params), **HYPER), 2)
+    assert launches == [sum(-(-numel // 32) * 32 for numel in NUMELS)] * 2
+
+
+def test_plain_parameters_have_the_bits_of_torch_fused():
+    ours, theirs = plain_params(), plain_params()
+    mine, torchs = AdamW(ours, **HYPER), torch.optim.AdamW(theirs, **HYPER, fused=True)
+    for seed in range(5):
+        for params, optimizer in ((ours, mine), (theirs, torchs)):
+            set_grads(params, seed)
+            optimizer.step()
+    assert_same(ours, theirs)
+
+
+def test_the_default_of_torch_is_close():
+    """Each of the 5 steps moves a weight by about `lr`, computed with a handful of roundings in both."""
+    ours, theirs = plain_params(), plain_params()
+    mine, torchs = AdamW(ours, **HYPER), torch.optim.AdamW(theirs, **HYPER)
+    for seed in range(5):
+        for params, optimizer in ((ours, mine), (theirs, torchs)):
+            set_grads(params, seed)
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs, rtol=5 * 2**-23, atol=5 * 10 * 2**-23 * HYPER["lr"])
+
+
+@pytest.mark.parametrize("world_size", [2, WIDE])
+def test_bits_do_not_depend_on_how_the_buffer_is_cut(world_size):
+    whole = make_arena([2048])
+    start_values, shards = whole.flat.clone(), []
+    run(whole, AdamW(whole.params, **HYPER), 3)
+    for rank in range(world_size):
+        start, stop = rank * 2048 // world_size, (rank + 1) * 2048 // world_size
+        ranges = list(pairwise([start, start + 64, start + 96 + 32 * rank, stop]))
+        shard = make_arena([b - a for a, b in ranges])
+        shard.flat[: stop - start] = start_values[start:stop]
+        optimizer = AdamW(shard.params, **HYPER)
+        for seed in range(3):
+            whole.new_grads(seed)
+            shard.new_grads(seed)
+            shard.flat_grad[: stop - start] = whole.flat_grad[start:stop]
+            optimizer.step()
+        shards.append(shard.flat[: stop - start])
+    assert_same(torch.cat(shards), whole.flat)
+
+
+def test_bits_do_not_depend_on_where_parameters_end():
+    """A parameter of 33 elements on its own ends in PyTorch's other rounding; as part of an arena it must not."""
+    arena = make_arena([33, 47])
+    twin, twin_optimizer = fused_twin(arena)
+    optimizer = AdamW(arena.params, **HYPER)
+    for seed in range(4):
+        arena.new_grads(seed)
+        twin.grad = arena.flat_grad.clone()
+        arena.params[seed % 2].grad = None  # so each parameter is a run of its own, which ends at its padding
+        optimizer.step()
+        arena.params[1 - seed % 2].grad = None
+        arena.params[seed % 2].grad = _grad_view(arena, seed % 2)
+        optimizer.step()
+        twin_optimizer.step()
+    assert_same(arena.flat, twin.data)
+
+
+def _grad_view(arena, index):
+    param = arena.params[index]
+    return arena.flat_grad.as_strided(param.shape, param.stride(), param.storage_offset())
+
+
+def test_padding_stays_zero():
+    arena = make_arena()
+    run(arena, AdamW(arena.params, **HYPER), 2)
+    owned = torch.zeros_like(arena.flat, dtype=torch.bool)
+    for param in arena.params:
+        owned[param.storage_offset() : param.storage_offset() + param.numel()] = True
+    assert not arena.flat[~owned].any()
+
+
+# What does not belong together
+
+
+def test_what_lies_behind_a_parameter_is_left_alone_if_it_is_not_zero():
+    flat, flat_grad = torch.ones(64), torch.ones(64)
+    param = nn.Parameter(flat[:10])
+    param.grad = flat_grad[:10]
+    AdamW([param], **HYPER).step()
+    assert not (flat[:10] == 1).any()
+    assert (flat[10:] == 1).all()
+
+
+def test_gradients_that_are_not_laid_out_alike_end_a_run(launches):
+    arena = make_arena([64, 64, 64])
+    twin, twin_optimizer = fused_twin(arena)
+    arena.params[1].grad = arena.params[1].grad.clone()
+    twin.grad = arena.flat_grad.clone()
+    AdamW(arena.params, **HYPER).step()
+    twin_optimizer.step()
+    assert launches == [64, 64, 64]
+    assert_same(arena.flat, twin.data)
+
+
+def test_gradients_that_lie_side_by_side_in_two_storages_are_two_runs(launches):
+    arena = make_arena([64, 64])
+    memory = torch.randn(128)
+    halves = [torch.frombuffer(memory.numpy(), dtype=torch.float32, count=64, offset=offset) for offset in (0, 256)]
+    assert halves[1].data_ptr() - halves[0].data_ptr() == 256
+    for param, half in zip(arena.params, halves, strict=True):
+        param.grad = half.view(64, 1)
+    AdamW(arena.params, **HYPER).step()
+    assert launches == [64, 64]
+
+
+def test_groups_have_their_own_hyper_parameters(launches):
+    arena = make_arena([64, 64, 64])
+    before = arena.flat.clone()
+    groups = [{"params": arena.params[::2], "weight_decay": 0.5}, {"params": arena.params[1:2], "lr": 0.0}]
+    AdamW(groups, lr=0.1, weight_decay=0.0).step()
+    assert launches == [64, 64, 64]
+    # The first step moves a weight by lr, after a decay by lr * weight_decay.
+    decayed = before[:192] * torch.tensor([0.95, 1.0, 0.95]).repeat_interleave(64)
+    moved = 0.1 * arena.flat_grad[:192].sign() * torch.tensor([1.0, 0.0, 1.0]).repeat_interleave(64)
+    torch.testing.assert_close(arena.flat[:192], decayed - moved, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tight", [[1, 0], [0, 1]])
+def test_a_gradient_that_lies_in_the_padding_of_another_is_not_taken_for_zeros(tight):
+    arena = make_arena([33, 40])
+    memory, params = torch.randn(73), [arena.params[index] for index in tight]
+    params[0].grad, params[1].grad = (part.view(-1, 1) for part in memory.split([p.numel() for p in params]))
+    AdamW(arena.params, **HYPER).step()
+    assert not arena.flat[33:64].any()
+
+
+@pytest.mark.parametrize("unused", [0, 1, 2])
+def test_a_parameter_without_a_gradient_is_left_alone_and_keeps_its_step_count(unused):
+    arena = make_arena([64, 33, 64])
+    twins = [nn.Parameter(p.detach().clone().flatten()) for p in arena.params]
+    optimizer, twin_optimizer = AdamW(arena.params, **HYPER), torch.optim.AdamW(twins, **HYPER)
+    for seed in range(4):
+        arena.new_grads(seed)
+        if seed in (0, 2):
+            arena.params[unused].grad = None
+        for param, twin in zip(arena.params, twins, strict=True):
+            twin.grad = None if param.grad is None else param.grad.clone().flatten()
+        optimizer.step()
+        twin_optimizer.step()
+        assert (arena.params[unused] in optimizer.state) == (seed > 0)
+    counts = [optimizer.state[param]["step"].item() for param in arena.params]
+    assert counts == [2 if index == unused else 4 for index in range(3)]
+    got = torch.cat([param.data.flatten() for param in arena.params])
+    torch.testing.assert_close(got, torch.cat([t.data for t in twins]), rtol=1e-6, atol=1e-6)
+
+
+def test_a_frozen_parameter_is_left_alone_and_continues_later():
+    arena = make_arena([100, 33, 64])
+    optimizer, twins = AdamW(arena.params, **HYPER), PaddedTwins(arena.params)
+    frozen = arena.params[1]
+    for seed in range(6):
+        arena.new_grads(seed)
+        frozen.requires_grad_(seed not in (2, 3))
+        twins.take_grads()
+        if not frozen.requires_grad:
+            twins.flats[1].grad = None  # a gradient from before it was frozen is not a reason to step
+        optimizer.step()
+        twins.optimizer.step()
+        twins.assert_same()
+        twins.assert_same_states(optimizer)
+    assert [optimizer.state[param]["step"].item() for param in arena.params] == [6, 4, 6]
+
+
+def test_freezing_moves_no_state():
+    arena = make_arena([100, 33])
+    optimizer = AdamW(arena.params, **HYPER)
+    run(arena, optimizer, 1)
+    addresses = [optimizer.state[param]["exp_avg"].data_ptr() for param in arena.params]
+    for trainable in (False, True):
+        arena.params[0].requires_grad_(trainable)
+        run(arena, optimizer, 1)
+        assert [optimizer.state[param]["exp_avg"].data_ptr() for param in arena.params] == addresses
+
+
+def test_the_state_of_a_frozen_parameter_moves_along():
+    arena = make_arena([100, 33])
+    optimizer, twins = AdamW(arena.params, **HYPER), PaddedTwins(arena.params)
+    extra = nn.Parameter(torch.ones(5))
+    for seed in range(4):
+        arena.new_grads(seed)
+        twins.take_grads()
+        if seed == 1:
+            arena.params[1].requires_grad_(False)
+            optimizer.add_param_group({"params": [extra]})  # so everything finds a new place
+        if seed in (1, 2):
+            twins.flats[1].grad = None
+        if seed == 3:
+            arena.params[1].requires_grad_(True)
+        optimizer.step()
+        twins.optimizer.step()
+        first, second = (optimizer.state[param]["exp_avg"] for param in arena.params)
+        assert second.data_ptr() == first.data_ptr() + 128 * 4, "the arenas that were left are kept alive"
+    twins.assert_same()
+    twins.assert_same_states(optimizer)
+
+
+def test_a_parameter_that_was_frozen_from_the_start_can_be_trained_later():
+    arena = make_arena([64, 33])
+    optimizer, twins = AdamW(arena.params, **HYPER), PaddedTwins(arena.params)
+    arena.params[0].requires_grad_(False)
+    for seed in range(3):
+        arena.new_grads(seed)
+        arena.params[0].requires_grad_(seed > 0)
+        twins.take_grads()
+        if seed == 0:
+            twins.flats[0].grad = None
+        optimizer.step()
+        twins.optimizer.step()
+    twins.assert_same()
+    twins.assert_same_states(optimizer)
+
+
+def test_no_gradient_at_all_is_no_step():
+    arena = make_arena()
+    before = arena.flat.clone()
+    optimizer = AdamW(arena.params, **HYPER)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert_same(arena.flat, before)
+    assert len(optimizer.state) == 0
+
+
+# The ways of torch.optim
+
+
+def test_versions_tell_that_a_parameter_was_stepped():
+    arena = make_arena()
+    arena.params[1].grad = None
+    before = [param._version for param in arena.params]
+    AdamW(arena.params, **HYPER).step()
+    grown = [param._version - version for param, version in zip(arena.params, before, strict=True)]
+    assert grown == [0 if index == 1 else 1 for index in range(len(NUMELS))]
+
+
+def test_backward_through_a_stepped_weight_is_pytorchs_error():
+    weight = nn.Parameter(torch.ones(3))
+    loss = (weight * weight).sum()
+    weight.grad = torch.ones(3)
+    AdamW([weight]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_schedulers_and_tensor_lr(as_tensor):
+    arena = make_arena()
+    twin = nn.Parameter(arena.flat.clone())
+    hyper = HYPER | {"lr": torch.tensor(1e-2) if as_tensor else 1e-2}
+    pairs = []
+    for make, params, extra in ((AdamW, arena.params, {}), (torch.optim.AdamW, [twin], {"fused": True})):
+        optimizer = make(params, **copy.deepcopy(hyper), **extra)
+        pairs.append((optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)))
+    for seed in range(4):
+        arena.new_grads(seed)
+        twin.grad = arena.flat_grad.clone()
+        for optimizer, scheduler in pairs:
+            optimizer.step()
+            scheduler.step()
+    assert_same(arena.flat, twin.data)
+
+
+def test_closure_runs_with_gradients_enabled():
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = AdamW([weight], lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (weight**2).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 3.0
+    assert (weight < 1).all()
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("hyper", "message"),
+    [
+        ({"lr": -1.0}, "lr must be at least 0, got -1.0"),
+        ({"lr": torch.ones(2)}, "lr must have one element"),
+        ({"eps": float("nan")}, "eps must be at least 0, got nan"),
+        ({"weight_decay": -0.1}, "weight_decay must be at least 0"),
+        ({"betas": (0.9, 1.0)}, r"betas must be two numbers from 0 to below 1, got \(0.9, 1.0\)"),
+        ({"betas": (0.9,)}, "betas must be two numbers"),
+    ],
+)
+def test_bad_hyper_parameters(hyper, message):
+    with pytest.raises(ValueError, match=message):
+        AdamW([nn.Parameter(torch.ones(1))], **hyper)
+
+
+@pytest.mark.parametrize("bad", [torch.ones(3, 4).t(), torch.ones(3, dtype=torch.complex64)])
+def test_bad_parameters(bad):
+    good, bad = nn.Parameter(torch.ones(1)), nn.Parameter(bad)
+    with pytest.raises(ValueError, match="parameter 1 of the group must be contiguous"):
+        AdamW([good, bad])
+    optimizer = AdamW([good])
+    with pytest.raises(ValueError, match="parameter named of the group"):
+        AdamW([("named", bad)])
+    with pytest.raises(ValueError, match="must be contiguous"):
+        optimizer.add_param_group({"params": [bad]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_bad_parameter_is_refused_when_it_becomes_trainable():
+    param = nn.Parameter(torch.ones(3, 4).t(), requires_grad=False)
+    optimizer = AdamW([param])
+    param.requires_grad_(True)
+    param.grad = torch.ones(4, 3)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        optimizer.step()
+
+
+def test_parameters_that_share_memory():
+    flat = torch.zeros(64)
+    optimizer = AdamW([nn.Parameter(flat), nn.Parameter(flat[32:])])
+    with pytest.raises(ValueError, match=r"shapes \(64,\) and \(32,\) share memory"):
+        optimizer.step()
+
+
+def test_a_sparse_gradient_is_refused_before_anything_is_updated():
+    arena, sparse = make_arena(), nn.Parameter(torch.ones(4, 4))
+    before = arena.flat.clone()
+    sparse.grad = torch.eye(4).to_sparse()
+    with pytest.raises(ValueError, match="gradients must be dense"):
+        AdamW([*arena.params, sparse]).step()
+    assert_same(arena.flat, before)

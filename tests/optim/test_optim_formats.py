@@ -1,0 +1,332 @@
+"""`AdamW` with moments in fewer bytes and with a limit: what is saved and loaded, what it takes, what it refuses."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from shardlite_kernels import FORMATS, CpuStep, Hyper, adamw_cpu
+from torch import nn
+
+from shardlite.optim.adamw import AdamW
+from tests.kernels.adamw_cases import one_row, state_of
+from tests.support.optim_cases import (
+    HYPER,
+    assert_same,
+    make_arena,
+    padded,
+    plain_params,
+    run,
+    set_grads,
+    small_model,
+    train,
+)
+
+NARROW = ["bf16", "int8"]
+by_state = pytest.mark.parametrize("state", FORMATS)
+narrow_states = pytest.mark.parametrize("state", NARROW)
+
+
+def trained_arena(state, steps=5, **options):
+    arena = make_arena()
+    optimizer = AdamW(arena.params, **HYPER, state=state, **options)
+    run(arena, optimizer, steps)
+    return arena, optimizer
+
+
+def trained_plain(state, steps=5, **options):
+    params = plain_params()
+    optimizer = AdamW(params, **HYPER, state=state, **options)
+    step_plain(params, optimizer, range(steps))
+    return params, optimizer
+
+
+def step_plain(params, optimizer, seeds):
+    for seed in seeds:
+        set_grads(params, seed)
+        optimizer.step()
+
+
+def entries(optimizer):
+    """Everything that it remembers, as it is kept."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [optimizer.state[param] for param in params]
+
+
+# ---- what is computed ----------------------------------------------------------------------------------------------
+
+
+class OneByOne:
+    """`adamw_cpu` on a padded copy of each parameter, on which nothing can depend but the parameter itself."""
+
+    def __init__(self, params, state, max_update):
+        self._params = params
+        zeros = [torch.zeros_like(padded(param)) for param in params]
+        self._hyper = Hyper(HYPER["lr"], *HYPER["betas"], HYPER["eps"], HYPER["weight_decay"], max_update)
+        self.states = [
+            state_of(("whole", state), padded(param), zero, zero) for param, zero in zip(params, zeros, strict=True)
+        ]
+        self._counts = [0 for _ in params]
+
+    def step(self):
+        for index, param in enumerate(self._params):
+            if param.grad is not None:
+                self._counts[index] += 1
+                grad, number = padded(param.grad), self._counts[index]
+                table = one_row(len(grad), number, number=index)
+                adamw_cpu(self.states[index], grad, CpuStep(number=number, hyper=self._hyper, table=table))
+
+
+@pytest.mark.parametrize("max_update", [None, 0.3])
+@pytest.mark.parametrize("where", ["arena", "gaps", "plain"])
+@by_state
+def test_each_parameter_is_stepped_as_if_it_were_alone(state, where, max_update):
+    """To the bit, also where it is random: neighbours, gaps and missing gradients change nothing."""
+    if where == "plain":
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(shape)) for shape in [(4, 8), (32,), (0, 3), (4, 4, 4)]]
+    else:
+        arena = make_arena(gaps=[32, 0, 64] if where == "gaps" else ())
+        params = arena.params
+    alone = OneByOne(params, state, float("inf") if max_update is None else max_update)
+    optimizer = AdamW(params, **HYPER, state=state, max_update=max_update)
+    for seed in range(6):
+        arena.new_grads(seed) if where != "plain" else set_grads(params, seed)
+        if seed in (2, 3):
+            params[seed - 1].grad = None
+        alone.step()
+        optimizer.step()
+    for param, entry, expected in zip(params, entries(optimizer), alone.states, strict=True):
+        assert_same(param.data.flatten(), expected.param[: param.numel()])
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert_same(entry[name].flatten(), getattr(expected, name)[: param.numel()])
+        if state == "int8":
+            assert_same(entry["exp_avg_exponent"], expected.avg_exponent)
+            assert_same(entry["exp_avg_sq_exponent"], expected.sq_exponent)
+
+
+@narrow_states
+def test_a_narrow_state_trains_about_as_well(state):
+    """Each moment is at most a hundredth off, and errors do not add up: weights stay near those of fp32."""
+    arena, _ = trained_arena(state, steps=50)
+    exact, _ = trained_arena("fp32", steps=50)
+    start = make_arena()
+    moved = (exact.flat - start.flat).norm()
+    assert moved > 0
+    assert (arena.flat - exact.flat).norm() < 0.05 * moved
+
+
+# ---- bytes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("state", "nbytes"), [("fp32", 8), ("bf16", 4), ("int8", 2.0625)])
+def test_bytes_per_element(state, nbytes):
+    """Of moments and their exponents; a table of rows, for moments that are rounded, takes 1/16 more."""
+    arena = make_arena([1024, 2048, 32 * 31])
+    optimizer = AdamW(arena.params, **HYPER, state=state)
+    optimizer.step()
+    numel = sum(param.numel() for param in arena.params)
+    kept = [value for entry in entries(optimizer) for name, value in entry.items() if name != "step"]
+    storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in kept}
+    assert sum(storages.values()) == nbytes * numel
+    rows = optimizer._plan.slots[0].arena.rows
+    assert rows.nbytes == (0 if state == "fp32" else numel / 16)
+
+
+# ---- saving and loading --------------------------------------------------------------------------------------------
+
+
+@by_state
+def test_a_state_dict_is_that_of_torch_in_fp32(state):
+    params, optimizer = trained_plain(state)
+    theirs = torch.optim.AdamW(params, **HYPER)
+    theirs.step()
+    saved, expected = optimizer.state_dict()["state"], theirs.state_dict()["state"]
+    assert saved.keys() == expected.keys()
+    for mine, other in ((saved[key], expected[key]) for key in saved):
+        assert list(mine) == list(other)
+        described = [[(value.shape, value.dtype) for value in each.values()] for each in (mine, other)]
+        assert described[0] == described[1]
+
+
+@narrow_states
+def test_a_state_dict_says_what_the_codes_stand_for(state):
+    """And is no view of them: training goes on without changing it."""
+    params, optimizer = trained_plain(state)
+    saved = optimizer.state_dict()["state"]
+    exact = trained_plain("fp32")[1].state_dict()["state"]
+    before = copy.deepcopy(saved)
+    step_plain(params, optimizer, [7])
+    for key, entry in saved.items():
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert_same(entry[name], before[key][name])
+            largest = exact[key][name].abs().max() if exact[key][name].numel() else torch.tensor(0.0)
+            assert (entry[name] - exact[key][name]).abs().max().item() < 0.03 * largest if largest else True
+
+
+@narrow_states
+def test_torch_continues_a_narrow_state(state):
+    params, optimizer = trained_plain(state)
+    saved = copy.deepcopy(optimizer.state_dict())
+    theirs = torch.optim.AdamW(params, lr=7.0)
+    theirs.load_state_dict(copy.deepcopy(saved))
+    assert theirs.param_groups[0]["lr"] == HYPER["lr"]
+    for key, param in enumerate(params):
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert_same(theirs.state[param][name], saved["state"][key][name])
+    step_plain(params, theirs, [5])
+    assert all(theirs.state[param]["step"] == 6 for param in params)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@by_state
+def test_a_state_of_torch_is_continued(state, fused):
+    """By a step number of its own, with moments rounded to nearest."""
+    params = plain_params()
+    theirs = torch.optim.AdamW(params, **HYPER, fused=fused)
+    step_plain(params, theirs, range(3))
+    optimizer = AdamW(params, state=state)
+    optimizer.load_state_dict(theirs.state_dict())
+    for param in params:
+        flat = [theirs.state[param][name].flatten() for name in ("exp_avg", "exp_avg_sq")]
+        expected = state_of(("whole", state), param.data.flatten(), *flat)
+        assert_same(optimizer.state[param]["exp_avg"].flatten(), expected.exp_avg)
+        assert_same(optimizer.state[param]["exp_avg_sq"].flatten(), expected.exp_avg_sq)
+    step_plain(params, optimizer, [3])
+    assert {entry["step"].item() for entry in entries(optimizer)} == {4.0}
+
+
+@pytest.mark.parametrize("loaded_as", FORMATS)
+@by_state
+def test_every_format_loads_every_other(state, loaded_as):
+    params, optimizer = trained_plain(state)
+    other = AdamW(params, state=loaded_as)
+    other.load_state_dict(optimizer.state_dict())
+    again = AdamW(params, state=loaded_as)
+    again.load_state_dict(other.state_dict())
+    for mine, theirs in zip(entries(again), entries(other), strict=True):
+        assert mine["exp_avg"].dtype == FORMATS[loaded_as]
+        assert_same(mine["exp_avg"], theirs["exp_avg"])
+    if state == loaded_as:
+        for mine, theirs in zip(entries(other), entries(optimizer), strict=True):
+            assert_same(mine["step"], theirs["step"])
+    step_plain(params, other, [5])
+
+
+@pytest.mark.parametrize("way", ["state_dict", "file"])
+@by_state
+def test_a_loaded_run_goes_on_with_the_same_bits(state, way, tmp_path):
+    """Also of what is rounded at random; in an arena that lies elsewhere."""
+    arena, optimizer = trained_arena(state, max_update=1.5)
+    saved = optimizer.state_dict()
+    if way == "file":
+        torch.save(saved, tmp_path / "state.pt")
+        saved = torch.load(tmp_path / "state.pt", weights_only=True)
+    twin = make_arena()
+    twin.flat.copy_(arena.flat)
+    twin_optimizer = AdamW(twin.params, lr=1.0, state=state)
+    twin_optimizer.load_state_dict(saved)
+    assert twin_optimizer.param_groups[0]["max_update"] == 1.5
+    for seed in range(10, 16):
+        for each, stepped in ((arena, optimizer), (twin, twin_optimizer)):
+            each.new_grads(seed)
+            stepped.step()
+    assert_same(twin.flat, arena.flat)
+    mine, theirs = (o.state_dict()["state"] for o in (optimizer, twin_optimizer))
+    assert mine.keys() == theirs.keys()
+    for key in mine:
+        assert_same(theirs[key], mine[key])
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+@by_state
+def test_copies_go_on_with_the_same_bits(state, how, in_backward):
+    model, optimizer = small_model(), None
+    optimizer = AdamW(model.parameters(), **HYPER, state=state, in_backward=in_backward, max_update=2.0)
+    train(model, optimizer, range(3))
+    twin, twin_optimizer = how((model, optimizer))
+    assert twin_optimizer.moments == state
+    assert twin_optimizer.in_backward == in_backward
+    before = copy.deepcopy(twin.state_dict())
+    train(model, optimizer, range(3, 6))
+    assert_same(list(twin.state_dict().values()), list(before.values()))
+    train(twin, twin_optimizer, range(3, 6))
+    assert_same(list(twin.parameters()), list(model.parameters()))
+
+
+@narrow_states
+def test_a_moment_that_was_replaced_by_hand_counts(state):
+    """In fp32, as somebody who surgically changes a state would."""
+    params, optimizer = trained_plain(state)
+    for param in params:
+        optimizer.state[param] = {
+            "step": torch.tensor(9.0),
+            "exp_avg": torch.full_like(param.data, 0.25),
+            "exp_avg_sq": torch.full_like(param.data, 0.0625),
+        }
+    saved = optimizer.state_dict()["state"]
+    step_plain(params, optimizer, [0])
+    assert {entry["step"].item() for entry in entries(optimizer)} == {10.0}
+    assert all((entry["exp_avg"] == 0.25).all() for entry in saved.values())
+    assert all(entry["exp_avg"].dtype == FORMATS[state] for entry in entries(optimizer))
+
+
+def test_groups_share_one_format_and_have_limits_of_their_own():
+    params = plain_params()
+    optimizer = AdamW([{"params": params[:2], "max_update": 0.1}, {"params": params[2:]}], **HYPER, state="int8")
+    before = [param.data.clone() for param in params]
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    step_plain(params, optimizer, [0])
+    moved = [(param.data - old).abs().max().item() for param, old in zip(params, before, strict=True) if param.numel()]
+    assert all(most <= HYPER["lr"] * 0.1 * 1.001 for most in moved[:2])
+    assert all(most > HYPER["lr"] * 0.9 for most in moved[2:])
+    extra = nn.Parameter(torch.ones(3))
+    optimizer.add_param_group({"params": [extra]})
+    assert optimizer.param_groups[2]["max_update"] is None
+    step_plain([*params, extra], optimizer, [1])
+    assert optimizer.state[extra]["exp_avg"].dtype == torch.int8
+
+
+@by_state
+def test_a_limit_changes_nothing_that_it_does_not_reach(state):
+    """But roundings; the moments do not know of it."""
+    (params, optimizer), (others, other) = trained_plain(state), trained_plain(state, max_update=1e6)
+    for mine, theirs in zip(entries(optimizer), entries(other), strict=True):
+        assert_same(mine, theirs)
+    for mine, theirs in zip(params, others, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=5 * 2**-23, atol=5 * HYPER["lr"] * 2**-20)
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", ["int4", "", "float32", None])
+def test_a_format_that_is_none_is_refused(state):
+    with pytest.raises(ValueError, match=f"state must be one of fp32, bf16, int8, got {state!r}"):
+        AdamW(plain_params(), state=state)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@narrow_states
+def test_a_narrow_state_goes_with_weights_in_fp32(state, dtype):
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=dtype))]
+    with pytest.raises(
+        ValueError, match=f"state='{state}' goes with weights in fp32, or split ones, but parameter 1 .*{dtype}"
+    ):
+        AdamW(params, state=state)
+    optimizer = AdamW(params[:1], state=state)
+    with pytest.raises(ValueError, match="goes with weights in fp32"):
+        optimizer.add_param_group({"params": params[1:]})
+    assert len(optimizer.param_groups) == 1
+    assert AdamW(params).moments == "fp32"
+
+
+@pytest.mark.parametrize("max_update", [0, -1.0, float("nan")])
+def test_a_limit_must_be_above_zero(max_update):
+    with pytest.raises(ValueError, match=f"max_update must be above 0, or None, got {max_update}"):
+        AdamW(plain_params(), max_update=max_update)
+    optimizer = AdamW(plain_params(), max_update=1.0)
+    with pytest.raises(ValueError, match="max_update must be above 0"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "max_update": max_update})

@@ -1,0 +1,248 @@
+"""`AdamW(in_backward=True)` on plain parameters: the same steps, taken as soon as a gradient is there."""
+
+import copy
+
+import pytest
+import torch
+from shardlite_kernels import FORMATS
+from torch import nn
+
+from shardlite.errors import NonFiniteError, PhaseError
+from shardlite.optim.adamw import AdamW, accumulating
+from tests.support.optim_cases import HYPER, assert_same, loss_of, make_arena, small_model, train
+
+by_state = pytest.mark.parametrize("state", FORMATS)
+
+
+def pair(**options):
+    """A model with an ordinary optimizer, and its twin with one that steps in the backward."""
+    models = small_model(), small_model()
+    optimizers = [
+        AdamW(model.parameters(), **HYPER, in_backward=in_backward, **options)
+        for model, in_backward in zip(models, (False, True), strict=True)
+    ]
+    return tuple(zip(models, optimizers, strict=True))
+
+
+def assert_same_runs(*runs):
+    (model, optimizer), (twin, twin_optimizer) = runs
+    assert_same(list(twin.parameters()), list(model.parameters()))
+    mine, theirs = (o.state_dict()["state"] for o in (optimizer, twin_optimizer))
+    assert mine.keys() == theirs.keys()
+    for key in mine:
+        assert_same(theirs[key], mine[key])
+
+
+@pytest.mark.parametrize("max_update", [None, 0.5])
+@by_state
+def test_the_bits_are_those_of_ordinary_steps(state, max_update):
+    runs = pair(state=state, max_update=max_update)
+    for model, optimizer in runs:
+        train(model, optimizer, range(5))
+    assert_same_runs(*runs)
+    assert all(param.grad is None for param in runs[1][0].parameters())
+
+
+def test_weights_are_new_and_gradients_gone_before_step():
+    model = small_model()
+    optimizer = AdamW(model.parameters(), **HYPER, in_backward=True)
+    before = copy.deepcopy(list(model.parameters()))
+    loss_of(model, 0).backward()
+    assert all(param.grad is None for param in model.parameters())
+    assert all((param != old).any() for param, old in zip(model.parameters(), before, strict=True))
+    after = copy.deepcopy(list(model.parameters()))
+    assert {entry["step"].item() for entry in optimizer.state.values()} == {0.0}
+    optimizer.step()
+    assert {entry["step"].item() for entry in optimizer.state.values()} == {1.0}
+    assert_same(list(model.parameters()), after)
+
+
+def test_step_without_a_backward_does_nothing():
+    model = small_model()
+    optimizer = AdamW(model.parameters(), **HYPER, in_backward=True)
+    optimizer.step()
+    train(model, optimizer, [0])
+    after = copy.deepcopy(list(model.parameters()))
+    optimizer.step()
+    assert_same(list(model.parameters()), after)
+    assert {entry["step"].item() for entry in optimizer.state.values()} == {1.0}
+
+
+def test_zero_grad_may_be_called_anywhere():
+    runs = pair()
+    for model, optimizer in runs:
+        for seed in range(3):
+            loss_of(model, seed).backward()
+            optimizer.zero_grad() if optimizer.in_backward else None
+            optimizer.step()
+            optimizer.zero_grad()
+            model.zero_grad()
+    assert_same_runs(*runs)
+
+
+def test_a_second_backward_before_step_is_refused():
+    model = small_model()
+    optimizer = AdamW(model.parameters(), **HYPER, in_backward=True)
+    loss_of(model, 0).backward()
+    with pytest.raises(PhaseError, match=r"call step\(\) of the optimizer .* inside no_sync\(\)"):
+        loss_of(model, 1).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    train(model, optimizer, [2])
+    assert {entry["step"].item() for entry in optimizer.state.values()} == {2.0}
+
+
+def test_gradients_are_summed_inside_accumulating_and_stepped_by_behind_it():
+    runs = pair()
+    for model, optimizer in runs:
+        for seed in range(0, 6, 2):
+            with accumulating(model.parameters()):
+                loss_of(model, seed).backward()
+            assert all(param.grad is not None for param in model.parameters())
+            loss_of(model, seed + 1).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_runs(*runs)
+
+
+def test_two_backwards_of_different_parameters_are_one_step():
+    """Each of two heads in a backward of its own, as after a forward of both."""
+    for in_backward in (False, True):
+        heads = small_model()
+        optimizer = AdamW(heads.parameters(), **HYPER, in_backward=in_backward)
+        for seed in range(3):
+            x = torch.randn(4, 7, generator=torch.Generator().manual_seed(seed))
+            heads[0](x).square().sum().backward()
+            heads[2](torch.ones(4, 33)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if not in_backward:
+            expected = [param.data for param in heads.parameters()]
+    assert_same([param.data for param in heads.parameters()], expected)
+
+
+@pytest.mark.parametrize("worst", [float("nan"), float("inf")])
+@by_state
+def test_what_is_not_finite_is_an_error_of_step(state, worst):
+    model = small_model()
+    optimizer = AdamW(model.parameters(), **HYPER, state=state, in_backward=True)
+    train(model, optimizer, [0])
+    (loss_of(model, 1) * worst).backward()
+    with pytest.raises(NonFiniteError, match="go on from a checkpoint"):
+        optimizer.step()
+    assert {entry["step"].item() for entry in optimizer.state.values()} == {2.0}
+    optimizer.step()  # said once
+
+
+def test_a_closure_has_its_backward_inside():
+    runs = pair()
+    for model, optimizer in runs:
+        for seed in range(3):
+
+            def closure(model=model, optimizer=optimizer, seed=seed):
+                optimizer.zero_grad()
+                loss = loss_of(model, seed)
+                loss.backward()
+                return loss
+
+            loss = optimizer.step(closure)
+            assert loss.item() > 0
+    assert_same_runs(*runs)
+
+
+def test_schedulers_and_groups():
+    runs = []
+    for in_backward in (False, True):
+        model = small_model()
+        groups = [{"params": model[0].parameters(), "weight_decay": 0.0}, {"params": model[2].parameters(), "lr": 0.3}]
+        optimizer = AdamW(groups, **HYPER, in_backward=in_backward)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for seed in range(4):
+            train(model, optimizer, [seed])
+            scheduler.step()
+        runs.append((model, optimizer))
+    assert_same_runs(*runs)
+
+
+def test_a_group_that_is_added_later_is_stepped_too():
+    runs = []
+    for in_backward in (False, True):
+        model = small_model()
+        optimizer = AdamW(model[0].parameters(), **HYPER, in_backward=in_backward)
+        train(model, optimizer, [0])
+        optimizer.add_param_group({"params": model[2].parameters()})
+        model.zero_grad()
+        train(model, optimizer, [1, 2])
+        runs.append((model, optimizer))
+    assert_same_runs(*runs)
+    assert all(param.grad is None for param in runs[1][0].parameters())
+
+
+class Tied(nn.Module):
+    """One weight twice in the graph, and one that is not used at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(7, 7, generator=torch.Generator().manual_seed(0)))
+        self.unused = nn.Parameter(torch.ones(5))
+
+    def forward(self, x):
+        return torch.tanh(x @ self.weight) @ self.weight.T
+
+
+@by_state
+def test_a_parameter_that_is_used_twice_is_stepped_once_by_the_sum(state):
+    models = Tied(), Tied()
+    for model, in_backward in zip(models, (False, True), strict=True):
+        optimizer = AdamW(model.parameters(), **HYPER, state=state, in_backward=in_backward)
+        train(model, optimizer, range(3))
+        assert optimizer.state[model.weight]["step"].item() == 3.0
+        assert_same(model.unused.data, torch.ones(5))
+    assert_same(models[1].weight, models[0].weight)
+    # It has a state, of zeros: what a backward brings is not known when the step begins.
+    assert optimizer.state[models[1].unused]["step"].item() == 0.0
+
+
+def test_frozen_parameters_are_left_alone_until_they_are_trained():
+    runs = pair()
+    for model, optimizer in runs:
+        model[0].requires_grad_(False)
+        frozen = copy.deepcopy(model[0].weight)
+        train(model, optimizer, range(2))
+        assert_same(model[0].weight.data, frozen.data)
+        model[0].requires_grad_(True)
+        train(model, optimizer, range(2, 4))
+    assert_same_runs(*runs)
+    assert runs[1][1].state[runs[1][0][0].weight]["step"].item() == 2.0
+
+
+@by_state
+def test_parameters_of_an_arena(state):
+    arenas = make_arena(), make_arena()
+    for arena, in_backward in zip(arenas, (False, True), strict=True):
+        for param in arena.params:
+            param.grad = None
+        optimizer = AdamW(arena.params, **HYPER, state=state, in_backward=in_backward)
+        for seed in range(4):
+            torch.manual_seed(seed)
+            sum((param * torch.randn_like(param)).sum() for param in arena.params).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for mine, theirs in zip(arenas[1].params, arenas[0].params, strict=True):
+        assert_same(mine.data, theirs.data)
+
+
+@by_state
+def test_a_state_dict_goes_on_in_another_optimizer_of_either_kind(state):
+    expected, _ = pair(state=state)
+    train(*expected, range(6))
+    for first, second in ((True, False), (False, True)):
+        model = small_model()
+        optimizer = AdamW(model.parameters(), **HYPER, state=state, in_backward=first)
+        train(model, optimizer, range(3))
+        other = small_model()
+        other.load_state_dict(model.state_dict())
+        continued = AdamW(other.parameters(), state=state, in_backward=second)
+        continued.load_state_dict(optimizer.state_dict())
+        train(other, continued, range(3, 6))
+        assert_same(list(other.parameters()), list(expected[0].parameters()))

@@ -1,0 +1,426 @@
+"""Parameters that know that they are sharded: whoever reads them finds their values, or an error."""
+
+import copy
+import warnings
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardlite import AdamW, LayoutError, ShardLite
+from tests.support.residual import WIDTH, Block, net, square
+from tests.support.sharded import Turn, same_bits, trained
+
+WORDS = 1000
+
+
+class SharedTable(nn.Module):
+    """The head is the table of the embedding, read by the parent (openai-whisper, OLMo)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.table(words)
+        for block in self.blocks:
+            x = block(x)
+        return x @ self.table.weight.T
+
+
+class ReadsAnother(nn.Module):
+    """A block reads a weight of the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = functional.one_hot(words % WIDTH, WIDTH).float()
+        for i, block in enumerate(self.blocks):
+            x = block(x) + functional.linear(x, self.blocks[i - 1].inner.weight)
+        return x
+
+
+class Penalty(nn.Module):
+    """A sum over all parameters, inside the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = SharedTable()
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.inner(words) + sum((p**2).sum() for p in self.inner.parameters())
+
+
+def on_words(model: Any, turn: Turn) -> Tensor:
+    words = torch.randint(WORDS, (4, 3), generator=turn.generator())
+    return model(words).logsumexp(-1).mean()
+
+
+def follows(group: Any, make: Any, stage: int) -> None:
+    trained(make, on_words, group, stage=stage, units=(Block, nn.Embedding))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("make", [SharedTable, ReadsAnother, Penalty])
+def test_weights_are_read_outside_of_their_modules(cluster, make, stage):
+    cluster.check(follows, 2, make, stage)
+
+
+class Methods(nn.Module):
+    """Has methods beside its forward, and weights of its own that they read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, words: Tensor) -> Any:
+        x = functional.one_hot(words % WIDTH, WIDTH).float()
+        for block in self.blocks:
+            x = block(x)
+        return {"x": x, "scale": self.scale, "all": [self.blocks[0].inner.bias, None]}
+
+    def loss(self, words: Tensor) -> Tensor:
+        out = self(words)
+        weight = self.blocks[1].inner.weight
+        return (functional.linear(out["x"] * self.scale, weight) + self.blocks[0].inner.bias).square().mean()
+
+
+def by_method(model: Any, turn: Turn) -> Tensor:
+    whole = model if isinstance(model, ShardLite) else model.module
+    return whole.loss(torch.randint(WORDS, (4, 3), generator=turn.generator()))
+
+
+def by_outputs(model: Any, turn: Turn) -> Tensor:
+    out = model(torch.randint(WORDS, (4, 3), generator=turn.generator()))
+    return (out["x"] * out["scale"] + out["all"][0]).square().mean()
+
+
+def through(group: Any, loss: Any, stage: int) -> None:
+    trained(Methods, loss, group, stage=stage, units=Block)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("loss", [by_method, by_outputs])
+def test_methods_and_outputs(cluster, loss, stage):
+    cluster.check(through, 2, loss, stage)
+
+
+def outside(group: Any) -> None:
+    model = ShardLite(SharedTable(), group=group)
+    assert "sharded" in repr(model.module.table.weight)
+    assert model.module.table.weight.shape == (WORDS, WIDTH)
+    for use in (lambda p: p.sum(), lambda p: p.T, lambda p: p.data, lambda p: nn.init.zeros_(p), lambda p: p * 2):
+        with pytest.raises(LayoutError, match=r"parameter 'table\.weight' is sharded"):
+            use(model.module.table.weight)
+
+
+def test_outside_of_a_pass_it_is_an_error(cluster):
+    cluster.check(outside, 2)
+
+
+# ---- writes through `.data` of shards --------------------------------------------------------------------------------
+
+
+def by_subtraction(params: list[nn.Parameter]) -> None:
+    for param in params:
+        param.data -= 0.1 * param.grad
+
+
+def by_assignment(params: list[nn.Parameter]) -> None:
+    for param in params:
+        param.data = param.data - 0.1 * param.grad
+
+
+def by_decay(params: list[nn.Parameter]) -> None:
+    torch.optim.SGD(params, lr=0.1).step()
+    for param in params:
+        param.data.mul_(0.9)
+
+
+def by_clipping(params: list[nn.Parameter]) -> None:
+    torch.optim.SGD(params, lr=0.1).step()
+    for param in params:
+        param.data.clamp_(-0.05, 0.05)
+
+
+def writes(group: Any, step: Any, stage: int) -> None:
+    """Train, and evaluate with other weights for a while, as moving averages are used."""
+    plain = net()
+    twin = copy.deepcopy(plain)
+    model = ShardLite(plain, group=group, stage=stage)
+    for _ in range(3):
+        for each in (model, twin):
+            each.zero_grad()
+            square(each).backward()
+            step(list(each.parameters()))
+        same_bits("loss", square(model).detach(), square(twin).detach())
+        losses = []
+        for each in (model, twin):
+            kept = [param.data.clone() for param in each.parameters()]
+            for param in each.parameters():
+                param.data.copy_(param.data * 0.5)
+            with torch.no_grad():
+                losses.append(square(each))
+            for param, former in zip(each.parameters(), kept, strict=True):
+                param.data.copy_(former)
+            losses.append(square(each).detach())
+        same_bits("averaged", losses[0], losses[2])
+        same_bits("restored", losses[1], losses[3])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("step", [by_subtraction, by_assignment, by_decay, by_clipping])
+def test_shards_may_be_written_through_data(cluster, step, stage):
+    cluster.check(writes, 2, step, stage)
+
+
+def swaps(group: Any) -> None:
+    model = ShardLite(net(), group=group)
+    shard = next(model.parameters())
+    other = torch.zeros_like(shard)
+    before = shard.detach().clone()
+    with pytest.raises(LayoutError, match="copy into it"):
+        shard.data, other.data = other.data, shard.data
+    with pytest.raises(LayoutError, match="was given data of shape"):
+        shard.data = torch.zeros(7, 7, 7)
+    assert torch.equal(shard.detach(), before)
+
+
+def test_memory_of_shards_cannot_be_exchanged(cluster):
+    cluster.check(swaps, 2)
+
+
+# ---- TorchScript ----------------------------------------------------------------------------------------------------
+
+
+class Scripted(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(self._compiled(Block(), how) for _ in range(3))
+
+    @staticmethod
+    def _compiled(block: nn.Module, how: str) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return torch.jit.script(block) if how == "script" else torch.jit.trace(block, torch.randn(2, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def on_width(model: Any, turn: Turn) -> Tensor:
+    with torch.jit.optimized_execution(False):  # or the second call adds in another order than the first
+        return model(torch.randn(4, WIDTH, generator=turn.generator())).square().mean()
+
+
+def scripted(group: Any, how: str, stage: int) -> None:
+    trained(partial(Scripted, how), on_width, group, stage=stage)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("how", ["script", "trace"])
+def test_torchscript(cluster, how, stage):
+    cluster.check(scripted, 2, how, stage)
+
+
+def attributes(group: Any, stage: int) -> None:
+    plain = net()
+    plain[1].inner.bias._no_weight_decay = True
+    plain[2].inner.weight._optim = {"lr": 0.5}
+    model = ShardLite(plain, group=group, stage=stage)
+    shards = dict(model.named_parameters())
+    assert shards["1.inner.bias"]._no_weight_decay
+    assert shards["2.inner.weight"]._optim == {"lr": 0.5}
+    assert not hasattr(shards["0.inner.bias"], "_no_weight_decay")
+
+
+@pytest.mark.every_stage
+def test_attributes_of_parameters_are_on_shards(cluster, stage):
+    cluster.check(attributes, 2, stage)
+
+
+# ---- what programs for one process do ------------------------------------------------------------------------------
+
+
+class ConfiguresItself(nn.Module):
+    """As nanoGPT: builds its optimizer, from its own parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+    def configure_optimizers(self, kind: Any) -> tuple[torch.optim.Optimizer, int]:
+        params = [p for p in self.parameters() if p.requires_grad]
+        matrices = [p for p in params if p.dim() >= 2]
+        others = [p for p in params if p.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        return kind(groups, lr=0.01), sum(p.numel() for p in matrices)
+
+
+def configures(group: Any, kind: Any, stage: int) -> None:
+    """Body of a rank: accumulate over two micro-batches, by the attribute of `DistributedDataParallel`."""
+    plain = ConfiguresItself()
+    twin = copy.deepcopy(plain)
+    model = ShardLite(plain, group=group, stage=stage)
+    ours, numel = model.configure_optimizers(kind)
+    theirs, all_of_them = twin.configure_optimizers(torch.optim.AdamW)
+    assert numel == all_of_them
+    assert model.numel() == sum(p.numel() for p in twin.parameters())
+    held = {param for each in ours.param_groups for param in each["params"]}
+    assert held == set(model.parameters())
+    for _ in range(3):
+        for micro in range(2):
+            model.require_backward_grad_sync = micro == 1
+            assert model.require_backward_grad_sync == (micro == 1)
+            for each in (model, twin):
+                each(torch.ones(2, WIDTH) * (micro + 1)).square().mean().backward()
+            if micro == 0:
+                assert all(param.grad is None for param in model.parameters())
+        for each in (ours, theirs):
+            each.step()
+            each.zero_grad(set_to_none=True)
+    for name, value in model.full_state_dict().items():
+        torch.testing.assert_close(value, twin.state_dict()[name])
+
+
+@pytest.mark.every_stage
+def test_a_model_may_build_its_optimizer(cluster, stage):
+    cluster.check(configures, 2, torch.optim.AdamW, stage)
+
+
+def configures_ours(group: Any) -> None:
+    model = ShardLite(ConfiguresItself(), group=group)
+    with pytest.raises(ValueError, match=r"build the optimizer from parameters\(\) of the ShardLite model"):
+        model.configure_optimizers(AdamW)
+
+
+def test_ours_is_built_from_shards(cluster):
+    cluster.check(configures_ours, 2)
+
+
+# ---- gradients by way of the module's own parameters ----------------------------------------------------------------
+
+
+class Outer(nn.Module):
+    def __init__(self, model: ShardLite) -> None:
+        super().__init__()
+        self.model = model
+
+
+def by_outer(model: ShardLite) -> None:
+    Outer(model).zero_grad()
+
+
+def by_module(model: ShardLite) -> None:
+    model.module.zero_grad()
+
+
+def to_zero(model: ShardLite) -> None:
+    model.module.zero_grad(set_to_none=False)
+
+
+def by_loop(model: ShardLite) -> None:
+    for param in model.module.parameters():
+        param.grad = None
+
+
+def drops(group: Any, drop: Any, stage: int) -> None:
+    model = ShardLite(net(), group=group, stage=stage)
+    for accumulated in (False, True):
+        with model.no_sync() if accumulated else nullcontext():
+            square(model).backward()
+        assert all(param.grad is not None for param in model.module.parameters())
+        drop(model)
+        square(model).backward()
+        once = [param.grad.clone() for param in model.parameters()]
+        model.zero_grad()
+        assert all(param.grad is None for param in model.module.parameters())
+        square(model).backward()
+        assert all(torch.equal(param.grad, grad) for param, grad in zip(model.parameters(), once, strict=True))
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("drop", [by_outer, by_module, to_zero, by_loop])
+def test_gradients_are_dropped(cluster, drop, stage):
+    cluster.check(drops, 2, drop, stage)
+
+
+def gives_gradients(group: Any, stage: int) -> None:
+    """Nothing steps by the gradient of a parameter of the module itself."""
+    model = ShardLite(net(), group=group, stage=stage)
+    param = next(model.module.parameters())
+    with pytest.raises(LayoutError, match=r"give the gradient to the shard"):
+        param.grad = torch.zeros(WIDTH, WIDTH)
+
+
+@pytest.mark.every_stage
+def test_gradients_belong_to_shards(cluster, stage):
+    cluster.check(gives_gradients, 2, stage)
+
+
+# ---- functions of parameters ----------------------------------------------------------------------------------------
+
+
+def adapted_loss(module: nn.Module, x: Tensor) -> Tensor:
+    """Return the loss after a step on another one (MAML, Finn et al. 2017)."""
+    params = dict(module.named_parameters())
+    inner = torch.func.functional_call(module, params, (x,)).square().mean()
+    grads = torch.autograd.grad(inner, list(params.values()), create_graph=True)
+    fast = {name: param - 0.1 * grad for (name, param), grad in zip(params.items(), grads, strict=True)}
+    return torch.func.functional_call(module, fast, (x.flip(0),)).square().mean()
+
+
+def adapts(group: Any, stage: int) -> None:
+    plain = net()
+    twin = copy.deepcopy(plain)
+    model = ShardLite(plain, group=group, stage=stage)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
+    x = torch.randn(4, WIDTH)
+    for _ in range(3):
+        losses = []
+        for module, optimizer in zip((model.module, twin), optimizers, strict=True):
+            with model.gathered() if stage == 3 and module is model.module else nullcontext():
+                loss = adapted_loss(module, x)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        same_bits("loss", *losses)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_model_may_be_called_with_other_parameters(cluster, stage):
+    cluster.check(adapts, 2, stage)
+
+
+def saves(group: Any, path: str) -> None:
+    """Body of a rank: shards are written and read as plain parameters, whoever has looked at their `.data`."""
+    model = ShardLite(net(), group=group)
+    shards = dict(model.named_parameters())
+    kept = [shard.data for shard in shards.values()]
+    file = f"{path}/{torch.distributed.get_rank()}"
+    torch.save(shards, file)
+    loaded = torch.load(file, weights_only=False)
+    for name, before in zip(shards, kept, strict=True):
+        assert type(loaded[name]) is nn.Parameter
+        assert torch.equal(loaded[name], before)
+
+
+def test_shards_can_be_saved(cluster, tmp_path):
+    cluster.check(saves, 2, str(tmp_path))

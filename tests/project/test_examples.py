@@ -1,0 +1,335 @@
+"""The examples run as they stand there, over two processes, and give what plain data parallel gives, to the bit."""
+
+import copy
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, DistributedSampler
+
+from shardlite.apps.demo.gpt import GPT
+from shardlite.apps.demo.text import draw_batch, read_corpus
+from tests.support.scripts import run_script, torchrun
+from tests.support.sharded import same_bits
+from tests.support.twins import PaddedAdamW, Twin
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+RANKS = 2
+
+Loss = Callable[[nn.Module], Tensor]
+
+
+Run = Callable[..., str]
+"""From a script and its arguments to what it prints on all ranks."""
+
+
+def by_torchrun(script: Path, *arguments: object, warnings: str = "error") -> str:
+    """Start a script as its documentation says."""
+    done = torchrun(script, *arguments, warnings=warnings)
+    assert not re.search("EscapedViewWarning|NonFiniteWarning", done.err), done.err
+    return done.out
+
+
+@pytest.fixture(params=["cluster", pytest.param("torchrun", marks=pytest.mark.slow)])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Run a script on the ranks that are there, and by its launcher."""
+    if request.param == "torchrun":
+        return by_torchrun
+    cluster = request.getfixturevalue("cluster")
+    return lambda script, *arguments: "".join(done.out for done in run_script(cluster, script, *arguments))
+
+
+def needed(package: str) -> Any:
+    """Import what an example is about, or skip the test."""
+    return pytest.importorskip(package, reason=f"needs {package}: `make test-all` installs it", exc_type=ImportError)
+
+
+def printed(name: str, output: str) -> list[str]:
+    return re.findall(rf"\b{name} ([\d.]+)", output)
+
+
+class PlainTraining:
+    """What the example must reproduce: one process that runs the batches of all ranks, with nothing sharded."""
+
+    def __init__(self, module: nn.Module, make_optimizer: Callable[[Mapping[str, nn.Parameter]], Any]) -> None:
+        self.twin = Twin(module, RANKS)
+        self.optimizer = make_optimizer(self.twin.masters)
+
+    def step(self, losses: Callable[[int], Sequence[Loss]]) -> None:
+        """Take a step on the losses of each rank, whose gradients it adds up."""
+
+        def backward(module: nn.Module, rank: int) -> None:
+            for loss in losses(rank):
+                loss(module).backward()
+
+        self.twin.backward(backward)
+        self.twin.clip_grad_norm(1.0)
+        self.optimizer.step()
+        self.twin.zero_grad()
+
+    def assert_same(self, got: Mapping[str, Tensor]) -> None:
+        expected = self.twin.state_dict()
+        for name, value in got.items():
+            same_bits(name, value, expected[name])
+
+
+def adamw(**options: Any) -> Callable[[Mapping[str, nn.Parameter]], PaddedAdamW]:
+    return lambda masters: PaddedAdamW([p for p in masters.values() if p.requires_grad], **options)
+
+
+def mean(losses: Iterable[Tensor]) -> str:
+    """The mean as the examples print it."""
+    collected = [loss.item() for loss in losses]
+    return f"{sum(collected) / len(collected):.4f}"
+
+
+# ---- the loop -------------------------------------------------------------------------------------------------------
+
+
+def test_the_plain_loop_learns_and_goes_on_from_what_it_saved(run, tmp_path):
+    from examples import plain_loop
+
+    output = run(EXAMPLES / "plain_loop.py", "--steps", 2, "--every", 1, "--out", tmp_path / "first")
+    losses = printed("validation", output)
+    assert float(losses[1]) < float(losses[0]) < 5.6  # a model that has not begun has 5.55
+    resumed = ["--steps", 2, "--resume", tmp_path / "first" / "step-1", "--out", tmp_path / "second"]
+    assert printed("validation", run(EXAMPLES / "plain_loop.py", *resumed)) == losses[1:]
+    weights, again = (torch.load(tmp_path / folder / "step-2" / "model.pt") for folder in ("first", "second"))
+    assert weights.keys() == again.keys()
+    for name, value in weights.items():
+        same_bits(name, value, again[name])
+
+    text = read_corpus(None, context=plain_loop.CONFIG.context, limit=1 << 20)
+    torch.manual_seed(0)
+    plain = PlainTraining(GPT(plain_loop.CONFIG), lambda masters: _decayed(plain_loop, masters))
+    schedule = LambdaLR(plain.optimizer, lambda step: min((step + 1) / plain_loop.WARMUP, 1 - step / 3))
+    shape = (plain_loop.BATCH, plain_loop.CONFIG.context)
+    for step in range(2):
+        keys = [(0, step, rank, micro) for rank in range(RANKS) for micro in range(2)]
+        batches = {key[2:]: draw_batch(text.train, shape=shape, key=key) for key in keys}
+        plain.step(lambda rank, b=batches: [lambda m, x=b[rank, i]: m(*x) / 2 for i in range(2)])
+        schedule.step()
+    plain.assert_same(weights)
+
+
+def _decayed(example: Any, masters: Mapping[str, nn.Parameter]) -> PaddedAdamW:
+    matrices = [p for p in masters.values() if p.ndim >= 2]
+    vectors = [p for p in masters.values() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return PaddedAdamW(groups, lr=2e-3, betas=(0.9, 0.95))
+
+
+# ---- Hugging Face ---------------------------------------------------------------------------------------------------
+
+
+def language_model_batches(example: Any, part: str, step: int | None) -> list[Tensor]:
+    """What each rank reads in a step, or when it validates."""
+    text = getattr(read_corpus(None, context=example.CONTEXT, limit=1 << 20), part)
+    keys = [(0, rank) if step is None else (0, rank, step) for rank in range(RANKS)]
+    return [draw_batch(text, shape=(example.BATCH, example.CONTEXT), key=key)[0] for key in keys]
+
+
+def train_plainly(example: Any, module: nn.Module, steps: int, **options: Any) -> PlainTraining:
+    plain = PlainTraining(module.train(), adamw(**options))
+    for step in range(steps):
+        batches = language_model_batches(example, "train", step)
+        plain.step(lambda rank, b=batches: [lambda m: m(input_ids=b[rank], labels=b[rank]).loss])
+    return plain
+
+
+@torch.no_grad()
+def validation(example: Any, module: nn.Module) -> str:
+    batches = language_model_batches(example, "validation", None)
+    return mean(module.eval()(input_ids=x, labels=x).loss for x in batches)
+
+
+@pytest.mark.slow
+def test_gpt2_is_fine_tuned_and_read_by_from_pretrained(tmp_path):
+    transformers = needed("transformers")
+    from examples import finetune_gpt2 as example
+
+    torch.manual_seed(1)
+    base = example.make_model(None, reads=True)
+    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):  # ranks draw dropout for themselves
+        setattr(base.config, name, 0.0)
+    base.save_pretrained(tmp_path / "base")
+    base = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "base")
+    before = validation(example, base)
+
+    options = ["--model", tmp_path / "base", "--steps", 6, "--checkpointing", "--out", tmp_path / "tuned"]
+    output = by_torchrun(EXAMPLES / "finetune_gpt2.py", *options)
+    tuned = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "tuned")
+    assert tuned.lm_head.weight is tuned.transformer.wte.weight
+    assert printed("validation", output) == [validation(example, tuned)]
+    assert float(validation(example, tuned)) < float(before)
+    train_plainly(example, base, 6, lr=1e-3, weight_decay=0.1).assert_same(tuned.state_dict())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft uses an old name
+def test_lora_trains_adapters_only_and_peft_loads_them(tmp_path):
+    peft = needed("peft")
+    from examples import lora as example
+
+    steps = 10
+    output = by_torchrun(
+        EXAMPLES / "lora.py", "--steps", steps, "--out", tmp_path, warnings="error,ignore::FutureWarning"
+    )
+    torch.manual_seed(0)
+    base = example.make_base(None)
+    untouched = copy.deepcopy(base)
+    torch.manual_seed(0)
+    module = peft.get_peft_model(example.make_base(None), example.LORA)
+    before = validation(example, module)
+    whole = sum(p.numel() for p in module.parameters())
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    assert f"{whole:,} parameters, {trained:,} are trained" in output
+
+    loaded = peft.PeftModel.from_pretrained(untouched, tmp_path)
+    assert printed("validation", output) == [validation(example, loaded)]
+    assert float(validation(example, loaded)) < float(before)
+    plain = train_plainly(example, module, steps, lr=5e-3)
+    plain.assert_same(loaded.state_dict())  # adapters and base
+    for name, value in base.state_dict().items():
+        inside = name.replace("_proj.", "_proj.base_layer.")
+        same_bits(name, loaded.get_base_model().state_dict().get(inside, value), value)
+
+    held = dict(re.findall(r"^ *([a-z ]+?)  +([\d.]+) MiB", output, flags=re.MULTILINE))
+    mib = 1 << 20
+    assert float(held["parameters"]) == pytest.approx(4 * whole / RANKS / mib, abs=0.1)
+    assert float(held["gradients"]) == pytest.approx(4 * trained / RANKS / mib, abs=0.1)
+    assert float(held["optimizer state"]) == pytest.approx(8 * trained / RANKS / mib, abs=0.1)
+
+
+# ---- Lightning and Accelerate ---------------------------------------------------------------------------------------
+
+LIGHTNING = """
+import runpy
+import sys
+
+import lightning_fit
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning_strategy import ShardLiteStrategy
+from torch.utils.data import DataLoader
+
+from shardlite.demo.text import read_corpus
+
+
+class Momentum(lightning_fit.Writer):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, foreach=True)
+
+
+def other_uses(stage):
+    text = read_corpus(None, context=64, limit=1 << 20)
+    data = DataLoader(lightning_fit.Windows(text.train, 64), 8)
+    torch.manual_seed(0)
+    module = Momentum()
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    strategy = ShardLiteStrategy(stage=stage)
+    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs=2, **quiet)
+    before = trainer.validate(module, data, verbose=False)[0]["validation"]  # wraps the module
+    trainer.fit(module, data)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, data)  # the same model, a new optimizer
+    after = trainer.validate(module, data, verbose=False)[0]["validation"]
+    assert after < before, (before, after)
+    return trainer.strategy.model.full_state_dict()
+
+
+weights = {stage: other_uses(stage) for stage in (2, 3)}
+for name, value in weights[3].items():
+    assert torch.equal(value, weights[2][name]), name
+end, dist.destroy_process_group = dist.destroy_process_group, lambda: None
+first, second = sys.argv[1:]
+resumed = ["--resume", first + "/last.ckpt", "--out", second]
+for sys.argv[1:] in (["--epochs", "1", "--out", first], ["--epochs", "2", *resumed]):
+    runpy.run_path(lightning_fit.__file__, run_name="__main__")
+end()
+"""
+"""Imports of Lightning take seconds, so one start does all: a few other uses, and the example twice."""
+
+
+@pytest.mark.slow
+def test_lightning_trains_by_its_strategy_and_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
+    needed("lightning")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import lightning_fit as example
+
+    first, second = tmp_path / "first", tmp_path / "second"
+    (tmp_path / "start.py").write_text(LIGHTNING)
+    output = by_torchrun(tmp_path / "start.py", first, second, warnings="default")
+    losses = [float(loss) for loss in printed("validation", output)]
+    assert len(losses) == 2
+    assert losses[-1] < losses[0] < 5.5
+
+    text = read_corpus(None, context=example.CONFIG.context, limit=1 << 20)
+    data = example.Windows(text.train, 640)
+    torch.manual_seed(0)
+    plain = PlainTraining(example.Writer(), adamw(lr=2e-3))
+    schedule = LambdaLR(plain.optimizer, lambda step: min(1.0, (step + 1) / 10))
+    for epoch, folder in enumerate((first, second)):
+        loaders = [_lightning_loader(example, data, rank, epoch) for rank in range(RANKS)]
+        for batches in zip(*(_in_pairs(loader) for loader in loaders), strict=True):
+            plain.step(lambda rank, b=batches: [lambda m, x=x: m.training_step(x) / 2 for x in b[rank]])
+            schedule.step()
+        checkpoint = torch.load(folder / "last.ckpt", weights_only=True)
+        plain.assert_same(checkpoint["state_dict"])
+        assert (folder / "last.ckpt").stat().st_size < 13 * sum(p.numel() for p in plain.twin.masters.values()) + 2**16
+    module = example.Writer()
+    module.load_state_dict(checkpoint["state_dict"])
+
+
+def _lightning_loader(example: Any, data: Any, rank: int, epoch: int) -> DataLoader:
+    sampler = DistributedSampler(data, RANKS, rank, shuffle=True, seed=0)
+    sampler.set_epoch(epoch)
+    return DataLoader(data, example.BATCH, sampler=sampler)
+
+
+def _in_pairs(loader: Iterable[Any]) -> list[tuple[Any, Any]]:
+    batches = list(loader)
+    return list(zip(batches[::2], batches[1::2], strict=True))
+
+
+@pytest.mark.slow
+def test_accelerate_prepares_everything_but_the_model(tmp_path):
+    needed("accelerate")
+    from examples import accelerate_loop as example
+
+    output = by_torchrun(EXAMPLES / "accelerate_loop.py", "--epochs", 2, "--out", tmp_path)
+    first, second = printed("validation", output)
+    assert float(second) < float(first) < 5.5
+
+    text = read_corpus(None, context=example.CONFIG.context, limit=1 << 20)
+    torch.manual_seed(0)
+    plain = PlainTraining(GPT(example.CONFIG), adamw(lr=2e-3))
+    batches = list(DataLoader(example.windows(text.train, 640), example.BATCH))
+    for start in (*range(0, len(batches), 4),) * 2:
+        plain.step(lambda rank, s=start: [lambda m, x=x: m(*x) / 2 for x in batches[s + rank : s + 4 : 2]])
+    plain.assert_same(torch.load(tmp_path / "model.pt"))
+
+
+# ---- documentation --------------------------------------------------------------------------------------------------
+
+
+def test_the_list_of_examples_is_complete_and_its_commands_exist():
+    text = (EXAMPLES / "README.md").read_text()
+    scripts = {path.name for path in EXAMPLES.glob("*.py")}
+    links = re.findall(r"\]\(([^)#]+)\)", text)
+    assert all((EXAMPLES / link).exists() for link in links)
+    assert scripts <= set(links)
+    documented = text + "".join((EXAMPLES / script).read_text() for script in scripts)
+    start = r"(?:torchrun --nproc-per-node 2|python) examples/"
+    commands = re.findall(start + r"(\w+\.py)((?: --?\S+(?: [^-\s]\S*)?)*)", documented)
+    assert {script for script, _ in commands} == scripts - {"lightning_strategy.py", "largest_systems.py"}
+    for script, options in commands:
+        for option in re.findall(r"--[a-z]+", options):
+            assert f'"{option}"' in (EXAMPLES / script).read_text(), (script, option)

@@ -1,0 +1,56 @@
+"""What the README shows must run as it stands there."""
+
+import re
+
+import pytest
+
+from bench.table import RESULTS, read_rows, render
+from shardlite.apps.cli import main
+from tests.support.markdown import ROOT, assert_links_lead_somewhere, blocks
+from tests.support.scripts import run_script, torchrun
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = blocks(README, "python")
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_python_blocks_run_on_two_ranks(cluster, tmp_path, block):
+    script = tmp_path / "train.py"
+    script.write_text(block)
+    run_script(cluster, script)
+
+
+@pytest.mark.slow
+def test_the_first_block_runs_as_it_says(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(BLOCKS[0])
+    torchrun(script, folder=tmp_path)
+
+
+def test_there_are_python_blocks():
+    assert len(BLOCKS) == 3
+
+
+def test_make_targets_exist():
+    named = set(re.findall(r"\bmake ([a-z-]+)", README))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    assert named
+    assert named <= targets
+
+
+@pytest.mark.parametrize("command", sorted(set(re.findall(r"`shardlite ([a-z]+)", README))))
+def test_commands_exist(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    assert stopped.value.code == 0
+    assert "--ranks" in capsys.readouterr().out
+
+
+def test_links_lead_somewhere():
+    assert_links_lead_somewhere(ROOT / "README.md")
+
+
+def test_the_tables_are_made_from_the_rows():
+    shown = re.search(r"<!-- rows: .*? -->\n(.*?)<!-- end of rows -->", README, flags=re.DOTALL)
+    assert shown is not None
+    assert shown.group(1).strip() == render(read_rows(RESULTS.glob("step-*.jsonl"))).strip()

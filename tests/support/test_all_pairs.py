@@ -1,0 +1,24 @@
+"""`all_pairs`: what of a product of parameters is not slow."""
+
+from itertools import combinations, product
+
+from tests.support.all_pairs import all_pairs
+
+FACTORS = ("whole", "split"), ("fp32", "bf16", "int8"), (False, True), (1, 3, 4)
+
+
+def test_each_two_values_meet_in_a_case_that_is_not_slow():
+    cases = all_pairs(*FACTORS)
+    assert sorted(map(str, (case.values for case in cases))) == sorted(map(str, product(*FACTORS)))
+    fast = [case.values for case in cases if not case.marks]
+    assert len(fast) == 9
+    for (i, one), (j, other) in combinations(enumerate(FACTORS), 2):
+        assert {(values[i], values[j]) for values in fast} == set(product(one, other))
+
+
+def test_of_two_factors_nothing_is_slow():
+    assert not any(case.marks for case in all_pairs(*FACTORS[:2]))
+
+
+def test_ids_name_the_values():
+    assert all_pairs([("whole", "int8")], [False], [3])[0].id == "whole-int8-False-3"

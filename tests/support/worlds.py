@@ -1,0 +1,92 @@
+"""Every kind of transport, for bodies that see only a transport: `run(kind, cluster, body, world_size, *args)`.
+
+threads   in-process ranks, message by message
+steps     in-process ranks, a ring step at a time
+gloo      processes, message by message
+shared    processes, messages that stay where they are
+staged    processes, each message copied through host memory
+batches   processes, a ring step in one batch: the code that drives NCCL, over gloo
+symmetric in-process ranks whose symmetric memory is played: the code for CUDA tensors, by its algorithm `direct`
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from shardlite.comm.shm.rendezvous import meet
+from shardlite.comm.shm.transport import SharedMemoryTransport
+from shardlite.comm.transport.base import Around, Message, Pending, Transport
+from shardlite.comm.transport.process_group import GroupTransport, NcclTransport, StagedTransport
+from tests.support.cluster import GLOO_TIMEOUT, Cluster, run_local
+from tests.support.played_symmetric import run_played
+
+IN_PROCESS = ("threads", "steps")
+PLAYED = ("symmetric",)
+
+
+class Batched(Around):
+    """`transport` as one that takes nothing but batches; `steps` keeps their messages."""
+
+    def __init__(self, transport: Transport) -> None:
+        super().__init__(transport)
+        self.batched = True
+        self.steps: list[list[Message]] = []
+
+    def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
+        raise AssertionError("a single message may wait for its peer for good")
+
+    def irecv(self, tensor: Tensor, peer: int, tag: int) -> Pending:
+        raise AssertionError("a single message may wait for its peer for good")
+
+    def exchange(self, messages: Sequence[Message], tag: int) -> Pending:
+        self.steps.append(list(messages))
+        return self._transport.exchange(messages, tag)
+
+
+class By:
+    """A body that sees its transport with another algorithm."""
+
+    def __init__(self, algorithm: str, node: int, body: Callable[..., Any]) -> None:
+        self.algorithm, self.node, self.body = algorithm, node, body
+
+    def __call__(self, transport: Transport, *args: Any) -> Any:
+        around = Around(transport)
+        around.algorithm, around.node = self.algorithm, self.node
+        return self.body(around, *args)
+
+
+def run(
+    kind: str,
+    cluster: Cluster,
+    body: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    algorithm: str | None = None,
+    node: int = 1,
+) -> list[Any]:
+    """Run `body(transport, *args)` on each rank of a world of that kind, and return the results by rank."""
+    if algorithm is not None:
+        body = By(algorithm, node, body)
+    if kind == "threads":
+        return run_local(body, world_size, *args)
+    if kind == "steps":
+        return run_local(lambda transport, *given: body(Batched(transport), *given), world_size, *args)
+    if kind in PLAYED:
+        return run_played(body, world_size, *args)
+    return cluster.run(_on_process, world_size, kind, body, args)
+
+
+def _on_process(group: Any, kind: str, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    match kind:
+        case "gloo":
+            return body(GroupTransport(group, GLOO_TIMEOUT), *args)
+        case "shared":
+            neighbours = meet(group).neighbours
+            assert neighbours is not None, meet(group).why_not
+            return body(SharedMemoryTransport(neighbours, GLOO_TIMEOUT), *args)
+        case "staged":
+            return body(StagedTransport(group, GLOO_TIMEOUT), *args)
+        case "batches":
+            return body(NcclTransport(group), *args)
+    raise AssertionError(kind)

@@ -1,0 +1,141 @@
+"""`traffic()` and `memory()`: exact, against what the transport was given and what tensors there are."""
+
+import gc
+
+import pytest
+import shardlite.shared
+import torch
+from torch import Tensor, nn
+
+from shardlite import AdamW, Precision, ShardLite
+from shardlite.comm.traffic import Counted, Tally
+from shardlite.params.layout import ARENA_ALIGN, round_up
+from tests.support.new_objects import looking_at_new_objects
+
+WIDTH = 128
+UNITS = 6
+BLOCK = sum(-(-numel // 32) * 32 for numel in (WIDTH * WIDTH, WIDTH))
+"""Padded elements of one block; a multiple of 128, so that no shard of 2 or 4 ranks is padded further."""
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(UNITS)])
+
+
+def step(model: ShardLite, optimizer: AdamW) -> None:
+    model(torch.ones(2, WIDTH)).pow(2).sum().backward()
+    model.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def totals(model: ShardLite) -> tuple[int, int]:
+    sent = [each for purposes in model.traffic().values() for each in purposes.values()]
+    return sum(each.messages for each in sent), sum(each.nbytes for each in sent)
+
+
+def traffic_body(group, stage, precision):
+    """Return what one step sent, by unit and purpose, once everything agrees with the transport."""
+    tally = Tally()
+    connect, connect_hosts = shardlite.comm.context.connect, shardlite.comm.context.connect_hosts
+    shardlite.comm.context.connect = lambda *args, **options: Counted(connect(*args, **options), tally)
+    shardlite.comm.context.connect_hosts = lambda *args, **options: Counted(connect_hosts(*args, **options), tally)
+    try:
+        model = ShardLite(net(), stage=stage, group=group, precision=precision)
+        optimizer = AdamW(model.parameters())
+        for _ in range(2):
+            step(model, optimizer)
+        before = model.traffic()
+        step(model, optimizer)
+        after = model.traffic()
+        model.full_state_dict()
+        assert totals(model) == (tally.messages, tally.nbytes)
+    finally:
+        shardlite.comm.context.connect, shardlite.comm.context.connect_hosts = connect, connect_hosts
+    sent = {}
+    for unit, purposes in after.items():
+        for purpose, each in purposes.items():
+            earlier = before[unit][purpose]
+            sent[unit, purpose] = each.calls - earlier.calls, each.nbytes - earlier.nbytes
+    return sent
+
+
+def by_stage(*world_sizes: int) -> pytest.MarkDecorator:
+    """Run all stages at two ranks, the last at four: at two, the part of a rank is as large as all other parts."""
+    cases = [(ranks, stage) for ranks in world_sizes for stage in range(4)]
+    fast = [case for case in cases if case[0] == 2 or case == (4, 3)]
+    slow = [pytest.param(*case, marks=pytest.mark.slow) for case in cases if case not in fast]
+    return pytest.mark.parametrize(("world_size", "stage"), [*fast, *slow])
+
+
+@by_stage(2, 4)
+@pytest.mark.parametrize("compute", [None, torch.bfloat16])
+def test_traffic_is_exact_and_as_zero_has_it(cluster, world_size, stage, compute):
+    """Per step and rank: `(W-1)/W` of the padded bytes for each time that a unit goes round."""
+    weight = 4 if compute is None else 2
+    share = BLOCK * (world_size - 1) // world_size
+    for sent in cluster.run(traffic_body, world_size, stage, Precision(compute=compute)):
+        for i in range(UNITS):
+            rounds = 2 if stage == 0 else 1  # an all-reduce is a reduce-scatter and an all-gather
+            assert sent[str(i), "reduce"] == (1, rounds * share * 4)
+            # At stage 3 the last blocks are still there when the backward comes, and the first needs no weight in it.
+            expected = {0: 0, 1: 1, 2: 1, 3: 1 if i in (0, UNITS - 2, UNITS - 1) else 2}[stage]
+            assert sent.get((str(i), "gather"), (0, 0)) == (expected, expected * share * weight)
+        assert sent["(no unit)", "census"][0] == 1
+        assert sent["(no unit)", "norm"][0] == 1  # at every stage a rank knows the squares of its own part only
+        # Some numbers, whole to each other rank at once.
+        assert sum(nbytes for (unit, _), (_, nbytes) in sent.items() if unit == "(no unit)") < 100 * world_size
+
+
+def unclipped_step(model: ShardLite, optimizer: AdamW) -> None:
+    model(torch.ones(2, WIDTH)).pow(2).sum().backward()
+    optimizer.step()
+
+
+def living() -> int:
+    """Return the bytes of all tensors that the garbage collector looks at, each storage once."""
+    while gc.collect():  # what finalisers let go is found by the next collection
+        pass
+    storages = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), Tensor):
+            for tensor in (thing, *([thing.grad] if thing.is_leaf and thing.grad is not None else [])):
+                storage = tensor.untyped_storage()
+                storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+NOT_OF_ONE_MODEL = ("mailboxes", "idle shared memory", "chunks of a step", "messages")
+
+
+def memory_body(group, stage):
+    with looking_at_new_objects():
+        model = ShardLite(net(), stage=stage, group=group, prefetch=0)
+        optimizer = AdamW(model.parameters())
+        unclipped_step(model, optimizer)
+        memory = model.memory()
+        counted = sum(held.now for purpose, held in memory.items() if purpose not in NOT_OF_ONE_MODEL)
+        small = 8 * 4096  # placeholders, version counts, flags
+        assert counted <= (there := living()) <= counted + small, (counted, there)
+    optimizer.zero_grad()
+    assert model.memory()["gradients"].now == 0
+    assert model.memory()["gradients"].peak == memory["gradients"].now
+    model.ledger.reset_peak()
+    assert model.memory()["gradients"].peak == 0
+    return {purpose: held.now for purpose, held in memory.items()}
+
+
+@by_stage(1, 2, 4)
+def test_memory_is_what_there_is_and_as_zero_has_it(cluster, world_size, stage):
+    full = round_up(UNITS * BLOCK, ARENA_ALIGN) * 4
+    shard = round_up(UNITS * BLOCK // world_size, ARENA_ALIGN) * 4
+    own = UNITS * BLOCK // world_size * 4
+    counts = 2 * UNITS * 4  # the step count of each parameter
+    for held in cluster.run(memory_body, world_size, stage):
+        assert held["parameters"] == (shard if stage == 3 else full)
+        assert held["gradients"] == (own if stage >= 2 else own * world_size)
+        stepped = own if stage >= 1 else own * world_size
+        assert held["optimizer state"] == 2 * stepped + counts
+        assert held.get("gradient buckets", 0) == 0
+        assert held.get("gather buffers", 0) == 0

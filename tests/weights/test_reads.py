@@ -1,0 +1,236 @@
+"""Weights that are read outside of the modules that own them, as programs of strangers do it: the bits of the twin."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.parametrizations import weight_norm
+
+from tests.support.residual import WIDTH, Block
+from tests.support.sharded import Pair, Turn, trained
+
+WORDS = 200
+UNITS = (Block, nn.Embedding, nn.Linear)
+"""Every layer that a parent reads is a unit of its own."""
+
+
+class Trunk(nn.Module):
+    """What comes before the part that a test is about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def body(self, words: Tensor) -> Tensor:
+        x = self.table(words)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.body(words)
+
+
+class AttentionPool(Trunk):
+    """CLIP's: `multi_head_attention_forward` is given the weights of children that are never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.body(words).transpose(0, 1)
+        pooled, _ = functional.multi_head_attention_forward(
+            *(x.mean(0, keepdim=True), x, x, WIDTH, 4, None),
+            torch.cat([self.query.bias, self.key.bias, self.value.bias]),
+            *(None, None, False, 0.0, self.out.weight, self.out.bias),
+            use_separate_proj_weight=True,
+            q_proj_weight=self.query.weight,
+            k_proj_weight=self.key.weight,
+            v_proj_weight=self.value.weight,
+        )
+        return pooled
+
+
+class WeightNormedHead(Trunk):
+    """The weight of the head is computed from two parameters when its parent reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = weight_norm(nn.Linear(WIDTH, WORDS, bias=False))
+
+    def forward(self, words: Tensor) -> Tensor:
+        return functional.linear(self.body(words), self.head.weight)
+
+
+class Lists(Trunk):
+    """A ParameterList, and a list of layers whose weights are stacked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.randn(WIDTH) for _ in range(3))
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, 5) for _ in range(3))
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.body(words)
+        for scale in self.scales:
+            x = x * scale
+        return torch.einsum("bsi,hoi->bsho", x, torch.stack([head.weight for head in self.heads]))
+
+
+class Prompts(Trunk):
+    """Learned vectors stand before rows of the embedding, which is not called but read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.learned = nn.Parameter(torch.randn(2, WIDTH))
+
+    def forward(self, words: Tensor) -> Tensor:
+        rows = self.table.weight[words]
+        x = torch.cat([self.learned.expand(len(words), -1, -1), rows], 1)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Orthogonal(Trunk):
+    """AdaLoRA's: an outer forward adds a penalty on weights of inner layers, found by name."""
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.body(words)
+        penalties = [
+            (p @ p.T - torch.eye(len(p))).norm() for name, p in self.named_parameters() if "inner.weight" in name
+        ]
+        return x + 0.1 * torch.stack(penalties).mean()
+
+
+class Prototypes(Trunk):
+    """A weight outside all blocks, normalised in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prototypes = nn.Linear(WIDTH, 30, bias=False)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return functional.linear(functional.normalize(self.body(words)), functional.normalize(self.prototypes.weight))
+
+
+class _Kept(torch.autograd.Function):
+    """Keeps a weight as an attribute of its context."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.x, ctx.weight = x, weight
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad @ ctx.weight, grad.flatten(0, 1).T @ ctx.x.flatten(0, 1)
+
+
+class KeepsAnAttribute(Trunk):
+    """A custom function with the weight of a layer that is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return _Kept.apply(self.body(words), self.head.weight)
+
+
+class TensorHook(Trunk):
+    """A hook on an activation reads the weight of a block that backward has yet to come to, and of the table."""
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.body(words)
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad * (1 + self.blocks[0].inner.weight.mean() + self.table.weight.mean()))
+        return x
+
+
+class BackwardHook(Trunk):
+    """Hooks for a module's backward read the weights of the module, and of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block, other = self.blocks
+        block.register_full_backward_hook(lambda m, into, out: tuple(g * (1 + m.inner.weight.mean()) for g in into))
+        other.register_full_backward_pre_hook(lambda m, out: tuple(g * (1 + block.inner.weight.mean()) for g in out))
+
+
+def on_words(model: Any, turn: Turn) -> Tensor:
+    words = torch.randint(WORDS, (4, 3), generator=turn.generator())
+    return model(words).logsumexp(-1).mean()
+
+
+MODELS = (
+    *(AttentionPool, WeightNormedHead, Lists, Prompts, Orthogonal, Prototypes, KeepsAnAttribute, TensorHook),
+    BackwardHook,
+)
+
+
+def follows(group: Any, make: Any, stage: int) -> None:
+    trained(make, on_words, group, stage=stage, units=UNITS)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("make", MODELS)
+def test_programs_that_read_weights(cluster, make, stage):
+    cluster.check(follows, 2, make, stage)
+
+
+# ---- hooks that are registered after wrapping ------------------------------------------------------------------------
+
+
+def before_block(module: Trunk) -> None:
+    module.blocks[1].register_forward_pre_hook(lambda m, args: (args[0] * m.inner.weight.mean(),))
+
+
+def after_block(module: Trunk) -> None:
+    module.blocks[0].register_forward_hook(lambda m, args, out: out * m.inner.weight.mean())
+
+
+def before_all(module: Trunk) -> None:
+    module.register_forward_pre_hook(lambda m, args: (args[0] + int(m.blocks[0].inner.weight.mean() > 9),))
+
+
+def after_all(module: Trunk) -> None:
+    module.register_forward_hook(lambda m, args, out: out * m.blocks[0].inner.weight.mean() + m.table.weight[0])
+
+
+HOOKS = (before_block, after_block, before_all, after_all)
+
+
+def hooked(group: Any, register: Callable[[Trunk], None], stage: int) -> None:
+    pair = Pair(Trunk, group, stage=stage, units=UNITS)
+    for each in (pair.model, pair.twin):
+        register(each.module)
+    for _ in range(3):
+        pair.step(on_words)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("register", HOOKS)
+def test_hooks_registered_after_wrapping(cluster, register, stage):
+    cluster.check(hooked, 2, register, stage)
+
+
+def hooked_around(group: Any, stage: int) -> None:
+    """Hooks of the wrapper itself run around its forward."""
+    pair = Pair(Trunk, group, stage=stage, units=UNITS)
+    for each in (pair.model, pair.twin.module):
+        trunk = pair.model.module if each is pair.model else each
+        each.register_forward_hook(lambda _, args, out, m=trunk: out * m.blocks[0].inner.weight.mean())
+        each.register_forward_pre_hook(lambda _, args, m=trunk: (args[0] + int(m.table.weight.mean() > 9),))
+    for _ in range(3):
+        pair.step(on_words)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_hooks_of_the_wrapper(cluster, stage):
+    cluster.check(hooked_around, 2, stage)

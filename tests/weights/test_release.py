@@ -1,0 +1,328 @@
+"""When a unit is released: after the last use of its weights, whatever is frozen, recomputed, shared or unused.
+
+Every rank computes the same here, so the mean of the gradients is the gradient of one plain copy, to the bit. Without
+prefetching, the number of buffers at once shows whether units are released in time.
+"""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardlite import ShardLite
+from tests.support.sharded import assert_gradients_equal, compare, gathers, most_buffers
+
+DEPTH = 6
+WIDTH = 24
+
+
+class Block(nn.Module):
+    """Residual, two matrices; with `rank`, the second is frozen and has a trainable low-rank addition (LoRA)."""
+
+    def __init__(self, rank: int = 0, unused: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        if rank:
+            self.requires_grad_(False)
+            self.a = nn.Linear(2 * WIDTH, rank, bias=False)
+            self.b = nn.Linear(rank, WIDTH, bias=False)
+        if unused:
+            self.spare = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.up(self.norm(x)))
+        low_rank = self.b(self.a(h)) if hasattr(self, "a") else 0
+        return x + self.down(h) + low_rank
+
+
+class Deep(nn.Module):
+    """Blocks in a row; `span` of them are checkpointed together."""
+
+    def __init__(self, blocks: list[Block], *, span: int = 0, reentrant: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.span = span
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.span:
+            return self._run(x, 0, len(self.blocks))
+        for start in range(0, len(self.blocks), self.span):
+            stop = start + self.span
+            x = checkpoint(self._run, x, start, stop, use_reentrant=self.reentrant)
+        return x
+
+    def _run(self, x: Tensor, start: int, stop: int) -> Tensor:
+        for block in self.blocks[start:stop]:
+            x = block(x)
+        return x
+
+
+def blocks(count: int = DEPTH, **options: object) -> list[Block]:
+    return [Block(**options) for _ in range(count)]
+
+
+def batch() -> Tensor:
+    # Reentrant checkpointing needs an input that requires a gradient.
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def square(model: nn.Module) -> Tensor:
+    return model(batch()).square().mean()
+
+
+def lora_body(group, span, reentrant):
+    model, _ = compare(Deep(blocks(rank=2), span=span, reentrant=reentrant), square, group, prefetch=0)
+    return most_buffers(model), gathers(model)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("span", [1, 2])
+def test_lora_under_checkpointing_is_exact_and_holds_a_span(cluster, span, reentrant):
+    """Trainable gradients are complete before the frozen weights were last used."""
+    for buffers, _ in cluster.run(lora_body, 2, span, reentrant):
+        assert buffers == span
+
+
+def test_lora_alone_needs_one_buffer_and_two_gathers(cluster):
+    for buffers, counts in cluster.run(lora_body, 2, 0, False):
+        assert buffers == 1
+        assert counts == {f"blocks.{i}": 2 for i in range(DEPTH - 1)} | {f"blocks.{DEPTH - 1}": 1}
+
+
+def frozen_tail_body(group):
+    deep = Deep(blocks())
+    for block in deep.blocks[1:]:
+        block.requires_grad_(False)
+    model, _ = compare(deep, square, group, prefetch=0)
+    return most_buffers(model), [event for event in model.trace.take() if event.startswith("reduce")]
+
+
+def test_frozen_blocks_after_a_trainable_one_are_released(cluster):
+    for buffers, reductions in cluster.run(frozen_tail_body, 2):
+        assert buffers == 1
+        assert reductions == ["reduce blocks.0"]
+
+
+def unused_body(group):
+    model, _ = compare(Deep(blocks(unused=True)), square, group, prefetch=0)
+    return most_buffers(model), [event.split()[1] for event in model.trace.take() if event.startswith("reduce")]
+
+
+def test_an_unused_parameter_does_not_hold_its_unit(cluster):
+    for buffers, reductions in cluster.run(unused_body, 2):
+        assert buffers == 1
+        assert reductions == [f"blocks.{i}" for i in reversed(range(DEPTH))]  # at the end, in the fixed order
+
+
+def preference_loss(model: nn.Module) -> Tensor:
+    """Two forwards, one backward (DPO)."""
+    return nn.functional.logsigmoid(model(batch()).sum() - model(2 * batch()).sum())
+
+
+def two_forwards_body(group):
+    model, _ = compare(Deep(blocks()), preference_loss, group, prefetch=0)
+    return most_buffers(model), gathers(model)
+
+
+def test_two_forwards_and_one_backward_need_one_buffer(cluster):
+    for buffers, counts in cluster.run(two_forwards_body, 2):
+        assert buffers == 1
+        assert all(count <= 4 for count in counts.values())
+
+
+def span_body(group, span, reentrant):
+    model, _ = compare(Deep(blocks(), span=span, reentrant=reentrant), square, group, prefetch=0)
+    return most_buffers(model)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("span", [1, 2, 3])
+def test_checkpointing_over_a_span_holds_that_many_units(cluster, span, reentrant):
+    assert cluster.run(span_body, 2, span, reentrant) == [span, span]
+
+
+def double_backward_body(group):
+    """A gradient penalty: the graph of the first backward holds handles, and is walked again."""
+    deep = Deep(blocks(3))
+
+    def penalised(model: nn.Module) -> Tensor:
+        x = batch()
+        loss = model(x).square().mean()
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + slope.square().sum()
+
+    model, _ = compare(deep, penalised, group, prefetch=0)
+    phases = {unit.name: unit.holds for unit in model._units}
+    return most_buffers(model), phases
+
+
+def test_double_backward_is_exact_and_leaves_nothing_held(cluster):
+    for buffers, users in cluster.run(double_backward_body, 2):
+        assert buffers <= 3
+        assert set(users.values()) == {0}
+
+
+def deep_body(group, depth, prefetch):
+    model, twin = compare(Deep(blocks(depth)), square, group, prefetch=prefetch)
+    for _ in range(2):
+        model.zero_grad()
+        twin.zero_grad()
+        square(twin).backward()
+        square(model).backward()
+        assert_gradients_equal(model, twin)
+    return most_buffers(model)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_a_model_of_any_depth_runs_through_few_buffers(cluster, prefetch):
+    assert cluster.run(deep_body, 2, 20, prefetch) == [1 + prefetch] * 2
+
+
+def twice_under_reentrant_body(group):
+    """A block is called twice, each time checkpointed: its gradients are complete twice in one backward."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(blocks(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in [*self.blocks, *self.blocks]:
+                x = checkpoint(block, x, use_reentrant=True)
+            return x
+
+    model, _ = compare(Twice(), square, group)
+    return [event for event in model.trace.take() if event.startswith("reduce")]
+
+
+def test_a_block_twice_under_reentrant_checkpointing_is_reduced_once(cluster):
+    for reductions in cluster.run(twice_under_reentrant_body, 2):
+        assert sorted(reductions) == ["reduce blocks.0", "reduce blocks.1"]
+
+
+def two_losses_body(group):
+    """Two forwards, two backwards, and a block that each calls twice under reentrant checkpointing."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(blocks(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.blocks[0](x)
+            for block in [*self.blocks, self.blocks[1]]:
+                x = checkpoint(block, x, use_reentrant=True)
+            return x
+
+    plain = Twice()
+    twin = copy.deepcopy(plain)
+    model = ShardLite(plain, group=group)
+    for _ in range(2):
+        losses = [(square(model), square(twin)) for _ in range(2)]
+        for ours, theirs in losses:
+            ours.backward()
+            theirs.backward()
+            assert_gradients_equal(model, twin)
+            model.zero_grad()
+            twin.zero_grad()
+
+
+def test_two_losses_of_blocks_called_twice_under_reentrant_checkpointing(cluster):
+    cluster.check(two_losses_body, 2)
+
+
+def nested_reentrant_body(group):
+    """Reentrant inside reentrant: three levels of backward."""
+    warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # the inner one's first forward has none
+
+    class Nested(Deep):
+        def forward(self, x: Tensor) -> Tensor:
+            def inner(x: Tensor) -> Tensor:
+                return checkpoint(self._run, x, 1, 3, use_reentrant=True)
+
+            def outer(x: Tensor) -> Tensor:
+                return inner(self._run(x, 0, 1))
+
+            return self._run(checkpoint(outer, x, use_reentrant=True), 3, 4)
+
+    model, _ = compare(Nested(blocks(4)), square, group)
+    return [event for event in model.trace.take() if event.startswith("reduce")]
+
+
+def test_nested_reentrant_backwards_reduce_each_unit_once(cluster):
+    for reductions in cluster.run(nested_reentrant_body, 2):
+        assert sorted(reductions) == [f"reduce blocks.{i}" for i in range(4)]
+
+
+def grad_of_inputs_body(group):
+    model = ShardLite(Deep(blocks(3)), group=group)
+    twin_input, x = batch(), batch()
+    twin = Deep(blocks(3))
+    twin.load_state_dict(model.full_state_dict())
+    model.trace.take()
+    (expected,) = torch.autograd.grad(twin(twin_input).square().mean(), twin_input)
+    (got,) = torch.autograd.grad(model(x).square().mean(), x)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    assert all(shard.grad is None for shard in model.parameters())
+    return [e for e in model.trace.take() if e.startswith("reduce")], [unit.holds for unit in model._units]
+
+
+def test_gradients_of_inputs_alone_reduce_nothing(cluster):
+    for reductions, users in cluster.run(grad_of_inputs_body, 2):
+        assert reductions == []
+        assert set(users) == {0}
+
+
+def died_body(group):
+    """A backward dies of an exception on every rank; the next step is right."""
+
+    class Bomb(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ArithmeticError("on purpose")
+
+    deep = Deep(blocks(4))
+    twin = Deep(blocks(4))
+    twin.load_state_dict(deep.state_dict())
+    model = ShardLite(deep, group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = batch()
+    half = model.module._run(x, 0, 2)
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        model.module._run(Bomb.apply(half), 2, 4).sum().backward()
+    with pytest.raises(RuntimeError, match="ended in an exception"):
+        optimizer.step()
+    model.zero_grad()
+    square(twin).backward()
+    square(model).backward()
+    assert_gradients_equal(model, twin)
+    optimizer.step()
+    return [unit.holds for unit in model._units]
+
+
+def test_a_backward_that_died_is_repaired_by_the_next_forward(cluster):
+    for users in cluster.run(died_body, 2):
+        assert set(users) == {0}
+
+
+def hooks_after_double_backward_body(group):
+    model = ShardLite(Deep(blocks(2)), group=group)
+    x = batch()
+    (slope,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
+    left = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    slope.square().sum().backward()
+    return left is None and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_double_backward_leaves_no_hooks_behind(cluster):
+    assert cluster.run(hooks_after_double_backward_body, 2) == [True, True]

@@ -1,0 +1,248 @@
+"""Saved-tensor hooks: entered around everything that uses a weight, and nobody else's loss.
+
+Every rank computes the same here, so the mean of the gradients is the gradient of one plain copy, to the bit.
+"""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from shardlite import AdamW, ShardLite
+from tests.support.sharded import assert_gradients_equal, compare
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(self.norm(x)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def generate(self, x: Tensor) -> Tensor:
+        """Not `forward`: calls the inner modules itself, as text generation does."""
+        return self.head(self.blocks[1](self.first(x)))
+
+
+def batch() -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def direct_body(group):
+    compare(Net(), lambda m: inner(m).blocks[1](batch()).square().mean(), group)
+    compare(Net(), lambda m: inner(m).generate(batch()).square().mean(), group)
+    compare(Net(), lambda m: inner(m).first(batch()).square().mean(), group)
+
+
+def inner(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, ShardLite) else model
+
+
+def test_blocks_methods_and_layers_can_be_called_directly(cluster):
+    cluster.check(direct_body, 2)
+
+
+def outside_body(group):
+    """A loss on a weight that was gathered by hand, used outside any forward."""
+
+    def loss(model: nn.Module) -> Tensor:
+        if not isinstance(model, ShardLite):
+            return model(batch()).square().mean() + (model.head.weight @ model.head.weight.T).square().mean()
+        out = model(batch()).square().mean()
+        with model.gathered("head.weight"):
+            return out + (model.module.head.weight @ model.module.head.weight.T).square().mean()
+
+    compare(Net(), loss, group)
+
+
+def test_a_loss_on_a_weight_gathered_by_hand(cluster):
+    cluster.check(outside_body, 2)
+
+
+def offload_outside_body(group):
+    counts = []
+
+    def loss(model: nn.Module) -> Tensor:
+        seen = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            seen.append(tensor)
+            return tensor.clone()
+
+        with saved_tensors_hooks(pack, lambda packed: packed):
+            value = model(batch()).square().mean()
+        counts.append(len(seen))
+        return value
+
+    compare(Net(), loss, group)
+    weights = 2 + 3 * 3  # the first layer and the head save a weight, a block a weight and its norm's two parameters
+    return counts, weights
+
+
+def test_hooks_of_the_user_around_the_model_see_everything_but_weights(cluster):
+    for counts, weights in cluster.run(offload_outside_body, 2):
+        plain, ours = counts
+        assert ours == plain - weights
+
+
+def inside_unit_body(group):
+    """Hooks entered inside a block, around its layers: ours are innermost again at each layer."""
+    copies: list[Tensor] = []
+
+    class Offloads(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            def pack(tensor: Tensor) -> Tensor:
+                copies.append(tensor)
+                return tensor.clone()
+
+            with saved_tensors_hooks(pack, lambda packed: packed):
+                return super().forward(x)
+
+    class Outer(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Offloads() for _ in range(3))
+
+    def loss(model: nn.Module) -> Tensor:
+        copies.clear()
+        return model(batch()).square().mean()
+
+    compare(Outer(), loss, group)  # runs the plain model first
+    return [tuple(tensor.shape) for tensor in copies]
+
+
+def test_hooks_inside_a_block_do_not_get_the_weights(cluster):
+    for shapes in cluster.run(inside_unit_body, 2):
+        assert (3, WIDTH) in shapes
+        assert (WIDTH, WIDTH) not in shapes
+
+
+class InPlace(nn.Module):
+    """Modifies a tensor that sigmoid has saved for its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        s = self.blocks[0](x).sigmoid()
+        s.mul_(2.0)
+        return self.blocks[1](s)
+
+
+def in_place_body(group, stage):
+    model = ShardLite(InPlace(), group=group, stage=stage)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(batch()).sum().backward()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_in_place_changes_of_saved_activations_are_errors(cluster, stage):
+    cluster.check(in_place_body, 2, stage)
+
+
+def leak_body(group):
+    """Activations die with the graph, without the garbage collector: packing makes no cycles."""
+    model = ShardLite(Net(), group=group)
+    gc.collect()
+    gc.disable()
+    try:
+        x = batch().exp()
+        storage = weakref.ref(x.untyped_storage())
+        out = model(x)
+        del x
+        held = storage() is not None
+        del out
+        return held, storage() is None
+    finally:
+        gc.enable()
+
+
+def test_saved_activations_do_not_leak(cluster):
+    assert cluster.run(leak_body, 2) == [(True, True)] * 2
+
+
+def step_between_body(group, stage):
+    net = Net()
+    model = ShardLite(net, group=group, stage=stage)
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    model(batch()).sum().backward()
+    loss = model(batch()).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    model.zero_grad()
+    twin = Net()
+    twin.load_state_dict(model.full_state_dict())
+    twin(batch()).sum().backward()
+    model(batch()).sum().backward()
+    assert_gradients_equal(model, twin)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_between_forward_and_backward_is_an_error(cluster, stage):
+    cluster.check(step_between_body, 2, stage)
+
+
+def retain_body(group):
+    net = Net()
+    twin = copy.deepcopy(net)
+    model = ShardLite(net, group=group, prefetch=0)
+    ours, theirs = model(batch()).square().sum(), twin(batch()).square().sum()
+    for _ in range(2):
+        ours.backward(retain_graph=True)
+        theirs.backward(retain_graph=True)
+    assert_gradients_equal(model, twin)
+    users = [unit.holds for unit in model._units]
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        ours.backward()
+    return users
+
+
+def test_a_retained_graph_can_be_used_again_until_a_step(cluster):
+    for users in cluster.run(retain_body, 2):
+        assert set(users) == {0}
+
+
+def looking_body(group):
+    """Somebody looks into the graph outside a backward."""
+    net = Net()
+    twin = copy.deepcopy(net)
+    model = ShardLite(net, group=group)
+    out, expected = model(batch()), twin(batch())
+    got = out.grad_fn._saved_mat2 if hasattr(out.grad_fn, "_saved_mat2") else out.grad_fn._saved_weight
+    want = expected.grad_fn._saved_mat2 if hasattr(expected.grad_fn, "_saved_mat2") else expected.grad_fn._saved_weight
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    out.sum().backward()
+    expected.sum().backward()
+    assert_gradients_equal(model, twin)
+    return [unit.holds for unit in model._units]
+
+
+def test_looking_into_the_graph_gives_values_and_holds_nothing(cluster):
+    for users in cluster.run(looking_body, 2):
+        assert set(users) == {0}

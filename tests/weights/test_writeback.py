@@ -1,0 +1,153 @@
+"""Weights that a forward writes itself are kept."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardlite import LayoutError, Precision, ShardLite
+from tests.support.residual import WIDTH, Block
+from tests.support.sharded import same_bits
+
+
+class ActNorm(nn.Module):
+    """Begins with scales and shifts by which its first batch is normal (Kingma and Dhariwal 2018)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+        self.log_scale = nn.Parameter(torch.zeros(WIDTH))
+        self.register_buffer("begun", torch.zeros((), dtype=torch.bool))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.begun:
+            self.begun.fill_(True)
+            self.begin(x)
+        return (x + self.shift) * self.log_scale.exp()
+
+    def begin(self, x: Tensor) -> None:
+        with torch.no_grad():
+            self.shift.copy_(-x.mean(0))
+            self.log_scale.copy_(-x.std(0).log())
+
+
+class ByData(ActNorm):
+    def begin(self, x: Tensor) -> None:
+        self.shift.data.copy_(-x.mean(0))
+        self.log_scale.data.copy_(-x.std(0).log())
+
+
+class ByAssignment(ActNorm):
+    def begin(self, x: Tensor) -> None:
+        self.shift.data = -x.detach().mean(0)
+        self.log_scale.data = -x.detach().std(0).log()
+
+
+class Clamped(nn.Module):
+    """Keeps its weights in bounds, whenever it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.clamp_(-0.2, 0.2)
+        return x @ self.weight
+
+
+class Codebook(nn.Module):
+    """Moves its codes to the inputs that are nearest to them, without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.randn(5, WIDTH), requires_grad=False)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        nearest = torch.cdist(x, self.codes).argmin(1)
+        quantized = self.codes[nearest]
+        moved = self.codes.clone()
+        moved.index_add_(0, nearest, 0.1 * (x.detach() - quantized))
+        self.codes.data = moved
+        return self.out(x + (quantized - x).detach())
+
+
+WRITERS = [ActNorm, ByData, ByAssignment, Clamped, Codebook]
+
+
+def keeps(group: Any, kind: type[nn.Module], stage: int) -> None:
+    """Body of a rank: all ranks have the same batches."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(nn.Sequential(kind(), Block()) for _ in range(3)))
+    twin = copy.deepcopy(plain)
+    model = ShardLite(plain, group=group, stage=stage, units=nn.Sequential)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, twin)]
+    for step in range(3):
+        x = torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(step))
+        losses = []
+        for each, optimizer in zip((model, twin), optimizers, strict=True):
+            loss = each(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        same_bits(f"loss {step}", *losses)
+        full = model.full_state_dict()
+        for name, value in twin.state_dict().items():
+            same_bits(f"{name} after step {step}", full[name], value)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", WRITERS)
+def test_what_a_forward_writes_is_kept(cluster, kind, stage):
+    cluster.check(keeps, 2, kind, stage)
+
+
+def keeps_in_bf16(group: Any, stage: int) -> None:
+    """Body of a rank: what was not written keeps the digits of its master."""
+    model = ShardLite(Clamped(), group=group, stage=stage, precision=Precision(compute=torch.bfloat16))
+    before = model.full_state_dict()["weight"]
+    with torch.no_grad():
+        model(torch.randn(2, WIDTH))
+    after = model.full_state_dict()["weight"]
+    inside = before.to(torch.bfloat16).abs() <= 0.2
+    same_bits("inside", after[inside], before[inside])
+    bound = torch.tensor(0.2).to(torch.bfloat16).float()
+    same_bits("outside", after[~inside], before[~inside].sign() * bound)
+    assert not inside.all()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_what_is_not_written_keeps_its_digits(cluster, stage):
+    cluster.check(keeps_in_bf16, 2, stage)
+
+
+def assigns_inside(group: Any, stage: int) -> None:
+    model = ShardLite(Codebook(), group=group, stage=stage)
+    with model.gathered():
+        model.module.codes.data = torch.ones(5, WIDTH)
+        model.module.out.bias.data.fill_(2.0)
+    full = model.full_state_dict()
+    assert torch.equal(full["codes"], torch.ones(5, WIDTH))
+    assert torch.equal(full["out.bias"], torch.full((WIDTH,), 2.0))
+
+
+@pytest.mark.every_stage
+def test_what_is_assigned_inside_gathered_is_kept(cluster, stage):
+    cluster.check(assigns_inside, 2, stage)
+
+
+def lost_outside(group: Any) -> None:
+    """Where the shards are other memory, a write into full weights between passes would be lost."""
+    for stage, precision in ((3, Precision()), (2, Precision(compute=torch.bfloat16))):
+        model = ShardLite(nn.Linear(4, 4), group=group, stage=stage, precision=precision)
+        with torch.no_grad():
+            model(torch.ones(1, 4))
+        with pytest.raises(LayoutError, match="parameter 'weight' is sharded"):
+            model.module.weight.data.fill_(1.0)
+
+
+def test_what_would_be_lost_is_refused(cluster):
+    cluster.check(lost_outside, 2)
