@@ -15,7 +15,7 @@ from shardlite.errors import (
     ShardWarning,
 )
 from shardlite.model import ShardLite
-from shardlite.optim.adamw import AdamW
+from shardlite.optim import AdamW
 
 __all__ = [
     "EMA",

@@ -292,8 +292,8 @@ def _parameter_groups(module: FSDPModule) -> list[Any]:
     if hasattr(state, "_fsdp_param_group"):
         return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
     raise LayoutError(
-        f"torch {torch.__version__} keeps FSDP2's groups of parameters where shardlite.fsdp2 does not find them; it is "
-        "known to work with torch 2.11 to 2.13"
+        f"torch {torch.__version__} keeps FSDP2's groups of parameters where shardlite.apps.fsdp2 does not find them; "
+        "it is known to work with torch 2.11 to 2.13"
     )
 
 

@@ -4,6 +4,7 @@ In: a module (on the meta device, maybe) and the options. Out: units whose shard
 `plan.py` first.
 """
 
+from shardlite.build import validate
 from shardlite.build.allocate import build_units, flats_of, part_of, place
 from shardlite.build.broadcast_init import spread, spread_buffers, spread_values
 from shardlite.build.meta_init import Init, Initialiser
@@ -25,4 +26,5 @@ __all__ = [
     "spread_buffers",
     "spread_values",
     "STAGES",
+    "validate",
 ]

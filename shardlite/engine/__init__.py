@@ -4,6 +4,7 @@ In: forwards, backwards, and what programs do to parameters and optimizers betwe
 `grads` and `optim`, in the right order. Read `module_hooks.py` first, then `backward.py`.
 """
 
+from shardlite.engine import torch_patches
 from shardlite.engine.backward import Backward, Mode, in_backward
 from shardlite.engine.buffers import Buffers
 from shardlite.engine.full_params import NO_COPY, FullParameters
@@ -32,4 +33,5 @@ __all__ = [
     "Shards",
     "sites",
     "Stepping",
+    "torch_patches",
 ]

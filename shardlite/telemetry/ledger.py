@@ -5,7 +5,7 @@ however many views came and went before. It knows nothing of units, ranks or dev
 it is for.
 
 PyTorch keeps one Python object per storage for as long as the storage lives, even while only views or the autograd
-graph hold it, so a weak reference to that object tells the storage's end. `tests/telemetry/test_ledger.py` holds PyTorch to this.
+graph hold it, so a weak reference to that object tells the storage's end. `tests/telemetry/test_ledger.py` checks that.
 """
 
 from __future__ import annotations

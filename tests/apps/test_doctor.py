@@ -19,7 +19,7 @@ def assert_says_what_there_is_and_why(out):
     assert lines[start + 1].startswith("SharedMemoryTransport between 2 ranks, algorithm ring: all ranks are processes")
     assert lines[start + 2].startswith("tried with 1 MiB: all-gather ")
     p2p = lines.index('transport="p2p"')
-    assert lines[p2p + 1] == "GroupTransport between 2 ranks, algorithm ring: it was asked for"
+    assert lines[p2p + 1] == "GlooTransport between 2 ranks, algorithm ring: it was asked for"
     assert lines[p2p + 2].endswith(" ms, results right")
 
 

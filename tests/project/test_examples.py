@@ -220,7 +220,7 @@ from lightning.pytorch import Trainer
 from lightning_strategy import ShardLiteStrategy
 from torch.utils.data import DataLoader
 
-from shardlite.demo.text import read_corpus
+from shardlite.apps.demo.text import read_corpus
 
 
 class Momentum(lightning_fit.Writer):

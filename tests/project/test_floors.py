@@ -1,97 +1,129 @@
-"""Imports flow one way: a file of the library imports only from floors below its own."""
+"""The library is a house: rooms on seven floors, and imports go down."""
 
 import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+import pytest
 
-# From the ground up. A line is a floor, or a storey of one: its files know nothing of each other.
+ROOT = Path(__file__).parents[2]
+HOUSE = ROOT / "shardlite"
+
+# From the ground up. Rooms of one floor know nothing of each other; a file may import those that stand before it.
 FLOORS = [
-    ["errors", "casts"],
-    ["schedule", "clock", "process"],
-    ["config"],
-    ["cost", "layout", "phase", "trace", "order", "agenda", "ledger", "parameters"],
-    ["transport"],
-    ["agree", "walk", "traffic", "magnitude"],
-    ["cut"],
-    ["ring"],
-    ["arena", "lane", "progress"],
-    ["unit", "shared"],
-    ["wire", "handed"],
-    ["writeback", "watch"],
-    ["fill", "talks", "bucket", "average", "clip"],
-    ["passes"],
-    ["join", "gather", "unsharded", "census", "shards", "skips"],
-    ["reduce", "buffers"],
-    ["partition", "handles"],
-    ["backward", "sites", "stepping", "checks", "aliases", "materialise", "state_dicts"],
-    ["hooks", "plan", "spread"],
-    ["counts"],
-    ["slots"],
-    ["runs", "options"],
-    ["hops", "stepplan"],
-    ["optim", "build", "full", "guard"],
-    ["inside"],
-    ["homes"],
-    ["wrapper"],
-    ["ema", "memory", "verification", "fsdp2"],
-    ["launch", "picture"],
-    ["doctor"],
-    ["painting"],
-    ["demo"],
-    ["cli"],
+    ["errors", "config", "telemetry"],
+    ["comm"],
+    ["params"],
+    ["weights", "grads", "optim", "build"],
+    ["engine"],
+    ["model", "ema"],
+    ["apps"],
 ]
 HEIGHT = {name: height for height, names in enumerate(FLOORS) for name in names}
-ENTRANCES = {"__init__", "__main__"}  # may import everything; nothing may import them
+PLACE = {name: place for names in FLOORS for place, name in enumerate(names)}
+ENTRANCES = {"__init__", "__main__"}  # may import every room; no room imports them
 
 
 def sources(package: Path) -> list[Path]:
     return sorted(package.rglob("*.py"))
 
 
-def imported(path: Path) -> set[str]:
-    """Return the dotted names of all modules that a file imports, wherever in the file."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+def name_of(path: Path) -> str:
+    """Return the dotted name under which a file is imported."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {name_of(path): path for path in sources(HOUSE)}
+
+
+def imported(path: Path, *, late: bool = True) -> Iterator[tuple[str, str]]:
+    """Yield the modules that a file imports and the names that it takes from them, those inside functions if `late`."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree) if late else tree.body:
         if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
+            yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
-    return names
+            yield from ((str(node.module), alias.name) for alias in node.names)
 
 
-def floor_of(path: Path) -> str:
-    return path.relative_to(ROOT / "shardlite").parts[0].removesuffix(".py")
+def ours(path: Path, *, late: bool = True) -> Iterator[str]:
+    """Yield the modules of the library that a file imports."""
+    for module, name in imported(path, late=late):
+        if module.split(".")[0] == "shardlite":
+            yield f"{module}.{name}" if f"{module}.{name}" in MODULES else module
 
 
-def test_every_file_has_a_floor():
-    assert {floor_of(path) for path in sources(ROOT / "shardlite")} - ENTRANCES == set(HEIGHT)
+def room_of(module: str) -> str:
+    """Return the room that a module lies in, or its own name if it is a file beside the rooms."""
+    return [*module.split("."), "__init__"][1]
 
 
-def test_imports_go_down():
-    for path in sources(ROOT / "shardlite"):
-        own = floor_of(path)
-        used = {name.split(".")[1] for name in imported(path) if name.startswith("shardlite.")}
-        for other in (used & HEIGHT.keys()) - {own}:
-            if own not in ENTRANCES:
-                assert HEIGHT[other] < HEIGHT[own], f"{own} imports {other}, which is not below it"
+def is_room(name: str) -> bool:
+    return (HOUSE / name).is_dir()
+
+
+def test_there_are_at_most_seven_floors_and_every_file_is_on_one():
+    assert len(FLOORS) <= 7
+    entries = {room_of(module) for module in MODULES} - ENTRANCES
+    assert entries == set(HEIGHT)
+    assert len(entries) <= 13  # and __main__
+
+
+@pytest.mark.parametrize("path", sources(HOUSE), ids=name_of)
+def test_imports_go_down(path):
+    own = room_of(name_of(path))
+    if own in ENTRANCES:
+        return
+    allowed = ENTRANCES & {"__init__"} if own == "apps" else set()  # which use the library as anybody does
+    for other in set(map(room_of, ours(path))) - allowed:
+        beside = HEIGHT[other] == HEIGHT[own] and not is_room(other) and PLACE[other] < PLACE[own]
+        assert other == own or HEIGHT[other] < HEIGHT[own] or beside, f"{own} imports {other}, which is not below it"
+
+
+@pytest.mark.parametrize("path", sources(HOUSE), ids=name_of)
+def test_a_room_is_entered_by_its_door(path):
+    """What a room offers is what its `__init__` names; the files behind it are its own affair."""
+    own = room_of(name_of(path))
+    for module, name in imported(path):
+        room = room_of(module)
+        if module.startswith("shardlite.") and room != own and is_room(room) and room != "apps":
+            assert module == f"shardlite.{room}", f"{name_of(path)} imports {module}"
+            assert f'    "{name}",\n' in MODULES[module].read_text(), f"{room} does not offer {name}"
+
+
+def test_every_room_says_what_comes_in_and_what_goes_out_and_where_to_begin():
+    for name, path in MODULES.items():
+        if path.name == "__init__.py" and path.parent != HOUSE:
+            told = ast.get_docstring(ast.parse(path.read_text())) or ""
+            assert "In: " in told, name
+            assert "Out: " in told, name
+            assert "first" in told, name
+
+
+def test_no_imports_go_in_a_circle():
+    """An `__init__` may import the files of its room, which import each other by their own names."""
+    TopologicalSorter({name: set(ours(path)) - {name} for name, path in MODULES.items()}).prepare()
+
+
+def test_rooms_are_small():
+    for folder in {path.parent for path in MODULES.values()}:
+        files = [path for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+        assert len(files) <= 15, folder
 
 
 def test_kernels_import_only_torch_and_triton():
     for path in sources(ROOT / "kernels"):
-        foreign = {name.split(".")[0] for name in imported(path)} & {"shardlite", "numpy", "einops", "tests"}
+        foreign = {module.split(".")[0] for module, _ in imported(path)} & {"shardlite", "numpy", "einops", "tests"}
         assert not foreign, f"{path} imports {foreign}"
 
 
-def test_only_the_transport_and_the_edges_know_process_groups():
+def test_only_the_transports_and_the_edges_know_process_groups():
     """Parameters and gradients travel by our rings; others may use `torch.distributed` to agree on plain facts."""
-    allowed = {"transport", "agree", "verification", "demo", "launch", "cli", "fsdp2", "doctor"}
     users = {
-        floor_of(path)
-        for path in sources(ROOT / "shardlite")
-        if any(name.startswith("torch.distributed") for name in imported(path))
+        room_of(name) for name, path in MODULES.items() if any("torch.distributed" in m for m, _ in imported(path))
     }
-    assert users <= allowed
+    assert users <= {"comm", "apps"}
 
 
 def test_no_collective_of_torch_moves_tensors_in_the_library():
@@ -102,6 +134,6 @@ def test_no_collective_of_torch_moves_tensors_in_the_library():
         "dist.broadcast(",
         "dist.all_gather(",
     )
-    for path in sources(ROOT / "shardlite"):
-        if floor_of(path) not in {"verification", "demo"}:
+    for name, path in MODULES.items():
+        if not name.startswith(("shardlite.apps.verify", "shardlite.apps.demo")):
             assert not [word for word in words if word in path.read_text()], path

@@ -332,9 +332,9 @@ def _nothing_ignored() -> Iterator[None]:
 
 
 def _transport(group: dist.ProcessGroup) -> Any:
-    from shardlite.comm.transport.process_group import GroupTransport
+    from shardlite.comm.transport.process_group import GlooTransport
 
-    return GroupTransport(group, GLOO_TIMEOUT)
+    return GlooTransport(group, GLOO_TIMEOUT)
 
 
 def _pack(value: Any) -> bytes:

@@ -17,7 +17,7 @@ from torch import Tensor
 from shardlite.comm.shm.rendezvous import meet
 from shardlite.comm.shm.transport import SharedMemoryTransport
 from shardlite.comm.transport.base import Around, Message, Pending, Transport
-from shardlite.comm.transport.process_group import GroupTransport, NcclTransport, StagedTransport
+from shardlite.comm.transport.process_group import GlooTransport, NcclTransport, StagedTransport
 from tests.support.cluster import GLOO_TIMEOUT, Cluster, run_local
 from tests.support.played_symmetric import run_played
 
@@ -80,7 +80,7 @@ def run(
 def _on_process(group: Any, kind: str, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     match kind:
         case "gloo":
-            return body(GroupTransport(group, GLOO_TIMEOUT), *args)
+            return body(GlooTransport(group, GLOO_TIMEOUT), *args)
         case "shared":
             neighbours = meet(group).neighbours
             assert neighbours is not None, meet(group).why_not

@@ -159,7 +159,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
 
 
-class GroupTransport(OneByOne):
+class GlooTransport(OneByOne):
     """Messages over `group` (`None`: the default group), each to be done within `timeout` of being waited for.
 
     Gloo closes the connection of two ranks for good once a wait between them has timed out: after a `CommError` the
@@ -210,7 +210,7 @@ def _check(tensor: Tensor) -> None:
     assert tensor.is_contiguous(), "a message is contiguous"
     if tensor.device.type != "cpu":
         # Gloo would hand the device address to a socket: "Bad address" at best, a crash at worst.
-        raise LayoutError(f"GroupTransport sends CPU tensors, got one on {tensor.device}")
+        raise LayoutError(f"GlooTransport sends CPU tensors, got one on {tensor.device}")
 
 
 class NcclTransport(Plain):
@@ -264,7 +264,7 @@ class NcclTransport(Plain):
 
 
 class StagedTransport(OneByOne):
-    """Messages over `group` as of a `GroupTransport`, of tensors on any device.
+    """Messages over `group` as of a `GlooTransport`, of tensors on any device.
 
     Copies run on the current stream of the tensor's device: a send sees what was put on it before, and what is put on
     it after `wait` sees what was received. Host memory is pinned for CUDA tensors, so that copies run at full speed.
@@ -273,7 +273,7 @@ class StagedTransport(OneByOne):
     blocking = True
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
-        self._host = GroupTransport(group, timeout)
+        self._host = GlooTransport(group, timeout)
         self.holder = self._books = Ledger()
         self.rank = self._host.rank
         self.world_size = self._host.world_size

@@ -11,7 +11,7 @@ from shardlite.comm.cost_model import LINKS, best_algorithm
 from shardlite.comm.shm.rendezvous import meet, nodes_of
 from shardlite.comm.shm.transport import SharedMemoryTransport
 from shardlite.comm.transport.base import Transport
-from shardlite.comm.transport.process_group import GroupTransport, NcclTransport, StagedTransport, joined
+from shardlite.comm.transport.process_group import GlooTransport, NcclTransport, StagedTransport, joined
 from shardlite.comm.transport.symmetric import symmetric_memory
 from shardlite.config import Route, TransportName
 from shardlite.errors import CommError, LayoutError
@@ -21,7 +21,7 @@ log = logging.getLogger("shardlite")
 _reported: set[str] = set()
 """What was logged. A process says it once, also where ranks are its threads: two that come at once may both say it."""
 
-_LINKS_OF: dict[type, str] = {SharedMemoryTransport: "shared_memory", GroupTransport: "p2p"}
+_LINKS_OF: dict[type, str] = {SharedMemoryTransport: "shared_memory", GlooTransport: "p2p"}
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def connect_hosts(
         route = replace(route, transport="auto")
     if "cpu" in _backends(joined(group)):
         return connect(group, torch.device("cpu"), timeout, route=route)
-    return GroupTransport(_again(group, timeout, "gloo"), timeout)
+    return GlooTransport(_again(group, timeout, "gloo"), timeout)
 
 
 def choose(
@@ -109,15 +109,15 @@ def _for_host(group: dist.ProcessGroup | None, timeout: timedelta, wanted: Trans
     if wanted == "symmetric_memory":
         raise LayoutError("transport='symmetric_memory' is for CUDA tensors, these are on the CPU: use 'p2p' or 'auto'")
     if wanted == "p2p":
-        return Choice(GroupTransport(group, timeout), "it was asked for")
+        return Choice(GlooTransport(group, timeout), "it was asked for")
     if dist.get_world_size(group) == 1:
-        return Choice(GroupTransport(group, timeout), "one rank sends nothing")
+        return Choice(GlooTransport(group, timeout), "one rank sends nothing")
     met = meet(everyone, timeout)
     if met.neighbours is not None:
         return Choice(SharedMemoryTransport(met.neighbours, timeout), "all ranks are processes of this host")
     if wanted == "shared_memory":
         raise LayoutError(f"transport='shared_memory' cannot be had: {met.why_not}. Use 'p2p', or 'auto'")
-    return Choice(GroupTransport(group, timeout), f"no shared memory, for {met.why_not}")
+    return Choice(GlooTransport(group, timeout), f"no shared memory, for {met.why_not}")
 
 
 def _for_gpu(

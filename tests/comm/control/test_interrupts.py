@@ -16,12 +16,12 @@ from types import FrameType, SimpleNamespace
 
 import numpy
 import pytest
-import shardlite.cli
 import shardlite.lane
 import shardlite_kernels
 import torch
 from torch import Tensor, nn
 
+import shardlite.apps.cli
 from shardlite import AdamW, ShardLite
 from shardlite.comm.control import interrupts
 from shardlite.comm.control.failure_reports import Notes, SharedBoard

@@ -506,7 +506,7 @@ def broken_body(group, kind):
 )
 def test_all_ranks_use_messages_where_one_cannot_share(cluster, kind, reason):
     names, refusals, received = zip(*cluster.run(broken_body, 3, kind), strict=True)
-    assert names == ("GroupTransport",) * 3
+    assert names == ("GlooTransport",) * 3
     assert received == (2.0, 0.0, 1.0)
     for refusal in refusals:
         assert refusal.startswith("transport='shared_memory' cannot be had: ")

@@ -16,7 +16,7 @@ from shardlite.comm.traffic import Counted, Tally
 from shardlite.comm.transport import c10d_work
 from shardlite.comm.transport.base import Message
 from shardlite.comm.transport.in_process import local_world
-from shardlite.comm.transport.process_group import GroupTransport, NcclTransport, StagedTransport
+from shardlite.comm.transport.process_group import GlooTransport, NcclTransport, StagedTransport
 from shardlite.comm.transport.select import connect
 from shardlite.errors import CommError, LayoutError
 from tests.support.cluster import Cluster, RemoteError, run_local
@@ -141,7 +141,7 @@ def test_a_local_message_of_another_kind_is_an_error():
 
 def talk_past_each_other(group):
     """Rank 0 sends what rank 1 does not expect, rank 1 expects what rank 0 does not send."""
-    transport = GroupTransport(group, timedelta(milliseconds=200))
+    transport = GlooTransport(group, timedelta(milliseconds=200))
     if transport.rank == 0:
         transport.isend(torch.zeros(1_000_000), 1, tag=7).wait()
     else:
@@ -151,7 +151,7 @@ def talk_past_each_other(group):
 def be_alone(group):
     """Rank 1 gathers, rank 0 does nothing."""
     if dist.get_rank(group) == 1:
-        transport = GroupTransport(group, timedelta(milliseconds=200))
+        transport = GlooTransport(group, timedelta(milliseconds=200))
         all_gather(torch.zeros(4), transport, operation=Operation("all-gather of unit 'head'", 3))
 
 
@@ -166,7 +166,7 @@ def exchange_with_nobody(group):
 
 def leave_a_wait(group):
     """A thread of rank 0 waits in gloo for what never comes when the program ends."""
-    transport = GroupTransport(dist.new_group([0, 1]), timedelta(seconds=seconds(300)))
+    transport = GlooTransport(dist.new_group([0, 1]), timedelta(seconds=seconds(300)))
     if transport.rank == 1:
         return None
     worker = Worker("waits")
@@ -221,13 +221,13 @@ def test_a_silent_peer_of_a_staged_message_is_named(throwaway):
 
 
 def use_device_tensor(group):
-    GroupTransport(group, timedelta(seconds=1)).isend(torch.zeros(4, device="meta"), 0, tag=0)
+    GlooTransport(group, timedelta(seconds=1)).isend(torch.zeros(4, device="meta"), 0, tag=0)
 
 
 def test_only_cpu_tensors_go_through_gloo(cluster):
     assert (
         cluster.failures(use_device_tensor, 2)
-        == [("LayoutError", "GroupTransport sends CPU tensors, got one on meta")] * 2
+        == [("LayoutError", "GlooTransport sends CPU tensors, got one on meta")] * 2
     )
     assert issubclass(LayoutError, ValueError)
 
@@ -286,7 +286,7 @@ def exchange_in_a_subgroup(group):
     sub = dist.new_group([1, 2])
     if dist.get_rank() == 0:
         return None
-    transports = [GroupTransport(sub, timedelta(seconds=30)), NcclTransport(sub)]
+    transports = [GlooTransport(sub, timedelta(seconds=30)), NcclTransport(sub)]
     assert [t.rank for t in transports] == [dist.get_rank() - 1] * 2
     return [exchange_at_once(transport) for transport in transports]
 
