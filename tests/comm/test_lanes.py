@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import NoReturn
 
 import pytest
-import shardlite.shared
+import shardlite.comm.context
 import torch
 from torch import nn
 

@@ -25,7 +25,7 @@ from tests.support.sharded import WIDE
 @pytest.fixture
 def launches(monkeypatch):
     """The number of elements of each kernel call."""
-    import shardlite.counts
+    import shardlite.optim.step_counts
 
     numels, kernel = [], shardlite.optim.step_counts.adamw_cpu
 
@@ -33,7 +33,7 @@ def launches(monkeypatch):
         numels.append(state.param.numel())
         kernel(state, *args, **kwargs)
 
-    monkeypatch.setattr(shardlite.counts, "adamw_cpu", counting)
+    monkeypatch.setattr(shardlite.optim.step_counts, "adamw_cpu", counting)
     return numels
 
 

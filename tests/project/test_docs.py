@@ -12,7 +12,7 @@ from tests.support.scripts import run_script
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 COMPARED = (ROOT / "docs" / "compared.md").read_text()
-TEST = re.compile(r"`(tests/\w+\.py)::(\w+)`")
+TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 HEADER = ["behaviour", "FSDP2", "DeepSpeed (ZeRO-3)", "ShardLite"]
 
 

@@ -3,7 +3,7 @@
 import gc
 
 import pytest
-import shardlite.shared
+import shardlite.comm.context
 import torch
 from torch import Tensor, nn
 

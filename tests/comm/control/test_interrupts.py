@@ -16,7 +16,7 @@ from types import FrameType, SimpleNamespace
 
 import numpy
 import pytest
-import shardlite.lane
+import shardlite.comm.streams
 import shardlite_kernels
 import torch
 from torch import Tensor, nn

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from shardlite.comm.collectives import Operation, all_gather
 from shardlite.comm.control.worker import Worker
 from shardlite.comm.traffic import Counted, Tally
-from shardlite.comm.transport import c10d_work
+from shardlite.comm.transport import process_group
 from shardlite.comm.transport.base import Message
 from shardlite.comm.transport.in_process import local_world
 from shardlite.comm.transport.process_group import GlooTransport, NcclTransport, StagedTransport
@@ -172,8 +172,8 @@ def leave_a_wait(group):
     worker = Worker("waits")
     pending = transport.irecv(torch.zeros(4), 1, tag=8)
     waiting = worker.submit(pending.wait)
-    until(lambda: c10d_work._waits)
-    c10d_work.end_waits()
+    until(lambda: process_group._waits)
+    process_group.end_waits()
     return str(waiting.exception(seconds(30)))
 
 
