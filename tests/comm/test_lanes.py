@@ -7,10 +7,10 @@ from datetime import timedelta
 from typing import NoReturn
 
 import pytest
-import shardlite.comm.context
 import torch
 from torch import nn
 
+import shardlite.comm.context
 from shardlite import AdamW, CommError, ShardLite
 from shardlite.comm.streams import StreamLane, ThreadLane, make_lane
 from shardlite.comm.transport.process_group import NcclTransport, StagedTransport

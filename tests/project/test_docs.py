@@ -61,7 +61,7 @@ def test_links_lead_somewhere(path):
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
 def test_tests_that_are_named_exist(path):
     text = path.read_text()
-    for file in re.findall(r"\btests/\w+\.py", text):
+    for file in re.findall(r"\btests/[\w/]+\.py", text):
         assert (ROOT / file).exists(), f"{path.name} names {file}, which does not exist"
     for file, name in TEST.findall(text):
         assert name in names_in(file), f"{path.name} names {file}::{name}, which does not exist"

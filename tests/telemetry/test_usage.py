@@ -3,10 +3,10 @@
 import gc
 
 import pytest
-import shardlite.comm.context
 import torch
 from torch import Tensor, nn
 
+import shardlite.comm.context
 from shardlite import AdamW, Precision, ShardLite
 from shardlite.comm.traffic import Counted, Tally
 from shardlite.params.layout import ARENA_ALIGN, round_up

@@ -16,12 +16,12 @@ from types import FrameType, SimpleNamespace
 
 import numpy
 import pytest
-import shardlite.comm.streams
 import shardlite_kernels
 import torch
 from torch import Tensor, nn
 
 import shardlite.apps.cli
+import shardlite.comm.streams
 from shardlite import AdamW, ShardLite
 from shardlite.comm.control import interrupts
 from shardlite.comm.control.failure_reports import Notes, SharedBoard

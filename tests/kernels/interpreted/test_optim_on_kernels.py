@@ -1,11 +1,11 @@
 """`AdamW` as it steps tensors of a device: by kernels, which read tables that the host never sees."""
 
 import pytest
-import shardlite.optim.step_counts
 import torch
 from shardlite_kernels import FORMATS, Hyper, adamw_reference, adamw_scalars_reference
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardlite.optim import step_counts
 from shardlite.optim.adamw import AdamW
 from tests.kernels.adamw_cases import one_row, state_of
 from tests.kernels.bits import assert_same_bits
@@ -61,13 +61,13 @@ class Reference:
 @pytest.fixture
 def launches(monkeypatch):
     """The number of elements of each kernel launch."""
-    numels, kernel = [], shardlite.optim.step_counts.adamw
+    numels, kernel = [], step_counts.adamw
 
     def counting(state, *args, **kwargs):
         numels.append(state.param.numel())
         kernel(state, *args, **kwargs)
 
-    monkeypatch.setattr(shardlite.optim.step_counts, "adamw", counting)
+    monkeypatch.setattr(step_counts, "adamw", counting)
     return numels
 
 
@@ -280,9 +280,9 @@ def test_a_step_asks_the_device_for_nothing(monkeypatch, moments):
     arena.new_grads(2)
     optimizer.step()
     tables = []
-    monkeypatch.setattr(shardlite.optim.step_counts, "adamw", lambda state, grad, table, unscale, bad: tables.append(table))
-    monkeypatch.setattr(shardlite.optim.step_counts, "send", lambda *_: pytest.fail("something was sent"))
-    monkeypatch.setattr(shardlite.optim.step_counts, "hyper_table", lambda *_: pytest.fail("something was sent"))
+    monkeypatch.setattr(step_counts, "adamw", lambda state, grad, table, unscale, bad: tables.append(table))
+    monkeypatch.setattr(step_counts, "send", lambda *_: pytest.fail("something was sent"))
+    monkeypatch.setattr(step_counts, "hyper_table", lambda *_: pytest.fail("something was sent"))
     for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__"):
         monkeypatch.setattr(torch.Tensor, name, lambda *_, name=name: pytest.fail(f"{name} waits for the device"))
     with _NoWaiting():
@@ -308,9 +308,11 @@ def test_numbers_are_sent_when_they_have_changed_and_only_then(monkeypatch):
     optimizer = AdamW(arena.params, **HYPER)
     optimizer.step()
     for name in ("send", "hyper_table"):
-        original = getattr(shardlite.optim.step_counts, name)
+        original = getattr(step_counts, name)
         monkeypatch.setattr(
-            shardlite.optim.step_counts, name, lambda *args, name=name, original=original: (sent.append(name), original(*args))[1]
+            step_counts,
+            name,
+            lambda *args, name=name, original=original: (sent.append(name), original(*args))[1],
         )
     seen = []
     for change in ("nothing", "lr", "nothing", "fewer gradients", "fewer gradients", "nothing"):
