@@ -35,13 +35,13 @@ from bench.ranks import one_of_them, start_ranks
 from bench.systems import Trainer, build_shardlite
 from bench.table import RESULTS, Row
 from bench.workloads import WORKLOADS, Batch, Workload
-from shardlite.weights.coordination import END, Round, Talks
+from shardlite.weights.coordination import END, Negotiation, Round
 
 
 class Clocked:
     """Talks, with the seconds that their thread works for them."""
 
-    def __init__(self, talks: Talks) -> None:
+    def __init__(self, talks: Negotiation) -> None:
         self.seconds = 0.0
         self._agree = talks.agree
 
@@ -69,9 +69,9 @@ class Silent(Trainer):
         return super().step(batch)
 
 
-def talks_of(trainer: Trainer) -> Talks:
+def talks_of(trainer: Trainer) -> Negotiation:
     """Return the talks of a wrapped model."""
-    talks: Talks = trainer.model._stepping.gatherer._passes._talks  # type: ignore[union-attr,assignment]
+    talks: Negotiation = trainer.model._bridge.gatherer._coordinator._negotiation  # type: ignore[union-attr,assignment]
     return talks
 
 

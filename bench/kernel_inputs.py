@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from shardlite_kernels import (
     FORMATS,
-    GROUP,
+    SCALE_BLOCK,
     CpuStep,
     Hyper,
     State,
@@ -59,9 +59,9 @@ def state_of(master: str, moments: str, numel: int, device: torch.device) -> Sta
     codes = moments == "int8"
     avg = torch.empty_like(exp_avg, dtype=FORMATS[moments])
     sq = torch.empty_like(exp_avg, dtype=torch.uint8 if codes else avg.dtype)
-    exponents = [torch.empty(_PERIOD // GROUP, dtype=torch.uint8) if codes else None for _ in range(2)]
+    exponents = [torch.empty(_PERIOD // SCALE_BLOCK, dtype=torch.uint8) if codes else None for _ in range(2)]
     encode(exp_avg, exp_avg_sq, avg, sq, *exponents, random=None)
-    groups = -(-numel // GROUP)
+    groups = -(-numel // SCALE_BLOCK)
     return State(
         _tiled(param, numel, device),
         _tiled(avg, numel, device),
@@ -75,7 +75,7 @@ def table(numel: int, device: torch.device) -> Table:
     """All elements belong to one parameter, in step `STEP`."""
     step = torch.tensor([float(STEP)], device=device)
     number, start = torch.zeros(2, 1, dtype=torch.int64, device=device)
-    rows = torch.zeros(-(-numel // GROUP), dtype=torch.int16, device=device)
+    rows = torch.zeros(-(-numel // SCALE_BLOCK), dtype=torch.int16, device=device)
     return Table(rows, keys(step, number, start), adamw_scalars(step, hyper_table([HYPER], device)))
 
 

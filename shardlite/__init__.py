@@ -18,10 +18,10 @@ from shardlite.model import ShardLite
 from shardlite.optim import AdamW
 
 __all__ = [
-    "EMA",
     "AdamW",
     "CommError",
     "DesyncError",
+    "EMA",
     "EscapedViewWarning",
     "LayoutError",
     "NonFiniteError",

@@ -74,14 +74,14 @@ class EMA:
         """How many there have been."""
         self._decay = decay if callable(decay) else _checked(decay)
         self._model = model
-        self._stepping = model._stepping
+        self._bridge = model._bridge
         self._swapped = False
         self._averages: dict[Flat, Tensor] = {}
         self._runs: Sequence[tuple[Tensor, Tensor]] = ()
         self._split: Sequence[tuple[Tensor, Tensor, Tensor]] = ()
-        self._stepping.announce_change()
+        self._bridge.announce_change()
         self._take_in(flat for flat in flats_of(model._units) if flat.rows_now())
-        self._stepping.followers.add(self)
+        self._bridge.followers.add(self)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -91,7 +91,7 @@ class EMA:
             PhaseError: inside `swapped()`.
             ValueError: the callable `decay` has returned something that is not from 0 to 1.
         """
-        self._stepping.announce_change()
+        self._bridge.announce_change()
         decay = _checked(self._decay(self.updates), self.updates) if callable(self._decay) else self._decay
         for average, weights in self._runs:
             average.lerp_(weights, 1 - decay)
@@ -114,8 +114,8 @@ class EMA:
         Raises:
             PhaseError: the model has averaged weights already, or is inside a forward or `gathered()`.
         """
-        self._stepping.announce_change()
-        if any(unit.holds for unit in self._model._units):
+        self._bridge.announce_change()
+        if any(unit.users for unit in self._model._units):
             raise PhaseError("EMA: the weights are in use: enter swapped() outside of a forward and of gathered()")
         self._settle()
         self._exchange()
@@ -195,7 +195,7 @@ class EMA:
             return
         kinds = [(flat.master, flat.layout.trainable) for flat in new]
         with torch.inference_mode(False), torch.no_grad():
-            memory = carve(kinds, [flat.local.numel() for flat in new], zeros_on(self._model._shared.device))
+            memory = carve(kinds, [flat.local.numel() for flat in new], zeros_on(self._model._context.device))
             for flat, average in zip(new, memory, strict=True):
                 average.copy_(flat.weights())
                 self._model.ledger.track("averages", average)
@@ -206,8 +206,8 @@ class EMA:
 
     def _settle(self) -> None:
         """Wait until no rank needs the weights of now any more."""
-        self._stepping.gatherer.end_pass()
-        self._stepping.gatherer.settle()
+        self._bridge.gatherer.end_pass()
+        self._bridge.gatherer.settle()
 
     @torch.no_grad()
     def _exchange(self) -> None:
@@ -220,11 +220,11 @@ class EMA:
                 split(high, low, chunk)
                 chunk.copy_(weights)
         self._swapped = not self._swapped
-        self._stepping.mark_changed()
+        self._bridge.mark_changed()
 
     def _part(self) -> str:
         """Return in words which part of the weights this rank keeps."""
-        rank, ranks = self._model._placement.rank, self._model._shared.transport.world_size
+        rank, ranks = self._model._placement.rank, self._model._context.transport.world_size
         return "all" if rank is None else f"part {rank} of {ranks}"
 
 

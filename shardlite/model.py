@@ -20,16 +20,16 @@ from shardlite.build import (
     Options,
     Plan,
     agree_on_plan,
+    broadcast_buffers,
+    broadcast_init,
+    broadcast_values,
     build_units,
     flats_of,
     part_of,
     place,
-    spread,
-    spread_buffers,
-    spread_values,
     validate,
 )
-from shardlite.comm import Ranks, Sent, Transport, agree, groups_of, share
+from shardlite.comm import GroupLike, Sent, Transport, agree, ranks_of, share
 from shardlite.config import AlgorithmName, Precision, Route, TransportName, check_timeout, transport_or_default
 from shardlite.engine import (
     NO_COPY,
@@ -37,25 +37,25 @@ from shardlite.engine import (
     Batch,
     Buffers,
     FullParameters,
-    Inside,
+    InBackwardOptimizer,
     Join,
     Mode,
     ModuleHooks,
+    OptimizerBridge,
     Shards,
-    Stepping,
     cast_floats,
     in_backward,
     needs,
+    param_locations,
     settle_all,
-    sites,
     torch_patches,
 )
 from shardlite.errors import LayoutError
-from shardlite.grads import Clipper, Reducer, Skips, SoloCensus
+from shardlite.grads import Clipper, Reducer, Skips, SoloGradientFlags
 from shardlite.optim import accumulating, adopt
 from shardlite.params import Unit, UnitPolicy, UnitRule
 from shardlite.telemetry import Held, not_on, process_memory
-from shardlite.weights import Calls, Gatherer, Unsharded
+from shardlite.weights import Calls, Gatherer, ResidentWeights
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -147,7 +147,7 @@ class ShardLite(nn.Module):
         precision: Precision = Precision(),  # noqa: B008 (frozen)
         reshard_after_forward: UnitRule = True,
         quantized_gather: UnitRule = False,
-        group: Ranks = None,
+        group: GroupLike = None,
         ignore: Iterable[nn.Module | nn.Parameter] = (),
         device: torch.device | str | None = None,
         init: Init = None,
@@ -162,7 +162,7 @@ class ShardLite(nn.Module):
         check_timeout(timeout)
         self.stage = stage
         self.precision = precision
-        self._groups = groups_of(group)
+        self._groups = ranks_of(group)
         ignore = list(ignore)
         self._ignored = validate.ignored_params(ignore)
         self._forwards = 0  # that are running
@@ -180,14 +180,14 @@ class ShardLite(nn.Module):
             route=Route(transport=transport_or_default(transport), algorithm=algorithm),
         )
         plan = agree_on_plan(module, options, self._groups, ShardLite, timeout)
-        self._shared = shared = share(self._groups, plan.device, timeout, options.route)
-        self.ledger, self.trace = shared.ledger, shared.trace
-        self._join = Join(shared, self._groups)
-        self._placement = place(plan, stage, shared.transport.rank, shared.world_size, reshard_after_forward)
+        self._context = context = share(self._groups, plan.device, timeout, options.route)
+        self.ledger, self.trace = context.ledger, context.trace
+        self._join = Join(context, self._groups)
+        self._placement = place(plan, stage, context.transport.rank, context.world_size, reshard_after_forward)
         self.module = module
         self._units = self._build(plan, init)
         left_alone = [each for each in ignore if isinstance(each, nn.Module)]
-        self._first_ranks = Buffers(module, shared, left_alone) if buffers == "rank0" else None
+        self._first_ranks = Buffers(module, context, left_alone) if buffers == "rank0" else None
         self._connect(plan, prefetch, diagnose)
 
     # ---- what a module does -------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ class ShardLite(nn.Module):
             LayoutError: the module has a parameter that it did not have when it was wrapped.
         """
         for name, param in self.module.named_parameters(prefix, recurse, remove_duplicate):
-            yield name, param if param in self._ignored else self._stepping.shards.of(name, param)
+            yield name, param if param in self._ignored else self._bridge.shards.of(name, param)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -246,7 +246,7 @@ class ShardLite(nn.Module):
 
         (`optimizer.zero_grad()` does not know of the latter.)
         """
-        self._mend()
+        self._recover()
         super().zero_grad(set_to_none)
         self._reducer.discard()
 
@@ -267,7 +267,7 @@ class ShardLite(nn.Module):
                 results = method(*args, **kwargs)
             for each in tree_leaves(results):
                 if isinstance(each, Optimizer):  # it can know the module's own parameters only
-                    torch_patches.give_shards(each, self._stepping)
+                    torch_patches.give_shards(each, self._bridge)
             return results
 
         return call
@@ -277,7 +277,7 @@ class ShardLite(nn.Module):
         """Run the module: code inside may use its weights, by every rank alike."""
         self._forwards += 1
         try:
-            with self._shared.telling(), _Uncompiled(self._hooks.around()):
+            with self._context.telling(), _Uncompiled(self._hooks.around()):
                 yield
         finally:
             self._forwards -= 1
@@ -292,8 +292,8 @@ class ShardLite(nn.Module):
 
     def extra_repr(self) -> str:
         """Say how the model is cut."""
-        route = f"transport={type(self._shared.transport).__name__}, algorithm={self._shared.transport.algorithm}"
-        return f"stage={self.stage}, ranks={self._shared.world_size}, {route}, units={self.unit_names}"
+        route = f"transport={type(self._context.transport).__name__}, algorithm={self._context.transport.algorithm}"
+        return f"stage={self.stage}, ranks={self._context.world_size}, {route}, units={self.unit_names}"
 
     @property
     def unit_names(self) -> list[str]:
@@ -309,7 +309,7 @@ class ShardLite(nn.Module):
         the fewest messages. With it each reduces its gradients into the shards: the least memory.
         """
         if sharded:
-            self._inside.refuse("no_sync(sharded=True)")
+            self._in_backward.refuse("no_sync(sharded=True)")
         return self._accumulating(Mode.SHARDED if sharded else Mode.LOCAL)
 
     @property
@@ -331,7 +331,7 @@ class ShardLite(nn.Module):
 
     @contextmanager
     def _accumulating(self, mode: Mode) -> Iterator[None]:
-        own = (param for param in self.module.parameters() if param in self._ignored or self._placement.alone)
+        own = (param for param in self.module.parameters() if param in self._ignored or self._placement.single_rank)
         with accumulating(own), self._backward.accumulating(mode):
             yield
 
@@ -345,10 +345,10 @@ class ShardLite(nn.Module):
         Raises:
             PhaseError: the optimizer has stepped in the backward.
         """
-        self._inside.refuse("clip_grad_norm_")
-        clipper = self._stepping.clipper
+        self._in_backward.refuse("clip_grad_norm_")
+        clipper = self._bridge.clipper
         norm = clipper.norm(norm_type)
-        clipper.clip(self._stepping.shards, max_norm, norm)
+        clipper.clip(self._bridge.shards, max_norm, norm)
         return norm
 
     def join(self, batches: Iterable[Batch], *, also: Iterable["ShardLite"] = ()) -> Iterator[Batch]:
@@ -368,7 +368,7 @@ class ShardLite(nn.Module):
             LayoutError: a rank has no batch at all, and cannot be lent one; on every rank.
         """
         models = [self, *also]
-        return self._join.over(batches, [model._reducer for model in models], [model._mend for model in models])
+        return self._join.over(batches, [model._reducer for model in models], [model._recover for model in models])
 
     @property
     def joined(self) -> bool:
@@ -381,7 +381,7 @@ class ShardLite(nn.Module):
 
         Those that a gradient scaler leaves out are its own.
         """
-        return self._stepping.skips.total()
+        return self._bridge.skips.total()
 
     # ---- what it takes --------------------------------------------------------------------------------------------
 
@@ -401,7 +401,7 @@ class ShardLite(nn.Module):
         - `copies`: shards as they were before `gathered(writeback=True)`
         - `chunks of a step`: intermediate values of a CPU step; of all models in the process
         - `messages`, `mailboxes`, `pinned memory`: what a transport takes; of all models over the same ranks
-        - `idle shared memory`: pages that are kept for the next block
+        - `idle context memory`: pages that are kept for the next block
 
         `model.ledger.reset_peak()` resets the peaks, but not those of messages, mailboxes and pinned memory.
 
@@ -412,17 +412,17 @@ class ShardLite(nn.Module):
                 the largest resident set of the process so far, in which shared pages count in full. On CUDA both are
                 the bytes that PyTorch's allocator has reserved.
         """
-        for shard in self._stepping.shards:
+        for shard in self._bridge.shards:
             if shard.grad is not None:
                 self.ledger.track("gradients", shard.grad)  # on one rank they are autograd's own
-        for tensor in torch_patches.state_of_optimizers(self._stepping):
+        for tensor in torch_patches.state_of_optimizers(self._bridge):
             self.ledger.track("optimizer state", tensor)
         for tensor in chunk_memory():
             self.ledger.track("chunks of a step", tensor)
-        held = self._shared.held()
+        held = self._context.held()
         if process:
-            whole = process_memory(self._shared.device)
-            explained = sum(each.now for purpose, each in held.items() if purpose not in not_on(self._shared.device))
+            whole = process_memory(self._context.device)
+            explained = sum(each.now for purpose, each in held.items() if purpose not in not_on(self._context.device))
             held |= {"process": whole, "unexplained": Held(whole.now - explained, whole.now - explained)}
         return held
 
@@ -433,7 +433,7 @@ class ShardLite(nn.Module):
         `gather`, `reduce`, with hybrid sharding `reduce over replicas`, and `full state`. What concerns the whole
         model is under `"(no unit)"`. Control messages, by which ranks compare what they wrap, are not counted.
         """
-        return self._shared.traffic.by_unit()
+        return self._context.traffic.by_unit()
 
     # ---- full parameters ----------------------------------------------------------------------------------------
 
@@ -447,7 +447,7 @@ class ShardLite(nn.Module):
         Raises:
             LayoutError: there is no parameter of such a name.
         """
-        self._mend()
+        self._recover()
         self._backward.follow_requires_grad()
         return self._full.gathered(names, writeback=writeback)
 
@@ -460,7 +460,7 @@ class ShardLite(nn.Module):
         Args:
             rank: the only rank that gets them; the others get an empty dict. `None`: every rank.
         """
-        self._mend()
+        self._recover()
         return self._full.state_dict(rank)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor] | None) -> None:
@@ -472,21 +472,21 @@ class ShardLite(nn.Module):
         Raises:
             LayoutError: on every rank, if names or shapes do not fit; nothing is changed then.
         """
-        self._mend()
-        misfit = self._full.misfit(state_dict or {}) if self._shared.rank == 0 else None
-        agree(self._groups, [], misfit, what="load_full_state_dict", timeout=self._shared.timeout)
-        self._stepping.gatherer.settle()
+        self._recover()
+        misfit = self._full.misfit(state_dict or {}) if self._context.rank == 0 else None
+        agree(self._groups, [], misfit, what="load_full_state_dict", timeout=self._context.timeout)
+        self._bridge.gatherer.settle()
         entries = self._full.entries()
         source = {entry: (state_dict or {}).get(name, entry) for name, entry in entries.items()}
         for unit in self._units:
-            spread_values(unit, self._shared, lambda param: source[param])
+            broadcast_values(unit, self._context, lambda param: source[param])
         with torch.no_grad():
             for entry, value in source.items():
-                if not isinstance(entry, nn.Parameter) and self._shared.rank == 0:
+                if not isinstance(entry, nn.Parameter) and self._context.rank == 0:
                     entry.copy_(value)
-        spread_buffers(self.module, self._shared)
-        self._shared.trim(keep=0)
-        self._stepping.mark_changed()
+        broadcast_buffers(self.module, self._context)
+        self._context.trim(keep=0)
+        self._bridge.mark_changed()
 
     def state_dict(self, *_: Any, **__: Any) -> Any:
         """Raise: the module's own parameters are placeholders. Use `full_state_dict()`."""
@@ -516,63 +516,63 @@ class ShardLite(nn.Module):
         Raises:
             LayoutError: on every rank, if some have none; the module is of no more use then.
         """
-        shared = self._shared
+        context = self._context
         units = build_units(plan, self._placement)
-        initialiser = Initialiser(self.module, init, plan.device, first=shared.rank == 0)
-        spread(plan.units, units, self.module, shared, initialiser)
+        initialiser = Initialiser(self.module, init, plan.device, first=context.rank == 0)
+        broadcast_init(plan.units, units, self.module, context, initialiser)
         validate.mark_wrapped(units)
-        agree(self._groups, [], initialiser.trouble(), what="initial values", timeout=shared.timeout)
-        spread_buffers(self.module, shared)
+        agree(self._groups, [], initialiser.trouble(), what="initial values", timeout=context.timeout)
+        broadcast_buffers(self.module, context)
         for flat in flats_of(units):
             for memory in (flat.local, flat.low, flat.full):
                 if memory is not None:
                     self.ledger.track("parameters", memory)
         for buffer in self.module.buffers():
             self.ledger.track("buffers", buffer)
-        shared.trim(keep=0)
-        weakref.finalize(self, _give_back, shared.transports).atexit = False
+        context.trim(keep=0)
+        weakref.finalize(self, _give_back, context.transports).atexit = False
         return units
 
     def _connect(self, plan: Plan, prefetch: int, diagnose: bool) -> None:
         """Let hooks drive the units."""
-        shared, units, alone = self._shared, self._units, self._placement.alone
+        context, units, single_rank = self._context, self._units, self._placement.single_rank
         calls = None
-        gatherer: Gatherer | Unsharded
+        gatherer: Gatherer | ResidentWeights
         if self._placement.permanent:
-            gatherer = Unsharded(units, shared)
+            gatherer = ResidentWeights(units, context)
         else:
-            gatherer = Gatherer(units, shared, prefetch=prefetch)
+            gatherer = Gatherer(units, context, prefetch=prefetch)
             calls = Calls(gatherer, units)
-        self._reducer = Reducer([] if alone else units, shared, stage=self.stage, diagnose=diagnose)
+        self._reducer = Reducer([] if single_rank else units, context, stage=self.stage, diagnose=diagnose)
         self._backward = Backward(self._reducer, gatherer, calls)
-        self._full = FullParameters(self.module, units, shared, gatherer, calls)
+        self._full = FullParameters(self.module, units, context, gatherer, calls)
         self._hooks = ModuleHooks(self._backward, gatherer, calls)
-        if not alone:
+        if not single_rank:
             modules = needs(self.module, plan.units, units)
-            self._hooks.install(modules, sites(self.module, units), [unit.module for unit in plan.units])
+            self._hooks.install(modules, param_locations(self.module, units), [unit.module for unit in plan.units])
             settle_all(units, self._hooks, self._reducer)
         self._backward.catch_gradients()
         flats = flats_of(units)
-        solo = SoloCensus(flats, shared.device, diagnose=diagnose) if alone else None
+        solo = SoloGradientFlags(flats, context.device, diagnose=diagnose) if single_rank else None
         flag = solo.nonfinite if solo else self._reducer.nonfinite
-        skips = Skips(flag, shared.device, shared.rank, warns=not diagnose)
-        self._stepping = Stepping(
+        skips = Skips(flag, context.device, context.rank, warns=not diagnose)
+        self._bridge = OptimizerBridge(
             Shards(units, self.trace),
             skips,
-            Clipper(flats, shared, lambda: self._reducer.handed),
+            Clipper(flats, context, lambda: self._reducer.reduced_norm),
             gatherer,
-            shared.steps,
+            context.steps,
             self._ready_for_step,
-            lambda what: self._inside.refuse(what),
-            shared.on_any_rank,
-            shared.exchange,
-            f"rank {shared.rank} of {shared.world_size} (stage {self.stage})",
+            lambda what: self._in_backward.refuse(what),
+            context.on_any_rank,
+            context.exchange,
+            f"rank {context.rank} of {context.world_size} (stage {self.stage})",
         )
-        self._inside = self._reducer.stepper = Inside(self._stepping)
-        torch_patches.watch(self._stepping)
-        adopt(self._stepping.shards.by_param(), part_of(units))
+        self._in_backward = self._reducer.stepper = InBackwardOptimizer(self._bridge)
+        torch_patches.watch(self._bridge)
+        adopt(self._bridge.shards.by_param(), part_of(units))
 
-    def _mend(self) -> None:
+    def _recover(self) -> None:
         """End what an exception has left unfinished: other ranks may not have come to theirs, and wait in it."""
         if self._forwards == 0:
             self._hooks.reset()
@@ -585,10 +585,10 @@ class ShardLite(nn.Module):
 
     @_uncompiled
     def _ready_for_forward(self) -> None:
-        self._mend()
-        self._stepping.shards.check()
+        self._recover()
+        self._bridge.shards.check()
 
     def _ready_for_step(self) -> None:
         self._hooks.reset()
-        graded = any(shard.grad is not None for shard in self._stepping.shards)
-        self._backward.check_step(graded=graded, inside=self._inside.optimizer() is not None)
+        graded = any(shard.grad is not None for shard in self._bridge.shards)
+        self._backward.check_step(graded=graded, inside=self._in_backward.optimizer() is not None)

@@ -214,8 +214,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/build/allocate.py",
         "comparison",
-        "permanent=stage < 3 or alone,",
-        "permanent=stage <= 3 or alone,",
+        "permanent=stage < 3 or single_rank,",
+        "permanent=stage <= 3 or single_rank,",
         "stage 3 keeps full weights",
     ),
     (
@@ -347,21 +347,21 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/ema.py",
         "call",
-        "self._stepping.mark_changed()",
+        "self._bridge.mark_changed()",
         "pass",
         "a forward inside swapped() reads the weights of before",
     ),
     (
         "shardlite/weights/all_gather.py",
         "condition",
-        "unit.gathered_version == unit.version() and not unit.stale",
+        "unit.gathered_version == unit.version() and not unit.needs_regather",
         "unit.gathered_version == unit.version()",
         "a forward reads what was written inside gathered(writeback=False)",
     ),
     (
         "shardlite/weights/all_gather.py",
         "call",
-        "                unit.flight.wait(self._shared.progress.tell)\n",
+        "                unit.work.wait(self._context.progress.publish)\n",
         "                pass\n",
         "a module runs before its weights are there",
     ),
@@ -375,7 +375,7 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/engine/full_params.py",
         "index",
-        "wanted = rank is None or rank == self._shared.rank",
+        "wanted = rank is None or rank == self._context.rank",
         "wanted = rank is None or rank == 0",
         "full_state_dict(rank=1) is given to no rank or to all",
     ),
@@ -466,14 +466,14 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/engine/uneven_inputs.py",
         "call",
-        "reducer.weigh(counts=True, ranks=ranks)",
+        "reducer.set_participation(counts=True, ranks=ranks)",
         "pass",
         "gradients after join() are divided by the number of ranks that had the last batch",
     ),
     (
         "shardlite/comm/streams.py",
         "call",
-        "del flight, operation, job  # or the last operation's buffers would live until the next one",
+        "del work, operation, job  # or the last operation's buffers would live until the next one",
         "pass",
         "the buffers of the last operation live until the next one",
     ),
@@ -536,7 +536,7 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/optim/adamw.py",
         "call",
-        "self._hops.release(param)",
+        "self._steps_in_backward.release(param)",
         "pass",
         "an optimizer built before wrapping still steps in hooks of unsharded parameters",
     ),
@@ -620,7 +620,7 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/grads/reducer.py",
         "call",
-        "                reduction.flight.wait()\n",
+        "                reduction.work.wait()\n",
         "                pass\n",
         "gradients are handed over before they are reduced",
     ),
@@ -697,8 +697,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/build/broadcast_init.py",
         "index",
-        'for transport in shared.counted("buffers"):',
-        'for transport in shared.counted("buffers")[:1]:',
+        'for transport in context.counted("buffers"):',
+        'for transport in context.counted("buffers")[:1]:',
         "replicas begin with buffers of their own",
     ),
     (
@@ -802,8 +802,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/comm/transport/groups.py",
         "index",
-        "return Groups(ranks.get_group(1), ranks.get_group(0))",
-        "return Groups(ranks.get_group(0), ranks.get_group(1))",
+        "return Ranks(ranks.get_group(1), ranks.get_group(0))",
+        "return Ranks(ranks.get_group(0), ranks.get_group(1))",
         "a mesh shards over its replicas",
     ),
     (
@@ -872,7 +872,7 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/weights/resident.py",
         "condition",
-        "elif unit.derived and not is_fresh(unit):",
+        "elif unit.needs_gather and not is_fresh(unit):",
         "elif False:",
         "a forward inside gathered() mixes weights of before and after a step",
     ),
@@ -963,7 +963,7 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/model.py",
         "call",
-        "        self._stepping.mark_changed()\n",
+        "        self._bridge.mark_changed()\n",
         "        pass\n",
         "a forward after load_full_state_dict() reads the weights of before",
     ),

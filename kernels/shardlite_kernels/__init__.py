@@ -12,7 +12,7 @@ from .device_ring import (
     ring_reduce_scatter_reference,
 )
 from .hop import hop, hop_reference
-from .launch import GROUP, use_triton
+from .launch import SCALE_BLOCK, use_triton
 from .moments import FORMATS, decode, encode
 from .noise import keys
 from .quantise import dequantise, dequantise_reference, quantise, quantise_reference
@@ -24,14 +24,6 @@ from .state import State
 from .stats import check_stats, new_stats, stats, stats_block, stats_reference, stats_rows, stats_total
 
 __all__ = [
-    "CpuStep",
-    "FORMATS",
-    "GROUP",
-    "Hyper",
-    "Peers",
-    "Scalars",
-    "State",
-    "Table",
     "adamw",
     "adamw_cpu",
     "adamw_reference",
@@ -41,18 +33,22 @@ __all__ = [
     "cast_reference",
     "check_stats",
     "chunk_memory",
+    "CpuStep",
     "decode",
     "dequantise",
     "dequantise_reference",
     "encode",
     "flag_numel",
+    "FORMATS",
     "hop",
     "hop_reference",
+    "Hyper",
     "hyper_table",
     "join",
     "join_reference",
     "keys",
     "new_stats",
+    "Peers",
     "quantise",
     "quantise_reference",
     "reduce_adamw",
@@ -65,16 +61,20 @@ __all__ = [
     "ring_reduce_adamw_reference",
     "ring_reduce_scatter",
     "ring_reduce_scatter_reference",
+    "Scalars",
     "scale",
+    "SCALE_BLOCK",
     "scale_reference",
     "send",
     "slots_nbytes",
     "split",
     "split_reference",
+    "State",
     "stats",
     "stats_block",
     "stats_reference",
     "stats_rows",
     "stats_total",
+    "Table",
     "use_triton",
 ]

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from . import moments
 from .hop import LARGEST_DIVISOR
-from .launch import GROUP, INTERPRET, block_size, jit, launch, tl, use_triton
+from .launch import INTERPRET, SCALE_BLOCK, block_size, jit, launch, tl, use_triton
 from .moments import load_avg, load_sq, store_avg, store_sq
 from .noise import random_bits
 from .rounding import fma_reference, load_fp32, store_rounded
@@ -235,7 +235,7 @@ def adamw_reference(
         split_reference(after.param, after.low, p - update)
     moments.encode(m, v, *after.codes(), random=table.random_bits(numel))
     for old, new in zip(state.tensors(), after.tensors(), strict=True):
-        changed = active[:: 1 if len(new) == numel else GROUP] != 0
+        changed = active[:: 1 if len(new) == numel else SCALE_BLOCK] != 0
         old.copy_(torch.where(changed, new, old))
 
 
@@ -285,8 +285,8 @@ def check_step(who: str, state: State, table: Table, *grads: Tensor) -> None:
         check_flat(who, "grad", grad, param.numel(), grad.dtype, param.device)
         if grad.dtype not in GRADIENTS:
             raise ValueError(f"{who}: a gradient in {grad.dtype} does not go with weights in torch.float32")
-    groups = -(-param.numel() // GROUP)
-    if table.rows.dtype not in (torch.int16, torch.int32) or table.first % GROUP:
+    groups = -(-param.numel() // SCALE_BLOCK)
+    if table.rows.dtype not in (torch.int16, torch.int32) or table.first % SCALE_BLOCK:
         raise ValueError(f"{who}: rows must be int16 or int32, got {table.rows.dtype}; first {table.first}")
     check_flat(who, "rows", table.rows, groups, table.rows.dtype, param.device)
     check_flat(who, "keys", table.keys, len(table.scalars), torch.int32, param.device)

@@ -30,13 +30,13 @@ _CHUNK = 1 << 19
 """Elements at a time; a multiple of 32, see README."""
 
 
-class _Kept(dict[tuple[str, torch.dtype], Tensor]):
+class _CpuMemory(dict[tuple[str, torch.dtype], Tensor]):
     """The rooms of one thread."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]  # to be in a set
 
 
-_all_kept: WeakSet[_Kept] = WeakSet()
+_all_kept: WeakSet[_CpuMemory] = WeakSet()
 
 
 def chunk_memory() -> list[Tensor]:
@@ -48,7 +48,7 @@ class _Rooms(threading.local):
     """Where a thread keeps what it computes of a chunk, from step to step: new pages take as long as a chunk's step."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, torch.dtype], Tensor] = _Kept()
+        self._kept: dict[tuple[str, torch.dtype], Tensor] = _CpuMemory()
         _all_kept.add(self._kept)
 
     def of(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:

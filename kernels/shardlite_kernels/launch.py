@@ -19,9 +19,9 @@ try:
 except ImportError:
     triton = tl = None
 
-__all__ = ["GROUP", "INTERPRET", "block_size", "constexpr", "jit", "launch", "tl", "use_triton"]
+__all__ = ["SCALE_BLOCK", "INTERPRET", "block_size", "constexpr", "jit", "launch", "tl", "use_triton"]
 
-GROUP = 32
+SCALE_BLOCK = 32
 """Elements that share an exponent or a row of scalars. Shards are padded to multiples of it."""
 
 INTERPRET: bool = triton is not None and bool(triton.knobs.runtime.interpret)

@@ -28,7 +28,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .launch import GROUP, jit, tl
+from .launch import SCALE_BLOCK, jit, tl
 from .rounding import load_fp32, store_rounded
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
@@ -254,8 +254,8 @@ def _root(x: Tensor) -> Tensor:
 
 def _exponents_of(x: Tensor) -> Tensor:
     """Biased exponents [G], int64."""
-    bits = torch.nn.functional.pad(x, (0, -x.numel() % GROUP)).view(torch.int32) & 0x7FFFFFFF
-    exponent = (bits.view(-1, GROUP).amax(1).to(torch.int64) + 0x7FFFFF) >> 23
+    bits = torch.nn.functional.pad(x, (0, -x.numel() % SCALE_BLOCK)).view(torch.int32) & 0x7FFFFFFF
+    exponent = (bits.view(-1, SCALE_BLOCK).amax(1).to(torch.int64) + 0x7FFFFF) >> 23
     return torch.where(exponent > 253, _NAN, exponent)
 
 
@@ -272,7 +272,7 @@ def _inverses(exponent: Tensor) -> Tensor:
 
 def _each(groups: Tensor, numel: int) -> Tensor:
     """What is said of groups [G], of each element [S]."""
-    return groups.repeat_interleave(GROUP)[:numel]
+    return groups.repeat_interleave(SCALE_BLOCK)[:numel]
 
 
 def _fp32(x: float) -> float:

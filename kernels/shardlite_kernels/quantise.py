@@ -26,7 +26,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .launch import GROUP, INTERPRET, block_size, jit, launch, tl, use_triton
+from .launch import INTERPRET, SCALE_BLOCK, block_size, jit, launch, tl, use_triton
 from .rounding import load_fp32, store_rounded
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -96,18 +96,18 @@ def quantise(codes: Tensor, scales: Tensor, source: Tensor) -> None:
     if codes.dim() != 1:
         raise ValueError(f"quantise: codes must be 1-D, got {list(codes.shape)}")
     if not use_triton(source):
-        chunks = _chunks(codes), _chunks(scales, GROUP), _chunks(source)
+        chunks = _chunks(codes), _chunks(scales, SCALE_BLOCK), _chunks(source)
         for codes_chunk, scales_chunk, source_chunk in zip(*chunks, strict=True):
             _quantise_cpu(codes_chunk, scales_chunk, source_chunk)
         return
-    flags = {"SHARED": GROUP, "INTERPRET": INTERPRET}
+    flags = {"SHARED": SCALE_BLOCK, "INTERPRET": INTERPRET}
     launch(_quantise_kernel, codes, scales, source, n=source.numel(), block=block_size(source), **flags)
 
 
 def quantise_reference(codes: Tensor, scales: Tensor, source: Tensor) -> None:
     """The specification of `quantise`."""
     _check("quantise", "source", source, codes, scales)
-    blocks = source.float().view(-1, GROUP)
+    blocks = source.float().view(-1, SCALE_BLOCK)
     exponent = blocks.abs().amax(1).view(torch.int32) >> 23
     step = torch.pow(2.0, exponent.double() - 133).unsqueeze(1)
     rounded = (blocks.double() / step).round().clamp(-127, 127)
@@ -130,8 +130,8 @@ def dequantise(out: Tensor, codes: Tensor, scales: Tensor) -> None:
     if not use_triton(out):
         _dequantise_cpu(out, *rows)
         return
-    strides = rows[0].shape[1] // GROUP, rows[0].stride(0), rows[1].stride(0)
-    flags = {"SHARED": GROUP, "INTERPRET": INTERPRET}
+    strides = rows[0].shape[1] // SCALE_BLOCK, rows[0].stride(0), rows[1].stride(0)
+    flags = {"SHARED": SCALE_BLOCK, "INTERPRET": INTERPRET}
     launch(_dequantise_kernel, out, *rows, *strides, n=out.numel(), block=block_size(out), **flags)
 
 
@@ -139,7 +139,7 @@ def dequantise_reference(out: Tensor, codes: Tensor, scales: Tensor) -> None:
     """The specification of `dequantise`."""
     _check("dequantise", "out", out, codes, scales)
     step = torch.pow(2.0, scales.reshape(-1, 1).double() - 133)
-    values = codes.reshape(-1, GROUP).double() * step
+    values = codes.reshape(-1, SCALE_BLOCK).double() * step
     out.copy_(torch.where(scales.reshape(-1, 1) == _POISON, torch.nan, values).view(-1))
 
 
@@ -154,9 +154,9 @@ def _check(who: str, name: str, floats: Tensor, codes: Tensor, scales: Tensor) -
     if not codes.device == scales.device == floats.device:
         raise ValueError(f"{who}: {name} is on {floats.device}, codes on {codes.device}, scales on {scales.device}")
     *rows, length = codes.shape or (0,)
-    if codes.dim() not in (1, 2) or length % GROUP or scales.shape != (*rows, length // GROUP):
+    if codes.dim() not in (1, 2) or length % SCALE_BLOCK or scales.shape != (*rows, length // SCALE_BLOCK):
         raise ValueError(
-            f"{who}: codes must be rows of a multiple of {GROUP} with a scale for each {GROUP}, got "
+            f"{who}: codes must be rows of a multiple of {SCALE_BLOCK} with a scale for each {SCALE_BLOCK}, got "
             f"{list(codes.shape)} codes and {list(scales.shape)} scales"
         )
     if codes.numel() != floats.numel():
@@ -166,7 +166,7 @@ def _check(who: str, name: str, floats: Tensor, codes: Tensor, scales: Tensor) -
 
 
 def _quantise_cpu(codes: Tensor, scales: Tensor, source: Tensor) -> None:
-    blocks = source.float().view(-1, GROUP)
+    blocks = source.float().view(-1, SCALE_BLOCK)
     exponent = blocks.abs().amax(1).view(torch.int32) >> 23
     power = torch.where(exponent >= 254, 0x400000, (254 - exponent) << 23).view(torch.float32)
     rounded = (blocks * power.unsqueeze(1)).mul_(64.0).round_().clamp_(-127, 127)
@@ -177,10 +177,10 @@ def _quantise_cpu(codes: Tensor, scales: Tensor, source: Tensor) -> None:
 
 def _dequantise_cpu(out: Tensor, codes: Tensor, scales: Tensor) -> None:
     for out_row, codes_row, scales_row in zip(out.view(codes.shape), codes, scales, strict=True):
-        chunks = _chunks(out_row), _chunks(codes_row), _chunks(scales_row, GROUP)
+        chunks = _chunks(out_row), _chunks(codes_row), _chunks(scales_row, SCALE_BLOCK)
         for out_chunk, codes_chunk, scales_chunk in zip(*chunks, strict=True):
             step = _step_cpu(scales_chunk).unsqueeze(1)
-            torch.mul(codes_chunk.view(-1, GROUP), step, out=out_chunk.view(-1, GROUP))
+            torch.mul(codes_chunk.view(-1, SCALE_BLOCK), step, out=out_chunk.view(-1, SCALE_BLOCK))
 
 
 def _step_cpu(scales: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .launch import GROUP
+from .launch import SCALE_BLOCK
 from .noise import random_bits_by_group
 
 
@@ -85,15 +85,15 @@ class Table(NamedTuple):
 
     def part(self, start: int, stop: int) -> Table:
         """Elements `[start, stop)`; `start` is a multiple of 32."""
-        return self._replace(rows=self.rows[start // GROUP : -(-stop // GROUP)], first=self.first + start)
+        return self._replace(rows=self.rows[start // SCALE_BLOCK : -(-stop // SCALE_BLOCK)], first=self.first + start)
 
     def row_of_each(self, numel: int) -> Tensor:
         """The row of each element, [S], int64."""
-        return self.rows.long().repeat_interleave(GROUP)[:numel]
+        return self.rows.long().repeat_interleave(SCALE_BLOCK)[:numel]
 
     def random_bits(self, numel: int) -> Tensor:
         """32 random bits for each element, [S], int32."""
-        return random_bits_by_group(self.keys[self.rows.long()].long(), self.first, GROUP)[:numel]
+        return random_bits_by_group(self.keys[self.rows.long()].long(), self.first, SCALE_BLOCK)[:numel]
 
 
 def hyper_table(hypers: Sequence[Hyper], device: torch.device) -> Tensor:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .launch import GROUP
+from .launch import SCALE_BLOCK
 from .moments import FORMATS, decode
 from .split import join
 
@@ -50,7 +50,7 @@ class State(NamedTuple):
 
     def part(self, start: int, stop: int) -> State:
         """Elements `[start, stop)`; `start` is a multiple of 32."""
-        groups = slice(start // GROUP, -(-stop // GROUP))
+        groups = slice(start // SCALE_BLOCK, -(-stop // SCALE_BLOCK))
         here = slice(start, stop)
         return State(
             self.param[here],
@@ -64,7 +64,7 @@ class State(NamedTuple):
     def split(self, numel: int) -> Iterator[State]:
         """Cut into parts of `numel` elements, a multiple of 32; the last may be shorter."""
         count = max(1, -(-self.param.numel() // numel))  # of nothing there is one part, as with torch.split
-        sizes = (numel, numel, numel, numel, numel // GROUP, numel // GROUP)
+        sizes = (numel, numel, numel, numel, numel // SCALE_BLOCK, numel // SCALE_BLOCK)
         columns = [
             repeat(None, count) if tensor is None else torch.split(tensor, size)
             for tensor, size in zip(self, sizes, strict=True)
@@ -105,7 +105,7 @@ class State(NamedTuple):
             ValueError: a shape, device or dtype is not what the format says.
         """
         numel, device, weights, moments = self.param.numel(), self.param.device, self.param.dtype, self.exp_avg.dtype
-        groups, codes = -(-numel // GROUP), moments == torch.int8
+        groups, codes = -(-numel // SCALE_BLOCK), moments == torch.int8
         lengths = (numel, numel, numel, numel, groups, groups)
         dtypes = (
             *(weights if self.low is None else torch.bfloat16, moments, torch.uint8 if codes else moments),

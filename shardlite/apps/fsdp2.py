@@ -21,17 +21,17 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardlite.comm import (
     SUMMABLE,
-    Flight,
-    Groups,
-    Lane,
     Operation,
+    Ranks,
+    StreamQueue,
     Transport,
+    Work,
     agree,
     all_gather,
     connect,
-    groups_of,
     identify,
-    make_lane,
+    make_queue,
+    ranks_of,
     reduce_scatter,
 )
 from shardlite.config import AlgorithmName, Route, TransportName, check_timeout, transport_or_default
@@ -74,7 +74,7 @@ def install(
     """
     check_timeout(timeout)
     route = Route(transport=transport_or_default(transport), algorithm=algorithm)
-    groups_of(None)
+    ranks_of(None)
     parts = _parts(model)
     models = {group: _agree(group, parts, route, timeout) for group in dict.fromkeys(part.group for part in parts)}
     gathers = Ways("gather", timeout, route=route)
@@ -199,7 +199,7 @@ class Ways:
         self._route = route
         self._apart = apart
         self._transports: dict[tuple[dist.ProcessGroup, torch.device], Transport] = {}
-        self._lanes: dict[torch.device, Lane] = {}
+        self._queues: dict[torch.device, StreamQueue] = {}
 
     def connect(self, group: dist.ProcessGroup, device: torch.device) -> Transport:
         """Return the transport over `group`. All its ranks come to a new group at the same point."""
@@ -223,26 +223,26 @@ class Ways:
         if not beside:
             operation()
             return None
-        if device not in self._lanes:
-            self._lanes[device] = make_lane(f"fsdp2-{self._name}", device, blocking=transport.blocking)
-        return _Work(self._lanes[device].submit(operation))
+        if device not in self._queues:
+            self._queues[device] = make_queue(f"fsdp2-{self._name}", device, blocking=transport.blocking)
+        return _Work(self._queues[device].submit(operation))
 
 
 class _Work(dist.Work):
     """An operation in flight in PyTorch's words. FSDP2 waits for nothing that is not a `Work`."""
 
-    def __init__(self, flight: Flight) -> None:
+    def __init__(self, work: Work) -> None:
         super().__init__()
-        self._flight = flight
+        self._work = work
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Let what follows see the results, or raise what went wrong. The transport's own timeout counts."""
-        self._flight.wait()
+        self._work.wait()
         return True
 
     def is_completed(self) -> bool:
         """Whether there is nothing to wait for."""
-        return self._flight.done()
+        return self._work.done()
 
 
 @dataclass(frozen=True)
@@ -326,7 +326,7 @@ def _part(name: str, module: FSDPModule, groups: Sequence[Any]) -> _Part:
 
 def _agree(group: dist.ProcessGroup, parts: Sequence[_Part], route: Route, timeout: timedelta) -> str:
     """Make sure that all ranks of a group install the same, and return a name for it that is new on each of them."""
-    ranks = Groups(group)
+    ranks = Ranks(group)
     facts = [str(route), *(part.describe() for part in parts if part.group is group)]
     agree(ranks, facts, None, what="what each rank installs", timeout=timeout)
     model = identify(ranks, timeout)

@@ -6,13 +6,16 @@ In: a module (on the meta device, maybe) and the options. Out: units whose shard
 
 from shardlite.build import validate
 from shardlite.build.allocate import build_units, flats_of, part_of, place
-from shardlite.build.broadcast_init import spread, spread_buffers, spread_values
+from shardlite.build.broadcast_init import broadcast_buffers, broadcast_init, broadcast_values
 from shardlite.build.meta_init import Init, Initialiser
 from shardlite.build.plan import Options, Plan, agree_on_plan, plan_flats
 from shardlite.build.validate import STAGES
 
 __all__ = [
     "agree_on_plan",
+    "broadcast_buffers",
+    "broadcast_init",
+    "broadcast_values",
     "build_units",
     "flats_of",
     "Init",
@@ -22,9 +25,6 @@ __all__ = [
     "place",
     "Plan",
     "plan_flats",
-    "spread",
-    "spread_buffers",
-    "spread_values",
     "STAGES",
     "validate",
 ]

@@ -31,21 +31,21 @@ class Placement:
     permanent: bool
     """Whether the full weights always have memory."""
 
-    alone: bool
+    single_rank: bool
     """Whether nobody else is there and no cast is due, so that the module's parameters can be their own shards."""
 
-    resident: Callable[[UnitPlan], bool]
+    keep_unsharded: Callable[[UnitPlan], bool]
     """Whether a unit stays gathered from its forward to the end of the backward."""
 
 
 def place(plan: Plan, stage: int, rank: int, world_size: int, reshard: UnitRule) -> Placement:
     """Say what rank `rank` of those that share a model keeps, where there are `world_size` in all."""
-    alone = world_size == 1 and not plan.casts
+    single_rank = world_size == 1 and not plan.casts
     return Placement(
-        rank=None if stage == 0 or alone else rank,
-        permanent=stage < 3 or alone,
-        alone=alone,
-        resident=lambda unit: unit.name == "" or not applies(reshard, unit),
+        rank=None if stage == 0 or single_rank else rank,
+        permanent=stage < 3 or single_rank,
+        single_rank=single_rank,
+        keep_unsharded=lambda unit: unit.name == "" or not applies(reshard, unit),
     )
 
 
@@ -63,8 +63,8 @@ def build_units(plan: Plan, placement: Placement) -> list[Unit]:
     for start, mine in zip(plan.units, plan.flats, strict=True):
         flats = [_make_flat(flat, *next(places), next(lows), placement) for flat in mine]
         if flats:
-            name, resident = start.name or ROOT, placement.resident(start)
-            units.append(Unit(len(units), name, flats, is_root=name == ROOT, resident=resident))
+            name, keep_unsharded = start.name or ROOT, placement.keep_unsharded(start)
+            units.append(Unit(len(units), name, flats, is_root=name == ROOT, keep_unsharded=keep_unsharded))
     if len(units) == 1:
         units[0].is_root = False  # there is nothing else
     return units
@@ -124,7 +124,7 @@ def _make_flat(plan: FlatPlan, local: Tensor, full: Tensor | None, low: Tensor |
         low=low,
         full=full,
     )
-    flat.shards = plan.params if placement.alone else _make_shards(flat)
+    flat.shards = plan.params if placement.single_rank else _make_shards(flat)
     return flat
 
 

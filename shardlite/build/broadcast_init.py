@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from shardlite.build.meta_init import Initialiser, children_first
-from shardlite.comm import Shared, broadcast
+from shardlite.comm import Context, broadcast
 from shardlite.params import ROOT, Flat, Unit, UnitPlan
 
 
-def spread(
-    plans: Sequence[UnitPlan], units: Sequence[Unit], module: nn.Module, shared: Shared, initialiser: Initialiser
+def broadcast_init(
+    plans: Sequence[UnitPlan], units: Sequence[Unit], module: nn.Module, context: Context, initialiser: Initialiser
 ) -> None:
     """Give all ranks rank 0's values of the parameters, and these their new memory.
 
@@ -26,19 +26,19 @@ def spread(
     for each in children_first(module):
         initialiser.initialise(each)
         if each in ends:
-            spread_values(ends[each], shared, lambda param: param.detach(), sent=Flat.unbind)
+            broadcast_values(ends[each], context, lambda param: param.detach(), sent=Flat.unbind)
             initialiser.sent(ends[each].params())
     for unit in units:
-        if not unit.derived:
+        if not unit.needs_gather:
             unit.bind()
     for buffer in module.buffers():
-        if buffer.device != shared.device:
-            buffer.data = buffer.to(shared.device)
+        if buffer.device != context.device:
+            buffer.data = buffer.to(context.device)
 
 
-def spread_values(
+def broadcast_values(
     unit: Unit,
-    shared: Shared,
+    context: Context,
     value: Callable[[nn.Parameter], Tensor],
     *,
     sent: Callable[[Flat], None] = lambda _: None,
@@ -51,21 +51,21 @@ def spread_values(
     with torch.no_grad():
         for i, flat in enumerate(unit.flats):
             direct = flat.rank is None and flat.low is None
-            whole = flat.local if direct else shared.zeros(flat.layout.full_numel, flat.master)
+            whole = flat.local if direct else context.zeros(flat.layout.full_numel, flat.master)
             if not direct:
-                shared.ledger.track("staging", whole)
-            if shared.rank == 0:
+                context.ledger.track("staging", whole)
+            if context.rank == 0:
                 for param, view in flat.views(whole):
                     view.copy_(value(param))
             sent(flat)
-            for transport in shared.counted("values"):
-                broadcast(whole, transport, operation=shared.operation(f"the values of unit {unit.name!r}, flat {i}"))
+            for transport in context.counted("values"):
+                broadcast(whole, transport, operation=context.operation(f"the values of unit {unit.name!r}, flat {i}"))
             if not direct:
                 flat.keep(flat.own_part(whole))
             del whole  # before the next one is there
 
 
-def spread_buffers(module: nn.Module, shared: Shared) -> None:
+def broadcast_buffers(module: nn.Module, context: Context) -> None:
     """Copy rank 0's buffers (running statistics and the like) to every rank.
 
     Equal ones are not written to: a mask may be an expanded view, which cannot be.
@@ -73,7 +73,7 @@ def spread_buffers(module: nn.Module, shared: Shared) -> None:
     with torch.no_grad():
         for name, buffer in module.named_buffers():
             flat = buffer.detach().reshape(-1).clone()
-            for transport in shared.counted("buffers"):
-                broadcast(flat, transport, operation=shared.operation(f"buffer {name!r}"))
+            for transport in context.counted("buffers"):
+                broadcast(flat, transport, operation=context.operation(f"buffer {name!r}"))
             if not torch.equal(flat.view(buffer.shape), buffer):
                 buffer.copy_(flat.view(buffer.shape))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardlite.build import aliases, meta_init, validate
 from shardlite.build.meta_init import Init
-from shardlite.comm import Groups, agree
+from shardlite.comm import Ranks, agree
 from shardlite.config import QUANTIZABLE, Precision, Route
 from shardlite.params import ROOT, Layout, UnitPlan, UnitPolicy, UnitRule, applies, cut, lay_out
 
@@ -86,7 +86,7 @@ class Plan:
 
 
 def agree_on_plan(
-    module: nn.Module, options: Options, groups: Groups, wrapper: type[nn.Module], timeout: timedelta
+    module: nn.Module, options: Options, groups: Ranks, wrapper: type[nn.Module], timeout: timedelta
 ) -> Plan:
     """Plan what becomes of a module, and make sure that every rank plans the same.
 
@@ -112,9 +112,9 @@ def agree_on_plan(
     return plan
 
 
-def _make(module: nn.Module, options: Options, groups: Groups, wrapper: type[nn.Module]) -> Plan:
+def _make(module: nn.Module, options: Options, groups: Ranks, wrapper: type[nn.Module]) -> Plan:
     validate.check(module, options.stage, options.prefetch, options.precision, options.ignored, wrapper=wrapper)
-    if not groups.alone:
+    if not groups.single_rank:
         validate.check_embeddings(module, options.ignored)
     aliases.tie(module, options.ignored)
     validate.check_buffers(options.buffers)

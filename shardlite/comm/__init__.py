@@ -16,44 +16,44 @@ from shardlite.comm.collectives import (
     staging_numel,
 )
 from shardlite.comm.consensus import agree, identify
-from shardlite.comm.context import Shared, Steps, share
-from shardlite.comm.control.store import tell
+from shardlite.comm.context import Context, WeightVersion, share
+from shardlite.comm.control.store import all_gather_object
 from shardlite.comm.schedule import Order, Schedule, Transfer, order_of_addition
 from shardlite.comm.shm.heap import lazy_zeros
-from shardlite.comm.streams import Flight, Lane, make_lane
+from shardlite.comm.streams import StreamQueue, Work, make_queue
 from shardlite.comm.traffic import Sent
 from shardlite.comm.transport.base import Transport
-from shardlite.comm.transport.groups import Groups, Ranks, groups_of
+from shardlite.comm.transport.groups import GroupLike, Ranks, ranks_of
 from shardlite.comm.transport.select import choose, connect
 
 __all__ = [
     "agree",
     "all_gather",
+    "all_gather_object",
     "all_reduce",
     "broadcast",
     "choose",
     "connect",
-    "Flight",
-    "Groups",
-    "groups_of",
+    "Context",
+    "GroupLike",
     "identify",
-    "Lane",
     "lazy_zeros",
-    "make_lane",
+    "make_queue",
     "Operation",
     "Order",
     "order_of_addition",
     "Ranks",
+    "ranks_of",
     "reduce_scatter",
     "Schedule",
     "schedule",
     "Sent",
     "share",
-    "Shared",
     "staging_numel",
-    "Steps",
+    "StreamQueue",
     "SUMMABLE",
-    "tell",
     "Transfer",
     "Transport",
+    "WeightVersion",
+    "Work",
 ]

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from shardlite.comm import schedule
 from shardlite.comm.chunking import CHUNK_BYTES, Cut, chunk_numel, cut_up, split
-from shardlite.comm.control.failure_reports import Notes
-from shardlite.comm.executor import Chunk, LastHop, Links, add_up, add_up_everywhere, spread
+from shardlite.comm.control.failure_reports import FailureReports
+from shardlite.comm.executor import Chunk, LastHop, Links, run_all_reduce, run_gather, run_reduce
 from shardlite.comm.schedule import IN_RING_ORDER, Schedule
 from shardlite.comm.transport.base import Transport
 from shardlite.errors import CommError, LayoutError
@@ -45,7 +45,7 @@ class Operation(NamedTuple):
 
     label: str = "unnamed collective"
     sequence: int = 0
-    notes: Notes | None = None
+    notes: FailureReports | None = None
     """Where to ask, when it fails, what the other ranks are doing."""
 
     during: str = ""
@@ -117,7 +117,7 @@ def all_gather(
     with _Named(operation, full):
         links = Links(transport, operation.tag(full, cut.offsets, transport.algorithm))
         plan = schedule.all_gather(transport.algorithm, transport.world_size, node=transport.node)
-        spread(links, plan, cut.of(full, plan.parts))
+        run_gather(links, plan, cut.of(full, plan.parts))
 
 
 def reduce_scatter(
@@ -181,7 +181,7 @@ def reduce_scatter(
     slots = cut.chunks(shard) if in_out and _apart(shard, full) else _slots(full, cut, plan, transport, staging)
     with _Named(operation, full):
         links = Links(transport, operation.tag(full, cut.offsets, transport.algorithm))
-        add_up(links, plan, cut.of(full, plan.parts), last or _into(shard, divisor, stats), slots)
+        run_reduce(links, plan, cut.of(full, plan.parts), last or _into(shard, divisor, stats), slots)
     return shard
 
 
@@ -209,7 +209,7 @@ def all_reduce(
         _check_arithmetic(full, divisor)
         cut = cut_up("reduce-scatter", full.numel(), full.dtype, transport, cuts, chunk_bytes)
         with _Named(operation, full):
-            add_up_everywhere(Links(transport, operation.tag(full, cut.offsets, "whole")), full, cut.bounds, divisor)
+            run_all_reduce(Links(transport, operation.tag(full, cut.offsets, "whole")), full, cut.bounds, divisor)
         return
     # Both halves may share a tag: on each link all messages of the first are sent and expected before the second's.
     reduce_scatter(
@@ -247,7 +247,7 @@ def broadcast(
     chunks = split(full, chunk_numel(full.dtype, chunk_bytes))
     with _Named(operation, full):
         chain = schedule.broadcast(world_size, source, parts=len(chunks))
-        spread(Links(transport, operation.tag(full)), chain, lambda _, part: [Chunk(0, chunks[part])])
+        run_gather(Links(transport, operation.tag(full)), chain, lambda _, part: [Chunk(0, chunks[part])])
 
 
 def _is_at_once(full: Tensor, transport: Transport) -> bool:

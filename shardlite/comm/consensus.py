@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from shardlite.comm.control.store import TIMEOUT, tell
-from shardlite.comm.transport.groups import Groups
+from shardlite.comm.control.store import TIMEOUT, all_gather_object
+from shardlite.comm.transport.groups import Ranks
 from shardlite.errors import LayoutError
 
 _latest: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()
@@ -18,7 +18,7 @@ _latest: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()
 
 
 def agree(
-    groups: Groups, facts: Sequence[str], problem: Exception | None, *, what: str, timeout: timedelta = TIMEOUT
+    groups: Ranks, facts: Sequence[str], problem: Exception | None, *, what: str, timeout: timedelta = TIMEOUT
 ) -> None:
     """Make sure that what all ranks are about to do is the same, and that none has a `problem`.
 
@@ -32,10 +32,10 @@ def agree(
     trouble = None if problem is None else str(problem)
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
     for group in groups.all:
-        rows = tell(group, (trouble, digest), what, timeout)
+        rows = all_gather_object(group, (trouble, digest), what, timeout)
         troubled = next((f"rank {rank}: {said}" for rank, (said, _) in enumerate(rows) if said is not None), None)
         if troubled is None and len({each for _, each in rows}) > 1:
-            troubled = _first_difference(tell(group, list(facts), what, timeout))
+            troubled = _first_difference(all_gather_object(group, list(facts), what, timeout))
         trouble = trouble or troubled
     if problem is not None:
         raise problem
@@ -56,13 +56,13 @@ class Identity(NamedTuple):
     """Drawn at random: the store may outlive the processes of a run that has failed, and be that of the next one."""
 
 
-def identify(groups: Groups, timeout: timedelta = TIMEOUT) -> Identity:
+def identify(groups: Ranks, timeout: timedelta = TIMEOUT) -> Identity:
     """Return what all ranks of a model that is wrapped now know it by."""
     world = dist.group.WORLD
     assert world is not None, "models are wrapped over process groups"
     own = Identity(_latest.get(world, 0) + 1, dist.get_rank(), secrets.token_hex(8))
     for group in groups.all:
-        told = [Identity(*each) for each in tell(group, own, "the number of a model", timeout)]
+        told = [Identity(*each) for each in all_gather_object(group, own, "the number of a model", timeout)]
         first = min(told, key=lambda each: each.first)
         own = first._replace(number=max(each.number for each in told))
     _latest[world] = own.number

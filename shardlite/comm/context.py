@@ -13,29 +13,29 @@ from torch import Tensor
 
 from shardlite.comm.collectives import Operation, all_reduce
 from shardlite.comm.consensus import identify
-from shardlite.comm.control.failure_reports import Board, Notes, StoreBoard
+from shardlite.comm.control.failure_reports import FailureReports, ReportBoard, StoreReports
 from shardlite.comm.control.interrupts import defer_interrupts
 from shardlite.comm.control.process import Owner
 from shardlite.comm.control.progress import Progress
 from shardlite.comm.control.uncaught import tell_of_the_end
-from shardlite.comm.streams import Lane, make_lane
+from shardlite.comm.streams import StreamQueue, make_queue
 from shardlite.comm.traffic import Traffic
 from shardlite.comm.transport.base import Transport
-from shardlite.comm.transport.groups import Groups
+from shardlite.comm.transport.groups import Ranks
 from shardlite.comm.transport.select import connect, connect_hosts
 from shardlite.config import Route
 from shardlite.telemetry import Held, Ledger, Trace
 
 
 @dataclass
-class Steps:
+class WeightVersion:
     """How often all weights of a model were changed: by a step of an optimizer, mostly, or by a load."""
 
     taken: int = 0
 
 
 @dataclass(frozen=True)
-class Shared:
+class Context:
     """The ranks, the device and the books of one wrapped model."""
 
     instance: int
@@ -58,13 +58,13 @@ class Shared:
     timeout: timedelta
     """How long a rank waits for a message."""
 
-    steps: Steps
-    board: Board
-    waits: Board | None
+    steps: WeightVersion
+    board: ReportBoard
+    waits: ReportBoard | None
     """Where ranks say what they wait in; `None` where that does not tell whether they will go on: what a GPU does the
     host does not see, and replicas have operations that not all ranks are in."""
 
-    standings: Board
+    standings: ReportBoard
     """Where ranks say how far they are in a backward."""
 
     trace: Trace
@@ -121,7 +121,7 @@ class Shared:
         return ranks.tolist()
 
     @cached_property
-    def notes(self) -> Notes:
+    def notes(self) -> FailureReports:
         """What ranks leave for each other when something has failed."""
         transport = self.transport
 
@@ -129,7 +129,7 @@ class Shared:
             """(With replicas ranks here are numbered differently from those of a transport.)"""
             return transport.world_size == self.world_size and transport.is_gone(other)
 
-        notes = Notes(self.board, self.rank, self.world_size, waits=self.waits, is_gone=is_gone)
+        notes = FailureReports(self.board, self.rank, self.world_size, waits=self.waits, is_gone=is_gone)
         tell_of_the_end(notes)
         defer_interrupts()
         return notes
@@ -189,13 +189,13 @@ class Shared:
                 total[purpose] = Held(before.now + held.now, before.peak + held.peak)
         return total
 
-    def lane(self, name: str) -> Lane:
+    def queue(self, name: str) -> StreamQueue:
         """Return a new lane for operations that use these transports."""
         blocking = any(transport.blocking for transport in self.transports)
-        return make_lane(name, self.device, blocking=blocking, watch=self.notes)
+        return make_queue(name, self.device, blocking=blocking, watch=self.notes)
 
 
-def share(groups: Groups, device: torch.device, timeout: timedelta, route: Route) -> Shared:
+def share(groups: Ranks, device: torch.device, timeout: timedelta, route: Route) -> Context:
     """Connect this rank to all others that wrap the same model now. All of them call this.
 
     Raises:
@@ -207,7 +207,7 @@ def share(groups: Groups, device: torch.device, timeout: timedelta, route: Route
     hosts = connect_hosts(groups.shard, timeout, route=route)
     other_hosts = None if groups.replicas is None else connect_hosts(groups.replicas, timeout, route=route)
     name = f"model {model.number} from rank {model.first}, {model.mark}"
-    return Shared(
+    return Context(
         instance=model.number,
         transport=transport,
         replicas=replicas,
@@ -215,10 +215,10 @@ def share(groups: Groups, device: torch.device, timeout: timedelta, route: Route
         hosts=(hosts, other_hosts),
         device=device,
         timeout=timeout,
-        steps=Steps(),
-        board=StoreBoard(name),
-        waits=StoreBoard(f"{name}, waits") if device.type == "cpu" and replicas is None else None,
-        standings=StoreBoard(f"{name}, standings"),
+        steps=WeightVersion(),
+        board=StoreReports(name),
+        waits=StoreReports(f"{name}, waits") if device.type == "cpu" and replicas is None else None,
+        standings=StoreReports(f"{name}, standings"),
         trace=Trace(),
         ledger=Ledger(),
         traffic=Traffic(device),
@@ -226,7 +226,7 @@ def share(groups: Groups, device: torch.device, timeout: timedelta, route: Route
 
 
 def _connect(
-    groups: Groups, device: torch.device, timeout: timedelta, route: Route, *, apart: bool
+    groups: Ranks, device: torch.device, timeout: timedelta, route: Route, *, apart: bool
 ) -> tuple[Transport, Transport | None]:
     """Connect this rank to those that it shares a model with, and to those that hold the same shards, if any.
 

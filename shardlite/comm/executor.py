@@ -81,7 +81,7 @@ class Links(NamedTuple):
             self.transport.exchange(messages, self.tag).wait()
 
 
-def spread(links: Links, schedule: Schedule, pieces: Pieces) -> None:
+def run_gather(links: Links, schedule: Schedule, pieces: Pieces) -> None:
     """Bring every piece to where the schedule says; what arrives is written to its place."""
     rank = links.transport.rank
     if links.transport.batched:
@@ -102,7 +102,7 @@ def spread(links: Links, schedule: Schedule, pieces: Pieces) -> None:
     _wait_all(outgoing)
 
 
-def add_up(links: Links, schedule: Schedule, pieces: Pieces, last: LastHop, slots: Sequence[Tensor]) -> None:
+def run_reduce(links: Links, schedule: Schedule, pieces: Pieces, last: LastHop, slots: Sequence[Tensor]) -> None:
     """Add what arrives to the own pieces, in place, and send sums on; the last addition of a piece is left to `last`.
 
     What arrives is staged in `slots`, each as long as the longest chunk: for a batched transport as many as chunks
@@ -128,7 +128,7 @@ def add_up(links: Links, schedule: Schedule, pieces: Pieces, last: LastHop, slot
     _wait_all(outgoing)
 
 
-def add_up_everywhere(links: Links, full: Tensor, bounds: Sequence[tuple[int, int]], divisor: int) -> None:
+def run_all_reduce(links: Links, full: Tensor, bounds: Sequence[tuple[int, int]], divisor: int) -> None:
     """Add `full` [n] up over two ranks or more and divide it, in place, from what all others lend at once.
 
     Segment `k`, between the k-th `bounds`, is added in the order of the ring.

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from shardlite.comm.control.failure_reports import Notes
+from shardlite.comm.control.failure_reports import FailureReports
 from shardlite.comm.control.interrupts import SLOW
 from shardlite.comm.control.process import Owner
 from shardlite.comm.transport.process_group import end_waits
@@ -31,7 +31,7 @@ _MOMENT, _LONGEST = 2e-3, 5e-2
 """Seconds between the first looks at what is waited for, and between later ones."""
 
 
-class Flight(Protocol):
+class Work(Protocol):
     """One operation in flight, and the memory that it uses: do not touch that before `wait()`."""
 
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
@@ -47,27 +47,27 @@ class Flight(Protocol):
         """Wait, the host too, and return whether what follows may use the results: not if it became `obsolete`."""
 
 
-class Lane(Protocol):
+class StreamQueue(Protocol):
     """Runs operations one after the other."""
 
-    def submit(self, operation: Callable[[], None]) -> Flight:
+    def submit(self, operation: Callable[[], None]) -> Work:
         """Queue `operation`; it starts when those before it are done, and what the caller has computed so far."""
 
 
-def make_lane(name: str, device: torch.device, *, blocking: bool, watch: Notes | None = None) -> Lane:
+def make_queue(name: str, device: torch.device, *, blocking: bool, watch: FailureReports | None = None) -> StreamQueue:
     """Return a lane for tensors on `device`; `blocking` says that operations make the host wait for messages.
 
     `watch` is asked about waits of the host that are long.
     """
     if device.type != "cuda":
-        return ThreadLane(name, watch)
-    return StreamLane(device, ThreadLane(name, watch) if blocking else None)
+        return ThreadQueue(name, watch)
+    return CudaStreamQueue(device, ThreadQueue(name, watch) if blocking else None)
 
 
-class _HostFlight:
+class _HostWork:
     """An operation that is done when a thread has done it."""
 
-    def __init__(self, watch: Notes | None = None, owner: Owner | None = None) -> None:
+    def __init__(self, watch: FailureReports | None = None, owner: Owner | None = None) -> None:
         self._owner = owner or Owner()
         self._outcome: Future[None] = Future()
         self._is_over = False
@@ -117,7 +117,7 @@ class _HostFlight:
             self._watch.goes_on()
         return True
 
-    def _check(self, watch: Notes) -> None:
+    def _check(self, watch: FailureReports) -> None:
         """Raise if this rank will never go on."""
         if not self._is_over and (why := watch.hopeless()):
             watch.give_up(why)
@@ -134,36 +134,36 @@ class _HostFlight:
             self._outcome.set_result(None)
 
 
-class ThreadLane:
+class ThreadQueue:
     """Runs operations on a thread of its own.
 
     The thread ends with the lane. It is a daemon: a process that dies of an error must not wait for a peer that will
     never answer.
     """
 
-    def __init__(self, name: str, watch: Notes | None = None) -> None:
+    def __init__(self, name: str, watch: FailureReports | None = None) -> None:
         self._owner = Owner()
         self._watch = watch
-        self._queue: SimpleQueue[tuple[_HostFlight, Callable[[], None]] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[_HostWork, Callable[[], None]] | None] = SimpleQueue()
         # Neither the thread nor the finalizer holds the lane, or a forgotten lane would never be collected.
         thread = Thread(target=_work_off, args=(self._queue,), name=f"shardlite-{name}", daemon=True)
         thread.start()
         weakref.finalize(self, _end, self._queue, thread, watch)
 
-    def submit(self, operation: Callable[[], None]) -> Flight:
+    def submit(self, operation: Callable[[], None]) -> Work:
         """Queue `operation`; it starts when those before it are done.
 
         Raises:
             CommError: this is a forked child, which has no such thread.
         """
         self._owner.check()
-        flight = _HostFlight(self._watch, self._owner)
-        self._queue.put((flight, operation))
-        return flight
+        work = _HostWork(self._watch, self._owner)
+        self._queue.put((work, operation))
+        return work
 
 
 def _end(
-    queue: "SimpleQueue[tuple[_HostFlight, Callable[[], None]] | None]", thread: Thread, watch: Notes | None
+    queue: "SimpleQueue[tuple[_HostWork, Callable[[], None]] | None]", thread: Thread, watch: FailureReports | None
 ) -> None:
     """Let the thread finish, and see it go: the interpreter must not be taken down under a running thread."""
     queue.put(None)
@@ -176,15 +176,15 @@ def _end(
         thread.join(_FAREWELL)
 
 
-def _work_off(queue: "SimpleQueue[tuple[_HostFlight, Callable[[], None]] | None]") -> None:
+def _work_off(queue: "SimpleQueue[tuple[_HostWork, Callable[[], None]] | None]") -> None:
     with torch.no_grad():
         while (job := queue.get()) is not None:
-            flight, operation = job
-            flight.run(operation)
-            del flight, operation, job  # or the last operation's buffers would live until the next one
+            work, operation = job
+            work.run(operation)
+            del work, operation, job  # or the last operation's buffers would live until the next one
 
 
-class StreamLane:
+class CudaStreamQueue:
     """Runs operations on a stream of its own; `thread` hands them to the GPU where that takes waiting for messages.
 
     Memory is safe without further marks. A tensor that an operation uses was allocated on the caller's stream, whose
@@ -192,12 +192,12 @@ class StreamLane:
     is behind the operation.
     """
 
-    def __init__(self, device: torch.device, thread: ThreadLane | None) -> None:
+    def __init__(self, device: torch.device, thread: ThreadQueue | None) -> None:
         self._device = device
         self._thread = thread
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
-    def submit(self, operation: Callable[[], None]) -> Flight:
+    def submit(self, operation: Callable[[], None]) -> Work:
         """Queue `operation` behind what the current stream has been given so far."""
         begin = torch.cuda.current_stream(self._device).record_event()
         end = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -209,16 +209,16 @@ class StreamLane:
                 end.record(self._stream)
 
         if self._thread is not None:
-            return _StreamFlight(self._device, end, self._thread.submit(on_stream))
-        host = _HostFlight()
+            return _StreamWork(self._device, end, self._thread.submit(on_stream))
+        host = _HostWork()
         host.run(on_stream)  # an error is the flight's, as on a thread
-        return _StreamFlight(self._device, end, host)
+        return _StreamWork(self._device, end, host)
 
 
-class _StreamFlight:
+class _StreamWork:
     """An operation that is done when a stream has come to an event, which `host` records, or has recorded."""
 
-    def __init__(self, device: torch.device, end: torch.cuda.Event, host: Flight) -> None:
+    def __init__(self, device: torch.device, end: torch.cuda.Event, host: Work) -> None:
         self._device = device
         self._end = end
         self._host = host

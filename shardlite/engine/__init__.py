@@ -12,8 +12,8 @@ from shardlite.engine.homes import settle_all
 from shardlite.engine.input_casts import cast_floats
 from shardlite.engine.local_shards import Shards
 from shardlite.engine.module_hooks import ModuleHooks
-from shardlite.engine.module_map import needs, sites
-from shardlite.engine.optimizer_bridge import Inside, Stepping
+from shardlite.engine.module_map import needs, param_locations
+from shardlite.engine.optimizer_bridge import InBackwardOptimizer, OptimizerBridge
 from shardlite.engine.uneven_inputs import Batch, Join
 
 __all__ = [
@@ -23,15 +23,15 @@ __all__ = [
     "cast_floats",
     "FullParameters",
     "in_backward",
-    "Inside",
+    "InBackwardOptimizer",
     "Join",
     "Mode",
     "ModuleHooks",
     "needs",
     "NO_COPY",
+    "OptimizerBridge",
+    "param_locations",
     "settle_all",
     "Shards",
-    "sites",
-    "Stepping",
     "torch_patches",
 ]

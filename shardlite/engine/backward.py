@@ -69,7 +69,7 @@ class Backward:
     def use(self, unit: Unit) -> None:
         """Hold a unit for a hook that reads its weights, until the backward ends."""
         self.open()
-        self._gatherer.hold(unit)
+        self._gatherer.unshard(unit)
         self._used.append(unit)
 
     def begin_pass(self, *, evaluating: bool) -> None:
@@ -224,7 +224,7 @@ class Backward:
         self._task, self._got_gradients = None, False
         self._recomputed.clear()
         while self._used:
-            self._gatherer.release(self._used.pop())
+            self._gatherer.reshard(self._used.pop())
         if self._calls is not None:
             self._calls.end_backward()
         self._gatherer.after_backward(final=final)

@@ -13,7 +13,7 @@ from itertools import count, groupby
 import torch
 from torch import Tensor, nn
 
-from shardlite.comm import Shared, broadcast
+from shardlite.comm import Context, broadcast
 from shardlite.errors import LayoutError
 
 LARGE = 65536
@@ -65,9 +65,9 @@ class _Place:
 class Buffers:
     """The buffers of one wrapped model that its ranks share."""
 
-    def __init__(self, module: nn.Module, shared: Shared, ignored: Collection[nn.Module]) -> None:
+    def __init__(self, module: nn.Module, context: Context, ignored: Collection[nn.Module]) -> None:
         """Those of `ignored` modules are each rank's own."""
-        self._shared = shared
+        self._context = context
         own = {id(buffer) for each in ignored for buffer in each.buffers()}
         places = {
             id(buffer): _Place(f"{path}.{key}".lstrip("."), each, key)
@@ -77,7 +77,7 @@ class Buffers:
         }
         self._places = list(places.values())
         self._numbers = count()
-        self._due = shared.world_size > 1 and bool(self._places)
+        self._due = context.world_size > 1 and bool(self._places)
         for place in self._places:
             place.look()
 
@@ -89,18 +89,18 @@ class Buffers:
         """
         if self._due:
             self._send(self._changed())
-        self._due = trains and self._shared.world_size > 1 and bool(self._places)
+        self._due = trains and self._context.world_size > 1 and bool(self._places)
 
     def _changed(self) -> list[_Place]:
         """Return what has changed on any rank, by one exchange of numbers."""
         numels = [0 if place.buffer is None else place.buffer.numel() for place in self._places]
         rows = [(place.changed(), n, n * n) for place, n in zip(self._places, numels, strict=True)]
         numbers = torch.tensor(rows, dtype=torch.int64)
-        operation = self._shared.operation("which buffers have changed", next(self._numbers))
-        self._shared.count_up(numbers.view(-1), "buffers", operation)
+        operation = self._context.operation("which buffers have changed", next(self._numbers))
+        self._context.count_up(numbers.view(-1), "buffers", operation)
         changed = []
         for place, (ranks, total, squares) in zip(self._places, numbers.tolist(), strict=True):
-            if ranks and squares * self._shared.world_size != total * total:
+            if ranks and squares * self._context.world_size != total * total:
                 raise LayoutError(
                     f"buffer {place.name!r} has become one of another length on some rank: rank 0's would be that of "
                     'all. Let it be of one length, or wrap with buffers="own"'
@@ -117,11 +117,11 @@ class Buffers:
             sorted(buffers, key=lambda name: str(buffers[name].dtype)), lambda n: buffers[n].dtype
         ):
             names = list(alike)
-            flat = torch.cat([buffers[name].reshape(-1) for name in names]).to(self._shared.device)
-            operation = self._shared.operation(f"the buffers of {dtype}", next(self._numbers))
-            for transport in self._shared.counted("buffers"):
+            flat = torch.cat([buffers[name].reshape(-1) for name in names]).to(self._context.device)
+            operation = self._context.operation(f"the buffers of {dtype}", next(self._numbers))
+            for transport in self._context.counted("buffers"):
                 broadcast(flat, transport, operation=operation)
-            if self._shared.rank > 0:
+            if self._context.rank > 0:
                 parts = torch.split(flat, [buffers[name].numel() for name in names])
                 for name, part in zip(names, parts, strict=True):
                     # What autograd has saved of statistics no backward reads: their version stays (as DDP's does).

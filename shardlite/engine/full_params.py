@@ -13,7 +13,7 @@ from itertools import count
 import torch
 from torch import Tensor, nn
 
-from shardlite.comm import Shared, all_gather
+from shardlite.comm import Context, all_gather
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.params import Flat, Unit, is_dtensor, scripts
 from shardlite.weights import Calls, Gathering, differs, places, pop_hooks, push_hooks, take_over
@@ -33,19 +33,19 @@ class FullParameters:
         self,
         module: nn.Module,
         units: Sequence[Unit],
-        shared: Shared,
+        context: Context,
         gatherer: Gathering,
         calls: Calls | None,
     ) -> None:
         self._module = module
         self._units = units
-        self._shared = shared
+        self._context = context
         self._gatherer = gatherer
         self._calls = calls
         self._homes = {param: unit for unit in units for param in unit.params()}
         self._uses = count()
         self._reading = False
-        if any(unit.derived for unit in units):
+        if any(unit.needs_gather for unit in units):
             for each in set(module.modules()) - scripts(module):
                 each.register_state_dict_pre_hook(self._refuse)  # type: ignore[no-untyped-call]
                 each.register_load_state_dict_pre_hook(self._refuse_to_load)  # type: ignore[no-untyped-call]
@@ -61,7 +61,7 @@ class FullParameters:
         with self._held(units):
             before = [_Before.of(flat) for unit in units for flat in unit.flats if flat.in_place]
             for each in before:
-                self._shared.ledger.track("copies", each.copy)
+                self._context.ledger.track("copies", each.copy)
             written = False
             try:
                 yield
@@ -80,15 +80,15 @@ class FullParameters:
         with ExitStack() as undo:
             with self._gatherer.inside_pass(f"gathered() of {[unit.name for unit in units]}"):
                 for unit in units:
-                    self._gatherer.hold(unit)
-                    undo.callback(self._gatherer.release, unit)
+                    self._gatherer.unshard(unit)
+                    undo.callback(self._gatherer.reshard, unit)
             if self._calls is not None and push_hooks(self._calls):
                 undo.callback(pop_hooks)
             yield
 
     def state_dict(self, rank: int | None) -> dict[str, Tensor]:
         """Return copies, on the CPU, of all parameters and persistent buffers on `rank` or all; elsewhere nothing."""
-        wanted = rank is None or rank == self._shared.rank
+        wanted = rank is None or rank == self._context.rank
         full: dict[Tensor, Tensor] = {}
         for unit in self._units:
             for i, flat in enumerate(unit.flats):
@@ -96,7 +96,7 @@ class FullParameters:
                 if wanted:
                     full.update({param: view.to("cpu", copy=True) for param, view in flat.views(whole)})
                 del whole  # before the next one is there
-        self._shared.trim(keep=0)
+        self._context.trim(keep=0)
         if not wanted:
             return {}
         return {n: full[entry] if entry in full else entry.to("cpu", copy=True) for n, entry in self.entries().items()}
@@ -105,11 +105,11 @@ class FullParameters:
         """Gather a flat in the precision in which it is kept, [W*S]."""
         if flat.rank is None:
             return flat.weights()
-        whole = self._shared.empty(flat.layout.full_numel, flat.master)
-        self._shared.ledger.track("staging", whole)
+        whole = self._context.empty(flat.layout.full_numel, flat.master)
+        self._context.ledger.track("staging", whole)
         flat.own_part(whole).copy_(flat.weights())
-        operation = self._shared.operation(f"the full state of unit {unit.name!r}, flat {i}", next(self._uses))
-        transport = self._shared.traffic.counted(self._shared.transport, "full state", unit.name)
+        operation = self._context.operation(f"the full state of unit {unit.name!r}, flat {i}", next(self._uses))
+        transport = self._context.traffic.counted(self._context.transport, "full state", unit.name)
         all_gather(whole, transport, operation=operation)
         return whole
 
@@ -147,7 +147,7 @@ class FullParameters:
 
     def _refuse_to_load(self, module: nn.Module, *_: object) -> None:
         """Let `load_state_dict()` of the module itself raise, but inside `gathered()`: nothing of it would be kept."""
-        if any(param in self._homes and not self._homes[param].holds for param in module._parameters.values()):
+        if any(param in self._homes and not self._homes[param].users for param in module._parameters.values()):
             raise LayoutError(
                 "the module's parameters are sharded: use load_full_state_dict() of the ShardLite model, or load "
                 "inside `gathered()`"
@@ -172,10 +172,10 @@ class FullParameters:
         self._gatherer.settle()
         changed = {id(each.flat) for each in before if each.changed()}
         written = [any(id(f) in changed or differs(f, full) for f, full in places(unit)) for unit in units]
-        overtaken = any(unit.derived and unit.gathered_version != unit.version() for unit in units)
-        ranks = torch.tensor([*written, overtaken], dtype=torch.int32, device=self._shared.device)
-        operation = self._shared.operation("what was written", next(self._uses))
-        self._shared.add_up(ranks, "what was written", operation)
+        overtaken = any(unit.needs_gather and unit.gathered_version != unit.version() for unit in units)
+        ranks = torch.tensor([*written, overtaken], dtype=torch.int32, device=self._context.device)
+        operation = self._context.operation("what was written", next(self._uses))
+        self._context.add_up(ranks, "what was written", operation)
         if ranks[-1] > 0:
             raise PhaseError(
                 "gathered(): the shards were changed inside it (a step, a load), which writing back would undo. "

@@ -54,7 +54,7 @@ class _Home:
         hooks, unit = self.hooks(), self.unit()
         if hooks is None or unit is None:
             return
-        if hooks.running() or unit.holds:
+        if hooks.running() or unit.users:
             unit.touched = True
         elif unit.copied:
             self.use()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardlite.engine.backward import Backward, in_backward
-from shardlite.engine.module_map import Site
+from shardlite.engine.module_map import ParamLocation
 from shardlite.errors import LayoutError
 from shardlite.params import Shard, Unit
 from shardlite.weights import Call, Calls, Gathering, pop_hooks, push_hooks, take_over_all
@@ -41,7 +41,7 @@ class ModuleHooks:
         self._gatherer = gatherer
         self._calls = calls
         self._needs: Mapping[nn.Module, Sequence[Unit]] = {}
-        self._sites: Mapping[Unit, Sequence[Site]] = {}
+        self._sites: Mapping[Unit, Sequence[ParamLocation]] = {}
         self._names: Mapping[nn.Module, str] = {}
         self._frames: list[_Frame] = []
         self._depth: dict[Unit, int] = {}
@@ -53,7 +53,7 @@ class ModuleHooks:
     def install(
         self,
         needs: Mapping[nn.Module, Sequence[Unit]],
-        sites: Mapping[Unit, Sequence[Site]],
+        param_locations: Mapping[Unit, Sequence[ParamLocation]],
         roots: Sequence[nn.Module],
     ) -> None:
         """Register the hooks: `needs` tells which units each module uses, `roots` are those that a unit starts at.
@@ -63,7 +63,7 @@ class ModuleHooks:
         A compiled function is traced through its modules' hooks. At the root of a unit the graph is broken, since the
         gather must happen before what follows; below it the unit is held already and the hooks vanish.
         """
-        self._needs, self._sites, self._root = needs, sites, roots[0]
+        self._needs, self._sites, self._root = needs, param_locations, roots[0]
         self._names = {module: name for root in roots[:1] for name, module in root.named_modules()}
         for module in needs:
             around = _breaking_graphs if module in roots else _unless_compiling
@@ -192,7 +192,7 @@ class ModuleHooks:
             self._release(unit)
 
     def _hold(self, unit: Unit) -> None:
-        self._gatherer.hold(unit)
+        self._gatherer.unshard(unit)
         if self._calls is not None:
             self._calls.current[unit] = Call(unit, self._calls)
         self._written[unit] = unit.writes()
@@ -207,7 +207,7 @@ class ModuleHooks:
             call = self._calls.current.pop(unit)
             if in_backward():
                 self._calls.expect_backward(call)
-        self._gatherer.release(unit)
+        self._gatherer.reshard(unit)
 
     def _check_sites(self, unit: Unit) -> None:
         """Raise if the model no longer holds the parameters that were wrapped."""

@@ -10,7 +10,7 @@ from shardlite.params import NEVER_CALLED, ROOT, Unit, UnitPlan, scripts
 
 
 @dataclass(frozen=True)
-class Site:
+class ParamLocation:
     """Where the model keeps a parameter: `module._parameters[attribute]`."""
 
     name: str
@@ -19,18 +19,18 @@ class Site:
     param: nn.Parameter
 
 
-def sites(module: nn.Module, units: Sequence[Unit]) -> dict[Unit, list[Site]]:
+def param_locations(module: nn.Module, units: Sequence[Unit]) -> dict[Unit, list[ParamLocation]]:
     """Return where the model keeps each unit's parameters; a tied one is kept in several places.
 
     What TorchScript modules keep is left out: nobody can replace it.
     """
     never = scripts(module)
     home = {param: unit for unit in units for param in unit.params()}
-    found: dict[Unit, list[Site]] = {unit: [] for unit in units}
+    found: dict[Unit, list[ParamLocation]] = {unit: [] for unit in units}
     for path, owner in module.named_modules():
         for attribute, param in owner._parameters.items() if owner not in never else ():
             if param is not None and param in home:
-                site = Site(f"{path}.{attribute}".lstrip("."), owner, attribute, param)
+                site = ParamLocation(f"{path}.{attribute}".lstrip("."), owner, attribute, param)
                 found[home[param]].append(site)
     return found
 

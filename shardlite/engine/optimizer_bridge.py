@@ -8,10 +8,10 @@ from weakref import WeakSet, ref
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardlite.comm import Steps
+from shardlite.comm import WeightVersion
 from shardlite.engine.local_shards import Shards
 from shardlite.errors import PhaseError
-from shardlite.grads import Clipper, Skips, Step
+from shardlite.grads import Clipper, ShardStep, Skips
 from shardlite.optim import AdamW, steps_in_backward
 from shardlite.params import Flat
 from shardlite.weights import Gathering
@@ -25,14 +25,14 @@ class Follower(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Stepping:
+class OptimizerBridge:
     """The ends of one wrapped model that optimizers touch."""
 
     shards: Shards
     skips: Skips
     clipper: Clipper
     gatherer: Gathering
-    steps: Steps
+    steps: WeightVersion
     ready: Callable[[], None]
     """Raises if gradients are not what a step needs."""
 
@@ -88,11 +88,11 @@ class Stepping:
         self.mark_stepped()
 
 
-class Inside:
+class InBackwardOptimizer:
     """Lets the optimizer of one wrapped model step inside the backward, if it is one that does."""
 
-    def __init__(self, stepping: Stepping) -> None:
-        self._stepping = stepping
+    def __init__(self, bridge: OptimizerBridge) -> None:
+        self._bridge = bridge
         self._now: ref[AdamW] | None = None
 
     def optimizer(self) -> AdamW | None:
@@ -101,7 +101,7 @@ class Inside:
         Raises:
             LayoutError: there are several, or it lacks parameters.
         """
-        return steps_in_backward(self._stepping.shards.names)
+        return steps_in_backward(self._bridge.shards.names)
 
     def begin(self, *, steps: bool) -> bool:
         """Note the first gradient of a backward, and return whether means are stepped by. `steps` if it may.
@@ -115,20 +115,20 @@ class Inside:
         self._now = ref(optimizer)  # whoever drops an optimizer is rid of it
         optimizer.ready()
         if steps:
-            self._stepping.announce_change()
-            self._stepping.shards.check()
+            self._bridge.announce_change()
+            self._bridge.shards.check()
             self._check_gradients()
         return steps
 
     def _check_gradients(self) -> None:
-        for shard, name in self._stepping.shards.names().items():
+        for shard, name in self._bridge.shards.names().items():
             if shard.grad is not None:
                 raise PhaseError(
                     f"AdamW(in_backward=True) steps by what a backward brings, but the shard of {name!r} has a "
                     "gradient already, which it would leave out: call zero_grad() first, and accumulate in no_sync()"
                 )
 
-    def step(self, flat: Flat) -> Step:
+    def step(self, flat: Flat) -> ShardStep:
         """Prepare the step of one flat."""
         own = flat.own_range(flat.gradients)
         starts = [slot.within(*own)[0] for slot in flat.gradients.slots]
@@ -137,7 +137,7 @@ class Inside:
     def end(self, bad: Tensor) -> None:
         """Note that shards have changed; `bad`, [], is above 0 if any rank has found a NaN or an infinity."""
         self._optimizer().note(bad)
-        self._stepping.mark_stepped()
+        self._bridge.mark_stepped()
 
     def _optimizer(self) -> AdamW:
         optimizer = None if self._now is None else self._now()

@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 
 from shardlite.engine import state_dicts
-from shardlite.engine.optimizer_bridge import Stepping
+from shardlite.engine.optimizer_bridge import OptimizerBridge
 from shardlite.engine.state_dicts import params_of
 from shardlite.engine.watch import SeenShard
 from shardlite.errors import LayoutError, ShardWarning
@@ -38,22 +38,22 @@ WHOLE_MATRICES = {"Muon", "Adafactor", "LBFGS"}
 # entry belongs to tensors or an optimizer of one rank, is found by their identity, and is read or written by one
 # operation of a dictionary.
 
-_models: "WeakValueDictionary[int, Stepping]" = WeakValueDictionary()
+_models: "WeakValueDictionary[int, OptimizerBridge]" = WeakValueDictionary()
 """The model of each shard, and of each parameter that was sharded, by its id. A model keeps its parameters alive, so an
 id is that of another object only once the entry is gone."""
 
-_known: "WeakKeyDictionary[Optimizer, tuple[int, list[ref[Stepping]]]]" = WeakKeyDictionary()
+_known: "WeakKeyDictionary[Optimizer, tuple[int, list[ref[OptimizerBridge]]]]" = WeakKeyDictionary()
 """For each optimizer the number of its parameters when they were looked up last, and the models that were found."""
 
 
-def watch(model: Stepping) -> None:
+def watch(model: OptimizerBridge) -> None:
     """Let a model hear of the steps of all optimizers that hold any of its shards."""
     for param in model.shards.all_params():
         _models[id(param)] = model
     _known.clear()  # an optimizer may hold parameters that were sharded just now
 
 
-def state_of_optimizers(model: Stepping) -> Iterator[Tensor]:
+def state_of_optimizers(model: OptimizerBridge) -> Iterator[Tensor]:
     """Yield what the optimizers that have stepped a model hold: their states and, if they have any, `tables()`."""
     for optimizer in model.optimizers:
         tables = getattr(optimizer, "tables", list)
@@ -61,7 +61,7 @@ def state_of_optimizers(model: Stepping) -> Iterator[Tensor]:
         yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def give_shards(optimizer: Optimizer, model: Stepping) -> None:
+def give_shards(optimizer: Optimizer, model: OptimizerBridge) -> None:
     """Let an optimizer that was built from the module's own parameters hold their shards instead.
 
     Raises:
@@ -104,7 +104,7 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     return (optimizer, *args[2:]), {**kwargs, "closure": watched}
 
 
-def _prepare(optimizer: Optimizer, models: Iterable[Stepping]) -> None:
+def _prepare(optimizer: Optimizer, models: Iterable[OptimizerBridge]) -> None:
     models = list(models)
     for model in models:
         model.before_step(optimizer)
@@ -112,7 +112,7 @@ def _prepare(optimizer: Optimizer, models: Iterable[Stepping]) -> None:
         optimizer.norm = _norm_for(optimizer, models)  # type: ignore[attr-defined]
 
 
-def _norm_for(optimizer: Optimizer, models: Sequence[Stepping]) -> Tensor:
+def _norm_for(optimizer: Optimizer, models: Sequence[OptimizerBridge]) -> Tensor:
     """Return the global norm that an optimizer clips by itself, []."""
     shards = set(models[0].shards)
     held = set(params_of(optimizer))
@@ -130,7 +130,7 @@ def _after(optimizer: Optimizer, *_: Any) -> None:
         model.after_step(stepped)
 
 
-def _models_of(optimizer: Optimizer) -> list[Stepping]:
+def _models_of(optimizer: Optimizer) -> list[OptimizerBridge]:
     """Return the wrapped models that an optimizer steps, looked up again when its parameters or the models change."""
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     known = _known.get(optimizer)
@@ -139,7 +139,7 @@ def _models_of(optimizer: Optimizer) -> list[Stepping]:
     return _alive(known[1])
 
 
-def _find(optimizer: Optimizer) -> list[Stepping]:
+def _find(optimizer: Optimizer) -> list[OptimizerBridge]:
     """Return the wrapped models that an optimizer holds parameters of. Raises if it cannot step them."""
     params = params_of(optimizer)
     models = _models_with(params)
@@ -157,17 +157,17 @@ def _find(optimizer: Optimizer) -> list[Stepping]:
     return models
 
 
-def _alive(models: Iterable[ref[Stepping]]) -> list[Stepping]:
+def _alive(models: Iterable[ref[OptimizerBridge]]) -> list[OptimizerBridge]:
     """Return those that live, each once."""
     return list(dict.fromkeys(model for each in models if (model := each()) is not None))
 
 
-def _models_with(params: Iterable[Tensor]) -> list[Stepping]:
+def _models_with(params: Iterable[Tensor]) -> list[OptimizerBridge]:
     """Return the wrapped models whose shards, or sharded parameters, are among `params`."""
     return list(dict.fromkeys(model for param in params if (model := _models.get(id(param))) is not None))
 
 
-def _check(optimizer: Optimizer, model: Stepping, params: Iterable[Tensor]) -> None:
+def _check(optimizer: Optimizer, model: OptimizerBridge, params: Iterable[Tensor]) -> None:
     """Raise if an optimizer cannot step `params`, some of which are of a wrapped model."""
     unsharded = model.shards.first_unsharded(params)
     if unsharded is not None:
@@ -237,7 +237,7 @@ _RESUME = (
 )
 
 
-def _describe(optimizer: Optimizer, models: Sequence[Stepping]) -> dict[str, Any]:
+def _describe(optimizer: Optimizer, models: Sequence[OptimizerBridge]) -> dict[str, Any]:
     parts = {shard: part for model in models for shard, part in model.shards.parts().items()}
     return state_dicts.describe(optimizer, parts, models[0].place)
 
@@ -318,7 +318,7 @@ def _clip(original: Callable[..., None]) -> Callable[..., None]:
     return clip
 
 
-def _owner(grads: Sequence[Tensor]) -> tuple[Stepping | None, set[nn.Parameter]]:
+def _owner(grads: Sequence[Tensor]) -> tuple[OptimizerBridge | None, set[nn.Parameter]]:
     """Return the model whose gradients these are, if any, and the shards that they belong to.
 
     Raises:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from shardlite.comm import Groups, Shared, broadcast, tell
+from shardlite.comm import Context, Ranks, all_gather_object, broadcast
 from shardlite.errors import LayoutError
 
 Batch = TypeVar("Batch")
@@ -25,15 +25,15 @@ _NOTHING = object()
 class Weighed(Protocol):
     """Whose gradients may count or not: the reducers of the models that are trained in a loop."""
 
-    def weigh(self, *, counts: bool, ranks: int) -> None:
+    def set_participation(self, *, counts: bool, ranks: int) -> None:
         """Let this rank's gradients count from now on, or not, and the means be those of so many `ranks`."""
 
 
 class Join:
     """The loops of one wrapped model over batches of which ranks have different numbers."""
 
-    def __init__(self, shared: Shared, groups: Groups) -> None:
-        self._shared = shared
+    def __init__(self, context: Context, groups: Ranks) -> None:
+        self._context = context
         self._groups = groups
         self._rounds = count()
         self.joined = False
@@ -49,7 +49,7 @@ class Join:
         Raises:
             LayoutError: this rank has none at all, and cannot be lent one; on every rank.
         """
-        ranks = self._shared.world_size
+        ranks = self._context.world_size
         own, last = iter(batches), _NOTHING
         try:
             while True:
@@ -65,18 +65,18 @@ class Join:
                     lent = self._lend(_NOTHING if self.joined else batch)
                     last = lent if last is _NOTHING else last
                 for reducer in reducers:
-                    reducer.weigh(counts=not self.joined, ranks=active)
+                    reducer.set_participation(counts=not self.joined, ranks=active)
                 yield last  # type: ignore[misc]
         finally:
             self.joined = False
             for reducer in reducers:
-                reducer.weigh(counts=True, ranks=ranks)
+                reducer.set_participation(counts=True, ranks=ranks)
 
     def _count(self, active: bool, without: bool) -> tuple[int, int]:
         """Return how many ranks have a batch, and how many have never had any."""
         numbers = torch.tensor([active, without], dtype=torch.int32)
         # Ranks meet here whatever steps they have taken: what follows tells.
-        self._shared.count_up(numbers, "join", self._shared.operation("who has a batch", next(self._rounds)))
+        self._context.count_up(numbers, "join", self._context.operation("who has a batch", next(self._rounds)))
         have, have_not = numbers.tolist()
         return have, have_not
 
@@ -93,10 +93,10 @@ class Join:
                 found = _take_apart(mine, tensors), tensors
             except LayoutError as error:
                 trouble = str(error)
-        for group, hosts in zip(self._groups.all, self._shared.hosts, strict=False):
+        for group, hosts in zip(self._groups.all, self._context.hosts, strict=False):
             assert hosts is not None, "each group has one"
             said = None if found is None else found[0], trouble
-            rows = tell(group, said, "a batch that is lent", self._shared.timeout)
+            rows = all_gather_object(group, said, "a batch that is lent", self._context.timeout)
             trouble = trouble or next((f"rank {rank}: {why}" for rank, (_, why) in enumerate(rows) if why), "")
             source = next((rank for rank, (form, _) in enumerate(rows) if form is not None), None)
             if source is None:
@@ -105,12 +105,12 @@ class Join:
             mine_to_lend = found[1] if found is not None and source == hosts.rank else None
             lent = [each.cpu().contiguous() for each in mine_to_lend] if mine_to_lend is not None else _room_for(form)
             for each in lent:
-                operation = self._shared.operation("a batch that is lent", next(self._rounds))
+                operation = self._context.operation("a batch that is lent", next(self._rounds))
                 broadcast(each.view(-1).view(torch.uint8), hosts, source=source, operation=operation)
             found = found or (form, lent)
         if found is None:
             raise LayoutError(f"a rank has no batch at all, and those of the others cannot be lent to it: {trouble}")
-        return _put_together(found[0], iter(found[1]), self._shared.device) if mine is _NOTHING else mine
+        return _put_together(found[0], iter(found[1]), self._context.device) if mine is _NOTHING else mine
 
 
 _PLAIN = (bool, int, float, str, type(None))

@@ -5,9 +5,9 @@ Read `reducer.py` first.
 """
 
 from shardlite.grads.bucket import Bucket
-from shardlite.grads.flags import SoloCensus
+from shardlite.grads.flags import SoloGradientFlags
 from shardlite.grads.norm import Clipper
-from shardlite.grads.reduce_scatter import Step
+from shardlite.grads.reduce_scatter import ShardStep
 from shardlite.grads.reducer import Reducer
 from shardlite.grads.skip_step import Skips
 
@@ -15,7 +15,7 @@ __all__ = [
     "Bucket",
     "Clipper",
     "Reducer",
+    "ShardStep",
     "Skips",
-    "SoloCensus",
-    "Step",
+    "SoloGradientFlags",
 ]

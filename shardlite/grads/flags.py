@@ -12,16 +12,16 @@ import torch
 from shardlite_kernels import send
 from torch import Tensor
 
-from shardlite.comm import Shared
+from shardlite.comm import Context
 from shardlite.errors import NonFiniteWarning
 from shardlite.params import Flat, as_they_are
 
 
-class Census:
+class GradientFlags:
     """Takes the censuses of one wrapped model."""
 
-    def __init__(self, shared: Shared) -> None:
-        self._shared = shared
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._numbers = count()
         self._rows: dict[tuple[int, ...], Tensor] = {}
 
@@ -42,24 +42,24 @@ class Census:
         if used not in self._rows:
             if len(self._rows) > 8:
                 self._rows.clear()
-            self._rows[used] = send(used, torch.int32, self._shared.device)
+            self._rows[used] = send(used, torch.int32, self._context.device)
         return self._rows[used]
 
     def _add_up(self, flags: Tensor, what: str) -> None:
         """Add `flags` up over all ranks, in place."""
-        operation = self._shared.operation(what, next(self._numbers))
-        self._shared.add_up(flags, "census", operation)
+        operation = self._context.operation(what, next(self._numbers))
+        self._context.add_up(flags, "census", operation)
 
     def first_bad(self, index: int | None) -> list[tuple[int, int]]:
         """Exchange the index of each rank's first own gradient that is not finite; return (rank, index) of those."""
-        shared = self._shared
-        ranks = torch.zeros(shared.world_size, dtype=torch.int32, device=shared.device)
-        ranks[shared.rank] = 0 if index is None else index + 1
+        context = self._context
+        ranks = torch.zeros(context.world_size, dtype=torch.int32, device=context.device)
+        ranks[context.rank] = 0 if index is None else index + 1
         self._add_up(ranks, "whose gradients are not finite")
         return [(rank, found - 1) for rank, found in enumerate(ranks.tolist()) if found]
 
 
-class SoloCensus:
+class SoloGradientFlags:
     """What a census would find on the only rank, whose gradients are autograd's own: looked at when a step comes."""
 
     def __init__(self, flats: Iterable[Flat], device: torch.device, *, diagnose: bool) -> None:

@@ -19,13 +19,13 @@ import torch
 from shardlite_kernels import scale, use_triton
 from torch import Tensor, nn
 
-from shardlite.comm import Shared, all_gather
+from shardlite.comm import Context, all_gather
 from shardlite.errors import LayoutError
 from shardlite.grads.flags import largest
 from shardlite.params import ALIGN, Flat, as_they_are, round_up
 
 
-class Handed:
+class ReducedNorm:
     """The gradients of one reduction of a whole model, and the sums of their squares."""
 
     def __init__(self, squares: Mapping[Flat, Tensor], shards: Iterable[nn.Parameter]) -> None:
@@ -91,11 +91,11 @@ _SCALABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class Clipper:
     """The norm of the gradients of one wrapped model, and clipping by it."""
 
-    def __init__(self, flats: Sequence[Flat], shared: Shared, handed: Callable[[], Handed | None]) -> None:
-        """`handed` returns what the last reduction has handed over."""
+    def __init__(self, flats: Sequence[Flat], context: Context, reduced_norm: Callable[[], ReducedNorm | None]) -> None:
+        """`reduced_norm` returns what the last reduction has handed over."""
         self._flats = [flat for flat in flats if flat.layout.dtype.is_floating_point]
-        self._shared = shared
-        self._handed = handed
+        self._context = context
+        self._handed = reduced_norm
         self._numbers = count()
 
     def norm(self, norm_type: float, only: Collection[Tensor] | None = None) -> Tensor:
@@ -108,24 +108,24 @@ class Clipper:
         """
         if not norm_type > 0:
             raise LayoutError(f"the norm of gradients has a positive exponent or is inf, got {norm_type!r}")
-        shared, transport = self._shared, self._shared.transport
+        context, transport = self._context, self._context.transport
         doubles = any(flat.local.dtype == torch.float64 for flat in self._flats)
         partials = torch.zeros(
-            transport.world_size, dtype=torch.float64 if doubles else torch.float32, device=shared.device
+            transport.world_size, dtype=torch.float64 if doubles else torch.float32, device=context.device
         )
         partials[transport.rank] = self._partial(norm_type, only, partials.dtype)
-        operation = shared.operation("the norm of gradients", next(self._numbers))
-        all_gather(partials, shared.traffic.counted(transport, "norm"), operation=operation)
+        operation = context.operation("the norm of gradients", next(self._numbers))
+        all_gather(partials, context.traffic.counted(transport, "norm"), operation=operation)
         total: Tensor = torch.linalg.vector_norm(partials, norm_type)
         return total
 
     def _partial(self, norm_type: float, only: Collection[Tensor] | None, dtype: torch.dtype) -> Tensor | float:
         """Return the norm of this rank's part of the gradients."""
         graded = _graded(shard for flat in self._flats for shard in flat.shards if only is None or shard in only)
-        handed = self._handed()
-        if norm_type == 2 and handed is not None and handed.describes(graded):
-            return handed.squares(self._flats).sqrt()
-        pieces = [piece for flat in self._flats for piece in _pieces(flat, self._shared.transport.rank, only)]
+        reduced_norm = self._handed()
+        if norm_type == 2 and reduced_norm is not None and reduced_norm.describes(graded):
+            return reduced_norm.squares(self._flats).sqrt()
+        pieces = [piece for flat in self._flats for piece in _pieces(flat, self._context.transport.rank, only)]
         if not pieces:
             return 0.0
         norms = torch.stack([norm.to(dtype) for norm in _norms(pieces, norm_type)])
@@ -140,9 +140,9 @@ class Clipper:
         factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
         if not use_triton(factor) and factor == 1:
             return
-        graded, handed = _graded(shards), self._handed()
-        if handed is not None and handed.are_all(graded):
-            runs = list(handed.runs())
+        graded, reduced_norm = _graded(shards), self._handed()
+        if reduced_norm is not None and reduced_norm.are_all(graded):
+            runs = list(reduced_norm.runs())
         else:
             runs = [run for grad in _grads(graded) if (run := _run_or_scaled(grad, factor)) is not None]
         for run in runs:
@@ -151,9 +151,9 @@ class Clipper:
 
     def gradients_written(self) -> None:
         """Take note that gradients were written to in a way that PyTorch does not count."""
-        handed = self._handed()
-        if handed is not None:
-            handed.forget()
+        reduced_norm = self._handed()
+        if reduced_norm is not None:
+            reduced_norm.forget()
 
 
 def _graded(shards: Iterable[nn.Parameter]) -> list[nn.Parameter]:

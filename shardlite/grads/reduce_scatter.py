@@ -22,7 +22,7 @@ import torch
 from shardlite_kernels import new_stats, send, stats, stats_block, stats_total
 from torch import Tensor
 
-from shardlite.comm import Operation, Shared, all_gather, all_reduce, reduce_scatter, staging_numel
+from shardlite.comm import Context, Operation, all_gather, all_reduce, reduce_scatter, staging_numel
 from shardlite.params import Flat, storage_key
 
 
@@ -44,7 +44,7 @@ class Mean:
     """Those of all of `own`, [2] in fp64: the sum of squares, and 1 if it has a NaN or an infinity, else 0."""
 
 
-class Step(Protocol):
+class ShardStep(Protocol):
     """The step that an optimizer takes by the mean of one flat's gradients, as soon as that is there."""
 
     bad: Tensor
@@ -60,17 +60,17 @@ class Step(Protocol):
 class Averager:
     """Averages the gradients of one wrapped model at one stage."""
 
-    def __init__(self, shared: Shared, *, stage: int) -> None:
-        self._shared = shared
+    def __init__(self, context: Context, *, stage: int) -> None:
+        self._context = context
         self._stage = stage
-        self.divisor = shared.world_size
+        self.divisor = context.world_size
         """How many ranks' gradients count: by it their sum is divided."""
-        self._staging = torch.empty(0, dtype=torch.uint8, device=shared.device)
+        self._staging = torch.empty(0, dtype=torch.uint8, device=context.device)
 
     def place(self, flat: Flat, full: Tensor) -> Mean:
         """Find memory for the mean of `full`. It lives as long as a `.grad` views it."""
         layout, dtype = flat.gradients, flat.master
-        start, stop = layout.shard_range(self._shared.transport.rank)
+        start, stop = layout.shard_range(self._context.transport.rank)
         if self._stage == 0:
             whole = full if full.dtype == dtype else full.new_empty(layout.full_numel, dtype=dtype)
             own = whole[start:stop]
@@ -78,15 +78,15 @@ class Averager:
             whole = own = full[start:stop]
         else:
             whole = own = full.new_empty(stop - start, dtype=dtype)
-        self._shared.ledger.track("gradients", whole)
+        self._context.ledger.track("gradients", whole)
         return Mean(flat, whole, own, new_stats(own), full.new_empty(2, dtype=torch.float64))
 
     def job(self, full: Tensor, mean: Mean, unit: str, operation: Operation) -> Callable[[], None]:
         """Return what a lane has to do with the gradients in `full`, which it overwrites."""
-        shared, cuts, divisor = self._shared, mean.flat.gradients.cuts, self.divisor
-        shard, replicas = shared.reducing
-        transport = shared.traffic.counted(shard, "reduce", unit)
-        across = replicas and shared.traffic.counted(replicas, "reduce over replicas", unit)
+        context, cuts, divisor = self._context, mean.flat.gradients.cuts, self.divisor
+        shard, replicas = context.reducing
+        transport = context.traffic.counted(shard, "reduce", unit)
+        across = replicas and context.traffic.counted(replicas, "reduce over replicas", unit)
         in_place = shard.world_size == 1 and mean.own.data_ptr() == full.data_ptr()
 
         def average() -> None:
@@ -114,7 +114,7 @@ class Averager:
         return average
 
     def stepping_job(
-        self, full: Tensor, flat: Flat, step: Step, used: Sequence[int], unit: str, operation: Operation
+        self, full: Tensor, flat: Flat, step: ShardStep, used: Sequence[int], unit: str, operation: Operation
     ) -> Callable[[], None]:
         """Return what a lane has to do with the gradients in `full` if the mean is stepped by and not kept.
 
@@ -122,8 +122,8 @@ class Averager:
         more (stage 0, replicas) the step follows. `used` is 1 for each parameter that this rank has used, else 0, and
         `-W` or less for those that no rank is to step.
         """
-        shared, cuts, divisor = self._shared, flat.gradients.cuts, self.divisor
-        shard, replicas = shared.reducing
+        context, cuts, divisor = self._context, flat.gradients.cuts, self.divisor
+        shard, replicas = context.reducing
 
         def last(start: int, received: Tensor, own: Tensor) -> None:
             step(start, received, own, divisor)
@@ -136,7 +136,7 @@ class Averager:
                 step(0, None, mean.whole)
             else:
                 staging = self._staging_of(flat, full)
-                transport = shared.traffic.counted(shard, "reduce", unit)
+                transport = context.traffic.counted(shard, "reduce", unit)
                 reduce_scatter(full, transport, last=last, staging=staging, operation=operation, cuts=cuts)
 
         return average
@@ -144,9 +144,9 @@ class Averager:
     def _users(self, used: Sequence[int], device: torch.device, unit: str, operation: Operation) -> Tensor:
         """Return how many ranks have used each parameter, [rows]. Steps need to know before their means are whole."""
         users = send(used, torch.int32, device)
-        for transport in self._shared.reducing:
+        for transport in self._context.reducing:
             if transport is not None:
-                all_reduce(users, self._shared.traffic.counted(transport, "used", unit), operation=operation)
+                all_reduce(users, self._context.traffic.counted(transport, "used", unit), operation=operation)
         return users
 
     def _staging_for(self, full: Tensor, mean: Mean) -> Tensor | None:
@@ -161,13 +161,13 @@ class Averager:
     def _staging_of(self, flat: Flat, full: Tensor) -> Tensor:
         """Return memory where partial sums can arrive."""
         layout = flat.gradients
-        transport, _ = self._shared.reducing
+        transport, _ = self._context.reducing
         numel = staging_numel(layout.full_numel, transport, full.dtype, cuts=layout.cuts, grain=stats_block(full))
         return self._room(numel, full.dtype)
 
     def _room(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return memory that serves one operation after the other. To be called on the lane, whose stream owns it."""
         if numel * dtype.itemsize > self._staging.numel():
-            self._staging = torch.empty(numel * dtype.itemsize, dtype=torch.uint8, device=self._shared.device)
-            self._shared.ledger.track("staging", self._staging)
+            self._staging = torch.empty(numel * dtype.itemsize, dtype=torch.uint8, device=self._context.device)
+            self._context.ledger.track("staging", self._staging)
         return self._staging.view(dtype)

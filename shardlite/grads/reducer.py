@@ -24,12 +24,12 @@ import torch
 from shardlite_kernels import send
 from torch import Tensor, nn
 
-from shardlite.comm import Flight, Shared, broadcast
+from shardlite.comm import Context, Work, broadcast
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.grads.bucket import Bucket
-from shardlite.grads.flags import Census, any_bad, warn_of
-from shardlite.grads.norm import Handed
-from shardlite.grads.reduce_scatter import Averager, Mean, Step
+from shardlite.grads.flags import GradientFlags, any_bad, warn_of
+from shardlite.grads.norm import ReducedNorm
+from shardlite.grads.reduce_scatter import Averager, Mean, ShardStep
 from shardlite.params import Flat, Gradients, Unit
 
 LIMIT = 2
@@ -57,7 +57,7 @@ class Stepper(Protocol):
             PhaseError: an earlier backward has stepped, and its step is not closed.
         """
 
-    def step(self, flat: Flat) -> Step:
+    def step(self, flat: Flat) -> ShardStep:
         """Prepare the step of one flat."""
 
     def end(self, bad: Tensor) -> None:
@@ -69,12 +69,12 @@ class _Reduction:
     """A reduction on its way, and where its results will be."""
 
     bucket: Bucket
-    flight: Flight
+    work: Work
     means: Sequence[Mean]
     used: Sequence[int]
     """1 for each parameter that this rank has used, else 0."""
 
-    steps: Sequence[Step]
+    steps: Sequence[ShardStep]
     """Those that are taken instead of keeping means."""
 
     def parts(self) -> Iterable[tuple[nn.Parameter, Tensor, int]]:
@@ -126,14 +126,14 @@ class Reducer:
     stepper: Stepper | None = None
     """To be set if shards may be stepped in a backward."""
 
-    handed: Handed | None = None
+    reduced_norm: ReducedNorm | None = None
     """What the last backward left in `.grad`, and its squares; `None` if some of it was there before."""
 
-    def __init__(self, units: Sequence[Unit], shared: Shared, *, stage: int, diagnose: bool) -> None:
-        self._shared = shared
-        self._lane = shared.lane("reduce")
-        self._averager = Averager(shared, stage=stage)
-        self._census = Census(shared)
+    def __init__(self, units: Sequence[Unit], context: Context, *, stage: int, diagnose: bool) -> None:
+        self._context = context
+        self._queue = context.queue("reduce")
+        self._averager = Averager(context, stage=stage)
+        self._gradient_flags = GradientFlags(context)
         self._diagnose = diagnose
         self._buckets = {unit: Bucket(unit) for unit in units}
         self._order = list(reversed(units))  # a guess, until the first backward has shown how gradients come
@@ -211,12 +211,12 @@ class Reducer:
         self._land_what_is_done()
         if bucket.needs_memory(param, waits=self._round.reduces):
             self._fill(bucket)
-        bucket.add(param, grad if self._counts else None, shared=self.latest is not None)
+        bucket.add(param, grad if self._counts else None, context=self.latest is not None)
         if param in bucket.early:
-            self._shared.ledger.track("gradient buckets", bucket.early[param])
+            self._context.ledger.track("gradient buckets", bucket.early[param])
         return bucket
 
-    def weigh(self, *, counts: bool, ranks: int) -> None:
+    def set_participation(self, *, counts: bool, ranks: int) -> None:
         """Let this rank's gradients count from now on, or not, and the means be those of so many `ranks`."""
         self._counts = counts
         for bucket in self._buckets.values():
@@ -249,9 +249,9 @@ class Reducer:
         self._agree_on_order()
         saves_memory = self.saves_memory()
         self.start_over()
-        self._shared.trim()
+        self._context.trim()
         if saves_memory:
-            self._shared.trim(keep=0)  # what other ranks still read, too, as soon as they have
+            self._context.trim(keep=0)  # what other ranks still read, too, as soon as they have
 
     def start_over(self) -> None:
         """Be ready for the next backward."""
@@ -259,10 +259,10 @@ class Reducer:
         for bucket in self._buckets.values():
             bucket.arrivals, bucket.reduced = 0, False
             bucket.unit.stepped.clear()
-            bucket.unit.lost.clear()
+            bucket.unit.overwritten.clear()
         self._round = _Round(self._now_in_order())
         self._backwards += 1
-        self._shared.progress.begin(self._backwards)
+        self._context.progress.begin(self._backwards)
 
     def abandon(self, *, reducing: bool) -> None:
         """Forget a backward that died: its gradients, and what was accumulated before it in the same buckets.
@@ -298,7 +298,7 @@ class Reducer:
 
     def _tell_started(self, *, out_of_turn: bool) -> None:
         started = len(self._round.started)
-        self._shared.progress.started(started, left=len(self._round.order) - started, out_of_turn=out_of_turn)
+        self._context.progress.started(started, left=len(self._round.order) - started, out_of_turn=out_of_turn)
 
     def _now_in_order(self) -> list[Unit]:
         """Return the units that have gradients, in the order of their reductions."""
@@ -317,11 +317,11 @@ class Reducer:
         bucket.zero_the_rest()
         bucket.move(Gradients.REDUCING)
         bucket.reduced = True
-        self._shared.trace.emit("reduce", unit.name)
+        self._context.trace.emit("reduce", unit.name)
         self._round.started.append(self._launch(bucket))
         if self.saves_memory() and (len(self._round.started) == 1 or self._is_root_left(len(self._round.started))):
             # The backward needs less than the forward did and, from the root on, nothing more.
-            self._shared.trim(keep=0)
+            self._context.trim(keep=0)
 
     def _launch(self, bucket: Bucket) -> _Reduction:
         unit = bucket.unit
@@ -329,28 +329,28 @@ class Reducer:
         if self._diagnose and self._round.first_bad is None and (bad := bucket.first_bad()) is not None:
             self._round.first_bad = bad + sum(len(reduction.used) for reduction in self._round.started)
         means: list[Mean] = []
-        steps: list[Step] = []
+        steps: list[ShardStep] = []
         jobs = deque[Callable[[], None]]()
         for i, (flat, full) in enumerate(zip(bucket.flats, bucket.full, strict=True)):
-            operation = self._shared.operation(f"reduce-scatter of unit {unit.name!r}, flat {i}", self._backwards)
+            operation = self._context.operation(f"reduce-scatter of unit {unit.name!r}, flat {i}", self._backwards)
             if self._round.stepping:
                 steps.append(self._prepare_step(unit, flat))
                 mine = [int(flat.params[row] in bucket.used) for row in flat.rows]
                 if self._round.died:
-                    mine = [-self._shared.world_size for _ in mine]  # what is not whole nobody steps by
+                    mine = [-self._context.world_size for _ in mine]  # what is not whole nobody steps by
                 jobs.append(self._averager.stepping_job(full, flat, steps[-1], mine, unit.name, operation))
             else:
                 means.append(self._averager.place(flat, full))
                 jobs.append(self._averager.job(full, means[-1], unit.name, operation))
 
         def go_round() -> None:
-            with self._shared.traffic.running("reduce", unit.name):
+            with self._context.traffic.running("reduce", unit.name):
                 while jobs:  # emptied, so that the bucket is free once the flight is over
                     jobs.popleft()()
 
-        return _Reduction(bucket, self._lane.submit(go_round), means, used, steps)
+        return _Reduction(bucket, self._queue.submit(go_round), means, used, steps)
 
-    def _prepare_step(self, unit: Unit, flat: Flat) -> Step:
+    def _prepare_step(self, unit: Unit, flat: Flat) -> ShardStep:
         """Get ready for the step of a flat in this backward.
 
         Weights that are sent to other ranks must not change under way: a gather that was started ahead and never needed
@@ -358,8 +358,8 @@ class Reducer:
         is told so, and elsewhere handles look, once the weights would have to be gathered anew.
         """
         assert self.stepper is not None
-        if unit.flight is not None:
-            unit.flight.wait(self._shared.progress.tell)
+        if unit.work is not None:
+            unit.work.wait(self._context.progress.publish)
         if flat.full is None:
             unit.stepped.add(flat)
         else:
@@ -368,24 +368,24 @@ class Reducer:
 
     def _fill(self, bucket: Bucket) -> None:
         """Give a bucket its memory, once there is room for one more beside the root's."""
-        now, progress = self._round, self._shared.progress
+        now, progress = self._round, self._context.progress
         root = bucket.unit.is_root
         # Behind the last unit before the root there is nothing to compute that a reduction could run beside.
         waits_for_all = self._is_root_left(len(now.started)) if root else self.saves_memory()
         while now.landed < len(now.started) and (waits_for_all or (not root and self._held() >= LIMIT)):
             first = now.started[now.landed]
-            with self._shared.traffic.waiting("reduce", first.bucket.unit.name):
-                if not first.flight.wait_unless(partial(progress.ends_wait, now.landed, monotonic())):
+            with self._context.traffic.waiting("reduce", first.bucket.unit.name):
+                if not first.work.wait_unless(partial(progress.ends_wait, now.landed, monotonic())):
                     break
             self._land(now.landed + 1)
         progress.filled(beyond=not root and self._held() >= LIMIT and now.reduces)
-        bucket.fill(self._shared.empty)
+        bucket.fill(self._context.empty)
         for memory in bucket.full:
-            self._shared.ledger.track("gradient buckets", memory)
+            self._context.ledger.track("gradient buckets", memory)
 
     def saves_memory(self) -> bool:
         """Whether little memory is worth more than reductions beside the backward, or pages that are kept for later."""
-        return self._round.stepping and self._shared.transport.blocking
+        return self._round.stepping and self._context.transport.blocking
 
     def _held(self) -> int:
         """Return how many units beside the root have a bucket."""
@@ -394,18 +394,18 @@ class Reducer:
     def _land_what_is_done(self) -> None:
         """Free the buckets whose reductions are over."""
         now = self._round
-        while now.landed < len(now.started) and now.started[now.landed].flight.done():
+        while now.landed < len(now.started) and now.started[now.landed].work.done():
             self._land(now.landed + 1)
 
     def _land(self, count: int) -> None:
         """Wait until the first `count` reductions are over, and free their buckets."""
         for reduction in self._round.started[self._round.landed : count]:
-            with self._shared.traffic.waiting("reduce", reduction.bucket.unit.name):
-                reduction.flight.wait()
+            with self._context.traffic.waiting("reduce", reduction.bucket.unit.name):
+                reduction.work.wait()
             reduction.bucket.clear()
             self._round.landed += 1
             if self._is_root_left(len(self._round.started)):
-                self._shared.trim(keep=0 if self.saves_memory() else _IDLE)  # here may be the peak of a step
+                self._context.trim(keep=0 if self.saves_memory() else _IDLE)  # here may be the peak of a step
 
     def _is_root_left(self, count: int) -> bool:
         """Whether the units after the first `count` are roots, if there are any."""
@@ -433,12 +433,12 @@ class Reducer:
                 shard.grad = grad
         means = [mean for reduction in self._round.started for mean in reduction.means]
         bad = [mean.total[1] for mean in means]
-        bad.append(any_bad(sums, self._shared.device).double())
-        users, self._nonfinite = self._census.take([used for _, _, used in parts], bad)
+        bad.append(any_bad(sums, self._context.device).double())
+        users, self._nonfinite = self._gradient_flags.take([used for _, _, used in parts], bad)
         for (shard, grad, used), count in zip(parts, users, strict=True):
             if count and not used:
                 shard.grad = grad if shard.grad is None else shard.grad.add_(grad)
-        self.handed = None if before else Handed({mean.flat: mean.total[0] for mean in means}, reduced)
+        self.reduced_norm = None if before else ReducedNorm({mean.flat: mean.total[0] for mean in means}, reduced)
         self._judged = [weakref.ref(shard.grad) for shard in self._shards() if shard.grad is not None]
         if self._diagnose and self._nonfinite.item():
             self._name_bad()
@@ -447,8 +447,8 @@ class Reducer:
         """Let everybody know that shards were stepped, and whether by anything bad on any rank."""
         assert self.stepper is not None
         bad = [step.bad for reduction in self._round.started for step in reduction.steps]
-        self.handed, self._judged = None, []
-        self.stepper.end(self._census.take([], bad)[1])
+        self.reduced_norm, self._judged = None, []
+        self.stepper.end(self._gradient_flags.take([], bad)[1])
 
     def nonfinite(self) -> Tensor | None:
         """Return whether what the last backward left in `.grad` has a NaN or an infinity on any rank, [], 1 or 0.
@@ -464,7 +464,7 @@ class Reducer:
     def _name_bad(self) -> None:
         """Warn of the first gradient that is not finite, of each rank that has one."""
         names = [flat.layout.slots[row].name for flat in self._flats() for row in flat.rows]
-        warn_of([(rank, names[index]) for rank, index in self._census.first_bad(self._round.first_bad)])
+        warn_of([(rank, names[index]) for rank, index in self._gradient_flags.first_bad(self._round.first_bad)])
 
     def _flats(self) -> Iterator[Flat]:
         return (flat for unit in self._round.order for flat in self._buckets[unit].flats)
@@ -475,9 +475,9 @@ class Reducer:
             return
         units = list(self._buckets)
         seen = [*self._observed, *(unit for unit in self._order if unit not in self._observed)]
-        order = send([units.index(unit) for unit in seen], torch.int64, self._shared.device)
-        operation = self._shared.operation("the order of reductions", self._backwards)
-        for transport in self._shared.counted("order of reductions"):
+        order = send([units.index(unit) for unit in seen], torch.int64, self._context.device)
+        operation = self._context.operation("the order of reductions", self._backwards)
+        for transport in self._context.counted("order of reductions"):
             broadcast(order, transport, operation=operation)
         self._order = [units[i] for i in order.tolist()]
         self._observed = None

@@ -1,8 +1,8 @@
 """AdamW for parameters that lie in flat buffers: neighbours are stepped together, each run of them by one kernel call.
 
-`slots` knows where parameters and their moments lie, `runs` which of them one call can step, `counts` how many steps
-they have made and how the next is done. With `in_backward` nobody waits for all gradients: `hops` steps by what a
-backward brings. Nothing here knows about units, ranks or communication.
+`arena_slots.py` knows where parameters and their moments lie, `plan.py` which of them one call can step,
+`step_counts.py` how many steps they have made and how the next one is computed. With `in_backward`, `in_backward.py`
+steps each parameter as soon as its gradient is there. Nothing here knows about units, ranks or communication.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardlite.errors import LayoutError, PhaseError
-from shardlite.optim.arena_slots import Slot, canonical, check_state
-from shardlite.optim.in_backward import Hops, HopStep
-from shardlite.optim.plan import Plan, active, by_counts, update
+from shardlite.optim.arena_slots import StateSlot, canonical, check_state
+from shardlite.optim.in_backward import InBackwardStep, InBackwardSteps
+from shardlite.optim.plan import OptimizerLayout, active, by_counts, update
 from shardlite.optim.step_counts import Amp, Group, StepCounts
 from shardlite.optim.validate import FOREIGN_OPTIONS, check_group, check_loaded, check_params
 from shardlite.params import ShardInfo
@@ -67,8 +67,8 @@ class AdamW(Optimizer):
 
     _step_supports_amp_scaling = True
     steps_split_weights = True
-    _plan: Plan | None = None  # made when first needed, and anew when parameters have moved
-    _hops: Hops | None = None
+    _plan: OptimizerLayout | None = None  # made when first needed, and anew when parameters have moved
+    _steps_in_backward: InBackwardSteps | None = None
     moments = "fp32"
     max_norm: float | None = None
     grad_norm: Tensor | None = None
@@ -99,7 +99,7 @@ class AdamW(Optimizer):
             )
         self.moments = state
         self.max_norm = max_norm
-        self._hops = Hops(WeakMethod(self._begin_hops)) if in_backward else None
+        self._steps_in_backward = InBackwardSteps(WeakMethod(self._begin_hops)) if in_backward else None
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "max_update": max_update}
         super().__init__(params, defaults)
         _living[id(self)] = self
@@ -112,7 +112,7 @@ class AdamW(Optimizer):
     @property
     def in_backward(self) -> bool:
         """Whether steps are taken in the backward."""
-        return self._hops is not None
+        return self._steps_in_backward is not None
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; hyper-parameters that it does not name are those given to the constructor."""
@@ -141,7 +141,7 @@ class AdamW(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of this optimizer or of PyTorch's AdamW, into the format of this one."""
         # PyTorch would round moments to the dtype of the parameter, the upper part of a split weight.
-        kept = {key: {name: _Kept(value) for name, value in e.items()} for key, e in state_dict["state"].items()}
+        kept = {key: {name: _Stepped(value) for name, value in e.items()} for key, e in state_dict["state"].items()}
         super().load_state_dict({**state_dict, "state": kept})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -153,7 +153,7 @@ class AdamW(Optimizer):
         """Take over a loaded or unpickled state; its values are copied into the arenas at once."""
         copied = state.pop("in_backward", False)
         for entry in state["state"].values():
-            entry.update({name: value.value for name, value in entry.items() if isinstance(value, _Kept)})
+            entry.update({name: value.value for name, value in entry.items() if isinstance(value, _Stepped)})
         check_loaded(state)
         super().__setstate__(state)
         for group in self.param_groups:
@@ -161,7 +161,7 @@ class AdamW(Optimizer):
                 group.pop(option, None)
             group.setdefault("max_update", None)
         if copied:
-            self._hops = Hops(WeakMethod(self._begin_hops))
+            self._steps_in_backward = InBackwardSteps(WeakMethod(self._begin_hops))
             for group in self.param_groups:
                 self._catch(group["params"])
         self._current_plan().adopt(self.state)
@@ -178,9 +178,9 @@ class AdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._hops is not None:
+        if self._steps_in_backward is not None:
             self._step_the_rest()
-            self._hops.close(self.param_groups)
+            self._steps_in_backward.close(self.param_groups)
             return loss
         plan = self._current_plan()
         stepped = active(plan.slots, self.state)
@@ -197,7 +197,7 @@ class AdamW(Optimizer):
         torch.autograd.graph.increment_version([slot.param for slot in stepped])
         return loss
 
-    def _clip_factor(self, stepped: Sequence[Slot], grad_scale: Tensor | None) -> Tensor | None:
+    def _clip_factor(self, stepped: Sequence[StateSlot], grad_scale: Tensor | None) -> Tensor | None:
         """Return by what gradients are to be multiplied, []: `min(1, max_norm / (norm + 1e-6))`, as PyTorch clips."""
         norm, self.norm = self.norm, None
         if self.max_norm is None or not stepped:
@@ -210,24 +210,24 @@ class AdamW(Optimizer):
 
     # ---- in the backward ----------------------------------------------------------------------------------------
 
-    def hop(self, places: Sequence[tuple[Tensor, int]]) -> HopStep:
+    def hop(self, places: Sequence[tuple[Tensor, int]]) -> InBackwardStep:
         """Prepare the step of some parameters by a sum that is still to be made, of gradients that lie in one buffer.
 
         `places` are the parameters, each with the place in that buffer where its gradient starts.
         """
-        assert self._hops is not None
+        assert self._steps_in_backward is not None
         slots = self._plan_of_now().by_param
-        return self._hops.prepare([(slots[param], start) for param, start in places])
+        return self._steps_in_backward.prepare([(slots[param], start) for param, start in places])
 
     def ready(self) -> None:
         """Raise if the step of an earlier backward is not closed."""
-        if self._hops is not None:
-            self._hops.ready()
+        if self._steps_in_backward is not None:
+            self._steps_in_backward.ready()
 
     def note(self, bad: Tensor) -> None:
         """Take note of whether what was stepped by had a NaN or an infinity: [], above 0 if so."""
-        if self._hops is not None:
-            self._hops.note(bad)
+        if self._steps_in_backward is not None:
+            self._steps_in_backward.note(bad)
 
     def _begin_hops(self) -> list[StepCounts]:
         """Prepare a step whose parameters are not known yet."""
@@ -241,10 +241,10 @@ class AdamW(Optimizer):
 
     def _catch(self, params: Iterable[Tensor]) -> None:
         """Step parameters that are not shards as soon as autograd has their gradients."""
-        if self._hops is not None:
+        if self._steps_in_backward is not None:
             for param in params:
                 if param.requires_grad and not ShardInfo.is_of(param):
-                    self._hops.catch(param, WeakMethod(self._step_one))
+                    self._steps_in_backward.catch(param, WeakMethod(self._step_one))
 
     def _step_the_rest(self) -> None:
         """Step what has a gradient yet: a parameter that was frozen until now had no hook.
@@ -271,12 +271,12 @@ class AdamW(Optimizer):
     @torch.no_grad()
     def _step_one(self, param: Tensor) -> None:
         """Step a parameter by its gradient, and drop that."""
-        assert self._hops is not None
+        assert self._steps_in_backward is not None
         assert param.grad is not None
         step = self.hop([(param, 0)])
         step.activate(torch.ones(1, device=param.device))
         update(active([self._plan_of_now().by_param[param]], self.state), unscale=False, bad=step.bad)
-        self._hops.note(step.bad)
+        self._steps_in_backward.note(step.bad)
         torch.autograd.graph.increment_version([param])
         param.grad = None
 
@@ -295,22 +295,22 @@ class AdamW(Optimizer):
             group["params"][:] = [held.get(param, param) for param in group["params"]]
         for param in held:
             self.state.pop(param, None)
-            if self._hops is not None:
-                self._hops.release(param)
+            if self._steps_in_backward is not None:
+                self._steps_in_backward.release(param)
         self.state.update(states)
         self._plan = None
 
-    def _plan_of_now(self) -> Plan:
+    def _plan_of_now(self) -> OptimizerLayout:
         """The plan of the step that is open or, if none is, the current one."""
-        if self._plan is not None and self._hops is not None and self._hops.is_open:
+        if self._plan is not None and self._steps_in_backward is not None and self._steps_in_backward.is_open:
             return self._plan
         return self._current_plan()
 
-    def _current_plan(self) -> Plan:
+    def _current_plan(self) -> OptimizerLayout:
         if self._plan is None or not self._plan.fits(self.param_groups):
             for group in self.param_groups:
                 check_params(group, self.moments)
-            self._plan = Plan(self.param_groups, self.state, self.moments)
+            self._plan = OptimizerLayout(self.param_groups, self.state, self.moments)
             self._plan.adopt(self.state)
         return self._plan
 
@@ -355,7 +355,7 @@ def steps_in_backward(names: Callable[[], Mapping[Tensor, str]]) -> AdamW | None
 def accumulating(params: Iterable[Tensor]) -> Iterator[None]:
     """Let optimizers leave the gradients of these parameters alone in backwards inside."""
     wanted = set(params)
-    paused = [optimizer._hops for optimizer in _optimizers() if optimizer._hops is not None]
+    paused = [optimizer._steps_in_backward for optimizer in _optimizers() if optimizer._steps_in_backward is not None]
     for hops in paused:
         hops.pause(wanted)
     try:
@@ -371,7 +371,7 @@ def _optimizers() -> list[AdamW]:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _Stepped:
     """A value that PyTorch's loading shall leave as it is."""
 
     value: Any

@@ -20,7 +20,7 @@ from operator import is_
 from typing import Any
 
 import torch
-from shardlite_kernels import FORMATS, GROUP, State, decode, encode
+from shardlite_kernels import FORMATS, SCALE_BLOCK, State, decode, encode
 from torch import Tensor
 
 from shardlite.optim.step_counts import HostCounts, StepCounts
@@ -30,7 +30,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _EXPONENTS = ("exp_avg_exponent", "exp_avg_sq_exponent")
 
 
-class Slot:
+class StateSlot:
     """Where one parameter lies in its storage, in elements, and its state in the arenas."""
 
     __slots__ = (
@@ -97,7 +97,7 @@ class Arena:
     rows: Tensor
     """[G], the row of each group of 32 elements; [0] where nobody looks."""
 
-    def __init__(self, slots: list[Slot], moments: str) -> None:
+    def __init__(self, slots: list[StateSlot], moments: str) -> None:
         self._slots = slots
         numel = _assign_places(slots)
         param = slots[0].param
@@ -105,7 +105,7 @@ class Arena:
         dtype = param.dtype if moments == "fp32" and slots[0].part.low is None else FORMATS[moments]
         self.avg = torch.zeros(numel, dtype=dtype, device=param.device)
         self.sq = torch.zeros(numel, dtype=torch.uint8 if coded else dtype, device=param.device)
-        self.exponents = torch.zeros(2 if coded else 0, numel // GROUP, dtype=torch.uint8, device=param.device)
+        self.exponents = torch.zeros(2 if coded else 0, numel // SCALE_BLOCK, dtype=torch.uint8, device=param.device)
         self._runs: dict[tuple[int, int], State] = {}
 
     def name_rows(self) -> None:
@@ -113,24 +113,24 @@ class Arena:
         if isinstance(self._slots[0].counts, HostCounts) and self.avg.dtype in (torch.float32, torch.float64):
             self.rows = torch.empty(0, dtype=torch.int16)
             return
-        rows = torch.zeros(self.avg.numel() // GROUP, dtype=torch.int64)
+        rows = torch.zeros(self.avg.numel() // SCALE_BLOCK, dtype=torch.int64)
         for slot in self._slots:
-            rows[slot.place // GROUP : -(-(slot.place + slot.stop - slot.start) // GROUP)] = slot.row
+            rows[slot.place // SCALE_BLOCK : -(-(slot.place + slot.stop - slot.start) // SCALE_BLOCK)] = slot.row
         narrow = len(self._slots[0].counts.steps) <= torch.iinfo(torch.int16).max
         self.rows = rows.to(self.avg.device, torch.int16 if narrow else torch.int32)
 
     def rows_of(self, begin: int, state: State) -> Tensor:
         """The rows [G] of what is stepped from a place on."""
-        return self.rows[begin // GROUP : -(-(begin + state.param.numel()) // GROUP)]
+        return self.rows[begin // SCALE_BLOCK : -(-(begin + state.param.numel()) // SCALE_BLOCK)]
 
-    def entry(self, slot: Slot) -> dict[str, Tensor]:
+    def entry(self, slot: StateSlot) -> dict[str, Tensor]:
         """What the optimizer's state of one parameter refers to: moments in its shape, and their exponents."""
         here = self.state(slot, slot.start, slot.end)
         avg, sq, *exponents = here.codes()
         entry = {name: moment.view(slot.param.shape) for name, moment in zip(_MOMENTS, (avg, sq), strict=True)}
         return entry | {name: each for name, each in zip(_EXPONENTS, exponents, strict=True) if each is not None}
 
-    def run(self, first: Slot, start: int, stop: int) -> State:
+    def run(self, first: StateSlot, start: int, stop: int) -> State:
         """`state`, remembered."""
         if len(self._runs) > 4 * len(self._slots):
             self._runs.clear()  # which parameters have gradients changes all the time: do not collect every combination
@@ -138,10 +138,13 @@ class Arena:
             self._runs[start, stop] = self.state(first, start, stop)
         return self._runs[start, stop]
 
-    def state(self, first: Slot, start: int, stop: int) -> State:
+    def state(self, first: StateSlot, start: int, stop: int) -> State:
         """What is to be stepped from `start` to `stop` in a row of parameters that begins with `first`, flat."""
         begin = first.place + start - first.start
-        here, groups = slice(begin, begin + stop - start), slice(begin // GROUP, -(-(begin + stop - start) // GROUP))
+        here, groups = (
+            slice(begin, begin + stop - start),
+            slice(begin // SCALE_BLOCK, -(-(begin + stop - start) // SCALE_BLOCK)),
+        )
         low = first.part.low
         if low is not None:
             low = flat(low, first.low_start + start - first.start, first.low_start + stop - first.start)
@@ -162,7 +165,7 @@ def canonical(entry: dict[str, Any], device: torch.device | None = None) -> dict
     return entry
 
 
-def place(slots: Sequence[Slot], moments: str) -> None:
+def place(slots: Sequence[StateSlot], moments: str) -> None:
     """Give each slot its padding and memory for its moments in a format.
 
     Raises:
@@ -191,9 +194,9 @@ def check_state(param: Tensor, state: dict[str, Any] | None) -> None:
             raise ValueError(f"AdamW: {name} has shape {tuple(state[name].shape)}, its parameter {tuple(param.shape)}")
 
 
-def _by_storage(slots: Sequence[Slot]) -> list[list[Slot]]:
+def _by_storage(slots: Sequence[StateSlot]) -> list[list[StateSlot]]:
     """The slots of each storage in the order of memory. Storages without memory (no elements) are not one storage."""
-    storages: dict[Any, list[Slot]] = {}
+    storages: dict[Any, list[StateSlot]] = {}
     for index, slot in enumerate(slots):
         param = slot.param
         key = (param.untyped_storage().data_ptr() or -1 - index, param.dtype, param.device)
@@ -201,7 +204,7 @@ def _by_storage(slots: Sequence[Slot]) -> list[list[Slot]]:
     return [sorted(slots, key=lambda slot: (slot.start, slot.end)) for slots in storages.values()]
 
 
-def _settle_borders(neighbours: list[Slot]) -> None:
+def _settle_borders(neighbours: list[StateSlot]) -> None:
     """Let each of the parameters of a storage, in the order of memory, have its padding."""
     for slot, following in pairwise(neighbours):
         if following.start < slot.end:
@@ -213,7 +216,7 @@ def _settle_borders(neighbours: list[Slot]) -> None:
     neighbours[-1].include_padding(round_up(neighbours[-1].end, ALIGN))
 
 
-def _assign_places(slots: list[Slot]) -> int:
+def _assign_places(slots: list[StateSlot]) -> int:
     """Close the gaps between `slots`, and keep side by side what is so; return how many elements that takes.
 
     Each starts at a multiple of 32: a group of 32 belongs to one parameter.

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from shardlite.errors import NonFiniteError, PhaseError
-from shardlite.optim.arena_slots import Slot
+from shardlite.optim.arena_slots import StateSlot
 from shardlite.optim.plan import follows
 from shardlite.optim.step_counts import Group, StepCounts, Stretch
 
 
-class Hops:
+class InBackwardSteps:
     """The step that one optimizer takes in a backward."""
 
     def __init__(self, begin: WeakMethod[Callable[[], list[StepCounts]]]) -> None:
@@ -91,7 +91,7 @@ class Hops:
         if param in self._done:
             self.ready()
 
-    def prepare(self, members: Sequence[tuple[Slot, int]]) -> HopStep:
+    def prepare(self, members: Sequence[tuple[StateSlot, int]]) -> InBackwardStep:
         """Return the step of some parameters, each with the place of its gradient in a buffer; open one if none is."""
         params = {slot.param for slot, _ in members}
         for param in params:
@@ -101,7 +101,7 @@ class Hops:
             assert begin is not None, "the optimizer has called"
             self._counts = begin()
         self._done |= params
-        return HopStep(members)
+        return InBackwardStep(members)
 
     def note(self, bad: Tensor) -> None:
         """Take note of whether gradients that were stepped by were bad: [], above 0 if so."""
@@ -127,10 +127,10 @@ class Hops:
             )
 
 
-class HopStep:
+class InBackwardStep:
     """The step of some parameters whose gradients lie in one buffer. Called with what is to be added to them."""
 
-    def __init__(self, members: Sequence[tuple[Slot, int]]) -> None:
+    def __init__(self, members: Sequence[tuple[StateSlot, int]]) -> None:
         self._members = [(slot, start) for slot, start in members if slot.start < slot.end]
         self._rows = [slot.row for slot, _ in members]
         self._counts = members[0][0].counts if members else None
@@ -161,7 +161,7 @@ class HopStep:
                 else:
                     first.counts.update(stretch, own[here], self.bad)
 
-    def _stretches(self) -> Iterator[tuple[Slot, int, int]]:
+    def _stretches(self) -> Iterator[tuple[StateSlot, int, int]]:
         """Yield what one call can step: the first parameter, and where its gradients start and end."""
         first = last = None
         begin = 0

@@ -20,20 +20,20 @@ import torch
 from shardlite_kernels import State
 from torch import Tensor
 
-from shardlite.optim.arena_slots import Slot, flat, place
-from shardlite.optim.step_counts import Group, Row, StepCounts, Stretch, counts_for
+from shardlite.optim.arena_slots import StateSlot, flat, place
+from shardlite.optim.step_counts import CountRow, Group, StepCounts, Stretch, counts_for
 from shardlite.params import ALIGN, is_padded
 
 
-class Run:
+class ContiguousRun:
     """Parameters that one call can step, with gradients that lie in one buffer in the same way."""
 
-    def __init__(self, slot: Slot, grad: Tensor) -> None:
+    def __init__(self, slot: StateSlot, grad: Tensor) -> None:
         self.first = self._last = slot
         self._padded = is_padded(grad) and grad.is_contiguous()
         self._given, self._grad = grad, grad.contiguous()
 
-    def extend(self, slot: Slot, grad: Tensor) -> bool:
+    def extend(self, slot: StateSlot, grad: Tensor) -> bool:
         """Take `slot` in if it belongs here, and only padding lies between its gradient and the one before."""
         distance = (slot.start - self.first.start) * grad.element_size()
         fits = (
@@ -75,7 +75,7 @@ class Run:
             self._given.copy_(self._grad)
 
 
-def follows(slot: Slot, last: Slot) -> bool:
+def follows(slot: StateSlot, last: StateSlot) -> bool:
     """Whether what is to be done with `last` and with `slot`, which lies behind it, can be one call."""
     distance = slot.start - last.start
     return (
@@ -86,7 +86,7 @@ def follows(slot: Slot, last: Slot) -> bool:
     )
 
 
-def runs(slots: Sequence[Slot]) -> Iterator[Run]:
+def contiguous_runs(slots: Sequence[StateSlot]) -> Iterator[ContiguousRun]:
     """Cut `slots`, which are in the order of memory and have gradients, into runs. Empty ones have nothing to step."""
     run = None
     for slot in slots:
@@ -96,12 +96,12 @@ def runs(slots: Sequence[Slot]) -> Iterator[Run]:
         if run is None or not run.extend(slot, grad):
             if run is not None:
                 yield run
-            run = Run(slot, grad)
+            run = ContiguousRun(slot, grad)
     if run is not None:
         yield run
 
 
-class Plan:
+class OptimizerLayout:
     """What stays the same from step to step: where parameters lie, in which order, and where their states are.
 
     A parameter that is frozen keeps its place if it has a state.
@@ -111,7 +111,7 @@ class Plan:
         number = count()
         numbered = [[(param, next(number)) for param in group["params"]] for group in groups]
         self._members = [
-            [Slot(param, index, n) for param, n in pairs if param.requires_grad or states.get(param)]
+            [StateSlot(param, index, n) for param, n in pairs if param.requires_grad or states.get(param)]
             for index, pairs in enumerate(numbered)
         ]
         slots = [slot for slots in self._members for slot in slots]
@@ -141,14 +141,14 @@ class Plan:
                 slot.adopt(states)
 
 
-def _number(slots: Sequence[Slot]) -> list[StepCounts]:
+def _number(slots: Sequence[StateSlot]) -> list[StepCounts]:
     """Give each slot a row of step counts on the device that steps it, and return these."""
-    by_device: dict[torch.device, list[Slot]] = {}
+    by_device: dict[torch.device, list[StateSlot]] = {}
     for slot in slots:
         by_device.setdefault(slot.param.device, []).append(slot)
     made = []
     for device, neighbours in by_device.items():
-        rows = [Row(slot.group, slot.number, slot.place - slot.part.offset) for slot in neighbours]
+        rows = [CountRow(slot.group, slot.number, slot.place - slot.part.offset) for slot in neighbours]
         counts = counts_for(neighbours[0].param)(rows, device)
         made.append(counts)
         for row, slot in enumerate(neighbours):
@@ -159,7 +159,7 @@ def _number(slots: Sequence[Slot]) -> list[StepCounts]:
     return made
 
 
-def active(slots: Sequence[Slot], states: dict[Tensor, Any]) -> list[Slot]:
+def active(slots: Sequence[StateSlot], states: dict[Tensor, Any]) -> list[StateSlot]:
     """Those of `slots` that are trainable and have a gradient. Their states are in the arenas then."""
     active = [slot for slot in slots if slot.param.requires_grad and slot.param.grad is not None]
     for slot in active:
@@ -170,7 +170,7 @@ def active(slots: Sequence[Slot], states: dict[Tensor, Any]) -> list[Slot]:
     return active
 
 
-def by_counts(stepped: Sequence[Slot]) -> dict[StepCounts, list[int]]:
+def by_counts(stepped: Sequence[StateSlot]) -> dict[StepCounts, list[int]]:
     """The rows of `stepped` in each of the step counts."""
     rows: dict[StepCounts, list[int]] = {}
     for slot in stepped:
@@ -178,9 +178,9 @@ def by_counts(stepped: Sequence[Slot]) -> dict[StepCounts, list[int]]:
     return rows
 
 
-def update(stepped: Sequence[Slot], unscale: bool, bad: Tensor | None = None) -> None:
+def update(stepped: Sequence[StateSlot], unscale: bool, bad: Tensor | None = None) -> None:
     """Step the slots, run by run; `bad` [], int32, becomes 1 if a gradient is not finite."""
-    for run in runs(stepped):
+    for run in contiguous_runs(stepped):
         for state, grad, begin in run.pieces():
             rows = run.first.arena.rows_of(begin, state)
             run.first.counts.update(Stretch(state, rows, begin, run.first.row), grad, bad)

@@ -38,7 +38,7 @@ from torch import Tensor
 Group: TypeAlias = dict[str, Any]
 
 
-class Row(NamedTuple):
+class CountRow(NamedTuple):
     """What is known of a parameter once and for all."""
 
     group: int
@@ -82,7 +82,7 @@ class Stretch(NamedTuple):
 class StepCounts(ABC):
     """The step counts of the parameters on one device."""
 
-    def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
+    def __init__(self, rows: Sequence[CountRow], device: torch.device) -> None:
         self._rows = rows
         self.steps = torch.zeros(len(rows), dtype=torch.float32, device=device)
         """Steps done [R]."""
@@ -190,7 +190,7 @@ class DeviceCounts(StepCounts):
     captured in a CUDA graph once it has run.
     """
 
-    def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
+    def __init__(self, rows: Sequence[CountRow], device: torch.device) -> None:
         super().__init__(rows, device)
         self._group_of = send([row.group for row in rows], torch.int64, device)
         self._sent: list[Hyper] = []

@@ -18,7 +18,7 @@ import torch
 from shardlite_kernels import join, split
 from torch import Tensor, nn
 
-from shardlite.comm import Flight
+from shardlite.comm import Work
 from shardlite.errors import LayoutError
 from shardlite.params.layout import Layout, Slot, mark_padded, round_up
 from shardlite.params.parameters import as_they_are, empty, fill, place
@@ -193,7 +193,7 @@ def _cut(local: Tensor, slot: Slot, first: int, stop: int) -> Tensor:
 
 @dataclass(eq=False)
 class Unit:
-    """What is gathered together. `holds` counts those who need the full weights; they stay while it is not 0."""
+    """What is gathered together. `users` counts those who need the full weights; they stay while it is not 0."""
 
     index: int
     name: str
@@ -201,22 +201,22 @@ class Unit:
     is_root: bool = False
     """Whether it holds what no other unit does, so that its gradients come first and last."""
 
-    resident: bool = False
+    keep_unsharded: bool = False
     """Never evicted for the sake of another unit: the root, whose parameters are used all through a pass, and units
     that are to stay gathered until their backward."""
 
     phase: Weights = Weights.SHARDED
-    holds: int = 0
+    users: int = 0
     buffer: Buffer | None = None
-    flight: Flight | None = None
+    work: Work | None = None
     gathered_version: int = -1
-    stale: bool = False
+    needs_regather: bool = False
     """Whether the full weights may have been written to, so that the next use must gather anew."""
 
     stepped: set[Flat] = field(default_factory=set)
     """The flats that were stepped in the backward that is running: from now on only a buffer has what they were."""
 
-    lost: set[Flat] = field(default_factory=set)
+    overwritten: set[Flat] = field(default_factory=set)
     """Those of them of which no buffer has that any more."""
 
     touched: bool = False
@@ -229,7 +229,7 @@ class Unit:
     nbytes: int = field(init=False)
     """Of a buffer for the full weights."""
 
-    derived: bool = field(init=False)
+    needs_gather: bool = field(init=False)
     """Whether the full weights have to be made from the shards: they are not the same memory."""
 
     copied: bool = field(init=False)
@@ -237,7 +237,7 @@ class Unit:
 
     def __post_init__(self) -> None:
         self._params = tuple(param for flat in self.flats for param in flat.params)
-        self.derived = any(not (flat.in_place and flat.rank is None) for flat in self.flats)
+        self.needs_gather = any(not (flat.in_place and flat.rank is None) for flat in self.flats)
         self.copied = any(not flat.in_place for flat in self.flats)
         lengths = (round_up(_full_nbytes(flat), _FLAT_ALIGN) for flat in self.flats)
         *self._starts, self.nbytes = accumulate(lengths, initial=0)
@@ -284,14 +284,14 @@ class Unit:
             for flat, start in zip(self.flats, self._starts, strict=True)
         ]
 
-    def check_not_lost(self, place: int) -> None:
+    def check_not_overwritten(self, place: int) -> None:
         """Check that the full weights at this byte of the buffer are those of before the backward's own steps.
 
         Raises:
             RuntimeError: they are not, in the words of PyTorch's own error.
         """
-        for flat, start in zip(self.flats, self._starts, strict=True) if self.lost else ():
-            if flat in self.lost and start <= place < start + _full_nbytes(flat):
+        for flat, start in zip(self.flats, self._starts, strict=True) if self.overwritten else ():
+            if flat in self.overwritten and start <= place < start + _full_nbytes(flat):
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"AdamW(in_backward=True) has stepped weights of unit {self.name!r} whose gradients were complete, "

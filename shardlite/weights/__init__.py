@@ -5,7 +5,7 @@ in one order on all ranks, whatever branches each of them takes. Read `unshard.p
 """
 
 from shardlite.weights.all_gather import Gathering
-from shardlite.weights.resident import Unsharded
+from shardlite.weights.resident import ResidentWeights
 from shardlite.weights.saved_tensors import Call, Calls, pop_hooks, push_hooks
 from shardlite.weights.unshard import Gatherer
 from shardlite.weights.writeback import differs, places, take_over, take_over_all
@@ -19,7 +19,7 @@ __all__ = [
     "places",
     "pop_hooks",
     "push_hooks",
+    "ResidentWeights",
     "take_over",
     "take_over_all",
-    "Unsharded",
 ]

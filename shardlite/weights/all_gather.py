@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from shardlite.comm import Flight, Lane, Shared, all_gather
+from shardlite.comm import Context, StreamQueue, Work, all_gather
 from shardlite.params import ALIGN, Empty, Flat, Unit, Weights, round_up
 
 _ROW_ALIGN = 16
@@ -46,15 +46,15 @@ def place_own(flat: Flat, full: Tensor) -> None:
 def pack(flat: Flat, empty: Empty) -> Tensor:
     """Return a wire [W*R] that `empty` makes, of which this rank's row has the codes of its shard."""
     assert flat.rank is not None, "who has all weights gathers none"
-    wire = empty(flat.layout.world_size * _row_nbytes(flat), torch.uint8)
-    codes, scales = _columns(flat, wire)
+    payload = empty(flat.layout.world_size * _row_nbytes(flat), torch.uint8)
+    codes, scales = _columns(flat, payload)
     quantise(codes[flat.rank], scales[flat.rank], flat.local)
-    return wire
+    return payload
 
 
-def unpack(flat: Flat, wire: Tensor, full: Tensor) -> None:
+def unpack(flat: Flat, payload: Tensor, full: Tensor) -> None:
     """Fill the full weights [W*S] with what the codes of all ranks mean."""
-    dequantise(full, *_columns(flat, wire))
+    dequantise(full, *_columns(flat, payload))
 
 
 def own_as_gathered(flat: Flat) -> Tensor:
@@ -76,10 +76,10 @@ def _row_nbytes(flat: Flat) -> int:
     return round_up(shard + shard // ALIGN, _ROW_ALIGN)
 
 
-def _columns(flat: Flat, wire: Tensor) -> tuple[Tensor, Tensor]:
+def _columns(flat: Flat, payload: Tensor) -> tuple[Tensor, Tensor]:
     """View the codes [W, S] and scales [W, S/32] in a wire."""
     shard = flat.layout.shard_numel
-    rows = wire.view(flat.layout.world_size, _row_nbytes(flat))
+    rows = payload.view(flat.layout.world_size, _row_nbytes(flat))
     return rows[:, :shard].view(torch.int8), rows[:, shard : shard + shard // ALIGN]
 
 
@@ -87,12 +87,12 @@ _AS_IT_IS = nullcontext()
 
 
 class Gathering(Protocol):
-    """Who sees to it that full weights are there when they are used: `Gatherer` lends them, `Unsharded` keeps them."""
+    """Has full weights ready when they are used: `Gatherer` gathers and evicts them, `ResidentWeights` keeps them."""
 
-    def hold(self, unit: Unit) -> None:
-        """Make the unit's full weights readable until `release`; holds count. Within a pass."""
+    def unshard(self, unit: Unit) -> None:
+        """Make the unit's full weights readable until `reshard`; holds count. Within a pass."""
 
-    def release(self, unit: Unit) -> None:
+    def reshard(self, unit: Unit) -> None:
         """End one hold."""
 
     def forget(self, units: Sequence[Unit]) -> None:
@@ -126,17 +126,17 @@ class Gathering(Protocol):
 class Filler:
     """Runs all-gathers, one after the other on a lane of their own."""
 
-    def __init__(self, shared: Shared) -> None:
-        self._shared = shared
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self.during = ""
         """The pass in progress, in the words of an error."""
 
-        self._lane: Lane | None = None  # made when needed: where weights never change hands it never is
+        self._queue: StreamQueue | None = None  # made when needed: where weights never change hands it never is
 
-    def submit(self, gathers: Callable[[], None]) -> Flight:
+    def submit(self, gathers: Callable[[], None]) -> Work:
         """Run `gathers` on the lane."""
-        self._lane = self._lane or self._shared.lane("gather")
-        progress = self._shared.progress
+        self._queue = self._queue or self._context.queue("gather")
+        progress = self._context.progress
         progress.asks()
 
         def serve() -> None:
@@ -145,7 +145,7 @@ class Filler:
             finally:
                 progress.served()
 
-        return self._lane.submit(serve)
+        return self._queue.submit(serve)
 
     def filling(self, unit: Unit) -> Callable[[], None]:
         """Return what the lane has to do so that the unit's memory has its weights of now."""
@@ -159,63 +159,63 @@ class Filler:
             while jobs:  # emptied, so that nothing of ours views the memory once the flight is over
                 jobs.popleft()()
 
-        self._shared.trace.emit("gather", unit.name)
-        unit.gathered_version, unit.stale = unit.version(), False
+        self._context.trace.emit("gather", unit.name)
+        unit.gathered_version, unit.needs_regather = unit.version(), False
         unit.move(Weights.GATHERING)
         return go_round
 
     def take_part(self, unit: Unit) -> None:
         """Gather a unit for the sake of other ranks, on the lane: what comes is dropped."""
         unit.gathers += 1
-        self._shared.trace.emit("take part", unit.name)
+        self._context.trace.emit("take part", unit.name)
         for i, flat in enumerate(unit.flats):
             if flat.quantized:
                 self._gather(unit, i, self._packed(flat), "take part")
             else:
-                full = self._shared.empty(flat.layout.full_numel, flat.compute)
-                self._shared.ledger.track("gather buffers", full)
+                full = self._context.empty(flat.layout.full_numel, flat.compute)
+                self._context.ledger.track("gather buffers", full)
                 place_own(flat, full)
                 self._gather(unit, i, full, "take part")
 
     def _fill(self, unit: Unit, i: int, flat: Flat, full: Tensor) -> None:
         """Gather one flat [W*S], if it is gathered: every rank may have all of it."""
         if flat.quantized:
-            wire = self._packed(flat)
-            self._gather(unit, i, wire, "gather")
-            unpack(flat, wire, full)
+            payload = self._packed(flat)
+            self._gather(unit, i, payload, "gather")
+            unpack(flat, payload, full)
         else:
             place_own(flat, full)
-            if flat.rank is not None and self._shared.transport.world_size > 1:
+            if flat.rank is not None and self._context.transport.world_size > 1:
                 self._gather(unit, i, full, "gather")
 
     def _packed(self, flat: Flat) -> Tensor:
         """Return the wire of a flat, to be gathered."""
-        wire = pack(flat, self._shared.empty)
-        self._shared.ledger.track("staging", wire)
-        return wire
+        payload = pack(flat, self._context.empty)
+        self._context.ledger.track("staging", payload)
+        return payload
 
     def _gather(self, unit: Unit, i: int, whole: Tensor, purpose: str) -> None:
         """All-gather what stands for a flat."""
-        operation = self._shared.operation(
+        operation = self._context.operation(
             f"all-gather of unit {unit.name!r}, flat {i}", unit.gathers, during=self.during
         )
-        transport = self._shared.traffic.counted(self._shared.transport, purpose, unit.name)
-        self._shared.progress.joins()
-        with self._shared.traffic.running(purpose, unit.name):
+        transport = self._context.traffic.counted(self._context.transport, purpose, unit.name)
+        self._context.progress.joins()
+        with self._context.traffic.running(purpose, unit.name):
             all_gather(whole, transport, operation=operation)
 
     def finish(self, unit: Unit) -> None:
         """Wait for the weights."""
-        if unit.flight is not None:
-            self._shared.trace.emit("wait", unit.name)
-            with self._shared.traffic.waiting("gather", unit.name):
-                unit.flight.wait(self._shared.progress.tell)
-            unit.flight = None
+        if unit.work is not None:
+            self._context.trace.emit("wait", unit.name)
+            with self._context.traffic.waiting("gather", unit.name):
+                unit.work.wait(self._context.progress.publish)
+            unit.work = None
 
 
 def is_fresh(unit: Unit) -> bool:
     """Whether the full weights are there, or on their way, and are those of now."""
-    return unit.phase is not Weights.SHARDED and unit.gathered_version == unit.version() and not unit.stale
+    return unit.phase is not Weights.SHARDED and unit.gathered_version == unit.version() and not unit.needs_regather
 
 
 def unseen_by_checkpoints() -> AbstractContextManager[object]:

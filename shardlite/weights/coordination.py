@@ -29,18 +29,18 @@ from zlib import crc32
 
 import torch
 
-from shardlite.comm import Flight, Shared, all_gather
+from shardlite.comm import Context, Work, all_gather
 from shardlite.errors import CommError, DesyncError
 from shardlite.params import Unit
 from shardlite.weights.all_gather import Filler
-from shardlite.weights.gather_order import Agenda
+from shardlite.weights.gather_order import GatherOrder
 
 END = -1
 """Wanted by a rank whose pass is over."""
 
 
 @dataclass(frozen=True)
-class Word:
+class Proposal:
     """What a rank says in a round."""
 
     wants: int
@@ -56,11 +56,11 @@ class Word:
     """At the end of its pass: how many gathers it has needed."""
 
 
-class Talks:
+class Negotiation:
     """The talks of one wrapped model, one after the other, with the ranks that share it."""
 
-    def __init__(self, shared: Shared, names: Sequence[str]) -> None:
-        self._shared = shared
+    def __init__(self, context: Context, names: Sequence[str]) -> None:
+        self._context = context
         self._names = names
         self._rounds = count()
 
@@ -71,9 +71,9 @@ class Talks:
             DesyncError: ranks are in different passes, or have taken different numbers of steps.
             CommError: a peer failed or is late.
         """
-        mine = Word(wants, crc32(kind.encode()) & 0x7FFFFFFF, self._shared.steps.taken, needed)
+        mine = Proposal(wants, crc32(kind.encode()) & 0x7FFFFFFF, self._context.steps.taken, needed)
         words = [
-            Word(*row)
+            Proposal(*row)
             for row in self._exchange(
                 astuple(mine), "the next gather", f"{self._wish(mine, kind)}, at step {mine.step}"
             )
@@ -89,19 +89,19 @@ class Talks:
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
     def _exchange(self, mine: Sequence[int], what: str, during: str) -> list[list[int]]:
-        hosts = self._shared.traffic.counted(self._shared.hosts[0], "talks")
+        hosts = self._context.traffic.counted(self._context.hosts[0], "talks")
         full = torch.zeros(hosts.world_size, len(mine), dtype=torch.int32)
         full[hosts.rank] = torch.tensor(mine, dtype=torch.int32)
         # The name says nothing of the step: ranks that differ in it are to meet here, and to be told apart.
-        operation = self._shared.operation(f"talks on {what}", next(self._rounds), at_any_step=True, during=during)
-        self._shared.progress.joins()
+        operation = self._context.operation(f"talks on {what}", next(self._rounds), at_any_step=True, during=during)
+        self._context.progress.joins()
         all_gather(full.view(-1), hosts, operation=operation)
         rows: list[list[int]] = full.tolist()
         return rows
 
-    def _compare(self, words: Sequence[Word], kind: str) -> None:
-        mine = words[self._shared.transport.rank]
-        here = f"rank {self._shared.transport.rank}, in {self._wish(mine, kind)},"
+    def _compare(self, words: Sequence[Proposal], kind: str) -> None:
+        mine = words[self._context.transport.rank]
+        here = f"rank {self._context.transport.rank}, in {self._wish(mine, kind)},"
         for rank, theirs in enumerate(words):
             if theirs.step != mine.step:
                 self._fail(
@@ -118,12 +118,12 @@ class Talks:
                     "must call the same modules, in one mode (train or eval, with or without gradients)",
                 )
 
-    def _fail(self, mine: Word, kind: str, why: str) -> NoReturn:
+    def _fail(self, mine: Proposal, kind: str, why: str) -> NoReturn:
         """Raise, with what the others are doing, and where in the program; each finds the same difference now."""
-        others = self._shared.notes.compare(f"{self._wish(mine, kind)}, at step {mine.step}", why)
+        others = self._context.notes.compare(f"{self._wish(mine, kind)}, at step {mine.step}", why)
         raise DesyncError(f"{why}{others}")
 
-    def _wish(self, word: Word, kind: str) -> str:
+    def _wish(self, word: Proposal, kind: str) -> str:
         return f"the end of {kind}" if word.wants == END else f"{kind}, for unit {self._names[word.wants]!r}"
 
 
@@ -149,22 +149,22 @@ class _Pass:
     beyond: bool = False
     """Whether any rank has needed more than what was on the agenda."""
 
-    ending: Flight | None = None
+    ending: Work | None = None
     revise: Callable[[], None] = lambda: None
     """Changes the agenda by what all ranks have told each other at the end."""
 
 
-class Passes:
+class PassCoordinator:
     """The passes of one wrapped model, one at a time, over the units of all ranks that share it."""
 
-    def __init__(self, units: Sequence[Unit], shared: Shared) -> None:
+    def __init__(self, units: Sequence[Unit], context: Context) -> None:
         self._units = units
-        self._alone = shared.transport.world_size == 1
-        self._owner = shared.owner
-        self._progress = shared.progress
-        self._filler = Filler(shared)
-        self._agenda = Agenda()
-        self._talks = Talks(shared, [unit.name for unit in units])
+        self._single_rank = context.transport.world_size == 1
+        self._owner = context.owner
+        self._progress = context.progress
+        self._filler = Filler(context)
+        self._gather_order = GatherOrder()
+        self._negotiation = Negotiation(context, [unit.name for unit in units])
         self._now: _Pass | None = None
         self._ended: list[_Pass] = []
         self._failed = False
@@ -181,7 +181,7 @@ class Passes:
         if any(each.kind == kind for each in self._ended):
             self.settle()
         self._now = _Pass(kind, max if backwards else min)
-        self._agenda.begin(kind)
+        self._gather_order.begin(kind)
 
     @contextmanager
     def inside(self, kind: str) -> Iterator[None]:
@@ -197,7 +197,7 @@ class Passes:
 
     def comes_next(self, unit: Unit) -> bool:
         """Whether all ranks gather `unit` next, so that it may be gathered before it is needed."""
-        return self._alone or (self._now is not None and self._agenda.coming() == unit.index)
+        return self._single_rank or (self._now is not None and self._gather_order.coming() == unit.index)
 
     def gather(self, unit: Unit) -> None:
         """Start gathering `unit` into its memory, when all ranks do."""
@@ -205,18 +205,18 @@ class Passes:
             self.begin("what follows an inner pass")
             assert self._now is not None
         now, fill = self._now, self._filler.filling(unit)
-        if self._alone:
-            unit.flight = self._filler.submit(fill)
+        if self._single_rank:
+            unit.work = self._filler.submit(fill)
             return
-        before = self._agenda.turn(unit.index)
+        before = self._gather_order.turn(unit.index)
         if before != []:
-            self._progress.tell()
+            self._progress.publish()
         if before is not None:
-            unit.flight = self._submit(now, before, fill)
+            unit.work = self._submit(now, before, fill)
             return
         now.beyond = True
-        self._agenda.add(unit.index)
-        unit.flight = self._submit(now, self._agenda.rest(), partial(self._talk, now, unit, fill))
+        self._gather_order.add(unit.index)
+        unit.work = self._submit(now, self._gather_order.rest(), partial(self._negotiate, now, unit, fill))
 
     def wait(self, unit: Unit) -> None:
         """Wait for the weights.
@@ -229,7 +229,7 @@ class Passes:
 
     def need(self, unit: Unit) -> None:
         """Note that this pass uses the unit."""
-        self._agenda.need(unit.index)
+        self._gather_order.need(unit.index)
 
     def end(self) -> None:
         """Take part in what is left of the pass, and in what others need beyond it. The host does not wait.
@@ -237,12 +237,12 @@ class Passes:
         A forked child takes no part: its pass has used weights that it has, or has failed.
         """
         now, self._now = self._now, None
-        if now is None or self._alone or self._failed or not self._owner.is_here:
+        if now is None or self._single_rank or self._failed or not self._owner.is_here:
             return
         self._progress.tell_of_the_end()
-        flags = self._agenda.needed() if self._agenda.is_due() else None
-        serve = partial(self._serve, now, flags, list(self._agenda.wanted))
-        now.ending = self._submit(now, self._agenda.rest(), serve)
+        flags = self._gather_order.needed() if self._gather_order.is_due() else None
+        serve = partial(self._serve, now, flags, list(self._gather_order.wanted))
+        now.ending = self._submit(now, self._gather_order.rest(), serve)
         self._ended.append(now)
 
     def settle(self) -> None:
@@ -271,7 +271,7 @@ class Passes:
 
     # ---- on the lane --------------------------------------------------------------------------------------------
 
-    def _submit(self, now: _Pass, before: Sequence[int], last: Callable[[], None]) -> Flight:
+    def _submit(self, now: _Pass, before: Sequence[int], last: Callable[[], None]) -> Work:
         """Have the lane take part in the gathers of some units, and do something after them."""
 
         def go_down() -> None:
@@ -282,19 +282,19 @@ class Passes:
 
         return self._filler.submit(go_down)
 
-    def _talk(self, now: _Pass, unit: Unit, fill: Callable[[], None]) -> None:
+    def _negotiate(self, now: _Pass, unit: Unit, fill: Callable[[], None]) -> None:
         """Gather what all ranks agree on, until that is `unit`."""
-        while (choice := self._talks.agree(unit.index, now.kind, 0, now.prefer).choice) != unit.index:
+        while (choice := self._negotiation.agree(unit.index, now.kind, 0, now.prefer).choice) != unit.index:
             self._filler.take_part(self._units[choice])
         fill()
 
     def _serve(self, now: _Pass, flags: Sequence[int] | None, wanted: Sequence[int]) -> None:
         """Take part in what others need, until all ranks are at the end; then look through the agenda with them."""
-        while (round_ := self._talks.agree(END, now.kind, len(wanted), now.prefer)).choice != END:
+        while (round_ := self._negotiation.agree(END, now.kind, len(wanted), now.prefer)).choice != END:
             now.beyond = True
             self._filler.take_part(self._units[round_.choice])
         if now.beyond:
-            now.revise = partial(self._agenda.extend, now.kind, self._talks.lists(wanted, round_.needed))
+            now.revise = partial(self._gather_order.extend, now.kind, self._negotiation.lists(wanted, round_.needed))
         elif flags is not None:
-            ranks = self._talks.lists(flags, [len(flags)] * len(round_.needed))
-            now.revise = partial(self._agenda.shorten, now.kind, ranks)
+            ranks = self._negotiation.lists(flags, [len(flags)] * len(round_.needed))
+            now.revise = partial(self._gather_order.shorten, now.kind, ranks)

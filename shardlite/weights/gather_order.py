@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from difflib import SequenceMatcher
 
 
-class Order:
+class UseOrder:
     """One recorded sequence of units per kind of pass (a forward in training, a backward, an evaluation, ...).
 
     Nothing is predicted for the rest of a pass that leaves the recorded path. One such pass is forgotten, so that the
@@ -80,7 +80,7 @@ MEMORY = 8
 """Passes of one kind after which a gather that no rank has needed in any of them leaves the agenda."""
 
 
-class Agenda:
+class GatherOrder:
     """One rank's copy, and its place on it. All copies are equal, because they change by what all ranks know."""
 
     def __init__(self) -> None:

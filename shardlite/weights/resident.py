@@ -13,49 +13,49 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from shardlite.comm import Shared
+from shardlite.comm import Context
 from shardlite.errors import PhaseError
 from shardlite.params import Unit, Weights
 from shardlite.weights.all_gather import Filler, is_fresh, outside_inference, unseen_by_checkpoints
 from shardlite.weights.writeback import take_over_all
 
 
-class Unsharded:
+class ResidentWeights:
     """Keeps the full weights of one wrapped model; the counterpart of `Gatherer`, which lends them."""
 
-    def __init__(self, units: Sequence[Unit], shared: Shared) -> None:
-        self._units = [unit for unit in units if unit.derived]
-        self._filler = Filler(shared)
-        self._trace = shared.trace
+    def __init__(self, units: Sequence[Unit], context: Context) -> None:
+        self._units = [unit for unit in units if unit.needs_gather]
+        self._filler = Filler(context)
+        self._trace = context.trace
         self._left: dict[Unit, int] = {}  # how often copies of shards were written to when their last hold ended
 
-    def hold(self, unit: Unit) -> None:
-        """Make the unit's full weights readable until `release`; holds count."""
-        if unit.derived and unit.holds == 0:
+    def unshard(self, unit: Unit) -> None:
+        """Make the unit's full weights readable until `reshard`; holds count."""
+        if unit.needs_gather and unit.users == 0:
             # Inside a `torch.func` transform the new views would be of its kind, and outlive it.
             self._take_over(unit)
             with unseen_by_checkpoints(), torch._C._DisableFuncTorch():
                 self._request(unit)
                 self._land(unit)
-        elif unit.derived and not is_fresh(unit):
+        elif unit.needs_gather and not is_fresh(unit):
             raise PhaseError(
                 f"unit {unit.name!r}: its shards were changed while its full weights were in use (a step inside "
                 "`gathered()`, say), so these are a mixture of old and new ones. Step outside"
             )
-        unit.holds += 1
+        unit.users += 1
 
-    def release(self, unit: Unit) -> None:
+    def reshard(self, unit: Unit) -> None:
         """End one hold."""
-        unit.holds -= 1
-        if unit.derived and unit.holds == 0:
-            self._trace.emit("release", unit.name)
+        unit.users -= 1
+        if unit.needs_gather and unit.users == 0:
+            self._trace.emit("reshard", unit.name)
             self._rest(unit)
 
     def begin_pass(self, kind: str) -> None:
         """Start all gathers that are due."""
         del kind  # all passes need all units
         for unit in self._units:
-            if unit.holds == 0:
+            if unit.users == 0:
                 self._request(unit)
 
     def begin_backward(self, *, final: bool) -> None:
@@ -85,7 +85,7 @@ class Unsharded:
     def forget(self, units: Sequence[Unit]) -> None:
         """Let the next hold of each gather anew, because the full weights may have been written to."""
         for unit in units:
-            unit.stale = True
+            unit.needs_regather = True
         self.expire()
 
     def expire(self) -> None:
@@ -120,7 +120,7 @@ class Unsharded:
             self._rest(unit)
         self._expire(unit)
         with outside_inference(), torch.no_grad():
-            unit.flight = self._filler.submit(self._filler.filling(unit))
+            unit.work = self._filler.submit(self._filler.filling(unit))
 
     def _land(self, unit: Unit) -> None:
         if unit.phase is Weights.GATHERING:

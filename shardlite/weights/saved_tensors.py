@@ -40,7 +40,7 @@ class Call:
         self.handles = 0
         self.held = False
 
-    def hold(self) -> None:
+    def unshard(self) -> None:
         """Hold the unit until the last handle is gone or the backward ends.
 
         Raises:
@@ -49,7 +49,7 @@ class Call:
         if not self.held:
             self.check_version()
             self.calls.settle()
-            self.calls.gatherer.hold(self.unit)
+            self.calls.gatherer.unshard(self.unit)
             self.held = True
             self.calls.holding.append(self)
 
@@ -67,7 +67,7 @@ class Call:
         """End the hold."""
         if self.held:
             self.held = False
-            self.calls.gatherer.release(self.unit)
+            self.calls.gatherer.reshard(self.unit)
 
     def forget_handle(self) -> None:
         """Note that autograd has dropped a handle."""
@@ -105,8 +105,8 @@ class Handle:
             RuntimeError: the weights have changed since the forward.
         """
         self.call.calls.on_use()
-        self.call.hold()
-        self.call.unit.check_not_lost(int(self.offset) * self.dtype.itemsize)
+        self.call.unshard()
+        self.call.unit.check_not_overwritten(int(self.offset) * self.dtype.itemsize)
         if torch.is_grad_enabled():
             # `create_graph=True`: this node is recorded too, and what it saves must be handles again. No pop is due:
             # the engine restores its thread's state, of which the hooks are part, after every node.
@@ -118,11 +118,11 @@ class Handle:
         self.call.check_version()
         gatherer = self.call.calls.gatherer
         with gatherer.inside_pass(f"a look at unit {self.call.unit.name!r}"):
-            gatherer.hold(self.call.unit)
+            gatherer.unshard(self.call.unit)
         try:
             return self._of_buffer().clone()
         finally:
-            gatherer.release(self.call.unit)
+            gatherer.reshard(self.call.unit)
 
     def _of_buffer(self) -> Tensor:
         buffer = self.call.unit.buffer
@@ -186,10 +186,10 @@ class Calls:
         of the last earlier call: last forward, first backward.
         """
         if call.handles:
-            call.hold()
+            call.unshard()
         earlier = [each for each in self.live[call.unit] if each is not call]
         if earlier:
-            earlier[-1].hold()
+            earlier[-1].unshard()
 
     def settle(self) -> None:
         """End the holds that waited for somebody to look away. To be called before another unit is held."""
@@ -229,7 +229,7 @@ def _is_viewed(unit: Unit) -> bool:
     """Whether anything but the module's own parameters views the full weights, and a release would let them go."""
     assert unit.buffer is not None, "a held unit has a buffer"
     params = sum(len(flat.params) for flat in unit.flats)
-    return unit.holds == 1 and torch._C._storage_Use_Count(unit.buffer.key) > unit.buffer._own_uses + params
+    return unit.users == 1 and torch._C._storage_Use_Count(unit.buffer.key) > unit.buffer._own_uses + params
 
 
 class SavedTensorHooks:

@@ -5,7 +5,7 @@
 
 Buffers are a cache. An idle unit keeps its buffer until another unit needs it, and a model of any depth runs through
 `1 + prefetch` of them, besides the root's; more where more units are held at once. Each rank decides for itself what it
-needs to gather and what it keeps; `Passes` sees to it that all gather the same, in one order.
+needs to gather and what it keeps; `PassCoordinator` sees to it that all gather the same, in one order.
 
 Legend: `W` ranks, `S` elements per shard; a full buffer has `W*S` elements per flat.
 """
@@ -19,29 +19,29 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from shardlite.comm import Shared
+from shardlite.comm import Context
 from shardlite.config import poison_evicted_buffers
 from shardlite.errors import EscapedViewWarning
 from shardlite.params import Buffer, Unit, Weights, storage_key
 from shardlite.weights.all_gather import is_fresh, outside_inference, unseen_by_checkpoints
-from shardlite.weights.coordination import Passes
-from shardlite.weights.gather_order import Order
+from shardlite.weights.coordination import PassCoordinator
+from shardlite.weights.gather_order import UseOrder
 
-_is_resident = attrgetter("resident")
+_is_kept_unsharded = attrgetter("resident")
 
 
 class Gatherer:
     """Gathers the units of one wrapped model, and knows which buffer belongs to which unit."""
 
-    def __init__(self, units: Sequence[Unit], shared: Shared, *, prefetch: int) -> None:
-        self.order = Order()
-        self._passes = Passes(units, shared)
+    def __init__(self, units: Sequence[Unit], context: Context, *, prefetch: int) -> None:
+        self.order = UseOrder()
+        self._coordinator = PassCoordinator(units, context)
         self._backwards = 0
         self._units = units
-        self._empty = shared.empty
-        self._trim = shared.trim
-        self._trace = shared.trace
-        self._ledger = shared.ledger
+        self._empty = context.empty
+        self._trim = context.trim
+        self._trace = context.trace
+        self._ledger = context.ledger
         self._prefetch = prefetch
         self._ahead = prefetch  # in the pass in progress
         self._poison = poison_evicted_buffers()
@@ -53,27 +53,27 @@ class Gatherer:
         """Return the unit whose full buffer `tensor` views, if any."""
         return self._owners.get(storage_key(tensor))
 
-    def hold(self, unit: Unit) -> None:
-        """Make the unit's full weights readable until `release`; holds count. Within a pass.
+    def unshard(self, unit: Unit) -> None:
+        """Make the unit's full weights readable until `reshard`; holds count. Within a pass.
 
         Raises:
             CommError: a peer failed, is late, or does something else.
         """
-        if unit.holds == 0:
+        if unit.users == 0:
             with unseen_by_checkpoints():
                 self._request(unit)
                 self._idle.pop(unit, None)
-                self._passes.need(unit)
+                self._coordinator.need(unit)
                 self.order.need(unit.index)
                 self._prefetch_next()
                 self._land(unit)
-        unit.holds += 1
+        unit.users += 1
 
-    def release(self, unit: Unit) -> None:
+    def reshard(self, unit: Unit) -> None:
         """End one hold. After the last one the unit is idle, and may be evicted."""
-        unit.holds -= 1
-        if unit.holds == 0:
-            self._trace.emit("release", unit.name)
+        unit.users -= 1
+        if unit.users == 0:
+            self._trace.emit("reshard", unit.name)
             with unseen_by_checkpoints():
                 self._let_idle(unit)
                 self._keep_idle(unit)
@@ -93,24 +93,24 @@ class Gatherer:
         self._begin(kind, backwards=True, final=final)
 
     def _begin(self, kind: str, *, backwards: bool = False, final: bool = False) -> None:
-        if all(unit.holds for unit in self._units):
+        if all(unit.users for unit in self._units):
             return  # inside `gathered()`: nothing is to be gathered, and ranks may run as many passes as they like
         self._ahead = self._prefetch
-        self._passes.begin(kind, backwards=backwards)
+        self._coordinator.begin(kind, backwards=backwards)
         self.finish_prefetched()
         self.order.begin(kind, final=final)
 
     def end_pass(self) -> None:
         """End the pass in progress, if there is one: this rank needs no more weights in it."""
-        self._passes.end()
+        self._coordinator.end()
 
     def inside_pass(self, kind: str) -> AbstractContextManager[None]:
         """Hold units in the pass in progress or, if there is none, in one of its own."""
-        return self._passes.inside(kind)
+        return self._coordinator.inside(kind)
 
     def settle(self) -> None:
         """Wait until no other rank needs this rank's part of the weights of now."""
-        self._passes.settle()
+        self._coordinator.settle()
 
     def after_backward(self, *, final: bool) -> None:
         """Drop what is of no more use. After a final one no rank keeps anything, whatever each has needed in it."""
@@ -122,7 +122,7 @@ class Gatherer:
     def forget(self, units: Sequence[Unit]) -> None:
         """Let the next hold of each gather anew, because the full weights may have been written to."""
         for unit in units:
-            unit.stale = True
+            unit.needs_regather = True
 
     def expire(self) -> None:
         """Nothing: idle parameters are placeholders anyway, and a hold finds that their weights have changed."""
@@ -130,7 +130,7 @@ class Gatherer:
     def stop_prefetching(self) -> None:
         """Gather nothing ahead in the rest of the pass in progress, and keep one idle unit at most."""
         self._ahead = 0
-        while self._held() > 1 and (idle := [unit for unit in self._idle if not unit.resident]):
+        while self._held() > 1 and (idle := [unit for unit in self._idle if not unit.keep_unsharded]):
             self._evict(idle[0])
         self._trim(keep=0)
 
@@ -151,9 +151,9 @@ class Gatherer:
                 self._idle[unit] = None
         for unit in upcoming:
             spare = self._held() <= self._ahead or self._victim(unit) not in [None, *upcoming]
-            if not is_fresh(unit) and not self._passes.comes_next(unit):
+            if not is_fresh(unit) and not self._coordinator.comes_next(unit):
                 break  # the other ranks gather something else first, or nothing yet
-            if unit.holds == 0 and (unit.buffer is not None or spare):
+            if unit.users == 0 and (unit.buffer is not None or spare):
                 self._request(unit)
 
     def _request(self, unit: Unit) -> None:
@@ -166,12 +166,12 @@ class Gatherer:
         with outside_inference(), torch.no_grad():
             buffer = self._buffer_for(unit)
             self._owners[buffer.key] = unit
-            unit.buffer, unit.lost = buffer, set(unit.stepped)
-            self._passes.gather(unit)
+            unit.buffer, unit.overwritten = buffer, set(unit.stepped)
+            self._coordinator.gather(unit)
 
     def _land(self, unit: Unit) -> None:
         """Wait for the weights, and let the module's parameters be views of them."""
-        self._passes.wait(unit)
+        self._coordinator.wait(unit)
         with outside_inference():
             unit.bind()
         unit.move(Weights.FULL)
@@ -195,7 +195,7 @@ class Gatherer:
 
     def _drop_if_done(self, unit: Unit) -> None:
         """Free an idle unit's buffer early if this backward is expected to have no more use for it."""
-        if self.order.is_last_use(unit.index) and (unit.resident or not self._buffers_are_awaited()):
+        if self.order.is_last_use(unit.index) and (unit.keep_unsharded or not self._buffers_are_awaited()):
             self._evict(unit)
 
     def _buffers_are_awaited(self) -> bool:
@@ -203,18 +203,18 @@ class Gatherer:
         return any(self._units[index].buffer is None for index in self.order.rest())
 
     def _held(self) -> int:
-        return len(self._owners) - list(map(_is_resident, self._owners.values())).count(True)
+        return len(self._owners) - list(map(_is_kept_unsharded, self._owners.values())).count(True)
 
     def _victim(self, unit: Unit) -> Unit | None:
         """Choose the idle unit to evict: one of the same size if possible, for its buffer can be used as it is."""
-        candidates = [idle for idle in self._idle if not idle.resident]
+        candidates = [idle for idle in self._idle if not idle.keep_unsharded]
         alike = [idle for idle in candidates if idle.nbytes == unit.nbytes]
         return next(iter(alike or candidates), None)
 
     def _buffer_for(self, unit: Unit) -> Buffer:
         """Find memory: the unit's own stale buffer, an idle unit's, or, while all are in use, new memory."""
         victim = unit if unit.buffer is not None else None
-        if victim is None and not unit.resident and self._held() >= 1 + self._ahead:
+        if victim is None and not unit.keep_unsharded and self._held() >= 1 + self._ahead:
             victim = self._victim(unit)
         buffer = self._evict(victim) if victim else None
         if buffer is None or buffer.bytes.numel() != unit.nbytes:

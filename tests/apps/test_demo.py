@@ -15,7 +15,7 @@ from shardlite.apps import cli, launch
 from shardlite.apps.demo import train
 from shardlite.apps.demo.footprint import Footprint, measure_plain
 from shardlite.apps.demo.gpt import GPT, rotate
-from shardlite.apps.demo.report import Point, Progress, describe_result, footprint_table, printable, write_curve
+from shardlite.apps.demo.report import LossCurve, Point, describe_result, footprint_table, printable, write_curve
 from shardlite.apps.demo.settings import GPTConfig, Settings
 from shardlite.apps.demo.text import draw_batch, read_corpus, unigram_entropy
 from shardlite.apps.demo.train import learning_rate
@@ -221,7 +221,7 @@ def test_without_matplotlib_the_csv_is_written_and_the_remedy_told(tmp_path, mon
 
 def test_progress_prints_ten_lines_to_a_file_and_rewrites_one_on_a_terminal():
     def shown(out: io.StringIO) -> str:
-        progress = Progress(100, 512, out)
+        progress = LossCurve(100, 512, out)
         for step in range(1, 101):
             progress.show(Point(step, 3.0, 2.5 if step == 50 else None), held=1 << 20)
         return out.getvalue()

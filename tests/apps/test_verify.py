@@ -18,7 +18,7 @@ from shardlite.apps.verify import twins
 from shardlite.apps.verify.task import Task
 from shardlite.apps.verify.verify import Report
 from shardlite.grads import reduce_scatter
-from tests.support.models import MLP, VOCABULARY, Branches, Branching, LanguageModel, MixedDtypes, Shared
+from tests.support.models import MLP, VOCABULARY, Branches, Branching, Context, LanguageModel, MixedDtypes
 from tests.support.scripts import run_command, run_process
 from tests.support.sharded import slow, without_warnings
 
@@ -83,7 +83,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Any], str]]
     "language-model": (lambda: Tokens(LanguageModel(blocks=2)), tokens, ONE),
     "dropout": (lambda: Tokens(LanguageModel(blocks=2, dropout=0.2, reentrant=False)), tokens, EACH),
     "reentrant": (lambda: Tokens(LanguageModel(blocks=2, reentrant=True)), tokens, ONE),
-    "called-twice-or-never": (lambda: Rows(Shared()), rows(6), ONE),
+    "called-twice-or-never": (lambda: Rows(Context()), rows(6), ONE),
     "used-on-one-rank": (lambda: Rows(Branching()), branches, EACH),
     "mixed-dtypes": (lambda: Rows(MixedDtypes()), rows(7), NO_FP64),
     "batch-norm": (lambda: Rows(normed()), rows(6), EACH),
@@ -172,7 +172,7 @@ def test_replicas_cast_as_sharded_models_do(cluster, name, precision, world_size
 def train_apart(group: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Body of a rank: a bf16 model that `DistributedDataParallel` does not take."""
     task = Task(
-        make_model=lambda: Rows(Shared(reentrant=True)).bfloat16(),
+        make_model=lambda: Rows(Context(reentrant=True)).bfloat16(),
         make_batch=lambda step, rank: (rows(6)(step, rank)[0].bfloat16(),),
         steps=2,
         lr=1e-2,

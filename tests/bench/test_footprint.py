@@ -15,7 +15,7 @@ from bench.systems import FOOTPRINTS
 from bench.table import read_rows
 from bench.workloads import perceptrons
 from shardlite import AdamW, ShardLite
-from shardlite.comm.shm.rendezvous import meet
+from shardlite.comm.shm.rendezvous import rendezvous
 from tests.support.scripts import run_process
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ def net(units: int) -> nn.Module:
 
 def deleted_body(group: Any, stage: int) -> tuple[list[int], int]:
     """Return the bytes that a model took of the shared memory, that are left of it, and that pages take there."""
-    heap = meet(group).neighbours.heap
+    heap = rendezvous(group).neighbours.heap
     gc.collect()
     before = heap.live
     model = ShardLite(net(4), stage=stage, group=group)
@@ -66,7 +66,7 @@ def account_body(group: Any) -> dict[str, Any]:
     assert memory["process"].now - memory["unexplained"].now == sum(memory[each].now for each in purposes)
     assert memory["process"].peak >= memory["process"].now > memory["parameters"].now
     assert "process" not in inside
-    neighbours = meet(group).neighbours
+    neighbours = rendezvous(group).neighbours
     assert 0 < memory["mailboxes"].now < neighbours.heap.reserved
     assert memory["idle shared memory"].now == neighbours.heap.warm
     return {purpose: held.now for purpose, held in memory.items()}

@@ -12,7 +12,7 @@ from torch import nn
 
 import shardlite.comm.context
 from shardlite import AdamW, CommError, ShardLite
-from shardlite.comm.streams import StreamLane, ThreadLane, make_lane
+from shardlite.comm.streams import CudaStreamQueue, ThreadQueue, make_queue
 from shardlite.comm.transport.process_group import NcclTransport, StagedTransport
 from tests.support.patience import seconds
 from tests.support.sharded import WIDE
@@ -22,7 +22,7 @@ CUDA = torch.device("cuda:0")
 
 
 def test_a_thread_lane_works_in_order_and_hands_errors_on():
-    lane, done = ThreadLane("test"), []
+    lane, done = ThreadQueue("test"), []
     gate = threading.Event()
     first = lane.submit(lambda: (gate.wait(seconds(10)), done.append(1)))
     failing = lane.submit(lambda: 1 / 0)
@@ -38,8 +38,8 @@ def test_a_thread_lane_works_in_order_and_hands_errors_on():
 
 
 def test_the_cpu_has_thread_lanes_only():
-    assert isinstance(make_lane("test", CPU, blocking=False), ThreadLane)
-    assert isinstance(make_lane("test", CPU, blocking=True), ThreadLane)
+    assert isinstance(make_queue("test", CPU, blocking=False), ThreadQueue)
+    assert isinstance(make_queue("test", CPU, blocking=True), ThreadQueue)
 
 
 @dataclass
@@ -121,10 +121,10 @@ def cuda(monkeypatch):
 
 @pytest.mark.parametrize("blocking", [False, True])
 def test_a_stream_lane_is_behind_its_caller_and_its_caller_behind_it(cuda, blocking):
-    lane = make_lane("test", CUDA, blocking=blocking)
+    lane = make_queue("test", CUDA, blocking=blocking)
     cuda.run("make gradient")
-    flight = lane.submit(lambda: cuda.run("reduce"))
-    flight.wait()
+    work = lane.submit(lambda: cuda.run("reduce"))
+    work.wait()
     cuda.run("step")
     assert cuda.log == [
         ("compute", "make gradient"),
@@ -135,32 +135,32 @@ def test_a_stream_lane_is_behind_its_caller_and_its_caller_behind_it(cuda, block
         ("compute", "wait 2"),
         ("compute", "step"),
     ]
-    assert flight.done()
+    assert work.done()
 
 
 def test_only_messages_that_block_take_a_thread(cuda):
     threads = []
     for blocking in (False, True):
-        lane = make_lane("test", CUDA, blocking=blocking)
+        lane = make_queue("test", CUDA, blocking=blocking)
         lane.submit(lambda: threads.append(threading.current_thread())).wait()
     assert threads[0] is threading.current_thread()
     assert threads[1] is not threading.current_thread()
 
 
 def test_the_host_goes_on_while_a_thread_waits_for_messages(cuda):
-    lane = StreamLane(CUDA, ThreadLane("test"))
+    lane = CudaStreamQueue(CUDA, ThreadQueue("test"))
     gate = threading.Event()
-    flight = lane.submit(lambda: (gate.wait(seconds(10)), cuda.run("reduce")))
+    work = lane.submit(lambda: (gate.wait(seconds(10)), cuda.run("reduce")))
     cuda.run("compute on")
-    assert not flight.done()
-    assert not flight.wait_unless(lambda: True)
+    assert not work.done()
+    assert not work.wait_unless(lambda: True)
     gate.set()
-    assert flight.wait_unless(lambda: False)
+    assert work.wait_unless(lambda: False)
     assert [what for _, what in cuda.log if "wait" not in what and "record" not in what] == ["compute on", "reduce"]
 
 
 def test_an_error_on_a_stream_lane_is_the_callers(cuda):
-    lane = StreamLane(CUDA, ThreadLane("test"))
+    lane = CudaStreamQueue(CUDA, ThreadQueue("test"))
     with pytest.raises(ZeroDivisionError):
         lane.submit(lambda: 1 / 0).wait()
 
@@ -224,13 +224,13 @@ class _Watch:
 def test_a_long_wait_is_asked_about(monkeypatch):
     monkeypatch.setattr("shardlite.comm.streams.SLOW", 0.01)
     go, watch = threading.Event(), _Watch()
-    lane = ThreadLane("test", watch)
-    flight = lane.submit(lambda: go.wait() and None)
+    lane = ThreadQueue("test", watch)
+    work = lane.submit(lambda: go.wait() and None)
     with pytest.raises(CommError, match="never"):
-        flight.wait()
+        work.wait()
     assert (watch.asked, watch.went_on) == (3, 0)
     go.set()
-    flight.wait()
+    work.wait()
     late = lane.submit(lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         late.wait()
@@ -243,4 +243,4 @@ def test_an_operation_may_end_in_a_timeout_of_its_own(monkeypatch):
         raise TimeoutError("of something else")
 
     with pytest.raises(TimeoutError, match="of something else"):
-        ThreadLane("test", _Watch()).submit(times_out).wait()
+        ThreadQueue("test", _Watch()).submit(times_out).wait()

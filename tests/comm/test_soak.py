@@ -13,7 +13,7 @@ from shardlite.comm import schedule
 from shardlite.comm.chunking import segment_bounds
 from shardlite.comm.collectives import Operation, all_gather, all_reduce, broadcast, reduce_scatter
 from shardlite.comm.shm.mailbox import PLACES
-from shardlite.comm.shm.rendezvous import meet
+from shardlite.comm.shm.rendezvous import rendezvous
 from shardlite.comm.transport.select import connect
 from shardlite.config import Route
 from tests.support.delays import Delayed
@@ -143,7 +143,7 @@ def soak_body(group, count):
     with ThreadPoolExecutor(LANES) as pool:
         lanes = list(pool.map(lambda lane: lane_body(lane, count, transport, numbers), range(LANES)))
     group.barrier().wait()
-    ranks = meet(group).neighbours
+    ranks = rendezvous(group).neighbours
     held = [len(each) for each in (ranks._expected, ranks._early, ranks._kept)] + [len(each) for each in ranks._outbox]
     ranks.heap.trim(keep=0)
     return lanes, held, len(list(ranks.heap._cold)), max(ranks._sent)

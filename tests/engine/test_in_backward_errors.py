@@ -18,7 +18,7 @@ from tests.engine.test_recovery import AnyError, Trapped, loss_of
 from tests.model.test_precision import on_rows, on_tokens
 from tests.support.duos import Duo
 from tests.support.models import MLP, LanguageModel
-from tests.support.models import Shared as CalledTwice
+from tests.support.models import Context as CalledTwice
 from tests.support.sharded import Turn, accumulating, same_bits
 
 EVERY_STAGE = pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def step(model, optimizer):
 
 def in_flight_or_there(unit):
     """What a block waits for: that the weights of another one have come, though nobody has asked for them yet."""
-    return unit.phase is not Weights.SHARDED and (unit.flight is None or unit.flight.done())
+    return unit.phase is not Weights.SHARDED and (unit.work is None or unit.work.done())
 
 
 def gated(group):
@@ -125,7 +125,7 @@ def reduced_meanwhile(group):
     passed = []
 
     def wait():
-        until(lambda: model._reducer._round.started and model._reducer._round.started[0].flight.done())
+        until(lambda: model._reducer._round.started and model._reducer._round.started[0].work.done())
         passed.append("the last block")
 
     model.module.blocks[0].back = wait

@@ -122,7 +122,7 @@ def test_micro_batches_add_up_to_one_large_batch(cluster, stage, world_size, mod
 
 def sent(model: ShardLite, purpose: str) -> dict[str, int]:
     """Return how many bytes this rank has sent so far, by unit."""
-    tallies = model._shared.traffic.by_unit()
+    tallies = model._context.traffic.by_unit()
     return {unit: tallies[unit][purpose].nbytes if purpose in tallies.get(unit, {}) else 0 for unit in model.unit_names}
 
 

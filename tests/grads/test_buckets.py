@@ -63,7 +63,7 @@ class Model(nn.Module):
 @contextmanager
 def reductions_that_wait(*, for_anything: bool = False) -> Iterator[None]:
     """Let each reduction begin when the host waits for it or for a later one, or `for_anything`."""
-    submit, wait, wait_unless = streams.ThreadLane.submit, streams._HostFlight.wait, streams._HostFlight.wait_unless
+    submit, wait, wait_unless = streams.ThreadQueue.submit, streams._HostWork.wait, streams._HostWork.wait_unless
     gates: dict[int, threading.Event] = {}
     order: list[int] = []
 
@@ -71,14 +71,14 @@ def reductions_that_wait(*, for_anything: bool = False) -> Iterator[None]:
         if "_launch" not in operation.__qualname__:
             return submit(self, operation)
         gate = threading.Event()
-        flight = submit(self, lambda: (gate.wait(seconds(60)), operation())[1])
-        gates[id(flight)] = gate
-        order.append(id(flight))
-        return flight
+        work = submit(self, lambda: (gate.wait(seconds(60)), operation())[1])
+        gates[id(work)] = gate
+        order.append(id(work))
+        return work
 
-    def open_up_to(flight: Any) -> None:
-        if for_anything or id(flight) in gates:
-            for each in order if for_anything else order[: order.index(id(flight)) + 1]:
+    def open_up_to(work: Any) -> None:
+        if for_anything or id(work) in gates:
+            for each in order if for_anything else order[: order.index(id(work)) + 1]:
                 gates[each].set()
 
     def asked(self: Any, meanwhile: Any = None) -> None:
@@ -89,11 +89,11 @@ def reductions_that_wait(*, for_anything: bool = False) -> Iterator[None]:
         open_up_to(self)
         return wait_unless(self, obsolete)
 
-    streams.ThreadLane.submit, streams._HostFlight.wait, streams._HostFlight.wait_unless = gated, asked, asked_unless
+    streams.ThreadQueue.submit, streams._HostWork.wait, streams._HostWork.wait_unless = gated, asked, asked_unless
     try:
         yield
     finally:
-        streams.ThreadLane.submit, streams._HostFlight.wait, streams._HostFlight.wait_unless = submit, wait, wait_unless
+        streams.ThreadQueue.submit, streams._HostWork.wait, streams._HostWork.wait_unless = submit, wait, wait_unless
 
 
 @contextmanager

@@ -106,7 +106,7 @@ def skipping_body(group: Any) -> None:
         model = made(group, stage)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with touching(False):
-            model._stepping.before_step(optimizer)
+            model._bridge.before_step(optimizer)
         assert model.skipped_steps == 0
 
 

@@ -5,7 +5,7 @@ from itertools import product
 import torch
 from shardlite_kernels import (
     FORMATS,
-    GROUP,
+    SCALE_BLOCK,
     CpuStep,
     Hyper,
     State,
@@ -45,7 +45,7 @@ def state_of(form, param, exp_avg, exp_avg_sq):
 
 
 def groups(numel):
-    return -(-numel // GROUP)
+    return -(-numel // SCALE_BLOCK)
 
 
 def random_state(form, numel, seed):

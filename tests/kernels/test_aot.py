@@ -145,9 +145,9 @@ def side_bits_of_adamw(row):
 
 
 def test_shared_memory_is_where_the_threads_of_a_program_meet(rows):
-    meet = {"reduce_adamw", "hop, statistics", "stats", "quantise"}
+    rendezvous = {"reduce_adamw", "hop, statistics", "stats", "quantise"}
     for row in rows.parsed:
-        meets = row["kernel"] in meet or "int8" in row["format"]
+        meets = row["kernel"] in rendezvous or "int8" in row["format"]
         flags = 8 if row["kernel"].startswith("ring") else 0  # what one thread has seen, for all
         assert row["shared"] <= (1024 if meets else flags), row
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from shardlite_kernels import GROUP, adamw_reference, decode, encode, keys
+from shardlite_kernels import SCALE_BLOCK, adamw_reference, decode, encode, keys
 
 from tests.kernels.adamw_cases import HYPER, groups, one_row, random_grad, state_of
 from tests.kernels.bits import assert_same_bits, pairs
@@ -39,11 +39,11 @@ def assert_nothing_is_lost(moments, state):
 @pytest.mark.parametrize("moments", NARROW)
 def test_states_after_many_steps_are_encoded_as_they_are(moments, scale):
     """Groups of many magnitudes, some of them all but zero: there squares are subnormal numbers, or zero."""
-    numel = 40 * GROUP + 5
+    numel = 40 * SCALE_BLOCK + 5
     zeros = torch.zeros(numel)
     state = state_of(("whole", moments), zeros, zeros, zeros)
     spread = 10.0 ** (-6 * torch.rand(numel, generator=torch.Generator().manual_seed(0)))
-    spread[: 4 * GROUP] = 0
+    spread[: 4 * SCALE_BLOCK] = 0
     for step in range(1, 61):
         grad = random_grad(numel, step) * spread * scale * (1 if step < 30 else 1e-2)
         adamw_reference(state, grad, one_row(numel, step, HYPER._replace(beta2=0.9)))
@@ -53,16 +53,16 @@ def test_states_after_many_steps_are_encoded_as_they_are(moments, scale):
 
 def test_a_group_whose_largest_root_was_rounded_down_across_a_power_of_two():
     """Its codes are halves of those that its own encoding has, and stand for the same numbers."""
-    numel = 64 * GROUP
+    numel = 64 * SCALE_BLOCK
     root = torch.rand(numel, generator=torch.Generator().manual_seed(0)) * 0.4
-    root[::GROUP] = 127.6 / 255
+    root[::SCALE_BLOCK] = 127.6 / 255
     _, sq, *exponents = codes_of(torch.zeros(numel), root**2, random_by_rows(numel))
-    assert set(sq[::GROUP].tolist()) == {127, 128}
+    assert set(sq[::SCALE_BLOCK].tolist()) == {127, 128}
     m, v = decode(torch.zeros(numel, dtype=torch.int8), sq, *exponents)
     _, again, *_ = codes_of(m, v)
-    smaller = sq[::GROUP] == 127
-    assert (again.view(-1, GROUP)[smaller] == 2 * sq.view(-1, GROUP)[smaller]).all()
-    assert torch.equal(again.view(-1, GROUP)[~smaller], sq.view(-1, GROUP)[~smaller])
+    smaller = sq[::SCALE_BLOCK] == 127
+    assert (again.view(-1, SCALE_BLOCK)[smaller] == 2 * sq.view(-1, SCALE_BLOCK)[smaller]).all()
+    assert torch.equal(again.view(-1, SCALE_BLOCK)[~smaller], sq.view(-1, SCALE_BLOCK)[~smaller])
     assert_same_bits(decode(torch.zeros(numel, dtype=torch.int8), again, *codes_of(m, v)[2:])[1], v)
 
 
@@ -73,11 +73,11 @@ def test_all_codes_are_encoded_as_they_are():
     """
     generator = torch.Generator().manual_seed(0)
     avg_exponent = torch.arange(254, dtype=torch.uint8).repeat_interleave(64)
-    numel = len(avg_exponent) * GROUP
+    numel = len(avg_exponent) * SCALE_BLOCK
     avg = torch.randint(-127, 128, (numel,), generator=generator, dtype=torch.int8)
-    avg[::GROUP] = torch.randint(90, 128, (len(avg_exponent),), generator=generator, dtype=torch.int8)
+    avg[::SCALE_BLOCK] = torch.randint(90, 128, (len(avg_exponent),), generator=generator, dtype=torch.int8)
     sq = torch.randint(1, 256, (numel,), generator=generator).clamp(max=255).to(torch.uint8)
-    sq[1::GROUP] = torch.randint(1, 3, (len(avg_exponent),), generator=generator, dtype=torch.uint8)
+    sq[1::SCALE_BLOCK] = torch.randint(1, 3, (len(avg_exponent),), generator=generator, dtype=torch.uint8)
     sq[: numel // 2 : 2] = 1
     m, v = decode(avg, sq, avg_exponent, avg_exponent.clamp(max=190))
     for got, expected in zip(moments_of("int8", m, v), (m, v), strict=True):
@@ -95,7 +95,7 @@ def test_zeros_stay_zeros(moments):
 @pytest.mark.parametrize("moments", [*NARROW, "fp32"])
 def test_a_last_group_need_not_be_full(moments, numel):
     m, v = random_grad(numel, 0), random_grad(numel, 1) ** 2
-    padded = [torch.nn.functional.pad(each, (0, groups(numel) * GROUP - numel)) for each in (m, v)]
+    padded = [torch.nn.functional.pad(each, (0, groups(numel) * SCALE_BLOCK - numel)) for each in (m, v)]
     for got, expected in zip(moments_of(moments, m, v), moments_of(moments, *padded), strict=True):
         assert_same_bits(got, expected[:numel])
 
@@ -107,13 +107,15 @@ def magnitudes(numel, seed):
     """Numbers of many magnitudes, also within a group."""
     generator = torch.Generator().manual_seed(seed)
     of_groups = 10.0 ** (20 * torch.rand(groups(numel), generator=generator) - 12)
-    return pairs(numel, seed)[1].nan_to_num(0, 1, -1).clamp(-1e4, 1e4) * of_groups.repeat_interleave(GROUP)[:numel]
+    return (
+        pairs(numel, seed)[1].nan_to_num(0, 1, -1).clamp(-1e4, 1e4) * of_groups.repeat_interleave(SCALE_BLOCK)[:numel]
+    )
 
 
 def powers(x):
     """2^k of each element's group in fp64: the smallest power of two that is not below any magnitude."""
-    largest = torch.nn.functional.pad(x, (0, -len(x) % GROUP)).view(-1, GROUP).abs().amax(1).double()
-    return torch.exp2(torch.log2(largest.clamp(min=2.0**-126)).ceil()).repeat_interleave(GROUP)[: len(x)]
+    largest = torch.nn.functional.pad(x, (0, -len(x) % SCALE_BLOCK)).view(-1, SCALE_BLOCK).abs().amax(1).double()
+    return torch.exp2(torch.log2(largest.clamp(min=2.0**-126)).ceil()).repeat_interleave(SCALE_BLOCK)[: len(x)]
 
 
 ROUNDING = 1 + 2.0**-16  # of a few fp32 operations, beside codes that are 2^-8 apart
@@ -218,9 +220,9 @@ TIMES = 4096
 
 def test_a_second_moment_in_bf16_is_right_in_the_mean():
     generator = torch.Generator().manual_seed(0)
-    v = 10.0 ** (-30 * torch.rand(GROUP, generator=generator))
+    v = 10.0 ** (-30 * torch.rand(SCALE_BLOCK, generator=generator))
     many = v.repeat(TIMES)
-    got = moments_of("bf16", many, many, random_by_rows(len(many)))[1].view(TIMES, GROUP).double()
+    got = moments_of("bf16", many, many, random_by_rows(len(many)))[1].view(TIMES, SCALE_BLOCK).double()
     below = (v.view(torch.int32) & -0x10000).view(torch.float32).double()
     unit = ((v.view(torch.int32) & -0x10000) + 0x10000).view(torch.float32).double() - below
     share = (v.double() - below) / unit
@@ -236,7 +238,7 @@ def test_a_second_moment_in_codes_is_right_in_the_mean(exponent):
     roots = torch.cat([torch.tensor([255.0, 1.0]), between, between[:14] + 0.07])
     v = (roots.double() / 255 * 2.0**exponent).square().float()
     many = v.repeat(TIMES)
-    got = moments_of("int8", many, many, random_by_rows(len(many)))[1].view(TIMES, GROUP).double()
+    got = moments_of("int8", many, many, random_by_rows(len(many)))[1].view(TIMES, SCALE_BLOCK).double()
     y = v.double().sqrt() * 255 / 2.0**exponent
     low = y.floor()
     share = ((y**2 - low**2) / (2 * low + 1)).clamp(0, 1)

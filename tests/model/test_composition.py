@@ -367,7 +367,7 @@ def shares_a_graph(group: Any, first_mode: str, stage: int) -> None:
         y = pair.model(rows(Turn(step, pair.rank, 0)))
         with accumulating(pair.model, first_mode):
             first(y).backward(retain_graph=True)
-        assert {unit.holds for unit in pair.model._units} == {0}
+        assert {unit.users for unit in pair.model._units} == {0}
         second(y).backward()
         pair.finish(clip=0.01)
 
@@ -426,7 +426,7 @@ def differentiates(group: Any, name: str, stage: int) -> None:
     pair.step(LOSSES_BY_HAND[name])
     reductions = [event for event in pair.model.trace.take() if event.startswith("reduce ")]
     assert sorted(reductions) == ["reduce (root)", *(f"reduce blocks.{i}" for i in range(3))]
-    assert {unit.holds for unit in pair.model._units} == {0}
+    assert {unit.users for unit in pair.model._units} == {0}
 
 
 @pytest.mark.parametrize("name", LOSSES_BY_HAND)
@@ -462,7 +462,7 @@ def penalised(model: Model, turn: Turn) -> Tensor:
 def penalises(group: Any, recomputed: bool, stage: int) -> None:
     """Body of a rank."""
     pair = trained(partial(Critic, recomputed), penalised, group, stage=stage)
-    assert {unit.holds for unit in pair.model._units} == {0}
+    assert {unit.users for unit in pair.model._units} == {0}
 
 
 @pytest.mark.parametrize("recomputed", [False, True], ids=["plain", "nonreentrant"])

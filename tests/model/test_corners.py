@@ -100,7 +100,7 @@ def interrupted_body(group):
     square(model).backward()
     square(twin).backward()
     assert_gradients_equal(model, twin)
-    return [unit.holds for unit in model._units]
+    return [unit.users for unit in model._units]
 
 
 def test_a_forward_that_raises_leaves_the_model_usable(cluster):

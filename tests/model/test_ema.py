@@ -394,7 +394,7 @@ def test_a_backward_across_is_an_error(cluster, world_size, stage):
 def one_rank_body(group):
     """Ranks of which one has averaged weights must not hear each other's messages."""
     model = ShardLite(net(), group=group)
-    average, steps = EMA(model), model._stepping.steps
+    average, steps = EMA(model), model._bridge.steps
     changes = [steps.taken]
     with average.swapped():
         changes.append(steps.taken)

@@ -55,20 +55,20 @@ def test_without_prefetch_units_share_one_buffer(cluster):
         "wait (root)",
         "gather blocks.0",
         "wait blocks.0",
-        "release blocks.0",
+        "reshard blocks.0",
         "evict blocks.0",
         "gather blocks.1",
         "wait blocks.1",
-        "release blocks.1",
-        "release (root)",
+        "reshard blocks.1",
+        "reshard (root)",
     ]
     backward = [
-        "release blocks.1",  # it was still there: held by its handles, no gather
+        "reshard blocks.1",  # it was still there: held by its handles, no gather
         "reduce blocks.1",
         "evict blocks.1",
         "gather blocks.0",
         "wait blocks.0",
-        "release blocks.0",
+        "reshard blocks.0",
         "reduce blocks.0",
         "reduce (root)",  # its backward does not need its weight: no gather
         "evict (root)",  # a step will follow: nothing is worth keeping
@@ -89,16 +89,16 @@ def test_from_the_second_step_on_the_next_unit_is_gathered_ahead(cluster):
         "wait (root)",
         "gather blocks.1",
         "wait blocks.0",
-        "release blocks.0",
+        "reshard blocks.0",
         "wait blocks.1",
-        "release blocks.1",
-        "release (root)",
+        "reshard blocks.1",
+        "reshard (root)",
     ]
     backward = [
-        "release blocks.1",  # both blocks still have their buffers: no gather
+        "reshard blocks.1",  # both blocks still have their buffers: no gather
         "evict blocks.1",
         "reduce blocks.1",
-        "release blocks.0",
+        "reshard blocks.0",
         "evict blocks.0",
         "reduce blocks.0",
         "reduce (root)",
@@ -173,12 +173,12 @@ def stepping_body(group):
 def test_a_backward_that_steps_gathers_nothing_ahead_on_a_cpu(cluster):
     expected = [
         "evict blocks.0",  # what the forward has left, but for the unit that is needed first
-        "release blocks.1",
+        "reshard blocks.1",
         "reduce blocks.1",
         "evict blocks.1",
         "gather blocks.0",
         "wait blocks.0",
-        "release blocks.0",
+        "reshard blocks.0",
         "evict blocks.0",
         "reduce blocks.0",
         "reduce (root)",

@@ -28,10 +28,10 @@ from tests.support.models import (
     VOCABULARY,
     Branches,
     Branching,
+    Context,
     LanguageModel,
     MixedDtypes,
     Scale,
-    Shared,
     compiled,
     frozen,
     with_lora,
@@ -142,9 +142,9 @@ CASES = {
     "below-world-size": Case(
         lambda: nn.Sequential(Scale(False), Scale(True), Scale(True), nn.Linear(2, 1)), on_rows(2), units=Scale
     ),
-    "called-twice-or-never": Case(Shared, on_rows(6)),
-    "called-twice-reentrant": Case(lambda: Shared(reentrant=True), on_rows(6), worlds=(2, 3)),
-    "called-twice-nonreentrant": Case(lambda: Shared(reentrant=False), on_rows(6), worlds=(2, 3)),
+    "called-twice-or-never": Case(Context, on_rows(6)),
+    "called-twice-reentrant": Case(lambda: Context(reentrant=True), on_rows(6), worlds=(2, 3)),
+    "called-twice-nonreentrant": Case(lambda: Context(reentrant=False), on_rows(6), worlds=(2, 3)),
     "used-on-one-rank": Case(Branching, on_branches, units=Branches, steps=4),
     "no-sync": Case(language_model(), on_tokens, micros=3),
     "no-sync-checkpointed": Case(language_model(reentrant=True, span=2), on_tokens, micros=2),
@@ -155,7 +155,7 @@ CASES = {
     "compiled-children": Case(
         compiled_blocks(in_place=False, backend="aot_eager"), on_tokens, worlds=(2,), compiled=True
     ),
-    "inductor": Case(lambda: compiled(Shared(), in_place=True), on_rows(6), worlds=(2,), compiled=True),
+    "inductor": Case(lambda: compiled(Context(), in_place=True), on_rows(6), worlds=(2,), compiled=True),
     "large-and-late": Case(
         lambda: MLP([1024, 2560, 1024]), on_rows(1024), units=nn.Linear, steps=2, worlds=(2, 3), disturb=sleepy
     ),

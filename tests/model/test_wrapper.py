@@ -183,7 +183,7 @@ def failing_body(group):
             param.zero_()
         _ = 1 / 0
     after = model.full_state_dict()
-    return all(torch.equal(before[name], after[name]) for name in before), [unit.holds for unit in model._units]
+    return all(torch.equal(before[name], after[name]) for name in before), [unit.users for unit in model._units]
 
 
 def test_an_exception_inside_gathered_writes_nothing_and_holds_nothing(cluster):

@@ -10,7 +10,7 @@ from shardlite import AdamW, ShardLite
 from tests.support.sharded import Loss, Turn, _seeded, accumulating, same_bits
 
 Schedule = Callable[[optim.Optimizer], Any]
-Groups = Callable[[Iterable[nn.Parameter]], Any]
+Ranks = Callable[[Iterable[nn.Parameter]], Any]
 
 
 class Side:
@@ -21,7 +21,7 @@ class Side:
         model: ShardLite,
         *,
         in_backward: bool,
-        groups: Groups = list,
+        groups: Ranks = list,
         schedule: Schedule | None = None,
         lr: Callable[[], Any] = lambda: 0.02,
         **options: Any,

@@ -181,7 +181,7 @@ class Scale(nn.Module):
         return x if self.bias is None else x + self.bias
 
 
-class Shared(nn.Module):
+class Context(nn.Module):
     """A block that is called twice, with another one between, and a block that is never called. [B, 6] -> [B, 6].
 
     Its second call is checkpointed, if at all, so the first one's graph has its weights and the second one's has not.

@@ -60,7 +60,7 @@ def test_bits_are_those_of_processes(cluster):
 
 def wraps_two(group: Any) -> list[int]:
     models = [ShardLite(nn.Linear(4, 4), group=group) for _ in range(2)]
-    return [model._shared.instance for model in models]
+    return [model._context.instance for model in models]
 
 
 def test_models_are_numbered_in_each_world():

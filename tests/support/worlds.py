@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardlite.comm.shm.rendezvous import meet
+from shardlite.comm.shm.rendezvous import rendezvous
 from shardlite.comm.shm.transport import SharedMemoryTransport
 from shardlite.comm.transport.base import Around, Message, Pending, Transport
 from shardlite.comm.transport.process_group import GlooTransport, NcclTransport, StagedTransport
@@ -82,8 +82,8 @@ def _on_process(group: Any, kind: str, body: Callable[..., Any], args: tuple[Any
         case "gloo":
             return body(GlooTransport(group, GLOO_TIMEOUT), *args)
         case "shared":
-            neighbours = meet(group).neighbours
-            assert neighbours is not None, meet(group).why_not
+            neighbours = rendezvous(group).neighbours
+            assert neighbours is not None, rendezvous(group).why_not
             return body(SharedMemoryTransport(neighbours, GLOO_TIMEOUT), *args)
         case "staged":
             return body(StagedTransport(group, GLOO_TIMEOUT), *args)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from shardlite.weights.gather_order import MEMORY, Agenda, merged
+from shardlite.weights.gather_order import MEMORY, GatherOrder, merged
 
 
 def is_subsequence(short: list[int], long: list[int]) -> bool:
@@ -29,9 +29,9 @@ def test_merging_equal_or_shorter_sequences_adds_nothing():
     assert merged([0, 1, 4], [0, 2, 4]) == [0, 1, 2, 4]
 
 
-def agreed(*ranks: list[int]) -> Agenda:
+def agreed(*ranks: list[int]) -> GatherOrder:
     """Return an agenda after a first pass in which ranks wanted this."""
-    agenda = Agenda()
+    agenda = GatherOrder()
     agenda.begin("forward")
     assert agenda.turn(ranks[0][0]) is None, "nothing is agreed on yet"
     agenda.extend("forward", ranks)
@@ -103,7 +103,7 @@ def test_an_agenda_that_would_more_than_double_is_forgotten():
 def test_copies_stay_equal(seed):
     """Whatever each rank needs: all of them see the same lists."""
     draw = random.Random(seed)
-    copies = [Agenda() for _ in range(3)]
+    copies = [GatherOrder() for _ in range(3)]
     for _ in range(2 * MEMORY):
         lists = []
         for agenda in copies:

@@ -158,7 +158,7 @@ def double_backward_body(group):
         return loss + slope.square().sum()
 
     model, _ = compare(deep, penalised, group, prefetch=0)
-    phases = {unit.name: unit.holds for unit in model._units}
+    phases = {unit.name: unit.users for unit in model._units}
     return most_buffers(model), phases
 
 
@@ -270,7 +270,7 @@ def grad_of_inputs_body(group):
     (got,) = torch.autograd.grad(model(x).square().mean(), x)
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
     assert all(shard.grad is None for shard in model.parameters())
-    return [e for e in model.trace.take() if e.startswith("reduce")], [unit.holds for unit in model._units]
+    return [e for e in model.trace.take() if e.startswith("reduce")], [unit.users for unit in model._units]
 
 
 def test_gradients_of_inputs_alone_reduce_nothing(cluster):
@@ -307,7 +307,7 @@ def died_body(group):
     square(model).backward()
     assert_gradients_equal(model, twin)
     optimizer.step()
-    return [unit.holds for unit in model._units]
+    return [unit.users for unit in model._units]
 
 
 def test_a_backward_that_died_is_repaired_by_the_next_forward(cluster):

@@ -215,7 +215,7 @@ def retain_body(group):
         ours.backward(retain_graph=True)
         theirs.backward(retain_graph=True)
     assert_gradients_equal(model, twin)
-    users = [unit.holds for unit in model._units]
+    users = [unit.users for unit in model._units]
     optimizer = AdamW(model.parameters(), lr=0.1)
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -240,7 +240,7 @@ def looking_body(group):
     out.sum().backward()
     expected.sum().backward()
     assert_gradients_equal(model, twin)
-    return [unit.holds for unit in model._units]
+    return [unit.users for unit in model._units]
 
 
 def test_looking_into_the_graph_gives_values_and_holds_nothing(cluster):

@@ -26,7 +26,7 @@ class Point:
     """`None` at steps without a validation."""
 
 
-class Progress:
+class LossCurve:
     """One line that tells how far the run is: rewritten in place on a terminal, else printed ten times in a run."""
 
     def __init__(self, steps: int, bytes_per_step: int, out: TextIO = sys.stdout) -> None:

@@ -17,8 +17,8 @@ from shardlite import AdamW, ShardLite
 from shardlite.apps.demo.footprint import Batch, Footprint, book_state, measure, measure_plain
 from shardlite.apps.demo.gpt import GPT
 from shardlite.apps.demo.report import (
+    LossCurve,
     Point,
-    Progress,
     describe_result,
     describe_traffic,
     footprint_table,
@@ -28,7 +28,7 @@ from shardlite.apps.demo.report import (
 from shardlite.apps.demo.settings import Settings
 from shardlite.apps.demo.text import Bytes, Corpus, draw_batch, read_corpus, unigram_entropy
 from shardlite.apps.launch import process_group
-from shardlite.comm import tell
+from shardlite.comm import all_gather_object
 
 MAX_NORM = 1.0
 SAMPLE_BYTES = 240
@@ -94,7 +94,7 @@ def _announce(run: Run) -> None:
 def _learn(run: Run) -> tuple[list[Point], Footprint]:
     """Take all steps. One of the first is taken under a meter, but otherwise like any other."""
     steps = run.settings.steps
-    progress = Progress(steps, _tokens_per_step(run.settings))
+    progress = LossCurve(steps, _tokens_per_step(run.settings))
     curve: list[Point] = []
     for step in range(steps):
         if step == min(_MEASURED_STEP, steps - 1):
@@ -161,7 +161,7 @@ def _is_validation_due(step: int, steps: int) -> bool:
 
 def _report(run: Run, curve: list[Point], sharded: Footprint, plain: Footprint) -> None:
     """Tell how good the model became and what that took, in memory and time."""
-    footprints = [Footprint(**each) for each in tell(None, asdict(sharded), "the memory of each rank")]
+    footprints = [Footprint(**each) for each in all_gather_object(None, asdict(sharded), "the memory of each rank")]
     if run.rank != 0:
         return
     entropy = unigram_entropy(run.corpus.validation)

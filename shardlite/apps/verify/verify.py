@@ -21,7 +21,7 @@ from shardlite.apps.verify import twins
 from shardlite.apps.verify.bounds import SAME, Batching, Bounds, Judge, Sum, difference, in_ulps, same_bits, unlike
 from shardlite.apps.verify.task import Batch, Task, joins
 from shardlite.build import STAGES
-from shardlite.comm import tell
+from shardlite.comm import all_gather_object
 from shardlite.config import Precision
 from shardlite.errors import LayoutError
 from shardlite.params import UnitPolicy
@@ -30,7 +30,7 @@ _OURS = f"stage {STAGES[-1]}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ReportRow:
     """One comparison, over all ranks."""
 
     opponent: str
@@ -70,7 +70,7 @@ class Report:
 
     world_size: int
     steps: int
-    rows: tuple[Row, ...]
+    rows: tuple[ReportRow, ...]
 
     @property
     def ok(self) -> bool:
@@ -155,7 +155,7 @@ def verify(
     return Report(task.world_size, steps, _over_ranks(task, rows))
 
 
-def _compare_all(task: Task) -> Iterator[Row]:
+def _compare_all(task: Task) -> Iterator[ReportRow]:
     """Train one system after the other, and compare each with ShardLite's last stage at once."""
     world_size = task.world_size
     ours = twins.sharded(task, STAGES[-1])
@@ -177,7 +177,7 @@ def _compare_all(task: Task) -> Iterator[Row]:
         yield from _compare_one_process(task, ours, summed, survey)
 
 
-def _compare_one_process(task: Task, ours: twins.Record, summed: Sum, survey: twins.Survey) -> Iterator[Row]:
+def _compare_one_process(task: Task, ours: twins.Record, summed: Sum, survey: twins.Survey) -> Iterator[ReportRow]:
     exact = twins.exact(task, task.model(), range(task.world_size)) if survey.errors is not None else None
     if exact is None:
         opponent = f"one process (no fp64){_plain(task)}"
@@ -198,7 +198,7 @@ def _plain(task: Task) -> str:
 # ---- comparing ------------------------------------------------------------------------------------------------------
 
 
-def _compare(ours: twins.Record, opponent: str, theirs: twins.Record, bounds: Bounds) -> Iterator[Row]:
+def _compare(ours: twins.Record, opponent: str, theirs: twins.Record, bounds: Bounds) -> Iterator[ReportRow]:
     """Compare all that two systems recorded, in the order of time: what differs first may be why the rest does."""
     steps = len(ours.losses)
     first = [{"1": record.losses[0]} for record in (ours, theirs)]
@@ -214,16 +214,18 @@ def _compare(ours: twins.Record, opponent: str, theirs: twins.Record, bounds: Bo
 
 def _row(
     opponent: str, quantity: str, label: str, tensors: Sequence[Mapping[str, Tensor | None]], judge: Judge | None
-) -> Row:
+) -> ReportRow:
     """Compare one quantity, tensor by tensor."""
-    row = Row(opponent=opponent, quantity=quantity, share=None if judge is None else 0.0)
+    row = ReportRow(opponent=opponent, quantity=quantity, share=None if judge is None else 0.0)
     ours, theirs = tensors
     for name in ours:
         row = _with_tensor(row, label.format(name), (name, ours[name], theirs.get(name)), judge)
     return row
 
 
-def _with_tensor(row: Row, what: str, pair: tuple[str, Tensor | None, Tensor | None], judge: Judge | None) -> Row:
+def _with_tensor(
+    row: ReportRow, what: str, pair: tuple[str, Tensor | None, Tensor | None], judge: Judge | None
+) -> ReportRow:
     """Add one tensor to a row."""
     name, ours, theirs = pair
     if ours is None and theirs is None:
@@ -248,14 +250,14 @@ def _with_tensor(row: Row, what: str, pair: tuple[str, Tensor | None, Tensor | N
     return replace(row, share=max(row.share, judgement.share), failure=row.failure or failure)
 
 
-def _over_ranks(task: Task, rows: Sequence[Row]) -> tuple[Row, ...]:
+def _over_ranks(task: Task, rows: Sequence[ReportRow]) -> tuple[ReportRow, ...]:
     """Take the worst of all ranks; rank 0 has all rows, the others may have fewer."""
-    said = tell(task.group, [asdict(row) for row in rows], "the results")
-    ranks = [[Row(**row) for row in each] for each in said]
+    said = all_gather_object(task.group, [asdict(row) for row in rows], "the results")
+    ranks = [[ReportRow(**row) for row in each] for each in said]
     return tuple(_worst([each[i] for each in ranks if i < len(each)]) for i in range(len(ranks[0])))
 
 
-def _worst(rows: Sequence[Row]) -> Row:
+def _worst(rows: Sequence[ReportRow]) -> ReportRow:
     """Merge the rows of some ranks, in the order of ranks."""
     failures = [f"rank {rank}: {row.failure}" for rank, row in enumerate(rows) if row.failure is not None]
     return replace(

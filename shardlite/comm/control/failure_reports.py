@@ -43,7 +43,7 @@ _FAILED = -1
 _OWN = LIBRARIES[0]
 
 
-class Board(Protocol):
+class ReportBoard(Protocol):
     """Where notes are left."""
 
     def put(self, rank: int, note: str) -> None:
@@ -53,16 +53,16 @@ class Board(Protocol):
         """Return a rank's note, which is empty if it has left none."""
 
 
-class Notes:
+class FailureReports:
     """The notes of ranks that exchange messages, as one of them sees them."""
 
     def __init__(
         self,
-        board: Board,
+        board: ReportBoard,
         rank: int,
         world_size: int,
         patience: float = PATIENCE,
-        waits: Board | None = None,
+        waits: ReportBoard | None = None,
         is_gone: Callable[[int], bool] = lambda rank: False,
     ) -> None:
         """`waits` is where ranks say what they wait in, if they do; `is_gone` tells of a rank that will say no more.
@@ -264,11 +264,11 @@ class Notes:
         return self._board.read(other)
 
 
-_watching: dict[int, Notes] = {}
+_watching: dict[int, FailureReports] = {}
 """By thread: those of the operation that it is in."""
 
 
-def watching() -> Notes | None:
+def watching() -> FailureReports | None:
     """Return the notes of the operation that this thread is in, if it has any."""
     return _watching.get(get_ident())
 
@@ -278,7 +278,7 @@ _GONE = "has said nothing; its process has ended"
 _SILENT = "has said nothing; it computes, waits for something else, or is gone"
 
 
-class StoreBoard:
+class StoreReports:
     """A board in the store of the default process group, under a name that all its ranks use."""
 
     def __init__(self, name: str) -> None:

@@ -22,7 +22,7 @@ from threading import Lock
 
 import torch
 
-from shardlite.comm.control.failure_reports import Board
+from shardlite.comm.control.failure_reports import ReportBoard
 
 _ANY = -1
 """Where ranks leave the number of the backward that any of them has told something in."""
@@ -50,7 +50,7 @@ class Progress:
     """What this rank tells, and what it sees of others."""
 
     def __init__(
-        self, board: Board, rank: int, world_size: int, gathering: Collection[int], *, ahead: bool, limit: float
+        self, board: ReportBoard, rank: int, world_size: int, gathering: Collection[int], *, ahead: bool, limit: float
     ) -> None:
         """`gathering` are the ranks that gather together with this one.
 
@@ -75,7 +75,7 @@ class Progress:
             self._tells = False
             self._mine.backward, self._mine.reductions, self._mine.buckets, self._mine.out_of_turn = backward, 0, 0, 0
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         """Let others see how far this rank is, from now to the end of the backward. Elsewhere nobody asks."""
         if torch._C._current_graph_task_id() != -1:
             self._tells = True
@@ -140,7 +140,7 @@ class Progress:
         if self._tells:
             self._put()
         elif news:
-            self.tell()
+            self.publish()
 
     def _put(self) -> None:
         with self._lock, suppress(RuntimeError):

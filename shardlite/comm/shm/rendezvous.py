@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary, WeakSet, finalize
 
 import torch.distributed as dist
 
-from shardlite.comm.control.store import TIMEOUT, tell
+from shardlite.comm.control.store import TIMEOUT, all_gather_object
 from shardlite.comm.shm import futex, handshake
 from shardlite.comm.shm.heap import Heap, Mapping
 from shardlite.comm.shm.mailbox import control_nbytes
@@ -42,7 +42,7 @@ _PATIENCE = 20.0
 
 
 @dataclass(frozen=True)
-class Met:
+class Rendezvous:
     """What came of a meeting."""
 
     neighbours: Neighbours | None
@@ -50,19 +50,19 @@ class Met:
     """Why there is none, the same on every rank."""
 
 
-_MET: "WeakKeyDictionary[dist.ProcessGroup, Met]" = WeakKeyDictionary()
+_RENDEZVOUS: "WeakKeyDictionary[dist.ProcessGroup, Rendezvous]" = WeakKeyDictionary()
 """By group. A rank that is a thread has group objects of its own, so that no other thread asks for the same entry."""
 
 
-def meet(group: dist.ProcessGroup, timeout: timedelta = TIMEOUT) -> Met:
+def rendezvous(group: dist.ProcessGroup, timeout: timedelta = TIMEOUT) -> Rendezvous:
     """Return the ranks of `group` as neighbours, if all are on one host. All of them call this, and meet once.
 
     Raises:
         CommError: a rank does not come.
     """
-    if group not in _MET:
-        _MET[group] = _meet(group, timeout)
-    return _MET[group]
+    if group not in _RENDEZVOUS:
+        _RENDEZVOUS[group] = _rendezvous(group, timeout)
+    return _RENDEZVOUS[group]
 
 
 def nodes_of(group: dist.ProcessGroup, timeout: timedelta = TIMEOUT) -> int:
@@ -71,7 +71,7 @@ def nodes_of(group: dist.ProcessGroup, timeout: timedelta = TIMEOUT) -> int:
     Raises:
         LayoutError: hosts have different numbers of ranks, or those of one are not consecutive.
     """
-    hosts = tell(group, _host(), "which host each rank is on", timeout)
+    hosts = all_gather_object(group, _host(), "which host each rank is on", timeout)
     node = next((i for i, host in enumerate(hosts) if host != hosts[0]), len(hosts))
     starts = hosts[::node]
     if (
@@ -86,7 +86,7 @@ def nodes_of(group: dist.ProcessGroup, timeout: timedelta = TIMEOUT) -> int:
     return node
 
 
-def _meet(group: dist.ProcessGroup, timeout: timedelta) -> Met:
+def _rendezvous(group: dist.ProcessGroup, timeout: timedelta) -> Rendezvous:
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     heap, listener, address, why_not = None, None, "", futex.why_not()
     if not why_not:
@@ -97,7 +97,7 @@ def _meet(group: dist.ProcessGroup, timeout: timedelta) -> Met:
         except OSError as error:
             why_not = f"this system gives no shared memory: {error}"
     part = secrets.token_hex(handshake.NUMBER)
-    rows = tell(group, (why_not, _host(), address, part), "shared memory of one host", timeout)
+    rows = all_gather_object(group, (why_not, _host(), address, part), "shared memory of one host", timeout)
     why_not = next((f"rank {r}: {row[0]}" for r, row in enumerate(rows) if row[0]), "")
     if why_not:  # nobody has asked for less
         log.warning("no shared memory between the ranks of this host: %s", why_not)
@@ -105,7 +105,7 @@ def _meet(group: dist.ProcessGroup, timeout: timedelta) -> Met:
         why_not = "the ranks are on several hosts"
     if why_not:
         _close([] if listener is None else [listener])
-        return Met(None, why_not)
+        return Rendezvous(None, why_not)
     assert heap is not None, "or there was a reason"
     assert listener is not None, "or there was a reason"
     neighbours, failure = None, ""
@@ -115,11 +115,13 @@ def _meet(group: dist.ProcessGroup, timeout: timedelta) -> Met:
         neighbours = _connect(rank, heap, listener, [bytes.fromhex(row[2]) for row in rows], key, deadline)
     except OSError as error:
         failure = f"rank {rank} cannot connect to the others: {error}"
-    failures = "; ".join(said for said in tell(group, failure, "connections within the host", timeout) if said)
+    failures = "; ".join(
+        said for said in all_gather_object(group, failure, "connections within the host", timeout) if said
+    )
     if failures:
         log.warning("no shared memory between the ranks of this host: %s", failures)
-        return Met(None, failures)
-    return Met(neighbours, "")
+        return Rendezvous(None, failures)
+    return Rendezvous(neighbours, "")
 
 
 def _host() -> str:

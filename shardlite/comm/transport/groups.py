@@ -7,12 +7,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardlite.errors import LayoutError
 
-Ranks = dist.ProcessGroup | DeviceMesh | None
+GroupLike = dist.ProcessGroup | DeviceMesh | None
 """What a user gives: a group or a 1-D mesh to shard over, a 2-D mesh (replicate, shard); `None`: the default group."""
 
 
 @dataclass(frozen=True)
-class Groups:
+class Ranks:
     """The process groups that this rank is in."""
 
     shard: dist.ProcessGroup | None
@@ -32,7 +32,7 @@ class Groups:
         return dist.get_world_size(self.shard)
 
     @property
-    def alone(self) -> bool:
+    def single_rank(self) -> bool:
         """Whether there is one rank only."""
         return all(dist.get_world_size(group) == 1 for group in self.all)
 
@@ -46,7 +46,7 @@ class Groups:
         return all(device_type in dist.get_backend_config(group) for group in self.all)
 
 
-def groups_of(ranks: Ranks) -> Groups:
+def ranks_of(ranks: GroupLike) -> Ranks:
     """Return the groups that `ranks` means.
 
     Raises:
@@ -61,10 +61,10 @@ def groups_of(ranks: Ranks) -> Groups:
         if ranks.get_coordinate() is None:
             raise LayoutError(f"this process is not a member of {ranks}")
         if ranks.ndim == 1:
-            return Groups(ranks.get_group(0))
+            return Ranks(ranks.get_group(0))
         if ranks.ndim == 2:
-            return Groups(ranks.get_group(1), ranks.get_group(0))
+            return Ranks(ranks.get_group(1), ranks.get_group(0))
         raise LayoutError(f"a mesh must have one dimension (shard) or two (replicate, shard), got {ranks.ndim}")
     if dist.get_rank(ranks) < 0:
         raise LayoutError("this process is not a member of the process group that it was given")
-    return Groups(ranks)
+    return Ranks(ranks)

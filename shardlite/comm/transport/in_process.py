@@ -93,14 +93,14 @@ class _Exchange:
 
     def deliver(self, route: _Route, message: Tensor) -> None:
         with self._lock:
-            self._meet(route, self._expected, self._sent).set_result(message)
+            self._rendezvous(route, self._expected, self._sent).set_result(message)
 
     def expect(self, route: _Route) -> "Future[Tensor]":
         with self._lock:
-            return self._meet(route, self._sent, self._expected)
+            return self._rendezvous(route, self._sent, self._expected)
 
     @staticmethod
-    def _meet(
+    def _rendezvous(
         route: _Route, theirs: dict[_Route, deque["Future[Tensor]"]], ours: dict[_Route, deque["Future[Tensor]"]]
     ) -> "Future[Tensor]":
         """Take the oldest entry of the other side, or leave one for it."""

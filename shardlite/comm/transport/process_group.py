@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlite.comm.control.failure_reports import Notes, watching
+from shardlite.comm.control.failure_reports import FailureReports, watching
 from shardlite.comm.control.interrupts import SLOW
 from shardlite.comm.control.worker import Worker
 from shardlite.comm.transport.base import Completed, Message, OneByOne, Pending, Plain
@@ -84,7 +84,7 @@ class InFlight:
                 if not waiting.done() and (why := watch.hopeless()):
                     raise self.posted.failed(why) from None
 
-    def _wait(self, watch: Notes | None) -> None:
+    def _wait(self, watch: FailureReports | None) -> None:
         limit = () if self.posted.timeout is None else (self.posted.timeout,)
         mark = object()
         if self.hang_up is not None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from shardlite.comm.cost_model import LINKS, best_algorithm
-from shardlite.comm.shm.rendezvous import meet, nodes_of
+from shardlite.comm.shm.rendezvous import nodes_of, rendezvous
 from shardlite.comm.shm.transport import SharedMemoryTransport
 from shardlite.comm.transport.base import Transport
 from shardlite.comm.transport.process_group import GlooTransport, NcclTransport, StagedTransport, joined
@@ -112,12 +112,12 @@ def _for_host(group: dist.ProcessGroup | None, timeout: timedelta, wanted: Trans
         return Choice(GlooTransport(group, timeout), "it was asked for")
     if dist.get_world_size(group) == 1:
         return Choice(GlooTransport(group, timeout), "one rank sends nothing")
-    met = meet(everyone, timeout)
-    if met.neighbours is not None:
-        return Choice(SharedMemoryTransport(met.neighbours, timeout), "all ranks are processes of this host")
+    found = rendezvous(everyone, timeout)
+    if found.neighbours is not None:
+        return Choice(SharedMemoryTransport(found.neighbours, timeout), "all ranks are processes of this host")
     if wanted == "shared_memory":
-        raise LayoutError(f"transport='shared_memory' cannot be had: {met.why_not}. Use 'p2p', or 'auto'")
-    return Choice(GlooTransport(group, timeout), f"no shared memory, for {met.why_not}")
+        raise LayoutError(f"transport='shared_memory' cannot be had: {found.why_not}. Use 'p2p', or 'auto'")
+    return Choice(GlooTransport(group, timeout), f"no shared memory, for {found.why_not}")
 
 
 def _for_gpu(

@@ -54,7 +54,7 @@ class Trained:
         self.x = torch.ones(2, WIDTH)
 
     def _wait_for_notes(self, patience: float) -> None:
-        notes = self.model._shared.notes
+        notes = self.model._context.notes
         notes._patience, notes._waits = patience, None  # a standstill would be found before the timeout
 
     def expect_silence(self) -> None:

@@ -24,9 +24,9 @@ import shardlite.apps.cli
 import shardlite.comm.streams
 from shardlite import AdamW, ShardLite
 from shardlite.comm.control import interrupts
-from shardlite.comm.control.failure_reports import Notes, SharedBoard
+from shardlite.comm.control.failure_reports import FailureReports, SharedBoard
 from shardlite.comm.control.worker import Worker
-from shardlite.comm.streams import _HostFlight
+from shardlite.comm.streams import _HostWork
 from shardlite.errors import CommError
 from tests.support.doomed import JOIN
 from tests.support.models import Residual
@@ -141,15 +141,15 @@ def deferring():
 
 
 def test_it_waits_for_a_call_of_the_library(deferring):
-    flight = _HostFlight()
+    work = _HostWork()
 
     def program() -> None:
-        flight.run(partial(os.kill, os.getpid(), signal.SIGINT))
+        work.run(partial(os.kill, os.getpid(), signal.SIGINT))
         until(lambda: False)
 
     with pytest.raises(KeyboardInterrupt):
         program()
-    flight.wait()
+    work.wait()
     assert not interrupts.is_put_off()
 
 
@@ -215,7 +215,7 @@ def test_a_second_one_ends_the_call_and_the_rank_takes_part_in_nothing_more(defe
 
     def program() -> None:
         worker.submit(press_twice)
-        _HostFlight().wait()  # which never ends
+        _HostWork().wait()  # which never ends
 
     with pytest.raises(KeyboardInterrupt):
         program()
@@ -225,14 +225,14 @@ def test_a_second_one_ends_the_call_and_the_rank_takes_part_in_nothing_more(defe
 
 
 def test_who_waits_for_long_gives_way(deferring, monkeypatch):
-    own = Notes(SharedBoard(), rank=0, world_size=2)
+    own = FailureReports(SharedBoard(), rank=0, world_size=2)
     monkeypatch.setattr(interrupts, "leavers", lambda: [own])
     monkeypatch.setattr(interrupts, "_in_library", lambda frame: True)
     deferring(signal.SIGINT, None)
     with pytest.raises(KeyboardInterrupt):
         own.hopeless()
     assert own.failed.startswith("Ctrl-C came while it waited in ")
-    other = Notes(own._board, rank=1, world_size=2)
+    other = FailureReports(own._board, rank=1, world_size=2)
     assert other.hopeless().startswith("rank 0 has failed: Ctrl-C came while it waited in ")
 
 

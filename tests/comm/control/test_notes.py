@@ -4,7 +4,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from shardlite.comm.control import failure_reports
-from shardlite.comm.control.failure_reports import Notes, SharedBoard
+from shardlite.comm.control.failure_reports import FailureReports, SharedBoard
 from shardlite.errors import CommError
 
 
@@ -32,14 +32,14 @@ def clock(monkeypatch):
 
 def test_a_note_that_comes_late_is_told(clock):
     board = SharedBoard()
-    own, other = (Notes(board, rank, 2, patience=2.0) for rank in range(2))
+    own, other = (FailureReports(board, rank, 2, patience=2.0) for rank in range(2))
     clock.then = lambda: other.leave("its forward at step 3") if clock.now > 1 else None
     assert own.compare("all-gather at step 3", "too late") == "\n  Meanwhile rank 1: its forward at step 3"
     assert clock.now < 2
 
 
 def test_who_says_nothing_is_waited_for_once(clock):
-    own = Notes(SharedBoard(), rank=0, world_size=3, patience=2.0)
+    own = FailureReports(SharedBoard(), rank=0, world_size=3, patience=2.0)
     told = own.compare("all-gather at step 3", "too late")
     assert told.count("has said nothing") == 2
     waited = clock.now
@@ -51,7 +51,7 @@ def test_who_says_nothing_is_waited_for_once(clock):
 
 def test_the_first_note_stays(clock):
     board = SharedBoard()
-    own, other = (Notes(board, rank, 2) for rank in range(2))
+    own, other = (FailureReports(board, rank, 2) for rank in range(2))
     own.leave("all-gather at step 3")
     own.leave("reduce-scatter at step 3")
     assert other.compare("", "too late") == "\n  Meanwhile rank 0: all-gather at step 3"
@@ -70,7 +70,7 @@ def look(rank):
 
 def test_who_sees_a_standstill_first_tells_the_others():
     board, waits = SharedBoard(), SharedBoard()
-    first, second = (Notes(board, rank, 2, waits=waits) for rank in range(2))
+    first, second = (FailureReports(board, rank, 2, waits=waits) for rank in range(2))
     operations = "an all-gather", "a sum"
     for rank, operation in zip((first, second), operations, strict=True):
         rank.begin(operation)
@@ -89,7 +89,7 @@ def test_who_sees_a_standstill_first_tells_the_others():
 
 def test_a_rank_that_goes_on_is_in_no_standstill():
     board, waits = SharedBoard(), SharedBoard()
-    first, second = (Notes(board, rank, 2, waits=waits) for rank in range(2))
+    first, second = (FailureReports(board, rank, 2, waits=waits) for rank in range(2))
     first.begin(operation := "an all-gather")
     try:
         for _ in range(6):
@@ -105,14 +105,14 @@ def test_an_error_is_logged_before_the_others_are_asked(clock, caplog):
             assert "all-gather at step 3: too late" in caplog.text
             raise CommError("the store does not answer")
 
-    told = Notes(Gone(), rank=0, world_size=2).compare("all-gather at step 3", "too late")
+    told = FailureReports(Gone(), rank=0, world_size=2).compare("all-gather at step 3", "too late")
     assert told == " (What other ranks were doing is not known: the store does not answer)"
 
 
 def test_a_rank_that_is_gone_is_not_waited_for(clock):
     board = SharedBoard()
     board.put(2, "its forward at step 3 ended in ArithmeticError: bad")  # it has said why
-    own = Notes(board, rank=0, world_size=3, is_gone=lambda rank: rank > 0)
+    own = FailureReports(board, rank=0, world_size=3, is_gone=lambda rank: rank > 0)
     assert own.compare("all-gather at step 3", "rank 1 is gone") == (
         "\n  Meanwhile rank 1: has said nothing; its process has ended"
         "\n  Meanwhile rank 2: its forward at step 3 ended in ArithmeticError: bad"
@@ -123,7 +123,7 @@ def test_a_rank_that_is_gone_is_not_waited_for(clock):
 def test_the_first_error_is_in_the_file_that_torchrun_reads(clock, tmp_path, monkeypatch):
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    own = Notes(SharedBoard(), rank=0, world_size=2)
+    own = FailureReports(SharedBoard(), rank=0, world_size=2)
     own.compare("all-gather at step 3", "rank 1 is gone")
     own.compare("reduce-scatter at step 3", "rank 1 is gone")
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(file))

@@ -35,7 +35,7 @@ def wrap(run):
     ShardLite(nn.Linear(8, 8), transport=run.transport, timeout=LIMIT, group=run.group)
 
 
-def meet(run):
+def rendezvous(run):
     """Wrap over ranks that have no connections yet."""
     ShardLite(nn.Linear(8, 8), transport=run.transport, timeout=LIMIT, group=run.new_group)
 
@@ -78,7 +78,7 @@ def resume(run):
     run.optimizer.load_state_dict(run.optimizer.state_dict())
 
 
-CALLS = {each.__name__: each for each in (wrap, meet, train, end_backward, clip, evaluate, join, gather)}
+CALLS = {each.__name__: each for each in (wrap, rendezvous, train, end_backward, clip, evaluate, join, gather)}
 CALLS |= {each.__name__: each for each in (save, load, resume)}
 
 

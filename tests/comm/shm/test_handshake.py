@@ -248,7 +248,7 @@ def without_sockets_body(group):
     try:
         if group.rank() == 1:
             rendezvous._listen = refuse
-        met = rendezvous.meet(dist.new_group(list(range(group.size()))), timedelta(seconds=seconds(30)))
+        met = rendezvous.rendezvous(dist.new_group(list(range(group.size()))), timedelta(seconds=seconds(30)))
     finally:
         rendezvous._listen = listen
         logging.getLogger("shardlite").removeHandler(handler)

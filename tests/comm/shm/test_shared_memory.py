@@ -477,7 +477,7 @@ def _no_memory(*_):
 def broken_body(group, kind):
     """Return what `auto` gives, what a demand for shared memory says, and that messages travel all the same."""
     with Broken(kind):
-        rendezvous._MET.pop(group, None)
+        rendezvous._RENDEZVOUS.pop(group, None)
         try:
             transport = connect(group, CPU, timedelta(seconds=20))
             with pytest.raises(LayoutError) as refused:
@@ -489,7 +489,7 @@ def broken_body(group, kind):
             arriving.wait()
             return type(transport).__name__, str(refused.value), received.item()
         finally:
-            rendezvous._MET.pop(group, None)
+            rendezvous._RENDEZVOUS.pop(group, None)
 
 
 @pytest.mark.parametrize(
@@ -519,7 +519,7 @@ def descriptors_body(group):
     """Meet, use and forget, again and again; returns which files are open before and after."""
     files = []
     for _ in range(4):
-        met = rendezvous._meet(group, PATIENT)
+        met = rendezvous._rendezvous(group, PATIENT)
         assert met.neighbours is not None
         dist.barrier(group)
         del met
