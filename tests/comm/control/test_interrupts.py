@@ -181,7 +181,7 @@ LIBRARY, PROGRAM = shardlite.comm.streams.__file__, "/home/somebody/train.py"
         ((numpy.__file__, LIBRARY), False),
         ((shardlite.apps.cli.__file__, "<frozen runpy>"), False),
         (("<string>",), False),
-        ((f"{Path(LIBRARY).parent}_train.py",), False),
+        ((f"{Path(shardlite.__file__).parent}_train.py",), False),
         ((f"{Path(torch.__file__).parent}vision/models.py", LIBRARY), False),
     ],
 )

@@ -19,7 +19,7 @@ from shardlite.comm.transport.symmetric import Piece, SymmetricMemoryTransport, 
 from shardlite.config import Route
 from shardlite.errors import CommError, LayoutError
 from tests.comm.test_lanes import Simulated
-from tests.support import test_symmetric_cuda as on_cuda
+from tests.comm.transport import test_symmetric_cuda as on_cuda
 from tests.support.patience import seconds
 from tests.support.played_symmetric import CPU, PATIENCE, Drained, run_memories, run_played
 from tests.support.ring_cases import Case, assert_gathered_and_summed, cases_for, gather_everything, reduce_everything
