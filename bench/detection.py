@@ -29,12 +29,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.machine import machine
-from bench.measure import WARM_UP, percentile, time_steps
-from bench.ranks import one_of_them, start_ranks
-from bench.systems import Trainer, build_shardlite
-from bench.table import RESULTS, Row
-from bench.workloads import WORKLOADS, Batch, Workload
+from bench.support.machine import machine
+from bench.support.measure import WARM_UP, percentile, time_steps
+from bench.support.ranks import one_of_them, start_ranks
+from bench.support.systems import Trainer, build_shardlite
+from bench.support.table import RESULTS, Row
+from bench.support.workloads import WORKLOADS, Batch, Workload
 from shardlite.weights.coordination import END, Negotiation, Round
 
 

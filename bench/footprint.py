@@ -41,12 +41,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.machine import machine
-from bench.measure import WARM_UP
-from bench.ranks import one_of_them, start_ranks
-from bench.systems import FOOTPRINTS, OPTIMIZER, Trainer
-from bench.table import RESULTS, Row, markdown_table, read_rows
-from bench.workloads import WORKLOADS, Workload
+from bench.support.machine import machine
+from bench.support.measure import WARM_UP
+from bench.support.ranks import one_of_them, start_ranks
+from bench.support.systems import FOOTPRINTS, OPTIMIZER, Trainer
+from bench.support.table import RESULTS, Row, markdown_table, read_rows
+from bench.support.workloads import WORKLOADS, Workload
 from shardlite import ShardLite
 from shardlite.telemetry.meter import Meter
 
@@ -96,7 +96,13 @@ class Sampler:
         dist.all_gather_object(processes, os.getpid(), group=group)
         self._program = None
         if group.rank() == 0:
-            command = [sys.executable, "-S", "-E", str(Path(__file__).with_name("pss.py")), *map(str, processes)]
+            command = [
+                sys.executable,
+                "-S",
+                "-E",
+                str(Path(__file__).parent / "support" / "pss.py"),
+                *map(str, processes),
+            ]
             self._program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._start = 0
         self._start = self.take()[1]

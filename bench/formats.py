@@ -42,8 +42,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from bench.machine import machine
-from bench.table import RESULTS, Row
+from bench.support.machine import machine
+from bench.support.table import RESULTS, Row
 from shardlite import AdamW, Precision, ShardLite
 from shardlite.apps.demo.gpt import GPT
 from shardlite.apps.demo.settings import GPTConfig

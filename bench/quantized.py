@@ -29,9 +29,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bench.machine import machine
-from bench.ranks import one_of_them, start_ranks
-from bench.table import RESULTS, Row
+from bench.support.machine import machine
+from bench.support.ranks import one_of_them, start_ranks
+from bench.support.table import RESULTS, Row
 from shardlite import AdamW, ShardLite
 from shardlite.apps.demo.gpt import GPT
 from shardlite.apps.demo.settings import GPTConfig

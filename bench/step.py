@@ -13,7 +13,7 @@ starts its ranks itself. Each model's rows go to `bench/results/step-MODEL-Nrank
 | `peak_bytes` | the most bytes in tensors during a step, on the rank that holds most; the floor's means nothing |
 | `activation_bytes` | what the forward of the plain model leaves for its backward |
 | `held_vs_fsdp2` | `peak_bytes - activation_bytes` as a part of FSDP2's |
-| `tolerance_used` | the largest difference found by `bench.check`, 1 is as much as is allowed |
+| `tolerance_used` | the largest difference found by `bench.support.check`, 1 is as much as is allowed |
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bench.check import verify
-from bench.machine import machine
-from bench.measure import Times, activation_bytes, peak_bytes, percentile, time_steps
-from bench.ranks import one_of_them, start_ranks
-from bench.systems import OPTIMIZER, SYSTEMS, Build
-from bench.table import RESULTS, Row, render
-from bench.workloads import MEASURED, WORKLOADS, Workload
+from bench.support.check import verify
+from bench.support.machine import machine
+from bench.support.measure import Times, activation_bytes, peak_bytes, percentile, time_steps
+from bench.support.ranks import one_of_them, start_ranks
+from bench.support.systems import OPTIMIZER, SYSTEMS, Build
+from bench.support.table import RESULTS, Row, render
+from bench.support.workloads import MEASURED, WORKLOADS, Workload
 from shardlite import Route
 from shardlite.comm.transport.select import choose
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from bench import detection, step
-from bench.check import verify
-from bench.systems import SYSTEMS, Floor, build_ddp
-from bench.table import read_rows, render
-from bench.workloads import WORKLOADS, gpt, perceptrons
+from bench.support.check import verify
+from bench.support.systems import SYSTEMS, Floor, build_ddp
+from bench.support.table import read_rows, render
+from bench.support.workloads import WORKLOADS, gpt, perceptrons
 from shardlite.apps.demo.settings import GPTConfig
 from tests.support.scripts import run_command, run_process
 

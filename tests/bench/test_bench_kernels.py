@@ -9,11 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import kernel_chain, kernel_inputs, kernel_peers, kernel_runs, kernel_work, kernels
-from bench.kernel_runs import HostClock, ResultError, Run, Sample, Work, packed, time_runs, verify
-from bench.kernel_table import render
-from bench.kernels import Plan, measure
-from bench.table import read_rows
+from bench.kernels import chain as kernel_chain
+from bench.kernels import inputs as kernel_inputs
+from bench.kernels import peers as kernel_peers
+from bench.kernels import run as kernels
+from bench.kernels import timing as kernel_runs
+from bench.kernels import work as kernel_work
+from bench.kernels.run import Plan, measure
+from bench.kernels.table import render
+from bench.kernels.timing import HostClock, ResultError, Run, Sample, Work, packed, time_runs, verify
+from bench.support.table import read_rows
 
 CPU = torch.device("cpu")
 TINY = Plan(numels=(64, 3200), rounds=2, ceiling_bytes=4096, room=1 << 28)

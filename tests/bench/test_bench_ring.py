@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import bench.ring
-from bench import ring_systems
-from bench.ring import goal_of, main, measure
-from bench.ring_systems import GLOO, OPERATIONS, System, cases
-from bench.ring_table import render, size_words
-from bench.table import read_rows
+import bench.ring.run
+from bench.ring import systems as ring_systems
+from bench.ring.run import goal_of, main, measure
+from bench.ring.systems import GLOO, OPERATIONS, System, cases
+from bench.ring.table import render, size_words
+from bench.support.table import read_rows
 from shardlite.comm import collectives
 from shardlite.comm.collectives import SHORT
 from shardlite.comm.cost_model import LINKS, Link, fit, predicted
@@ -160,7 +160,7 @@ def test_the_command_starts_each_number_of_ranks(tmp_path):
 
 def test_the_command_starts_itself_for_each_number_of_ranks(monkeypatch):
     started = []
-    monkeypatch.setattr(bench.ring, "start_ranks", lambda *start: started.append(start))
+    monkeypatch.setattr(bench.ring.run, "start_ranks", lambda *start: started.append(start))
     arguments = ["--ranks", "2", "3"]
     assert main(arguments) == 0
     assert started == [("bench.ring", 2, arguments), ("bench.ring", 3, arguments)]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from bench import footprint
-from bench.systems import FOOTPRINTS
-from bench.table import read_rows
-from bench.workloads import perceptrons
+from bench.support.systems import FOOTPRINTS
+from bench.support.table import read_rows
+from bench.support.workloads import perceptrons
 from shardlite import AdamW, ShardLite
 from shardlite.comm.shm.rendezvous import rendezvous
 from tests.support.scripts import run_process

@@ -1,4 +1,4 @@
-"""What compilers make of kernels for GPUs that are not here: `bench.aot` on lines of its table, and that it fails."""
+"""What compilers make of kernels for GPUs that are not here: `bench.kernels.aot` on lines of its table, and failing."""
 
 import json
 import os
@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from bench import aot
-from bench.kernel_cases import cases
-from bench.machine_code import TARGETS, compile_for
+from bench.kernels import aot
+from bench.kernels.cases import cases
+from bench.kernels.machine_code import TARGETS, compile_for
 
 ROOT = Path(__file__).parents[2]
 KINDS = [
@@ -27,7 +27,7 @@ KINDS = [
         "ring all-gather",
     ),
 ]
-"""One of each kernel: all of them take minutes, and `python bench/aot.py --check`."""
+"""One of each kernel: all of them take minutes, and `python bench/kernels/aot.py --check`."""
 
 MORE = [*KINDS, "adamw: split24 weights, int8 moments", "hop: i8 + i8 to i8"]
 ONE_OF_EACH_VENDOR = ["sm_90", "gfx942"]
@@ -65,7 +65,7 @@ def some_rows(tmp_path_factory):
 @pytest.fixture(scope="module")
 def more_rows(tmp_path_factory):
     """From the command, in a shell that knows nothing of this checkout."""
-    done = run(["bench/aot.py", "--json", *MORE])
+    done = run(["bench/kernels/aot.py", "--json", *MORE])
     assert (done.returncode, done.stderr) == (0, "")
     file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     file.write_text(done.stdout)
@@ -253,7 +253,7 @@ def test_another_table_in_the_readme_is_noticed(rows, tmp_path, capsys, monkeypa
     monkeypatch.setattr(aot, "README", tmp_path / "README.md")
     aot.README.write_text(f"above\n{aot.BEGIN}{aot.END}below\n")
     assert aot.main(["--check", "--rows", str(rows.file)]) == 1
-    assert "python bench/aot.py --write" in capsys.readouterr().err
+    assert "python bench/kernels/aot.py --write" in capsys.readouterr().err
     assert aot.main(["--write", "--rows", str(rows.file)]) == 0
     assert aot.README.read_text().startswith(f"above\n{aot.BEGIN}\n| kernel |")
     assert aot.README.read_text().endswith(f"|\n\n{aot.END}below\n")

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from bench.formats import CONTROL, EXACT, SEEDS, STEPS, Training, formats, measure, render, summary
-from bench.table import RESULTS, read_rows
+from bench.support.table import RESULTS, read_rows
 
 SHORT = 40
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from bench.table import RESULTS, read_rows, render
+from bench.support.table import RESULTS, read_rows, render
 from shardlite.apps.cli import main
 from tests.support.markdown import ROOT, assert_links_lead_somewhere, blocks
 from tests.support.scripts import run_script, torchrun

@@ -1,4 +1,4 @@
-"""The proportional set size of some processes together, sampled from outside: `python bench/pss.py PID...`.
+"""The proportional set size of some processes together, sampled from outside: `python bench/support/pss.py PID...`.
 
 A page that `n` processes share counts as `1/n` in each, so that the sum is what the processes hold together. The kernel
 keeps no maximum of it. So this program, which imports nothing large, reads it again and again. It answers each line on

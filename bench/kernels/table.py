@@ -1,4 +1,4 @@
-"""Tables made of the rows of `bench.kernels`: `python -m bench.kernel_table` prints them in Markdown."""
+"""Tables made of the rows of `bench.kernels`: `python -m bench.kernels.table` prints them in Markdown."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from bench.table import RESULTS, Row, read_rows
+from bench.support.table import RESULTS, Row, read_rows
 
 _COLUMNS: dict[str, Callable[[Row], str]] = {
     "kernel": lambda row: f"{row['system']}: {row['operation']}",
@@ -60,7 +60,7 @@ def _number(value: float | None, digits: int = 3) -> str:
 
 def main() -> None:
     """Print the tables of the files given, or of all."""
-    parser = argparse.ArgumentParser(prog="python -m bench.kernel_table", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.kernels.table", description=main.__doc__)
     parser.add_argument("files", nargs="*", type=Path, help="rows, one JSON object a line")
     files = parser.parse_args().files or list(RESULTS.glob("kernels-*.jsonl"))
     print(render(read_rows(files)))

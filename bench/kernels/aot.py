@@ -1,9 +1,9 @@
 """What compilers make of every kernel, for GPUs that need not be here: a table, and whether it is as it should be.
 
-    python bench/aot.py            compiles everything for four targets and prints the table; if something is wrong,
-                                   says what, and exits 1
-    python bench/aot.py --write    puts the table into kernels/README.md
-    python bench/aot.py --check    exits 1 too if the table there is another one
+    python bench/kernels/aot.py            compiles everything for four targets and prints the table; if something is
+                                           wrong, says what, and exits 1
+    python bench/kernels/aot.py --write    puts the table into kernels/README.md
+    python bench/kernels/aot.py --check    exits 1 too if the table there is another one
 
 Wrong is: something was spilled; an access of a thread to an element tensor is narrower than its elements allow, up to
 128 bits (so also a scalar one); the bytes that are moved, as the machine code says, are not those of the formula; or an
@@ -31,20 +31,20 @@ from pathlib import Path
 from typing import Any
 
 # As a script this finds nothing beside itself otherwise.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernels"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import triton
 from shardlite_kernels.launch import _THREADS
 
-from bench.kernel_cases import DTYPES, cases
-from bench.machine_code import TARGETS, compile_for, read
+from bench.kernels.cases import DTYPES, cases
+from bench.kernels.machine_code import TARGETS, compile_for, read
 
 Row = dict[str, Any]
 
-README = Path(__file__).resolve().parents[1] / "kernels" / "README.md"
+README = Path(__file__).resolve().parents[2] / "kernels" / "README.md"
 CONSTRAINTS = README.parents[1] / "constraints.txt"
-BEGIN, END = "<!-- made by `python bench/aot.py --write` -->\n", "<!-- end of what was made -->\n"
+BEGIN, END = "<!-- made by `python bench/kernels/aot.py --write` -->\n", "<!-- end of what was made -->\n"
 WORKERS = 2
 
 
@@ -232,7 +232,7 @@ def differences(table: str, *, whole: bool) -> list[str]:
     wrong = [f"not in kernels/README.md: {line}" for line in got if line and line not in there]
     if whole:
         wrong += [f"only in kernels/README.md: {line}" for line in there if line not in got]
-    return [*wrong, "to put it right: python bench/aot.py --write"] if wrong else []
+    return [*wrong, "to put it right: python bench/kernels/aot.py --write"] if wrong else []
 
 
 def _parts() -> tuple[str, str, str]:

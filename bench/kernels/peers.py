@@ -17,9 +17,9 @@ import torch
 from shardlite_kernels import State
 from torch import Tensor, nn
 
-from bench.kernel_inputs import HYPER, STEP, exact_weights, gradient, nbytes, numbers, state_of
-from bench.kernel_runs import Result, Run, Work
-from bench.kernel_work import WEIGHT_BOUND
+from bench.kernels.inputs import HYPER, STEP, exact_weights, gradient, nbytes, numbers, state_of
+from bench.kernels.timing import Result, Run, Work
+from bench.kernels.work import WEIGHT_BOUND
 
 _OPTIONS: dict[str, Any] = {
     "lr": HYPER.lr,

@@ -19,7 +19,7 @@ object (`"bench": "ring"`) for each operation, size and system:
 | `load` | how many threads on this machine wanted to run in the minute before the size was measured |
 
 and two (`"bench": "ring-fit"`) for each transport, with the link (`shardlite.comm.cost_model`) that explains its times
-best under `key`, and by how much it is off. `python -m bench.ring_table` prints the tables again.
+best under `key`, and by how much it is off. `python -m bench.ring.table` prints the tables again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path
@@ -38,12 +37,12 @@ from time import perf_counter, process_time
 import torch
 import torch.distributed as dist
 
-from bench.machine import machine
-from bench.measure import Times, percentile
-from bench.ranks import one_of_them, start_ranks
-from bench.ring_systems import GLOO, OPERATIONS, Case, System, cases
-from bench.ring_table import render
-from bench.table import RESULTS, Row, read_rows
+from bench.ring.systems import GLOO, OPERATIONS, Case, System, cases
+from bench.ring.table import render
+from bench.support.machine import machine
+from bench.support.measure import Times, percentile
+from bench.support.ranks import one_of_them, start_ranks
+from bench.support.table import RESULTS, Row, read_rows
 from shardlite.comm.chunking import CHUNK_BYTES
 from shardlite.comm.cost_model import LINKS, fit, predicted
 from shardlite.comm.schedule import ALGORITHMS, IN_RING_ORDER
@@ -254,7 +253,3 @@ def main(arguments: Sequence[str]) -> int:
         if status := start_ranks("bench.ring", ranks, arguments):
             return status
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

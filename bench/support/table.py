@@ -1,4 +1,4 @@
-"""Tables made of rows: `python -m bench.table` prints those of the README, from all rows under `bench/results/`.
+"""Tables made of rows: `python -m bench.support.table` prints those of the README, from all in `bench/results/`.
 
 Above is a step's time above the floor's, held is the peak without activations, as `bench.step` defines them.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 Row = dict[str, Any]
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 
 _NAMES = {
     "floor": "floor: no communication",
@@ -96,4 +96,4 @@ def print_tables(module: str, names: str, render: Callable[[list[Row]], str]) ->
 
 
 if __name__ == "__main__":
-    print_tables("bench.table", "step-*.jsonl", render)
+    print_tables("bench.support.table", "step-*.jsonl", render)

@@ -35,7 +35,7 @@ from shardlite_kernels import (
 )
 from torch import Tensor
 
-from bench.kernel_inputs import (
+from bench.kernels.inputs import (
     HYPER,
     MASTERS,
     STEP,
@@ -47,7 +47,7 @@ from bench.kernel_inputs import (
     state_of,
     table,
 )
-from bench.kernel_runs import Result, Run, Work
+from bench.kernels.timing import Result, Run, Work
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 

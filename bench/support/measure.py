@@ -13,8 +13,8 @@ from time import perf_counter, process_time
 import torch
 import torch.distributed as dist
 
-from bench.systems import Build
-from bench.workloads import Workload
+from bench.support.systems import Build
+from bench.support.workloads import Workload
 from shardlite.telemetry.meter import Meter
 
 WARM_UP = 3

@@ -1,4 +1,4 @@
-"""Every kernel as it is launched, for each state format and dtype: what `bench.aot` compiles.
+"""Every kernel as it is launched, for each state format and dtype: what `bench.kernels.aot` compiles.
 
 A kernel is described by what it does with its tensors: from that its bytes are counted, side tables by formula and
 element tensors in its machine code. The sum has to be what the docstring of the kernel's module says, which stands here
@@ -27,7 +27,7 @@ from shardlite_kernels.split import _join_kernel, _split_kernel
 from shardlite_kernels.state import State
 from shardlite_kernels.stats import _stats_kernel, stats_block
 
-from bench.machine_code import Launch
+from bench.kernels.machine_code import Launch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 DTYPES |= {"i8": torch.int8, "u8": torch.uint8, "i16": torch.int16, "i32": torch.int32, "i64": torch.int64}

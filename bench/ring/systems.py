@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.check import UNIT_ROUNDOFF, ResultError
+from bench.support.check import UNIT_ROUNDOFF, ResultError
 from shardlite.comm import collectives
 from shardlite.comm.schedule import IN_RING_ORDER, Algorithm
 from shardlite.comm.traffic import Counted, Tally

@@ -28,7 +28,6 @@ import argparse
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -38,9 +37,10 @@ from statistics import median
 import torch
 from shardlite_kernels.launch import INTERPRET
 
-from bench.kernel_chain import chains
-from bench.kernel_peers import peers, raw_fused
-from bench.kernel_runs import (
+from bench.kernels.chain import chains
+from bench.kernels.peers import peers, raw_fused
+from bench.kernels.table import render
+from bench.kernels.timing import (
     VERIFIED,
     Clock,
     DeviceClock,
@@ -54,11 +54,10 @@ from bench.kernel_runs import (
     time_runs,
     verify,
 )
-from bench.kernel_table import render
-from bench.kernel_work import works
-from bench.machine import machine
-from bench.measure import percentile
-from bench.table import RESULTS, Row
+from bench.kernels.work import works
+from bench.support.machine import machine
+from bench.support.measure import percentile
+from bench.support.table import RESULTS, Row
 
 _CPU_NUMELS: tuple[int, ...] = (10**6, 10**7, 5 * 10**7)
 _GPU_NUMELS: tuple[int, ...] = (10**6, 10**7, 10**8, 10**9)
@@ -251,7 +250,3 @@ def main(arguments: Sequence[str]) -> int:
     (options.out / _file(device)).write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(f"\n{render(rows)}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

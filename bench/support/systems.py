@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from bench.workloads import Batch, Workload
+from bench.support.workloads import Batch, Workload
 from shardlite import AdamW, Precision, ShardLite
 
 LR = 1e-3

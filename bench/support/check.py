@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.systems import BETAS, LR, WEIGHT_DECAY, Build, Floor, Trainer
-from bench.workloads import Workload
+from bench.support.systems import BETAS, LR, WEIGHT_DECAY, Build, Floor, Trainer
+from bench.support.workloads import Workload
 
 STEPS = 3
 """How many steps are compared: the last ones depend on the optimizer's state."""

@@ -1,11 +1,11 @@
-"""Tables made of the rows of `bench.ring`: `python -m bench.ring_table` prints them in Markdown."""
+"""Tables made of the rows of `bench.ring`: `python -m bench.ring.table` prints them in Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
-from bench.table import Row, print_tables
+from bench.support.table import Row, print_tables
 
 _COLUMNS: dict[str, Callable[[Row], str]] = {
     "buffer": lambda row: size_words(row["nbytes"]),
@@ -65,4 +65,4 @@ def _link_words(row: Row) -> str:
 
 
 if __name__ == "__main__":
-    print_tables("bench.ring_table", "ring-*.jsonl", render)
+    print_tables("bench.ring.table", "ring-*.jsonl", render)

@@ -13,10 +13,10 @@ import torch
 from shardlite_kernels import State, cast, hop, new_stats, scale, stats_total
 from torch import Tensor, nn
 
-from bench.kernel_inputs import MASTERS, exact_weights, gradient, nbytes, state_of
-from bench.kernel_peers import adamw_of_torch
-from bench.kernel_runs import Result, Run, Work
-from bench.kernel_work import SPLIT_BOUND, WEIGHT_BOUND, step_by
+from bench.kernels.inputs import MASTERS, exact_weights, gradient, nbytes, state_of
+from bench.kernels.peers import adamw_of_torch
+from bench.kernels.timing import Result, Run, Work
+from bench.kernels.work import SPLIT_BOUND, WEIGHT_BOUND, step_by
 
 _NOT_NEEDED, _NEEDED = 1e9, 1e-2  # the largest norm of the gradient, per root of `S`; it is about 0.14
 

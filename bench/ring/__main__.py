@@ -1,0 +1,7 @@
+"""`python -m bench.ring`."""
+
+import sys
+
+from bench.ring.run import main
+
+sys.exit(main(sys.argv[1:]))
