@@ -89,7 +89,7 @@ class Negotiation:
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
     def _exchange(self, mine: Sequence[int], what: str, during: str) -> list[list[int]]:
-        hosts = self._context.traffic.counted(self._context.hosts[0], "talks")
+        hosts = self._context.traffic.counted(self._context.hosts[0], "order negotiation")
         full = torch.zeros(hosts.world_size, len(mine), dtype=torch.int32)
         full[hosts.rank] = torch.tensor(mine, dtype=torch.int32)
         # The name says nothing of the step: ranks that differ in it are to meet here, and to be told apart.

@@ -27,7 +27,7 @@ from shardlite.weights.all_gather import is_fresh, outside_inference, unseen_by_
 from shardlite.weights.coordination import PassCoordinator
 from shardlite.weights.gather_order import UseOrder
 
-_is_kept_unsharded = attrgetter("resident")
+_is_kept_unsharded = attrgetter("keep_unsharded")
 
 
 class Gatherer:

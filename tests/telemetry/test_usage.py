@@ -82,7 +82,7 @@ def test_traffic_is_exact_and_as_zero_has_it(cluster, world_size, stage, compute
             # At stage 3 the last blocks are still there when the backward comes, and the first needs no weight in it.
             expected = {0: 0, 1: 1, 2: 1, 3: 1 if i in (0, UNITS - 2, UNITS - 1) else 2}[stage]
             assert sent.get((str(i), "gather"), (0, 0)) == (expected, expected * share * weight)
-        assert sent["(no unit)", "census"][0] == 1
+        assert sent["(no unit)", "gradient flags"][0] == 1
         assert sent["(no unit)", "norm"][0] == 1  # at every stage a rank knows the squares of its own part only
         # Some numbers, whole to each other rank at once.
         assert sum(nbytes for (unit, _), (_, nbytes) in sent.items() if unit == "(no unit)") < 100 * world_size

@@ -199,11 +199,11 @@ def steady_body(group):
     optimizer = AdamW(model.parameters())
     counts = []
     for _ in range(5):
-        before = model.traffic().get(NO_UNIT, {}).get("talks")
+        before = model.traffic().get(NO_UNIT, {}).get("order negotiation")
         model(torch.ones(2, WIDTH), [0, 1, 2, 3, 4], True).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        after = model.traffic()[NO_UNIT]["talks"]
+        after = model.traffic()[NO_UNIT]["order negotiation"]
         counts.append((after.calls - before.calls, after.nbytes - before.nbytes) if before else None)
     return counts
 
