@@ -57,7 +57,7 @@ class Proposal:
 
 
 class Negotiation:
-    """The talks of one wrapped model, one after the other, with the ranks that share it."""
+    """Negotiates gathers of one wrapped model with the ranks that share it, one round after the other."""
 
     def __init__(self, context: Context, names: Sequence[str]) -> None:
         self._context = context
@@ -93,7 +93,7 @@ class Negotiation:
         full = torch.zeros(hosts.world_size, len(mine), dtype=torch.int32)
         full[hosts.rank] = torch.tensor(mine, dtype=torch.int32)
         # The name says nothing of the step: ranks that differ in it are to meet here, and to be told apart.
-        operation = self._context.operation(f"talks on {what}", next(self._rounds), at_any_step=True, during=during)
+        operation = self._context.operation(f"negotiation of {what}", next(self._rounds), at_any_step=True, during=during)
         self._context.progress.joins()
         all_gather(full.view(-1), hosts, operation=operation)
         rows: list[list[int]] = full.tolist()

@@ -202,6 +202,6 @@ def test_a_rank_that_never_comes_is_named(cluster):
     (kind, message), absent = cluster.failures(never_comes_body, 2)
     assert absent is None
     assert kind == "CommError"
-    assert message.startswith("talks on the next gather")
+    assert message.startswith("negotiation of the next gather")
     assert "the forward of the model, for unit '0', at step 0" in message
     assert "rank 0 receiving from rank 1" in message

@@ -112,8 +112,8 @@ def assert_gradients_equal(model: ShardLite, twin: nn.Module) -> None:
 
 def most_buffers(model: ShardLite) -> int:
     """Return how many buffers of the (equal) blocks there were at most at once, since the last `reset_peak`."""
-    block = next(unit for unit in model._units if not unit.resident)
-    kept = sum(unit.nbytes for unit in model._units if unit.resident)
+    block = next(unit for unit in model._units if not unit.keep_unsharded)
+    kept = sum(unit.nbytes for unit in model._units if unit.keep_unsharded)
     return (model.ledger.peak()["gather buffers"] - kept) // block.nbytes
 
 
