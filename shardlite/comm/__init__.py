@@ -17,7 +17,7 @@ from shardlite.comm.collectives import (
 )
 from shardlite.comm.consensus import agree, identify
 from shardlite.comm.context import Context, WeightVersion, share
-from shardlite.comm.control.store import all_gather_object
+from shardlite.comm.control.store import all_gather_json
 from shardlite.comm.schedule import Order, Schedule, Transfer, order_of_addition
 from shardlite.comm.shm.heap import lazy_zeros
 from shardlite.comm.streams import StreamQueue, Work, make_queue
@@ -29,7 +29,7 @@ from shardlite.comm.transport.select import choose, connect
 __all__ = [
     "agree",
     "all_gather",
-    "all_gather_object",
+    "all_gather_json",
     "all_reduce",
     "broadcast",
     "choose",

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from shardlite.comm.control.store import TIMEOUT, all_gather_object
+from shardlite.comm.control.store import TIMEOUT, all_gather_json
 from shardlite.comm.transport.groups import Ranks
 from shardlite.errors import LayoutError
 
@@ -32,10 +32,10 @@ def agree(
     trouble = None if problem is None else str(problem)
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
     for group in groups.all:
-        rows = all_gather_object(group, (trouble, digest), what, timeout)
+        rows = all_gather_json(group, (trouble, digest), what, timeout)
         troubled = next((f"rank {rank}: {said}" for rank, (said, _) in enumerate(rows) if said is not None), None)
         if troubled is None and len({each for _, each in rows}) > 1:
-            troubled = _first_difference(all_gather_object(group, list(facts), what, timeout))
+            troubled = _first_difference(all_gather_json(group, list(facts), what, timeout))
         trouble = trouble or troubled
     if problem is not None:
         raise problem
@@ -62,7 +62,7 @@ def identify(groups: Ranks, timeout: timedelta = TIMEOUT) -> Identity:
     assert world is not None, "models are wrapped over process groups"
     own = Identity(_latest.get(world, 0) + 1, dist.get_rank(), secrets.token_hex(8))
     for group in groups.all:
-        told = [Identity(*each) for each in all_gather_object(group, own, "the number of a model", timeout)]
+        told = [Identity(*each) for each in all_gather_json(group, own, "the number of a model", timeout)]
         first = min(told, key=lambda each: each.first)
         own = first._replace(number=max(each.number for each in told))
     _latest[world] = own.number

@@ -64,15 +64,6 @@ class Links(NamedTuple):
         """Expect one chunk, to be read where it lies."""
         return self.transport.borrow(like.numel(), like.dtype, peer, self.tag)
 
-    def depart(self, program: Program, pieces: Pieces) -> list[Pending]:
-        """Start sending what does not wait for anything."""
-        return [
-            self.send(chunk, peer)
-            for departure in program.departures
-            for _, chunk in pieces(departure.segment, departure.part)
-            for peer in departure.targets
-        ]
-
     def exchange(self, departing: Sequence[tuple[Tensor, int]], arriving: Sequence[tuple[Tensor, int]]) -> None:
         """Send and receive chunks, each with a peer, at once, and wait for all."""
         messages = [Message(chunk, peer, outgoing=False) for chunk, peer in arriving]
@@ -94,7 +85,9 @@ def run_gather(links: Links, schedule: Schedule, pieces: Pieces) -> None:
         [(chunk, links.receive(chunk, arrival.sources[0])) for _, chunk in pieces(arrival.segment, arrival.part)]
         for arrival in program.arrivals
     ]
-    outgoing = links.depart(program, pieces)
+    outgoing = []
+    for chunk, peer in _departing(program, pieces):
+        outgoing.append(links.transport.isend(chunk, peer, links.tag))
     for arrival, messages in zip(program.arrivals, incoming, strict=True):
         for chunk, message in messages:
             message.wait()
@@ -120,7 +113,9 @@ def run_reduce(links: Links, schedule: Schedule, pieces: Pieces, last: LastHop, 
         for source in arrival.sources
     ]
     inbox = _Loans(links, wanted, slots) if links.transport.lends else _Slots(links, wanted, slots)
-    outgoing = links.depart(program, pieces)
+    outgoing = []
+    for chunk, peer in _departing(program, pieces):
+        outgoing.append(links.transport.isend(chunk, peer, links.tag))
     for arrival, finish in _finishers(program, rank, last):
         for start, own in pieces(arrival.segment, arrival.part):
             inbox.add(len(arrival.sources), start, own, finish)
@@ -242,6 +237,14 @@ def _add_by_steps(links: Links, schedule: Schedule, pieces: Pieces, last: LastHo
                     for earlier, later in pairwise(messages):
                         hop(later, earlier, later, 1)
                     finish(start, messages[-1], own)
+
+
+def _departing(program: Program, pieces: Pieces) -> Iterator[tuple[Tensor, int]]:
+    """Yield the chunks that are sent without waiting for anything, each with its target."""
+    for departure in program.departures:
+        for _, chunk in pieces(departure.segment, departure.part):
+            for peer in departure.targets:
+                yield chunk, peer
 
 
 def _sent(schedule: Schedule, step: int, rank: int, pieces: Pieces) -> list[tuple[Tensor, int]]:

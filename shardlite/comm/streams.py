@@ -1,7 +1,7 @@
-"""Operations in flight. A lane works off a queue in order, beside the computation.
+"""Operations beside the computation. A stream queue runs them in order.
 
 On the CPU it is a thread. On a GPU it is a stream, and a thread as well if messages block the host (gloo). Gathers and
-reductions have a lane each, so that neither ever waits for the other. Only this file orders streams.
+reductions have a queue each, so that neither ever waits for the other. Only this file orders streams.
 """
 
 import weakref
@@ -21,7 +21,7 @@ from shardlite.comm.control.process import Owner
 from shardlite.comm.transport.process_group import end_waits
 
 _FAREWELL = 2.0
-"""Seconds that the end of a lane waits for its last operation, which may be waiting for a peer that is gone."""
+"""Seconds that the end of a queue waits for its last operation, which may be waiting for a peer that is gone."""
 
 
 _POLL = 5e-5
@@ -55,7 +55,7 @@ class StreamQueue(Protocol):
 
 
 def make_queue(name: str, device: torch.device, *, blocking: bool, watch: FailureReports | None = None) -> StreamQueue:
-    """Return a lane for tensors on `device`; `blocking` says that operations make the host wait for messages.
+    """Return a queue for tensors on `device`; `blocking` says that operations make the host wait for messages.
 
     `watch` is asked about waits of the host that are long.
     """
@@ -122,22 +122,22 @@ class _HostWork:
         if not self._is_over and (why := watch.hopeless()):
             watch.give_up(why)
 
-    def run(self, operation: Callable[[], None]) -> None:
-        """Carry out `operation` and keep its outcome."""
-        try:
-            operation()
-        except BaseException as error:
-            self._is_over = True  # before anybody who waits goes on
-            self._outcome.set_exception(error)
-        else:
-            self._is_over = True
+    def __enter__(self) -> None:
+        """Run the operation in this block; its outcome is the work's."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
+        self._is_over = True  # before anybody who waits goes on
+        if error is None:
             self._outcome.set_result(None)
+        else:
+            self._outcome.set_exception(error)
+        return True
 
 
 class ThreadQueue:
     """Runs operations on a thread of its own.
 
-    The thread ends with the lane. It is a daemon: a process that dies of an error must not wait for a peer that will
+    The thread ends with the queue. It is a daemon: a process that dies of an error must not wait for a peer that will
     never answer.
     """
 
@@ -145,7 +145,7 @@ class ThreadQueue:
         self._owner = Owner()
         self._watch = watch
         self._queue: SimpleQueue[tuple[_HostWork, Callable[[], None]] | None] = SimpleQueue()
-        # Neither the thread nor the finalizer holds the lane, or a forgotten lane would never be collected.
+        # Neither the thread nor the finalizer holds the queue, or a forgotten queue would never be collected.
         thread = Thread(target=_work_off, args=(self._queue,), name=f"shardlite-{name}", daemon=True)
         thread.start()
         weakref.finalize(self, _end, self._queue, thread, watch)
@@ -180,7 +180,8 @@ def _work_off(queue: "SimpleQueue[tuple[_HostWork, Callable[[], None]] | None]")
     with torch.no_grad():
         while (job := queue.get()) is not None:
             work, operation = job
-            work.run(operation)
+            with work:
+                operation()
             del work, operation, job  # or the last operation's buffers would live until the next one
 
 
@@ -211,7 +212,8 @@ class CudaStreamQueue:
         if self._thread is not None:
             return _StreamWork(self._device, end, self._thread.submit(on_stream))
         host = _HostWork()
-        host.run(on_stream)  # an error is the flight's, as on a thread
+        with host:  # an error is the work's, as on a thread
+            on_stream()
         return _StreamWork(self._device, end, host)
 
 

@@ -37,14 +37,14 @@ class Counted(Around):
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Count `tensor` and start sending it."""
         self._tally.add(tensor)
-        return super().isend(tensor, peer, tag)
+        return self._transport.isend(tensor, peer, tag)
 
     def exchange(self, messages: Sequence[Message], tag: int) -> Pending:
         """Count the outgoing ones of `messages` and start them all."""
         for message in messages:
             if message.outgoing:
                 self._tally.add(message.tensor)
-        return super().exchange(messages, tag)
+        return self._transport.exchange(messages, tag)
 
 
 NO_UNIT = "(no unit)"

@@ -181,7 +181,10 @@ class ModuleHooks:
                 self._backward.recomputed(unit)
             elif not self._evaluating:
                 self._backward.expect_gradients(unit, recorded=torch.is_grad_enabled())
-            self._hold(unit)
+            self._gatherer.unshard(unit)
+            if self._calls is not None:
+                self._calls.current[unit] = Call(unit, self._calls)
+            self._written[unit] = unit.writes()
         elif not (self._evaluating or torch.is_grad_enabled() or in_backward()):
             self._backward.expect_gradients(unit, recorded=False)
         self._depth[unit] = depth + 1
@@ -190,12 +193,6 @@ class ModuleHooks:
         self._depth[unit] -= 1
         if self._depth[unit] == 0:
             self._release(unit)
-
-    def _hold(self, unit: Unit) -> None:
-        self._gatherer.unshard(unit)
-        if self._calls is not None:
-            self._calls.current[unit] = Call(unit, self._calls)
-        self._written[unit] = unit.writes()
 
     def _release(self, unit: Unit) -> None:
         if unit.writes() != self._written.pop(unit) or unit.touched:

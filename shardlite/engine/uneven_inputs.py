@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from shardlite.comm import Context, Ranks, all_gather_object, broadcast
+from shardlite.comm import Context, Ranks, all_gather_json, broadcast
 from shardlite.errors import LayoutError
 
 Batch = TypeVar("Batch")
@@ -96,7 +96,7 @@ class Join:
         for group, hosts in zip(self._groups.all, self._context.hosts, strict=False):
             assert hosts is not None, "each group has one"
             said = None if found is None else found[0], trouble
-            rows = all_gather_object(group, said, "a batch that is lent", self._context.timeout)
+            rows = all_gather_json(group, said, "a batch that is lent", self._context.timeout)
             trouble = trouble or next((f"rank {rank}: {why}" for rank, (_, why) in enumerate(rows) if why), "")
             source = next((rank for rank, (form, _) in enumerate(rows) if form is not None), None)
             if source is None:

@@ -32,7 +32,7 @@ _local_version_of = attrgetter("local._version")
 
 
 class Buffer:
-    """Memory for one unit's full weights, and the means to tell whether somebody else still looks at it."""
+    """Memory for one unit's full weights, which can tell whether other tensors still view it."""
 
     def __init__(self, memory: Tensor) -> None:
         self.bytes = memory
@@ -40,7 +40,7 @@ class Buffer:
         self._own_uses = torch._C._storage_Use_Count(self.key)
 
     def escaped(self) -> bool:
-        """Whether tensors that are not ours still view this buffer; to be asked after our own views are gone."""
+        """Whether tensors outside the library still view this buffer. Call it after our own views are gone."""
         return bool(torch._C._storage_Use_Count(self.key) > self._own_uses)
 
     def poison(self) -> None:
@@ -105,7 +105,7 @@ class Flat:
             return tuple(i for i, param in enumerate(self.params) if param.requires_grad)
 
     def follow_requires_grad(self) -> None:
-        """Let those slots have gradients whose parameters require them now."""
+        """Give gradients to the slots whose parameters require them now."""
         self.rows = self.rows_now()
         self.gradients = self.layout.only(self.rows, self.reduce)
 
@@ -123,7 +123,7 @@ class Flat:
         return whole
 
     def keep(self, weights: Tensor) -> None:
-        """Let this rank's weights be these, as many as `local` has, in `master` or another dtype."""
+        """Overwrite this rank's shard with `weights` (same numel as `local`, any float dtype)."""
         if self.low is None:
             self.local.copy_(weights)
         else:
@@ -144,7 +144,7 @@ class Flat:
         return full[slice(*self.own_range(self.layout))]
 
     def unbind(self) -> None:
-        """Let the module's parameters be placeholders: the shape of the parameter, the memory of one NaN."""
+        """Turn the module's parameters into placeholders: their shape, the memory of one NaN."""
         if self.placeholder is None:
             self.placeholder = _placeholder(self.compute, self.local.device)
         for slot, param in zip(self.layout.slots, self.params, strict=True):
@@ -193,7 +193,7 @@ def _cut(local: Tensor, slot: Slot, first: int, stop: int) -> Tensor:
 
 @dataclass(eq=False)
 class Unit:
-    """What is gathered together. `users` counts those who need the full weights; they stay while it is not 0."""
+    """Parameters that are gathered together. Full weights stay while `users`, the number of their uses, is not 0."""
 
     index: int
     name: str
@@ -211,26 +211,26 @@ class Unit:
     work: Work | None = None
     gathered_version: int = -1
     needs_regather: bool = False
-    """Whether the full weights may have been written to, so that the next use must gather anew."""
+    """Whether the full weights may have been written to, so that the next use gathers them again."""
 
     stepped: set[Flat] = field(default_factory=set)
-    """The flats that were stepped in the backward that is running: from now on only a buffer has what they were."""
+    """The flats that were stepped in the running backward: only a buffer still has their old weights."""
 
     overwritten: set[Flat] = field(default_factory=set)
-    """Those of them of which no buffer has that any more."""
+    """Those of `stepped` whose old weights no buffer has any more."""
 
     touched: bool = False
-    """Whether somebody was given the memory of full weights, `.data`, past all counters of changes."""
+    """Whether `.data` of a full weight was handed out, so that writes may go uncounted."""
 
     gathers: int = 0
     escapes: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)
-    """Buffers of this unit that somebody else views."""
+    """Buffers of this unit that tensors outside the library still view."""
 
     nbytes: int = field(init=False)
     """Of a buffer for the full weights."""
 
     needs_gather: bool = field(init=False)
-    """Whether the full weights have to be made from the shards: they are not the same memory."""
+    """Whether full weights have other memory than the shards, or are gathered, so that they must be made."""
 
     copied: bool = field(init=False)
     """Whether some full weights are other memory than the shards."""
@@ -274,7 +274,7 @@ class Unit:
         if self.buffer is not None:
             return self.full_views(self.buffer)
         fulls = [flat.full for flat in self.flats if flat.full is not None]
-        assert len(fulls) == len(self.flats), "a held unit has memory for its full weights"
+        assert len(fulls) == len(self.flats), "a unit in use has memory for its full weights"
         return fulls
 
     def full_views(self, buffer: Buffer) -> list[Tensor]:
@@ -300,7 +300,7 @@ class Unit:
                 )
 
     def bind(self) -> None:
-        """Let the module's parameters be views of the full weights."""
+        """Turn the module's parameters into views of the full weights."""
         for flat, full in zip(self.flats, self.fulls(), strict=True):
             for param, view in flat.views(full):
                 place(param, view)
@@ -310,7 +310,7 @@ class Unit:
         """Check that the module's parameters are what they were made: full weights or placeholders.
 
         Raises:
-            LayoutError: somebody has let a parameter be something else.
+            LayoutError: a parameter was given other memory.
         """
         with as_they_are():
             self._check_addresses()
@@ -330,12 +330,12 @@ class Unit:
                     )
 
     def unbind(self) -> None:
-        """Let the module's parameters be placeholders."""
+        """Turn the module's parameters into placeholders."""
         for flat in self.flats:
             flat.unbind()
 
     def outdate(self) -> None:
-        """Let autograd's own in-place check find parameters that were saved as they were."""
+        """Increment versions, so that autograd's in-place check refuses parameters that were saved before."""
         torch.autograd.graph.increment_version(self.params())
 
 

@@ -14,10 +14,9 @@ Legend: `W` ranks, `S` elements per shard, a multiple of 32, `R` bytes per row.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from shardlite_kernels import cast, dequantise, quantise
@@ -27,6 +26,9 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 from shardlite.comm import Context, StreamQueue, Work, all_gather
 from shardlite.params import ALIGN, Empty, Flat, Unit, Weights, round_up
+
+TAKE_PART = "take part"
+"""The purpose of a gather that only other ranks need."""
 
 _ROW_ALIGN = 16
 """Bytes: where rows start, so that every access can be a wide one."""
@@ -44,7 +46,7 @@ def place_own(flat: Flat, full: Tensor) -> None:
 
 
 def pack(flat: Flat, empty: Empty) -> Tensor:
-    """Return a wire [W*R] that `empty` makes, of which this rank's row has the codes of its shard."""
+    """Return a payload [W*R] that `empty` makes, of which this rank's row has the codes of its shard."""
     assert flat.rank is not None, "who has all weights gathers none"
     payload = empty(flat.layout.world_size * _row_nbytes(flat), torch.uint8)
     codes, scales = _columns(flat, payload)
@@ -77,7 +79,7 @@ def _row_nbytes(flat: Flat) -> int:
 
 
 def _columns(flat: Flat, payload: Tensor) -> tuple[Tensor, Tensor]:
-    """View the codes [W, S] and scales [W, S/32] in a wire."""
+    """View the codes [W, S] and scales [W, S/32] in a payload."""
     shard = flat.layout.shard_numel
     rows = payload.view(flat.layout.world_size, _row_nbytes(flat))
     return rows[:, :shard].view(torch.int8), rows[:, shard : shard + shard // ALIGN]
@@ -90,16 +92,16 @@ class Gathering(Protocol):
     """Has full weights ready when they are used: `Gatherer` gathers and evicts them, `ResidentWeights` keeps them."""
 
     def unshard(self, unit: Unit) -> None:
-        """Make the unit's full weights readable until `reshard`; holds count. Within a pass."""
+        """Make the unit's full weights readable until `reshard`. Calls nest. Within a pass."""
 
     def reshard(self, unit: Unit) -> None:
-        """End one hold."""
+        """End one use."""
 
     def forget(self, units: Sequence[Unit]) -> None:
-        """Let the next hold of each gather anew, because the full weights may have been written to."""
+        """Gather each unit again at its next use, because its full weights may have been written to."""
 
     def expire(self) -> None:
-        """Take note that shards have changed."""
+        """Note that shards have changed."""
 
     def begin_pass(self, kind: str) -> None:
         """Start a forward pass; those of one kind are expected to need the same units."""
@@ -114,7 +116,7 @@ class Gathering(Protocol):
         """End the pass in progress, if there is one: this rank needs no more weights in it."""
 
     def inside_pass(self, kind: str) -> AbstractContextManager[None]:
-        """Hold units in the pass in progress or, if there is none, in one of its own."""
+        """Unshard in the pass in progress or, if there is none, in a new one."""
 
     def after_backward(self, *, final: bool) -> None:
         """Drop what a backward leaves that is of no more use."""
@@ -123,88 +125,80 @@ class Gathering(Protocol):
         """Wait until no other rank needs this rank's part of the weights of now."""
 
 
-class Filler:
-    """Runs all-gathers, one after the other on a lane of their own."""
+class Gather:
+    """One gather of a unit, for the queue to run: into the unit's memory, or into memory that is dropped."""
+
+    def __init__(self, context: Context, unit: Unit, fulls: Iterable[Tensor], *, purpose: str, during: str) -> None:
+        self._context = context
+        self._unit = unit
+        self._fulls = deque(fulls)
+        self._purpose = purpose
+        self._during = during
+
+    def run(self) -> None:
+        """Gather flat by flat. What every rank has is not gathered."""
+        context, unit = self._context, self._unit
+        unit.gathers += 1
+        if self._purpose == TAKE_PART:
+            context.trace.emit(TAKE_PART, unit.name)
+        for i, flat in enumerate(unit.flats):
+            full = self._fulls.popleft() if self._fulls else None
+            sent = self._own_part(flat, full)
+            if flat.quantized or (flat.rank is not None and context.transport.world_size > 1):
+                what = f"all-gather of unit {unit.name!r}, flat {i}"
+                operation = context.operation(what, unit.gathers, during=self._during)
+                transport = context.traffic.counted(context.transport, self._purpose, unit.name)
+                context.progress.joins()
+                with context.traffic.running(self._purpose, unit.name):
+                    all_gather(sent, transport, operation=operation)
+            if flat.quantized and full is not None:
+                unpack(flat, sent, full)
+            del full, sent  # or they would view the unit's memory when the work is done
+
+    def _own_part(self, flat: Flat, full: Tensor | None) -> Tensor:
+        """Return the buffer to be gathered, with this rank's part in it."""
+        if flat.quantized:
+            payload = pack(flat, self._context.empty)
+            self._context.ledger.track("staging", payload)
+            return payload
+        if full is None:
+            full = self._context.empty(flat.layout.full_numel, flat.compute)
+            self._context.ledger.track("gather buffers", full)
+        place_own(flat, full)
+        return full
+
+
+class GatherQueue:
+    """Runs gathers one after the other on a queue of their own, beside the computation."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self.during = ""
-        """The pass in progress, in the words of an error."""
+        self._queue: StreamQueue | None = None  # made when needed: where weights are never gathered it never is
 
-        self._queue: StreamQueue | None = None  # made when needed: where weights never change hands it never is
-
-    def submit(self, gathers: Callable[[], None]) -> Work:
-        """Run `gathers` on the lane."""
-        self._queue = self._queue or self._context.queue("gather")
-        progress = self._context.progress
-        progress.asks()
-
-        def serve() -> None:
-            try:
-                gathers()
-            finally:
-                progress.served()
-
-        return self._queue.submit(serve)
-
-    def filling(self, unit: Unit) -> Callable[[], None]:
-        """Return what the lane has to do so that the unit's memory has its weights of now."""
-        jobs = deque(
-            partial(self._fill, unit, i, flat, full)
-            for i, (flat, full) in enumerate(zip(unit.flats, unit.fulls(), strict=True))
-        )
-
-        def go_round() -> None:
-            unit.gathers += 1
-            while jobs:  # emptied, so that nothing of ours views the memory once the flight is over
-                jobs.popleft()()
-
+    def gather(self, unit: Unit, *, during: str = "") -> Gather:
+        """Return the gather that fills the unit's memory with its current weights, which has to be submitted next."""
         self._context.trace.emit("gather", unit.name)
         unit.gathered_version, unit.needs_regather = unit.version(), False
         unit.move(Weights.GATHERING)
-        return go_round
+        with outside_inference(), torch.no_grad():
+            return Gather(self._context, unit, unit.fulls(), purpose="gather", during=during)
 
-    def take_part(self, unit: Unit) -> None:
-        """Gather a unit for the sake of other ranks, on the lane: what comes is dropped."""
-        unit.gathers += 1
-        self._context.trace.emit("take part", unit.name)
-        for i, flat in enumerate(unit.flats):
-            if flat.quantized:
-                self._gather(unit, i, self._packed(flat), "take part")
-            else:
-                full = self._context.empty(flat.layout.full_numel, flat.compute)
-                self._context.ledger.track("gather buffers", full)
-                place_own(flat, full)
-                self._gather(unit, i, full, "take part")
+    def take_part(self, unit: Unit, *, during: str) -> Gather:
+        """Return a gather that only other ranks need."""
+        return Gather(self._context, unit, (), purpose=TAKE_PART, during=during)
 
-    def _fill(self, unit: Unit, i: int, flat: Flat, full: Tensor) -> None:
-        """Gather one flat [W*S], if it is gathered: every rank may have all of it."""
-        if flat.quantized:
-            payload = self._packed(flat)
-            self._gather(unit, i, payload, "gather")
-            unpack(flat, payload, full)
-        else:
-            place_own(flat, full)
-            if flat.rank is not None and self._context.transport.world_size > 1:
-                self._gather(unit, i, full, "gather")
+    def turn(self, *steps: Callable[[], None]) -> Callable[[], None]:
+        """Return what runs `steps` in order, gathers and what decides about them. It has to be submitted next."""
+        self._context.progress.asks()
+        return _Turn(steps, self._context.progress.served).run
 
-    def _packed(self, flat: Flat) -> Tensor:
-        """Return the wire of a flat, to be gathered."""
-        payload = pack(flat, self._context.empty)
-        self._context.ledger.track("staging", payload)
-        return payload
+    @property
+    def submit(self) -> Callable[[Callable[[], None]], Work]:
+        """Run a turn when the turns before it are done. Returns work to wait for."""
+        self._queue = self._queue or self._context.queue("gather")
+        return self._queue.submit
 
-    def _gather(self, unit: Unit, i: int, whole: Tensor, purpose: str) -> None:
-        """All-gather what stands for a flat."""
-        operation = self._context.operation(
-            f"all-gather of unit {unit.name!r}, flat {i}", unit.gathers, during=self.during
-        )
-        transport = self._context.traffic.counted(self._context.transport, purpose, unit.name)
-        self._context.progress.joins()
-        with self._context.traffic.running(purpose, unit.name):
-            all_gather(whole, transport, operation=operation)
-
-    def finish(self, unit: Unit) -> None:
+    def wait(self, unit: Unit) -> None:
         """Wait for the weights."""
         if unit.work is not None:
             self._context.trace.emit("wait", unit.name)
@@ -213,8 +207,22 @@ class Filler:
             unit.work = None
 
 
+class _Turn(NamedTuple):
+    """What is submitted at once."""
+
+    steps: Sequence[Callable[[], None]]
+    at_end: Callable[[], None]
+
+    def run(self) -> None:
+        try:
+            for step in self.steps:
+                step()
+        finally:
+            self.at_end()
+
+
 def is_fresh(unit: Unit) -> bool:
-    """Whether the full weights are there, or on their way, and are those of now."""
+    """Whether the full weights are there, or being gathered, at the current version."""
     return unit.phase is not Weights.SHARDED and unit.gathered_version == unit.version() and not unit.needs_regather
 
 

@@ -32,7 +32,7 @@ import torch
 from shardlite.comm import Context, Work, all_gather
 from shardlite.errors import CommError, DesyncError
 from shardlite.params import Unit
-from shardlite.weights.all_gather import Filler
+from shardlite.weights.all_gather import GatherQueue
 from shardlite.weights.gather_order import GatherOrder
 
 END = -1
@@ -93,7 +93,9 @@ class Negotiation:
         full = torch.zeros(hosts.world_size, len(mine), dtype=torch.int32)
         full[hosts.rank] = torch.tensor(mine, dtype=torch.int32)
         # The name says nothing of the step: ranks that differ in it are to meet here, and to be told apart.
-        operation = self._context.operation(f"negotiation of {what}", next(self._rounds), at_any_step=True, during=during)
+        operation = self._context.operation(
+            f"negotiation of {what}", next(self._rounds), at_any_step=True, during=during
+        )
         self._context.progress.joins()
         all_gather(full.view(-1), hosts, operation=operation)
         rows: list[list[int]] = full.tolist()
@@ -140,29 +142,29 @@ class Round:
 
 @dataclass
 class _Pass:
-    """One pass, as the lane sees it, which may still be busy with its end when the next one begins."""
+    """One pass as the queue sees it. Its end may still be running when the next pass begins."""
 
     kind: str
     prefer: Callable[[Sequence[int]], int]
     """Chooses among the units that ranks want."""
 
     beyond: bool = False
-    """Whether any rank has needed more than what was on the agenda."""
+    """Whether any rank has needed more than the gather order has."""
 
     ending: Work | None = None
     revise: Callable[[], None] = lambda: None
-    """Changes the agenda by what all ranks have told each other at the end."""
+    """Revise the gather order by what all ranks have exchanged at the end."""
 
 
 class PassCoordinator:
-    """The passes of one wrapped model, one at a time, over the units of all ranks that share it."""
+    """Decides for one wrapped model which unit all ranks gather when. One pass at a time."""
 
     def __init__(self, units: Sequence[Unit], context: Context) -> None:
         self._units = units
         self._single_rank = context.transport.world_size == 1
         self._owner = context.owner
         self._progress = context.progress
-        self._filler = Filler(context)
+        self._queue = GatherQueue(context)
         self._gather_order = GatherOrder()
         self._negotiation = Negotiation(context, [unit.name for unit in units])
         self._now: _Pass | None = None
@@ -204,19 +206,22 @@ class PassCoordinator:
         if self._now is None:
             self.begin("what follows an inner pass")
             assert self._now is not None
-        now, fill = self._now, self._filler.filling(unit)
+        now = self._now
+        gather = self._queue.gather(unit, during=now.kind).run
         if self._single_rank:
-            unit.work = self._filler.submit(fill)
+            unit.work = self._queue.submit(self._queue.turn(gather))
             return
         before = self._gather_order.turn(unit.index)
         if before != []:
             self._progress.publish()
         if before is not None:
-            unit.work = self._submit(now, before, fill)
+            unit.work = self._queue.submit(self._queue.turn(*self._taking_part(now, before), gather))
             return
         now.beyond = True
         self._gather_order.add(unit.index)
-        unit.work = self._submit(now, self._gather_order.rest(), partial(self._negotiate, now, unit, fill))
+        before = self._gather_order.rest()
+        negotiate = partial(self._negotiate, now, unit)
+        unit.work = self._queue.submit(self._queue.turn(*self._taking_part(now, before), negotiate, gather))
 
     def wait(self, unit: Unit) -> None:
         """Wait for the weights.
@@ -225,7 +230,7 @@ class PassCoordinator:
             CommError: a peer failed, is late, or does something else.
         """
         with self._noting_failure():
-            self._filler.finish(unit)
+            self._queue.wait(unit)
 
     def need(self, unit: Unit) -> None:
         """Note that this pass uses the unit."""
@@ -242,7 +247,8 @@ class PassCoordinator:
         self._progress.tell_of_the_end()
         flags = self._gather_order.needed() if self._gather_order.is_due() else None
         serve = partial(self._serve, now, flags, list(self._gather_order.wanted))
-        now.ending = self._submit(now, self._gather_order.rest(), serve)
+        last = self._taking_part(now, self._gather_order.rest())
+        now.ending = self._queue.submit(self._queue.turn(*last, serve))
         self._ended.append(now)
 
     def settle(self) -> None:
@@ -256,12 +262,12 @@ class PassCoordinator:
             assert first.ending is not None
             with self._noting_failure():
                 first.ending.wait()
-            del self._ended[0]  # after an interrupt it is waited for again: all ranks revise their agendas
+            del self._ended[0]  # after an interrupt it is waited for again: all ranks revise their orders
             first.revise()
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
-        """After a failure nobody is served: the ranks are no longer in step."""
+        """After a failure serve no rank any more: ranks are out of step."""
         try:
             yield
         except CommError:
@@ -269,30 +275,21 @@ class PassCoordinator:
             self._ended.clear()
             raise
 
-    # ---- on the lane --------------------------------------------------------------------------------------------
+    def _taking_part(self, now: _Pass, indices: Sequence[int]) -> list[Callable[[], None]]:
+        return [self._queue.take_part(self._units[index], during=now.kind).run for index in indices]
 
-    def _submit(self, now: _Pass, before: Sequence[int], last: Callable[[], None]) -> Work:
-        """Have the lane take part in the gathers of some units, and do something after them."""
+    # ---- on the queue -------------------------------------------------------------------------------------------
 
-        def go_down() -> None:
-            self._filler.during = now.kind
-            for index in before:
-                self._filler.take_part(self._units[index])
-            last()
-
-        return self._filler.submit(go_down)
-
-    def _negotiate(self, now: _Pass, unit: Unit, fill: Callable[[], None]) -> None:
-        """Gather what all ranks agree on, until that is `unit`."""
+    def _negotiate(self, now: _Pass, unit: Unit) -> None:
+        """Take part in what all ranks agree on, until that is `unit`."""
         while (choice := self._negotiation.agree(unit.index, now.kind, 0, now.prefer).choice) != unit.index:
-            self._filler.take_part(self._units[choice])
-        fill()
+            self._queue.take_part(self._units[choice], during=now.kind).run()
 
     def _serve(self, now: _Pass, flags: Sequence[int] | None, wanted: Sequence[int]) -> None:
-        """Take part in what others need, until all ranks are at the end; then look through the agenda with them."""
+        """Take part in gathers of other ranks until all are at the end; then revise the gather order with them."""
         while (round_ := self._negotiation.agree(END, now.kind, len(wanted), now.prefer)).choice != END:
             now.beyond = True
-            self._filler.take_part(self._units[round_.choice])
+            self._queue.take_part(self._units[round_.choice], during=now.kind).run()
         if now.beyond:
             now.revise = partial(self._gather_order.extend, now.kind, self._negotiation.lists(wanted, round_.needed))
         elif flags is not None:

@@ -16,10 +16,10 @@ from difflib import SequenceMatcher
 
 
 class UseOrder:
-    """One recorded sequence of units per kind of pass (a forward in training, a backward, an evaluation, ...).
+    """The order in which this rank uses units, recorded per kind of pass (training forward, backward, evaluation, ...).
 
-    Nothing is predicted for the rest of a pass that leaves the recorded path. One such pass is forgotten, so that the
-    next one is as it would have been without it; a second one in a row is the new path.
+    Prefetching and eviction follow it. A pass that leaves the recorded order predicts nothing more. One such pass is
+    forgotten; after a second one in a row its order is the recorded one.
     """
 
     def __init__(self) -> None:
@@ -77,11 +77,11 @@ class UseOrder:
 
 
 MEMORY = 8
-"""Passes of one kind after which a gather that no rank has needed in any of them leaves the agenda."""
+"""Passes of one kind after which a gather that no rank has needed in any of them leaves the order."""
 
 
 class GatherOrder:
-    """One rank's copy, and its place on it. All copies are equal, because they change by what all ranks know."""
+    """One rank's copy of the order, and how far it is in it. Copies are equal: they change by what all ranks know."""
 
     def __init__(self) -> None:
         self._agreed: dict[str, list[int]] = {}
@@ -107,11 +107,11 @@ class GatherOrder:
         return self._agreed.get(self._kind, [])
 
     def coming(self) -> int | None:
-        """Return the unit that is gathered next, if the agenda says so."""
+        """Return the unit that is gathered next, if the order has one left."""
         return self.items[self._place] if self._place < len(self.items) else None
 
     def turn(self, unit: int) -> list[int] | None:
-        """Go on to the gather of `unit`, and return those before it; or stay, and return `None` if there is none."""
+        """Advance past the gather of `unit` and return those before it. Return `None` if the order has none left."""
         if unit not in self.items[self._place :]:
             return None
         start, self._place = self._place, self.items.index(unit, self._place) + 1
@@ -119,12 +119,12 @@ class GatherOrder:
         return list(self.items[start : self._place - 1])
 
     def rest(self) -> list[int]:
-        """Go to the end, and return the gathers that are left."""
+        """Advance to the end and return the gathers that are left."""
         start, self._place = self._place, len(self.items)
         return list(self.items[start:])
 
     def add(self, unit: int) -> None:
-        """Note that `unit` is gathered beyond the agenda."""
+        """Note that `unit` is gathered in addition to the order."""
         self._came[unit] = None
 
     def need(self, unit: int) -> None:
@@ -141,23 +141,23 @@ class GatherOrder:
         return self._wanted
 
     def needed(self) -> list[int]:
-        """Return for each gather 1 if this rank has needed it since the agenda was last looked through, else 0."""
+        """Return for each gather 1 if this rank has needed it since the last revision, else 0."""
         return [int(place in self._needed[self._kind]) for place in range(len(self.items))]
 
     def is_due(self) -> bool:
-        """Count the pass that ends, and return whether the agenda is to be looked through for what nobody needs."""
+        """Count the pass that ends, and return whether gathers that no rank needs should be removed."""
         self._passes[self._kind] = self._passes.get(self._kind, 0) + 1
         return self._passes[self._kind] % MEMORY == 0
 
     def shorten(self, kind: str, ranks: Sequence[Sequence[int]]) -> None:
-        """Leave out what was not `needed()` on any rank."""
+        """Remove what was not `needed()` on any rank."""
         needed = [any(flags) for flags in zip(*ranks, strict=True)]
         self._replace(kind, [unit for unit, wanted in zip(self._agreed[kind], needed, strict=True) if wanted])
 
     def extend(self, kind: str, ranks: Sequence[Sequence[int]]) -> None:
-        """Let the agenda have all that any rank `wanted`: after a pass that needed more than was on it.
+        """Add all that any rank `wanted`, after a pass that needed more than the order had.
 
-        Where that would more than double it, the old one was another program's, and goes.
+        If that would more than double the order, replace it: the program does something else now.
         """
         wanted: Sequence[int] = []
         for theirs in ranks:

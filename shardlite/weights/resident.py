@@ -16,21 +16,21 @@ import torch
 from shardlite.comm import Context
 from shardlite.errors import PhaseError
 from shardlite.params import Unit, Weights
-from shardlite.weights.all_gather import Filler, is_fresh, outside_inference, unseen_by_checkpoints
+from shardlite.weights.all_gather import GatherQueue, is_fresh, outside_inference, unseen_by_checkpoints
 from shardlite.weights.writeback import take_over_all
 
 
 class ResidentWeights:
-    """Keeps the full weights of one wrapped model; the counterpart of `Gatherer`, which lends them."""
+    """Keeps the full weights of one wrapped model in memory. The counterpart of `Gatherer`."""
 
     def __init__(self, units: Sequence[Unit], context: Context) -> None:
         self._units = [unit for unit in units if unit.needs_gather]
-        self._filler = Filler(context)
+        self._queue = GatherQueue(context)
         self._trace = context.trace
         self._left: dict[Unit, int] = {}  # how often copies of shards were written to when their last hold ended
 
     def unshard(self, unit: Unit) -> None:
-        """Make the unit's full weights readable until `reshard`; holds count."""
+        """Make the unit's full weights readable until `reshard`. Calls nest."""
         if unit.needs_gather and unit.users == 0:
             # Inside a `torch.func` transform the new views would be of its kind, and outlive it.
             self._take_over(unit)
@@ -45,7 +45,7 @@ class ResidentWeights:
         unit.users += 1
 
     def reshard(self, unit: Unit) -> None:
-        """End one hold."""
+        """End one use."""
         unit.users -= 1
         if unit.needs_gather and unit.users == 0:
             self._trace.emit("reshard", unit.name)
@@ -59,16 +59,16 @@ class ResidentWeights:
                 self._request(unit)
 
     def begin_backward(self, *, final: bool) -> None:
-        """Nothing: a backward finds the weights of its forward."""
+        """No-op. A backward uses the weights of its forward."""
 
     def stop_prefetching(self) -> None:
-        """Nothing: nothing is gathered in a backward."""
+        """No-op. A backward gathers nothing."""
 
     def end_pass(self) -> None:
-        """Nothing: all gathers were started when it began."""
+        """No-op. All gathers were started when the pass began."""
 
     def inside_pass(self, kind: str) -> AbstractContextManager[None]:
-        """Nothing: every rank gathers every unit."""
+        """No-op. Every rank gathers every unit."""
         return nullcontext()
 
     def after_backward(self, *, final: bool) -> None:
@@ -119,12 +119,11 @@ class ResidentWeights:
             self._land(unit)
             self._rest(unit)
         self._expire(unit)
-        with outside_inference(), torch.no_grad():
-            unit.work = self._filler.submit(self._filler.filling(unit))
+        unit.work = self._queue.submit(self._queue.turn(self._queue.gather(unit).run))
 
     def _land(self, unit: Unit) -> None:
         if unit.phase is Weights.GATHERING:
-            self._filler.finish(unit)
+            self._queue.wait(unit)
             with outside_inference():
                 unit.bind()
         unit.move(Weights.FULL)

@@ -1,11 +1,11 @@
-"""Gathering (stage 3): who needs a unit's full weights holds it, and releases it after use.
+"""Unshard and reshard units (stage 3).
 
-    hold -> [gather] -> FULL, used -> release -> IDLE -> hold again: nothing to do
-                                              -> evicted: the buffer serves another unit
+    unshard -> [gather] -> FULL, used -> reshard -> IDLE -> unshard again: nothing to do
+                                                 -> evicted: the buffer serves another unit
 
 Buffers are a cache. An idle unit keeps its buffer until another unit needs it, and a model of any depth runs through
-`1 + prefetch` of them, besides the root's; more where more units are held at once. Each rank decides for itself what it
-needs to gather and what it keeps; `PassCoordinator` sees to it that all gather the same, in one order.
+`1 + prefetch` of them, besides the root's; more where more units are in use at once. Each rank decides for itself what
+it needs to gather and what it keeps; `PassCoordinator` has all ranks gather the same units in one order.
 
 Legend: `W` ranks, `S` elements per shard; a full buffer has `W*S` elements per flat.
 """
@@ -54,14 +54,15 @@ class Gatherer:
         return self._owners.get(storage_key(tensor))
 
     def unshard(self, unit: Unit) -> None:
-        """Make the unit's full weights readable until `reshard`; holds count. Within a pass.
+        """Make the unit's full weights readable until `reshard`. Calls nest. Within a pass.
 
         Raises:
             CommError: a peer failed, is late, or does something else.
         """
         if unit.users == 0:
             with unseen_by_checkpoints():
-                self._request(unit)
+                if self._prepare(unit):
+                    self._coordinator.gather(unit)
                 self._idle.pop(unit, None)
                 self._coordinator.need(unit)
                 self.order.need(unit.index)
@@ -70,7 +71,7 @@ class Gatherer:
         unit.users += 1
 
     def reshard(self, unit: Unit) -> None:
-        """End one hold. After the last one the unit is idle, and may be evicted."""
+        """End one use. After the last one the unit is idle and may be evicted."""
         unit.users -= 1
         if unit.users == 0:
             self._trace.emit("reshard", unit.name)
@@ -105,7 +106,7 @@ class Gatherer:
         self._coordinator.end()
 
     def inside_pass(self, kind: str) -> AbstractContextManager[None]:
-        """Hold units in the pass in progress or, if there is none, in one of its own."""
+        """Unshard in the pass in progress or, if there is none, in a new one."""
         return self._coordinator.inside(kind)
 
     def settle(self) -> None:
@@ -120,12 +121,12 @@ class Gatherer:
                 self._evict(unit)
 
     def forget(self, units: Sequence[Unit]) -> None:
-        """Let the next hold of each gather anew, because the full weights may have been written to."""
+        """Gather each unit again at its next use, because its full weights may have been written to."""
         for unit in units:
             unit.needs_regather = True
 
     def expire(self) -> None:
-        """Nothing: idle parameters are placeholders anyway, and a hold finds that their weights have changed."""
+        """No-op. Outdated weights are detected by version at the next unshard."""
 
     def stop_prefetching(self) -> None:
         """Gather nothing ahead in the rest of the pass in progress, and keep one idle unit at most."""
@@ -153,13 +154,13 @@ class Gatherer:
             spare = self._held() <= self._ahead or self._victim(unit) not in [None, *upcoming]
             if not is_fresh(unit) and not self._coordinator.comes_next(unit):
                 break  # the other ranks gather something else first, or nothing yet
-            if unit.users == 0 and (unit.buffer is not None or spare):
-                self._request(unit)
+            if unit.users == 0 and (unit.buffer is not None or spare) and self._prepare(unit):
+                self._coordinator.gather(unit)
 
-    def _request(self, unit: Unit) -> None:
-        """Start gathering `unit`, unless its weights are there, or on their way, and are those of now."""
+    def _prepare(self, unit: Unit) -> bool:
+        """Return whether `unit` has to be gathered; if so, give it a buffer."""
         if is_fresh(unit):
-            return
+            return False
         if unit.phase is Weights.GATHERING:  # gathered ahead, then the weights were changed
             self._land(unit)
             self._let_idle(unit)
@@ -167,7 +168,7 @@ class Gatherer:
             buffer = self._buffer_for(unit)
             self._owners[buffer.key] = unit
             unit.buffer, unit.overwritten = buffer, set(unit.stepped)
-            self._coordinator.gather(unit)
+        return True
 
     def _land(self, unit: Unit) -> None:
         """Wait for the weights, and let the module's parameters be views of them."""

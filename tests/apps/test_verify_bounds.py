@@ -8,7 +8,7 @@ import torch
 from shardlite import Precision
 from shardlite.apps.verify.bounds import Sum, difference, in_ulps, same_bits
 from shardlite.apps.verify.task import joined_batch
-from shardlite.apps.verify.verify import Report, Row
+from shardlite.apps.verify.verify import Report, ReportRow
 
 
 def test_differences_and_units_of_last_place():
@@ -75,10 +75,10 @@ def test_batches_are_joined_where_that_means_something():
 
 
 OK = [
-    Row(opponent="stage 0", quantity="loss of step 1"),
-    Row(opponent="stage 0", quantity="gradients of step 1"),
-    Row(opponent="DDP", quantity="gradients of step 1", absolute=1.5e-8, ulps=3, equal=False, share=0.251),
-    Row(opponent="DDP", quantity="weights after step 2", absolute=0.01, ulps=1e6, equal=False, share=None),
+    ReportRow(opponent="stage 0", quantity="loss of step 1"),
+    ReportRow(opponent="stage 0", quantity="gradients of step 1"),
+    ReportRow(opponent="DDP", quantity="gradients of step 1", absolute=1.5e-8, ulps=3, equal=False, share=0.251),
+    ReportRow(opponent="DDP", quantity="weights after step 2", absolute=0.01, ulps=1e6, equal=False, share=None),
 ]
 
 
@@ -91,7 +91,7 @@ def test_the_table_lists_every_comparison():
         "                 weights after step 2        0.01  1e+06  not judged",
         "2 ranks, 2 steps: ok",
     ]
-    failed = Row(opponent="DDP", quantity="x", absolute=1, ulps=2, equal=False, share=9, failure="rank 1: x")
+    failed = ReportRow(opponent="DDP", quantity="x", absolute=1, ulps=2, equal=False, share=9, failure="rank 1: x")
     report = Report(1, 1, (*OK, failed))
     assert not report.ok
     assert report.first_failure == "rank 1: x"

@@ -8,7 +8,7 @@ from shardlite import LayoutError
 from shardlite.params.layout import ALIGN, Layout, carve, lay_out, zeros_on
 from shardlite.params.partition import cut
 from shardlite.params.states import Gradients, Weights, check_move
-from shardlite.weights.gather_order import Order
+from shardlite.weights.gather_order import UseOrder
 
 
 def layout(shapes: dict[str, tuple[int, ...]], world_size: int) -> Layout:
@@ -138,7 +138,7 @@ def test_nested_units():
 
 
 def test_order_predicts_only_on_the_recorded_path():
-    order = Order()
+    order = UseOrder()
     order.begin("forward")
     assert order.upcoming(1) == []
     for unit in (0, 1, 2):

@@ -28,7 +28,7 @@ from shardlite.apps.demo.report import (
 from shardlite.apps.demo.settings import Settings
 from shardlite.apps.demo.text import Bytes, Corpus, draw_batch, read_corpus, unigram_entropy
 from shardlite.apps.launch import process_group
-from shardlite.comm import all_gather_object
+from shardlite.comm import all_gather_json
 
 MAX_NORM = 1.0
 SAMPLE_BYTES = 240
@@ -161,7 +161,7 @@ def _is_validation_due(step: int, steps: int) -> bool:
 
 def _report(run: Run, curve: list[Point], sharded: Footprint, plain: Footprint) -> None:
     """Tell how good the model became and what that took, in memory and time."""
-    footprints = [Footprint(**each) for each in all_gather_object(None, asdict(sharded), "the memory of each rank")]
+    footprints = [Footprint(**each) for each in all_gather_json(None, asdict(sharded), "the memory of each rank")]
     if run.rank != 0:
         return
     entropy = unigram_entropy(run.corpus.validation)

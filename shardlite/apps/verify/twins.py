@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from shardlite.apps.verify.masters import Masters
 from shardlite.apps.verify.task import Batch, Task, doubled, joined_batch, mean_loss
 from shardlite.build import plan_flats
-from shardlite.comm import all_gather_object
+from shardlite.comm import all_gather_json
 from shardlite.model import ShardLite
 from shardlite.optim import AdamW
 from shardlite.params import ALIGN, as_they_are, cut, round_up
@@ -183,7 +183,7 @@ class _Sharded(_Plain):
         params, group = _trainable(self.module), self.task.group
         with as_they_are():  # parts of gradients, which the library looks after
             own = {n: None if p.grad is None else p.grad.as_subclass(Tensor).reshape(-1) for n, p in params.items()}
-        counts = all_gather_object(
+        counts = all_gather_json(
             group, {name: None if grad is None else grad.numel() for name, grad in own.items()}, "gradients"
         )
         whole: dict[str, Tensor | None] = {}

@@ -21,7 +21,7 @@ from shardlite.apps.verify import twins
 from shardlite.apps.verify.bounds import SAME, Batching, Bounds, Judge, Sum, difference, in_ulps, same_bits, unlike
 from shardlite.apps.verify.task import Batch, Task, joins
 from shardlite.build import STAGES
-from shardlite.comm import all_gather_object
+from shardlite.comm import all_gather_json
 from shardlite.config import Precision
 from shardlite.errors import LayoutError
 from shardlite.params import UnitPolicy
@@ -252,7 +252,7 @@ def _with_tensor(
 
 def _over_ranks(task: Task, rows: Sequence[ReportRow]) -> tuple[ReportRow, ...]:
     """Take the worst of all ranks; rank 0 has all rows, the others may have fewer."""
-    said = all_gather_object(task.group, [asdict(row) for row in rows], "the results")
+    said = all_gather_json(task.group, [asdict(row) for row in rows], "the results")
     ranks = [[ReportRow(**row) for row in each] for each in said]
     return tuple(_worst([each[i] for each in ranks if i < len(each)]) for i in range(len(ranks[0])))
 

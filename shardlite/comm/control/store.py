@@ -81,7 +81,7 @@ def bounded_store() -> BoundedStore:
     return _stores[world]
 
 
-def all_gather_object(group: dist.ProcessGroup | None, mine: Any, what: str, timeout: timedelta = TIMEOUT) -> list[Any]:
+def all_gather_json(group: dist.ProcessGroup | None, mine: Any, what: str, timeout: timedelta = TIMEOUT) -> list[Any]:
     """Return what every rank of `group` says, as JSON holds it. All of them call this; `what` it is about errors name.
 
     Raises:

@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary, WeakSet, finalize
 
 import torch.distributed as dist
 
-from shardlite.comm.control.store import TIMEOUT, all_gather_object
+from shardlite.comm.control.store import TIMEOUT, all_gather_json
 from shardlite.comm.shm import futex, handshake
 from shardlite.comm.shm.heap import Heap, Mapping
 from shardlite.comm.shm.mailbox import control_nbytes
@@ -71,7 +71,7 @@ def nodes_of(group: dist.ProcessGroup, timeout: timedelta = TIMEOUT) -> int:
     Raises:
         LayoutError: hosts have different numbers of ranks, or those of one are not consecutive.
     """
-    hosts = all_gather_object(group, _host(), "which host each rank is on", timeout)
+    hosts = all_gather_json(group, _host(), "which host each rank is on", timeout)
     node = next((i for i, host in enumerate(hosts) if host != hosts[0]), len(hosts))
     starts = hosts[::node]
     if (
@@ -97,7 +97,7 @@ def _rendezvous(group: dist.ProcessGroup, timeout: timedelta) -> Rendezvous:
         except OSError as error:
             why_not = f"this system gives no shared memory: {error}"
     part = secrets.token_hex(handshake.NUMBER)
-    rows = all_gather_object(group, (why_not, _host(), address, part), "shared memory of one host", timeout)
+    rows = all_gather_json(group, (why_not, _host(), address, part), "shared memory of one host", timeout)
     why_not = next((f"rank {r}: {row[0]}" for r, row in enumerate(rows) if row[0]), "")
     if why_not:  # nobody has asked for less
         log.warning("no shared memory between the ranks of this host: %s", why_not)
@@ -116,7 +116,7 @@ def _rendezvous(group: dist.ProcessGroup, timeout: timedelta) -> Rendezvous:
     except OSError as error:
         failure = f"rank {rank} cannot connect to the others: {error}"
     failures = "; ".join(
-        said for said in all_gather_object(group, failure, "connections within the host", timeout) if said
+        said for said in all_gather_json(group, failure, "connections within the host", timeout) if said
     )
     if failures:
         log.warning("no shared memory between the ranks of this host: %s", failures)

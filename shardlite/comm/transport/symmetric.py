@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from shardlite.comm.control.store import TIMEOUT, all_gather_object
+from shardlite.comm.control.store import TIMEOUT, all_gather_json
 from shardlite.comm.shm.rendezvous import nodes_of
 from shardlite.comm.transport.base import Completed, Message, Pending, Plain
 from shardlite.comm.transport.process_group import Posted
@@ -259,7 +259,7 @@ def why_not(group: dist.ProcessGroup, device: torch.device, timeout: timedelta =
     """
     reason = _not_here(device)
     number = None if reason else _numbered(device).index
-    rows = all_gather_object(group, (reason, number, devices_may_overlap()), _WHAT, timeout)
+    rows = all_gather_json(group, (reason, number, devices_may_overlap()), _WHAT, timeout)
     if missing := next((f"rank {rank}: {row[0]}" for rank, row in enumerate(rows) if row[0]), ""):
         return missing
     if not _on_one_host(group, timeout):
@@ -275,7 +275,7 @@ def why_not(group: dist.ProcessGroup, device: torch.device, timeout: timedelta =
     own = _numbered(device)
     apart = [each for each in numbers if each != own.index and not torch.cuda.can_device_access_peer(own, each)]
     blind = f"{own} cannot access the memory of cuda:{apart[0]}" if apart else ""
-    return next((said for said in all_gather_object(group, blind, _WHAT, timeout) if said), "")
+    return next((said for said in all_gather_json(group, blind, _WHAT, timeout) if said), "")
 
 
 def symmetric_memory(
@@ -294,7 +294,7 @@ def symmetric_memory(
             memory = _SymmetricMemory.rendezvous(area, group.group_name)
         except RuntimeError as error:
             failure = f"rank {dist.get_rank(group)}: {error}"
-        reason = next((said for said in all_gather_object(group, failure, _WHAT, timeout) if said), "")
+        reason = next((said for said in all_gather_json(group, failure, _WHAT, timeout) if said), "")
         if not reason:
             assert memory is not None, "or there was a reason"
             return SymmetricMemoryTransport(memory, timeout, area)

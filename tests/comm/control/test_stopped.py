@@ -85,7 +85,7 @@ CALLS |= {each.__name__: each for each in (save, load, resume)}
 def stopped_body(group, transport):
     """Stop rank 0, and return what each call gives rank 1 for an error."""
     runs = {name: Run(transport) for name in CALLS}
-    runs["meet"].new_group = dist.new_group()
+    runs["rendezvous"].new_group = dist.new_group()
     runs["end_backward"].loss = runs["end_backward"].model(X).sum()
     runs["clip"].model(X).sum().backward()
     pid = Path(os.environ["TMPDIR"]).parent / "pid"

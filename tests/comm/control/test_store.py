@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardlite import ShardLite
-from shardlite.comm.control.store import BoundedStore, all_gather_object, bounded_store
+from shardlite.comm.control.store import BoundedStore, all_gather_json, bounded_store
 from shardlite.errors import CommError
 from tests.support.patience import seconds
 
@@ -23,7 +23,7 @@ PATIENT = timedelta(seconds=seconds(30))
 def told_body(group):
     store = dist.distributed_c10d._get_default_store()
     name, before = group.group_name, store.num_keys()
-    rows = [all_gather_object(group, [group.rank(), f"round {i}", None, 2.5], "numbers", PATIENT) for i in range(3)]
+    rows = [all_gather_json(group, [group.rank(), f"round {i}", None, 2.5], "numbers", PATIENT) for i in range(3)]
     dist.barrier(group)
     left = [each for each in range(4) if store.check([f"shardlite/{name}/{bounded_store().told[name] - each}"])]
     return rows, left, store.num_keys() - before
@@ -41,7 +41,7 @@ def again_body(group):
     """Come to exchanges of the same numbers, as process groups of the same name in one store do."""
     rows = []
     for i in range(3):
-        rows.append(all_gather_object(group, [group.rank(), i], "numbers", PATIENT))
+        rows.append(all_gather_json(group, [group.rank(), i], "numbers", PATIENT))
         dist.barrier(group)
         bounded_store().told[group.group_name] -= 1
     bounded_store().told[group.group_name] += 3
@@ -55,7 +55,7 @@ def test_what_is_left_of_an_earlier_group_is_not_heard(cluster):
 
 def absent_body(group, absent):
     if group.rank() not in absent:
-        all_gather_object(group, "here", "what each rank wraps", timedelta(seconds=LIMIT))
+        all_gather_json(group, "here", "what each rank wraps", timedelta(seconds=LIMIT))
     time.sleep(4 * LIMIT)  # the store of a file is gone with the last who has it open
 
 
