@@ -79,9 +79,9 @@ class EMA:
         self._averages: dict[Flat, Tensor] = {}
         self._runs: Sequence[tuple[Tensor, Tensor]] = ()
         self._split: Sequence[tuple[Tensor, Tensor, Tensor]] = ()
-        self._bridge.announce_change()
+        self._bridge.in_backward.announce_change()
         self._take_in(flat for flat in flats_of(model._units) if flat.rows_now())
-        self._bridge.followers.add(self)
+        self._bridge.in_backward.followers.add(self)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -91,7 +91,7 @@ class EMA:
             PhaseError: inside `swapped()`.
             ValueError: the callable `decay` has returned something that is not from 0 to 1.
         """
-        self._bridge.announce_change()
+        self._bridge.in_backward.announce_change()
         decay = _checked(self._decay(self.updates), self.updates) if callable(self._decay) else self._decay
         for average, weights in self._runs:
             average.lerp_(weights, 1 - decay)
@@ -114,7 +114,7 @@ class EMA:
         Raises:
             PhaseError: the model has averaged weights already, or is inside a forward or `gathered()`.
         """
-        self._bridge.announce_change()
+        self._bridge.in_backward.announce_change()
         if any(unit.users for unit in self._model._units):
             raise PhaseError("EMA: the weights are in use: enter swapped() outside of a forward and of gathered()")
         self._settle()

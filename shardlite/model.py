@@ -55,7 +55,7 @@ from shardlite.grads import Clipper, Reducer, Skips, SoloGradientFlags
 from shardlite.optim import accumulating, adopt
 from shardlite.params import Unit, UnitPolicy, UnitRule
 from shardlite.telemetry import Held, not_on, process_memory
-from shardlite.weights import Calls, Gatherer, ResidentWeights
+from shardlite.weights import Gatherer, ResidentWeights
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -534,43 +534,41 @@ class ShardLite(nn.Module):
         return units
 
     def _connect(self, plan: Plan, prefetch: int, diagnose: bool) -> None:
-        """Let hooks drive the units."""
+        """Build what drives the units from the bottom up: weights, gradients, hooks, and the bridge to optimizers."""
         context, units, single_rank = self._context, self._units, self._placement.single_rank
-        calls = None
+        flats = flats_of(units)
         gatherer: Gatherer | ResidentWeights
         if self._placement.permanent:
             gatherer = ResidentWeights(units, context)
         else:
             gatherer = Gatherer(units, context, prefetch=prefetch)
-            calls = Calls(gatherer, units)
-        self._reducer = Reducer([] if single_rank else units, context, stage=self.stage, diagnose=diagnose)
-        self._backward = Backward(self._reducer, gatherer, calls)
-        self._full = FullParameters(self.module, units, context, gatherer, calls)
-        self._hooks = ModuleHooks(self._backward, gatherer, calls)
+        shards = Shards(units, self.trace)
+        self._in_backward = InBackwardOptimizer(shards, gatherer)
+        reduced = [] if single_rank else units
+        self._reducer = Reducer(reduced, context, self._in_backward, stage=self.stage, diagnose=diagnose)
+        self._backward = Backward(self._reducer, gatherer, units)
+        self._full = FullParameters(self.module, units, context, gatherer, self._backward.calls)
+        self._hooks = ModuleHooks(self._backward, gatherer)
         if not single_rank:
             modules = needs(self.module, plan.units, units)
             self._hooks.install(modules, param_locations(self.module, units), [unit.module for unit in plan.units])
             settle_all(units, self._hooks, self._reducer)
         self._backward.catch_gradients()
-        flats = flats_of(units)
         solo = SoloGradientFlags(flats, context.device, diagnose=diagnose) if single_rank else None
-        flag = solo.nonfinite if solo else self._reducer.nonfinite
-        skips = Skips(flag, context.device, context.rank, warns=not diagnose)
+        nonfinite = solo.nonfinite if solo else self._reducer.nonfinite
         self._bridge = OptimizerBridge(
-            Shards(units, self.trace),
-            skips,
-            Clipper(flats, context, lambda: self._reducer.reduced_norm),
+            shards,
+            Skips(nonfinite, context.device, context.rank, warns=not diagnose),
+            Clipper(flats, context, self._reducer.reduced_norm),
+            context,
+            self._in_backward,
+            self._backward,
+            self._hooks,
             gatherer,
-            context.steps,
-            self._ready_for_step,
-            lambda what: self._in_backward.refuse(what),
-            context.on_any_rank,
-            context.exchange,
             f"rank {context.rank} of {context.world_size} (stage {self.stage})",
         )
-        self._in_backward = self._reducer.stepper = InBackwardOptimizer(self._bridge)
         torch_patches.watch(self._bridge)
-        adopt(self._bridge.shards.by_param(), part_of(units))
+        adopt(shards.by_param(), part_of(units))
 
     def _recover(self) -> None:
         """End what an exception has left unfinished: other ranks may not have come to theirs, and wait in it."""
@@ -587,8 +585,3 @@ class ShardLite(nn.Module):
     def _ready_for_forward(self) -> None:
         self._recover()
         self._bridge.shards.check()
-
-    def _ready_for_step(self) -> None:
-        self._hooks.reset()
-        graded = any(shard.grad is not None for shard in self._bridge.shards)
-        self._backward.check_step(graded=graded, inside=self._in_backward.optimizer() is not None)

@@ -45,7 +45,7 @@ class Operation(NamedTuple):
 
     label: str = "unnamed collective"
     sequence: int = 0
-    notes: FailureReports | None = None
+    reports: FailureReports | None = None
     """Where to ask, when it fails, what the other ranks are doing."""
 
     during: str = ""
@@ -338,22 +338,22 @@ class _Named(NamedTuple):
     full: Tensor
 
     def __enter__(self) -> None:
-        notes = self.operation.notes
-        if notes is not None:
-            if notes.failed:
-                why = f"not begun, for this rank has failed before: {notes.failed}"
-                raise CommError(f"{self}: {why}{notes.compare(str(self), why)}")
-            notes.begin(self)
+        reports = self.operation.reports
+        if reports is not None:
+            if reports.failed:
+                why = f"not begun, for this rank has failed before: {reports.failed}"
+                raise CommError(f"{self}: {why}{reports.compare(str(self), why)}")
+            reports.begin(self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         operation, full = self
-        if operation.notes is not None:
-            operation.notes.end(self)
+        if operation.reports is not None:
+            operation.reports.end(self)
         if isinstance(error, CommError):
             during = f", during {operation.during}" if operation.during else ""
             which = f"operation {operation.sequence}, {full.numel()} elements of {full.dtype}"
             what = f"{operation.label}{during} ({which})"
-            others = "" if operation.notes is None else operation.notes.compare(what, str(error))
+            others = "" if operation.reports is None else operation.reports.compare(what, str(error))
             raise CommError(f"{what}: {error}{others}") from error
 
     def __str__(self) -> str:

@@ -31,7 +31,7 @@ from shardlite.telemetry import Held, Ledger, Trace
 class WeightVersion:
     """How often all weights of a model were changed: by a step of an optimizer, mostly, or by a load."""
 
-    taken: int = 0
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Context:
     timeout: timedelta
     """How long a rank waits for a message."""
 
-    steps: WeightVersion
+    version: WeightVersion
     board: ReportBoard
     waits: ReportBoard | None
     """Where ranks say what they wait in; `None` where that does not tell whether they will go on: what a GPU does the
@@ -84,8 +84,8 @@ class Context:
             CommError: this is a forked child, which cannot take part.
         """
         self.owner.check()
-        when = "" if at_any_step else f" at step {self.steps.taken}"
-        return Operation(f"{what} of model {self.instance}{when}", sequence, self.notes, during)
+        when = "" if at_any_step else f" at step {self.version.number}"
+        return Operation(f"{what} of model {self.instance}{when}", sequence, self.reports, during)
 
     @property
     def transports(self) -> list[Transport]:
@@ -121,7 +121,7 @@ class Context:
         return ranks.tolist()
 
     @cached_property
-    def notes(self) -> FailureReports:
+    def reports(self) -> FailureReports:
         """What ranks leave for each other when something has failed."""
         transport = self.transport
 
@@ -129,10 +129,10 @@ class Context:
             """(With replicas ranks here are numbered differently from those of a transport.)"""
             return transport.world_size == self.world_size and transport.is_gone(other)
 
-        notes = FailureReports(self.board, self.rank, self.world_size, waits=self.waits, is_gone=is_gone)
-        tell_of_the_end(notes)
+        reports = FailureReports(self.board, self.rank, self.world_size, waits=self.waits, is_gone=is_gone)
+        tell_of_the_end(reports)
         defer_interrupts()
-        return notes
+        return reports
 
     @cached_property
     def progress(self) -> Progress:
@@ -146,12 +146,12 @@ class Context:
     @contextmanager
     def telling(self) -> Iterator[None]:
         """Leave a note about an exception, for other ranks that will wait for this one in vain."""
-        self.notes.withdraw()
+        self.reports.withdraw()
         defer_interrupts()  # a notebook sets Python's handler anew for each cell
         try:
             yield
         except Exception as error:
-            self.notes.leave(f"its forward at step {self.steps.taken} ended in {type(error).__name__}: {error}")
+            self.reports.leave(f"its forward at step {self.version.number} ended in {type(error).__name__}: {error}")
             raise
 
     @property
@@ -192,7 +192,7 @@ class Context:
     def queue(self, name: str) -> StreamQueue:
         """Return a new lane for operations that use these transports."""
         blocking = any(transport.blocking for transport in self.transports)
-        return make_queue(name, self.device, blocking=blocking, watch=self.notes)
+        return make_queue(name, self.device, blocking=blocking, watch=self.reports)
 
 
 def share(groups: Ranks, device: torch.device, timeout: timedelta, route: Route) -> Context:
@@ -215,7 +215,7 @@ def share(groups: Ranks, device: torch.device, timeout: timedelta, route: Route)
         hosts=(hosts, other_hosts),
         device=device,
         timeout=timeout,
-        steps=WeightVersion(),
+        version=WeightVersion(),
         board=StoreReports(name),
         waits=StoreReports(f"{name}, waits") if device.type == "cpu" and replicas is None else None,
         standings=StoreReports(f"{name}, standings"),

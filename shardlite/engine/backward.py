@@ -8,7 +8,7 @@ in it, and so the end of the outermost one is what closes.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
@@ -19,7 +19,7 @@ from torch import nn
 from shardlite.errors import PhaseError
 from shardlite.grads import Bucket, Reducer
 from shardlite.params import Unit, take_grad
-from shardlite.weights import Calls, Gathering
+from shardlite.weights import Calls, Gatherer, Gathering
 
 
 def in_backward() -> bool:
@@ -38,10 +38,12 @@ class Mode(Enum):
 class Backward:
     """Follows the backwards of one wrapped model, one outermost backward at a time."""
 
-    def __init__(self, reducer: Reducer, gatherer: Gathering, calls: Calls | None) -> None:
+    def __init__(self, reducer: Reducer, gatherer: Gathering, units: Sequence[Unit]) -> None:
         self._reducer = reducer
         self._gatherer = gatherer
-        self._calls = calls
+        self.calls = Calls(gatherer, units, on_use=self.open) if isinstance(gatherer, Gatherer) else None
+        """Where handles of weights are saved for a backward; `None` where weights are always there."""
+
         self._task: int | None = None
         self._mode = Mode.STEP
         self._reducing = False
@@ -53,8 +55,6 @@ class Backward:
         self._outstanding: Counter[Unit] = Counter()
         self._recomputed: Counter[Unit] = Counter()
         self._used: list[Unit] = []
-        if calls is not None:
-            calls.on_use = self.open
 
     def open(self) -> None:
         """Begin, if this is the first event of a backward. To be called at every event, inside a backward."""
@@ -111,8 +111,7 @@ class Backward:
             if self._mode is Mode.STEP:
                 self._saves_memory = self._reducer.saves_memory()
         self._got_gradients = True
-        self._reducer.latest = (param, grad.detach()) if is_watched else None
-        bucket = self._reducer.add(unit, param, grad.detach())  # with `create_graph` it has a history
+        bucket = self._reducer.add(unit, param, grad.detach(), is_watched=is_watched)  # it may have a history
         if self._mode is not Mode.LOCAL and self._is_complete(bucket):
             self._reducer.complete(unit)
 
@@ -225,8 +224,8 @@ class Backward:
         self._recomputed.clear()
         while self._used:
             self._gatherer.reshard(self._used.pop())
-        if self._calls is not None:
-            self._calls.end_backward()
+        if self.calls is not None:
+            self.calls.end_backward()
         self._gatherer.after_backward(final=final)
 
 

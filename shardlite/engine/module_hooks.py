@@ -19,7 +19,7 @@ from shardlite.engine.backward import Backward, in_backward
 from shardlite.engine.module_map import ParamLocation
 from shardlite.errors import LayoutError
 from shardlite.params import Shard, Unit
-from shardlite.weights import Call, Calls, Gathering, pop_hooks, push_hooks, take_over_all
+from shardlite.weights import Call, Gathering, pop_hooks, push_hooks, take_over_all
 
 
 @dataclass(eq=False)
@@ -36,10 +36,10 @@ class _Frame:
 class ModuleHooks:
     """The hooks of one wrapped model; without calls the weights keep their memory, and autograd may save them."""
 
-    def __init__(self, backward: Backward, gatherer: Gathering, calls: Calls | None) -> None:
+    def __init__(self, backward: Backward, gatherer: Gathering) -> None:
         self._backward = backward
         self._gatherer = gatherer
-        self._calls = calls
+        self._calls = backward.calls
         self._needs: Mapping[nn.Module, Sequence[Unit]] = {}
         self._sites: Mapping[Unit, Sequence[ParamLocation]] = {}
         self._names: Mapping[nn.Module, str] = {}

@@ -1,15 +1,16 @@
 """What a wrapped model does when an optimizer steps its shards or clips their gradients, after or inside a backward."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Protocol
 from weakref import WeakSet, ref
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardlite.comm import WeightVersion
+from shardlite.comm import Context
+from shardlite.engine.backward import Backward
 from shardlite.engine.local_shards import Shards
+from shardlite.engine.module_hooks import ModuleHooks
 from shardlite.errors import PhaseError
 from shardlite.grads import Clipper, ShardStep, Skips
 from shardlite.optim import AdamW, steps_in_backward
@@ -18,82 +19,30 @@ from shardlite.weights import Gathering
 
 
 class Follower(Protocol):
-    """Who keeps something beside the weights, and so has to know before these change."""
+    """Keeps something beside the weights (an average of them), and has to know before they change."""
 
     def before_change(self) -> None:
-        """Look at the trained weights of now. Raises if the model has others."""
+        """Look at the trained weights. Raises if the model has others now."""
 
 
-@dataclass(frozen=True, eq=False)
-class OptimizerBridge:
-    """The ends of one wrapped model that optimizers touch."""
+class InBackwardOptimizer:
+    """Lets the optimizer of one wrapped model step inside the backward, if it is one that does."""
 
-    shards: Shards
-    skips: Skips
-    clipper: Clipper
-    gatherer: Gathering
-    steps: WeightVersion
-    ready: Callable[[], None]
-    """Raises if gradients are not what a step needs."""
-
-    refuse: Callable[[str], None]
-    """Raises if gradients are gone after a backward; to be told what wants them."""
-
-    on_any_rank: Callable[[Tensor], Tensor]
-    """Returns whether a flag, [], is more than 0 on any rank, as 0 or 1. To be called by every rank."""
-
-    exchange: Callable[[int, str], list[int]]
-    """Returns the numbers of all ranks. To be called by every rank, which says what for."""
-
-    place: str
-    """Which rank of how many this is, and at which stage."""
-
-    followers: "WeakSet[Follower]" = field(default_factory=WeakSet)
-
-    optimizers: "WeakSet[Optimizer]" = field(default_factory=WeakSet)
-    """Those that have stepped the model."""
+    def __init__(self, shards: Shards, gatherer: Gathering) -> None:
+        self._shards = shards
+        self._gatherer = gatherer
+        self._now: ref[AdamW] | None = None
+        self.followers: WeakSet[Follower] = WeakSet()
 
     def announce_change(self) -> None:
         """Let followers look at the trained weights; they raise if the model has others now."""
         for each in self.followers:
             each.before_change()
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Raise if a step would be a wrong one, and see to it that it does nothing if gradients are not finite."""
-        self.optimizers.add(optimizer)
-        self.ready()
-        if not getattr(optimizer, "in_backward", False):
-            self.refuse(f"a step of {type(optimizer).__name__}")
-        self.announce_change()
-        self.gatherer.settle()
-        self.shards.check()
-        self.skips.before_step(optimizer)
-
-    def after_step(self, stepped: Sequence[Tensor]) -> None:
-        """Take note of what was changed."""
-        self.steps.taken += 1
-        self.skips.after_step()
-        self.clipper.gradients_written()  # fused optimizers divide them by the scale of a gradient scaler
-        self.shards.after_step(stepped)
-        self.gatherer.expire()
-
     def mark_stepped(self) -> None:
-        """Take note that shards were stepped in a backward; that is counted when the step is closed."""
-        self.shards.mark_changed(list(self.shards))
-        self.gatherer.expire()
-
-    def mark_changed(self) -> None:
-        """Take note that all shards were changed by other means than a step, on every rank."""
-        self.steps.taken += 1  # ranks that did not do the same are found out by it
-        self.mark_stepped()
-
-
-class InBackwardOptimizer:
-    """Lets the optimizer of one wrapped model step inside the backward, if it is one that does."""
-
-    def __init__(self, bridge: OptimizerBridge) -> None:
-        self._bridge = bridge
-        self._now: ref[AdamW] | None = None
+        """Note that shards were stepped in a backward. The step is counted when it is closed."""
+        self._shards.mark_changed(list(self._shards))
+        self._gatherer.expire()
 
     def optimizer(self) -> AdamW | None:
         """Return the optimizer that steps inside the backward, if there is one.
@@ -101,7 +50,7 @@ class InBackwardOptimizer:
         Raises:
             LayoutError: there are several, or it lacks parameters.
         """
-        return steps_in_backward(self._bridge.shards.names)
+        return steps_in_backward(self._shards.names)
 
     def begin(self, *, steps: bool) -> bool:
         """Note the first gradient of a backward, and return whether means are stepped by. `steps` if it may.
@@ -115,13 +64,13 @@ class InBackwardOptimizer:
         self._now = ref(optimizer)  # whoever drops an optimizer is rid of it
         optimizer.ready()
         if steps:
-            self._bridge.announce_change()
-            self._bridge.shards.check()
+            self.announce_change()
+            self._shards.check()
             self._check_gradients()
         return steps
 
     def _check_gradients(self) -> None:
-        for shard, name in self._bridge.shards.names().items():
+        for shard, name in self._shards.names().items():
             if shard.grad is not None:
                 raise PhaseError(
                     f"AdamW(in_backward=True) steps by what a backward brings, but the shard of {name!r} has a "
@@ -137,7 +86,7 @@ class InBackwardOptimizer:
     def end(self, bad: Tensor) -> None:
         """Note that shards have changed; `bad`, [], is above 0 if any rank has found a NaN or an infinity."""
         self._optimizer().note(bad)
-        self._bridge.mark_stepped()
+        self.mark_stepped()
 
     def _optimizer(self) -> AdamW:
         optimizer = None if self._now is None else self._now()
@@ -155,3 +104,63 @@ class InBackwardOptimizer:
                 f"{what}: AdamW(in_backward=True) has stepped by each gradient as soon as it was there, and keeps "
                 "none. Use AdamW without it; to bound updates without a look at all gradients, AdamW(max_update=...)"
             )
+
+
+class OptimizerBridge:
+    """What optimizers touch of one wrapped model."""
+
+    def __init__(
+        self,
+        shards: Shards,
+        skips: Skips,
+        clipper: Clipper,
+        context: Context,
+        in_backward: InBackwardOptimizer,
+        backward: Backward,
+        hooks: ModuleHooks,
+        gatherer: Gathering,
+        place: str,
+    ) -> None:
+        """`place` names this rank, how many there are, and the stage."""
+        self.shards = shards
+        self.skips = skips
+        self.clipper = clipper
+        self.context = context
+        self.in_backward = in_backward
+        self.gatherer = gatherer
+        self.place = place
+        self.optimizers: WeakSet[Optimizer] = WeakSet()
+        """Those that have stepped the model."""
+
+        self._backward = backward
+        self._hooks = hooks
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Raise if a step would be a wrong one, and make it change nothing if gradients are not finite.
+
+        Raises:
+            PhaseError: gradients are not what a step needs, or were stepped by inside the backward.
+        """
+        self.optimizers.add(optimizer)
+        self._hooks.reset()
+        graded = any(shard.grad is not None for shard in self.shards)
+        self._backward.check_step(graded=graded, inside=self.in_backward.optimizer() is not None)
+        if not getattr(optimizer, "in_backward", False):
+            self.in_backward.refuse(f"a step of {type(optimizer).__name__}")
+        self.in_backward.announce_change()
+        self.gatherer.settle()
+        self.shards.check()
+        self.skips.before_step(optimizer)
+
+    def after_step(self, stepped: Sequence[Tensor]) -> None:
+        """Note what was changed."""
+        self.context.version.number += 1
+        self.skips.after_step()
+        self.clipper.gradients_written()  # fused optimizers divide them by the scale of a gradient scaler
+        self.shards.after_step(stepped)
+        self.gatherer.expire()
+
+    def mark_changed(self) -> None:
+        """Note that all shards were changed by other means than a step, on every rank."""
+        self.context.version.number += 1  # ranks that did not do the same are found out by it
+        self.in_backward.mark_stepped()

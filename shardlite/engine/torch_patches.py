@@ -215,7 +215,7 @@ def _load_state_dict(original: Callable[..., None]) -> Callable[..., None]:
         if models:
             name = f"load_state_dict of {type(optimizer).__name__}"
             wrong = state_dicts.misfit(optimizer, state_dict, _describe(optimizer, models))
-            told = models[0].exchange(-1 if wrong else state_dicts.latest_step(state_dict), name)
+            told = models[0].context.exchange(-1 if wrong else state_dicts.latest_step(state_dict), name)
             if wrong:
                 raise LayoutError(f"{name}: {wrong}. {_RESUME}")
             if min(told) < 0:
@@ -250,7 +250,7 @@ def _unscale(original: Callable[..., dict[torch.device, Tensor]]) -> Callable[..
     def unscale(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         """Divide the gradients as ever; what any rank has found, all have."""
         for model in _models_of(optimizer):
-            model.refuse("a gradient scaler")
+            model.in_backward.refuse("a gradient scaler")
         found = original(scaler, optimizer, *args, **kwargs)
         held = set(map(id, params_of(optimizer)))
         for model in _models_of(optimizer):
@@ -261,7 +261,7 @@ def _unscale(original: Callable[..., dict[torch.device, Tensor]]) -> Callable[..
                 torch.maximum(here, flag, out=here)
             if held - {id(shard) for shard in model.shards}:  # ignored parameters, which each rank judges by itself
                 for here in found.values():
-                    here.copy_(model.on_any_rank(here))
+                    here.copy_(model.context.on_any_rank(here))
         return found
 
     return unscale
@@ -308,7 +308,7 @@ def _clip(original: Callable[..., None]) -> Callable[..., None]:
                     f"clip_grad_norm_ was given the unsharded parameter {unsharded!r}, which has no "
                     "gradient: give it parameters() of the ShardLite model, not those of a module around or in it"
                 )
-            model.refuse("clip_grad_norm_")
+            model.in_backward.refuse("clip_grad_norm_")
         owner, shards = _owner([param.grad for param in params if param.grad is not None])
         if owner is None:
             original(params, max_norm, total_norm, foreach)

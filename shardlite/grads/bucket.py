@@ -68,10 +68,10 @@ class Bucket:
             self._place_of(*self._places[(early := self.early.popitem())[0]]).copy_(early[1])
             del early  # one after the other they go
 
-    def add(self, param: nn.Parameter, grad: Tensor | None, *, context: bool) -> None:
+    def add(self, param: nn.Parameter, grad: Tensor | None, *, is_watched: bool) -> None:
         """Put a gradient in its place, cast to the dtype of the sum, or on top of what is there already.
 
-        Pass `None` for one that does not count (`join`): it has come, and contributes nothing. `context` says that
+        Pass `None` for one that does not count (`join`): it has come, and contributes nothing. `is_watched` says that
         others may write to it.
 
         Raises:
@@ -87,7 +87,7 @@ class Bucket:
             return
         dense = grad.to_dense() if grad.is_sparse else grad
         if not self.full:
-            self._keep_early(param, dense.clone() if context else dense)
+            self._keep_early(param, dense.clone() if is_watched else dense)
         elif param in self.used:
             self._place_of(*place).add_(dense)
         else:

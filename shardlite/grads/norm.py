@@ -92,10 +92,10 @@ class Clipper:
     """The norm of the gradients of one wrapped model, and clipping by it."""
 
     def __init__(self, flats: Sequence[Flat], context: Context, reduced_norm: Callable[[], ReducedNorm | None]) -> None:
-        """`reduced_norm` returns what the last reduction has handed over."""
+        """`reduced_norm` returns the norm of what the last reduction left in `.grad`, if it is known."""
         self._flats = [flat for flat in flats if flat.layout.dtype.is_floating_point]
         self._context = context
-        self._handed = reduced_norm
+        self._reduced_norm = reduced_norm
         self._numbers = count()
 
     def norm(self, norm_type: float, only: Collection[Tensor] | None = None) -> Tensor:
@@ -122,7 +122,7 @@ class Clipper:
     def _partial(self, norm_type: float, only: Collection[Tensor] | None, dtype: torch.dtype) -> Tensor | float:
         """Return the norm of this rank's part of the gradients."""
         graded = _graded(shard for flat in self._flats for shard in flat.shards if only is None or shard in only)
-        reduced_norm = self._handed()
+        reduced_norm = self._reduced_norm()
         if norm_type == 2 and reduced_norm is not None and reduced_norm.describes(graded):
             return reduced_norm.squares(self._flats).sqrt()
         pieces = [piece for flat in self._flats for piece in _pieces(flat, self._context.transport.rank, only)]
@@ -140,7 +140,7 @@ class Clipper:
         factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
         if not use_triton(factor) and factor == 1:
             return
-        graded, reduced_norm = _graded(shards), self._handed()
+        graded, reduced_norm = _graded(shards), self._reduced_norm()
         if reduced_norm is not None and reduced_norm.are_all(graded):
             runs = list(reduced_norm.runs())
         else:
@@ -151,7 +151,7 @@ class Clipper:
 
     def gradients_written(self) -> None:
         """Take note that gradients were written to in a way that PyTorch does not count."""
-        reduced_norm = self._handed()
+        reduced_norm = self._reduced_norm()
         if reduced_norm is not None:
             reduced_norm.forget()
 

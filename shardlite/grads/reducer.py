@@ -48,7 +48,7 @@ To have pages back takes about 1 ms per MiB on a CPU (measured with two ranks on
 
 
 class Stepper(Protocol):
-    """Who steps shards by their gradients while these are reduced."""
+    """Steps shards by their gradients while these are reduced. The engine has one."""
 
     def begin(self, *, steps: bool) -> bool:
         """Note the first gradient of a backward, and return whether means are stepped by. `steps` if it may.
@@ -116,21 +116,20 @@ class _Round:
 class Reducer:
     """Reduces the gradients of one wrapped model; `diagnose` names those that are not finite."""
 
-    latest: tuple[nn.Parameter, Tensor] | None = None
+    _latest: tuple[nn.Parameter, Tensor] | None = None
     """The gradient that has just come, if hooks of the program are to see it: its bucket may be on its way already."""
 
     _nonfinite: Tensor | None = None
     _judged: Sequence["weakref.ref[Tensor]"] = ()
     """The gradients that `_nonfinite` is about."""
 
-    stepper: Stepper | None = None
-    """To be set if shards may be stepped in a backward."""
+    _reduced_norm: ReducedNorm | None = None
 
-    reduced_norm: ReducedNorm | None = None
-    """What the last backward left in `.grad`, and its squares; `None` if some of it was there before."""
-
-    def __init__(self, units: Sequence[Unit], context: Context, *, stage: int, diagnose: bool) -> None:
+    def __init__(
+        self, units: Sequence[Unit], context: Context, stepper: Stepper, *, stage: int, diagnose: bool
+    ) -> None:
         self._context = context
+        self._stepper = stepper
         self._queue = context.queue("reduce")
         self._averager = Averager(context, stage=stage)
         self._gradient_flags = GradientFlags(context)
@@ -181,7 +180,7 @@ class Reducer:
             PhaseError: gradients that would be accumulated are not, because an earlier backward has stepped.
         """
         self._round.reduces = reduces
-        self._round.stepping = self.stepper is not None and self.stepper.begin(steps=steps)
+        self._round.stepping = self._stepper.begin(steps=steps)
 
     def check_recomputation(self, unit: Unit) -> None:
         """Raise if a forward that is run again would see weights that were stepped since the first time.
@@ -195,12 +194,13 @@ class Reducer:
                 "because its gradients were complete: use AdamW without it, or no checkpointing there"
             )
 
-    def add(self, unit: Unit, param: nn.Parameter, grad: Tensor) -> Bucket:
-        """Take in the gradient of one parameter, and return the bucket that it went to.
+    def add(self, unit: Unit, param: nn.Parameter, grad: Tensor, *, is_watched: bool) -> Bucket:
+        """Put the gradient of one parameter into its bucket, and return that. Hooks of the program see it if watched.
 
         Raises:
             PhaseError: the unit was already reduced in this backward.
         """
+        self._latest = (param, grad) if is_watched else None
         bucket = self._buckets[unit]
         if bucket.reduced:
             raise PhaseError(
@@ -211,7 +211,7 @@ class Reducer:
         self._land_what_is_done()
         if bucket.needs_memory(param, waits=self._round.reduces):
             self._fill(bucket)
-        bucket.add(param, grad if self._counts else None, context=self.latest is not None)
+        bucket.add(param, grad if self._counts else None, is_watched=is_watched)
         if param in bucket.early:
             self._context.ledger.track("gradient buckets", bucket.early[param])
         return bucket
@@ -255,7 +255,7 @@ class Reducer:
 
     def start_over(self) -> None:
         """Be ready for the next backward."""
-        self.latest = None
+        self._latest = None
         for bucket in self._buckets.values():
             bucket.arrivals, bucket.reduced = 0, False
             bucket.unit.stepped.clear()
@@ -287,8 +287,8 @@ class Reducer:
     def waiting(self, unit: Unit, param: nn.Parameter) -> Tensor | None:
         """Return the gradient of one of the module's parameters that was accumulated and not yet reduced."""
         accumulated = self._buckets[unit].gradient(param) if unit in self._buckets else None
-        if accumulated is None and self.latest is not None and self.latest[0] is param:
-            return self.latest[1]
+        if accumulated is None and self._latest is not None and self._latest[0] is param:
+            return self._latest[1]
         return accumulated
 
     def drop(self, unit: Unit, param: nn.Parameter) -> None:
@@ -357,14 +357,13 @@ class Reducer:
         here may still be. Nodes of this backward may not use them again: where full weights always have memory autograd
         is told so, and elsewhere handles look, once the weights would have to be gathered anew.
         """
-        assert self.stepper is not None
         if unit.work is not None:
             unit.work.wait(self._context.progress.publish)
         if flat.full is None:
             unit.stepped.add(flat)
         else:
             torch.autograd.graph.increment_version([flat.params[row] for row in flat.rows])
-        return self.stepper.step(flat)
+        return self._stepper.step(flat)
 
     def _fill(self, bucket: Bucket) -> None:
         """Give a bucket its memory, once there is room for one more beside the root's."""
@@ -438,17 +437,20 @@ class Reducer:
         for (shard, grad, used), count in zip(parts, users, strict=True):
             if count and not used:
                 shard.grad = grad if shard.grad is None else shard.grad.add_(grad)
-        self.reduced_norm = None if before else ReducedNorm({mean.flat: mean.total[0] for mean in means}, reduced)
+        self._reduced_norm = None if before else ReducedNorm({mean.flat: mean.total[0] for mean in means}, reduced)
         self._judged = [weakref.ref(shard.grad) for shard in self._shards() if shard.grad is not None]
         if self._diagnose and self._nonfinite.item():
             self._name_bad()
 
     def _end_steps(self) -> None:
         """Let everybody know that shards were stepped, and whether by anything bad on any rank."""
-        assert self.stepper is not None
         bad = [step.bad for reduction in self._round.started for step in reduction.steps]
-        self.reduced_norm, self._judged = None, []
-        self.stepper.end(self._gradient_flags.take([], bad)[1])
+        self._reduced_norm, self._judged = None, []
+        self._stepper.end(self._gradient_flags.take([], bad)[1])
+
+    def reduced_norm(self) -> ReducedNorm | None:
+        """Return what the last backward left in `.grad`, and its squares; `None` if some of it was there before."""
+        return self._reduced_norm
 
     def nonfinite(self) -> Tensor | None:
         """Return whether what the last backward left in `.grad` has a NaN or an infinity on any rank, [], 1 or 0.

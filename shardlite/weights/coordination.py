@@ -71,7 +71,7 @@ class Negotiation:
             DesyncError: ranks are in different passes, or have taken different numbers of steps.
             CommError: a peer failed or is late.
         """
-        mine = Proposal(wants, crc32(kind.encode()) & 0x7FFFFFFF, self._context.steps.taken, needed)
+        mine = Proposal(wants, crc32(kind.encode()) & 0x7FFFFFFF, self._context.version.number, needed)
         words = [
             Proposal(*row)
             for row in self._exchange(
@@ -122,7 +122,7 @@ class Negotiation:
 
     def _fail(self, mine: Proposal, kind: str, why: str) -> NoReturn:
         """Raise, with what the others are doing, and where in the program; each finds the same difference now."""
-        others = self._context.notes.compare(f"{self._wish(mine, kind)}, at step {mine.step}", why)
+        others = self._context.reports.compare(f"{self._wish(mine, kind)}, at step {mine.step}", why)
         raise DesyncError(f"{why}{others}")
 
     def _wish(self, word: Proposal, kind: str) -> str:

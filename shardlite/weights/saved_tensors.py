@@ -13,7 +13,7 @@ weights they are complete too early) nor when its backward ran once (it may have
 drops its handles before it computes with the views; where one is still looked at, the release waits for the next hold.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,10 +161,10 @@ class Kept:
 class Calls:
     """All calls of one wrapped model, and the hooks that make handles of weights."""
 
-    def __init__(self, gatherer: Gatherer, units: list[Unit]) -> None:
+    def __init__(self, gatherer: Gatherer, units: Sequence[Unit], *, on_use: Callable[[], None]) -> None:
         self.gatherer = gatherer
-        self.on_use: Callable[[], None] = _nothing
-        """What is to happen before a handle is used in a backward."""
+        self.on_use = on_use
+        """Called before a handle is used in a backward."""
 
         self._sizes = {unit.nbytes for unit in units}
         self.live: dict[Unit, list[Call]] = {unit: [] for unit in units}
@@ -276,7 +276,3 @@ def push_hooks(calls: Calls) -> bool:
 def pop_hooks() -> None:
     """Undo a `push_hooks` that returned true."""
     torch._C._autograd._pop_saved_tensors_default_hooks()
-
-
-def _nothing() -> None:
-    pass

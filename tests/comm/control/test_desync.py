@@ -54,8 +54,8 @@ class Trained:
         self.x = torch.ones(2, WIDTH)
 
     def _wait_for_notes(self, patience: float) -> None:
-        notes = self.model._context.notes
-        notes._patience, notes._waits = patience, None  # a standstill would be found before the timeout
+        reports = self.model._context.reports
+        reports._patience, reports._waits = patience, None  # a standstill would be found before the timeout
 
     def expect_silence(self) -> None:
         """Let this rank give up on notes that will never come."""
