@@ -620,7 +620,7 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/grads/reducer.py",
         "call",
-        "                reduction.work.wait()\n",
+        "                reduction.submitted().wait()\n",
         "                pass\n",
         "gradients are handed over before they are reduced",
     ),

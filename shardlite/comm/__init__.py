@@ -21,7 +21,7 @@ from shardlite.comm.control.store import all_gather_json
 from shardlite.comm.schedule import Order, Schedule, Transfer, order_of_addition
 from shardlite.comm.shm.heap import lazy_zeros
 from shardlite.comm.streams import StreamQueue, Work, make_queue
-from shardlite.comm.traffic import Sent
+from shardlite.comm.traffic import Sent, Traffic
 from shardlite.comm.transport.base import Transport
 from shardlite.comm.transport.groups import GroupLike, Ranks, ranks_of
 from shardlite.comm.transport.select import choose, connect
@@ -52,6 +52,7 @@ __all__ = [
     "staging_numel",
     "StreamQueue",
     "SUMMABLE",
+    "Traffic",
     "Transfer",
     "Transport",
     "WeightVersion",

@@ -14,7 +14,7 @@ is no sum over the ranks that share a model (one rank alone, replicas) a pass ta
 Legend: `W` ranks that share a model, `S` elements per shard, `P` rows of statistics.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -81,65 +81,65 @@ class Averager:
         self._context.ledger.track("gradients", whole)
         return Mean(flat, whole, own, new_stats(own), full.new_empty(2, dtype=torch.float64))
 
-    def job(self, full: Tensor, mean: Mean, unit: str, operation: Operation) -> Callable[[], None]:
-        """Return what a lane has to do with the gradients in `full`, which it overwrites."""
-        context, cuts, divisor = self._context, mean.flat.gradients.cuts, self.divisor
+    def average(self, full: Tensor, mean: Mean, divisor: int, unit: str, operation: Operation) -> None:
+        """Reduce the gradients in `full` into `mean`, and overwrite `full`. On the queue."""
+        context, cuts = self._context, mean.flat.gradients.cuts
         shard, replicas = context.reducing
         transport = context.traffic.counted(shard, "reduce", unit)
         across = replicas and context.traffic.counted(replicas, "reduce over replicas", unit)
         in_place = shard.world_size == 1 and mean.own.data_ptr() == full.data_ptr()
+        if not in_place:
+            reduce_scatter(
+                full,
+                transport,
+                out=mean.own,
+                divisor=1 if across else divisor,
+                stats=None if across else mean.stats,
+                staging=self._staging_for(full, mean),
+                operation=operation,
+                cuts=cuts,
+            )
+        if across:
+            numel = staging_numel(mean.own.numel(), across, mean.own.dtype)
+            room = self._room(numel, mean.own.dtype)
+            all_reduce(mean.own, across, divisor=divisor, staging=room, operation=operation)
+        if in_place or across:
+            stats(mean.own, mean.stats)
+        if self._stage == 0:
+            all_gather(mean.whole, transport, operation=operation, cuts=cuts)
+        mean.total.copy_(stats_total(mean.stats))
 
-        def average() -> None:
-            if not in_place:
-                reduce_scatter(
-                    full,
-                    transport,
-                    out=mean.own,
-                    divisor=1 if across else divisor,
-                    stats=None if across else mean.stats,
-                    staging=self._staging_for(full, mean),
-                    operation=operation,
-                    cuts=cuts,
-                )
-            if across:
-                numel = staging_numel(mean.own.numel(), across, mean.own.dtype)
-                room = self._room(numel, mean.own.dtype)
-                all_reduce(mean.own, across, divisor=divisor, staging=room, operation=operation)
-            if in_place or across:
-                stats(mean.own, mean.stats)
-            if self._stage == 0:
-                all_gather(mean.whole, transport, operation=operation, cuts=cuts)
-            mean.total.copy_(stats_total(mean.stats))
-
-        return average
-
-    def stepping_job(
-        self, full: Tensor, flat: Flat, step: ShardStep, used: Sequence[int], unit: str, operation: Operation
-    ) -> Callable[[], None]:
-        """Return what a lane has to do with the gradients in `full` if the mean is stepped by and not kept.
+    def step_by(
+        self,
+        full: Tensor,
+        flat: Flat,
+        step: ShardStep,
+        used: Sequence[int],
+        divisor: int,
+        unit: str,
+        operation: Operation,
+    ) -> None:
+        """Reduce the gradients in `full`, and step by their mean instead of keeping it. On the queue.
 
         Where the mean is the last addition of a ring, that and the step are one. Where it is gathered or added up once
         more (stage 0, replicas) the step follows. `used` is 1 for each parameter that this rank has used, else 0, and
         `-W` or less for those that no rank is to step.
         """
-        context, cuts, divisor = self._context, flat.gradients.cuts, self.divisor
+        context = self._context
         shard, replicas = context.reducing
+        step.activate(self._users(used, full.device, unit, operation))
+        if self._stage == 0 or replicas or shard.world_size == 1:
+            mean = self.place(flat, full)
+            self.average(full, mean, divisor, unit, operation)
+            step(0, None, mean.whole)
+            return
 
         def last(start: int, received: Tensor, own: Tensor) -> None:
             step(start, received, own, divisor)
 
-        def average() -> None:
-            step.activate(self._users(used, full.device, unit, operation))
-            if self._stage == 0 or replicas or shard.world_size == 1:
-                mean = self.place(flat, full)
-                self.job(full, mean, unit, operation)()
-                step(0, None, mean.whole)
-            else:
-                staging = self._staging_of(flat, full)
-                transport = context.traffic.counted(shard, "reduce", unit)
-                reduce_scatter(full, transport, last=last, staging=staging, operation=operation, cuts=cuts)
-
-        return average
+        staging, cuts = self._staging_of(flat, full), flat.gradients.cuts
+        transport = context.traffic.counted(shard, "reduce", unit)
+        reduce_scatter(full, transport, last=last, staging=staging, operation=operation, cuts=cuts)
 
     def _users(self, used: Sequence[int], device: torch.device, unit: str, operation: Operation) -> Tensor:
         """Return how many ranks have used each parameter, [rows]. Steps need to know before their means are whole."""
@@ -166,7 +166,7 @@ class Averager:
         return self._room(numel, full.dtype)
 
     def _room(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return memory that serves one operation after the other. To be called on the lane, whose stream owns it."""
+        """Return memory that serves one operation after the other. Called on the queue, whose stream owns it."""
         if numel * dtype.itemsize > self._staging.numel():
             self._staging = torch.empty(numel * dtype.itemsize, dtype=torch.uint8, device=self._context.device)
             self._context.ledger.track("staging", self._staging)

@@ -24,7 +24,7 @@ import torch
 from shardlite_kernels import send
 from torch import Tensor, nn
 
-from shardlite.comm import Context, Work, broadcast
+from shardlite.comm import Context, Traffic, Work, broadcast
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.grads.bucket import Bucket
 from shardlite.grads.flags import GradientFlags, any_bad, warn_of
@@ -64,18 +64,31 @@ class Stepper(Protocol):
         """Note that shards have changed; `bad`, [], is above 0 if any rank has found a NaN or an infinity."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Reduction:
-    """A reduction on its way, and where its results will be."""
+    """The reduction of one unit: what the queue runs, and where its results will be."""
 
     bucket: Bucket
-    work: Work
-    means: Sequence[Mean]
+    traffic: Traffic
     used: Sequence[int]
     """1 for each parameter that this rank has used, else 0."""
 
-    steps: Sequence[ShardStep]
+    jobs: deque[Callable[[], None]] = field(default_factory=deque)
+    means: list[Mean] = field(default_factory=list)
+    steps: list[ShardStep] = field(default_factory=list)
     """Those that are taken instead of keeping means."""
+
+    work: Work | None = None
+
+    def run(self) -> None:
+        """Reduce flat by flat. On the queue."""
+        with self.traffic.running("reduce", self.bucket.unit.name):
+            while self.jobs:  # emptied, so that the bucket is free when the work is done
+                self.jobs.popleft()()
+
+    def submitted(self) -> Work:
+        assert self.work is not None
+        return self.work
 
     def parts(self) -> Iterable[tuple[nn.Parameter, Tensor, int]]:
         """Yield each shard with its part of the mean, a view, and whether this rank has used its parameter."""
@@ -324,31 +337,26 @@ class Reducer:
             self._context.trim(keep=0)
 
     def _launch(self, bucket: Bucket) -> _Reduction:
-        unit = bucket.unit
-        used = bucket.flags()
+        unit, divisor = bucket.unit, self._averager.divisor
+        reduction = _Reduction(bucket, self._context.traffic, bucket.flags())
         if self._diagnose and self._round.first_bad is None and (bad := bucket.first_bad()) is not None:
-            self._round.first_bad = bad + sum(len(reduction.used) for reduction in self._round.started)
-        means: list[Mean] = []
-        steps: list[ShardStep] = []
-        jobs = deque[Callable[[], None]]()
+            self._round.first_bad = bad + sum(len(before.used) for before in self._round.started)
         for i, (flat, full) in enumerate(zip(bucket.flats, bucket.full, strict=True)):
             operation = self._context.operation(f"reduce-scatter of unit {unit.name!r}, flat {i}", self._backwards)
             if self._round.stepping:
-                steps.append(self._prepare_step(unit, flat))
+                step = self._prepare_step(unit, flat)
                 mine = [int(flat.params[row] in bucket.used) for row in flat.rows]
                 if self._round.died:
-                    mine = [-self._context.world_size for _ in mine]  # what is not whole nobody steps by
-                jobs.append(self._averager.stepping_job(full, flat, steps[-1], mine, unit.name, operation))
+                    mine = [-self._context.world_size for _ in mine]  # no rank steps by gradients that are not whole
+                job = partial(self._averager.step_by, full, flat, step, mine, divisor, unit.name, operation)
+                reduction.steps.append(step)
             else:
-                means.append(self._averager.place(flat, full))
-                jobs.append(self._averager.job(full, means[-1], unit.name, operation))
-
-        def go_round() -> None:
-            with self._context.traffic.running("reduce", unit.name):
-                while jobs:  # emptied, so that the bucket is free once the flight is over
-                    jobs.popleft()()
-
-        return _Reduction(bucket, self._queue.submit(go_round), means, used, steps)
+                mean = self._averager.place(flat, full)
+                job = partial(self._averager.average, full, mean, divisor, unit.name, operation)
+                reduction.means.append(mean)
+            reduction.jobs.append(job)
+        reduction.work = self._queue.submit(reduction.run)
+        return reduction
 
     def _prepare_step(self, unit: Unit, flat: Flat) -> ShardStep:
         """Get ready for the step of a flat in this backward.
@@ -374,7 +382,7 @@ class Reducer:
         while now.landed < len(now.started) and (waits_for_all or (not root and self._held() >= LIMIT)):
             first = now.started[now.landed]
             with self._context.traffic.waiting("reduce", first.bucket.unit.name):
-                if not first.work.wait_unless(partial(progress.ends_wait, now.landed, monotonic())):
+                if not first.submitted().wait_unless(partial(progress.ends_wait, now.landed, monotonic())):
                     break
             self._land(now.landed + 1)
         progress.filled(beyond=not root and self._held() >= LIMIT and now.reduces)
@@ -393,14 +401,14 @@ class Reducer:
     def _land_what_is_done(self) -> None:
         """Free the buckets whose reductions are over."""
         now = self._round
-        while now.landed < len(now.started) and now.started[now.landed].work.done():
+        while now.landed < len(now.started) and now.started[now.landed].submitted().done():
             self._land(now.landed + 1)
 
     def _land(self, count: int) -> None:
         """Wait until the first `count` reductions are over, and free their buckets."""
         for reduction in self._round.started[self._round.landed : count]:
             with self._context.traffic.waiting("reduce", reduction.bucket.unit.name):
-                reduction.work.wait()
+                reduction.submitted().wait()
             reduction.bucket.clear()
             self._round.landed += 1
             if self._is_root_left(len(self._round.started)):

@@ -68,7 +68,7 @@ def reductions_that_wait(*, for_anything: bool = False) -> Iterator[None]:
     order: list[int] = []
 
     def gated(self: Any, operation: Callable[[], None]) -> Any:
-        if "_launch" not in operation.__qualname__:
+        if "_Reduction" not in operation.__qualname__:
             return submit(self, operation)
         gate = threading.Event()
         work = submit(self, lambda: (gate.wait(seconds(60)), operation())[1])
