@@ -1,0 +1,156 @@
+"""How deep the library is: the calls from a module's hook to the first message, and what a traceback shows."""
+
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardlite
+from shardlite import CommError, ShardLite
+from shardlite.comm.streams import ThreadQueue
+from shardlite.comm.transport.base import Around
+from tests.support.patience import seconds
+
+HOUSE = f"{Path(shardlite.__file__).parent}/"
+
+TO_THE_QUEUE = {
+    3: [
+        "engine/module_hooks.py: _enter",
+        "engine/module_hooks.py: _enter_unit",
+        "weights/unshard.py: unshard",
+        "weights/coordination.py: gather",
+        "comm/streams.py: submit",
+    ],
+    2: [
+        "engine/module_hooks.py: _enter",
+        "engine/module_hooks.py: _begin",
+        "weights/resident.py: begin_pass",
+        "weights/resident.py: _request",
+        "comm/streams.py: submit",
+    ],
+}
+TO_THE_QUEUE[1] = TO_THE_QUEUE[2]
+
+TO_THE_WIRE = [
+    "comm/streams.py: _work_off",
+    "weights/all_gather.py: run",  # of what was submitted at once
+    "weights/all_gather.py: run",  # of one gather
+    "comm/collectives.py: all_gather",
+    "comm/executor.py: run_gather",
+    "comm/traffic.py: isend",
+    "the transport",
+]
+
+
+STORY = [
+    "model.py: __call__",
+    "model.py: forward",
+    "engine/module_hooks.py: _enter",
+    "engine/module_hooks.py: _enter_unit",
+    "weights/unshard.py: unshard",
+    "weights/unshard.py: _land",
+    "weights/coordination.py: wait",
+    "weights/all_gather.py: wait",
+    "comm/streams.py: wait",
+    "comm/streams.py: _ends_within",
+    "comm/streams.py: _work_off",  # from here on the queue's thread, which failed
+    "weights/all_gather.py: run",
+    "weights/all_gather.py: run",
+    "comm/collectives.py: all_gather",
+    "comm/collectives.py: __exit__",  # which names the operation
+]
+
+
+def calls() -> list[str]:
+    """Return the running functions of the library, the innermost last, from a module's hook or a thread's start on."""
+    frames = traceback.extract_stack(sys._getframe(1))
+    names = [f"{each.filename.removeprefix(HOUSE)}: {each.name}" for each in frames if each.filename.startswith(HOUSE)]
+    hook = "engine/module_hooks.py: _enter"
+    return names[names.index(hook) :] if hook in names else names
+
+
+@contextmanager
+def watched(seen: dict[str, list[str]]) -> Iterator[None]:
+    """Note the calls that lead to the first submission from a hook, and to the first message of the queue."""
+    submit, init = ThreadQueue.submit, Around.__init__
+
+    def submitting(self: Any, operation: Any) -> Any:
+        seen.setdefault("submit", [*calls(), "comm/streams.py: submit"])
+        return submit(self, operation)
+
+    def counting(self: Any, transport: Any) -> None:
+        init(self, transport)
+        self._transport = Noting(transport, seen)
+
+    ThreadQueue.submit, Around.__init__ = submitting, counting  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ThreadQueue.submit, Around.__init__ = submit, init  # type: ignore[method-assign]
+
+
+class Noting:
+    """A transport that notes who sends the first message."""
+
+    def __init__(self, transport: Any, seen: dict[str, list[str]]) -> None:
+        self._transport = transport
+        self._seen = seen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def isend(self, *args: Any) -> Any:
+        self._seen.setdefault("send", [*calls(), "the transport"])
+        return self._transport.isend(*args)
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def stack_body(group: Any, stage: int) -> dict[str, list[str]]:
+    model = ShardLite(net(), stage=stage, units=nn.Linear, group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: dict[str, list[str]] = {}
+    for _ in range(2):  # in the first pass ranks negotiate
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with watched(seen):
+        model(torch.ones(2, 4))
+    return seen
+
+
+@pytest.mark.parametrize("stage", TO_THE_QUEUE)
+def test_from_a_modules_hook_to_the_wire_are_twelve_calls(cluster, stage):
+    for seen in cluster.run(stack_body, 2, stage):
+        assert seen == {"submit": TO_THE_QUEUE[stage], "send": TO_THE_WIRE}
+    assert len(TO_THE_QUEUE[stage]) + len(TO_THE_WIRE) <= 12
+
+
+def test_stage_0_sends_nothing_in_a_forward(cluster):
+    assert cluster.run(stack_body, 2, 0) == [{}, {}]
+
+
+def story_body(group: Any) -> list[str]:
+    model = ShardLite(net(), units=nn.Linear, group=group, timeout=timedelta(seconds=seconds(2)))
+    model(torch.ones(2, 4)).sum().backward()
+    if group.rank() == 1:
+        return []
+    with pytest.raises(CommError) as failed:
+        model(torch.ones(2, 4))
+    frames = traceback.extract_tb(failed.value.__traceback__)
+    return [f"{each.filename.removeprefix(HOUSE)}: {each.name}" for each in frames if each.filename.startswith(HOUSE)]
+
+
+def test_a_traceback_of_a_failed_gather_is_its_story(cluster):
+    """Down to where the host waits, then what the queue did: each name says what was done to the unit."""
+    told = cluster.run(story_body, 2)[0]
+    assert told == STORY
