@@ -102,7 +102,7 @@ class EMA:
 
     @contextmanager
     def swapped(self) -> Iterator[ShardLite]:
-        """Let the model have its averaged weights inside, whatever is done with it; then it has its own again.
+        """Give the model its averaged weights inside, and its trained weights back afterwards.
 
         Weights and averages change places, so the model's own come back to the bit, after an exception too. Gradients
         and the optimizer's state are not touched. What is written to the weights inside is written to the averages:
@@ -211,7 +211,7 @@ class EMA:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        """Let weights and averages change places."""
+        """Swap weights and averages."""
         for average, weights in self._runs:
             _exchange(average, weights)
         for average, *parts in self._split:
@@ -236,7 +236,7 @@ def _joined(high: Tensor, low: Tensor) -> Tensor:
 
 
 def _exchange(first: Tensor, second: Tensor) -> None:
-    """Let two tensors [n] have each other's elements."""
+    """Swap the elements of two tensors [n]."""
     held = first.new_empty(min(first.numel(), _CHUNK))
     for start in range(0, first.numel(), _CHUNK):
         ours, theirs = first[start : start + _CHUNK], second[start : start + _CHUNK]

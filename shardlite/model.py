@@ -438,7 +438,7 @@ class ShardLite(nn.Module):
     # ---- full parameters ----------------------------------------------------------------------------------------
 
     def gathered(self, *names: str, writeback: bool = True) -> AbstractContextManager[None]:
-        """Let the module's own parameters be full inside: those of the units that hold `names`, or all.
+        """Unshard the module's own parameters inside: those of the units that have `names`, or all.
 
         They can be read, used in computations with gradients and, with `writeback`, changed in place under
         `torch.no_grad()`. Every rank must make the same changes: of the full parameters each writes its own shard back.

@@ -1,7 +1,7 @@
-"""One backward from its first event to its end: gradients come in, units are reduced, holds are ended.
+"""One backward from its first event to its end: gradients come in, units are reduced and resharded.
 
-Autograd tells nobody that a backward starts. So whatever happens first in one (a handle is asked for its weight, a
-unit is recomputed, a gradient comes) opens it and asks the engine to call back at the end. Backwards nest: reentrant
+Autograd has no hook for the start of a backward. So the first event in one (a handle is asked for its weight, a unit is
+recomputed, a gradient comes) opens it and asks the engine to call back at the end. Backwards nest: reentrant
 checkpointing runs one inside a node of another. The outer one sees the first event, since the recomputed forward runs
 in it, and so the end of the outermost one is what closes.
 """
@@ -67,7 +67,7 @@ class Backward:
                 self._gatherer.stop_prefetching()
 
     def use(self, unit: Unit) -> None:
-        """Hold a unit for a hook that reads its weights, until the backward ends."""
+        """Unshard a unit for a hook that reads its weights, until the backward ends."""
         self.open()
         self._gatherer.unshard(unit)
         self._used.append(unit)
@@ -142,7 +142,7 @@ class Backward:
 
     @contextmanager
     def accumulating(self, mode: Mode) -> Iterator[None]:
-        """Let backwards do `mode` with their gradients."""
+        """Let backwards inside treat gradients as `mode` says."""
         before, self._mode = self._mode, mode
         try:
             yield
@@ -197,8 +197,8 @@ class Backward:
         """Whether no more gradients of a unit are to be expected in this backward.
 
         Autograd adds up the gradients of all recorded forwards and delivers each parameter's once. A hidden forward
-        brings its own after its recomputation. Where that cannot be told apart (a unit that was called in both ways, or
-        a forward whose loss was never used), the unit is reduced at the end of the backward.
+        brings its own after its recomputation. Where these cannot be distinguished (a unit that was called in both ways,
+        or a forward whose loss was never used), the unit is reduced at the end of the backward.
         """
         if bucket.unit not in self._hidden:
             return bucket.complete(rounds=1)

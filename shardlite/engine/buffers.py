@@ -103,7 +103,7 @@ class Buffers:
             if ranks and squares * self._context.world_size != total * total:
                 raise LayoutError(
                     f"buffer {place.name!r} has become one of another length on some rank: rank 0's would be that of "
-                    'all. Let it be of one length, or wrap with buffers="own"'
+                    'all. Give it one length, or wrap with buffers="own"'
                 )
             if ranks and total:
                 changed.append(place)
@@ -111,7 +111,7 @@ class Buffers:
 
     @torch.no_grad()
     def _send(self, places: Sequence[_Place]) -> None:
-        """Let these be rank 0's."""
+        """Overwrite these buffers with rank 0's."""
         buffers = {place.name: buffer for place in places if (buffer := place.buffer) is not None}
         for dtype, alike in groupby(
             sorted(buffers, key=lambda name: str(buffers[name].dtype)), lambda n: buffers[n].dtype
@@ -142,6 +142,6 @@ def _is_looked_at(buffer: Tensor) -> bool:
 
 
 def _sums(buffer: Tensor) -> tuple[float, float]:
-    """Return what tells whether a buffer is another one: the sums of all elements, and of every second."""
+    """Return a fingerprint of a buffer: the sums of all elements, and of every second."""
     flat = buffer.detach().reshape(-1)  # a view, for it is not expanded
     return flat.sum(dtype=torch.float64).item(), flat[::2].sum(dtype=torch.float64).item()

@@ -76,7 +76,7 @@ class FullParameters:
 
     @contextmanager
     def _held(self, units: Sequence[Unit]) -> Iterator[None]:
-        """Let the units' parameters be full, and computations with them have handles."""
+        """Unshard the units, and save handles for computations with their parameters."""
         with ExitStack() as undo:
             with self._gatherer.inside_pass(f"gathered() of {[unit.name for unit in units]}"):
                 for unit in units:
@@ -114,7 +114,7 @@ class FullParameters:
         return whole
 
     def __deepcopy__(self, _: object) -> "FullParameters":
-        """Raise: hooks of the module hold this, so whoever copies the module comes here."""
+        """Raise: hooks of the module hold this object, so copying the module copies it."""
         raise LayoutError(NO_COPY)
 
     def entries(self) -> dict[str, Tensor]:
@@ -141,12 +141,12 @@ class FullParameters:
         return next((LayoutError(why) for why in wrong if why), None)
 
     def _refuse(self, *_: object) -> None:
-        """Let `state_dict()` of the module itself raise: it would write placeholders into a file."""
+        """Make `state_dict()` of the module itself raise: it would hold placeholders."""
         if not self._reading:
             raise LayoutError("the module's parameters are sharded: use full_state_dict() of the ShardLite model")
 
     def _refuse_to_load(self, module: nn.Module, *_: object) -> None:
-        """Let `load_state_dict()` of the module itself raise, but inside `gathered()`: nothing of it would be kept."""
+        """Make `load_state_dict()` of the module itself raise outside `gathered()`: nothing of it would be kept."""
         if any(param in self._homes and not self._homes[param].users for param in module._parameters.values()):
             raise LayoutError(
                 "the module's parameters are sharded: use load_full_state_dict() of the ShardLite model, or load "
@@ -208,7 +208,7 @@ class _Before:
         return not torch.equal(self.flat.local, self.copy)
 
     def take_over(self) -> None:
-        """Let the shard be what was written: only the version is raised, so that other ranks' parts are gathered again.
+        """Take over what was written into the shard: increment the version, so that other ranks gather it again.
 
         Of weights that are split this was the upper part, and what was below counts no more.
         """

@@ -46,7 +46,7 @@ class _Home:
         return shard.grad
 
     def touch(self) -> None:
-        """Take note that somebody is given the memory of the values.
+        """Note that the memory of the values is handed out.
 
         Raises:
             LayoutError: nothing is running, and the shard is other memory, so that writes would be lost.
@@ -79,7 +79,7 @@ class _Home:
 
 
 def settle_all(units: Iterable[Unit], hooks: ModuleHooks, reducer: Reducer) -> None:
-    """Let all parameters know where they belong."""
+    """Attach its record to every parameter."""
     for unit in units:
         for flat in unit.flats:
             for slot, param, shard in zip(flat.layout.slots, flat.params, flat.shards, strict=True):

@@ -25,7 +25,7 @@ class _Seen:
     trainable: bool
 
     def follow(self) -> None:
-        """Let it be trainable if the parameter that it stands for is."""
+        """Copy `requires_grad` from the parameter that the shard stands for."""
         if self.trainable != self.param.requires_grad:
             self.trainable = self.param.requires_grad
             self.shard.requires_grad_(self.trainable)
@@ -95,7 +95,7 @@ class Shards:
         return next((name for param in params if (name := self._unsharded.get(param)) is not None), None)
 
     def check(self) -> None:
-        """Raise if somebody did something to a shard that has no effect, and so would be lost in silence.
+        """Raise if something was done to a shard that has no effect, and would be lost in silence.
 
         Raises:
             LayoutError: a shard was given other memory, a hook, or another `requires_grad`.
@@ -120,7 +120,7 @@ class Shards:
                 seen.follow()
 
     def after_step(self, stepped: Sequence[Tensor]) -> None:
-        """Take note of what an optimizer has changed: the fused ones of PyTorch do not."""
+        """Increment versions of what an optimizer has changed: fused optimizers of PyTorch do not."""
         self._trace.emit("step")
         self._watch.after_step()
         self.mark_changed(stepped)

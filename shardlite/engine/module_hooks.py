@@ -1,4 +1,4 @@
-"""Module hooks: entering a module's forward holds the units whose weights it needs, leaving it lets them go.
+"""Module hooks: entering a module's forward unshards the units whose weights it needs, leaving it reshards them.
 
 Every module that owns parameters has them, not only the roots of units. So a block that is called directly, a method
 other than `forward`, or a module recomputed by activation checkpointing finds its weights, and finds our saved-tensor
@@ -56,12 +56,12 @@ class ModuleHooks:
         param_locations: Mapping[Unit, Sequence[ParamLocation]],
         roots: Sequence[nn.Module],
     ) -> None:
-        """Register the hooks: `needs` tells which units each module uses, `roots` are those that a unit starts at.
+        """Register the hooks: `needs` has the units that each module uses, `roots` the modules where a unit starts.
 
         The first of them is the whole model.
 
         A compiled function is traced through its modules' hooks. At the root of a unit the graph is broken, since the
-        gather must happen before what follows; below it the unit is held already and the hooks vanish.
+        gather must happen before what follows; below it the unit is unsharded already and the hooks vanish.
         """
         self._needs, self._sites, self._root = needs, param_locations, roots[0]
         self._names = {module: name for root in roots[:1] for name, module in root.named_modules()}
@@ -90,7 +90,7 @@ class ModuleHooks:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Let code inside use weights outside of any module's forward, too: a pass begins when it does."""
+        """Allow weights to be used inside, outside of any module's forward too: the first use begins a pass."""
         self._claim()
         pushed = self._calls is not None and not self._frames and push_hooks(self._calls)
         self._around += 1
@@ -130,9 +130,9 @@ class ModuleHooks:
         frame.pushed = self._calls is not None and push_hooks(self._calls)
 
     def _leave(self, module: nn.Module, _: Any = None, outputs: Any = None) -> Any:
-        """Let the units of a module go; return what takes the place of its outputs, if they have parameters in them."""
+        """Reshard the units of a module. Return what replaces its outputs, if those have parameters in them."""
         if not self._frames or self._frames[-1].module is not module:
-            return None  # an earlier hook of somebody else failed, and ours never ran
+            return None  # an earlier hook, not ours, failed, and ours never ran
         replaced = _without_params(outputs) if self._frames[-1].outermost else None
         frame = self._frames.pop()
         if frame.pushed:

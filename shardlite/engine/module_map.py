@@ -22,7 +22,7 @@ class ParamLocation:
 def param_locations(module: nn.Module, units: Sequence[Unit]) -> dict[Unit, list[ParamLocation]]:
     """Return where the model keeps each unit's parameters; a tied one is kept in several places.
 
-    What TorchScript modules keep is left out: nobody can replace it.
+    What TorchScript modules keep is left out: it cannot be replaced.
     """
     never = scripts(module)
     home = {param: unit for unit in units for param in unit.params()}

@@ -26,7 +26,7 @@ class Follower(Protocol):
 
 
 class InBackwardOptimizer:
-    """Lets the optimizer of one wrapped model step inside the backward, if it is one that does."""
+    """Steps the optimizer of one wrapped model inside the backward, if it was made with `in_backward`."""
 
     def __init__(self, shards: Shards, gatherer: Gathering) -> None:
         self._shards = shards
@@ -35,7 +35,7 @@ class InBackwardOptimizer:
         self.followers: WeakSet[Follower] = WeakSet()
 
     def announce_change(self) -> None:
-        """Let followers look at the trained weights; they raise if the model has others now."""
+        """Call followers before the trained weights change. They raise if the model has others now."""
         for each in self.followers:
             each.before_change()
 
@@ -61,7 +61,7 @@ class InBackwardOptimizer:
         optimizer = self.optimizer()
         if optimizer is None:
             return False
-        self._now = ref(optimizer)  # whoever drops an optimizer is rid of it
+        self._now = ref(optimizer)  # an optimizer that the program drops is gone
         optimizer.ready()
         if steps:
             self.announce_change()

@@ -47,7 +47,7 @@ _known: "WeakKeyDictionary[Optimizer, tuple[int, list[ref[OptimizerBridge]]]]" =
 
 
 def watch(model: OptimizerBridge) -> None:
-    """Let a model hear of the steps of all optimizers that hold any of its shards."""
+    """Call the bridge of a model before and after steps of all optimizers that hold any of its shards."""
     for param in model.shards.all_params():
         _models[id(param)] = model
     _known.clear()  # an optimizer may hold parameters that were sharded just now
@@ -62,7 +62,7 @@ def state_of_optimizers(model: OptimizerBridge) -> Iterator[Tensor]:
 
 
 def give_shards(optimizer: Optimizer, model: OptimizerBridge) -> None:
-    """Let an optimizer that was built from the module's own parameters hold their shards instead.
+    """Replace the module's own parameters in an optimizer by their shards.
 
     Raises:
         LayoutError: it has stepped the former already.

@@ -26,7 +26,7 @@ class Weighed(Protocol):
     """Whose gradients may count or not: the reducers of the models that are trained in a loop."""
 
     def set_participation(self, *, counts: bool, ranks: int) -> None:
-        """Let this rank's gradients count from now on, or not, and the means be those of so many `ranks`."""
+        """Include this rank's gradients in means, or not, and divide sums by `ranks`."""
 
 
 class Join:
@@ -84,7 +84,7 @@ class Join:
         """Return this rank's batch or, if it has none, what the first rank that has one lends to it.
 
         Raises:
-            LayoutError: nobody has anything that can be lent; on every rank.
+            LayoutError: no rank has a batch that can be lent; on every rank.
         """
         found, trouble = None, ""
         if mine is not _NOTHING:

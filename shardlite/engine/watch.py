@@ -97,7 +97,7 @@ class Watch:
             self.end()
 
     def end(self) -> None:
-        """Let shards, gradients and what was made of them be of ordinary classes again."""
+        """Give shards, gradients and tensors made of them their ordinary classes back."""
         for tensor in list(self.seen):
             _known.pop(tensor, None)
             tensor.__class__ = Shard if type(tensor) is SeenShard else Tensor

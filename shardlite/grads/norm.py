@@ -29,7 +29,7 @@ class ReducedNorm:
     """The gradients of one reduction of a whole model, and the sums of their squares."""
 
     def __init__(self, squares: Mapping[Flat, Tensor], shards: Iterable[nn.Parameter]) -> None:
-        """Take note of the gradients that `shards` have now.
+        """Record the gradients that `shards` have now.
 
         Args:
             squares: for each flat the sum of squares of this rank's part of its gradients, [] in fp64. Parameters that
@@ -42,7 +42,7 @@ class ReducedNorm:
         self._written = False
 
     def forget(self) -> None:
-        """Take note of a write that PyTorch does not count."""
+        """Forget the norm after a write that PyTorch does not count."""
         self._written = True
 
     def are_all(self, shards: Collection[nn.Parameter]) -> bool:
@@ -75,7 +75,7 @@ class ReducedNorm:
 def _span(parts: Sequence[Tensor]) -> Tensor:
     """Return everything from the first to the last of these parts of a gradient shard, which are in ascending order.
 
-    What is between them is padding, or belongs to parameters that no rank has used: zeros that nobody reads.
+    What is between them is padding, or belongs to parameters that no rank has used: zeros that are never read.
     """
     start = parts[0].storage_offset()
     stop = parts[-1].storage_offset() + round_up(parts[-1].numel(), ALIGN)
@@ -150,7 +150,7 @@ class Clipper:
         torch.autograd.graph.increment_version(runs)  # a kernel does not count its writes
 
     def gradients_written(self) -> None:
-        """Take note that gradients were written to in a way that PyTorch does not count."""
+        """Forget the norm after gradients were written to in a way that PyTorch does not count."""
         reduced_norm = self._reduced_norm()
         if reduced_norm is not None:
             reduced_norm.forget()

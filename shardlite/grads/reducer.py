@@ -1,13 +1,13 @@
-"""Reducing: a unit's gradients are copied to its bucket, and from there go round the ring into this rank's shard.
+"""Reduce gradients: a unit's are copied to its bucket and from there reduced into this rank's shard.
 
     gradient -> bucket [W*S] -> reduce-scatter -> gradient shard [S], of which the shards' `.grad` are views
 
-Where replicas hold the same shards (hybrid sharding), the shard then goes round their ring. Where gradients are not
-sharded (stage 0) all ranks gather it in the end. So at every stage the same additions are made in the same order.
+With replicas (hybrid sharding) the shard is then reduced over them. At stage 0 all ranks gather it in the end. So every
+stage makes the same additions in the same order.
 
 Units are reduced in one fixed order, so that every rank reduces every unit once per backward, whatever branches its
-forward took: what did not come counts as zero. In the end the ranks count who used each parameter, and one that no rank
-used keeps its `.grad` as it was; and they tell each other of gradients that are not finite.
+forward took: a gradient that did not come counts as zero. In the end the ranks exchange gradient flags: a parameter
+that no rank used keeps its `.grad`, and all ranks know of gradients that are not finite.
 
 Legend: `W` ranks, `S` elements per shard.
 """
@@ -108,13 +108,13 @@ class _Round:
     """Units whose gradients are all there."""
 
     started: list[_Reduction] = field(default_factory=list)
-    """In the fixed order, so their number tells whose turn it is."""
+    """In the fixed order, so that their number is the index of the next unit."""
 
     landed: int = 0
     """How many of them are over, and their buckets free."""
 
     first_bad: int | None = None
-    """In the census, this rank's first own gradient that is not finite; looked for on request only."""
+    """The index of this rank's first own gradient that is not finite, among all flags; with `diagnose` only."""
 
     stepping: bool = False
     """Whether means are stepped by, and not kept."""
@@ -230,7 +230,7 @@ class Reducer:
         return bucket
 
     def set_participation(self, *, counts: bool, ranks: int) -> None:
-        """Let this rank's gradients count from now on, or not, and the means be those of so many `ranks`."""
+        """Include this rank's gradients in means, or not, and divide sums by `ranks`."""
         self._counts = counts
         for bucket in self._buckets.values():
             if bucket.phase is Gradients.FILLING:  # what was accumulated was to be divided by another number
@@ -363,7 +363,7 @@ class Reducer:
 
         Weights that are sent to other ranks must not change under way: a gather that was started ahead and never needed
         here may still be. Nodes of this backward may not use them again: where full weights always have memory autograd
-        is told so, and elsewhere handles look, once the weights would have to be gathered anew.
+        is informed by their version, and elsewhere handles check when the weights would be gathered again.
         """
         if unit.work is not None:
             unit.work.wait(self._context.progress.publish)
@@ -451,7 +451,7 @@ class Reducer:
             self._name_bad()
 
     def _end_steps(self) -> None:
-        """Let everybody know that shards were stepped, and whether by anything bad on any rank."""
+        """Note that shards were stepped, and whether any rank had gradients that are not finite."""
         bad = [step.bad for reduction in self._round.started for step in reduction.steps]
         self._reduced_norm, self._judged = None, []
         self._stepper.end(self._gradient_flags.take([], bad)[1])

@@ -24,7 +24,7 @@ class Skips:
     def __init__(
         self, flag: Callable[[], Tensor | None], device: torch.device, rank: int, *, warns: bool = True
     ) -> None:
-        """`flag` returns [], 1 where gradients are bad, else 0; `rank` is told in the warning."""
+        """`flag` returns [], 1 where gradients are bad, else 0; the warning names `rank`."""
         self.flag = flag
         self._rank = rank
         self._warns = warns
@@ -43,7 +43,7 @@ class Skips:
         return int(self._counts[0].item())
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Let the coming step do nothing, if it must not.
+        """Make the coming step change nothing, if gradients are not finite.
 
         Raises:
             NonFiniteError: too many in a row were left out.

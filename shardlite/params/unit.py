@@ -266,7 +266,7 @@ class Unit:
             return sum(map(_version_of, self._params))
 
     def version(self) -> int:
-        """Return a number that grows with every change of this rank's shards, whoever makes it."""
+        """Return a number that grows with every change of this rank's shards, however it is made."""
         return sum(map(_local_version_of, self.flats))
 
     def fulls(self) -> list[Tensor]:

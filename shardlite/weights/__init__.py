@@ -1,6 +1,6 @@
 """Full weights while a module needs them (stage 3).
 
-In: units, and who holds them. Out: the module's parameters as views of gathered buffers, or placeholders. Gathers run
+In: units, and when they are used. Out: the module's parameters as views of gathered buffers, or placeholders. Gathers run
 in one order on all ranks, whatever branches each of them takes. Read `unshard.py` first.
 """
 

@@ -27,7 +27,7 @@ class ResidentWeights:
         self._units = [unit for unit in units if unit.needs_gather]
         self._queue = GatherQueue(context)
         self._trace = context.trace
-        self._left: dict[Unit, int] = {}  # how often copies of shards were written to when their last hold ended
+        self._left: dict[Unit, int] = {}  # how often copies of shards were written to when their last use ended
 
     def unshard(self, unit: Unit) -> None:
         """Make the unit's full weights readable until `reshard`. Calls nest."""
@@ -83,13 +83,13 @@ class ResidentWeights:
             self._take_over(unit)
 
     def forget(self, units: Sequence[Unit]) -> None:
-        """Let the next hold of each gather anew, because the full weights may have been written to."""
+        """Gather each unit again at its next use, because its full weights may have been written to."""
         for unit in units:
             unit.needs_regather = True
         self.expire()
 
     def expire(self) -> None:
-        """Let parameters whose shards have changed read as NaN until they are gathered, instead of as a mixture."""
+        """Make parameters whose shards have changed read as NaN until they are gathered, not as a mixture."""
         for unit in self._units:
             self._expire(unit)
 
@@ -99,7 +99,7 @@ class ResidentWeights:
             self._left[unit] = unit.writes()
 
     def _take_over(self, unit: Unit) -> None:
-        """Let shards be what was written into their copies since the last hold, by every rank alike."""
+        """Take over into shards what every rank alike has written into their copies since the last use."""
         if unit.copied and unit.phase is Weights.IDLE and unit.writes() != self._left.get(unit):
             take_over_all(unit)
             self._left[unit] = unit.writes()

@@ -5,7 +5,7 @@ hooks replace it by a `Handle`, a promise that the same view can be had again. T
 belong to a `Call`:
 
     forward   pack: view -> Handle(call, size, stride, offset)
-    backward  unpack: Handle -> the call holds its unit (which gathers it, if need be) -> view
+    backward  unpack: Handle -> the call unshards its unit (which gathers it, if need be) -> view
               autograd drops the handle with its node; with the last handle the call lets its unit go
 
 So a unit is released when the last weight was used, which is neither when its gradients are complete (with frozen
@@ -31,14 +31,14 @@ Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 class Call:
     """One forward call of a unit, as seen by backward."""
 
-    __slots__ = ("calls", "handles", "held", "unit", "version")
+    __slots__ = ("calls", "handles", "uses", "unit", "version")
 
     def __init__(self, unit: Unit, calls: "Calls") -> None:
         self.unit = unit
         self.calls = calls
         self.version = unit.gathered_version
         self.handles = 0
-        self.held = False
+        self.uses = False
 
     def unshard(self) -> None:
         """Hold the unit until the last handle is gone or the backward ends.
@@ -46,12 +46,12 @@ class Call:
         Raises:
             RuntimeError: the weights have changed since the forward, in the words of PyTorch's own error.
         """
-        if not self.held:
+        if not self.uses:
             self.check_version()
             self.calls.settle()
             self.calls.gatherer.unshard(self.unit)
-            self.held = True
-            self.calls.holding.append(self)
+            self.uses = True
+            self.calls.using.append(self)
 
     def check_version(self) -> None:
         """Raise if a step, or anything else, has changed the weights since the forward."""
@@ -64,9 +64,9 @@ class Call:
             )
 
     def release(self) -> None:
-        """End the hold."""
-        if self.held:
-            self.held = False
+        """End the use."""
+        if self.uses:
+            self.uses = False
             self.calls.gatherer.reshard(self.unit)
 
     def forget_handle(self) -> None:
@@ -74,7 +74,7 @@ class Call:
         self.handles -= 1
         if self.handles == 0:
             self.calls.live[self.unit].remove(self)
-            if self.held and _is_viewed(self.unit):
+            if self.uses and _is_viewed(self.unit):
                 self.calls.lingering.append(self)
             else:
                 self.release()
@@ -114,7 +114,7 @@ class Handle:
         return self._of_buffer()
 
     def copy(self) -> Tensor:
-        """Return the view's values, for somebody who looks at the graph outside a backward: every rank must look."""
+        """Return the view's values for code that reads the graph outside a backward. Every rank must read it."""
         self.call.check_version()
         gatherer = self.call.calls.gatherer
         with gatherer.inside_pass(f"a look at unit {self.call.unit.name!r}"):
@@ -126,7 +126,7 @@ class Handle:
 
     def _of_buffer(self) -> Tensor:
         buffer = self.call.unit.buffer
-        assert buffer is not None, "a held unit has a buffer"
+        assert buffer is not None, "a unit in use has a buffer"
         with outside_inference():
             view = torch.empty(0, dtype=self.dtype, device=buffer.bytes.device)
             return view.set_(buffer.bytes.untyped_storage(), self.offset, self.size, self.stride)
@@ -170,11 +170,11 @@ class Calls:
         self.live: dict[Unit, list[Call]] = {unit: [] for unit in units}
         """Calls with handles, oldest first."""
 
-        self.holding: list[Call] = []
-        """Calls that this backward has made hold their units."""
+        self.using: list[Call] = []
+        """Calls whose units this backward uses."""
 
         self.lingering: list[Call] = []
-        """Those of them whose handles are gone, while somebody still looked at the weights."""
+        """Those of `using` whose handles are gone while a view of the weights was still alive."""
 
         self.current: dict[Unit, Call] = {}
         """The calls whose forward is running."""
@@ -192,16 +192,16 @@ class Calls:
             earlier[-1].unshard()
 
     def settle(self) -> None:
-        """End the holds that waited for somebody to look away. To be called before another unit is held."""
+        """Release calls whose release was deferred because a view was still alive. Call before a unit is unsharded."""
         lingering, self.lingering = self.lingering, []
         for call in lingering:
             call.release()
 
     def end_backward(self) -> None:
-        """End the holds of handles that outlive the backward (`retain_graph=True`, or it died)."""
-        for call in self.holding:
+        """End the uses of handles that outlive the backward (`retain_graph=True`, or it died)."""
+        for call in self.using:
             call.release()
-        self.holding.clear()
+        self.using.clear()
         self.lingering.clear()
 
     def owner(self, tensor: Tensor) -> Unit | None:
@@ -209,7 +209,7 @@ class Calls:
         return self.gatherer.owner(tensor) if _has_storage(tensor) else None
 
     def has_given_up(self, tensor: Tensor) -> bool:
-        """Whether `tensor` views a buffer that was given up since somebody kept a view of it: weights all the same."""
+        """Whether `tensor` views a buffer that was given up because a view of it was kept: it still has weights."""
         if not _has_storage(tensor) or tensor.untyped_storage().nbytes() not in self._sizes:
             return False
         kept = (each() for unit in self.live for each in unit.escapes)
@@ -227,7 +227,7 @@ def _has_storage(tensor: Tensor) -> bool:
 
 def _is_viewed(unit: Unit) -> bool:
     """Whether anything but the module's own parameters views the full weights, and a release would let them go."""
-    assert unit.buffer is not None, "a held unit has a buffer"
+    assert unit.buffer is not None, "a unit in use has a buffer"
     params = sum(len(flat.params) for flat in unit.flats)
     return unit.users == 1 and torch._C._storage_Use_Count(unit.buffer.key) > unit.buffer._own_uses + params
 
@@ -236,7 +236,7 @@ class SavedTensorHooks:
     """Saved-tensor hooks that take our weights, and leave every other tensor to the hooks in force before.
 
     The latter must get the same tensors whenever a forward is run: checkpoints count what is saved in a recomputation.
-    So even a weight that somebody has kept is not for them.
+    So they do not get a weight that was kept elsewhere either.
     """
 
     def __init__(self, calls: Calls) -> None:

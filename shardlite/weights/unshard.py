@@ -178,7 +178,7 @@ class Gatherer:
         unit.move(Weights.FULL)
 
     def _let_idle(self, unit: Unit) -> None:
-        """Let the parameters be placeholders again; the buffer stays."""
+        """Turn the parameters into placeholders; keep the buffer."""
         assert unit.buffer is not None
         with outside_inference():
             unit.unbind()
@@ -225,7 +225,7 @@ class Gatherer:
         return buffer
 
     def _evict(self, unit: Unit) -> Buffer | None:
-        """Take an idle unit's buffer away; return it if nobody else looks at it."""
+        """Take an idle unit's buffer away. Return it if no other tensor views it."""
         assert unit.buffer is not None
         buffer, unit.buffer = unit.buffer, None
         self._idle.pop(unit, None)
@@ -241,7 +241,7 @@ class Gatherer:
 
     @staticmethod
     def _outdate(unit: Unit) -> None:
-        """Let autograd's own in-place check find parameters that were saved around our hooks.
+        """Increment versions, so that autograd's in-place check refuses parameters that were saved around our hooks.
 
         Not while a view of them lives: autograd would take the view for modified, and derive its gradient anew from the
         strides of the placeholder, in silence. The view itself is right, for it has kept its buffer.

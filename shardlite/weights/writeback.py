@@ -15,7 +15,7 @@ from shardlite.weights.all_gather import own_as_gathered
 
 
 def take_over_all(unit: Unit) -> None:
-    """Let the shards of a held unit be what is in its full weights, which count as gathered now."""
+    """Write the full weights of a unit in use back to its shards, and count them as gathered."""
     with torch.no_grad():
         for flat, full in places(unit):
             if differs(flat, full):
@@ -24,7 +24,7 @@ def take_over_all(unit: Unit) -> None:
 
 
 def places(unit: Unit) -> Iterator[tuple[Flat, Tensor]]:
-    """Yield each flat of a held unit with its full weights [W*S]."""
+    """Yield each flat of a unit in use with its full weights [W*S]."""
     return zip(unit.flats, unit.fulls(), strict=True)
 
 
@@ -34,7 +34,7 @@ def differs(flat: Flat, full: Tensor) -> bool:
 
 
 def take_over(flat: Flat, full: Tensor) -> None:
-    """Let the shard be what was written. Elements that were not keep all their digits: the full weights may have less.
+    """Write changed elements back to the shard. Others keep all their digits: full weights may have fewer.
 
     (Of a quantized gather they are not even the shard's, rounded.)
     """
