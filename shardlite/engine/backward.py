@@ -197,8 +197,8 @@ class Backward:
         """Whether no more gradients of a unit are to be expected in this backward.
 
         Autograd adds up the gradients of all recorded forwards and delivers each parameter's once. A hidden forward
-        brings its own after its recomputation. Where these cannot be distinguished (a unit that was called in both ways,
-        or a forward whose loss was never used), the unit is reduced at the end of the backward.
+        brings its own after its recomputation. Where these cannot be distinguished (a unit that was called in both
+        ways, or a forward whose loss was never used), the unit is reduced at the end of the backward.
         """
         if bucket.unit not in self._hidden:
             return bucket.complete(rounds=1)

@@ -1,7 +1,7 @@
 """Full weights while a module needs them (stage 3).
 
-In: units, and when they are used. Out: the module's parameters as views of gathered buffers, or placeholders. Gathers run
-in one order on all ranks, whatever branches each of them takes. Read `unshard.py` first.
+In: units, and when they are used. Out: the module's parameters as views of gathered buffers, or placeholders. All ranks
+gather in one order, whatever branches each of them takes. Read `unshard.py` first.
 """
 
 from shardlite.weights.all_gather import Gathering

@@ -31,7 +31,7 @@ Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 class Call:
     """One forward call of a unit, as seen by backward."""
 
-    __slots__ = ("calls", "handles", "uses", "unit", "version")
+    __slots__ = ("calls", "handles", "unit", "uses", "version")
 
     def __init__(self, unit: Unit, calls: "Calls") -> None:
         self.unit = unit
