@@ -16,7 +16,7 @@ from shardlite.comm.collectives import (
     staging_numel,
 )
 from shardlite.comm.consensus import agree, identify
-from shardlite.comm.context import Context, WeightVersion, share
+from shardlite.comm.context import SPARE, Context, WeightVersion, share
 from shardlite.comm.control.store import all_gather_json
 from shardlite.comm.schedule import Order, Schedule, Transfer, order_of_addition
 from shardlite.comm.shm.heap import lazy_zeros
@@ -49,6 +49,7 @@ __all__ = [
     "schedule",
     "Sent",
     "share",
+    "SPARE",
     "staging_numel",
     "StreamQueue",
     "SUMMABLE",

@@ -24,7 +24,7 @@ import torch
 from shardlite_kernels import send
 from torch import Tensor, nn
 
-from shardlite.comm import Context, Traffic, Work, broadcast
+from shardlite.comm import SPARE, Context, Traffic, Work, broadcast
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.grads.bucket import Bucket
 from shardlite.grads.flags import GradientFlags, any_bad, warn_of
@@ -38,12 +38,6 @@ LIMIT = 2
 It is one where shards are stepped in the backward on CPUs: such a program asks for little memory, and reductions take
 the cores that would fill the next bucket. A backward waits for a reduction rather than take more. It must not wait for
 one that a peer starts only after a gather that takes this rank: `progress.py`.
-"""
-
-_IDLE = 48 << 20
-"""Bytes of free shared memory that may keep their pages at the end of a backward, for the next step.
-
-To have pages back takes about 1 ms per MiB on a CPU (measured with two ranks on two cores).
 """
 
 
@@ -412,7 +406,7 @@ class Reducer:
             reduction.bucket.clear()
             self._round.landed += 1
             if self._is_root_left(len(self._round.started)):
-                self._context.trim(keep=0 if self.saves_memory() else _IDLE)  # here may be the peak of a step
+                self._context.trim(keep=0 if self.saves_memory() else SPARE)  # here may be the peak of a step
 
     def _is_root_left(self, count: int) -> bool:
         """Whether the units after the first `count` are roots, if there are any."""

@@ -19,7 +19,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from shardlite.comm import Context
+from shardlite.comm import SPARE, Context
 from shardlite.config import poison_evicted_buffers
 from shardlite.errors import EscapedViewWarning
 from shardlite.params import Buffer, Unit, Weights, storage_key
@@ -198,6 +198,7 @@ class Gatherer:
         """Free an idle unit's buffer early if this backward is expected to have no more use for it."""
         if self.order.is_last_use(unit.index) and (unit.keep_unsharded or not self._buffers_are_awaited()):
             self._evict(unit)
+            self._trim(keep=SPARE)  # gradients grow from here to the end of the backward, where a step peaks
 
     def _buffers_are_awaited(self) -> bool:
         """Whether the pass will need units that have no buffer yet, and so can use an idle one's."""
