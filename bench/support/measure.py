@@ -44,14 +44,14 @@ def time_steps(
     taken = {name: Times() for name in trainers}
     for turn in range(WARM_UP + rounds):
         batch = workload.draw(group.rank(), turn)
-        for name in _rotated(list(trainers), turn):
+        for name in rotated(list(trainers), turn):
             dist.barrier(group)
             wall, cpu = perf_counter(), process_time()
             trainers[name].step(batch)
             taken[name].wall.append(perf_counter() - wall)
             taken[name].cpu.append(process_time() - cpu)
     return {
-        name: Times(_largest(times.wall[WARM_UP:], group), _largest(times.cpu[WARM_UP:], group))
+        name: Times(largest(times.wall[WARM_UP:], group), largest(times.cpu[WARM_UP:], group))
         for name, times in taken.items()
     }
 
@@ -66,7 +66,7 @@ def peak_bytes(workload: Workload, build: Build, group: dist.ProcessGroup) -> in
     gc.collect()
     with Meter[None]() as meter:
         trainer.step(batch)
-    return int(_largest([meter.peak - before], group)[0])
+    return int(largest([meter.peak - before], group)[0])
 
 
 def activation_bytes(workload: Workload) -> int:
@@ -92,14 +92,15 @@ def _live_bytes() -> int:
         return meter.live
 
 
-def _rotated(names: Sequence[str], turn: int) -> Sequence[str]:
+def rotated(names: Sequence[str], turn: int) -> Sequence[str]:
+    """Return `names`, beginning with another one each turn."""
     first = turn % len(names)
     return [*names[first:], *names[:first]]
 
 
-def _largest(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
+def largest(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
     """The largest of all ranks, one by one."""
     most = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    largest: list[float] = most.tolist()
-    return largest
+    values_of_all: list[float] = most.tolist()
+    return values_of_all

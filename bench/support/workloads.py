@@ -156,9 +156,10 @@ WORKLOADS = {
         gpt("gpt", GPTConfig(), batch=8),
         gpt("deep", GPTConfig(layers=20, width=512, heads=8), batch=2),
         perceptrons("tiny", blocks=2, width=32, batch=4),
+        perceptrons("many", blocks=48, width=8, batch=2),
         transformers_gpt2("gpt2", layers=12, width=768, vocabulary=8192, context=128, batch=1),
         transformers_gpt2("gpt2-6", layers=6, width=768, vocabulary=8192, context=128, batch=1),
     )
 }
 """By name. `deep`, `gpt2` and `gpt2-6` have many parameters and few tokens, to compare memory; `gpt2` needs the package
-transformers. `tiny` is for trying out."""
+transformers. `tiny` is for trying out, `many` for what the host does around blocks that cost next to nothing."""
