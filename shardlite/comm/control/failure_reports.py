@@ -248,6 +248,8 @@ class FailureReports:
                 get_error_handler().record_exception(CommError(f"{note}: {why}"))
         self.failed = self.failed or f"{note}: {why}"
         deadline = self.fail(f"{note}{self.place()}") + self._patience
+        if _STANDSTILL in why:
+            return ""  # it says what each rank does
         told: dict[int, str] = {}
         try:
             while len(told) < len(self._others):
