@@ -197,7 +197,7 @@ def _longest_chunk(plan: Schedule, nbytes: int, most: int | None) -> int:
 def _best_chunk(
     plan: Schedule, nbytes: int, link: Link, least: int = LEAST_CHUNK, most: int | None = None
 ) -> tuple[int, float]:
-    """Return the best chunk and its time. More chunks first save time and then cost it: the search ends at the minimum."""
+    """Return the best chunk and its time. More chunks first save time, then cost it: the search ends at the minimum."""
     piece, best = max(1, _piece(plan, nbytes)), _longest_chunk(plan, nbytes, most)
     count = -(-piece // best)
     shortest = time(plan, nbytes, best, link)

@@ -1,4 +1,4 @@
-"""Execution of a schedule over a transport. Knows pieces, chunks and links; knows nothing of units or operations' names.
+"""Execution of a schedule over a transport. Knows pieces, chunks and links; nothing of units.
 
 A piece is what a schedule moves at once; a chunk is one message of it. Over most transports a chunk is forwarded as
 soon as it arrives, so all links are busy after the first chunk. Over a batched transport a step is one exchange of all
@@ -97,7 +97,7 @@ def run_gather(links: Links, schedule: Schedule, pieces: Pieces) -> None:
 
 
 def run_reduce(links: Links, schedule: Schedule, pieces: Pieces, last: LastHop, slots: Sequence[Tensor]) -> None:
-    """Add received pieces to the own ones, in place, and send sums on. `last` makes the last addition of each own piece.
+    """Add received pieces to the own ones, in place, and send sums on. `last` makes the last addition of own pieces.
 
     Messages are staged in `slots`, each as long as the longest chunk: for a batched transport one per chunk that
     arrives in a step, otherwise two or more. If the transport lends, a slot holds the sum of several loans instead.

@@ -1,4 +1,4 @@
-"""Ctrl-C: `KeyboardInterrupt` is deferred until the library has finished its current call, so that the program can go on.
+"""Ctrl-C: `KeyboardInterrupt` is deferred until the library has finished its current call, so the program can go on.
 
 Python raises it between any two lines. Inside this library it would leave a rank between two states: a bucket that is
 filled but not reduced, a number that is counted on this rank alone. So it is raised in the program's own lines: in a
@@ -103,7 +103,7 @@ def give_way(during: str) -> None:
 
 
 def _break_off() -> None:
-    """Let this rank take part in nothing more. Reports are published on threads: the signal may have interrupted one."""
+    """Let this rank take part in nothing more. Publish that on threads: the signal may have interrupted a report."""
     why = "a second Ctrl-C ended a call of the library"
     for leaver in leavers():
         leaver.failed = leaver.failed or why

@@ -1,4 +1,4 @@
-"""Fork detection: a forked child has copies of all objects of its parent, but neither its threads nor its connections."""
+"""Fork detection: a forked child has copies of its parent's objects, but neither its threads nor its connections."""
 
 import os
 

@@ -1,17 +1,17 @@
 """Progress of ranks in a backward, published where they diverge, so that they do not deadlock.
 
 A backward waits for a reduction of an earlier unit before it fills one more bucket, which bounds memory. A rank that
-has taken another branch may start that reduction only later, and may need the next gather of the waiting rank to get
-there. So a rank publishes its progress as soon as it leaves the order or has to wait for a gather, and a rank that
-waits for a reduction reads what others publish:
+has taken another branch may start that reduction only later, and may need the waiting rank's next gather to get there.
+So a rank publishes its progress as soon as it leaves the order or has to wait for a gather, and a rank that waits for
+a reduction reads what others publish:
 
     rank 0   has started reductions 3, 4 and 5, waits for 4 ............. sees that rank 1 needs it: fills one more
-    rank 1   skipped unit 4, has started reduction 3, waits for gather 17, which rank 0 has not joined: publishes so
+    rank 1   skipped unit 4, has started 3, waits for gather 17, which rank 0 has not joined: publishes this
 
-    Ranks that follow one order publish nothing, or nothing that ends a wait, since a rank that is ahead has started more
-    reductions. If ranks wait for each other, one of them detects it: of all ranks that wait for a reduction, take those
-    with the earliest one, `j`. Some rank has not started `j`, and waits for a gather: it waits for no reduction before `j`,
-    nor for `j` itself. A rank that has not joined this gather waits for reduction `j` or a later one, and sees both.
+Ranks that follow one order publish nothing, or nothing that ends a wait, since a rank that is ahead has started more
+reductions. If ranks wait for each other, one of them detects it: of all ranks that wait for a reduction, take those
+with the earliest one, `j`. Some rank has not started `j`, and waits for a gather: it waits for no reduction before `j`,
+nor for `j` itself. A rank that has not joined this gather waits for reduction `j` or a later one, and sees both.
 """
 
 import time
@@ -88,7 +88,7 @@ class Progress:
             self._put()
 
     def tell_of_the_end(self) -> None:
-        """Publish at the end of a backward whose reductions have not all been started: the host may wait there first."""
+        """Publish at the end of a backward if reductions are left to start: the host may wait there first."""
         if self._left:
             self._tells = True
             self._put()
@@ -119,7 +119,7 @@ class Progress:
         self._served += 1
 
     def ends_wait(self, reduction: int, since: float) -> bool:
-        """Return whether this rank must stop waiting for `reduction`; `since` is the start of the wait by `time.monotonic()`."""
+        """Return whether this rank must stop waiting for `reduction`, begun at `since` (by `time.monotonic()`)."""
         return self.is_awaited(reduction) or time.monotonic() - since > self._limit
 
     def is_awaited(self, reduction: int) -> bool:

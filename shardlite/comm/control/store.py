@@ -33,7 +33,7 @@ TIMEOUT = timedelta(minutes=10)
 """Default time that ranks wait for each other."""
 
 _FIRST_LOOK, _LAST_LOOK = 2e-4, 2e-2
-"""Seconds between two looks for a key: at first, and after a while."""
+"""Seconds between two checks for a key: at first, and after a while."""
 
 
 class BoundedStore:

@@ -9,7 +9,7 @@ abstract socket. Each end proves that it has the key, for nonces of both ends, b
     listens         its descriptor
     connects    its own descriptor
 
-    A connection that sends anything else is closed, and listening continues.
+A connection that sends anything else is closed, and listening continues.
 """
 
 import fcntl
