@@ -408,7 +408,7 @@ def _as_words(full: Tensor, numel: int) -> Tensor:
 
 def _check(who: str, full: Tensor, peers: Peers, numel: int, epoch: int) -> None:
     if not use_triton(full):
-        raise ValueError(f"{who}: full is on the CPU, where only Triton's interpreter can walk (TRITON_INTERPRET=1)")
+        raise ValueError(f"{who}: full is on the CPU, which needs Triton's interpreter (TRITON_INTERPRET=1)")
     check_flat(who, "full", full, peers.world_size * numel, full.dtype, full.device)
     peers.check(who, full.device)
     if not 1 <= epoch <= LARGEST_EPOCH:

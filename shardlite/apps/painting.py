@@ -25,7 +25,7 @@ def paint(schedule: Schedule, path: Path, node: int = 1) -> None:
         ModuleNotFoundError: matplotlib is not installed.
         OSError: `path` cannot be written.
     """
-    from matplotlib.figure import Figure  # slow to import, and not everybody has it
+    from matplotlib.figure import Figure  # optional, and slow to import
 
     told = frames(schedule)
     kept = _kept(len(told))

@@ -5,7 +5,7 @@
     1, 2    a shard [S], a part of the full   permanent
             weights if both have one dtype
     3       a shard [S] in an arena           in buffers, while they are needed
-    1 rank  all; each parameter is its own shard
+    1 rank  all; each parameter is its own shard, unless something is cast
 
 Legend: `W` ranks that share a model, `S` elements per shard; a full buffer has `W*S` elements.
 """

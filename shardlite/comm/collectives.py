@@ -46,7 +46,7 @@ class Operation(NamedTuple):
     label: str = "unnamed collective"
     sequence: int = 0
     notes: FailureReports | None = None
-    """Failure reports, which tell on an error what the other ranks are doing."""
+    """Failure reports, which describe on an error what the other ranks are doing."""
 
     during: str = ""
     """Detail for error messages. It is not part of the name: ranks may differ in it."""

@@ -1,4 +1,4 @@
-"""The context that all units of one wrapped model share: its ranks, device and books.
+"""The context that all units of one wrapped model share: its ranks, device, reports and counters.
 
 In: ranks, a device and a route. Out: connections, names of operations and queues. Knows nothing of units.
 """
@@ -39,7 +39,7 @@ class WeightVersion:
 
 @dataclass(frozen=True)
 class Context:
-    """Ranks, device and books of one wrapped model."""
+    """Ranks, device, reports and counters of one wrapped model."""
 
     instance: int
     """A number that identifies the wrapped model, equal on every rank."""

@@ -267,7 +267,7 @@ def _received(schedule: Schedule, step: int, rank: int, pieces: Pieces) -> Itera
 
 
 def _finishers(program: Program, rank: int, last: LastHop) -> Iterator[tuple[Arrival, LastHop]]:
-    """Yield arrivals, each with the function that finishes its sum: `last` for the final arrival of an own piece."""
+    """Yield arrivals with the function that finishes their sum: `last` for the final arrival of this rank's part."""
     final = {arrival.part: i for i, arrival in enumerate(program.arrivals) if arrival.segment == rank}
     for i, arrival in enumerate(program.arrivals):
         stays = arrival.segment == rank and final[arrival.part] == i

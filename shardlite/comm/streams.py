@@ -185,7 +185,7 @@ def _work_off(queue: "SimpleQueue[tuple[_HostWork, Callable[[], None]] | None]")
             work, operation = job
             with work:
                 operation()
-            del work, operation, job  # otherwise buffers of this operation would live until the next one
+            del work, operation, job  # or the last operation's buffers would live until the next one
 
 
 class CudaStreamQueue:

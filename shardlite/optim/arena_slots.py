@@ -85,7 +85,7 @@ class StateSlot:
         return bool(state) and all(map(is_, map(state.get, mine), mine.values()))  # type: ignore[union-attr]
 
     def include_padding(self, next_start: int) -> None:
-        """Extend `stop` to the next multiple of 32 if the memory up to there is in the storage, unused and zero."""
+        """Extend `stop` to the next multiple of 32 if that memory is in the storage, in no parameter, and zero."""
         stop = min(round_up(self.end, ALIGN), next_start, storage_numel(self.param))
         if self.start % ALIGN == 0 and stop > self.end and not flat(self.param, self.end, stop).any():
             self.stop = stop

@@ -1,11 +1,11 @@
 """In-backward steps: each parameter is stepped as soon as its gradient is ready, or by the last hop of its reduction.
 
-open: the first gradient of a backward is ready -> hyper-parameters of the step are read
-steps, in any order and on any thread
-close: `step()` of the optimizer -> the step is counted, and the next backward may open another one
+    open: the first gradient of a backward is ready -> hyper-parameters of the step are read
+    steps, in any order and on any thread
+    close: `step()` of the optimizer -> the step is counted, and the next backward may open another one
 
-Between the first gradient and `step()` nothing can be undone: some weights are stepped, others are not yet.
-Knows nothing of units or communication.
+Between the first gradient and `step()` nothing can be undone: some weights are stepped, others are not yet. Knows
+nothing of units or communication.
 """
 
 from __future__ import annotations

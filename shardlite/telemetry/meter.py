@@ -38,7 +38,7 @@ class Meter(Generic[T]):
     C++ holds (for example saved in the graph of an earlier forward) counts from its first use. Operators run some ten
     microseconds longer under a meter: do not time the steps that are metered.
 
-    `on_peak` is called after each new peak, just before the next operator runs, so that other books are up to date
+    `on_peak` is called after each new peak, just before the next operator runs, so that other ledgers are up to date
     by then. `at_peak` is its latest result.
     """
 

@@ -111,7 +111,7 @@ def _write_csv(path: Path, curve: Sequence[Point]) -> None:
 
 
 def _write_png(path: Path, curve: Sequence[Point], entropy: float) -> None:
-    from matplotlib.figure import Figure  # slow to import, and not everybody has it
+    from matplotlib.figure import Figure  # optional, and slow to import
 
     validated = [(point.step, point.validation) for point in curve if point.validation is not None]
     figure = Figure(figsize=(7.2, 4.2), dpi=150, layout="constrained")

@@ -103,7 +103,7 @@ def give_way(during: str) -> None:
 
 
 def _break_off() -> None:
-    """Let this rank take part in nothing more. Publish that on threads: the signal may have interrupted a report."""
+    """Mark this rank as failed. Publish that on threads: the signal may have interrupted a report."""
     why = "a second Ctrl-C ended a call of the library"
     for leaver in leavers():
         leaver.failed = leaver.failed or why

@@ -57,7 +57,7 @@ def connect(
         answer = _receive(connection, 2 * NUMBER, deadline)
         theirs, proof = answer[:NUMBER], answer[NUMBER:]
         if not hmac.compare_digest(proof, _proof(key, b"listens", rank, peer, mine, theirs)):
-            raise StrangerError(f"who answers for rank {peer} does not know the key of the group")
+            raise StrangerError(f"the process that answers for rank {peer} does not have the key of the group")
         connection.sendall(_proof(key, b"connects", rank, peer, mine, theirs))
         mapping = _take(connection, deadline)
         _give(connection, heap)
@@ -114,7 +114,9 @@ class Reception:
                 connection.close()
             if isinstance(error, TimeoutError):
                 late = ", ".join(map(str, sorted(self._expected)))
-                raise OSError(f"rank {late} has not come in time; {self.refused} strangers were hung up on") from None
+                raise OSError(
+                    f"rank {late} did not connect in time; {self.refused} foreign connections were closed"
+                ) from None
             raise
         finally:
             for guest in self._guests.values():
@@ -152,7 +154,7 @@ class _Guest:
         length = NUMBER if self._wanted else _HELLO.size
         more = self.connection.recv(length - len(self._said))
         if not more:
-            raise StrangerError("hung up")
+            raise StrangerError("closed the connection")
         self._said += more
         if len(self._said) < length:
             return False
@@ -191,7 +193,7 @@ def _receive(connection: socket.socket, length: int, deadline: float) -> bytes:
         connection.settimeout(_left(deadline))
         more = connection.recv(length - len(said))
         if not more:
-            raise StrangerError("the other end hung up")
+            raise StrangerError("the other end closed the connection")
         said += more
     return said
 

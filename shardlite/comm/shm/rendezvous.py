@@ -155,7 +155,7 @@ def _connect(
             _close(end for end, _ in ends.values())
             raise
     if reception.refused:
-        log.warning("rank %d hung up on %d connections that were not of its group", rank, reception.refused)
+        log.warning("rank %d closed %d connections from outside its group", rank, reception.refused)
     mappings = {rank: heap, **{peer: mapping for peer, (_, mapping) in ends.items()}}
     sockets = {peer: end for peer, (end, _) in ends.items()}
     return Neighbours(rank, heap, [mappings[r] for r in range(len(addresses))], _Watch(sockets))

@@ -20,7 +20,7 @@ _Route = tuple[int, int, int]  # source rank, destination rank, tag
 def local_world(
     world_size: int, *, timeout: timedelta = timedelta(seconds=30), delays: Sequence[float] = ()
 ) -> list["LocalTransport"]:
-    """Return one transport per rank; run each in a thread of its own.
+    """Return one transport per rank; run each in a separate thread.
 
     `delays[r]` delays rank `r`: it sleeps that many seconds before each message that it sends.
     """

@@ -244,7 +244,7 @@ class NcclTransport(Plain):
     def exchange(self, messages: Sequence[Message], tag: int) -> Pending:
         """Start all `messages` in one batch.
 
-        The first exchange over a group creates its communicator, unless the group was initialised eagerly: the call then
+        The first exchange over a group creates its communicator, unless the group was initialised eagerly. That call
         returns once every rank of the group has called its first exchange.
         """
         batch = [self._operation(message, tag) for message in messages if message.tensor.numel()]
