@@ -103,8 +103,10 @@ AlgorithmName = Literal["auto"] | Algorithm
 class Route:
     """Select how messages get from rank to rank.
 
+    `ShardLite` takes both fields as arguments and checks them with this class.
+
     Example:
-        >>> ShardLite(model, route=Route(transport="p2p", algorithm="bidirectional"))
+        >>> ShardLite(model, transport="p2p", algorithm="bidirectional")
     """
 
     transport: TransportName = "auto"
