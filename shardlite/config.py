@@ -1,4 +1,7 @@
-"""What can be set: precision, the route of messages, and environment variables, which are read nowhere else."""
+"""Options: precision, the route of messages, and environment variables, which are read only here.
+
+Knows nothing of models, units or ranks.
+"""
 
 import os
 from dataclasses import dataclass
@@ -16,41 +19,47 @@ COMPUTE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """Dtypes that forward and backward may run in."""
 
 WIRE = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that gradients may be summed in, where the weights that they are for are not in fp64."""
+"""Dtypes that gradients may be summed in, unless their weights are fp64."""
 
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of weights for which gathers can send 8-bit codes."""
+"""Dtypes of weights that a gather can send as 8-bit codes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Which dtype is used where. Floating-point parameters only; others stay what they are.
+    """Select the dtypes of computation, reduction and optimizer.
 
-    A trainable parameter is kept by the optimizer in at least fp32, whatever it was wrapped in: updates are too small
-    for fewer bits. A frozen one is kept as it was.
+    Applies to floating-point parameters only; other parameters keep their dtype. A trainable parameter is stepped in at
+    least fp32, whatever dtype it was wrapped in, because updates are too small for fewer bits. A frozen parameter keeps
+    its dtype.
+
+    Example:
+        >>> ShardLite(model, precision=Precision(compute=torch.bfloat16))
     """
 
     compute: torch.dtype | None = None
-    """Of gathered weights, and so of forward and backward; inputs are cast to it. `None`: each parameter's own."""
+    """Dtype of gathered weights, so of forward and backward. Inputs are cast to it. `None`: each parameter's own."""
 
     reduce: torch.dtype = torch.float32
-    """Of gradients while they are accumulated and summed over the ranks. In bf16 each hop of the ring rounds, which
-    loses about `sqrt(W)` units in the last place of bf16 at `W` ranks. (One rank that casts no weights sums nothing,
-    and rounds nothing.)"""
+    """Dtype in which gradients are accumulated and summed over the ranks. In bf16 each hop of the ring rounds, which
+    loses about `sqrt(W)` units in the last place of bf16 at `W` ranks. A single rank that casts no weights sums
+    nothing and rounds nothing.
+    """
 
     master: torch.dtype | Literal["split24"] = torch.float32
-    """Of the weights that the optimizer steps. fp64 parameters stay fp64. `"split24"` keeps the upper 24 bits of fp32
-    numbers in two parts, as bf16, which is what is gathered, and 8 bits more: 3 bytes per element, and no copy in the
-    dtype of the computation. It goes with `compute=torch.bfloat16` and with `shardlite.AdamW` only."""
+    """Dtype of the weights that the optimizer steps. fp64 parameters stay fp64. `"split24"` keeps the upper 24 bits of
+    fp32 numbers in two parts: a bf16 part, which is gathered, and 8 further bits. This takes 3 bytes per element and
+    needs no copy in the compute dtype. It requires `compute=torch.bfloat16` and `shardlite.AdamW`.
+    """
 
     output: torch.dtype | None = None
-    """To which floating-point outputs of the model are cast. `None`: they are left alone."""
+    """Dtype that floating-point outputs of the model are cast to. `None`: outputs are not cast."""
 
     def __post_init__(self) -> None:
-        """Check.
+        """Validate the options.
 
         Raises:
-            ValueError: a dtype cannot do what it is meant for.
+            ValueError: a dtype is not allowed for its purpose.
         """
         for name, dtype, allowed in (
             ("compute", self.compute, (None, *COMPUTE)),
@@ -68,21 +77,21 @@ class Precision:
             )
 
     def master_of(self, dtype: torch.dtype, *, trainable: bool) -> torch.dtype:
-        """Return in which dtype a parameter of `dtype` is stepped; if it is not split, it is kept so."""
+        """Return the dtype in which a parameter of `dtype` is stepped, and stored unless it is split."""
         if not (trainable and dtype.is_floating_point):
             return dtype
         return torch.promote_types(dtype, torch.float32)
 
     def splits(self, master: torch.dtype, *, trainable: bool) -> bool:
-        """Return whether a parameter that is stepped in `master` is kept in two parts."""
+        """Return whether a parameter that is stepped in `master` is stored in two parts."""
         return self.master == "split24" and trainable and master == torch.float32
 
     def compute_of(self, dtype: torch.dtype) -> torch.dtype:
-        """Return in which dtype a parameter of `dtype` is gathered."""
+        """Return the dtype in which a parameter of `dtype` is gathered."""
         return self.compute if self.compute is not None and dtype in COMPUTE else dtype
 
     def reduce_of(self, dtype: torch.dtype) -> torch.dtype:
-        """Return in which dtype the gradients of weights kept in `dtype` are summed: those of fp64 ones in fp64."""
+        """Return the dtype in which gradients of weights stored in `dtype` are summed: fp64 for fp64 weights."""
         return torch.float64 if dtype == torch.float64 else self.reduce
 
 
@@ -92,24 +101,32 @@ AlgorithmName = Literal["auto"] | Algorithm
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """How messages get from rank to rank."""
+    """Select how messages get from rank to rank.
+
+    `ShardLite` takes both fields as arguments and checks them with this class.
+
+    Example:
+        >>> ShardLite(model, transport="p2p", algorithm="bidirectional")
+    """
 
     transport: TransportName = "auto"
-    """`"shared_memory"`: CPU tensors between processes of one host stay in memory that these share.
-    `"symmetric_memory"`: CUDA tensors go through memory that the GPUs of one host can all read (PyTorch's symmetric
-    memory; 64 MiB per rank and connection). `"p2p"`: messages of the process group (NCCL, gloo; CUDA tensors over
-    gloo go through pinned memory). `"auto"`: shared memory where it can be had, else messages. It never chooses
-    symmetric memory: no GPU has run that yet, so nothing says whether it is faster than NCCL."""
+    """`"shared_memory"`: CPU tensors of processes on one host are exchanged through shared memory.
+    `"symmetric_memory"`: CUDA tensors are exchanged through memory that all GPUs of one host can read (PyTorch's
+    symmetric memory; 64 MiB per rank and connection). `"p2p"`: point-to-point messages of the process group (NCCL,
+    gloo; CUDA tensors over gloo are staged in pinned memory). `"auto"`: shared memory where available, else
+    `"p2p"`. It never selects symmetric memory, which has not been measured on a GPU against NCCL yet.
+    """
 
     algorithm: AlgorithmName = "auto"
-    """The schedule of gathers and reductions, see `docs/rings.md`. `"auto"` takes `"ring"` or `"direct"`, which add in
-    the same order; the others give other last bits."""
+    """Schedule of gathers and reductions, see `docs/rings.md`. `"auto"` selects `"ring"` or `"direct"`, which add in
+    the same order. Other schedules add in another order and so differ in the last bits.
+    """
 
     def __post_init__(self) -> None:
-        """Check.
+        """Validate the options.
 
         Raises:
-            ValueError: there is no such transport or algorithm.
+            ValueError: the transport or the algorithm is unknown.
         """
         for name, value, names in (
             ("transport", self.transport, get_args(TransportName)),
@@ -120,21 +137,21 @@ class Route:
 
 
 def transport_or_default(name: TransportName) -> TransportName:
-    """Return `name` or, if that is `"auto"`, what the environment says (`SHARDLITE_TRANSPORT`), if it says anything.
+    """Return `name`, or the value of `SHARDLITE_TRANSPORT` if `name` is `"auto"` and the variable is set.
 
     Raises:
-        ValueError: it is not the name of a transport.
+        ValueError: the variable does not name a transport.
     """
     named = os.environ.get("SHARDLITE_TRANSPORT", "auto") if name == "auto" else name
     return Route(transport=cast(TransportName, named)).transport
 
 
 def check_timeout(timeout: timedelta) -> None:
-    """Check that a timeout is a time.
+    """Check that a timeout is a positive `timedelta`.
 
     Raises:
-        TypeError: it is no `timedelta`.
-        ValueError: it is not above zero.
+        TypeError: it is not a `timedelta`.
+        ValueError: it is not positive.
     """
     if not isinstance(timeout, timedelta):
         raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}")
@@ -143,14 +160,13 @@ def check_timeout(timeout: timedelta) -> None:
 
 
 def devices_may_overlap() -> bool:
-    """Tell whether ranks may have symmetric memory on one GPU (`TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1`)."""
+    """Return whether ranks may share a GPU for symmetric memory (`TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1`)."""
     return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "0") == "1"
 
 
 def poison_evicted_buffers() -> bool:
-    """Tell whether buffers are to be filled with NaN when their unit is evicted (`SHARDLITE_POISON=1`).
+    """Return whether buffers are filled with NaN when their unit is evicted (`SHARDLITE_POISON=1`).
 
-    Code that still looks at one then computes NaN at once, instead of something plausible. The tests run this way
-    throughout.
+    Code that reads an evicted buffer then computes NaN at once instead of plausible numbers. All tests run this way.
     """
     return os.environ.get("SHARDLITE_POISON", "0") not in ("", "0")

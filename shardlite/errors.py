@@ -1,41 +1,41 @@
-"""The errors that ShardLite raises on purpose. Each says who, what was got, and what was expected or what to do."""
+"""Errors and warnings that ShardLite raises. Each message names the subject, the value and the remedy."""
 
 
 class ShardLiteError(Exception):
-    """Base of every error below: `except ShardLiteError` catches what the library itself found wrong."""
+    """Base class of all errors below."""
 
 
 class LayoutError(ShardLiteError, ValueError):
-    """The caller's shapes, dtypes, models or calls do not fit."""
+    """Shapes, dtypes, models or calls are invalid."""
 
 
 class PhaseError(ShardLiteError, RuntimeError):
-    """An illegal move of a state, for example a gradient that comes after its unit was reduced."""
+    """An illegal state transition, for example a gradient that arrives after its unit was reduced."""
 
 
 class CommError(ShardLiteError, RuntimeError):
-    """A peer failed, is late, or does something else than this rank.
+    """A peer failed, timed out, or runs another operation than this rank.
 
-    The buffers of the operation hold undefined values afterwards, and the connection to the peer may be closed for
-    good: end the run and let `torchrun` restart it.
+    The buffers of the operation are undefined afterwards, and the connection to the peer may be closed for good: end
+    the run and let `torchrun` restart it.
     """
 
 
 class DesyncError(CommError):
-    """Ranks do different things: another pass, another number of steps. Found by comparison, before data were mixed."""
+    """Ranks run different passes or numbers of steps. Detected by comparison, before any data were mixed."""
 
 
 class EscapedViewWarning(UserWarning):
-    """A view of gathered weights outlived their use. The result is right, but the memory is not ours to reuse."""
+    """A view of gathered weights outlived their use. Results are right, but the memory cannot be reused."""
 
 
 class NonFiniteWarning(UserWarning):
-    """Gradients had a NaN or an infinity."""
+    """Gradients contained a NaN or an infinity."""
 
 
 class ShardWarning(UserWarning):
-    """A value was computed from a shard, which is a part of a parameter, as if it were the whole one."""
+    """A value was computed from a shard as if it were the whole parameter."""
 
 
 class NonFiniteError(ShardLiteError, ArithmeticError):
-    """Too many steps in a row were left out because gradients had a NaN or an infinity."""
+    """Too many consecutive steps were skipped because gradients contained a NaN or an infinity."""

@@ -1,15 +1,14 @@
-"""AdamW on flat tensors, in place, in the arithmetic of PyTorch's fused optimizer on CUDA; alone, or as the last hop.
+"""AdamW on flat tensors, in place, with the arithmetic of PyTorch's fused optimizer on CUDA; alone or as the last hop.
 
-`adamw` steps by a gradient, `reduce_adamw` by the sum of a ring reduction's last hop: the partial sum that came in plus
-this rank's own part, which is never written to memory.
+`adamw` steps by a gradient, `reduce_adamw` by the sum of a ring reduction's last hop: the received partial sum plus
+this rank's own part. The sum is never written to memory.
 
 Bytes per element, read and written, where weights and moments take `s` (12 in fp32, 5.0625 with split weights and
-codes) and a gradient `g`: `adamw` moves `2*s + g + 1/16`, `reduce_adamw` `2*s + 2*g + 1/16`, of which the last are the
-table of rows: 28.06 and 32.06 in fp32. A gradient that is divided by a scale is written as well. A step that is skipped
-only reads.
+codes) and a gradient `g`: `adamw` moves `2*s + g + 1/16`, `reduce_adamw` `2*s + 2*g + 1/16`, where `1/16` is the table
+of rows: 28.06 and 32.06 in fp32. A gradient that is divided by a scale is written as well. A skipped step only reads.
 Legend: `S` elements, `G = ceil(S / 32)` groups. All scalars are rounded to fp32 before they are used.
 
-On CUDA PyTorch computes, every line one fp32 operation (read from the machine code of torch 2.11 to 2.13):
+PyTorch on CUDA computes, every line one fp32 operation (read from the machine code of torch 2.11 to 2.13):
 
     decay = lr * weight_decay              bias1 = 1 - beta1^step            bias2 = 1 - beta2^step
     g = g / grad_scale                     only if there is one; written back
@@ -18,15 +17,15 @@ On CUDA PyTorch computes, every line one fp32 operation (read from the machine c
     v = fma(v, beta2, fma(g*g, -beta2, g*g))
     p = p - (lr / bias1) * m / (sqrt(v) / sqrt(bias2) + eps)
 
-The kernel does the same, so given the same scalars its bits are PyTorch's. They differ in two places. `beta^step` is
-rounded correctly here and computed by CUDA's `powf` there, a few units away at most: so bits agree at step 1 and once
-`beta2^step` has vanished beside 1, and between where `powf` rounds correctly. And a weight is left alone if `decay` is
-zero, also where that is because `lr` is: PyTorch then makes a NaN of an infinite weight, and 0 of -0.
+The kernel does the same, so given the same scalars its bits are PyTorch's, with two exceptions. `beta^step` is rounded
+correctly here and computed by CUDA's `powf` in PyTorch, which is off by a few units at most: so bits agree at step 1,
+once `beta2^step` vanishes beside 1, and in between where `powf` rounds correctly. And a weight is not multiplied if
+`decay` is zero, even if that is because `lr` is: PyTorch then turns an infinite weight into NaN, and -0 into 0.
 
-What PyTorch has not: the gradient may be multiplied by a factor first, and the last line's subtrahend be cut off at a
-limit. Factor 1 and limit infinity change no bit. Weights and moments in fewer bytes are computed with in fp32 all the
-same: `split.py` and `moments.py` say how they are read and written. Beside codes, roots and quotients are the device's
-approximations, two units off at most, and the division by `sqrt(bias2)` is a multiplication.
+Extensions to PyTorch: the gradient may be multiplied by a factor first, and the subtrahend of the last line may be
+clamped to a limit. Factor 1 and limit infinity change no bit. Narrow weights and moments are computed in fp32, too:
+`split.py` and `moments.py` describe how they are read and written. With 8-bit codes, roots and quotients are the
+device's approximations, off by two units at most, and the division by `sqrt(bias2)` is a multiplication.
 """
 
 # ruff: noqa: N803 (compile-time constants of a kernel are written in capitals)
@@ -47,7 +46,7 @@ from .split import load_weight, split_reference, store_weight
 from .state import State, check_flat
 
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of gradients that may go with weights in fp32."""
+"""Dtypes of gradients that are allowed with fp32 weights."""
 
 
 @jit
@@ -109,10 +108,10 @@ def step_block(
     UNSCALE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ) -> None:
-    """Step the elements at `offsets` [G, 32] of a state by their gradient `total`: all that comes behind a gradient.
+    """Step the elements at `offsets` [G, 32] of a state by their gradient `total`.
 
-    `row` [G, 1] numbers the rows of scalars, `group` [G, 1] the groups; where `mask` and `in_group` are not set nothing
-    is touched. `grad_ptr` is only for a gradient that is to be written back.
+    `row` [G, 1] holds the rows of scalars, `group` [G, 1] the groups. Elements outside `mask` and `in_group` are not
+    touched. `grad_ptr` is only needed to write an unscaled gradient back.
     """
     # In the order of `Scalars`.
     scalar = scalars_ptr + row * 10
@@ -143,7 +142,7 @@ def step_block(
     m = tl.fma(m, beta1, tl.fma(g, -beta1, g))
     squared = g * g
     v = tl.fma(v, beta2, tl.fma(squared, -beta2, squared))
-    if avg_exponent_ptr is not None:  # codes are further off than approximations, which save half of the instructions
+    if avg_exponent_ptr is not None:  # codes err more than approximations, which save half of the instructions
         root = tl.sqrt(v)
         update = step_size * m / (root * (1 / root_bias2) + eps)
     else:
@@ -152,12 +151,12 @@ def step_block(
     update = tl.where(update > limit, limit, tl.where(update < -limit, -limit, update))  # a NaN stays
     p -= update
 
-    if bad_ptr is not None:  # behind all loads, which would wait for what it has to exchange
+    if bad_ptr is not None:  # after all loads, which the exchange between threads would delay
         infinite = (total.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000
         if tl.max(tl.max((infinite & mask & (active != 0)).to(tl.int32), axis=1), axis=0) != 0:
-            tl.store(bad_ptr, 1)  # whoever finds one writes the same
+            tl.store(bad_ptr, 1)  # concurrent writes store the same value
 
-    # Not a branch: the elements would not be loaded before its condition is known.
+    # Not a branch: it would delay the loads until its condition is known.
     kept = mask & (active != 0)
     in_group = in_group & (active != 0)
     store_weight(param_ptr, low_ptr, offsets, p, kept)
@@ -165,7 +164,7 @@ def step_block(
     if exp_avg_ptr.dtype.element_ty != tl.float32:
         random = random_bits(first + offsets, tl.load(keys_ptr + row))
     if avg_exponent_ptr is not None:
-        m = tl.where(mask, m, 0.0)  # what lies behind the end must not make an exponent larger
+        m = tl.where(mask, m, 0.0)  # elements behind the end must not increase an exponent
         root = tl.where(mask, root, 0.0)
     store_avg(exp_avg_ptr, avg_exponent_ptr, offsets, group, m, kept, in_group, INTERPRET)
     store_sq(exp_avg_sq_ptr, sq_exponent_ptr, offsets, group, v, root, random, kept, in_group)
@@ -174,15 +173,18 @@ def step_block(
 
 
 def adamw(state: State, grad: Tensor, table: Table, *, unscale: bool = False, bad: Tensor | None = None) -> None:
-    """Step `state` [S] in place by the kernel, without waiting for the device.
+    """Step `state` [S] in place by the kernel, without synchronization.
 
-    With `unscale` the gradient is divided by its `grad_scale`, in place. Where a row is not active nothing changes.
-    Weights are fp32, or split; the gradient is fp32, bf16 or fp16. `bad` [], int32, becomes 1 if that has a NaN or an
-    infinity where something is stepped.
+    Args:
+        state: weights [S], fp32 or split, and moments; rows that are not active are not changed.
+        grad: gradient [S], fp32, bf16 or fp16.
+        table: scalars of the step, per row.
+        unscale: divide `grad` by the `grad_scale` of its row, in place.
+        bad: [], int32; set to 1 if the gradient of a stepped element is NaN or infinite.
 
     Raises:
-        ValueError: shapes, devices or dtypes do not fit together, or CPU tensors are not to be interpreted: those take
-            `adamw_cpu`.
+        ValueError: shapes, devices or dtypes do not match, or tensors are on the CPU without Triton's interpreter; use
+            `adamw_cpu` there.
     """
     check_step("adamw", state, table, grad)
     _launch(state, grad, None, table, bad, 1, unscale)
@@ -191,12 +193,12 @@ def adamw(state: State, grad: Tensor, table: Table, *, unscale: bool = False, ba
 def reduce_adamw(
     state: State, received: Tensor, own: Tensor, table: Table, *, divisor: int = 1, bad: Tensor | None = None
 ) -> None:
-    """Step `state` [S] by the gradient `(received + own) / divisor`, added in fp32 and never rounded further or stored.
+    """Step `state` [S] by the gradient `(received + own) / divisor`, which is added in fp32 and never stored.
 
-    `bad` [], int32, becomes 1 if that has a NaN or an infinity where something is stepped.
+    `bad` [], int32, is set to 1 if the gradient of a stepped element is NaN or infinite.
 
     Raises:
-        ValueError: as `adamw`, or the divisor is not from 1 to 2^24.
+        ValueError: as `adamw`, or `divisor` is not from 1 to 2^24.
     """
     check_step("reduce_adamw", state, table, own, received)
     if not 1 <= divisor <= LARGEST_DIVISOR:
@@ -207,7 +209,7 @@ def reduce_adamw(
 def adamw_reference(
     state: State, grad: Tensor, table: Table, *, unscale: bool = False, bad: Tensor | None = None
 ) -> None:
-    """The specification of `adamw`: the formula of CUDA, on any device, one line per line."""
+    """Specification of `adamw`: the formula of CUDA, line by line, on any device."""
     numel = state.param.numel()
     each = table.scalars[table.row_of_each(numel)].unbind(1)  # in the order of `Scalars`
     beta1, beta2, eps, decay, step_size, root_bias2, limit, factor, grad_scale, active = each
@@ -242,7 +244,7 @@ def adamw_reference(
 def reduce_adamw_reference(
     state: State, received: Tensor, own: Tensor, table: Table, *, divisor: int = 1, bad: Tensor | None = None
 ) -> None:
-    """The specification of `reduce_adamw`."""
+    """Specification of `reduce_adamw`."""
     adamw_reference(state, (received.float() + own.float()) / divisor, table, bad=bad)
 
 
@@ -262,18 +264,18 @@ def _launch(
 
 
 def block_of(state: State, grad: Tensor, *, unscale: bool = False) -> int:
-    """Elements per program: each thread moves 16 bytes of the widest tensor that is written.
+    """Return the elements per program: each thread moves 16 bytes of the widest tensor that is written.
 
-    A gradient is only read, so one in fp32 beside narrow states is read in two accesses.
+    A gradient is only read: one in fp32 beside narrow states takes two accesses.
     """
     return block_size(*(state.param, state.exp_avg), *([grad] if unscale else []))
 
 
 def check_step(who: str, state: State, table: Table, *grads: Tensor) -> None:
-    """Raise unless the kernel can step this state by these gradients, or parts of one.
+    """Check that the kernel can step this state by these gradients, or summands of one.
 
     Raises:
-        ValueError: shapes, devices or dtypes do not fit together, or CPU tensors are not to be interpreted.
+        ValueError: shapes, devices or dtypes do not match, or tensors are on the CPU without Triton's interpreter.
     """
     param = state.param
     if not use_triton(param):

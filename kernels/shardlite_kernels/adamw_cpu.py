@@ -1,8 +1,8 @@
-"""AdamW on the CPU: the bits of `torch.optim.AdamW(fused=True)` on the same flat tensors, whose operator this is.
+"""AdamW on the CPU by PyTorch's operator: the bits of `torch.optim.AdamW(fused=True)` on the same flat tensors.
 
-On the CPU that operator keeps up with memory. Where something is not kept as it is computed with (a split weight,
-narrow moments, a gradient that is still two parts of a sum) it works on chunks: what was read of a chunk stays in the
-cache until it is written, and nothing is in memory as a whole twice.
+On the CPU the operator is as fast as memory. If storage and computation differ (split weights, narrow moments, a
+gradient that is the sum of two parts) it runs on chunks: a chunk stays in the cache until it is written, and no whole
+tensor is in memory twice.
 
 Legend: `S` elements.
 """
@@ -27,37 +27,37 @@ from .state import State, check_flat
 
 _WEIGHTS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _CHUNK = 1 << 19
-"""Elements at a time; a multiple of 32, see README."""
+"""Elements per chunk; a multiple of 32, see README."""
 
 
 class _CpuMemory(dict[tuple[str, torch.dtype], Tensor]):
-    """The rooms of one thread."""
+    """The buffers of one thread."""
 
-    __hash__ = object.__hash__  # type: ignore[assignment]  # to be in a set
+    __hash__ = object.__hash__  # type: ignore[assignment]  # hashable, for a set
 
 
 _all_kept: WeakSet[_CpuMemory] = WeakSet()
 
 
 def chunk_memory() -> list[Tensor]:
-    """Return the memory that the threads of this process keep for chunks of steps on the CPU."""
+    """Return the memory that the threads of this process keep for chunks of CPU steps."""
     return [room for kept in list(_all_kept) for room in list(kept.values())]
 
 
 class _Rooms(threading.local):
-    """Where a thread keeps what it computes of a chunk, from step to step: new pages take as long as a chunk's step."""
+    """Buffers that a thread keeps from step to step: allocating pages takes as long as the step of a chunk."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, torch.dtype], Tensor] = _CpuMemory()
         _all_kept.add(self._kept)
 
     def of(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """Room for some elements of a chunk."""
+        """Return a buffer for `numel` elements of a chunk."""
         room = self._kept.get((name, dtype))
         if room is None or len(room) < numel:
             with torch.inference_mode(False):  # other steps may be in another mode
                 room = torch.empty(numel, dtype=dtype, device="cpu")
-            if type(room) is Tensor:  # a mode may make others, which are of no use outside of it
+            if type(room) is Tensor:  # a mode may create other types, which cannot be used outside of it
                 self._kept[name, dtype] = room
         return room[:numel]
 
@@ -67,23 +67,23 @@ _rooms = _Rooms()
 
 @dataclass(frozen=True, kw_only=True)
 class CpuStep:
-    """What all elements have in common in one step."""
+    """Constants of one step."""
 
     number: float
-    """Of this update, from 1."""
+    """Number of this update, from 1."""
 
     hyper: Hyper
     factor: float = 1.0
-    """By which gradients are multiplied; they stay as they are."""
+    """Gradients are multiplied by it, but not in memory."""
 
     grad_scale: float | None = None
-    """By which gradients are divided before, in memory too."""
+    """Gradients are first divided by it, also in memory."""
 
     table: Table | None = None
-    """The keys of what is rounded at random, which narrow moments are."""
+    """Keys for stochastic rounding, which narrow moments need."""
 
     def __post_init__(self) -> None:
-        """Check.
+        """Validate.
 
         Raises:
             ValueError: the number is less than 1, or a beta is 1 in fp32.
@@ -94,18 +94,21 @@ class CpuStep:
 
     @property
     def plain(self) -> bool:
-        """Whether PyTorch's operator does all of it."""
+        """Whether PyTorch's operator computes the whole step."""
         return self.factor == 1 and self.hyper.max_update == inf
 
 
 def adamw_cpu(state: State, grad: Tensor, step: CpuStep, *, bad: Tensor | None = None) -> None:
-    """Step `state` [S] in place by a gradient [S]; `bad` [], int32, becomes 1 if that has a NaN or an infinity.
+    """Step `state` [S] in place by a gradient [S].
 
-    Weights and moments may all be fp32, fp64, bf16 or fp16, and in the narrow formats; the gradient of weights that are
-    computed with in fp32 may also be bf16 or fp16.
+    Args:
+        state: weights and moments [S]: all fp32, fp64, bf16 or fp16, or in the narrow formats.
+        grad: gradient [S] in the dtype of the weights; for weights computed in fp32 also bf16 or fp16.
+        step: constants of the step.
+        bad: [], int32; set to 1 if the gradient has a NaN or an infinity.
 
     Raises:
-        ValueError: shapes, devices or dtypes do not fit together.
+        ValueError: shapes, devices or dtypes do not match.
     """
     weight = _check("adamw_cpu", state, step, grad)
     _look(grad, bad)
@@ -118,9 +121,9 @@ def adamw_cpu(state: State, grad: Tensor, step: CpuStep, *, bad: Tensor | None =
 def reduce_adamw_cpu(
     state: State, received: Tensor, own: Tensor, step: CpuStep, *, divisor: int = 1, bad: Tensor | None = None
 ) -> None:
-    """Step `state` [S] by the gradient `(received + own) / divisor`, which is never whole in memory.
+    """Step `state` [S] by the gradient `(received + own) / divisor`, of which only chunks are in memory.
 
-    `bad` [], int32, becomes 1 if that has a NaN or an infinity.
+    `bad` [], int32, is set to 1 if the gradient has a NaN or an infinity.
 
     Raises:
         ValueError: as `adamw_cpu`.
@@ -138,7 +141,7 @@ def reduce_adamw_cpu(
 
 
 def _unscaled(given: Tensor, weight: torch.dtype, step: CpuStep) -> Tensor:
-    """A chunk of a gradient in the dtype of the weights, divided by its scale, in memory too."""
+    """Return a chunk of a gradient in the dtype of the weights, divided by its scale, also in memory."""
     wide = given.to(weight)
     if step.grad_scale is not None:
         wide.div_(_constant(step.grad_scale))
@@ -148,7 +151,7 @@ def _unscaled(given: Tensor, weight: torch.dtype, step: CpuStep) -> Tensor:
 
 
 def _look(grad: Tensor, bad: Tensor | None) -> None:
-    """Note whether a gradient is not finite; a sum that is says enough."""
+    """Set `bad` if a gradient is not finite. A finite sum shows that all elements are."""
     if bad is not None and not grad.sum().isfinite() and not grad.isfinite().all():
         bad.fill_(1)
 
@@ -173,7 +176,7 @@ def _by_chunks(state: State, gradients: Iterable[Tensor], step: CpuStep) -> None
 
 
 def _operator(step: CpuStep, grad_scale: float | None = None) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-    """PyTorch's operator for the tensors of a step; it writes a gradient that it divides by a scale."""
+    """Return PyTorch's operator for a step. With a scale, it writes the divided gradient back."""
     lr, beta1, beta2, eps, weight_decay, _ = step.hyper
     number, scale = _constant(step.number), None if grad_scale is None else _constant(grad_scale)
 
@@ -198,7 +201,7 @@ def _constant(value: float) -> Tensor:
 
 
 def _limited(step: CpuStep) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-    """PyTorch's moments, and an update whose elements are cut off at `max_update` times the learning rate."""
+    """Return a step with PyTorch's moments, and updates clamped to `max_update` times the learning rate."""
     lr, beta1, beta2, eps, weight_decay, max_update = step.hyper
     still = _operator(replace(step, hyper=step.hyper._replace(lr=0.0, weight_decay=0.0)))
 
@@ -212,7 +215,7 @@ def _limited(step: CpuStep) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
 
 
 def _check(who: str, state: State, step: CpuStep, *grads: Tensor) -> torch.dtype:
-    """Return in which dtype weights are computed with."""
+    """Return the dtype in which weights are computed."""
     state.check(who)
     weight = torch.float32 if state.low is not None else state.param.dtype
     if state.param.device.type != "cpu" or weight not in _WEIGHTS:

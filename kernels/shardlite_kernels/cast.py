@@ -1,4 +1,4 @@
-"""A cast of a whole flat tensor, rounded once: master weights to what is computed with, or to what is sent.
+"""Cast of a whole flat tensor, rounded once, for example from master weights to the compute dtype.
 
 Bytes per element: `source` is read once, `out` is written once: 6 from fp32 to bf16.
 Legend: `S` elements.
@@ -43,11 +43,11 @@ def _cast_kernel(
 def cast(out: Tensor, source: Tensor) -> None:
     """Write `source` [S] into `out` [S], rounded once to nearest even. fp32, bf16, fp16 and fp64, in any pair.
 
-    PyTorch rounds fp64 to bf16 or fp16 twice, by way of fp32, which is wrong by one unit where the first rounding lands
-    on a tie. Here fp64 goes to fp32 by rounding to odd: then it cannot land on one.
+    PyTorch rounds fp64 to bf16 or fp16 twice, through fp32, which is off by one unit if the first rounding gives a tie.
+    Here fp64 is rounded to fp32 by rounding to odd, which never gives a tie.
 
     Raises:
-        ValueError: shapes or devices do not fit together, or a dtype is none of the four.
+        ValueError: shapes or devices do not match, or a dtype is none of the four.
     """
     _check(out, source)
     if not use_triton(out):
@@ -58,12 +58,12 @@ def cast(out: Tensor, source: Tensor) -> None:
 
 
 def cast_reference(out: Tensor, source: Tensor) -> None:
-    """The specification of `cast`: PyTorch's, but fp64 becomes whole units of the last place of `out` first."""
+    """Specification of `cast`: PyTorch's cast, but fp64 is first rounded to units in the last place of `out`."""
     _check(out, source)
     if _takes_two(out, source):
         digits, smallest = (8, -133) if out.dtype == torch.bfloat16 else (11, -24)
         last_place = (torch.frexp(source).exponent - digits).clamp(min=smallest).double()
-        source = (source * 2.0**-last_place).round() * 2.0**last_place  # nothing but `round` rounds, half to even
+        source = (source * 2.0**-last_place).round() * 2.0**last_place  # only `round` rounds, half to even
     out.copy_(source)
 
 
@@ -80,7 +80,7 @@ def _check(out: Tensor, source: Tensor) -> None:
 
 
 def _takes_two(out: Tensor, source: Tensor) -> bool:
-    """Whether the cast is made of two, by way of fp32."""
+    """Return whether the cast needs an intermediate fp32."""
     return source.dtype == torch.float64 and out.dtype in _NARROW
 
 

@@ -1,26 +1,26 @@
-"""Ring collectives that a kernel walks by itself, over memory that neighbours write into (protocol: `signals.py`).
+"""Ring collectives inside one kernel, over memory that neighbours write into (protocol: `signals.py`).
 
     ring_reduce_scatter   out = the mean of this rank's segment over all ranks, cast
     ring_reduce_adamw     the same, but the last sum is the gradient of an AdamW step and is never written
-    ring_all_gather       every rank's segment, from the rank that has it
+    ring_all_gather       every rank's segment, from its owner
 
-One launch does all hops. A program takes some blocks of each segment through all steps, and has `D - 1` messages under
-way: while one is summed up the next ones travel. In step `t` of a reduction rank `r` adds its own part to the partial
-sum of segment `r - 1 - t`, which has come from rank `r - 1`, and writes the sum straight into a slot of rank `r + 1`.
-The first step only sends, the last one only receives and ends with this rank's own segment:
+One launch does all hops. A program takes some blocks of each segment through all steps, with `D - 1` messages in
+flight: while one is summed, the next ones are transferred. In step `t` of a reduction rank `r` adds its own part to the
+partial sum of segment `r - 1 - t`, received from rank `r - 1`, and writes the sum directly into a slot of rank `r + 1`.
+The first step only sends, the last one only receives and finishes this rank's own segment:
 
     W=3   t=0                t=1                  t=2
     r=0   sends part of 2    adds to 1, sends     adds to 0
     r=1   sends part of 0    adds to 2, sends     adds to 1
     r=2   sends part of 1    adds to 0, sends     adds to 2
 
-So segment `k` is added up in the order `k+1, k+2, ..., k`, however many programs there are. In step `t` of a gathering
-rank `r` passes segment `r - t` on.
+So segment `k` is added in the order `k+1, k+2, ..., k`, for any number of programs. In step `t` of a gather rank `r`
+forwards segment `r - t`.
 
-Bytes per element of a segment, with `g` of the gradient, `w` of what is sent, `o` of the result and `s` of a state: the
-first step of a reduction moves `g + w`, each in the middle `g + 2*w`, the last one `g + w + o`, or with AdamW
-`g + w + 2*s + 1/16`: in fp32 8, 12 and 12, for `W` ranks `12*W - 4`. A gathering moves 8, 12 and 8 for elements of 4
-bytes. Of each step but the last `w` bytes cross a link.
+Bytes per element of a segment, with `g` for the gradient, `w` for messages, `o` for the result and `s` for a state: the
+first step of a reduction moves `g + w`, each middle step `g + 2*w`, the last one `g + w + o`, or with AdamW
+`g + w + 2*s + 1/16`: in fp32 8, 12 and 12, for `W` ranks `12*W - 4`. A gather moves 8, 12 and 8 for elements of 4
+bytes. In each step but the last, `w` bytes cross a link.
 
 Legend: `W` ranks, `S` elements of a segment, `P` programs, `D` slots of each, `G = ceil(S / 32)` groups.
 """
@@ -57,21 +57,28 @@ from .state import State, check_flat
 
 _WIRES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _AMD = torch.version.hip is not None
-_UNSPECIALISED = ("rank", "world", "epoch", "limit", "blocks")  # else a rank compiles while its neighbours wait
+_UNSPECIALISED = (
+    "rank",
+    "world",
+    "epoch",
+    "limit",
+    "blocks",
+)  # otherwise a rank would recompile while its neighbours wait
 
 
 @jit
 def wrapped(rank: tl.tensor, world: tl.tensor) -> tl.tensor:
-    """A rank counted round the ring, from `-world` on; `%` is that of C, which leaves negative numbers negative."""
+    """Return a rank, from `-world` on, modulo `world`. `%` is C's, which leaves negative numbers negative."""
     return tl.where(rank < 0, rank + world, rank)
 
 
 @jit
 def place_of(action: tl.tensor, messages: tl.tensor, world: tl.tensor, DEPTH: tl.constexpr) -> tl.tensor:
-    """What a program does as its next action: which of its messages in a step, which step, what it sends and receives.
+    """Return a program's next action: its message within the step, the step, and the messages it sends and receives.
 
-    The last two number messages of the launch, and mean nothing in the last and in the first step. Batches of
-    `DEPTH - 1` messages go through all steps one after the other; the last batch may be smaller.
+    The last two are numbers of messages in the launch. They are meaningless in the last and in the first step,
+    respectively. Batches of `DEPTH - 1` messages go through all steps one after the other; the last batch may be
+    smaller.
     """
     done = action // (world * (DEPTH - 1)) * (DEPTH - 1)
     batch = tl.minimum(messages - done, DEPTH - 1)
@@ -227,16 +234,21 @@ def ring_reduce_scatter(
 ) -> None:
     """Write the sum over ranks of segment `rank` of `full` [W*S], divided by `divisor`, into `out` [S].
 
-    Parts and `out` are fp32, bf16 or fp16, in any mixture. They are added in fp32; partial sums are rounded to the
-    dtype `wire`, and the quotient to that of `out`. `epoch` is the same on all ranks and larger than in any launch
-    before.
+    Summands are added in fp32; partial sums are rounded to `wire`, and the quotient to the dtype of `out`. The kernel
+    waits for neighbours up to a limit: `ring_failure(peers.error)` tells whether it was exceeded, and then `out` is
+    undefined.
 
-    The kernel waits for neighbours, but not for ever: `ring_failure(peers.error)` says whether it gave up, and then
-    `out` holds anything.
+    Args:
+        out: [S], fp32, bf16 or fp16.
+        full: [W*S], fp32, bf16 or fp16.
+        peers: memory of all ranks.
+        epoch: equal on all ranks, and larger than in any earlier launch.
+        divisor: from 1 to 2^24.
+        wire: dtype of partial sums between ranks.
 
     Raises:
-        ValueError: shapes, devices or dtypes do not fit together, a number is out of its range, or CPU tensors are not
-            to be interpreted.
+        ValueError: shapes, devices or dtypes do not match, a number is out of range, or tensors are on the CPU without
+            Triton's interpreter.
     """
     who = "ring_reduce_scatter"
     _check(who, full, peers, out.numel(), epoch)
@@ -259,10 +271,10 @@ def ring_reduce_adamw(
     wire: torch.dtype = torch.float32,
     bad: Tensor | None = None,
 ) -> None:
-    """Step `state` [S] by what `ring_reduce_scatter` would write in fp32: the gradient is in registers only.
+    """Step `state` [S] by what `ring_reduce_scatter` would write in fp32. The gradient is in registers only.
 
-    `bad` [], int32, becomes 1 if that has a NaN or an infinity where something is stepped. After a failure some
-    elements are stepped and others are not.
+    `bad` [], int32, is set to 1 if the gradient of a stepped element is NaN or infinite. After a failure some elements
+    are stepped and others are not.
 
     Raises:
         ValueError: as `ring_reduce_scatter` and `reduce_adamw`.
@@ -276,13 +288,13 @@ def ring_reduce_adamw(
 
 
 def ring_all_gather(full: Tensor, peers: Peers, *, epoch: int) -> None:
-    """Fill `full` [W*S], of any dtype, given that segment `rank` of it already holds this rank's part.
+    """Fill `full` [W*S], of any dtype. Segment `rank` of it must hold this rank's part.
 
     Epochs and failures are those of `ring_reduce_scatter`.
 
     Raises:
-        ValueError: shapes or devices do not fit together, a number is out of its range, or CPU tensors are not to be
-            interpreted.
+        ValueError: shapes or devices do not match, a number is out of range, or tensors are on the CPU without Triton's
+            interpreter.
     """
     who = "ring_all_gather"
     if full.dim() != 1 or full.numel() % peers.world_size:
@@ -307,7 +319,7 @@ def ring_all_gather(full: Tensor, peers: Peers, *, epoch: int) -> None:
 def ring_reduce_scatter_reference(
     out: Tensor, fulls: Sequence[Tensor], rank: int, *, divisor: int = 1, wire: torch.dtype = torch.float32
 ) -> None:
-    """The specification of `ring_reduce_scatter`, given `full` [W*S] of every rank."""
+    """Specification of `ring_reduce_scatter`, given `full` [W*S] of every rank."""
     received, own = _before_the_last(fulls, rank, wire)
     hop_reference(out, received, own, divisor)
 
@@ -322,18 +334,18 @@ def ring_reduce_adamw_reference(
     wire: torch.dtype = torch.float32,
     bad: Tensor | None = None,
 ) -> None:
-    """The specification of `ring_reduce_adamw`, given `full` [W*S] of every rank."""
+    """Specification of `ring_reduce_adamw`, given `full` [W*S] of every rank."""
     received, own = _before_the_last(fulls, rank, wire)
     reduce_adamw_reference(state, received, own, table, divisor=divisor, bad=bad)
 
 
 def ring_all_gather_reference(full: Tensor, shards: Sequence[Tensor]) -> None:
-    """The specification of `ring_all_gather`, given every rank's part [S]."""
+    """Specification of `ring_all_gather`, given every rank's part [S]."""
     torch.cat(list(shards), out=full)
 
 
 def _before_the_last(fulls: Sequence[Tensor], rank: int, wire: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The partial sum [S] of segment `rank` that comes to its owner, and the owner's part [S]."""
+    """Return the partial sum [S] of segment `rank` that its owner receives, and the owner's part [S]."""
     segments = [full.view(len(fulls), -1)[rank] for full in fulls]
     order = [*segments[rank + 1 :], *segments[: rank + 1]]
     partial_sum = order[0].to(wire)
@@ -371,9 +383,9 @@ def _launch_reduce(
 
 
 def _cut(who: str, peers: Peers, n: int, block: int, itemsize: int) -> tuple[int, int]:
-    """How many blocks a message has, and how many programs there are: the same on all ranks.
+    """Return the blocks per message and the number of programs, equal on all ranks.
 
-    Messages are as long as a slot, but no longer than it takes to have `D` of them for each program.
+    A message is as long as a slot, but short enough that each program has at least `D` of them.
     """
     most = peers.slot_nbytes // (block * itemsize)
     if not most:
@@ -386,7 +398,7 @@ def _cut(who: str, peers: Peers, n: int, block: int, itemsize: int) -> tuple[int
 
 
 def _as_words(full: Tensor, numel: int) -> Tensor:
-    """`full` as the widest integers, of up to 4 bytes, that its segments of `numel` elements are made of."""
+    """View `full` as the widest integers, up to 4 bytes, that divide its segments of `numel` elements."""
     for dtype in (torch.int32, torch.int16):
         starts = full.storage_offset() * full.element_size(), full.data_ptr(), numel * full.element_size()
         if not any(start % dtype.itemsize for start in starts):
@@ -396,7 +408,7 @@ def _as_words(full: Tensor, numel: int) -> Tensor:
 
 def _check(who: str, full: Tensor, peers: Peers, numel: int, epoch: int) -> None:
     if not use_triton(full):
-        raise ValueError(f"{who}: full is on the CPU, where only Triton's interpreter can walk (TRITON_INTERPRET=1)")
+        raise ValueError(f"{who}: full is on the CPU, which needs Triton's interpreter (TRITON_INTERPRET=1)")
     check_flat(who, "full", full, peers.world_size * numel, full.dtype, full.device)
     peers.check(who, full.device)
     if not 1 <= epoch <= LARGEST_EPOCH:

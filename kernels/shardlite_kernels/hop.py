@@ -1,7 +1,7 @@
-"""One hop of a ring reduction: the partial sum that came in, plus this rank's own part, optionally averaged.
+"""One hop of a ring reduction: the received partial sum plus this rank's own part, optionally divided.
 
 Bytes per element: `received` and `own` are read once, `out` is written once: 12 in fp32, 6 in bf16. Statistics of `out`
-come for nothing, but for 8 bytes per block: its elements are in registers, or on the CPU in the cache.
+cost 8 bytes per block only: its elements are in registers, or on the CPU in the cache.
 Legend: `S` elements, `P` rows of statistics (`stats.py`).
 """
 
@@ -18,7 +18,7 @@ from .stats import check_stats, stats_block, stats_cpu, stats_reference, store_r
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)  # added in fp32, in any mixture
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
-_NATIVE = (torch.float64, *_INTEGERS)  # added in themselves
+_NATIVE = (torch.float64, *_INTEGERS)  # added in their own dtype
 LARGEST_DIVISOR = 2**24  # every smaller integer is exact in fp32
 _CPU_CHUNK = 1 << 16  # elements: a temporary of 256 KB stays in the cache of a core
 
@@ -42,7 +42,7 @@ def _hop_kernel(
     if NATIVE:
         total = tl.load(received_ptr + offsets, mask=mask) + tl.load(own_ptr + offsets, mask=mask)
         if DIVIDE:
-            total = total / divisor  # only fp64 comes here, and its division is exact to the last bit
+            total = total / divisor  # fp64 only, whose division is correctly rounded
     else:
         total = load_fp32(received_ptr, offsets, mask, INTERPRET) + load_fp32(own_ptr, offsets, mask, INTERPRET)
         if DIVIDE:
@@ -56,22 +56,22 @@ def _hop_kernel(
 
 
 def hop(out: Tensor, received: Tensor, own: Tensor, divisor: int = 1, stats: Tensor | None = None) -> None:
-    """Write `(received + own) / divisor` [S] into `out` [S], which may be the memory of `received` or of `own`.
+    """Write `(received + own) / divisor` [S] into `out` [S], which may share memory with `received` or `own`.
 
     fp32, bf16 and fp16, in any mixture, are added and divided in fp32 and rounded once to the dtype of `out`. fp64 and
     integers are added in their own dtype, which all three must share; integers wrap around.
 
-    With `stats` [P, 2], and floating-point numbers only, the statistics of `out` as it is stored are written there.
+    With `stats` [P, 2] the statistics of the stored `out` are written, too, for floating-point dtypes only.
 
     Raises:
-        ValueError: shapes, devices or dtypes do not fit together, or `divisor` does not fit the dtype.
+        ValueError: shapes, devices or dtypes do not match, or `divisor` is not allowed for the dtype.
     """
     _check(out, received, own, divisor, stats)
     tensors = out, received, own
     if not use_triton(out):
         _hop_cpu(*tensors, divisor)
         if stats is not None:
-            stats_cpu(out, stats)  # a pass: chunks that stay in a cache take longer, each being several calls
+            stats_cpu(out, stats)  # a separate pass: several calls per cached chunk would take longer
         return
     block = block_size(*tensors) if stats is None else stats_block(out)
     flags = {"NATIVE": out.dtype in _NATIVE, "DIVIDE": divisor > 1, "STATS": stats is not None, "INTERPRET": INTERPRET}
@@ -79,7 +79,7 @@ def hop(out: Tensor, received: Tensor, own: Tensor, divisor: int = 1, stats: Ten
 
 
 def hop_reference(out: Tensor, received: Tensor, own: Tensor, divisor: int = 1, stats: Tensor | None = None) -> None:
-    """The specification of `hop`; how far the sums in `stats` may be off is said in `stats_reference`."""
+    """Specification of `hop`. `stats_reference` gives the tolerance of the sums in `stats`."""
     _check(out, received, own, divisor, stats)
     accumulate = out.dtype if out.dtype in _NATIVE else torch.float32
     total = received.to(accumulate) + own.to(accumulate)

@@ -1,6 +1,7 @@
-"""How kernels are compiled and launched: the one place that knows whether Triton is there and which path runs.
+"""Compilation and launch of kernels. Only this file knows whether Triton is installed, and which path runs.
 
-Triton has wheels for Linux only. Without it this package still imports and still serves CPU tensors.
+Triton has wheels for Linux only. Without it this package still imports and serves CPU tensors.
+
 With `TRITON_INTERPRET=1` in the environment (read once, by Triton, at import) kernels run in Triton's interpreter on
 CPU tensors: slow, but the bits are those of the compiled kernel, so kernels are tested without a GPU.
 """
@@ -22,36 +23,36 @@ except ImportError:
 __all__ = ["SCALE_BLOCK", "INTERPRET", "block_size", "constexpr", "jit", "launch", "tl", "use_triton"]
 
 SCALE_BLOCK = 32
-"""Elements that share an exponent or a row of scalars. Shards are padded to multiples of it."""
+"""Number of elements that share an exponent or a row of scalars. Shards are padded to multiples of it."""
 
 INTERPRET: bool = triton is not None and bool(triton.knobs.runtime.interpret)
 
-_THREADS = 256  # of a program
+_THREADS = 256  # per program
 _THREADS_PER_WARP = 64 if torch.version.hip else 32
 _BYTES_PER_ACCESS = 16  # the widest access of a thread
-_INTERPRETED_BLOCK = 16384  # the interpreter pays about 1 ms per program, whatever its size
+_INTERPRETED_BLOCK = 16384  # the interpreter takes about 1 ms per program, whatever its size
 
 
 def jit(function: Callable[..., Any], *, unspecialised: Sequence[str] = ()) -> Any:
-    """`triton.jit`, or the plain function where there is no Triton: `launch` then refuses it.
+    """`triton.jit`, or without Triton the plain function, which `launch` refuses.
 
-    Triton compiles a kernel anew where an integer is 1 or divisible by 16, except for the `unspecialised` ones.
+    Triton recompiles a kernel for integers that are 1 or divisible by 16, except for the `unspecialised` ones.
     """
     return function if triton is None else triton.jit(function, do_not_specialize=unspecialised)
 
 
 def constexpr(value: int) -> Any:
-    """A global number that kernels may read, which are refused plain ones; for kernels only."""
+    """Make a global number readable by kernels, which cannot read plain globals."""
     return value if triton is None else tl.constexpr(value)
 
 
 def use_triton(tensor: Tensor) -> bool:
-    """Whether `tensor` is worked on by a Triton kernel, and not by PyTorch's own CPU operators."""
+    """Return whether `tensor` is processed by a Triton kernel rather than by PyTorch's CPU operators."""
     return INTERPRET or tensor.device.type != "cpu"
 
 
 def block_size(*tensors: Tensor) -> int:
-    """Elements per program such that each thread moves 16 bytes of the widest of `tensors` at a time.
+    """Return the elements per program for which each thread moves 16 bytes of the widest of `tensors` at a time.
 
     More elements per thread would make Triton exchange values between threads through shared memory, because the
     layouts that suit the narrow and the wide tensors differ; fewer would waste bandwidth.
@@ -64,8 +65,8 @@ def block_size(*tensors: Tensor) -> int:
 def launch(kernel: Any, *args: Any, n: int, block: int, together: int | None = None, **constexprs: Any) -> None:
     """Run `kernel(*args, n, BLOCK=block, ...)` with one program per `block` of the `n` elements.
 
-    Or with `together` programs that are all resident at once, because they wait for those of other devices: a GPU that
-    has no room for so many refuses the launch.
+    With `together`, run that number of programs, all resident at once, because they wait for programs of other devices.
+    A GPU without room for them refuses the launch.
 
     `args[0]` is a tensor on the device to run on. Triton compiles `n` divisible by 16 and 16-byte aligned tensors to
     vector accesses, everything else to scalar ones: the same bits, only slower.

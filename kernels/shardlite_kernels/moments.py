@@ -1,4 +1,4 @@
-"""Adam's moments in fewer bytes: bf16, or 8 bits with an exponent for every 32 elements.
+"""Formats of Adam's moments: fp32, bf16, or 8-bit codes with an exponent per 32 elements.
 
 | format | first moment | second moment | bytes for both |
 |---|---|---|---|
@@ -6,17 +6,17 @@
 | `"bf16"` | rounded to nearest even | rounded stochastically | 4 |
 | `"int8"` | `sign * (q / 127)^2 * 2^k`, to nearest | `((q / 255) * 2^k)^2`, stochastically | 2.0625 |
 
-The second moment decays by a thousandth per step where `beta2 = 0.999`. That is less than half a unit of both narrow
-formats, so rounded to nearest it would stand still for good once gradients become smaller. Rounded up or down at
-random, such that its mean is the number itself, it follows. The square root makes the steps between codes fine where
-numbers are small, and zero is no code of the second moment, by which updates are divided: codes are up to 127 in
-magnitude, and from 1 to 255.
+The second moment decays by a thousandth per step with `beta2 = 0.999`. That is less than half a unit of both narrow
+formats, so with rounding to nearest it would never decrease when gradients become smaller. Stochastic rounding, whose
+mean is the number itself, follows it. The square root makes the steps between codes fine for small numbers. Zero is not
+a code of the second moment, by which updates are divided. Codes of the first moment are up to 127 in magnitude, those
+of the second from 1 to 255.
 
 `2^k` is the smallest power of two that is not below any magnitude in a group (of the second moment: any square root),
-kept as the exponent of an fp32 number, one byte. So all that the format can say is exact in fp32, and encoding that,
-rounded to nearest, gives it back: a checkpoint holds fp32 numbers and nothing is lost. An infinity, a NaN or a
-magnitude above 2^126 (of the second moment: a root above 2^64 or so, whose square fp32 cannot hold) is lost, and the
-whole group with it.
+stored as the exponent of an fp32 number, one byte. So every value of the format is exact in fp32, and encoding it
+again, rounded to nearest, gives the same code: a checkpoint in fp32 is lossless. An infinity, a NaN or a magnitude
+above 2^126 (of the second moment: a root above about 2^64, whose square fp32 cannot hold) turns the whole group into
+NaN.
 
 Legend: `S` elements, `G = ceil(S / 32)` groups.
 """
@@ -32,9 +32,9 @@ from .launch import SCALE_BLOCK, jit, tl
 from .rounding import load_fp32, store_rounded
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
-"""The dtype of the first moment in each format."""
+"""Dtype of the first moment in each format."""
 
-_NAN = 255  # the exponent of a group that is lost
+_NAN = 255  # the exponent of a group that is NaN
 
 
 # ---- on the device ------------------------------------------------------------------------------------------------
@@ -42,14 +42,14 @@ _NAN = 255  # the exponent of a group that is lost
 
 @jit
 def power_of_two(exponent: tl.tensor) -> tl.tensor:
-    """`2^k` of a biased exponent; 0 for 0, NaN for 255."""
+    """Return `2^k` of a biased exponent; 0 for 0, NaN for 255."""
     bits = tl.where(exponent == 255, 0x7FC00000, exponent.to(tl.int32) << 23)
     return bits.to(tl.float32, bitcast=True)
 
 
 @jit
 def exponent_of(x: tl.tensor) -> tl.tensor:
-    """The biased exponents [G, 1] of the smallest powers of two not below the magnitudes in the rows of [G, 32]."""
+    """Return the biased exponents [G, 1] of the smallest powers of two not below any magnitude in rows of [G, 32]."""
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     exponent = (tl.max(bits, axis=1, keep_dims=True).to(tl.uint32) + 0x7FFFFF) >> 23
     return tl.where(exponent > 253, 255, exponent).to(tl.int32)
@@ -57,7 +57,7 @@ def exponent_of(x: tl.tensor) -> tl.tensor:
 
 @jit
 def decode_avg(code: tl.tensor, exponent: tl.tensor) -> tl.tensor:
-    """The first moment."""
+    """Return the first moment."""
     q = code.to(tl.float32)
     root = tl.abs(q) * (1 / 127)
     magnitude = root * root * power_of_two(exponent)
@@ -66,7 +66,7 @@ def decode_avg(code: tl.tensor, exponent: tl.tensor) -> tl.tensor:
 
 @jit
 def encode_avg(m: tl.tensor, exponent: tl.tensor) -> tl.tensor:
-    """The codes of a first moment, int8."""
+    """Return the codes of a first moment, int8."""
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     q = tl.floor(tl.sqrt(tl.abs(m) * inverse) * 127 + 0.5)
     q = tl.where(exponent == 255, 0.0, q)
@@ -75,14 +75,14 @@ def encode_avg(m: tl.tensor, exponent: tl.tensor) -> tl.tensor:
 
 @jit
 def decode_sq(code: tl.tensor, exponent: tl.tensor) -> tl.tensor:
-    """The second moment."""
+    """Return the second moment."""
     root = code.to(tl.float32) * (1 / 255) * power_of_two(exponent)
     return root * root
 
 
 @jit
 def encode_sq(root: tl.tensor, exponent: tl.tensor, random: tl.tensor) -> tl.tensor:
-    """The codes of a second moment with this square root, uint8: one of the two next to it, right in the mean."""
+    """Return the codes of a second moment with this square root, uint8, rounded stochastically."""
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     y = root * inverse * 255
     q = tl.floor(y)
@@ -94,7 +94,7 @@ def encode_sq(root: tl.tensor, exponent: tl.tensor, random: tl.tensor) -> tl.ten
 
 @jit
 def round_to_bf16(x: tl.tensor, random: tl.tensor) -> tl.tensor:
-    """`x` rounded up or down to bf16, right in the mean."""
+    """Round `x` stochastically to bf16."""
     bits = x.to(tl.uint32, bitcast=True)
     rounded = (bits + (random & 0xFFFF)) >> 16
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
@@ -111,7 +111,7 @@ def load_avg(
     in_group: tl.tensor,
     INTERPRET: tl.constexpr,
 ) -> tl.tensor:
-    """The first moments [G, 32] in fp32, in whatever format they are; exponents [G, 1] go with codes."""
+    """Return the first moments [G, 32] in fp32, from any format; exponents [G, 1] belong to codes."""
     if exponent_ptr is None:
         return load_fp32(avg_ptr, offsets, mask, INTERPRET)
     else:
@@ -129,7 +129,7 @@ def load_sq(
     in_group: tl.tensor,
     INTERPRET: tl.constexpr,
 ) -> tl.tensor:
-    """The second moments, likewise."""
+    """Return the second moments [G, 32] in fp32, from any format; exponents [G, 1] belong to codes."""
     if exponent_ptr is None:
         return load_fp32(sq_ptr, offsets, mask, INTERPRET)
     else:
@@ -169,7 +169,7 @@ def store_sq(
     mask: tl.tensor,
     in_group: tl.tensor,
 ) -> None:
-    """Store the second moments, of which `root` is the square root, in their format; narrow ones take random bits."""
+    """Store the second moments, whose square root is `root`, in their format; narrow formats need random bits."""
     if exponent_ptr is not None:
         exponent = exponent_of(root)
         tl.store(sq_ptr + offsets, encode_sq(root, exponent, random), mask=mask)
@@ -184,7 +184,7 @@ def store_sq(
 
 
 def decode(avg: Tensor, sq: Tensor, avg_exponent: Tensor | None, sq_exponent: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Both moments [S] in fp32; what is not narrow is returned itself. Exponents [G] go with codes."""
+    """Return both moments [S] in fp32; exact moments are returned themselves. Exponents [G] belong to codes."""
     if avg_exponent is None or sq_exponent is None:
         narrow = avg.dtype == torch.bfloat16
         return (avg.float(), sq.float()) if narrow else (avg, sq)
@@ -204,7 +204,7 @@ def encode(
 ) -> None:
     """Write the moments `m` and `v` [S], fp32, to `avg` and `sq` in their format.
 
-    With `random` [S] of `random_bits_reference` the second moment is rounded stochastically, without to nearest.
+    With `random` [S] from `random_bits_reference` the second moment is rounded stochastically, otherwise to nearest.
     """
     if avg_exponent is not None and sq_exponent is not None:
         _encode_avg(m, avg, avg_exponent)
@@ -248,30 +248,30 @@ def _round_to_bf16(x: Tensor, random: Tensor) -> Tensor:
 
 
 def _root(x: Tensor) -> Tensor:
-    """The square root; PyTorch's own in fp32 is off by one unit now and then on the CPU."""
+    """Return the square root. PyTorch's own in fp32 on the CPU is sometimes off by one unit."""
     return x.double().sqrt_().float()
 
 
 def _exponents_of(x: Tensor) -> Tensor:
-    """Biased exponents [G], int64."""
+    """Return biased exponents [G], int64."""
     bits = torch.nn.functional.pad(x, (0, -x.numel() % SCALE_BLOCK)).view(torch.int32) & 0x7FFFFFFF
     exponent = (bits.view(-1, SCALE_BLOCK).amax(1).to(torch.int64) + 0x7FFFFF) >> 23
     return torch.where(exponent > 253, _NAN, exponent)
 
 
 def _powers(exponents: Tensor) -> Tensor:
-    """The powers of two [G] of stored exponents [G]."""
+    """Return the powers of two [G] of stored exponents [G]."""
     exponent = exponents.to(torch.int32)
     return torch.where(exponent == _NAN, 0x7FC00000, exponent << 23).view(torch.float32)
 
 
 def _inverses(exponent: Tensor) -> Tensor:
-    """One over the powers of two, [G]; 0 where a group is lost."""
+    """Return the inverses of the powers of two, [G]; 0 for groups that are NaN."""
     return ((254 - exponent).clamp(min=0) << 23).to(torch.int32).view(torch.float32)
 
 
 def _each(groups: Tensor, numel: int) -> Tensor:
-    """What is said of groups [G], of each element [S]."""
+    """Repeat a value per group [G] for each element [S]."""
     return groups.repeat_interleave(SCALE_BLOCK)[:numel]
 
 

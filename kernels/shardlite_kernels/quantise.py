@@ -1,19 +1,19 @@
-"""Blocks of 32 numbers as 32 codes of 8 bits and one scale: 33 bytes, exact to read in fp32 and bf16.
+"""Quantization of blocks of 32 numbers to 32 8-bit codes and one scale: 33 bytes, decoded exactly to fp32 and bf16.
 
     step  = 2^(scale - 133)                 scale = the exponent bits of the largest |x| in the block, as fp32 has them
     code  = x / step, to nearest even       from -127 to 127, most |x| has 64 or more
     value = code * step
 
-That is MXINT8 of the OCP Microscaling Formats (version 1.0, 2023), without the code -128. A scale is a power of two, so
-nothing rounds but the codes. A value has 7 bits, which bf16 holds; a scale of 0 is a step of 2^-133, the smallest bf16
-number. So reading is exact in fp32 and bf16, and writing what was read gives the same codes and scales. fp16 is rounded
+This is MXINT8 of the OCP Microscaling Formats (version 1.0, 2023), without the code -128. A scale is a power of two, so
+only the codes are rounded. A value has 7 bits, which bf16 holds; a scale of 0 is a step of 2^-133, the smallest bf16
+number. So decoding is exact in fp32 and bf16, and encoding the result gives the same codes and scales. fp16 is rounded
 once, which is exact for blocks whose largest number is from 2^-18 to 65504.
 
-An element is off by half a step at most, which is 1/128 of the largest |x| in its block; one that is itself above 127.5
-steps by less than a step, 1/127.5 of it. Blocks below 2^-126 are off by 2^-134 at most.
+The error of an element is at most half a step, which is 1/128 of the largest |x| in its block; that of an element above
+127.5 steps is less than a step, 1/127.5 of it. The error of blocks below 2^-126 is at most 2^-134.
 
-A block with a NaN or an infinity has the scale 255 and zeros as codes, and is NaN when it is read, all of it: what is
-wrong stays visible. -0 becomes 0.
+A block with a NaN or an infinity has the scale 255 and zeros as codes, and is decoded to NaN as a whole, so that the
+error stays visible. -0 becomes 0.
 
 Bytes per element: from fp32 `quantise` moves 5.03, from bf16 3.03; `dequantise` to fp32 5.03, to bf16 or fp16 3.03.
 Legend: `S` elements, `W` rows of them.
@@ -49,9 +49,9 @@ def _quantise_kernel(
     x = load_fp32(source_ptr, offsets, offsets < n, INTERPRET)
     # Bits of positive floats are ordered as the floats are, with infinity and NaN on top: 255 when shifted.
     scale = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1, keep_dims=True) >> 23
-    # 2^(127 - scale), so that the largest becomes 1 to 2. 2^-127 has no exponent bits, but one of the mantissa.
+    # 2^(127 - scale), so that the largest becomes 1 to 2. 2^-127 is subnormal: a mantissa bit, no exponent bits.
     power = tl.where(scale >= 254, 0x400000, (254 - scale) << 23).to(tl.float32, bitcast=True)
-    # The unit of the last place of 1.5 * 2^23 is 1: the addition rounds to integers, which the lowest bits then are.
+    # The unit in the last place of 1.5 * 2^23 is 1: the addition rounds to an integer, which the lowest bits hold.
     shifted = x * power * 64.0 + 12582912.0
     codes = shifted.to(tl.int32, bitcast=True) - 0x4B400000
     codes = tl.minimum(tl.maximum(codes, -127), 127)
@@ -87,10 +87,15 @@ def _dequantise_kernel(
 
 
 def quantise(codes: Tensor, scales: Tensor, source: Tensor) -> None:
-    """Write `source` [S] as `codes` [S], int8, and `scales` [S/32], uint8. `source` is fp32, bf16 or fp16.
+    """Encode `source` [S] as `codes` [S], int8, and `scales` [S/32], uint8.
+
+    Args:
+        codes: output [S], int8.
+        scales: output [S/32], uint8.
+        source: [S], fp32, bf16 or fp16.
 
     Raises:
-        ValueError: `S` is no multiple of 32; shapes, devices or dtypes do not fit together.
+        ValueError: `S` is not a multiple of 32; shapes, devices or dtypes do not match.
     """
     _check("quantise", "source", source, codes, scales)
     if codes.dim() != 1:
@@ -105,7 +110,7 @@ def quantise(codes: Tensor, scales: Tensor, source: Tensor) -> None:
 
 
 def quantise_reference(codes: Tensor, scales: Tensor, source: Tensor) -> None:
-    """The specification of `quantise`."""
+    """Specification of `quantise`."""
     _check("quantise", "source", source, codes, scales)
     blocks = source.float().view(-1, SCALE_BLOCK)
     exponent = blocks.abs().amax(1).view(torch.int32) >> 23
@@ -117,13 +122,13 @@ def quantise_reference(codes: Tensor, scales: Tensor, source: Tensor) -> None:
 
 
 def dequantise(out: Tensor, codes: Tensor, scales: Tensor) -> None:
-    """Write into `out` [S], which is fp32, bf16 or fp16, the numbers that `codes` [S] and `scales` [S/32] mean.
+    """Decode `codes` [S] and `scales` [S/32] into `out` [S], which is fp32, bf16 or fp16.
 
-    Codes and scales may also come in `W` rows, [W, S] and [W, S/32], which need not follow each other in memory; `out`
-    is then [W*S]. So what several ranks have sent becomes one tensor by one launch.
+    Codes and scales may also be `W` rows, [W, S] and [W, S/32], which need not be adjacent in memory; `out` is then
+    [W*S]. So the messages of several ranks are decoded into one tensor by one launch.
 
     Raises:
-        ValueError: `S` is no multiple of 32; shapes, devices or dtypes do not fit together.
+        ValueError: `S` is not a multiple of 32; shapes, devices or dtypes do not match.
     """
     _check("dequantise", "out", out, codes, scales)
     rows = (codes.view(1, -1), scales.view(1, -1)) if codes.dim() == 1 else (codes, scales)
@@ -136,7 +141,7 @@ def dequantise(out: Tensor, codes: Tensor, scales: Tensor) -> None:
 
 
 def dequantise_reference(out: Tensor, codes: Tensor, scales: Tensor) -> None:
-    """The specification of `dequantise`."""
+    """Specification of `dequantise`."""
     _check("dequantise", "out", out, codes, scales)
     step = torch.pow(2.0, scales.reshape(-1, 1).double() - 133)
     values = codes.reshape(-1, SCALE_BLOCK).double() * step
@@ -144,7 +149,7 @@ def dequantise_reference(out: Tensor, codes: Tensor, scales: Tensor) -> None:
 
 
 def _check(who: str, name: str, floats: Tensor, codes: Tensor, scales: Tensor) -> None:
-    """Check what belongs together: `floats` [W*S], codes [W, S] and scales [W, S/32], or all 1-D."""
+    """Check that tensors match: `floats` [W*S], codes [W, S] and scales [W, S/32], or all 1-D."""
     if floats.dim() != 1 or not floats.is_contiguous():
         raise ValueError(f"{who}: {name} must be 1-D and contiguous, got {tuple(floats.shape)}, {floats.stride()}")
     if floats.dtype not in _FLOATS:
@@ -190,5 +195,5 @@ def _step_cpu(scales: Tensor) -> Tensor:
 
 
 def _chunks(tensor: Tensor, shared: int = 1) -> tuple[Tensor, ...]:
-    """Cut a tensor of which each element is for `shared` numbers."""
+    """Split a tensor whose elements stand for `shared` numbers each."""
     return torch.split(tensor, _CPU_CHUNK // shared)

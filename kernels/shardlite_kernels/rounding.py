@@ -1,7 +1,7 @@
-"""Rounding to the bit: conversions on the device, and the fused multiply-add for the references.
+"""Exact rounding: conversions on the device, and the fused multiply-add for the references.
 
-Everything rounds to nearest even, once. A GPU's own conversions do; Triton's interpreter truncates fp32 to bf16 and
-mistakes the subnormal numbers of bf16, so there the conversions take a detour through integers.
+Everything rounds to nearest even, once. A GPU's own conversions do so. Triton's interpreter truncates fp32 to bf16 and
+misreads subnormal bf16 numbers, so there the conversions use integers.
 """
 
 # ruff: noqa: N803 (compile-time constants of a kernel are written in capitals)
@@ -16,9 +16,9 @@ from .launch import jit, tl
 
 @jit
 def load_fp32(pointer: tl.tensor, offsets: tl.tensor, mask: tl.tensor, INTERPRET: tl.constexpr) -> tl.tensor:
-    """The values at `pointer + offsets` in fp32, which holds every bf16 and fp16 number exactly.
+    """Return the values at `pointer + offsets` in fp32, which holds every bf16 and fp16 number exactly.
 
-    They are read once and will not be needed again, so they should not push anything out of the L2 cache.
+    They are read once, so they are marked to be evicted first from the L2 cache.
     """
     return widened(tl.load(pointer + offsets, mask=mask, eviction_policy="evict_first"), INTERPRET)
 
@@ -33,7 +33,7 @@ def store_rounded(
 
 @jit
 def rounded(pointer: tl.tensor, value: tl.tensor, INTERPRET: tl.constexpr) -> tl.tensor:
-    """`value` in the dtype of what `pointer` points to."""
+    """Return `value` in the dtype that `pointer` points to."""
     if INTERPRET and pointer.dtype.element_ty == tl.bfloat16:
         value = _bf16_by_integers(value)
     return value.to(pointer.dtype.element_ty)
@@ -41,7 +41,7 @@ def rounded(pointer: tl.tensor, value: tl.tensor, INTERPRET: tl.constexpr) -> tl
 
 @jit
 def widened(value: tl.tensor, INTERPRET: tl.constexpr) -> tl.tensor:
-    """A bf16, fp16 or fp32 `value` in fp32, which holds it exactly."""
+    """Return a bf16, fp16 or fp32 `value` in fp32, which holds it exactly."""
     if INTERPRET and value.dtype == tl.bfloat16:
         bits = value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
         return bits.to(tl.float32, bitcast=True)
@@ -50,9 +50,10 @@ def widened(value: tl.tensor, INTERPRET: tl.constexpr) -> tl.tensor:
 
 @jit
 def _bf16_by_integers(x: tl.tensor) -> tl.tensor:
-    """Fp32 `x` in bf16: add just under half a unit of the last kept bit, a full half where that bit is odd, and cut.
+    """Round fp32 `x` to bf16 by integer arithmetic.
 
-    A carry out of the mantissa runs into the exponent, up to infinity, which is right. A NaN is only cut, and kept NaN.
+    Adds just under half a unit of the last kept bit, or half a unit if that bit is odd, and truncates. A carry out of
+    the mantissa increases the exponent, up to infinity, which is right. A NaN is truncated and kept NaN.
     """
     bits = x.to(tl.uint32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -62,7 +63,7 @@ def _bf16_by_integers(x: tl.tensor) -> tl.tensor:
 
 @jit
 def fp32_by_odd(x: tl.tensor) -> tl.tensor:
-    """Fp64 `x` in fp32, rounded to odd as `round_to_odd` does."""
+    """Return fp64 `x` in fp32, rounded to odd as `round_to_odd` does."""
     near = x.to(tl.float32)
     back = near.to(tl.float64)
     bits = near.to(tl.int32, bitcast=True)
@@ -72,17 +73,17 @@ def fp32_by_odd(x: tl.tensor) -> tl.tensor:
 
 
 def fp32_by_odd_reference(x: Tensor) -> Tensor:
-    """The specification of `fp32_by_odd`."""
+    """Specification of `fp32_by_odd`."""
     near = x.float()
     back = near.double()
     return round_to_odd(near, inexact=(x == x) & (back != x), outwards=back.abs() < x.abs())
 
 
 def round_to_odd(near: Tensor, *, inexact: Tensor, outwards: Tensor) -> Tensor:
-    """Of the two neighbours of an exact number the one whose last bit is set; `near`, one of them, where not `inexact`.
+    """Of an exact number's two neighbours return the one whose last bit is set, or `near` where it is not `inexact`.
 
-    So what is rounded again, to a narrower format, cannot look like a tie that it is not (Boldo and Melquiond 2008).
-    `outwards` says where the exact number is further from zero than `near`, which is fp32 or fp64.
+    `near` is one of the neighbours, in fp32 or fp64. A second rounding, to a narrower format, then never meets a false
+    tie (Boldo and Melquiond 2008). `outwards` tells where the exact number is further from zero than `near`.
     """
     bits = near.view(torch.int32 if near.dtype == torch.float32 else torch.int64)
     neighbour = torch.where(outwards, bits + 1, bits - 1)  # bits of a float grow away from zero
@@ -90,12 +91,11 @@ def round_to_odd(near: Tensor, *, inexact: Tensor, outwards: Tensor) -> Tensor:
 
 
 def fma_reference(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
-    """`a * b + c` of fp32 numbers, rounded once to fp32: what the hardware's fused multiply-add gives.
+    """Return `a * b + c` of fp32 numbers, rounded once to fp32, as the hardware's fused multiply-add does.
 
     The product of two fp32 numbers is exact in fp64 (48 bits). The fp64 sum is not always, and rounding it again to
-    fp32 would be wrong by one unit where the first rounding landed on a tie. So the sum is rounded to odd instead.
-
-    `b` may be a Python float that fp32 represents exactly. Infinities, NaNs and signed zeros follow IEEE 754.
+    fp32 would be off by one unit if the first rounding gave a tie. So the sum is rounded to odd instead. `b` may be a
+    Python float that fp32 represents exactly. Infinities, NaNs and signed zeros follow IEEE 754.
     """
     product = a.double() * b
     addend = c.double()

@@ -1,9 +1,9 @@
-"""What all elements of a parameter have in common in one AdamW step: a row of a table, on the device that steps it.
+"""Scalars of one AdamW step, equal for all elements of a parameter: a row of a table on the device that steps it.
 
-They are not arguments of the kernel, because the host may not know them: a step that found an infinity does not count,
-and asking the device whether it did would mean to wait for it. So the device computes them, all rows at once, with a
-few operators of PyTorch. A second table names the row for every 32 elements, so one launch serves parameters of
-different groups and different numbers of steps, and no schedule compiles anything anew.
+They are not arguments of the kernel, because the host may not know them: a step that found an infinity is not counted,
+and asking the device about it would synchronize. So the device computes all rows at once, with a few operators of
+PyTorch. A second table maps every 32 elements to their row, so one launch serves parameters of different groups and
+step counts, and no schedule causes a recompilation.
 
 Legend: `R` rows. `fp32(x)` is `x` rounded to fp32.
 """
@@ -23,7 +23,7 @@ from .noise import random_bits_by_group
 
 
 class Hyper(NamedTuple):
-    """The hyper-parameters of a step, in the order of the rows of `hyper_table`."""
+    """Hyper-parameters of a step, in the order of the rows of `hyper_table`."""
 
     lr: float
     beta1: float
@@ -31,10 +31,10 @@ class Hyper(NamedTuple):
     eps: float
     weight_decay: float
     max_update: float = inf
-    """Of each element, in units of the learning rate."""
+    """Maximum magnitude of an element's update, in units of the learning rate."""
 
     def check(self) -> None:
-        """Raise where the bias correction would divide by zero.
+        """Check that the bias correction does not divide by zero.
 
         Raises:
             ValueError: a beta is not in [0, 1) in fp32.
@@ -44,7 +44,7 @@ class Hyper(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """What the elements of one step have in common, each an fp32 number: a row that the kernel reads in this order."""
+    """fp32 scalars of a step: a row, which the kernel reads in this order."""
 
     beta1: float
     beta2: float
@@ -53,51 +53,51 @@ class Scalars(NamedTuple):
     step_size: float
     root_bias2: float
     limit: float
-    """The largest update."""
+    """Maximum magnitude of an update."""
 
     factor: float
-    """By which gradients are multiplied, in registers."""
+    """Gradients are multiplied by it, in registers."""
 
     grad_scale: float
-    """By which gradients are divided before, in memory too, if a kernel is told to."""
+    """Gradients are first divided by it, also in memory if the kernel is told to."""
 
     active: float
-    """0 if nothing shall change."""
+    """0 if the row is not stepped."""
 
 
 COLUMNS = len(Scalars._fields)
 
 
 class Table(NamedTuple):
-    """What a launch reads beside its tensors; [G] for their groups of 32 elements."""
+    """Tables that a launch reads beside its tensors; [G] for their groups of 32 elements."""
 
     rows: Tensor
-    """[G], int16 or int32: to which row of the other tables each group belongs."""
+    """[G], int16 or int32: the row of each group in the other tables."""
 
     keys: Tensor
-    """[R], int32, of `noise.keys`: on these depends what is rounded at random."""
+    """[R], int32, from `noise.keys`: keys of stochastic rounding."""
 
     scalars: Tensor
-    """[R, COLUMNS], of `adamw_scalars`. (On the CPU nobody looks.)"""
+    """[R, COLUMNS], from `adamw_scalars`. (Not read on the CPU.)"""
 
     first: int = 0
-    """The position, for the keys, of the first element: a multiple of 32."""
+    """Position of the first element, for the keys: a multiple of 32."""
 
     def part(self, start: int, stop: int) -> Table:
-        """Elements `[start, stop)`; `start` is a multiple of 32."""
+        """Return the table of elements `[start, stop)`; `start` is a multiple of 32."""
         return self._replace(rows=self.rows[start // SCALE_BLOCK : -(-stop // SCALE_BLOCK)], first=self.first + start)
 
     def row_of_each(self, numel: int) -> Tensor:
-        """The row of each element, [S], int64."""
+        """Return the row of each element, [S], int64."""
         return self.rows.long().repeat_interleave(SCALE_BLOCK)[:numel]
 
     def random_bits(self, numel: int) -> Tensor:
-        """32 random bits for each element, [S], int32."""
+        """Return 32 random bits for each element, [S], int32."""
         return random_bits_by_group(self.keys[self.rows.long()].long(), self.first, SCALE_BLOCK)[:numel]
 
 
 def hyper_table(hypers: Sequence[Hyper], device: torch.device) -> Tensor:
-    """Hyper-parameters as a table [R, 6] in fp32 on `device`.
+    """Return hyper-parameters as a table [R, 6] in fp32 on `device`.
 
     Raises:
         ValueError: a beta is not in [0, 1) in fp32.
@@ -108,9 +108,9 @@ def hyper_table(hypers: Sequence[Hyper], device: torch.device) -> Tensor:
 
 
 def send(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers as a tensor on `device`, which is not waited for.
+    """Return numbers as a tensor on `device`, without synchronization.
 
-    A GPU reads pinned memory by itself when its stream comes to it; PyTorch keeps the memory from reuse until then.
+    A GPU reads pinned memory when its stream reaches the copy; PyTorch does not reuse the memory before.
     """
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
@@ -123,14 +123,14 @@ def adamw_scalars(
     factor: Tensor | None = None,
     grad_scale: Tensor | None = None,
 ) -> Tensor:
-    """Return the rows [R, COLUMNS] for updates number `steps` [R], from 1, with `hyper` [R, 6], computed there.
+    """Return the rows [R, COLUMNS] for updates number `steps` [R], from 1, with `hyper` [R, 6], on their device.
 
-    `active` [R] or [] is 0 where nothing shall change. Gradients are divided by `grad_scale` [] and multiplied by
+    `active` [R] or [] is 0 for rows that are not stepped. Gradients are divided by `grad_scale` [] and multiplied by
     `factor` [].
 
-    Each line rounds to fp32 once: sums, products and quotients of fp32 numbers do, and those that detour through fp64
-    have enough bits there for the second rounding to be the only one that counts. `beta^step` alone is computed, not
-    rounded, by fp64 code of the device, whose error reaches the fp32 result about once in a hundred million numbers.
+    Each line rounds to fp32 once: sums, products and quotients of fp32 numbers do, and those computed in fp64 have
+    enough bits that only the second rounding matters. Only `beta^step` is not correctly rounded: the device's fp64 code
+    computes it, whose error reaches the fp32 result about once in a hundred million numbers.
     """
     lr, betas, weight_decay, max_update = hyper[:, 0:1], hyper[:, 1:3], hyper[:, 4:5], hyper[:, 5:6]
     bias = 1 - (betas.double() ** steps.double().unsqueeze(1)).float()
@@ -146,7 +146,7 @@ def adamw_scalars(
 def adamw_scalars_reference(
     step: float, hyper: Hyper, *, active: float = 1.0, factor: float = 1.0, grad_scale: float = 1.0
 ) -> Scalars:
-    """One row of `adamw_scalars`, as Python's numbers: every operation in fp64, then rounded to fp32."""
+    """Specification of one row of `adamw_scalars`, as Python numbers: every operation in fp64, then rounded to fp32."""
     lr, beta1, beta2, eps, weight_decay, max_update = (_fp32(number) for number in hyper)
     bias1, bias2 = (_fp32(1 - _fp32(beta**step)) for beta in (beta1, beta2))
     return Scalars(

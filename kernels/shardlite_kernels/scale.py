@@ -1,7 +1,6 @@
-"""Multiplying a tensor by a factor that only the device knows, and that mostly is 1: clipping gradients.
+"""Multiplication of a tensor by a factor on the device that is usually 1: for clipping gradients.
 
-Bytes per element: none where the factor is 1, which is found out by reading it; else each is read and written once,
-8 in fp32, 4 in bf16.
+Bytes per element: none if the factor is 1; otherwise each is read and written once, 8 in fp32, 4 in bf16.
 Legend: `S` elements.
 """
 
@@ -40,31 +39,31 @@ def _scale_kernel(
 
 
 def scale(x: Tensor, factor: Tensor) -> None:
-    """Multiply `x` [S] in place by `factor` [], rounded to the dtype of `x`. Where that is 1, `x` is not even read.
+    """Multiply `x` [S] in place by `factor` [], rounded to the dtype of `x`. If the factor is 1, `x` is not read.
 
     The bits are those of `torch._foreach_mul_` with the rounded factor: fp32, bf16 and fp16 are multiplied in fp32,
-    fp64 in itself, and rounded once.
+    fp64 in fp64, and rounded once.
 
     Raises:
-        ValueError: shapes, devices or dtypes do not fit together.
+        ValueError: shapes, devices or dtypes do not match.
     """
     _check(x, factor)
     if use_triton(x):
         flags = {"NATIVE": x.dtype == torch.float64, "INTERPRET": INTERPRET}
         launch(_scale_kernel, x, factor, n=x.numel(), block=block_size(x), **flags)
-    elif (near := _near(x, factor)) != 1:  # no wait: it is the host's own memory
+    elif (near := _near(x, factor)) != 1:  # no synchronization: the factor is in host memory
         x.mul_(near)
 
 
 def scale_reference(x: Tensor, factor: Tensor) -> None:
-    """The specification of `scale`."""
+    """Specification of `scale`."""
     _check(x, factor)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     x.copy_(x.to(wide) * _near(x, factor).to(wide))
 
 
 def _near(x: Tensor, factor: Tensor) -> Tensor:
-    """The factor in the dtype of `x`: from fp64 to a narrow dtype by way of fp32, as PyTorch does it."""
+    """Return the factor in the dtype of `x`: from fp64 to a narrow dtype through fp32, as in PyTorch."""
     return factor.to(x.dtype)
 
 

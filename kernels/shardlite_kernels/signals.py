@@ -1,34 +1,33 @@
-"""What neighbours in a ring tell each other from inside a kernel, through memory that both can reach.
+"""Signals between neighbours in a ring, inside kernels, through memory that both can access.
 
-A program is in touch with the program of the same number on the rank before and on the rank after, and with no other.
-Messages go from rank to rank through slots, `D` for each program, which lie in the memory of the rank that reads them.
-Two flags go with them, each in the memory of the rank that waits for it, and each written by one program alone:
+A program communicates with the program of the same number on the previous and on the next rank, and with no other.
+Messages are written into slots, `D` per program, in the memory of the rank that reads them. Two flags belong to them,
+each in the memory of the rank that waits for it, and each written by one program only:
 
     rank before --- message ---> [slots]   rank                     `arrived`: how many messages were written
                 <-- room -------                                    `freed`:   how many the rank after has read
 
-**A flag** is `epoch * 2^32 + count`: an epoch numbers a launch, and a count the messages within it. So flags only grow
-and are never reset, what is left of an earlier launch is never taken for news, and a neighbour in another launch is
-noticed. A flag is written with release semantics, behind a barrier that collects the stores of the whole program, and
-read with acquire semantics, both at the scope of the system: who has seen a count can see the messages that it counts.
+**A flag** is `epoch * 2^32 + count`: an epoch numbers a launch, a count the messages within it. So flags only grow and
+are never reset, flags of an earlier launch are never mistaken for current ones, and a neighbour in another launch is
+detected. A flag is written with release semantics, behind a barrier that collects the stores of the whole program, and
+read with acquire semantics, both at system scope: a program that has read a count sees the messages that it counts.
 
 **No slot is overwritten early.** Message `j` goes into slot `j % D`. It is written once `freed` is at least
-`max(0, j - D + 1)` in this epoch, which says one of two things. From `D` on: the rank after has read message `j - D`,
-the last one that lay there. Before that: its program has begun this epoch, which it says by a count of 0; so its launch
-before is over, since launches of a device follow each other, and with it all reading of all slots. How far a rank may
-run ahead does not matter, nor that launches cut the slots in another way each time.
+`max(0, j - D + 1)` in this epoch. For `j >= D` this means that the rank after has read message `j - D`, the previous
+one in that slot. For smaller `j` it means that the program of the rank after has begun this epoch, which it signals by
+a count of 0; so its previous launch has finished, since launches of a device follow each other, and has read all slots.
+This holds however far a rank runs ahead, and if launches divide the slots differently.
 
-**Nobody waits in a circle** if a rank reads message `k` and sends message `k + b` as its action `k`, one action after
-the other, with `b` from 1 to `D - 1`; the first `b` messages it sends without reading. For message `k` it waits until
-the rank before has done its action `k - b`. For room for message `k + b` it waits until the rank after has read message
-`k + b - D`, which is `k - 1` or an earlier one. Both are done in earlier actions, so a rank that is furthest back waits
-for nobody. (With `b = D` all ranks could stand in action `k`, each waiting for the next one to read message `k`.) `b`
-may change once all that was sent has been read: then too a rank waits for earlier actions only.
+**There is no deadlock** if a rank reads message `k` and sends message `k + b` as its action `k`, one action after the
+other, with `b` from 1 to `D - 1`; it sends the first `b` messages without reading. For message `k` it waits until the
+rank before has done its action `k - b`. For room for message `k + b` it waits until the rank after has read message
+`k + b - D`, which is `k - 1` or an earlier one. Both are earlier actions, so the rank that is furthest behind never
+waits. (With `b = D` all ranks could be in action `k`, each waiting for the next one to read message `k`.) `b` may
+change once all messages sent have been read: then, too, a rank waits for earlier actions only.
 
-**Nobody waits for ever.** A program looks at a flag `limit` times. Then it waits no more, stores no more and tells
-nobody anything, so its neighbours come to the end of their patience too. It runs to its end and writes into the rank's
-error word what was missing. While there is an error word, launches do nothing. The host reads it when it likes
-(`ring_failure`).
+**Waits are limited.** A program reads a flag at most `limit` times. After that it stops waiting, storing and
+signalling, so its neighbours reach their limits, too. It runs to its end and writes into the rank's error word what was
+missing. While the error word is set, launches do nothing. The host reads it by `ring_failure`.
 
 Legend: `W` ranks, `P` programs, `D` slots of a program.
 """
@@ -49,7 +48,7 @@ DEPTH = 4
 SLOT_NBYTES = 1 << 16  # holds a block of the interpreter in fp32
 LIMIT = 1 << 26
 LARGEST_EPOCH = 2**31 - 1
-FREED = constexpr(16)  # int64 numbers from flag to flag: 128 bytes, so that no two share a line of a cache
+FREED = constexpr(16)  # int64 numbers from flag to flag: 128 bytes, so that no two share a cache line
 
 NOTHING_ARRIVED = constexpr(1)
 NOTHING_FREED = constexpr(2)
@@ -66,17 +65,17 @@ _REASONS = {  # by the numbers above
 
 @jit
 def put_signal(flag_ptr: tl.tensor, value: tl.tensor, AMD: tl.constexpr) -> None:
-    """Set a flag, mostly of another rank, to `value`, once the stores of all threads of this program are done."""
-    if AMD:  # a barrier there does not wait for stores, and a release only for those of its own wave
+    """Set a flag, usually on another rank, to `value`, after the stores of all threads of this program."""
+    if AMD:  # on AMD a barrier does not wait for stores, and a release only for those of its own wave
         wait: tl.constexpr = "s_waitcnt vmcnt(0)\nv_mov_b32 $0, $1"
         tl.inline_asm_elementwise(wait, "=v,v,~{memory}", [tl.program_id(0)], tl.int32, is_pure=False, pack=1)
-    tl.debug_barrier()  # a release orders what its own thread has stored, and what a barrier has collected
+    tl.debug_barrier()  # a release orders the stores of its own thread, and those before a barrier
     tl.atomic_xchg(flag_ptr, value, sem="release", scope="sys")
 
 
 @jit
 def wait_signal(flag_ptr: tl.tensor, value: tl.tensor, patience: tl.tensor) -> tl.tensor:
-    """Look at a flag until it is at least `value`, but `patience` times more at most; what was seen last."""
+    """Read a flag until it is at least `value`, but at most `patience` more times. Return the last value read."""
     seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
     looks = 0
     while (seen < value) & (looks < patience):
@@ -88,10 +87,10 @@ def wait_signal(flag_ptr: tl.tensor, value: tl.tensor, patience: tl.tensor) -> t
 
 @jit
 def begin(freed_ptr: tl.tensor, zero: tl.tensor, error_ptr: tl.tensor, limit: tl.tensor) -> tl.tensor:
-    """Tell the rank before, whose flag that is, that slots are free. Returns the patience of this program.
+    """Signal to the rank before, whose flag is given, that slots are free. Return the patience of this program.
 
-    `zero` is the flag of this epoch with a count of 0. Patience is how often a program looks at a flag. If it is not
-    above 0, something went wrong and nothing may be stored: below 0 it says what, and `finish` has to tell.
+    `zero` is the flag of this epoch with a count of 0. Patience is how often a program reads a flag. If it is not above
+    0, something went wrong and nothing may be stored; below 0 it encodes the reason, which `finish` reports.
     """
     patience = tl.where(tl.load(error_ptr) == 0, limit, 0)
     if patience > 0:
@@ -101,7 +100,7 @@ def begin(freed_ptr: tl.tensor, zero: tl.tensor, error_ptr: tl.tensor, limit: tl
 
 @jit
 def await_message(arrived_ptr: tl.tensor, value: tl.tensor, step: tl.tensor, patience: tl.tensor) -> tl.tensor:
-    """Wait for a flag that says that messages were written. Returns the patience after it."""
+    """Wait for a flag to signal written messages. Return the remaining patience."""
     return _await(arrived_ptr, value, step, NOTHING_ARRIVED, patience)
 
 
@@ -109,7 +108,7 @@ def await_message(arrived_ptr: tl.tensor, value: tl.tensor, step: tl.tensor, pat
 def await_room(
     freed_ptr: tl.tensor, zero: tl.tensor, number: tl.tensor, step: tl.tensor, patience: tl.tensor, DEPTH: tl.constexpr
 ) -> tl.tensor:
-    """Wait until message `number` of this epoch may be written. Returns the patience after it."""
+    """Wait until message `number` of this epoch may be written. Return the remaining patience."""
     return _await(freed_ptr, zero + tl.maximum(number - DEPTH + 1, 0), step, NOTHING_FREED, patience)
 
 
@@ -125,23 +124,23 @@ def _await(
 
 @jit
 def finish(zero: tl.tensor, error_ptr: tl.tensor, patience: tl.tensor) -> None:
-    """Write down what went wrong in this program, if it did, unless another one was first."""
+    """Write the failure of this program, if any, to the error word, unless another program was first."""
     if patience < 0:
         tl.atomic_cas(error_ptr, tl.full([], 0, tl.int64), zero - patience, scope="sys")
 
 
 @jit
 def flags_of(flag_table_ptr: tl.tensor, rank: tl.tensor) -> tl.tensor:
-    """This program's flags on a rank: `arrived`, and behind it `freed`."""
+    """Return this program's flags on a rank: `arrived`, and behind it `freed`."""
     flags_ptr = tl.load(flag_table_ptr + rank).to(tl.pointer_type(tl.int64))
     return flags_ptr + tl.program_id(0) * (2 * FREED)
 
 
 @jit
 def slots_of(slot_table_ptr: tl.tensor, rank: tl.tensor, numel: tl.tensor, WIRE: tl.constexpr) -> tl.tensor:
-    """This program's slots on a rank, of `numel` elements together."""
+    """Return this program's slots on a rank, of `numel` elements together."""
     slots_ptr = tl.load(slot_table_ptr + rank).to(tl.pointer_type(WIRE))
-    # What comes out of a table could lie anywhere; accesses would be scalar.
+    # States the alignment of an address from a table; without it accesses would be scalar.
     return tl.multiple_of(slots_ptr, 16) + tl.program_id(0).to(tl.int64) * numel
 
 
@@ -150,17 +149,17 @@ def slots_of(slot_table_ptr: tl.tensor, rank: tl.tensor, numel: tl.tensor, WIRE:
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """The ranks of a ring as one of them sees them, and how it talks to them. All ranks use equal numbers.
+    """The ranks of a ring from the view of one of them, and their shared memory. Numbers are equal on all ranks.
 
-    Launches with the same memory must follow each other, in the same order on all ranks. After an error all flags, and
-    the error word, have to be set to zero while no rank is in a launch.
+    Launches with the same memory must follow each other, in the same order on all ranks. After an error, set all flags
+    and the error word to zero while no rank is in a launch.
     """
 
     rank: int
-    """This one."""
+    """This rank."""
 
     world_size: int
-    """`W`, 2 or more."""
+    """Number of ranks `W`, 2 or more."""
 
     slots: Tensor
     """[W], int64: the address, for this rank, of each rank's slots: `slot_nbytes` bytes from a multiple of 16."""
@@ -172,22 +171,22 @@ class Peers:
     """[1], int64, zero at first: this rank's error word."""
 
     programs: int = PROGRAMS
-    """`P`, at most: as many as the device can run at once beside what else it is to do, else it refuses a launch."""
+    """Maximum `P`: not more than the device can run at once beside its other work, or it refuses the launch."""
 
     depth: int = DEPTH
-    """`D`: slots of a program, 2 or more: one message less may be on their way to a rank."""
+    """Slots per program `D`, 2 or more. `D - 1` messages may be in flight to a rank."""
 
     slot_nbytes: int = SLOT_NBYTES
-    """Of one slot, a power of two: the longest message."""
+    """Bytes of one slot, a power of two: the longest message."""
 
     limit: int = LIMIT
-    """How often a program looks at a flag. The first launch of a kernel compiles it, for which neighbours wait too."""
+    """How often a program reads a flag. Neighbours also wait while the first launch of a kernel compiles it."""
 
     def check(self, who: str, device: torch.device) -> None:
-        """Raise unless all of it goes together, and with tensors on `device`.
+        """Check that all fields are consistent, also with tensors on `device`.
 
         Raises:
-            ValueError: a number is out of its range, or a tensor has another shape, dtype or device.
+            ValueError: a number is out of range, or a tensor has another shape, dtype or device.
         """
         if self.world_size < 2 or not 0 <= self.rank < self.world_size:
             raise ValueError(f"{who}: a ring takes 2 ranks or more, got rank {self.rank} of {self.world_size}")
@@ -209,17 +208,17 @@ class Peers:
 
 
 def flag_numel(programs: int = PROGRAMS) -> int:
-    """The int64 numbers that the flags of a rank take."""
+    """Return the number of int64 values in the flags of a rank."""
     return programs * 2 * 16
 
 
 def slots_nbytes(programs: int = PROGRAMS, depth: int = DEPTH, slot_nbytes: int = SLOT_NBYTES) -> int:
-    """The bytes that the slots of a rank take: 8 MiB, if nothing else is said."""
+    """Return the bytes of a rank's slots: 8 MiB with the defaults."""
     return programs * depth * slot_nbytes
 
 
 def ring_failure(error: Tensor) -> str | None:
-    """What an error word [1] says, in words; `None` if all is well. Waits for the device."""
+    """Return the failure in an error word [1] as text, or `None`. Synchronizes with the device."""
     word = int(error.item())
     if not word:
         return None

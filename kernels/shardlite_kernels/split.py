@@ -1,15 +1,15 @@
-"""Split weights: an fp32 number cut to its upper 24 bits, kept as a bf16 and 8 bits: 3 bytes.
+"""Split weights: an fp32 number rounded to its upper 24 bits, stored as a bf16 and 8 bits: 3 bytes.
 
     fp32 bits     s eeeeeeee mmmmmmm mmmmmmmm ........        rounded to the upper 24, ties away from zero
     high, bf16    s eeeeeeee mmmmmmm                          the nearest bf16 number, what forward and backward use
-    low, int8                        mmmmmmmm                 what that is too small (or, negative, too large) by
+    low, int8                        mmmmmmmm                 the remainder, which may be negative
 
 As integers, `fp32 bits = high * 65536 + low * 256`. So joining is one addition, splitting a few integer operations, and
-what was joined splits into the same parts again. The error is at most half a unit of the 24th bit, 2^-16 relative.
-The bf16 part is the nearest to the rounded number, which next to the middle of two of them may not be the nearest to
-the one before.
+a joined number splits into the same parts again. The error is at most half a unit of the 24th bit, 2^-16 relative. The
+bf16 part is the nearest to the rounded number, which close to a tie may not be the nearest to the original.
+
 Magnitudes within 2^-17 of the largest fp32 number become infinite, and so does the bf16 part of those within 2^-9. A
-NaN stays one: rounded like a number it could overflow into zero.
+NaN is kept separately: rounded like a number it could overflow into zero.
 
 Bytes per element: `split` reads 4 and writes 3, `join` reads 3 and writes 4.
 Legend: `S` elements.
@@ -29,7 +29,7 @@ _CPU_CHUNK = 1 << 16  # elements: temporaries of 256 KB stay in the cache of a c
 
 @jit
 def load_joined(high_ptr: tl.tensor, low_ptr: tl.tensor, offsets: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """The fp32 numbers whose parts are at these offsets."""
+    """Return the fp32 numbers whose parts are at these offsets."""
     high = tl.load(high_ptr + offsets, mask=mask, eviction_policy="evict_first").to(tl.int16, bitcast=True)
     low = tl.load(low_ptr + offsets, mask=mask, eviction_policy="evict_first")
     return ((high.to(tl.int32) << 16) + (low.to(tl.int32) << 8)).to(tl.float32, bitcast=True)
@@ -49,7 +49,7 @@ def store_split(high_ptr: tl.tensor, low_ptr: tl.tensor, offsets: tl.tensor, x: 
 
 @jit
 def load_weight(param_ptr: tl.tensor, low_ptr: tl.tensor, offsets: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """Weights in fp32: those that were split or, without `low_ptr`, as they are."""
+    """Return weights in fp32: joined or, without `low_ptr`, as stored."""
     if low_ptr is None:
         return tl.load(param_ptr + offsets, mask=mask)
     else:
@@ -58,7 +58,7 @@ def load_weight(param_ptr: tl.tensor, low_ptr: tl.tensor, offsets: tl.tensor, ma
 
 @jit
 def store_weight(param_ptr: tl.tensor, low_ptr: tl.tensor, offsets: tl.tensor, x: tl.tensor, mask: tl.tensor) -> None:
-    """Store weights, split or, without `low_ptr`, as they are."""
+    """Store weights, split or, without `low_ptr`, unchanged."""
     if low_ptr is None:
         tl.store(param_ptr + offsets, x, mask=mask)
     else:
@@ -95,10 +95,10 @@ def _join_kernel(
 
 
 def split(high: Tensor, low: Tensor, source: Tensor) -> None:
-    """Write the parts of `source` [S], fp32, to `high` [S], bf16, and `low` [S], int8.
+    """Split `source` [S], fp32, into `high` [S], bf16, and `low` [S], int8.
 
     Raises:
-        ValueError: shapes, devices or dtypes do not fit together.
+        ValueError: shapes, devices or dtypes do not match.
     """
     _check("split", source, high, low)
     if use_triton(source):
@@ -109,10 +109,10 @@ def split(high: Tensor, low: Tensor, source: Tensor) -> None:
 
 
 def join(out: Tensor, high: Tensor, low: Tensor) -> None:
-    """Write the fp32 numbers that were split into `high` [S] and `low` [S] to `out` [S].
+    """Join `high` [S], bf16, and `low` [S], int8, into `out` [S], fp32.
 
     Raises:
-        ValueError: shapes, devices or dtypes do not fit together.
+        ValueError: shapes, devices or dtypes do not match.
     """
     _check("join", out, high, low)
     if use_triton(out):
@@ -122,7 +122,7 @@ def join(out: Tensor, high: Tensor, low: Tensor) -> None:
 
 
 def split_reference(high: Tensor, low: Tensor, source: Tensor) -> None:
-    """The specification of `split`."""
+    """Specification of `split`."""
     bits = source.view(torch.int32)
     rounded = bits + 0x80  # wraps around for some NaNs only
     nan = source.isnan()
@@ -132,22 +132,22 @@ def split_reference(high: Tensor, low: Tensor, source: Tensor) -> None:
 
 
 def join_reference(out: Tensor, high: Tensor, low: Tensor) -> None:
-    """The specification of `join`: on the CPU two passes of PyTorch over `out`."""
-    out.copy_(high)  # as bits: moved up by 16
+    """Specification of `join`: on the CPU two passes of PyTorch over `out`."""
+    out.copy_(high)  # as bits: shifted left by 16
     out.view(torch.int32).add_(low, alpha=256)
 
 
 def join_on_cpu(out: Tensor, high: Tensor, low: Tensor, room: Tensor) -> None:
-    """`join`, for a chunk [S] that is to stay in the cache, with room [S], int32: adding bytes to them is slow."""
+    """`join` for a chunk [S] in the cache, with temporary memory `room` [S], int32: adding int8 to int32 is slow."""
     out.copy_(high)
     out.view(torch.int32).add_(room.copy_(low), alpha=256)
 
 
 def split_on_cpu(high: Tensor, low: Tensor, source: Tensor) -> None:
-    """`split`, for a chunk [S] that is in the cache; `source` is overwritten.
+    """`split` for a chunk [S] in the cache; `source` is overwritten.
 
-    Rounding to bf16 is PyTorch's, which is fast, where there are no ties (a bit below those that are kept is set) and
-    every number is finite and far from the largest one, which the sum of squares says.
+    Uses PyTorch's fast rounding to bf16. It is exact without ties, which a set bit below the kept ones prevents, and if
+    every number is finite and far from the largest one, which the sum of squares shows.
     """
     if not torch.dot(source, source).item() < 1e38:
         split_reference(high, low, source)

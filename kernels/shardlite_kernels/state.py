@@ -1,4 +1,4 @@
-"""What one step of AdamW changes: a weight and two moments, in one of six formats.
+"""The state that one step of AdamW changes: weights and two moments, in one of six formats.
 
 | | weight | bytes | moments | bytes |
 |---|---|---|---|---|
@@ -23,7 +23,7 @@ from .split import join
 
 
 class State(NamedTuple):
-    """The tensors, all 1-D and contiguous."""
+    """Weights and moments; all tensors are 1-D and contiguous."""
 
     param: Tensor
     """[S], fp32; or bf16, the upper part of a split weight."""
@@ -38,18 +38,18 @@ class State(NamedTuple):
     """[S], int8: the lower part of a split weight."""
 
     avg_exponent: Tensor | None = None
-    """[G], uint8, of the codes."""
+    """[G], uint8, exponents of the codes."""
 
     sq_exponent: Tensor | None = None
-    """[G], uint8, of the codes."""
+    """[G], uint8, exponents of the codes."""
 
     @property
     def exact(self) -> bool:
-        """Whether everything is kept as it is computed."""
+        """Whether all tensors are stored in the dtype of the computation."""
         return self.low is None and self.exp_avg.dtype == self.param.dtype
 
     def part(self, start: int, stop: int) -> State:
-        """Elements `[start, stop)`; `start` is a multiple of 32."""
+        """Return the state of elements `[start, stop)`; `start` is a multiple of 32."""
         groups = slice(start // SCALE_BLOCK, -(-stop // SCALE_BLOCK))
         here = slice(start, stop)
         return State(
@@ -62,8 +62,8 @@ class State(NamedTuple):
         )
 
     def split(self, numel: int) -> Iterator[State]:
-        """Cut into parts of `numel` elements, a multiple of 32; the last may be shorter."""
-        count = max(1, -(-self.param.numel() // numel))  # of nothing there is one part, as with torch.split
+        """Split into parts of `numel` elements, a multiple of 32; the last may be shorter."""
+        count = max(1, -(-self.param.numel() // numel))  # an empty state has one part, as with torch.split
         sizes = (numel, numel, numel, numel, numel // SCALE_BLOCK, numel // SCALE_BLOCK)
         columns = [
             repeat(None, count) if tensor is None else torch.split(tensor, size)
@@ -72,7 +72,7 @@ class State(NamedTuple):
         return starmap(State, zip(*columns, strict=True))
 
     def weight(self) -> Tensor:
-        """The weights [S] as they are computed with: `param`, or the fp32 numbers that were split."""
+        """Return the weights [S] in the dtype of the computation: `param`, or the joined fp32 numbers."""
         if self.low is None:
             return self.param
         out = torch.empty_like(self.param, dtype=torch.float32)
@@ -80,29 +80,29 @@ class State(NamedTuple):
         return out
 
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Both moments [S] as they are computed with."""
+        """Return both moments [S] in the dtype of the computation."""
         if self.exact:
             return self.exp_avg, self.exp_avg_sq
         return decode(*self.codes())
 
     def codes(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """What moments are kept in: what `encode` writes."""
+        """Return the stored form of the moments, which `encode` writes."""
         return self.exp_avg, self.exp_avg_sq, self.avg_exponent, self.sq_exponent
 
     def clone(self) -> State:
-        """A copy."""
+        """Return a copy."""
         low, avg, sq = (None if each is None else each.clone() for each in (self.low, *self.codes()[2:]))
         return State(self.param.clone(), self.exp_avg.clone(), self.exp_avg_sq.clone(), low, avg, sq)
 
     def tensors(self) -> list[Tensor]:
-        """Those that are there."""
+        """Return the tensors that are not `None`."""
         return [tensor for tensor in self if tensor is not None]
 
     def check(self, who: str) -> None:
-        """Raise unless the tensors go together.
+        """Check that the tensors match.
 
         Raises:
-            ValueError: a shape, device or dtype is not what the format says.
+            ValueError: a shape, device or dtype does not fit the format.
         """
         numel, device, weights, moments = self.param.numel(), self.param.device, self.param.dtype, self.exp_avg.dtype
         groups, codes = -(-numel // SCALE_BLOCK), moments == torch.int8
@@ -121,7 +121,11 @@ class State(NamedTuple):
 
 
 def check_flat(who: str, name: str, tensor: Tensor, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise unless a tensor is 1-D and contiguous and has this length, dtype and device."""
+    """Check that a tensor is 1-D and contiguous and has this length, dtype and device.
+
+    Raises:
+        ValueError: it is not.
+    """
     if tensor.dim() != 1 or not tensor.is_contiguous():
         raise ValueError(f"{who}: {name} must be 1-D and contiguous, got {tuple(tensor.shape)}, {tensor.stride()}")
     if (tensor.numel(), tensor.dtype, tensor.device) != (numel, dtype, device):

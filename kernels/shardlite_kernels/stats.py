@@ -1,12 +1,11 @@
-"""Statistics of a tensor, row by row: what clipping and leaving out a step need to know of gradients.
+"""Statistics of gradients, row by row, for clipping and for skipping steps.
 
-A row is two numbers about a block of `B` elements: the sum of their squares, and 1 if one of them is a NaN or an
-infinity, else 0. Row `i` is about elements `[i*B, (i+1)*B)`, so every kernel that has just computed a block can write
-its row, and no two write the same one: there are no atomics, and what is added to what does not depend on who is first.
+A row holds two numbers about a block of `B` elements: the sum of their squares, and 1 if one of them is a NaN or an
+infinity, else 0. Row `i` covers elements `[i*B, (i+1)*B)`, so every kernel that has just computed a block can write its
+row, and no two programs write the same row: there are no atomics, and the order of additions is fixed. The flag is
+separate, because squares of finite numbers may overflow in the sum.
 
-The flag is a number of its own, because the sum does not tell: squares of finite numbers may overflow.
-
-Bytes per element: those of the element are read once, by `stats`; nothing by a kernel that has them in registers.
+Bytes per element: `stats` reads each element once; a kernel that has them in registers reads nothing.
 Legend: `S` elements, `B` in a block, `P = ceil(S / B)` rows.
 """
 
@@ -24,39 +23,39 @@ from .rounding import load_fp32
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _FP32 = torch.empty(0)
 _CPU_BLOCK = 1 << 14
-"""Below 32768 elements PyTorch adds a tensor up in one thread, so the bits do not depend on how many there are."""
+"""Below 32768 elements PyTorch sums a tensor in one thread, so the bits do not depend on the number of threads."""
 
 _CPU_CHUNK = 16 * _CPU_BLOCK  # elements that are widened at a time
 
 
 def stats_block(like: Tensor) -> int:
-    """`B`, the elements in the block of a row, for a tensor on that device and of any dtype.
+    """Return `B`, the number of elements per row, for a tensor of any dtype on the device of `like`.
 
-    Equal for all kernels that write rows: such a kernel is launched with this block.
+    Equal for all kernels that write rows: they are launched with this block.
     """
     return block_size(_FP32) if use_triton(like) else _CPU_BLOCK
 
 
 def stats_rows(numel: int, like: Tensor) -> int:
-    """`P`, the rows of a tensor of `numel` elements on the device of `like`."""
+    """Return `P`, the number of rows for `numel` elements on the device of `like`."""
     return -(-numel // stats_block(like))
 
 
 def stats_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the rows of a tensor: fp64 for fp64, otherwise fp32."""
+    """Return the dtype of the rows of a tensor: fp64 for fp64, otherwise fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def new_stats(x: Tensor) -> Tensor:
-    """Memory for the rows of `x` [S], uninitialised: [P, 2]."""
+    """Allocate uninitialised memory for the rows of `x` [S]: [P, 2]."""
     return x.new_empty(stats_rows(x.numel(), x), 2, dtype=stats_dtype(x.dtype))
 
 
 @jit
 def store_row(stats_ptr: tl.tensor, values: tl.tensor, mask: tl.tensor) -> None:
-    """Write this program's row about its `B` values, fp32 or fp64, in any shape; those count that `mask` keeps."""
+    """Write this program's row about its `B` values, fp32 or fp64, in any shape. Values outside `mask` do not count."""
     kept = tl.where(mask, values, 0.0)
-    bad = tl.where(tl.abs(kept) < float("inf"), 0.0, 1.0)  # a NaN is not less than anything
+    bad = tl.where(tl.abs(kept) < float("inf"), 0.0, 1.0)  # comparisons with NaN are false
     row = stats_ptr + 2 * tl.program_id(0).to(tl.int64)
     tl.store(row, tl.sum(kept * kept))
     tl.store(row + 1, tl.max(bad))
@@ -80,13 +79,13 @@ def _stats_kernel(
 
 
 def stats(x: Tensor, out: Tensor) -> None:
-    """Write the statistics of `x` [S] to `out` [P, 2]: a pass of its own, where no kernel before could write them.
+    """Write the statistics of `x` [S] to `out` [P, 2] in a separate pass, where no previous kernel could.
 
-    fp32, bf16 and fp16 are squared and added in fp32, fp64 in itself; the order of the additions within a block is the
+    fp32, bf16 and fp16 are squared and added in fp32, fp64 in fp64; the order of additions within a block is the
     device's.
 
     Raises:
-        ValueError: shapes, devices or dtypes do not fit together.
+        ValueError: shapes, devices or dtypes do not match.
     """
     _check(x, out)
     if not use_triton(x):
@@ -97,11 +96,11 @@ def stats(x: Tensor, out: Tensor) -> None:
 
 
 def stats_reference(x: Tensor, out: Tensor) -> None:
-    """The specification of `stats`: flags are exact.
+    """Specification of `stats`: flags are exact.
 
-    A sum is off by a factor of at most `(1 + u)**(B + 3)`, with `u` the unit roundoff of `out`, for it has `B` products
-    and `B - 1` additions of numbers that are not negative, and PyTorch may go through a root (Higham 2002, 4.2).
-    Squares that are too small for `out` are lost, at most its smallest number each.
+    A sum is off by a factor of at most `(1 + u)**(B + 3)`, with `u` the unit roundoff of `out`, since it has `B`
+    products and `B - 1` additions of nonnegative numbers, and PyTorch may use a root (Higham 2002, 4.2). Squares that
+    are too small for `out` are lost, at most its smallest number each.
     """
     _check(x, out)
     block = stats_block(x)
@@ -111,17 +110,17 @@ def stats_reference(x: Tensor, out: Tensor) -> None:
 
 
 def stats_total(stats: Tensor) -> Tensor:
-    """Add rows [P, 2] up in their order: the sum of all squares, and 1 if any flag is set, else 0; [2] in fp64."""
+    """Add rows [P, 2] in order: the sum of all squares, and 1 if any flag is set, else 0; [2] in fp64."""
     if not stats.numel():
         return stats.new_zeros(2, dtype=torch.float64)
     return torch.stack([stats[:, 0].sum(dtype=torch.float64), stats[:, 1].amax().double()])
 
 
 def check_stats(name: str, x: Tensor, stats: Tensor) -> None:
-    """Raise if `stats` is no memory for the rows of `x`.
+    """Check that `stats` is memory for the rows of `x`.
 
     Raises:
-        ValueError: it is not contiguous, or of another shape, device or dtype; or `x` is not of floating-point numbers.
+        ValueError: it is not contiguous, or of another shape, device or dtype; or `x` is not floating-point.
     """
     if x.dtype not in _DTYPES:
         raise ValueError(f"{name}: there are no statistics of {x.dtype}, only of fp32, bf16, fp16 and fp64")
@@ -136,7 +135,7 @@ def check_stats(name: str, x: Tensor, stats: Tensor) -> None:
 
 
 def stats_cpu(x: Tensor, out: Tensor) -> None:
-    """`stats` by PyTorch's own operators; what has to be widened is so chunk by chunk, in the cache."""
+    """`stats` by PyTorch's operators. Narrow dtypes are widened chunk by chunk, in the cache."""
     if x.dtype == out.dtype:
         _stats_cpu(x, out)
         return

@@ -1,4 +1,4 @@
-"""The command line. Each subcommand is one function, with the parser of its options next to it."""
+"""The command line. Each subcommand is one function, beside the parser of its options."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 from shardlite.apps.demo.settings import SIZES, GPTConfig, Settings
 
-_MOST_RANKS = 64  # of a picture
+_MOST_RANKS = 64  # in a picture
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `shardlite ARGV` and return its exit status; wrong usage exits with status 2, as argparse does."""
+    """Run `shardlite ARGV` and return its exit status. Wrong usage exits with status 2, as in argparse."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = ArgumentParser(prog="shardlite", description="Sharded training for PyTorch, small enough to read.")
     parser.add_argument("--version", action="version", version=f"shardlite {_version()}")
@@ -97,7 +97,7 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _doctor(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> int:
-    """Start the ranks, or be one of them."""
+    """Start the ranks, or run as one of them."""
     from shardlite.apps.launch import default_ranks, launch
 
     if _started_ranks(parser, options) is None:
@@ -137,7 +137,7 @@ def _add_model_options(parser: ArgumentParser, size: str) -> None:
 
 
 def _train(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> int:
-    """Check everything once; then start the ranks, or be one of them."""
+    """Check the options, then start the ranks, or run as one of them."""
     from shardlite.apps.launch import default_ranks, launch
 
     started = _started_ranks(parser, options)
@@ -155,7 +155,7 @@ def _train(parser: ArgumentParser, options: Namespace, arguments: Sequence[str])
 
 
 def _train_settings(options: Namespace) -> Settings:
-    """The settings that `options` describe, with text that can be read and a folder that can be written."""
+    """Return the settings for `options`, after checking that the text is readable and the folder writable."""
     from shardlite.apps.demo.text import read_corpus
 
     settings = Settings(
@@ -175,7 +175,7 @@ def _train_settings(options: Namespace) -> Settings:
 
 
 def _verify(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> int:
-    """Check everything once; then start the ranks, or be one of them."""
+    """Check the options, then start the ranks, or run as one of them."""
     from shardlite.apps.launch import launch
 
     started = _started_ranks(parser, options)
@@ -190,7 +190,7 @@ def _verify(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]
 
 
 def _verify_gpt(settings: Settings, compute: str | None, reduce: str) -> int:
-    """Compare on random bytes, together with the other ranks."""
+    """Compare on random bytes, as one of the ranks."""
     import torch
     import torch.distributed as dist
 
@@ -214,14 +214,14 @@ def _verify_gpt(settings: Settings, compute: str | None, reduce: str) -> int:
         )
         if dist.get_rank() == 0:
             print(report.table(), flush=True)
-        dist.barrier()  # torchrun ends all ranks when one fails: the table is to be printed before
+        dist.barrier()  # torchrun ends all ranks when one fails: wait until the table is printed
     finally:
         dist.destroy_process_group()
     return 0 if report.ok else 1
 
 
 def _ring(parser: ArgumentParser, options: Namespace) -> int:
-    """Print the picture of a schedule, and paint it if a file is named."""
+    """Print the picture of a schedule, and write the image if a file is given."""
     from shardlite.apps.ring_picture import text
     from shardlite.comm import schedule as schedules
 
@@ -248,7 +248,7 @@ def _ring(parser: ArgumentParser, options: Namespace) -> int:
 
 
 def _started_ranks(parser: ArgumentParser, options: Namespace) -> int | None:
-    """How many ranks a launcher has started, if one did; that must be what `--ranks` says."""
+    """Return the number of ranks that a launcher has started, or `None`. It must agree with `--ranks`."""
     from shardlite.apps.launch import world_size
 
     started = world_size()
@@ -258,7 +258,7 @@ def _started_ranks(parser: ArgumentParser, options: Namespace) -> int | None:
 
 
 def _gpt_config(options: Namespace) -> GPTConfig:
-    """The size that was named, with the numbers that were given."""
+    """Return the named size with the given numbers replaced."""
     numbers = {name: getattr(options, name) for name in ("layers", "width", "heads", "context")}
     return replace(SIZES[options.size], **{name: value for name, value in numbers.items() if value is not None})
 

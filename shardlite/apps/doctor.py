@@ -1,4 +1,4 @@
-"""`shardlite doctor`: what this machine offers, which way messages take here, and why; each way is tried."""
+"""`shardlite doctor`: report this machine's capabilities and the selected transports with reasons, and try each."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ _REPEATS = 11
 
 @dataclass(frozen=True)
 class Finding:
-    """What came of asking for a transport."""
+    """Result for one transport."""
 
     name: str
     device: str
     words: str
-    """Which transport it is, by which algorithm, and why; or why it cannot be had."""
+    """Transport, algorithm and reason; or why it is not available."""
 
     trial: str = ""
-    """What came of trying it; nothing if it cannot be had."""
+    """Result of the trial, or `""` if it is not available."""
 
 
 def examine() -> int:
-    """Look at this machine as one of its ranks; rank 0 prints. Return 1 if a transport did not do what it should."""
+    """Examine this machine as one of its ranks; rank 0 prints. Return 1 if a trial failed, else 0."""
     with process_group() as device:
         findings = [
             _ask(name, each)
@@ -54,7 +54,7 @@ def examine() -> int:
 
 
 def machine() -> list[tuple[str, str]]:
-    """What there is, by name."""
+    """Return the machine's properties as pairs of name and value."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     backends = [name for name in ("gloo", "nccl") if dist.is_backend_available(name)]
     return [
@@ -70,14 +70,14 @@ def machine() -> list[tuple[str, str]]:
 
 
 def _restarts() -> str:
-    """Say whether `torchrun --max-restarts` brings back ranks that use gloo."""
+    """Return whether `torchrun --max-restarts` can restart ranks that use gloo."""
     if os.environ.get(OWN_STORE) == "1":
         return f"{OWN_STORE}=1 is set: each attempt of torchrun --max-restarts has a store of its own"
     return f"set {OWN_STORE}=1 before torchrun --max-restarts: else gloo finds the addresses of dead processes"
 
 
 def report(facts: Sequence[tuple[str, str]], findings: Sequence[Finding], ranks: int) -> str:
-    """The facts and findings as text for a terminal."""
+    """Format facts and findings for a terminal."""
     width = max(len(name) for name, _ in facts) + 2
     lines = ["This machine", *(f"  {name:<{width}}{value}" for name, value in facts)]
     for device in dict.fromkeys(finding.device for finding in findings):
@@ -90,7 +90,7 @@ def report(facts: Sequence[tuple[str, str]], findings: Sequence[Finding], ranks:
 
 
 def _ask(name: TransportName, device: torch.device) -> Finding:
-    """Choose as the library would, and try what was chosen. All ranks do."""
+    """Select a transport as the library would, and try it. Collective."""
     try:
         choice = choose(None, device, _TIMEOUT, route=Route(transport=name))
     except LayoutError as error:
@@ -102,7 +102,7 @@ _WRONG = "FAILED"
 
 
 def _try(transport: Transport, device: torch.device, name: str) -> str:
-    """Gather and add up something whose result is known; say how long that took."""
+    """Gather and reduce known values. Return the result and the durations."""
     world_size, rank = transport.world_size, transport.rank
     numel = _NBYTES // 4 // world_size * world_size
     mine = torch.arange(numel, device=device, dtype=torch.float32) % 97 + rank
@@ -132,7 +132,7 @@ def _try(transport: Transport, device: torch.device, name: str) -> str:
 
 
 def _milliseconds(call: Callable[[int], None], device: torch.device) -> float:
-    """The median of some calls, buffers filled anew each time, as this rank sees it."""
+    """Return the median duration of some calls on this rank, with buffers filled each time."""
     times = []
     for i in range(_REPEATS):
         start = time.perf_counter()

@@ -1,8 +1,8 @@
-"""ShardLite's rings as the collectives of FSDP2: `install(model)` after `fully_shard`.
+"""ShardLite's collectives for FSDP2: `install(model)` after `fully_shard`.
 
-FSDP2 lets each of its modules be given an all-gather and a reduce-scatter of one's own. Everything else stays FSDP2's:
-its layout, its schedule, its streams, its casts. The all-reduce of hybrid sharding and the norm of DTensors stay
-PyTorch's collectives. Nothing else of the library imports this file, so `import shardlite` does not import FSDP2.
+FSDP2 accepts a custom all-gather and reduce-scatter for each of its modules. Everything else stays FSDP2's: layout,
+schedule, streams and casts. The all-reduce of hybrid sharding and the norm of DTensors stay PyTorch's collectives. No
+other file of the library imports this one, so `import shardlite` does not import FSDP2.
 
 Legend: `W` ranks over which a module is sharded, `r` this rank, `S` elements per shard of all its parameters together.
 """
@@ -47,30 +47,35 @@ def install(
     algorithm: AlgorithmName = "auto",
     timeout: timedelta = timedelta(minutes=10),
 ) -> "Installed":
-    """Let every module of `model` that `fully_shard` has sharded gather and reduce by our rings from now on.
+    """Use ShardLite's rings for gathers and reductions of every module in `model` that `fully_shard` has sharded.
 
-    All ranks call this, before training or between two steps. What FSDP2 computes stays as it is, but for the order of
+    Collective: call it before training or between two steps. Results differ from FSDP2's only in the order of
     additions: shard `k` is summed in the order `k+1, k+2, ..., k`, over any transport, and a mean is that sum divided
-    once. With two ranks that is the sum of every other collective.
+    once. With two ranks the sum equals that of every other collective.
 
-    FSDP2's own settings keep their meaning. Means are divided in the last addition of the ring, so nothing is gained by
-    `set_force_sum_reduction_for_comms`, and it is left as it is. `set_gradient_divide_factor` works over gloo too.
+    FSDP2's own settings keep their meaning. Means are divided in the last addition of the ring, so
+    `set_force_sum_reduction_for_comms` has no benefit, and is not changed. `set_gradient_divide_factor` works over
+    gloo, too.
 
     Args:
         model: a module that `fully_shard` was called on, or one with such modules inside.
-        transport, algorithm: how messages travel, see `shardlite.Route`. All but `"ring"` and `"direct"` add in other
-            orders.
-        timeout: how long a rank waits for a message of another one. Over NCCL the timeout of the group counts.
+        transport: see `shardlite.Route`.
+        algorithm: see `shardlite.Route`. All but `"ring"` and `"direct"` add in other orders.
+        timeout: how long a rank waits for a message of another one. Over NCCL the timeout of the group applies.
 
     Returns:
-        What was installed; its `remove()` puts back what each module had before.
+        A record of the installation; its `remove()` restores each module's former collectives.
 
     Raises:
-        LayoutError: there is no process group, or none that carries tensors on the model's device; the route cannot be
-            taken; `fully_shard` was not called, or differently on another rank; a module is replicated only, shards its
+        LayoutError: there is no process group, or none for tensors on the model's device; the route is not available;
+            `fully_shard` was not called, or differently on another rank; a module is only replicated, shards its
             parameters over more than one mesh, or has gradients of a dtype that a ring cannot sum.
-        TypeError: `timeout` is no `timedelta`.
-        ValueError: `timeout` is not above zero; there is no such transport or algorithm.
+        TypeError: `timeout` is not a `timedelta`.
+        ValueError: `timeout` is not positive; the transport or the algorithm is unknown.
+
+    Example:
+        >>> fully_shard(model)
+        >>> installed = install(model, algorithm="direct")
     """
     check_timeout(timeout)
     route = Route(transport=transport_or_default(transport), algorithm=algorithm)
@@ -93,23 +98,23 @@ def install(
 
 @dataclass(frozen=True)
 class Installed:
-    """The modules that gather and reduce by our rings."""
+    """The modules that gather and reduce with ShardLite's rings."""
 
     _parts: "tuple[_Part, ...]"
 
     @property
     def names(self) -> list[str]:
-        """Those of the modules, in their order within the model."""
+        """Names of the modules, in their order in the model."""
         return [part.name for part in self._parts]
 
     def remove(self) -> None:
-        """Let them gather and reduce as before; between two steps, and on all ranks."""
+        """Restore the former collectives. Call it between two steps, on all ranks."""
         for part in self._parts:
             part.set(*part.before)
 
 
 class RingAllGather:
-    """FSDP2's `AllGather`: every rank's shards of one module's parameters, [S], to all of them, [W*S]."""
+    """FSDP2's `AllGather`: gather every rank's shard of one module's parameters, [S], into [W*S]."""
 
     def __init__(self, whose: str, ways: "Ways", group: dist.ProcessGroup) -> None:
         self._label = f"all-gather of {whose}"
@@ -118,17 +123,19 @@ class RingAllGather:
         self._sequence = 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a new buffer of the usual group to gather into; a shard is put into its own place in it."""
+        """Return a new buffer to gather into. A shard is written to its own place in it."""
         return self._ways.empty(prod(size), dtype, self._group, device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Fill `output_tensor` [W*S] from each rank's `input_tensor` [S], on the current stream or beside it.
+        """Fill `output_tensor` [W*S] from each rank's `input_tensor` [S].
+
+        It runs on the current stream or, with `async_op`, beside it.
 
         Raises:
-            LayoutError: the sizes do not fit together.
-            CommError: a peer failed, is late or does another operation.
+            LayoutError: the sizes do not match.
+            CommError: a peer failed, timed out or runs another operation.
         """
         transport = self._ways.connect(group, output_tensor.device)
         own = _own_place(self._label, output_tensor, input_tensor, transport)
@@ -144,7 +151,7 @@ class RingAllGather:
 
 
 class RingReduceScatter:
-    """FSDP2's `ReduceScatter`: every rank's gradients of one module, [W*S], to the sum or mean of each shard, [S]."""
+    """FSDP2's `ReduceScatter`: reduce all ranks' gradients of one module, [W*S], to the sum or mean of a shard, [S]."""
 
     def __init__(self, whose: str, ways: "Ways", group: dist.ProcessGroup) -> None:
         self._label = f"reduce-scatter of {whose}"
@@ -153,7 +160,7 @@ class RingReduceScatter:
         self._sequence = 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a new buffer of the usual group: for gradients, or for a shard of their sum."""
+        """Return a new buffer for gradients, or for a shard of their sum."""
         return self._ways.empty(prod(size), dtype, self._group, device)
 
     def __call__(
@@ -164,13 +171,14 @@ class RingReduceScatter:
         op: _Op,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Write shard `r` of the sum of `input_tensor` [W*S] to `output_tensor` [S], on the current stream or beside.
+        """Write shard `r` of the sum of `input_tensor` [W*S] to `output_tensor` [S].
 
-        `input_tensor` is overwritten with partial sums: FSDP2 keeps it only until the stream is done with it.
+        It runs on the current stream or, with `async_op`, beside it. `input_tensor` is overwritten with partial sums:
+        FSDP2 keeps it only until the stream is done with it.
 
         Raises:
-            LayoutError: the sizes do not fit together; a dtype or an operation that a ring cannot sum.
-            CommError: a peer failed, is late or does another operation.
+            LayoutError: the sizes do not match; a dtype or an operation that a ring cannot sum.
+            CommError: a peer failed, timed out or runs another operation.
         """
         transport = self._ways.connect(group, input_tensor.device)
         _own_place(self._label, input_tensor, output_tensor, transport)
@@ -187,10 +195,10 @@ class RingReduceScatter:
 
 
 class Ways:
-    """The ways of one kind of collective: a transport per process group, and a lane per device.
+    """Connections of one kind of collective: a transport per process group, and a queue per device.
 
-    FSDP2 names the group at each call, since a module may use several: with `reshard_after_forward=2` the backward
-    gathers within pairs of ranks, and `set_separate_reduce_scatter_group` makes another one for reductions.
+    FSDP2 passes the group in each call, since a module may use several: with `reshard_after_forward=2` the backward
+    gathers within pairs of ranks, and `set_separate_reduce_scatter_group` creates another group for reductions.
     """
 
     def __init__(self, name: str, timeout: timedelta, *, route: Route, apart: bool = False) -> None:
@@ -202,23 +210,24 @@ class Ways:
         self._queues: dict[torch.device, StreamQueue] = {}
 
     def connect(self, group: dist.ProcessGroup, device: torch.device) -> Transport:
-        """Return the transport over `group`. All its ranks come to a new group at the same point."""
+        """Return the transport over `group`. Collective on the first call for a group."""
         if (group, device) not in self._transports:
             new = connect(group, device, self._timeout, route=self._route, apart=self._apart)
             self._transports[group, device] = new
         return self._transports[group, device]
 
     def empty(self, numel: int, dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device) -> Tensor:
-        """Return memory [numel], uninitialised, from which sending over `group` costs least."""
+        """Return uninitialised memory [numel], from which sending over `group` costs least."""
         return self.connect(group, device).empty(numel * dtype.itemsize, device).view(dtype)
 
     def run(
         self, operation: Callable[[], None], transport: Transport, device: torch.device, *, beside: bool
     ) -> "_Work | None":
-        """Run an operation and return nothing, or start it `beside` the computation and return what FSDP2 waits for.
+        """Run an operation and return `None`, or start it `beside` the computation and return its work.
 
-        On a GPU FSDP2 runs what it does not wait for on streams of its own, with events to order them. So the first way
-        is right there, too: the operation belongs to the current stream, and over NCCL the host goes on at once.
+        On a GPU, FSDP2 runs operations that it does not wait for on its own streams, and orders them by events. So
+        `beside=False` is right there, too: the operation belongs to the current stream, and over NCCL the host does not
+        block.
         """
         if not beside:
             operation()
@@ -229,46 +238,46 @@ class Ways:
 
 
 class _Work(dist.Work):
-    """An operation in flight in PyTorch's words. FSDP2 waits for nothing that is not a `Work`."""
+    """An operation in flight as a `dist.Work`, the only type that FSDP2 waits for."""
 
     def __init__(self, work: Work) -> None:
         super().__init__()
         self._work = work
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Let what follows see the results, or raise what went wrong. The transport's own timeout counts."""
+        """Wait for the results, or raise the operation's error. The transport's own timeout applies."""
         self._work.wait()
         return True
 
     def is_completed(self) -> bool:
-        """Whether there is nothing to wait for."""
+        """Return whether the operation is done."""
         return self._work.done()
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One module that `fully_shard` was called on, and what FSDP2 keeps of it."""
+    """A module that `fully_shard` was called on, and FSDP2's state of it."""
 
     name: str
     module: FSDPModule
     group: dist.ProcessGroup
     device: torch.device
     before: tuple[Any, Any]
-    """How it gathered and reduced."""
+    """Its former all-gather and reduce-scatter."""
 
     def set(self, gather: Any, reduce: Any) -> None:
-        """Let it gather and reduce in another way."""
+        """Set its all-gather and reduce-scatter."""
         self.module.set_custom_all_gather(gather)
         self.module.set_custom_reduce_scatter(reduce)
 
     def describe(self) -> str:
-        """Say what ranks must have in common."""
+        """Return a description that must be equal on all ranks."""
         parameters = [f"{name} {list(param.shape)}" for name, param in cast(nn.Module, self.module).named_parameters()]
         return f"{self.name} ({', '.join(parameters)}) on {self.device.type}"
 
 
 def _parts(model: nn.Module) -> list[_Part]:
-    """Return the sharded modules of `model`; those that were sharded together are one."""
+    """Return the sharded modules of `model`. Modules that were sharded together are one part."""
     parts: list[_Part] = []
     seen: set[int] = set()
     for name, module in model.named_modules():
@@ -285,7 +294,7 @@ def _parts(model: nn.Module) -> list[_Part]:
 
 
 def _parameter_groups(module: FSDPModule) -> list[Any]:
-    """Return what FSDP2 keeps of a module's parameters. PyTorch has had one group per module, and now a list."""
+    """Return FSDP2's parameter groups of a module. PyTorch versions have one group per module, or a list."""
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -298,7 +307,7 @@ def _parameter_groups(module: FSDPModule) -> list[Any]:
 
 
 def _part(name: str, module: FSDPModule, groups: Sequence[Any]) -> _Part:
-    """Look at one module, and refuse what a ring cannot serve."""
+    """Return the part of one module, after checking that a ring can serve it."""
     if len(groups) > 1:
         raise LayoutError(
             f"FSDP2 module {name!r} shards its parameters over {len(groups)} meshes, and FSDP2 takes one all-gather "
@@ -325,7 +334,7 @@ def _part(name: str, module: FSDPModule, groups: Sequence[Any]) -> _Part:
 
 
 def _agree(group: dist.ProcessGroup, parts: Sequence[_Part], route: Route, timeout: timedelta) -> str:
-    """Make sure that all ranks of a group install the same, and return a name for it that is new on each of them."""
+    """Check that all ranks of a group install the same. Return a name that is new on each of them."""
     ranks = Ranks(group)
     facts = [str(route), *(part.describe() for part in parts if part.group is group)]
     agree(ranks, facts, None, what="what each rank installs", timeout=timeout)
@@ -334,7 +343,7 @@ def _agree(group: dist.ProcessGroup, parts: Sequence[_Part], route: Route, timeo
 
 
 def _own_place(label: str, full: Tensor, shard: Tensor, transport: Transport) -> Tensor:
-    """Return where this rank's shard lies in `full` [W*S]."""
+    """View this rank's shard in `full` [W*S]."""
     if full.numel() != transport.world_size * shard.numel():
         raise LayoutError(
             f"{label}: {full.numel()} elements are not {transport.world_size} shards of {shard.numel()} elements"
@@ -343,15 +352,15 @@ def _own_place(label: str, full: Tensor, shard: Tensor, transport: Transport) ->
 
 
 def _scales(label: str, op: _Op, world_size: int) -> tuple[float, int]:
-    """Return by what to multiply each rank's part before the sum, and by what to divide the sum.
+    """Return the factor for each rank's summand, and the divisor of the sum.
 
-    FSDP2 asks for a mean; for a sum, if it divides by itself; or, with a divisor of the user's, for a sum of parts that
-    were multiplied by its reciprocal. Where that is 1/n for a whole n, the sum is divided by n instead: once, not W
-    times, and correctly rounded.
+    FSDP2 asks for a mean; for a sum, if it divides itself; or, with a user's divisor, for a sum of parts multiplied by
+    its reciprocal. If that is 1/n for an integer n, the sum is divided by n instead: once, not W times, and correctly
+    rounded.
     """
     kinds: Any = dist.ReduceOp.RedOpType
     asked: Any = dist.ReduceOp(op) if isinstance(op, kinds) else op
-    kind, factor = asked.__getstate__()  # the only way to the factor
+    kind, factor = asked.__getstate__()  # the only access to the factor
     if kind == kinds.SUM:
         return 1.0, 1
     if kind == kinds.AVG:

@@ -1,4 +1,4 @@
-"""Start a command once per rank, and be one of the ranks: `torchrun` does the starting, this says how and where."""
+"""Start a command once per rank with `torchrun`, and join the process group as one of the ranks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def world_size(environment: Mapping[str, str] = os.environ) -> int | None:
-    """How many ranks the launcher of this process started, `None` if no launcher did."""
+    """Return the number of ranks started by this process's launcher, or `None` without one."""
     return int(environment["WORLD_SIZE"]) if "RANK" in environment else None
 
 
 def default_ranks() -> int:
-    """One per GPU, or 2 where there is none."""
+    """Return one rank per GPU, or 2 without GPUs."""
     import torch
 
     return torch.cuda.device_count() or 2
@@ -27,10 +27,10 @@ def default_ranks() -> int:
 
 @contextmanager
 def process_group() -> Iterator[torch.device]:
-    """Join the other ranks that the launcher started; yields where this one computes.
+    """Join the process group of the launched ranks, and yield this rank's device.
 
-    A rank has a GPU of its own where there are enough on this machine, and messages go over NCCL. More ranks than GPUs
-    share them, which NCCL does not allow: then messages go over gloo.
+    Each rank has its own GPU if this machine has enough, and messages go over NCCL. If several ranks share a GPU, which
+    NCCL does not allow, messages go over gloo.
     """
     import torch
     import torch.distributed as dist
@@ -47,7 +47,7 @@ def process_group() -> Iterator[torch.device]:
 
 
 def _place(gpus: int, environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
-    """The device of this rank, and the backends of its process group."""
+    """Return the device of this rank, and the backends of its process group."""
     if gpus == 0:
         return "cpu", "gloo"
     local_rank, local_ranks = (int(environment[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
@@ -58,29 +58,30 @@ def launch(ranks: int, arguments: Sequence[str]) -> int:
     """Run `shardlite ARGUMENTS` on `ranks` processes of this machine and return the exit status."""
     try:
         return subprocess.run(torchrun(ranks, arguments), env=environment_for(ranks), check=False).returncode
-    except KeyboardInterrupt:  # the terminal told the ranks as well
+    except KeyboardInterrupt:  # the terminal interrupts the ranks as well
         return 130
 
 
 def torchrun(ranks: int, arguments: Sequence[str]) -> list[str]:
-    """The command that starts `shardlite ARGUMENTS` on `ranks` processes."""
+    """Return the command that starts `shardlite ARGUMENTS` on `ranks` processes."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [*launcher, "-m", "shardlite", *arguments]
 
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""`torchrun` reads it. Without a 1 there, all attempts of `--max-restarts` share the store of the agent, in which gloo
-finds the addresses of processes that are dead (PyTorch 2.13)."""
+"""Environment variable of `torchrun`. Unless it is 1, all attempts of `--max-restarts` share the store of the agent, in
+which gloo finds the addresses of dead processes (PyTorch 2.13).
+"""
 
 
 def environment_for(ranks: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """`environment` with the cores divided among the ranks and a store for each attempt, unless it says otherwise."""
+    """Return `environment` with cores divided among ranks, and a store per attempt, unless it already sets them."""
     threads = max(1, _usable_cores() // ranks)
     return {"OMP_NUM_THREADS": str(threads), OWN_STORE: "1", **environment}
 
 
 def _usable_cores() -> int:
-    """The cores that this process may use: in a container fewer than the machine has."""
+    """Return the number of cores that this process may use: in a container fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

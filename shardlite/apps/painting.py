@@ -1,4 +1,4 @@
-"""Schedules of collectives as an image: a square of ranks and segments for each step. Needs matplotlib."""
+"""Schedules of collectives as an image: a square of ranks and segments per step. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from shardlite.comm import Schedule
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_SQUARES, _COLUMNS = 12, 4  # of an image, and of a row of it
+_SQUARES, _COLUMNS = 12, 4  # squares in an image, and in a row of it
 _READABLE = 8  # ranks: with more, cells are too small for text, and only the arrows of rank 0 are drawn
 _COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#888888")
-_LINE, _BETWEEN = 0.2, 0.6  # inches: a line of text, and the room between squares
-_BESIDE = 0.36  # the room for arrows beside a square, as a part of its side
+_LINE, _BETWEEN = 0.2, 0.6  # inches: a line of text, and the space between squares
+_BESIDE = 0.36  # space for arrows beside a square, as a part of its side
 
 
 def paint(schedule: Schedule, path: Path, node: int = 1) -> None:
-    """Write a PNG. A cell has the colour of its segment, paler where fewer ranks' numbers are in the sum.
+    """Write a PNG. A cell has the colour of its segment, paler if fewer ranks' summands are in it.
 
     Raises:
-        ModuleNotFoundError: there is no matplotlib.
+        ModuleNotFoundError: matplotlib is not installed.
         OSError: `path` cannot be written.
     """
-    from matplotlib.figure import Figure  # slow to import, and not everybody has it
+    from matplotlib.figure import Figure  # optional, and slow to import
 
     told = frames(schedule)
     kept = _kept(len(told))
@@ -55,13 +55,13 @@ def paint(schedule: Schedule, path: Path, node: int = 1) -> None:
 
 
 def _kept(count: int) -> list[int]:
-    """Return which frames are drawn: all, or the first ones and the last ones."""
+    """Return the indices of drawn frames: all, or the first and the last ones."""
     half = _SQUARES // 2
     return list(range(count)) if count <= _SQUARES else [*range(half), *range(count - half, count)]
 
 
 def _square(axes: Axes, schedule: Schedule, frame: Frame, names: bool) -> None:
-    """Draw a row for each rank and a column for each segment, of which what is sent has a frame, and the arrows."""
+    """Draw a row per rank and a column per segment, with frames around sent pieces, and arrows."""
     world_size = schedule.world_size
     sent = {(each.source, each.segment, each.part) for each in frame.sent}
     for r in range(world_size):
@@ -81,7 +81,7 @@ def _square(axes: Axes, schedule: Schedule, frame: Frame, names: bool) -> None:
 
 
 def _cell(axes: Axes, schedule: Schedule, frame: Frame, place: tuple[int, int, int], framed: bool) -> None:
-    """Draw what a rank has of a part of a segment, at `place` (rank, segment, part)."""
+    """Draw the part of a segment that a rank holds, at `place` (rank, segment, part)."""
     from matplotlib.patches import Rectangle
 
     (r, k, part), world_size, height = place, schedule.world_size, 1 / schedule.parts
@@ -105,7 +105,7 @@ def _cell(axes: Axes, schedule: Schedule, frame: Frame, place: tuple[int, int, i
 
 
 def _arrow(axes: Axes, source: int, target: int, colour: str, world_size: int) -> None:
-    """Draw an arrow from row to row, in a bow that is wider for a longer way."""
+    """Draw an arrow from row to row, with a wider bow for a longer distance."""
     from matplotlib.patches import FancyArrowPatch
 
     away, down = abs(target - source), target > source

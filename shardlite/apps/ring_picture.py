@@ -1,7 +1,7 @@
-"""Schedules of collectives drawn for people: what each rank holds and sends, step by step, as text.
+"""Schedules of collectives as text: what each rank holds and sends, step by step.
 
-`frames` follows a schedule on paper: a segment is a name, and a sum is the order in which it was added. `text` makes a
-page of it that fits a terminal; `painting` makes an image.
+`frames` simulates a schedule: a segment is a name, and a sum is its order of additions. `text` formats a page for a
+terminal; `painting` draws an image.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,11 +15,11 @@ from shardlite.comm import Order, Schedule, Transfer, order_of_addition
 from shardlite.comm import schedule as schedules
 
 WIDTH, HEIGHT = 120, 100
-"""Columns of a page, and lines of its tables. Where all ranks do not fit, one is shown."""
+"""Columns of a page, and lines of its tables. If the tables of all ranks do not fit, one rank is shown."""
 
-_MOST = 4  # neighbours in a sum that are listed where there is little room
-_LONGEST_NOTE = 42  # columns: what a rank sends is counted instead of listed where the list is longer
-_ORDERS = 8  # lines: of more segments than this, the orders of the first few and the last are shown
+_MOST = 4  # neighbours in a sum that are listed when space is short
+_LONGEST_NOTE = 42  # columns: if the list of messages is longer, they are counted instead
+_ORDERS = 8  # lines: with more segments, the orders of the first few and the last are shown
 
 _GIST = {
     "ring": "each rank sends to the next one",
@@ -31,21 +31,21 @@ _GIST = {
 
 @dataclass(frozen=True)
 class Frame:
-    """A step of a schedule, at its begin."""
+    """The state at the start of a step."""
 
     held: tuple[dict[tuple[int, int], Order], ...]
-    """What each rank has of each `(segment, part)`: the sum as it was added, or whose segment it is."""
+    """By rank, the content of each `(segment, part)`: the order of its sum, or the owner of the segment."""
 
     sent: tuple[Transfer, ...]
-    """What is sent in this step: nothing in the last frame, which is the end."""
+    """Transfers of this step. Empty in the last frame, which is the end."""
 
     def sent_by(self, rank: int) -> list[Transfer]:
-        """Return what `rank` sends in this step."""
+        """Return the transfers from `rank` in this step."""
         return [each for each in self.sent if each.source == rank]
 
 
 def frames(schedule: Schedule) -> list[Frame]:
-    """Return all steps of an all-gather or a reduce-scatter and its end."""
+    """Return one frame per step of an all-gather or a reduce-scatter, and one for its end."""
     world, parts = range(schedule.world_size), range(schedule.parts)
     adds = schedule.operation == "reduce-scatter"
     held: list[dict[tuple[int, int], Order]] = [
@@ -69,14 +69,14 @@ def frames(schedule: Schedule) -> list[Frame]:
 
 
 def text(schedule: Schedule, node: int = 1) -> str:
-    """Return the page: a headline, a table for each step, and the sums of it all."""
+    """Return the page: a headline, a table per step, and a summary."""
     told = frames(schedule)
     page = _fitting(schedule, told) or _one_rank(schedule, told)
     return "\n".join([*headline(schedule, node), "", *page, "", *summary(schedule), *_orders(schedule)])
 
 
 def headline(schedule: Schedule, node: int) -> list[str]:
-    """Return what the schedule is, what each rank begins with and what it ends with."""
+    """Return lines that describe the schedule, and its start and end."""
     world_size = schedule.world_size
     ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
     lines = [f"{schedule.operation} over {ranks}, {schedule.algorithm}: {_GIST[schedule.algorithm]}"]
@@ -93,7 +93,7 @@ def headline(schedule: Schedule, node: int) -> list[str]:
 
 
 def summary(schedule: Schedule) -> list[str]:
-    """Return the steps, and the messages and bytes of a rank."""
+    """Return lines with the number of steps, and of messages and bytes per rank."""
     messages = len([each for each in chain(*schedule.steps) if each.source == 0])
     share = Fraction(messages, schedule.parts * schedule.world_size)
     return [
@@ -104,7 +104,7 @@ def summary(schedule: Schedule) -> list[str]:
 
 
 def brief(order: Order, world_size: int, most: int) -> str:
-    """Return the sum as text; of neighbours in a row, if they are more than `most`, the first two and the last."""
+    """Format a sum. Of a run of more than `most` neighbours, show the first two and the last."""
     terms: list[Order] = []
     while isinstance(order, tuple):
         order, last = order
@@ -121,7 +121,7 @@ def _plus(first: Order, second: Order) -> Order:
 
 
 def _runs(terms: Sequence[Order], world_size: int) -> Iterator[list[Order]]:
-    """Cut a sum into stretches of ranks that are neighbours, one after the other and in one direction."""
+    """Split a sum into runs of neighbouring ranks, in one direction."""
     run, ways = [terms[0]], {1, world_size - 1}
     for term in terms[1:]:
         before = run[-1]
@@ -136,21 +136,25 @@ def _runs(terms: Sequence[Order], world_size: int) -> Iterator[list[Order]]:
 
 
 def _fitting(schedule: Schedule, told: Sequence[Frame]) -> list[str] | None:
-    """Return the tables with as much in them as there is room for, or `None` if there is too little."""
+    """Return the tables with as much content as fits, or `None` if they do not fit."""
     if len(told) * schedule.world_size * schedule.parts > HEIGHT:
         return None
     for most in (schedule.world_size, _MOST):
         lines = _tables(schedule, told, most)
         if max(map(len, lines)) <= WIDTH:
             return lines
-        lines = [*_tables(schedule, told[:-1], most), "", "end: the sums that are told below"]  # the longest ones
+        lines = [
+            *_tables(schedule, told[:-1], most),
+            "",
+            "end: the sums that are told below",
+        ]  # sums at the end are the longest
         if max(map(len, lines)) <= WIDTH:
             return lines
     return None
 
 
 def _tables(schedule: Schedule, told: Sequence[Frame], most: int) -> list[str]:
-    """A table per step, with a row for each rank (or two, for segments of two parts) and a column for each segment."""
+    """Return a table per step, with one row per rank (two for segments of two parts) and one column per segment."""
     world, parts = range(schedule.world_size), range(schedule.parts)
     cells = [[[_cells(frame, r, part, schedule, most) for part in parts] for r in world] for frame in told]
     rows = list(chain(*chain(*cells)))
@@ -171,7 +175,7 @@ def _tables(schedule: Schedule, told: Sequence[Frame], most: int) -> list[str]:
 
 
 def _cells(frame: Frame, rank: int, part: int, schedule: Schedule, most: int) -> list[str]:
-    """What a rank holds of this part of each segment; what it sends stands in brackets."""
+    """Return what a rank holds of this part of each segment. Sent pieces are in brackets."""
     sent = {each.segment for each in frame.sent_by(rank) if each.part == part}
     shown = []
     for k in range(schedule.world_size):
@@ -189,7 +193,7 @@ def _row_name(rank: int, part: int, schedule: Schedule) -> str:
 
 
 def _note(sent: Sequence[Transfer], schedule: Schedule) -> str:
-    """Say what a rank sends, and to whom: `3 -> rank 1`."""
+    """Format a rank's transfers: `3 -> rank 1`."""
     pieces: dict[int, list[str]] = {}
     for each in sent:
         name = f"{each.segment}" + ("ab"[each.part] if schedule.parts == 2 else "")
@@ -205,7 +209,7 @@ def _note(sent: Sequence[Transfer], schedule: Schedule) -> str:
 
 
 def _one_rank(schedule: Schedule, told: Sequence[Frame]) -> list[str]:
-    """A line per step (or two) about rank 0, with a letter for each segment."""
+    """Return one line (or two) per step about rank 0, with a letter per segment."""
     world, parts = range(schedule.world_size), range(schedule.parts)
     adds = schedule.operation == "reduce-scatter"
     legend = "o own numbers, + a sum, # the sum of all" if adds else "o there"
@@ -231,7 +235,7 @@ def _one_rank(schedule: Schedule, told: Sequence[Frame]) -> list[str]:
 
 
 def _letter(frame: Frame, piece: tuple[int, int], schedule: Schedule) -> str:
-    """Stand for what rank 0 has of a piece."""
+    """Return the letter for rank 0's content of a piece."""
     if any((each.segment, each.part) == piece for each in frame.sent_by(0)):
         return ">"
     order = frame.held[0].get(piece)
@@ -241,12 +245,12 @@ def _letter(frame: Frame, piece: tuple[int, int], schedule: Schedule) -> str:
 
 
 def addends(order: Order) -> int:
-    """Return how many ranks' numbers are in a sum."""
+    """Return the number of ranks in a sum."""
     return 1 if isinstance(order, int) else addends(order[0]) + addends(order[1])
 
 
 def _orders(schedule: Schedule) -> list[str]:
-    """Say in which order each segment of a reduce-scatter is added."""
+    """Return lines with the order of addition of each segment of a reduce-scatter."""
     if schedule.operation != "reduce-scatter":
         return []
     world_size = schedule.world_size
@@ -267,5 +271,5 @@ def _orders(schedule: Schedule) -> list[str]:
 
 
 def _bits(order: Order) -> object:
-    """Return what decides about the bits of a sum: what is added to what, but not on which side it stands."""
+    """Return a key of a sum's bits: the tree of additions without the order of operands."""
     return order if isinstance(order, int) else frozenset(_bits(each) for each in order)

@@ -1,7 +1,7 @@
-"""From a module to units of shards, when it is wrapped.
+"""Build units of shards from a module when it is wrapped.
 
-In: a module (on the meta device, maybe) and the options. Out: units whose shards have the values of rank 0. Read
-`plan.py` first.
+In: a module (possibly on the meta device) and the options. Out: units whose shards hold rank 0's values. Read `plan.py`
+first.
 """
 
 from shardlite.build import validate

@@ -1,6 +1,6 @@
-"""Parameters that share memory: two that are the same are tied, any other overlap is refused.
+"""Parameters that share memory: identical ones are tied, and any other overlap is an error.
 
-Sharding gives each parameter new memory, so whatever shared the old one would part from it in silence.
+Sharding gives each parameter new memory, which would separate overlapping tensors silently.
 """
 
 from collections import defaultdict
@@ -16,7 +16,7 @@ from shardlite.params import storage_key
 
 @dataclass(frozen=True)
 class _Extent:
-    """Where a tensor lies in its storage, in bytes."""
+    """The range of a tensor in its storage, in bytes."""
 
     name: str
     tensor: Tensor
@@ -37,11 +37,11 @@ class _Extent:
 
 
 def tie(module: nn.Module, ignored: Collection[Tensor]) -> None:
-    """Let parameters that are the same memory, as by `decoder.weight.data = embedding.weight.data`, be one parameter.
+    """Tie parameters that are the same memory, for example after `decoder.weight.data = embedding.weight.data`.
 
     Raises:
         LayoutError: a parameter shares memory with something else: a part of another parameter, a buffer, or a tensor
-            that a module has as an attribute.
+            attribute of a module.
     """
     others: dict[int, list[_Extent]] = defaultdict(list)
     for name, tensor in _others(module):
@@ -73,7 +73,7 @@ def tie(module: nn.Module, ignored: Collection[Tensor]) -> None:
 def _others(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield buffers, and tensors among the attributes of modules, which are not parameters.
 
-    An attribute beside a parameter that has its name and `_orig` is made of that in each forward (`spectral_norm`).
+    An attribute `name` beside a parameter `name_orig` is skipped: each forward recomputes it (`spectral_norm`).
     """
     for path, each in module.named_modules():
         attributes = [(name, value) for name, value in each.__dict__.items() if f"{name}_orig" not in each._parameters]
@@ -83,5 +83,5 @@ def _others(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor lies in a storage that another one may view."""
+    """Return whether a tensor has a storage that another tensor may view."""
     return tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0

@@ -1,11 +1,11 @@
-"""From a plan to units: memory for what this rank keeps, and for full weights that are always there.
+"""Allocation of units from a plan: memory for shards, and for full weights that are permanent.
 
     stage   what the optimizer steps          full weights
     0       all [W*S]                         the same memory, or cast from it
-    1, 2    a shard [S], a part of the full   always there
+    1, 2    a shard [S], a part of the full   permanent
             weights if both have one dtype
     3       a shard [S] in an arena           in buffers, while they are needed
-    alone   all; each parameter is its own shard
+    1 rank  all; each parameter is its own shard, unless something is cast
 
 Legend: `W` ranks that share a model, `S` elements per shard; a full buffer has `W*S` elements.
 """
@@ -23,23 +23,23 @@ from shardlite.params import ROOT, Flat, Shard, ShardInfo, Unit, UnitPlan, UnitR
 
 @dataclass(frozen=True)
 class Placement:
-    """What this rank keeps of the weights."""
+    """Which weights this rank stores."""
 
     rank: int | None
-    """Whose shard the optimizer steps here; `None` if it steps all of them."""
+    """The rank whose shard the optimizer steps here; `None` if it steps all shards."""
 
     permanent: bool
-    """Whether the full weights always have memory."""
+    """Whether full weights have permanent memory."""
 
     single_rank: bool
-    """Whether nobody else is there and no cast is due, so that the module's parameters can be their own shards."""
+    """Whether there is one rank and nothing to cast, so that the module's parameters can be their own shards."""
 
     keep_unsharded: Callable[[UnitPlan], bool]
-    """Whether a unit stays gathered from its forward to the end of the backward."""
+    """Whether a unit stays unsharded from its forward to the end of the backward."""
 
 
 def place(plan: Plan, stage: int, rank: int, world_size: int, reshard: UnitRule) -> Placement:
-    """Say what rank `rank` of those that share a model keeps, where there are `world_size` in all."""
+    """Return the placement for `rank` among the `world_size` ranks that shard a model."""
     single_rank = world_size == 1 and not plan.casts
     return Placement(
         rank=None if stage == 0 or single_rank else rank,
@@ -50,11 +50,9 @@ def place(plan: Plan, stage: int, rank: int, world_size: int, reshard: UnitRule)
 
 
 def build_units(plan: Plan, placement: Placement) -> list[Unit]:
-    """Allocate memory and return the units, with zeros as weights.
+    """Allocate memory and return the units, with zeros as weights. The root is first if it has parameters.
 
-    It is this process's own: a child that it forks has a copy, to read and to write.
-
-    The root is first, if it has any parameters.
+    The memory is private to this process: a forked child gets a copy.
     """
     flats_to_be = list(chain.from_iterable(plan.flats))
     places = iter(_allocate(flats_to_be, placement, plan.device))
@@ -66,16 +64,16 @@ def build_units(plan: Plan, placement: Placement) -> list[Unit]:
             name, keep_unsharded = start.name or ROOT, placement.keep_unsharded(start)
             units.append(Unit(len(units), name, flats, is_root=name == ROOT, keep_unsharded=keep_unsharded))
     if len(units) == 1:
-        units[0].is_root = False  # there is nothing else
+        units[0].is_root = False  # a single unit needs none of the root's special cases
     return units
 
 
 def _allocate(
     flats: Sequence[FlatPlan], placement: Placement, device: torch.device
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """Return for each flat what this rank keeps, and the memory of the full weights if they have some.
+    """Return for each flat this rank's part and, if they are permanent, the full weights.
 
-    Where both have the same dtype the former is a part of the latter.
+    If both have the same dtype, the part is a view of the full weights.
     """
     zeros = zeros_on(device)
     in_place = [placement.permanent and flat.compute == flat.layout.dtype for flat in flats]
@@ -101,7 +99,7 @@ def _allocate(
 def _allocate_lower_parts(
     flats: Sequence[FlatPlan], placement: Placement, device: torch.device
 ) -> Iterator[Tensor | None]:
-    """Yield for each flat memory for the lower part of what this rank keeps, if that is split."""
+    """Yield for each flat the memory of the lower part of split weights, or `None`."""
     split = [flat for flat in flats if flat.split]
     lengths = [flat.layout.full_numel if placement.rank is None else flat.layout.shard_numel for flat in split]
     lows = iter(carve([(torch.int8, flat.layout.trainable) for flat in split], lengths, zeros_on(device)))
@@ -109,7 +107,7 @@ def _allocate_lower_parts(
 
 
 def _make_flat(plan: FlatPlan, local: Tensor, full: Tensor | None, low: Tensor | None, placement: Placement) -> Flat:
-    """Tie a plan to this rank's placement."""
+    """Create the flat of `plan` in the given memory."""
     flat = Flat(
         layout=plan.layout,
         compute=plan.compute,
@@ -117,9 +115,9 @@ def _make_flat(plan: FlatPlan, local: Tensor, full: Tensor | None, low: Tensor |
         quantized=plan.quantized,
         params=plan.params,
         rank=placement.rank,
-        # `.data` gives this part of the arena a version counter of its own, which all its shards share. A counter per
-        # shard would not do: a shard may be empty, and code that skips empty tensors would leave ranks with different
-        # opinions on whether a gather is stale.
+        # `.data` gives this part of the arena its own version counter, which all its shards share. A counter per
+        # shard would differ between ranks: a shard may be empty, and code that skips empty tensors does not count
+        # it up, so ranks would disagree on whether a gather is stale.
         local=local.data,
         low=low,
         full=full,
@@ -129,12 +127,12 @@ def _make_flat(plan: FlatPlan, local: Tensor, full: Tensor | None, low: Tensor |
 
 
 def _make_shards(flat: Flat) -> Sequence[nn.Parameter]:
-    """Return what optimizers see of a flat."""
+    """Return the shards of a flat, which optimizers step."""
     views, own = flat.shard_views(flat.local), flat.own_range(flat.layout)
     shards = [Shard(view, requires_grad=flat.layout.trainable) for view in views]
     for row, (slot, shard) in enumerate(zip(flat.layout.slots, shards, strict=True)):
         first, stop = slot.within(*own)
-        shard.__dict__.update(flat.params[row].__dict__)  # programs mark parameters: `_no_weight_decay`
+        shard.__dict__.update(flat.params[row].__dict__)  # user attributes such as `_no_weight_decay`
         ShardInfo(own[0] + first - slot.start, None if flat.low is None else flat.low[first:stop]).mark(shard)
         if flat.low is not None:
             shard.grad_dtype = None  # gradients are sums in fp32, beside an upper part in bf16
@@ -142,7 +140,7 @@ def _make_shards(flat: Flat) -> Sequence[nn.Parameter]:
 
 
 def part_of(units: Sequence[Unit]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function that cuts a tensor like one of the module's parameters into what belongs to its shard."""
+    """Return `part(param, tensor)`, which cuts the shard's part out of a tensor shaped like `param`."""
     places = {param: (flat, row) for flat in flats_of(units) for row, param in enumerate(flat.params)}
 
     def part(param: Tensor, tensor: Tensor) -> Tensor:

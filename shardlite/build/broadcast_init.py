@@ -1,4 +1,4 @@
-"""Values: those of rank 0 become those of all, unit by unit.
+"""Broadcast of rank 0's initial values to all ranks, unit by unit. Knows nothing of how modules are initialised.
 
 Legend: `W` ranks that share a model, `S` elements per shard; a full buffer has `W*S` elements.
 """
@@ -16,10 +16,10 @@ from shardlite.params import ROOT, Flat, Unit, UnitPlan
 def broadcast_init(
     plans: Sequence[UnitPlan], units: Sequence[Unit], module: nn.Module, context: Context, initialiser: Initialiser
 ) -> None:
-    """Give all ranks rank 0's values of the parameters, and these their new memory.
+    """Set all ranks' parameters to rank 0's values, in their new memory.
 
-    A unit's values are sent as soon as all modules inside of it have some, and then its parameters give up the memory
-    that they had: more than one unit, and those around it, is never there as a whole.
+    A unit's values are sent as soon as all modules inside it are initialised, and then the former memory of its
+    parameters is freed. So at most one unit, and the units around it, have whole values at a time.
     """
     by_name = {unit.name: unit for unit in units}
     ends = {plan.module: by_name[plan.name or ROOT] for plan in plans if plan.params}
@@ -43,10 +43,10 @@ def broadcast_values(
     *,
     sent: Callable[[Flat], None] = lambda _: None,
 ) -> None:
-    """Set a unit's shards on every rank to what `value` gives on rank 0 for each of the module's parameters.
+    """Set a unit's shards on every rank to `value(param)` of rank 0, for each parameter of the module.
 
-    The unit's weights exist a second time, whole, only while they are sent round. `sent` is called for each flat when
-    `value` is asked for its parameters no more.
+    A second, whole copy of the weights exists only while a flat is sent. `sent` is called for each flat when `value` is
+    no longer called for its parameters.
     """
     with torch.no_grad():
         for i, flat in enumerate(unit.flats):
@@ -62,13 +62,13 @@ def broadcast_values(
                 broadcast(whole, transport, operation=context.operation(f"the values of unit {unit.name!r}, flat {i}"))
             if not direct:
                 flat.keep(flat.own_part(whole))
-            del whole  # before the next one is there
+            del whole  # before the next one is allocated
 
 
 def broadcast_buffers(module: nn.Module, context: Context) -> None:
-    """Copy rank 0's buffers (running statistics and the like) to every rank.
+    """Copy rank 0's buffers (for example running statistics) to every rank.
 
-    Equal ones are not written to: a mask may be an expanded view, which cannot be.
+    Equal buffers are not written: a mask may be an expanded view, which does not allow writes.
     """
     with torch.no_grad():
         for name, buffer in module.named_buffers():

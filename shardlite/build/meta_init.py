@@ -1,7 +1,7 @@
-"""Tensors on the meta device have a shape and no memory. Here they get both memory and values, module by module.
+"""Initialization of tensors on the meta device, module by module. They have a shape and no memory.
 
-On every rank they leave meta for a real device first, as placeholders. Then rank 0 initialises one module after the
-other, and its caller sends the values round and takes the memory back in between. Knows no units and no process groups.
+All ranks first move them to a real device as placeholders. Then rank 0 initializes one module after the other; between
+modules the caller broadcasts the values and frees the memory. Knows nothing of units or process groups.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from shardlite.errors import LayoutError
 
 Init = Callable[[nn.Module], None] | None
-"""Initialises the parameters and buffers of a module, as a function that `nn.Module.apply` takes; `None`: the
-`reset_parameters()` of those modules that own any does."""
+"""A function that initializes the parameters and buffers of a module, as `nn.Module.apply` takes it. `None`: call
+`reset_parameters()` of every module that owns any.
+"""
 
 _METHODS = ("reset_parameters", "_reset_parameters")
 
@@ -22,10 +23,10 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check(module: nn.Module, init: Init, ignored: Collection[Tensor], *, first: bool) -> None:
-    """Raise what is wrong with a model's tensors on meta; only the `first` rank has to be able to initialise them.
+    """Check the model's tensors on meta. Only the `first` rank must be able to initialize them.
 
     Raises:
-        LayoutError: a tensor cannot leave meta, or there is nothing to initialise it with.
+        LayoutError: a tensor cannot leave meta, or nothing can initialize it.
     """
     for path, owner in module.named_modules():
         for name, value in vars(owner).items():
@@ -46,7 +47,7 @@ def check(module: nn.Module, init: Init, ignored: Collection[Tensor], *, first: 
 
 
 def children_first(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield every module once, after all that are inside it: the order of `nn.Module.apply`."""
+    """Yield every module once, after all modules inside it: the order of `nn.Module.apply`."""
     seen: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> Iterator[nn.Module]:
@@ -60,9 +61,9 @@ def children_first(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class Initialiser:
-    """Knows which tensors of a model have no values yet, and gives them some. It idles on ranks that are not `first`.
+    """Initializes the tensors of a model that have no values yet. Does nothing on ranks that are not `first`.
 
-    What goes wrong is kept, not raised, for other ranks wait for the values; nothing is initialised after it.
+    An error is stored, not raised, because other ranks wait for the values. Nothing is initialized after it.
     """
 
     def __init__(self, module: nn.Module, init: Init, device: torch.device, *, first: bool) -> None:
@@ -79,7 +80,7 @@ class Initialiser:
             _leave_meta(tensor, device)
 
     def initialise(self, module: nn.Module) -> None:
-        """Let those of a module's own tensors that were on meta have memory and values; the others keep theirs."""
+        """Allocate and initialize those of the module's own tensors that were on meta. The others keep their values."""
         own = _own(module)
         due = {tensor for _, tensor in own if tensor in self._missing}
         called = bool(due) or (not own and self._for_all)
@@ -94,11 +95,11 @@ class Initialiser:
                     tensor.copy_(value)
 
     def sent(self, params: Iterable[nn.Parameter]) -> None:
-        """Note that all ranks have the values of these: what is written into them from now on is lost."""
+        """Record that all ranks have the values of `params`: later writes to them are lost."""
         self._sent.update((param, param._version) for param in params)
 
     def trouble(self) -> LayoutError | None:
-        """Return what went wrong."""
+        """Return the first error, or `None`."""
         late = [self._names[param] for param, version in self._sent.items() if param._version != version]
         if self._trouble is None and late:
             return LayoutError(
@@ -108,7 +109,7 @@ class Initialiser:
         return self._trouble
 
     def _run(self, module: nn.Module, blanks: dict[Tensor, "_Blank"]) -> None:
-        """Initialise a module and see whether its `blanks` were filled, and nothing but values was changed."""
+        """Initialize a module. Check that its `blanks` were filled, and that nothing but values changed."""
         own, roll = _own(module), _roll(module)
         who = f"{self._called} of module {self._paths[module] or '(the model itself)'!r} ({_class(module)})"
         try:
@@ -134,7 +135,7 @@ class Initialiser:
 
 @dataclass(frozen=True)
 class _Blank:
-    """How a tensor was before its initialisation: every bit of it was set, which is a NaN where the dtype has any."""
+    """State of a tensor before its initialization: all bits are set, which is a NaN in floating dtypes."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -142,13 +143,13 @@ class _Blank:
 
     @staticmethod
     def of(tensor: Tensor) -> "_Blank":
-        """Give memory to a placeholder."""
+        """Allocate memory for a placeholder, and set all bits."""
         tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         tensor.detach().reshape(-1).view(torch.uint8).fill_(0xFF)
         return _Blank(tensor.shape, tensor.dtype, tensor._version)
 
     def wrong(self, tensor: Tensor, now: Tensor) -> str | None:
-        """Return what is wrong with what the initialisation made of `tensor`; `now` is what stands in its place."""
+        """Return what is wrong with `tensor` after its initialization, or `None`; `now` is the tensor in its place."""
         if (now.shape, now.dtype) != (self.shape, self.dtype):
             return f"as {list(now.shape)} {now.dtype}, it was {list(self.shape)} {self.dtype}"
         if now.is_meta:
@@ -157,10 +158,11 @@ class _Blank:
         return f"uninitialised, {unwritten} of {now.numel()} elements of it" if unwritten else None
 
     def _unwritten(self, tensor: Tensor) -> int:
-        """Count the elements that are as they were.
+        """Count the elements that were not written.
 
-        The version counter does not decide by itself: it does not see writes through `.data`. But where all bits set is
-        a number that may be meant (-1), it speaks for the write.
+        Floating dtypes count elements whose bits are all set, because the version counter misses writes through
+        `.data`. In other dtypes all bits set may be a valid value (-1), so there a changed version counter counts as a
+        write.
         """
         raw = tensor.detach().reshape(-1)
         if tensor.dtype.is_floating_point and tensor.itemsize in _INTEGERS:
@@ -170,10 +172,10 @@ class _Blank:
 
 
 def _leave_meta(tensor: Tensor, device: torch.device) -> None:
-    """Let a tensor on meta be a placeholder: its shape on `device` and the memory of one element; a buffer has all.
+    """Turn a tensor on meta into a placeholder on `device` with the memory of one element, a buffer into a whole one.
 
-    It stays the same object, so that whatever refers to it still does: tied weights, `nn.LSTM`'s lists, an optimizer.
-    `torch.utils.swap_tensors` refuses weak references, which may stay too: it also swaps what they refer to.
+    The tensor stays the same object, so references to it stay valid: tied weights, `nn.LSTM`'s lists, an optimizer.
+    `torch.utils.swap_tensors` refuses tensors with weak references, and would also swap what they refer to.
     """
     whole = () if isinstance(tensor, nn.Parameter) else tensor.shape
     memory = torch.zeros(whole, dtype=tensor.dtype, device=device)
@@ -182,7 +184,7 @@ def _leave_meta(tensor: Tensor, device: torch.device) -> None:
 
 
 def _put_back(module: nn.Module, name: str, tensor: Tensor, value: Tensor) -> None:
-    """Let a tensor that was replaced be the module's again, with the value of its replacement."""
+    """Restore a tensor that was replaced in the module, with the value of its replacement."""
     registry = module._parameters if name in module._parameters else module._buffers
     registry[name] = tensor  # type: ignore[assignment]
     tensor.copy_(value)
@@ -190,7 +192,7 @@ def _put_back(module: nn.Module, name: str, tensor: Tensor, value: Tensor) -> No
 
 def _reset(module: nn.Module) -> None:
     method = _method(module)
-    assert method is not None, "`check` has seen to it"
+    assert method is not None, "`check` ensures it"
     method()
 
 
@@ -199,13 +201,13 @@ def _method(module: nn.Module) -> Callable[[], None] | None:
 
 
 def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the parameters and buffers that belong to a module itself."""
+    """Return the parameters and buffers that the module itself owns."""
     registered = (*module._parameters.items(), *module._buffers.items())
     return [(name, tensor) for name, tensor in registered if tensor is not None]
 
 
 def _roll(module: nn.Module) -> list[str]:
-    """Return what a module owns, in words."""
+    """Return descriptions of the parameters and buffers that the module itself owns."""
     unsaved = module._non_persistent_buffers_set
     return [f"{_kind(tensor)} {name}{' (not saved)' * (name in unsaved)}" for name, tensor in _own(module)]
 

@@ -1,4 +1,6 @@
-"""What is to be built, before any memory is there: which units, in which flats, on which device. All ranks agree on it.
+"""The plan of a wrapped model, made before memory is allocated: units, flats and device. All ranks agree on it.
+
+In: a module and the options. Out: a `Plan`. Knows nothing of values.
 
 Legend: `W` ranks that share a model.
 """
@@ -20,7 +22,7 @@ from shardlite.params import ROOT, Layout, UnitPlan, UnitPolicy, UnitRule, appli
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a user has asked for; see `ShardLite`."""
+    """Options of the user; see `ShardLite`."""
 
     stage: int
     units: UnitPolicy
@@ -36,23 +38,23 @@ class Options:
 
 @dataclass(frozen=True)
 class FlatPlan:
-    """One flat to be."""
+    """A planned flat."""
 
     layout: Layout
     compute: torch.dtype
     reduce: torch.dtype
     params: Sequence[nn.Parameter]
     split: bool = False
-    """Whether weights are kept in two parts: the layout is then of the upper one."""
+    """Whether weights are stored in two parts. The layout is then that of the upper part."""
 
     quantized: bool = False
-    """Whether gathers send codes of 8 bits."""
+    """Whether gathers send 8-bit codes."""
 
 
 def plan_flats(
     plan: UnitPlan, world_size: int, precision: Precision, *, quantized_gather: UnitRule = False
 ) -> list[FlatPlan]:
-    """Lay out a unit: one flat for each kind of parameters in it, in the order of their first ones."""
+    """Plan the flats of a unit: one per kind of parameters, in the order of their first parameters."""
     quantized = world_size > 1 and applies(quantized_gather, plan)
     kinds: dict[tuple[torch.dtype, torch.dtype, bool], dict[nn.Parameter, str]] = {}
     for param, name in plan.params.items():
@@ -71,28 +73,28 @@ def plan_flats(
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be built."""
+    """Units, flats and device of a model."""
 
     units: Sequence[UnitPlan]
     flats: Sequence[Sequence[FlatPlan]]
-    """Of each unit."""
+    """The flats of each unit."""
 
     device: torch.device
 
     @property
     def casts(self) -> bool:
-        """Whether any parameter is kept in another way than it is used."""
+        """Whether any parameter is stored in another form than it is computed with."""
         return any(flat.split or flat.compute != flat.layout.dtype for flat in chain.from_iterable(self.flats))
 
 
 def agree_on_plan(
     module: nn.Module, options: Options, groups: Ranks, wrapper: type[nn.Module], timeout: timedelta
 ) -> Plan:
-    """Plan what becomes of a module, and make sure that every rank plans the same.
+    """Plan the units of a module, and check that every rank has the same plan.
 
     Raises:
-        LayoutError: the module or an option is not what it may be, here or on another rank.
-        CommError: a rank has not come within `timeout`.
+        LayoutError: the module or an option is invalid, here or on another rank.
+        CommError: a rank did not arrive within `timeout`.
     """
     problem, plan, facts = None, None, []
     try:
@@ -105,7 +107,7 @@ def agree_on_plan(
             f"buffers {options.buffers!r}",
         )
         facts = [*settings, f"shards on {plan.device.type}", *_describe(plan)]
-    except Exception as error:  # whatever it is: the other ranks are waiting
+    except Exception as error:  # any error: the other ranks are waiting for this one
         problem = error
     agree(groups, facts, problem, what="what each rank wraps", timeout=timeout)
     assert plan is not None, "a problem was raised"

@@ -1,4 +1,4 @@
-"""What may be wrapped, and what is wrong with what may not."""
+"""Checks of a module and of the options before it is wrapped."""
 
 from collections.abc import Collection, Iterable, Sequence
 
@@ -13,25 +13,26 @@ from shardlite.errors import LayoutError
 from shardlite.params import Unit, is_dtensor
 
 STAGES = (0, 1, 2, 3)
-"""Those of ZeRO."""
+"""The stages of ZeRO."""
 
 _wrapped = WeakTensorKeyDictionary()
-"""Parameters that were ever sharded: they hold nothing by themselves. One table per process serves ranks that are
-threads, too: entries are set and looked up one by one, by identity, and a parameter is that of one rank."""
+"""Parameters that were ever sharded: their values are elsewhere. Ranks that are threads share this table of the
+process, which is safe: entries are set and looked up singly, by identity, and each parameter belongs to one rank.
+"""
 
 
 def mark_wrapped(units: Iterable[Unit]) -> None:
-    """Note that the parameters of `units` belong to a wrapped model."""
+    """Record that the parameters of `units` belong to a wrapped model."""
     for unit in units:
         for param in unit.params():
             _wrapped[param] = True
 
 
 def ignored_params(ignore: Iterable[nn.Module | nn.Parameter]) -> set[Tensor]:
-    """Return the parameters that `ignore` means.
+    """Return the parameters that `ignore` lists, directly or by module.
 
     Raises:
-        LayoutError: it has something else than modules and parameters.
+        LayoutError: an entry is neither a module nor a parameter.
     """
     found: set[Tensor] = set()
     for each in ignore:
@@ -45,7 +46,7 @@ def ignored_params(ignore: Iterable[nn.Module | nn.Parameter]) -> set[Tensor]:
 
 
 def device_for(module: nn.Module, device: torch.device | str | None, default: torch.device) -> torch.device:
-    """Return where shards are to be: where it is said, or where parameters are, or `default` if all are on meta.
+    """Return the device of shards: `device`, or that of the parameters, or `default` if all are on meta.
 
     Raises:
         LayoutError: it is neither the CPU nor CUDA.
@@ -69,7 +70,12 @@ def check(
     *,
     wrapper: type[nn.Module],
 ) -> None:
-    """Raise what is wrong with a module before anything is done to it."""
+    """Check a module and options before the module is changed.
+
+    Raises:
+        TypeError: `module` is not an `nn.Module`.
+        LayoutError: the module or an option is invalid.
+    """
     if not isinstance(module, nn.Module):
         raise TypeError(f"ShardLite wraps an nn.Module, got {type(module).__name__}")
     if stage not in STAGES:
@@ -97,7 +103,11 @@ def check(
 
 
 def check_embeddings(module: nn.Module, ignored: Collection[Tensor]) -> None:
-    """Raise if a forward would scale rows of a table: each rank those of its own batch, so that ranks would part."""
+    """Refuse embeddings with `max_norm`: a forward would scale the rows of this rank's batch, and ranks would diverge.
+
+    Raises:
+        LayoutError: there is one.
+    """
     for name, each in module.named_modules():
         if (
             isinstance(each, nn.Embedding | nn.EmbeddingBag)
@@ -111,13 +121,21 @@ def check_embeddings(module: nn.Module, ignored: Collection[Tensor]) -> None:
 
 
 def check_buffers(buffers: object) -> None:
-    """Raise unless it is known whose buffers ranks are to have."""
+    """Check the option `buffers`: whose buffers ranks use.
+
+    Raises:
+        LayoutError: it is unknown.
+    """
     if buffers not in ("rank0", "own"):
         raise LayoutError(f'buffers must be "rank0" or "own", got {buffers!r}')
 
 
 def check_quantized_gather(rule: object, stage: int) -> None:
-    """Raise what is wrong with the rule of which units' gathers are quantized."""
+    """Check the option `quantized_gather`.
+
+    Raises:
+        LayoutError: it is not a unit rule, or does not go with the stage.
+    """
     if not (isinstance(rule, bool) or callable(rule)):
         raise LayoutError(f"quantized_gather must be True, False or callable(name, module), got {rule!r}")
     if rule is not False and stage != 3:
@@ -128,7 +146,7 @@ def check_quantized_gather(rule: object, stage: int) -> None:
 
 
 def _other_wrapper(module: nn.Module) -> str:
-    """Name what of PyTorch's has wrapped a module already, or nothing. (FSDP is not imported for that.)"""
+    """Return which PyTorch wrapper a module already has, or `""`. (Found by name, without importing FSDP.)"""
     kinds = [f"{each.__module__}.{each.__qualname__}" for each in type(module).__mro__]
     if "torch.nn.parallel.distributed.DistributedDataParallel" in kinds:
         return "DistributedDataParallel"

@@ -1,8 +1,8 @@
-"""Collectives on flat tensors, and what the units of one model share to run them.
+"""Collectives on flat tensors, and the context that the units of one model share to run them.
 
 In: a 1-D tensor, a `Transport`, and the name of the operation. Out: the tensor gathered, or reduced in the order of the
-ring, with the same bits on every rank. `schedule.py` writes an algorithm out as transfers, `executor.py` carries them
-out, `streams.py` runs operations beside the computation. Read `collectives.py` first.
+ring, with the same bits on every rank. `schedule.py` writes an algorithm as transfers, `executor.py` executes them,
+`streams.py` runs operations beside the computation. Read `collectives.py` first.
 """
 
 from shardlite.comm import schedule

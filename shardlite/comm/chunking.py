@@ -1,4 +1,4 @@
-"""How a buffer is cut: into a segment for each rank, these into parts of a schedule, and parts into messages.
+"""Division of a buffer into segments (one per rank), parts (of a schedule) and messages.
 
 Legend: `W` ranks, `n` elements in the full buffer. Segment `k` is `[cuts[k], cuts[k+1])`. Without `cuts` it has
 `S = ceil(n/W)` elements, and the last ones may be shorter or empty.
@@ -20,18 +20,18 @@ from shardlite.config import Algorithm
 from shardlite.errors import LayoutError
 
 CHUNK_BYTES = 8 << 20
-"""Bytes per message at most: what bounds staging. Where links are known `cost_model.py` may choose shorter ones.
+"""Maximum bytes per message, which bounds staging. If links are known, `cost_model.py` may choose shorter messages.
 
 A gloo message costs a rendezvous. Measured on 2 shared x86 cores over gloo, 16 MB of fp32, median ms of 40 interleaved
 runs: a reduce-scatter of 2 / 4 processes takes 21.6 / 111.6 with 128 KiB, 11.5 / 38.4 with 1 MiB, 8.1 / 31.7 with 4 MiB
 and 8.6 / 31.0 with 8 MiB; an all-gather 16.8 / 39.6, 6.2 / 25.0, 6.6 / 23.3 and 6.8 / 23.4.
 """
 
-_SLOTS = 2  # staging chunks of a pipelined reduction: one is being added while the other is being filled
+_SLOTS = 2  # staging chunks of a pipelined reduction: one is added while the other is received
 
 
 def segment_bounds(numel: int, world_size: int, cuts: Sequence[int] | None = None) -> list[tuple[int, int]]:
-    """Return `(start, stop)` of each rank's segment: between `cuts`, or `[0, S), [S, 2S), ...`, cut off at `numel`.
+    """Return `(start, stop)` of each rank's segment: between `cuts`, or `[0, S), [S, 2S), ...`, clipped to `numel`.
 
     Raises:
         LayoutError: `cuts` are not `W+1` ascending offsets from 0 to `numel`.
@@ -48,13 +48,13 @@ def segment_bounds(numel: int, world_size: int, cuts: Sequence[int] | None = Non
 
 @dataclass(frozen=True)
 class Cut:
-    """How a full buffer is cut: one segment per rank, each in parts, and these in messages of `chunk` elements.
+    """Division of a full buffer: one segment per rank, each in parts, and these in messages of `chunk` elements.
 
     Parts and messages start at multiples of `grain` elements in their segment.
     """
 
     bounds: Sequence[tuple[int, int]]
-    """Of the segments."""
+    """`(start, stop)` of each segment."""
 
     chunk: int
     grain: int = 1
@@ -62,21 +62,21 @@ class Cut:
 
     @cached_property
     def offsets(self) -> list[int]:
-        """The cuts: `W+1` of them."""
+        """The cuts, `W+1` offsets."""
         return [0, *(stop for _, stop in self.bounds)]
 
     @cached_property
     def longest(self) -> int:
-        """Elements of the longest segment."""
+        """Number of elements of the longest segment."""
         return max(stop - start for start, stop in self.bounds)
 
     @cached_property
     def even(self) -> bool:
-        """Whether all segments are equally long."""
+        """Whether all segments have the same length."""
         return len({stop - start for start, stop in self.bounds}) == 1
 
     def slots(self, plan: Schedule, transport: Transport) -> int:
-        """Return how many slots there are for what arrives in a reduction."""
+        """Return the number of staging slots that a reduction needs for incoming messages."""
         if transport.lends and not transport.batched:
             return int(any(len(arrival.sources) > 1 for arrival in plan.program(transport.rank).arrivals))
         if not transport.batched:
@@ -85,16 +85,16 @@ class Cut:
         return at_once * -(-self.longest // self.chunk)
 
     def slot_numel(self, transport: Transport) -> int:
-        """Return how many elements a slot has."""
+        """Return the number of elements of a staging slot."""
         most = BLOCK if transport.lends and not transport.batched else self.chunk
         return min(most, self.longest)
 
     def chunks(self, segment: Tensor) -> Sequence[Tensor]:
-        """Cut a segment, or a buffer of another dtype that goes with it, into messages."""
+        """Split a segment, or a buffer of the same length in another dtype, into messages."""
         return split(segment, self.chunk)
 
     def of(self, full: Tensor, parts: int = 1) -> Callable[[int, int], Sequence[Chunk]]:
-        """Return what gives the messages of a segment's part."""
+        """Return a function `(segment, part)` that returns the messages of that part as views of `full`."""
 
         def pieces(segment: int, part: int) -> Sequence[Chunk]:
             key = segment, part, parts
@@ -105,7 +105,7 @@ class Cut:
         return pieces
 
     def _of_part(self, segment: int, part: int, parts: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the messages of a segment's part: their places in the segment, where they start, and where they end."""
+        """Yield each message of a segment's part: its offset in the segment, its start and its stop in the buffer."""
         start, stop = self.bounds[segment]
         length = -(-(stop - start) // (parts * self.grain)) * self.grain
         end = min(start + (part + 1) * length, stop)
@@ -122,10 +122,11 @@ def cut_up(
     chunk_bytes: int | None,
     grain: int = 1,
 ) -> Cut:
-    """Cut a buffer for an operation over a transport, in messages of `chunk_bytes` or, without it, the best ones.
+    """Divide a buffer for an operation over a transport, into messages of at most `chunk_bytes`.
 
-    `cost_model.py` predicts which are best, if it knows the transport's links. Ranks with the same numbers cut alike,
-    and no cut changes a bit.
+    Without `chunk_bytes`, `cost_model.py` predicts the best length if it knows the transport's links. The result
+    depends on the arguments and the transport's numbers only, so it is equal on all ranks, and it never changes a bit
+    of the result.
 
     Raises:
         LayoutError: as `segment_bounds`.
@@ -151,19 +152,19 @@ def _cut_of(
     if chunk_bytes is None and link is not None and world_size > 1:
         plan, nbytes = cost_model.plan_of(operation, algorithm, world_size, node), numel * dtype.itemsize
         best = cost_model.best_chunk(plan, nbytes, link, most=CHUNK_BYTES)
-        if best * plan.segments * plan.parts < nbytes:  # else pieces are sent whole, also those that are longer
+        if best * plan.segments * plan.parts < nbytes:  # else each part is sent whole, even if parts differ in length
             unit = dtype.itemsize * grain
             most = -(-best // unit) * unit
     return Cut(segment_bounds(numel, world_size, cuts), chunk_numel(dtype, most, grain), grain)
 
 
 def chunk_numel(dtype: torch.dtype, chunk_bytes: int, grain: int = 1) -> int:
-    """Return the elements of a message: a multiple of `grain`, and more than `chunk_bytes` only if that is more."""
+    """Return the elements of a message: a multiple of `grain`, at most `chunk_bytes` unless one `grain` is longer."""
     return max(1, chunk_bytes // (dtype.itemsize * grain)) * grain
 
 
 def split(segment: Tensor, chunk: int) -> Sequence[Tensor]:
-    """Cut a segment into messages; an empty one has none."""
-    if segment.numel() <= chunk:  # `torch.split` takes longer than a short message
+    """Split a segment into messages. An empty segment has none."""
+    if segment.numel() <= chunk:  # `torch.split` costs more than a short message
         return (segment,) if segment.numel() else ()
     return torch.split(segment, chunk)

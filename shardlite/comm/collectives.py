@@ -1,10 +1,10 @@
 """Ring collectives over a `Transport`. Pure functions: no process group, no module, no stream, no state.
 
-The transport names the algorithm, `schedule.py` writes it out, `executor.py` carries it out. What is drawn here is the
-ring: rank `r` sends only to its right neighbour `r+1` and receives only from its left neighbour `r-1` (modulo `W`). In
-every algorithm each rank sends `(W-1)/W` of the buffer per gather or reduction, which is the least possible, and
-`direct` adds in the order of the ring, to the bit. A function returns when its buffers may be used: by the host, or, if
-the transport is not `blocking`, by what is put on the device's current stream afterwards.
+The transport names the algorithm, `schedule.py` writes it as transfers, `executor.py` executes them. The drawings show
+the ring: rank `r` sends only to its right neighbour `r+1` and receives only from its left neighbour `r-1` (modulo `W`).
+In every algorithm each rank sends `(W-1)/W` of the buffer per gather or reduction, which is optimal, and `direct` adds
+in the order of the ring, to the bit. A function returns when its buffers may be used: by the host or, if the transport
+is not `blocking`, by operations enqueued on the device's current stream afterwards.
 
 Legend: `W` ranks, `r` this rank, `t` a step of the ring, `n` elements in the full buffer. Segment `k` is
 `[cuts[k], cuts[k+1])`. Without `cuts` it has `S = ceil(n/W)` elements, and the last ones may be shorter or empty.
@@ -29,41 +29,41 @@ from shardlite.comm.transport.base import Transport
 from shardlite.errors import CommError, LayoutError
 
 SHORT = 32 << 10
-"""Bytes of a buffer whose all-reduce is one round, where the transport lends."""
+"""Maximum bytes of a buffer whose all-reduce is one round, if the transport lends."""
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-SUMMABLE = (*_FLOATS, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)  # what `hop` adds
+SUMMABLE = (*_FLOATS, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)  # dtypes that `hop` adds
 
 _NARROW = (torch.bfloat16, torch.float16)
 
 
 class Operation(NamedTuple):
-    """The name of a collective, in the same words on every rank: `Operation("all-gather of unit 'blocks.0'", 17)`.
+    """The name of a collective, equal on every rank: `Operation("all-gather of unit 'blocks.0'", 17)`.
 
-    `sequence` tells repeated operations with one label apart.
+    `sequence` distinguishes repeated operations with one label.
     """
 
     label: str = "unnamed collective"
     sequence: int = 0
     reports: FailureReports | None = None
-    """Where to ask, when it fails, what the other ranks are doing."""
+    """Failure reports, which describe on an error what the other ranks are doing."""
 
     during: str = ""
-    """More about it for an error. Ranks that differ in this alone meet all the same."""
+    """Detail for error messages. It is not part of the name: ranks may differ in it."""
 
     def tag(self, full: Tensor, cuts: Sequence[int] = (), algorithm: str = "") -> int:
-        """Return a message tag that only ranks share that do the same operation on a like buffer in the same way.
+        """Return a message tag shared only by ranks that run the same operation on a like buffer in the same way.
 
-        Ranks that disagree therefore do not mix data: their receives stay unanswered and end in a `CommError`. (Over
-        NCCL, which knows no tags, nothing tells them apart.) The tag is 31 bits of a CRC, so that no registry of labels
-        has to be agreed on; two names collide once in 2^31.
+        Ranks that disagree do not mix data: their receives stay unanswered and end in a `CommError`. (NCCL has no tags,
+        so nothing separates such ranks.) The tag is 31 bits of a CRC, so ranks need not agree on a registry of labels;
+        two names collide with probability 2^-31.
         """
         what = f"{self.label}\n{self.sequence}\n{full.dtype}\n{full.numel()}\n{list(cuts)}\n{algorithm}"
         return crc32(what.encode()) & 0x7FFFFFFF
 
 
 UNNAMED = Operation()
-"""For a program that runs one collective at a time."""
+"""The name for programs that run one collective at a time."""
 
 
 def staging_numel(
@@ -77,9 +77,9 @@ def staging_numel(
 ) -> int:
     """Return how many elements of `dtype` the staging buffer of a reduction over `transport` needs.
 
-    That is two chunks; over a batched transport, which receives whole pieces, what comes in a step; and where a
-    transport lends, room for the sum of several messages, if a rank adds several at a time. Chunks are multiples of
-    `grain` elements: of a block of statistics, if the reduction takes some.
+    This is two chunks; over a batched transport, which receives whole pieces, all that arrives in one step; and over a
+    transport that lends, room for the sum of several messages if a rank adds several at a time. Chunks are multiples of
+    `grain` elements: of a block of statistics, if the reduction computes them.
 
     Raises:
         LayoutError: as `segment_bounds`.
@@ -99,7 +99,7 @@ def all_gather(
     """Fill `full` [n] in place, given that segment `r` already holds this rank's shard.
 
     At step `t` rank `r` sends segment `r-t`, which it received at step `t-1`, and receives segment `r-1-t`. After `W-1`
-    steps every segment has gone round. Nothing is staged: a segment is received where it belongs.
+    steps every segment has gone round. Nothing is staged: a segment is received in its place.
 
         W=3   start        after t=0    after t=1
         r=0   [a . .]      [a . c]      [a b c]
@@ -108,7 +108,7 @@ def all_gather(
 
     Raises:
         LayoutError: `full` is not 1-D and contiguous; wrong `cuts`.
-        CommError: a peer failed, is late or does another operation; `full` is then undefined.
+        CommError: a peer failed, timed out or runs another operation; `full` is then undefined.
     """
     _check_flat("full", full)
     cut = cut_up("all-gather", full.numel(), full.dtype, transport, cuts, chunk_bytes)
@@ -136,8 +136,8 @@ def reduce_scatter(
     """Add `full` [n] over the ranks and return segment `r` of the sum, divided by `divisor`.
 
     At step `t` rank `r` sends the partial sum of segment `r-1-t` and receives that of segment `r-2-t`, to which it adds
-    its own. So segment `k` is added in the order `k+1, k+2, ..., k`, with any cuts and chunk size and over any
-    transport. The division is a true one and happens once, after the whole sum.
+    its own. So segment `k` is added in the order `k+1, k+2, ..., k`, whatever the cuts, the chunk size and the
+    transport. The sum is divided once, at the end, by true division.
 
         W=3   start          after t=0            after t=1
         r=0   [a0 a1 a2]     [a0    c1+a1 a2   ]  [b0+c0+a0 .        .       ]
@@ -151,18 +151,18 @@ def reduce_scatter(
     With `stats` [P, 2] the last addition also writes the statistics of the shard, a row per block of `B` elements
     (`shardlite_kernels.stats`). Chunks are multiples of `B` then, so rows depend on the cut as little as the sum does.
 
-    With `last` the last addition is left to it, with whatever follows from the sum; nothing is divided or written then,
-    `stats` neither (but chunks are as if they were), and what is returned is undefined. On one rank there is no
-    addition, so nothing is left to it.
+    With `last`, that function makes the last addition and consumes the sum. Nothing is divided or written then, nor are
+    `stats` (chunks are multiples of `B` all the same), and the returned shard is undefined. On one rank there is no
+    addition, so `last` is not called.
 
-    What arrives is staged in `staging` [`staging_numel(...)` or more], which is allocated if not given. A ring needs
+    Messages are received in `staging` [`staging_numel(...)` or more], which is allocated if not given. A ring needs
     none if `out` is given, has the same dtype, and all segments are equal: `out` is free until the last step.
 
     Raises:
         LayoutError: a buffer is not 1-D and contiguous or does not fit `full`; a dtype without a sum; integers divided;
             wrong `cuts`.
         ValueError: `stats` do not fit.
-        CommError: a peer failed, is late or does another operation; `full` and `out` are then undefined.
+        CommError: a peer failed, timed out or runs another operation; `full` and `out` are then undefined.
     """
     _check_flat("full", full)
     _check_arithmetic(full, divisor)
@@ -197,9 +197,9 @@ def all_reduce(
 ) -> None:
     """Add `full` [n] over the ranks in place and divide by `divisor`: a reduce-scatter, then an all-gather.
 
-    Every rank ends with the same bits, since each segment is summed by one rank only. A short buffer goes as a whole to
-    all ranks at once, if the transport lends, and each adds up every segment in the same order: one round instead of
-    two, which is what a short message waits for.
+    Every rank ends with the same bits, since each segment is summed by one rank only. If the transport lends, a short
+    buffer is sent whole to all ranks at once, and each rank adds every segment in the same order: one round instead of
+    two, because short messages are bound by latency.
 
     Raises:
         LayoutError, CommError: as `reduce_scatter`.
@@ -211,7 +211,7 @@ def all_reduce(
         with _Named(operation, full):
             run_all_reduce(Links(transport, operation.tag(full, cut.offsets, "whole")), full, cut.bounds, divisor)
         return
-    # Both halves may share a tag: on each link all messages of the first are sent and expected before the second's.
+    # Both halves may share a tag: on each link all messages of the first are posted before those of the second.
     reduce_scatter(
         full,
         transport,
@@ -236,7 +236,7 @@ def broadcast(
 
     Raises:
         LayoutError: `full` is not 1-D and contiguous, or there is no rank `source`.
-        CommError: a peer failed, is late or does another operation; `full` is then undefined on the other ranks.
+        CommError: a peer failed, timed out or runs another operation; `full` is then undefined on the other ranks.
     """
     _check_flat("full", full)
     world_size = transport.world_size
@@ -251,7 +251,7 @@ def broadcast(
 
 
 def _is_at_once(full: Tensor, transport: Transport) -> bool:
-    """Whether an all-reduce is one round."""
+    """Return whether an all-reduce is one round."""
     lends = transport.lends and not transport.batched and transport.algorithm in IN_RING_ORDER
     return lends and transport.world_size > 1 and 0 < full.nbytes <= SHORT
 
@@ -261,7 +261,7 @@ def _reduction(transport: Transport) -> Schedule:
 
 
 def _slots(full: Tensor, cut: Cut, plan: Schedule, transport: Transport, staging: Tensor | None) -> Sequence[Tensor]:
-    """Cut the staging buffer, or a new one, into the slots where partial sums arrive."""
+    """Split the staging buffer, allocated if `None`, into slots for incoming partial sums."""
     length = cut.slot_numel(transport)
     needed = cut.slots(plan, transport) * length
     if staging is None and not needed:
@@ -273,7 +273,7 @@ def _slots(full: Tensor, cut: Cut, plan: Schedule, transport: Transport, staging
 
 
 def _into(shard: Tensor, divisor: int, stats: Tensor | None) -> LastHop:
-    """Write the sum, divided, to `shard`, and its statistics."""
+    """Return the last hop that writes the divided sum to `shard`, and its statistics to `stats`."""
     block = stats_block(shard)
 
     def last(start: int, received: Tensor, own: Tensor) -> None:
@@ -287,7 +287,7 @@ def _into(shard: Tensor, divisor: int, stats: Tensor | None) -> LastHop:
 def _finished_alone(own: Tensor, shard: Tensor, divisor: int, stats: Tensor | None) -> Tensor:
     """Return the sum over one rank, divided in the precision of `shard`."""
     if divisor != 1:
-        # The addition of nothing: its division is that of every other sum.
+        # Adds zeros, so that the division is the same as for other world sizes.
         hop(shard, torch.zeros_like(own), own, divisor, stats)
         return shard
     shard.copy_(own)
@@ -308,7 +308,7 @@ def _check_flat(name: str, tensor: Tensor) -> None:
 
 
 def _check_like(full: Tensor, buffer: Tensor, dtypes: Sequence[torch.dtype], least: int, most: int, name: str) -> None:
-    """Check a buffer that goes with `full`: flat, one of `dtypes`, the same device, `least` to `most` elements."""
+    """Check a buffer that goes with `full`: flat, one of `dtypes`, on its device, `least` to `most` elements."""
     _check_flat(name, buffer)
     if buffer.dtype not in dtypes or buffer.device != full.device:
         raise LayoutError(f"{name} is {buffer.dtype} on {buffer.device}, full is {full.dtype} on {full.device}")
@@ -318,13 +318,13 @@ def _check_like(full: Tensor, buffer: Tensor, dtypes: Sequence[torch.dtype], lea
 
 
 def _check_out(own: Tensor, out: Tensor) -> None:
-    """Check the buffer of the shard: as `own`, or wider where `hop` can widen."""
+    """Check the buffer of the shard: like `own`, or wider where `hop` can widen."""
     widest = torch.float32 if own.dtype in _NARROW else own.dtype
     _check_like(own, out, (own.dtype, widest), own.numel(), own.numel(), "out")
 
 
 def _check_arithmetic(full: Tensor, divisor: int) -> None:
-    """Refuse here what `hop` would refuse when messages are already on their way."""
+    """Check dtype and divisor before any message is sent; `hop` would refuse them too late."""
     if full.dtype not in SUMMABLE:
         raise LayoutError(f"{full.dtype} cannot be summed: convert it first (bool to uint8, for example)")
     if divisor < 1 or (divisor != 1 and full.dtype not in _FLOATS):
@@ -332,7 +332,7 @@ def _check_arithmetic(full: Tensor, divisor: int) -> None:
 
 
 class _Named(NamedTuple):
-    """Puts the name of an operation on `full` before a transport's error, which knows only ranks and bytes."""
+    """Context that adds the operation and `full` to a transport's error, which knows only ranks and bytes."""
 
     operation: Operation
     full: Tensor
@@ -357,5 +357,5 @@ class _Named(NamedTuple):
             raise CommError(f"{what}: {error}{others}") from error
 
     def __str__(self) -> str:
-        """Name what ranks have in common that are in this operation."""
+        """Return the name that all ranks in this operation share."""
         return f"{self.operation.label} ({self.operation.sequence})"

@@ -1,4 +1,7 @@
-"""What ranks tell each other before they do something together: whether it is the same, and has no problem."""
+"""Agreement of ranks before a common action: that all do the same, and that none has an error.
+
+In: facts as strings, and this rank's error. Out: the same result on every rank, or an error on every rank.
+"""
 
 import hashlib
 import secrets
@@ -14,20 +17,20 @@ from shardlite.comm.transport.groups import Ranks
 from shardlite.errors import LayoutError
 
 _latest: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()
-"""The number of the model that this rank has wrapped last, by its default process group: a process may have several."""
+"""The number of the model wrapped last on this rank, by default process group: a process may have several."""
 
 
 def agree(
     groups: Ranks, facts: Sequence[str], problem: Exception | None, *, what: str, timeout: timedelta = TIMEOUT
 ) -> None:
-    """Make sure that what all ranks are about to do is the same, and that none has a `problem`.
+    """Check that all ranks are about to do the same, and that none has a `problem`.
 
-    A rank with a problem takes part, so that no other rank waits for it in vain. Ranks are numbered within their group.
+    A rank with a problem takes part, so that no other rank waits for it. Ranks are numbered within their group.
 
     Raises:
-        LayoutError: some other rank has a problem, or a rank differs from rank 0; on every rank.
-        CommError: a rank has not come to `what` within `timeout`.
-        Exception: `problem` itself, on the rank that has it.
+        LayoutError: another rank has a problem, or a rank differs from rank 0; on every rank.
+        CommError: a rank did not arrive at `what` within `timeout`.
+        Exception: `problem` itself, on its own rank.
     """
     trouble = None if problem is None else str(problem)
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
@@ -44,20 +47,20 @@ def agree(
 
 
 class Identity(NamedTuple):
-    """What tells a wrapped model from all others, the same on all of its ranks."""
+    """The identity of a wrapped model, equal on all its ranks."""
 
     number: int
-    """New on each of its ranks."""
+    """A number that is new on each of its ranks."""
 
     first: int
-    """Its first rank. Together with the number it is a name in the whole world."""
+    """Its first rank. Together with the number it is unique in the whole world."""
 
     mark: str
-    """Drawn at random: the store may outlive the processes of a run that has failed, and be that of the next one."""
+    """A random string: the store may outlive the processes of a failed run, and serve the next run."""
 
 
 def identify(groups: Ranks, timeout: timedelta = TIMEOUT) -> Identity:
-    """Return what all ranks of a model that is wrapped now know it by."""
+    """Return the identity of a model that all its ranks wrap now."""
     world = dist.group.WORLD
     assert world is not None, "models are wrapped over process groups"
     own = Identity(_latest.get(world, 0) + 1, dist.get_rank(), secrets.token_hex(8))
@@ -70,7 +73,7 @@ def identify(groups: Ranks, timeout: timedelta = TIMEOUT) -> Identity:
 
 
 def _first_difference(rows: Sequence[Sequence[str]]) -> str:
-    """Say which rank is the first that differs from rank 0, and in what."""
+    """Name the first rank that differs from rank 0, and its first difference."""
     rank, theirs = next((rank, each) for rank, each in enumerate(rows) if each != rows[0])
     pairs = zip(rows[0], theirs, strict=False)
     lengths = f"{len(rows[0])} entries", f"{len(theirs)} entries"

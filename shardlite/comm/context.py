@@ -1,4 +1,7 @@
-"""What all units of one wrapped model share: the ranks, the device, and the books."""
+"""The context that all units of one wrapped model share: its ranks, device, reports and counters.
+
+In: ranks, a device and a route. Out: connections, names of operations and queues. Knows nothing of units.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,43 +38,45 @@ To have pages back takes about 1 ms per MiB on a CPU (measured with two ranks on
 
 @dataclass
 class WeightVersion:
-    """How often all weights of a model were changed: by a step of an optimizer, mostly, or by a load."""
+    """How often all weights of a model have changed: by optimizer steps, and by loads."""
 
     number: int = 0
 
 
 @dataclass(frozen=True)
 class Context:
-    """The ranks, the device and the books of one wrapped model."""
+    """Ranks, device, reports and counters of one wrapped model."""
 
     instance: int
-    """A number that tells wrapped models apart, the same on every rank."""
+    """A number that identifies the wrapped model, equal on every rank."""
 
     transport: Transport
     """To the ranks over which the model is sharded."""
 
     replicas: Transport | None
-    """To the ranks that hold the same shards, if there are any (hybrid sharding)."""
+    """To the ranks that hold the same shards, or `None` (hybrid sharding)."""
 
     reducing: tuple[Transport, Transport | None]
-    """Both again for reductions, which run in no fixed order beside gathers: over NCCL each needs connections of its
-    own, for it knows no tags."""
+    """Both transports for reductions, which run beside gathers in no fixed order. NCCL has no tags, so it needs
+    separate connections for them.
+    """
 
     hosts: tuple[Transport, Transport | None]
-    """Both once more, for what hosts tell each other: CPU tensors."""
+    """Both transports for CPU tensors exchanged by the hosts."""
 
     device: torch.device
     timeout: timedelta
-    """How long a rank waits for a message."""
+    """Maximum time that a rank waits for a message."""
 
     version: WeightVersion
     board: ReportBoard
     waits: ReportBoard | None
-    """Where ranks say what they wait in; `None` where that does not tell whether they will go on: what a GPU does the
-    host does not see, and replicas have operations that not all ranks are in."""
+    """Where ranks report the operation they wait in. `None` where that does not show whether they will continue: the
+    host does not see what a GPU waits for, and with replicas not all ranks are in every operation.
+    """
 
     standings: ReportBoard
-    """Where ranks say how far they are in a backward."""
+    """Where ranks report their progress in a backward."""
 
     trace: Trace
     ledger: Ledger
@@ -81,10 +86,10 @@ class Context:
     _exchanges: Iterator[int] = field(default_factory=count)
 
     def operation(self, what: str, sequence: int = 0, *, at_any_step: bool = False, during: str = "") -> Operation:
-        """Name an operation of this model at its step, and say `during` what it happens.
+        """Name an operation of this model at its current step; `during` is a detail for error messages.
 
-        So no two models hear each other's messages, nor do ranks of which one has left a step out: unless they are to
-        meet `at_any_step`, to be told so.
+        So models do not receive each other's messages, nor do ranks of which one has skipped a step. With
+        `at_any_step`, ranks at different steps meet, which reveals the difference.
 
         Raises:
             CommError: this is a forked child, which cannot take part.
@@ -95,32 +100,32 @@ class Context:
 
     @property
     def transports(self) -> list[Transport]:
-        """All: what goes over one after the other reaches every rank."""
+        """The transports that together reach every rank when used one after the other."""
         return [self.transport] if self.replicas is None else [self.transport, self.replicas]
 
     def counted(self, purpose: str) -> list[Transport]:
-        """Return them, with what is sent for a purpose of the whole model counted."""
+        """Return `transports` with their traffic counted under `purpose`."""
         return [self.traffic.counted(transport, purpose) for transport in self.transports]
 
     def count_up(self, numbers: Tensor, purpose: str, operation: Operation) -> None:
-        """Add numbers of the hosts [n], on the CPU, up over all ranks, replicas included, in place."""
+        """Sum `numbers` [n] on the CPU over all ranks, replicas included, in place, through the host transports."""
         for transport in self.hosts:
             if transport is not None:
                 all_reduce(numbers, self.traffic.counted(transport, purpose), operation=operation)
 
     def add_up(self, numbers: Tensor, purpose: str, operation: Operation) -> None:
-        """Add [n] up over all ranks, replicas included, in place."""
+        """Sum `numbers` [n] over all ranks, replicas included, in place."""
         for transport in self.counted(purpose):
             all_reduce(numbers, transport, operation=operation)
 
     def on_any_rank(self, flag: Tensor) -> Tensor:
-        """Return whether a flag, [], is more than 0 on any rank, as 0 or 1. To be called by every rank."""
+        """Return whether `flag` [] is above 0 on any rank, as 0 or 1. Collective: every rank must call it."""
         ranks = flag.reshape(1).clone()
         self.add_up(ranks, "flags", self.operation("a flag of any rank", next(self._flags)))
         return (ranks[0] > 0).to(flag.dtype)
 
     def exchange(self, number: int, what: str) -> list[int]:
-        """Return the numbers of all ranks, each of which calls this: `what` it is for is named where one does not."""
+        """Return the numbers of all ranks. Collective: errors name it by `what` if a rank does not call it."""
         ranks = torch.zeros(self.world_size, dtype=torch.int64)
         ranks[self.rank] = number
         self.count_up(ranks, what, self.operation(what, next(self._exchanges)))
@@ -128,11 +133,11 @@ class Context:
 
     @cached_property
     def reports(self) -> FailureReports:
-        """What ranks leave for each other when something has failed."""
+        """Failure reports of the ranks."""
         transport = self.transport
 
         def is_gone(other: int) -> bool:
-            """(With replicas ranks here are numbered differently from those of a transport.)"""
+            """With replicas, ranks here are numbered differently from those of a transport."""
             return transport.world_size == self.world_size and transport.is_gone(other)
 
         reports = FailureReports(self.board, self.rank, self.world_size, waits=self.waits, is_gone=is_gone)
@@ -142,7 +147,7 @@ class Context:
 
     @cached_property
     def progress(self) -> Progress:
-        """How far ranks are in a backward."""
+        """Progress of the ranks in a backward."""
         first = self.rank - self.transport.rank
         gathering = range(first, first + self.transport.world_size)
         ahead = not self.transport.blocking
@@ -151,9 +156,9 @@ class Context:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Leave a note about an exception, for other ranks that will wait for this one in vain."""
+        """Publish a failure report if the block raises, because other ranks wait for this one."""
         self.reports.withdraw()
-        defer_interrupts()  # a notebook sets Python's handler anew for each cell
+        defer_interrupts()  # a notebook resets Python's handler for each cell
         try:
             yield
         except Exception as error:
@@ -162,30 +167,30 @@ class Context:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are, replicas included."""
+        """Number of ranks, replicas included."""
         return prod(transport.world_size for transport in self.transports)
 
     @property
     def rank(self) -> int:
-        """This rank among all of them."""
+        """This rank among all ranks, replicas included."""
         replica = 0 if self.replicas is None else self.replicas.rank
         return replica * self.transport.world_size + self.transport.rank
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return memory [numel], uninitialised, for what goes to other ranks."""
+        """Return uninitialised memory [numel] for tensors that are sent to other ranks."""
         return self.transport.empty(numel * dtype.itemsize, self.device).view(dtype)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return the same, zeroed."""
+        """Return zeroed memory [numel] for tensors that are sent to other ranks."""
         return self.transport.zeros(numel * dtype.itemsize, self.device).view(dtype)
 
     def trim(self, *, keep: int | None = None) -> None:
-        """Give memory back to the system that no unit has used for a step, or all that is free but `keep` bytes."""
+        """Free memory that no unit has used for a step, or all free memory except `keep` bytes."""
         for transport in self.transports:
             transport.trim(keep=keep)
 
     def held(self) -> dict[str, Held]:
-        """Return the bytes that this rank holds by purpose, those of messages included."""
+        """Return the bytes that this rank holds by purpose, including the transports' memory."""
         every = (self.transport, self.replicas, *self.reducing, *self.hosts)
         holders = {id(each.holder): each.holder for each in every if each is not None and each.holder is not None}
         total = self.ledger.held()
@@ -196,17 +201,17 @@ class Context:
         return total
 
     def queue(self, name: str) -> StreamQueue:
-        """Return a new lane for operations that use these transports."""
+        """Return a new queue for operations over these transports."""
         blocking = any(transport.blocking for transport in self.transports)
         return make_queue(name, self.device, blocking=blocking, watch=self.reports)
 
 
 def share(groups: Ranks, device: torch.device, timeout: timedelta, route: Route) -> Context:
-    """Connect this rank to all others that wrap the same model now. All of them call this.
+    """Connect this rank to all other ranks that wrap the same model now. Collective.
 
     Raises:
-        LayoutError: the route cannot be taken.
-        CommError: a rank does not come.
+        LayoutError: the route is not available.
+        CommError: a rank did not arrive.
     """
     model = identify(groups, timeout)
     transport, replicas = _connect(groups, device, timeout, route, apart=False)
@@ -234,9 +239,9 @@ def share(groups: Ranks, device: torch.device, timeout: timedelta, route: Route)
 def _connect(
     groups: Ranks, device: torch.device, timeout: timedelta, route: Route, *, apart: bool
 ) -> tuple[Transport, Transport | None]:
-    """Connect this rank to those that it shares a model with, and to those that hold the same shards, if any.
+    """Connect this rank to the ranks that share the model and, if any, to those that hold the same shards.
 
-    Connections that are made at the first message are made here, where all ranks come in the same order.
+    Connections that would be made by the first message are made here, where all ranks call in the same order.
     """
     shard = connect(groups.shard, device, timeout, route=route, apart=apart)
     replicas = None if groups.replicas is None else connect(groups.replicas, device, timeout, route=route, apart=apart)

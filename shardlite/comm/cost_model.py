@@ -1,25 +1,25 @@
-"""How long a schedule takes by a simple model of links, and which algorithm and chunk are the fastest by it.
+"""A cost model of schedules on links, and the algorithm and chunk that it predicts to be fastest.
 
     plan = schedule.reduce_scatter("ring", world_size=8)
     time(plan, nbytes, chunk, LINKS["p2p"])                 seconds
     best_chunk(plan, nbytes, LINKS["p2p"])                  bytes per message
     best_algorithm(nbytes, 8, LINKS["shared_memory"])       "direct"
 
-Nothing is measured when these are called: they are functions of sizes, the number of ranks and the constants given, so
-all ranks that ask the same get the same answer. `nbytes` is always the whole buffer, of which each rank has a segment.
+These functions measure nothing: their results depend on sizes, the number of ranks and the given constants only, so
+equal arguments give equal results on all ranks. `nbytes` is always the whole buffer, of which each rank has a segment.
 
 The model is that of Hockney (1994, Parallel Computing 20) with a term for additions, and with the work per message kept
-apart from its latency as in LogP (Culler et al., 1993): four numbers per link. A schedule is played through with them:
-a message sets out when its content is complete at the source, its sender sends nothing else and its target receives
-nothing else. Times of `W` ranks with one message per piece then are (`M` bytes, Thakur, Rabenseifner, Gropp, 2005,
+apart from its latency as in LogP (Culler et al., 1993): four numbers per link. A schedule is simulated with them: a
+message starts when its content is complete at the source, its sender sends nothing else and its target receives
+nothing else. The times of `W` ranks with one message per piece then are (`M` bytes, Thakur, Rabenseifner, Gropp, 2005,
 IJHPCA 19)
 
                       ring                                            direct
     all-gather        (W-1) (alpha + overhead) + (W-1)/W M beta       alpha + (W-1) overhead + (W-1)/W M beta
     reduce-scatter    the same, and (W-1)/W M gamma                   the same, and (W-1)/W M gamma
 
-where additions do not overlap. Where they do, one takes place while the next message comes: direct then pays for the
-slower of both, and a ring does as soon as its pieces are cut into chunks, of which each costs another `overhead`.
+where additions do not overlap. Where they do, an addition runs while the next message is received: `direct` then takes
+the slower of both, and so does a ring whose pieces are cut into chunks, of which each costs another `overhead`.
 
 Not in the model: ranks that share a processor, links that share a wire, and caches.
 
@@ -38,37 +38,37 @@ from shardlite.config import ALGORITHMS, Algorithm
 Operation = Literal["all-gather", "reduce-scatter"]
 
 LEAST_CHUNK = 64 << 10
-"""Bytes below which a piece is not cut: a message costs more than it could save."""
+"""Bytes below which a piece is not cut: the message would cost more than it saves."""
 
-_MOST_CHUNKS = 64  # per piece; what more of them save is below a hundredth of an addition
-_WORTH = 0.99  # what a time must be a part of, for twice as many messages
+_MOST_CHUNKS = 64  # per piece; more of them save less than a hundredth of an addition
+_WORTH = 0.99  # twice as many messages must reduce the time by at least this factor
 _EQUAL = 1 + 1e-9  # times that differ by rounding only
 
 
 class Link(NamedTuple):
-    """What messages between two ranks cost, in seconds. Any two ranks are linked alike."""
+    """Costs of messages between two ranks, in seconds. All pairs of ranks are linked alike."""
 
     alpha: float
-    """From when a message could be sent until it can be received, without work for either: the latency of a step."""
+    """Latency of a step: from when a message could be sent until it can be received, without work on either side."""
 
     beta: float
-    """Per byte that is carried. A rank sends one message at a time, and receives one at a time."""
+    """Per byte transferred. A rank sends one message at a time, and receives one at a time."""
 
     gamma: float
     """Per byte of a message that is added to another."""
 
     overhead: float = 0.0
-    """Per message: work, in which neither its sender can send nor its target receive another one."""
+    """Per message: work during which its sender cannot send and its target cannot receive another one."""
 
     overlaps: bool = True
-    """Whether a rank adds while it receives. If not, the same hands do both."""
+    """Whether a rank adds while it receives. If not, one processor does both."""
 
 
 LINKS: Mapping[str, Link] = {
     "shared_memory": Link(alpha=15e-6, beta=0.13e-9, gamma=0.02e-9, overhead=155e-6, overlaps=False),
     "p2p": Link(alpha=0.0, beta=0.48e-9, gamma=0.20e-9, overhead=280e-6, overlaps=False),
 }
-"""Between CPU ranks, by the name of the transport.
+"""Links between CPU ranks, by the name of the transport.
 
 Fitted to the processor time of 4 ranks on 2 cores of an AMD EPYC, which other programs hardly change: the rows
 `"ring-fit"` of `cpu_ms_p50` in `bench/results/ring-cpu.jsonl`. Over gloo a step of several messages was no faster than
@@ -77,15 +77,15 @@ as many steps, so all latency is in `overhead`, and `ring` and `direct` take the
 
 
 def time(plan: Schedule, nbytes: int, chunk: int, link: Link) -> float:
-    """Return the seconds until the last rank is done with a buffer of `nbytes`, in messages of up to `chunk` bytes.
+    """Return the seconds until the last rank has finished a buffer of `nbytes`, in messages of up to `chunk` bytes.
 
-    All segments are taken to be equally long. Messages use a link, and a rank, in the order of the schedule.
+    All segments are assumed to have equal length. Messages use a link, and a rank, in the order of the schedule.
     """
     sizes = _sizes(plan, nbytes, chunk)
     adds = plan.operation == "reduce-scatter"
     at_start = [0.0] * len(sizes)
-    sending, receiving, adding = ([0.0] * plan.world_size for _ in range(3))  # until when each rank does it
-    complete: dict[tuple[int, int, int], list[float]] = {}  # by rank, segment, part: when its messages are there
+    sending, receiving, adding = ([0.0] * plan.world_size for _ in range(3))  # until when each rank is busy
+    complete: dict[tuple[int, int, int], list[float]] = {}  # by rank, segment, part: when its messages are complete
     for transfers in plan.steps:
         came: dict[tuple[int, int, int], list[float]] = {}
         for each in transfers:
@@ -105,14 +105,14 @@ def time(plan: Schedule, nbytes: int, chunk: int, link: Link) -> float:
 
 
 def best_chunk(plan: Schedule, nbytes: int, link: Link, *, least: int = LEAST_CHUNK, most: int | None = None) -> int:
-    """Return the bytes per message with which a schedule is fastest: the whole piece, or it halved several times.
+    """Return the bytes per message with which a schedule is fastest: a whole piece, or a piece halved several times.
 
-    Twice as many messages have to save a hundredth of the time at least. None is shorter than `least`, unless the piece
-    is, nor longer than `most`, which bounds what a reduction stages. Chunks must be equal on all ranks: so all ask with
-    the same numbers.
+    Twice as many messages must save at least a hundredth of the time. No message is shorter than `least`, unless the
+    piece is, or longer than `most`, which bounds the staging of a reduction. Chunks must be equal on all ranks, so all
+    ranks must pass the same numbers.
 
-    Where additions do not overlap, a ring and direct messages keep their links busy as it is: then nothing has to be
-    played through, which would take W^2 steps.
+    If additions do not overlap, `ring` and `direct` keep their links busy with whole pieces. Then nothing is simulated,
+    which would take W^2 steps.
     """
     if not link.overlaps and plan.algorithm in IN_RING_ORDER:
         return _longest_chunk(plan, nbytes, most)
@@ -131,9 +131,9 @@ def best_algorithm(
 ) -> Algorithm:
     """Return the algorithm that takes the least time for `operations` on a buffer of `nbytes`, one after the other.
 
-    Those in `among` that add in the same order give the same bits, so by default the choice changes no result.
-    Messages have up to `chunk` bytes; without it each algorithm has the chunks that are best for it. Of equally fast
-    algorithms it is the first in the order of `config.ALGORITHMS`. `node` is for `"hierarchical"` only.
+    By default `among` holds algorithms that add in the same order and so give the same bits: the choice changes no
+    result. Messages have up to `chunk` bytes; without it, each algorithm has its best chunks. Of equally fast
+    algorithms the first in the order of `config.ALGORITHMS` is returned. `node` is for `"hierarchical"` only.
 
     Raises:
         LayoutError: no ranks, or nodes that do not divide the world.
@@ -143,13 +143,15 @@ def best_algorithm(
 
 
 def fit(rows: Sequence[Mapping[str, Any]], *, key: str = "ms_p50", overlaps: bool | None = None) -> Link:
-    """Return the link that explains measured times best: least squares of relative errors, no cost negative.
+    """Return the link that fits measured times best: least squares of relative errors, no cost negative.
 
     A row has `operation` (one of `Operation`, or `"all-reduce"`), `algorithm`, `ranks`, `nbytes`, `chunk_bytes`, and
-    milliseconds under `key`; one of an all-reduce also `messages`, how many a rank sends: `W-1` if it was one round.
-    Times are linear in the four costs as long as the same messages are waited for, so a few rounds of linear fits
-    suffice. What cannot be told apart is put into one number: `alpha` and `overhead` take a schedule with several
-    messages per step, or different numbers of chunks. Without `overlaps` both ways are tried.
+    milliseconds under `key`; one of an all-reduce also `messages`, the number that a rank sends: `W-1` if it was one
+    round.
+
+    Times are linear in the four costs as long as the same messages are on the critical path, so a few rounds of linear
+    fits suffice. Costs that cannot be separated are put into one number: separating `alpha` and `overhead` needs a
+    schedule with several messages per step, or different numbers of chunks. Without `overlaps` both ways are tried.
 
     Raises:
         ValueError: no rows.
@@ -162,7 +164,7 @@ def fit(rows: Sequence[Mapping[str, Any]], *, key: str = "ms_p50", overlaps: boo
 
 
 def predicted(row: Mapping[str, Any], link: Link) -> float:
-    """Return the seconds that the model gives for a row of measurements, as for `fit`."""
+    """Return the seconds that the model predicts for a row of measurements, as for `fit`."""
     return sum(time(plan, nbytes, row["chunk_bytes"], link) for plan, nbytes in _plans(row))
 
 
@@ -173,7 +175,7 @@ def plan_of(operation: Operation, algorithm: Algorithm, world_size: int, node: i
 
 
 def _sizes(plan: Schedule, nbytes: int, chunk: int) -> list[int]:
-    """Return the bytes of each message of a piece, of which the longest counts."""
+    """Return the bytes of each message of the longest piece."""
     rest = _piece(plan, nbytes)
     sizes = []
     while rest > 0:
@@ -187,7 +189,7 @@ def _piece(plan: Schedule, nbytes: int) -> int:
 
 
 def _longest_chunk(plan: Schedule, nbytes: int, most: int | None) -> int:
-    """Return the bytes of a message if a piece is cut in as few as may be, equally long."""
+    """Return the bytes of a message if a piece is cut into the fewest messages of equal length."""
     piece = max(1, _piece(plan, nbytes))
     return piece if most is None else -(-piece // -(-piece // max(1, most)))
 
@@ -195,7 +197,7 @@ def _longest_chunk(plan: Schedule, nbytes: int, most: int | None) -> int:
 def _best_chunk(
     plan: Schedule, nbytes: int, link: Link, least: int = LEAST_CHUNK, most: int | None = None
 ) -> tuple[int, float]:
-    """Return it with its time. More chunks first save waits and then cost messages, so the search ends at the turn."""
+    """Return the best chunk and its time. More chunks first save time, then cost it: the search ends at the minimum."""
     piece, best = max(1, _piece(plan, nbytes)), _longest_chunk(plan, nbytes, most)
     count = -(-piece // best)
     shortest = time(plan, nbytes, best, link)
@@ -238,7 +240,7 @@ def _plans(row: Mapping[str, Any]) -> Iterator[tuple[Schedule, int]]:
     """Yield the schedules of an operation one after the other, each with the bytes of its whole buffer."""
     ranks, nbytes = row["ranks"], row["nbytes"]
     if row["operation"] == "all-reduce" and row.get("messages") == ranks - 1:
-        yield plan_of("all-gather", "direct", ranks), ranks * nbytes  # a short one: everybody sends all to everybody
+        yield plan_of("all-gather", "direct", ranks), ranks * nbytes  # a short one: every rank sends all to every other
         return
     operations: dict[str, tuple[Operation, ...]] = {"all-reduce": ("reduce-scatter", "all-gather")}
     for operation in operations.get(row["operation"], (row["operation"],)):
@@ -257,7 +259,7 @@ def _fit(measured: Sequence[tuple[Mapping[str, Any], float]], overlaps: bool) ->
 
 
 def _shares(row: Mapping[str, Any], link: Link) -> list[float]:
-    """Return how often each cost counts in the time of a row: its derivatives, by which time is a sum of products."""
+    """Return the derivatives of a row's time by each cost. The time is their sum of products with the costs."""
     now = predicted(row, link)
     shares = []
     for name in _COSTS:
@@ -270,7 +272,7 @@ def _shares(row: Mapping[str, Any], link: Link) -> list[float]:
 def _least_squares(terms: Sequence[Sequence[float]]) -> list[float]:
     """Return the costs, none negative, for which the products with all rows of `terms` are closest to 1.
 
-    Each set of costs that are not zero is tried, small ones first: a cost that explains nothing stays zero.
+    Each set of costs that are not zero is tried, small sets first: a cost without effect stays zero.
     """
     width = len(terms[0])
     best, least = [0.0] * width, float(len(terms))
@@ -289,7 +291,7 @@ def _least_squares(terms: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _solve(terms: Sequence[Sequence[float]]) -> list[float] | None:
-    """Return the least-squares solution of `terms @ x = 1` by its normal equations, or `None` if there are many."""
+    """Return the least-squares solution of `terms @ x = 1` by its normal equations, or `None` if it is not unique."""
     width = range(len(terms[0]))
     scale = [sum(row[i] ** 2 for row in terms) ** 0.5 for i in width]
     if min(scale) == 0:

@@ -1,8 +1,8 @@
-"""How a schedule is carried out over a transport. Knows pieces, chunks and links, not whose they are.
+"""Execution of a schedule over a transport. Knows pieces, chunks and links; nothing of units.
 
-A piece is what a schedule moves at once; a chunk is a message's worth of it. Over most transports a chunk is passed on
-as soon as it came, so all links are busy after the first chunk. Over a batched transport a step is one exchange of all
-its chunks. Where a transport lends, what arrives is read where it lies; elsewhere it is staged in slots.
+A piece is what a schedule moves at once; a chunk is one message of it. Over most transports a chunk is forwarded as
+soon as it arrives, so all links are busy after the first chunk. Over a batched transport a step is one exchange of all
+its chunks. If a transport lends, messages are read in the sender's memory; otherwise they are staged in slots.
 """
 
 from collections import deque
@@ -18,31 +18,32 @@ from shardlite.comm.schedule import Arrival, Program, Schedule
 from shardlite.comm.transport.base import Loan, Message, Pending, Transport
 
 BLOCK = 1 << 17
-"""Elements of a sum of several lent messages that are added at a time: their sum stays in the cache. A multiple of
-every block of statistics."""
+"""Number of elements added at a time in a sum of several lent messages, so that the sum stays in the cache. A multiple
+of every block of statistics.
+"""
 
 
 class Chunk(NamedTuple):
-    """A message's worth of a segment."""
+    """One message of a segment."""
 
     start: int
-    """Its first element, in the segment."""
+    """Its first element, relative to the segment."""
 
     tensor: Tensor
 
 
 Pieces = Callable[[int, int], Sequence[Chunk]]
-"""Returns the chunks of a segment's part. An empty one has none."""
+"""Return the chunks of `(segment, part)`. An empty part has none."""
 
 
 class LastHop(Protocol):
-    """What becomes of a finished sum."""
+    """Consumer of a finished sum."""
 
     def __call__(self, start: int, received: Tensor, own: Tensor) -> None:
         """Finish elements `[start, start + n)` of the segment: their sum is `received + own`, [n] each.
 
         Called for ranges that cover the segment, each once; each starts at a multiple of the grain. Both tensors are
-        used for something else afterwards.
+        reused afterwards.
         """
 
 
@@ -61,11 +62,11 @@ class Links(NamedTuple):
         return self.transport.irecv(chunk, peer, self.tag)
 
     def borrow(self, like: Tensor, peer: int) -> Loan:
-        """Expect one chunk, to be read where it lies."""
+        """Expect one chunk, to be read in the sender's memory."""
         return self.transport.borrow(like.numel(), like.dtype, peer, self.tag)
 
     def exchange(self, departing: Sequence[tuple[Tensor, int]], arriving: Sequence[tuple[Tensor, int]]) -> None:
-        """Send and receive chunks, each with a peer, at once, and wait for all."""
+        """Send and receive chunks, each with a peer, in one exchange, and wait for all."""
         messages = [Message(chunk, peer, outgoing=False) for chunk, peer in arriving]
         messages += [Message(chunk, peer, outgoing=True) for chunk, peer in departing]
         if messages:
@@ -73,7 +74,7 @@ class Links(NamedTuple):
 
 
 def run_gather(links: Links, schedule: Schedule, pieces: Pieces) -> None:
-    """Bring every piece to where the schedule says; what arrives is written to its place."""
+    """Move every piece as the schedule says, received in place."""
     rank = links.transport.rank
     if links.transport.batched:
         for step in range(len(schedule.steps)):
@@ -96,10 +97,10 @@ def run_gather(links: Links, schedule: Schedule, pieces: Pieces) -> None:
 
 
 def run_reduce(links: Links, schedule: Schedule, pieces: Pieces, last: LastHop, slots: Sequence[Tensor]) -> None:
-    """Add what arrives to the own pieces, in place, and send sums on; the last addition of a piece is left to `last`.
+    """Add received pieces to the own ones, in place, and send sums on. `last` makes the last addition of own pieces.
 
-    What arrives is staged in `slots`, each as long as the longest chunk: for a batched transport as many as chunks
-    arrive in a step, otherwise two or more. Where the transport lends, a slot holds the sum of several loans instead.
+    Messages are staged in `slots`, each as long as the longest chunk: for a batched transport one per chunk that
+    arrives in a step, otherwise two or more. If the transport lends, a slot holds the sum of several loans instead.
     """
     if links.transport.batched:
         _add_by_steps(links, schedule, pieces, last, slots)
@@ -124,7 +125,7 @@ def run_reduce(links: Links, schedule: Schedule, pieces: Pieces, last: LastHop, 
 
 
 def run_all_reduce(links: Links, full: Tensor, bounds: Sequence[tuple[int, int]], divisor: int) -> None:
-    """Add `full` [n] up over two ranks or more and divide it, in place, from what all others lend at once.
+    """Sum `full` [n] over two or more ranks and divide it, in place, reading all other ranks' loans at once.
 
     Segment `k`, between the k-th `bounds`, is added in the order of the ring.
     """
@@ -135,7 +136,7 @@ def run_all_reduce(links: Links, full: Tensor, bounds: Sequence[tuple[int, int]]
     parts = {rank: full, **{peer: loan.look() for peer, loan in loans.items()}}
     total = torch.empty_like(full)
     if world_size == 2:
-        bounds = [(0, full.numel())]  # of two numbers the order does not matter
+        bounds = [(0, full.numel())]  # two numbers are added in any order
     for k, (start, stop) in enumerate(bounds):
         if start < stop:
             first, *rest = (parts[(k + i) % world_size][start:stop] for i in range(1, world_size + 1))
@@ -145,11 +146,11 @@ def run_all_reduce(links: Links, full: Tensor, bounds: Sequence[tuple[int, int]]
     for loan in loans.values():
         loan.give_back()
     _wait_all(outgoing)
-    full.copy_(total)  # now that all have read it
+    full.copy_(total)  # after all peers have read it
 
 
 class _Slots:
-    """Messages that are staged: while what has arrived in one slot is added, the others are filled."""
+    """Staged messages: while the message in one slot is added, the others are received."""
 
     def __init__(self, links: Links, wanted: Sequence[tuple[Tensor, int]], slots: Sequence[Tensor]) -> None:
         self._links = links
@@ -159,7 +160,7 @@ class _Slots:
             self._post(slot)
 
     def add(self, sources: int, start: int, own: Tensor, finish: LastHop) -> None:
-        """Take one chunk from each of so many sources, add them up, and finish with the own one."""
+        """Take one chunk from each of `sources` ranks, add them up, and finish with the own chunk."""
         total, free = self._take()
         for _ in range(sources - 1):
             more, slot = self._take()
@@ -176,7 +177,7 @@ class _Slots:
         return message, slot
 
     def _post(self, slot: Tensor) -> None:
-        """Receive the next message in a slot that is free."""
+        """Receive the next message in a free slot."""
         if (wanted := next(self._wanted, None)) is not None:
             like, source = wanted
             message = slot[: like.numel()]
@@ -184,14 +185,14 @@ class _Slots:
 
 
 class _Loans:
-    """Messages that are read where they lie. The sum of several is made block by block."""
+    """Lent messages, read in the sender's memory. Sums of several are made block by block."""
 
     def __init__(self, links: Links, wanted: Sequence[tuple[Tensor, int]], slots: Sequence[Tensor]) -> None:
         self._loans = deque(links.borrow(like, source) for like, source in wanted)
         self._room = slots[0] if slots else None
 
     def add(self, sources: int, start: int, own: Tensor, finish: LastHop) -> None:
-        """Take one chunk from each of so many sources, add them up, and finish with the own one."""
+        """Take one chunk from each of `sources` ranks, add them up, and finish with the own chunk."""
         loans = [self._loans.popleft() for _ in range(sources)]
         lent = [loan.look() for loan in loans]
         if sources == 1:
@@ -211,15 +212,15 @@ class _Loans:
 
 
 def _in_place(start: int, received: Tensor, own: Tensor) -> None:
-    """Finish a sum that goes on.
+    """Finish a partial sum that is sent on.
 
-    A piece passes each rank once, so nothing that is still being sent is overwritten.
+    A piece passes each rank once, so no buffer that is still being sent is overwritten.
     """
     hop(own, received, own, 1)
 
 
 def _add_by_steps(links: Links, schedule: Schedule, pieces: Pieces, last: LastHop, slots: Sequence[Tensor]) -> None:
-    """Exchange whole pieces, then add: what a step sends was summed by the steps before."""
+    """Exchange whole pieces, then add: a step sends sums of the steps before."""
     rank = links.transport.rank
     finishers = list(_finishers(schedule.program(rank), rank, last))
     for step in range(len(schedule.steps)):
@@ -240,7 +241,7 @@ def _add_by_steps(links: Links, schedule: Schedule, pieces: Pieces, last: LastHo
 
 
 def _departing(program: Program, pieces: Pieces) -> Iterator[tuple[Tensor, int]]:
-    """Yield the chunks that are sent without waiting for anything, each with its target."""
+    """Yield the chunks that are sent at once, each with its target."""
     for departure in program.departures:
         for _, chunk in pieces(departure.segment, departure.part):
             for peer in departure.targets:
@@ -266,7 +267,7 @@ def _received(schedule: Schedule, step: int, rank: int, pieces: Pieces) -> Itera
 
 
 def _finishers(program: Program, rank: int, last: LastHop) -> Iterator[tuple[Arrival, LastHop]]:
-    """Yield arrivals, each with what finishes its sum: `last`, where it is the last one of a piece that stays here."""
+    """Yield arrivals with the function that finishes their sum: `last` for the final arrival of this rank's part."""
     final = {arrival.part: i for i, arrival in enumerate(program.arrivals) if arrival.segment == rank}
     for i, arrival in enumerate(program.arrivals):
         stays = arrival.segment == rank and final[arrival.part] == i

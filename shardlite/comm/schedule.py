@@ -1,18 +1,18 @@
-"""Schedules of collectives as data: who sends which piece to whom, and in which order sums are added.
+"""Schedules of collectives as data: which rank sends which piece to which, and in which order sums are added.
 
-Knows integers and names only; tensors, links and time are the business of those who carry a schedule out. A buffer has
-one segment per rank, and rank `k` owns segment `k`: it has it before an all-gather and after a reduce-scatter.
+Knows integers and names only; nothing of tensors, links or time. A buffer has one segment per rank, and rank `k` owns
+segment `k`: it holds the segment before an all-gather and after a reduce-scatter.
 
     algorithm        steps           messages sent by a rank    segment k is added in the order
     ring             W-1             W-1                        k+1, k+2, ..., k-1, k
     direct           1               W-1                        k+1, k+2, ..., k-1, k
-    bidirectional    floor(W/2)      (W-1) * parts              each side for itself, half round
+    bidirectional    floor(W/2)      (W-1) * parts              each side separately, half round
     hierarchical     (g-1)+(n-1)     W-1                        nodes as a ring of sums, each a ring of its own
 
 Bytes are the same in all of them: in a reduce-scatter each rank sends every segment but its own once, in an all-gather
 it receives every segment but its own once. With equal segments that is `(W-1)/W` of the buffer, sent and received,
-which is the least possible (Thakur, Rabenseifner, Gropp, 2005, IJHPCA 19). What differs is the number of steps, of
-which each costs a latency, and which links carry the bytes.
+which is optimal (Thakur, Rabenseifner, Gropp, 2005, IJHPCA 19). Algorithms differ in the number of steps, each of
+which costs a latency, and in the links that carry the bytes.
 
 Legend: `W` ranks, `r` and `k` ranks (modulo `W`), `t` a step, `g` ranks per node, `n = W/g` nodes.
 """
@@ -30,7 +30,7 @@ IN_RING_ORDER: frozenset[Algorithm] = frozenset({"ring", "direct"})
 """Algorithms whose reductions add in the order of the ring: any of them gives the same bits."""
 
 Order: TypeAlias = Union[int, tuple["Order", "Order"]]  # noqa: UP007  (a string cannot stand beside `|`)
-"""How a sum is added: `((1, 2), 0)` is (rank 1's + rank 2's) + rank 0's."""
+"""Tree of additions: `((1, 2), 0)` is (rank 1's + rank 2's) + rank 0's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """What a rank sends at once, before anything has come: a piece, to each of `targets`.
+    """A piece that a rank sends at once, before anything has arrived, to each of `targets`.
 
-    In a reduction that is the rank's own part of the sum. A piece may depart twice, with another one between.
+    In a reduction it is the rank's own summand. A piece may depart twice, with another one between.
     """
 
     segment: int
@@ -57,7 +57,7 @@ class Departure:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What a rank takes at `step`, and what becomes of it.
+    """A piece that a rank receives at `step`, and its targets.
 
     In a reduction with `sources` (a, b, c) the rank's sum of this piece becomes ((from a + from b) + from c) + own sum.
     """
@@ -67,19 +67,19 @@ class Arrival:
     part: int
 
     sources: tuple[int, ...]
-    """Who sends it, in the order in which it is added. A gather has one."""
+    """Sending ranks, in the order of addition. A gather has one."""
 
     targets: tuple[int, ...]
-    """To whom it goes on, once it is there and, in a reduction, added."""
+    """Ranks that it is sent on to, after it was received and, in a reduction, added."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank does. Arrivals are in the order in which it takes them.
+    """The departures and arrivals of one rank. Arrivals are in the order in which it takes them.
 
-    On each link, pieces are sent in the order in which they are taken. So a rank whose sends wait in a queue, while it
-    takes what comes, needs no more than one free slot per link: no two ranks ever wait for each other. A rank that is
-    held up by each send until its target has room needs `Schedule.turns` instead.
+    On each link, pieces are sent in the order in which they are taken. So a rank whose sends are queued while it
+    receives needs no more than one free slot per link, and no two ranks deadlock. A rank whose sends block until the
+    target has room needs `Schedule.turns` instead.
     """
 
     departures: tuple[Departure, ...]
@@ -97,21 +97,21 @@ class Schedule:
     """One of `ALGORITHMS`; `"chain"` for a broadcast."""
 
     world_size: int
-    """`W`."""
+    """Number of ranks, `W`."""
 
     parts: int
-    """Into how many parts each segment is cut."""
+    """Number of parts per segment."""
 
     steps: tuple[tuple[Transfer, ...], ...]
-    """What is sent in a step was complete, at its source, before the step."""
+    """Transfers of each step. A piece sent in a step was complete at its source before the step."""
 
     @property
     def segments(self) -> int:
-        """Into how many segments the buffer is cut: one per rank, or one in all for a broadcast."""
+        """Number of segments of the buffer: one per rank, or one in all for a broadcast."""
         return 1 if self.operation == "broadcast" else self.world_size
 
     def program(self, rank: int) -> Program:
-        """Return what `rank` does. It is worked out once and kept.
+        """Return the program of `rank`, cached.
 
         Raises:
             LayoutError: there is no such rank.
@@ -129,9 +129,9 @@ class Schedule:
     def turns(self, rank: int) -> Iterator[tuple[int, Transfer | None, Transfer | None]]:
         """Yield `(step, sent, received)`, of which one may be `None`: the turns that `rank` takes, in order.
 
-        What a rank sends in the i-th turn of a step is received in the i-th turn of that step by its target. So a rank
-        that finishes one turn before the next, and within a turn sends each chunk before it receives one, can only wait
-        for ranks that are behind it: with any room for what arrives, waits form no circle.
+        A piece sent in the i-th turn of a step is received in the i-th turn of that step by its target. So a rank that
+        finishes one turn before the next, and within a turn sends each chunk before it receives one, can only wait for
+        ranks that are behind it: waits form no cycle, however little room there is for received chunks.
         """
         for step, transfers in enumerate(self.steps):
             sent = (each for each in transfers if each.source == rank)
@@ -141,16 +141,18 @@ class Schedule:
 
 
 def all_gather(algorithm: Algorithm, world_size: int, *, node: int = 1) -> Schedule:
-    """Return how every rank's segment comes to all ranks. `node` is the ranks per node, for `hierarchical` only.
+    """Return the schedule that brings every rank's segment to all ranks.
+
+    `node` is the number of ranks per node, for `hierarchical` only.
 
     ring: at step `t` rank `r` sends segment `r-t` to `r+1`, which it received at the step before.
 
         W=4   start       t=0         t=1         t=2
         r=0   [a . . .]   [a . . d]   [a . c d]   [a b c d]
 
-    bidirectional: each segment goes both ways, half round. With an even `W` the rank opposite is reached half from
-    either side, so segments have two parts then (but not for two ranks, which have one link), and those with the longer
-    way set out first.
+    bidirectional: each segment goes both ways, half round. With an even `W` the opposite rank is reached half from
+    either side, so segments have two parts then (but not for two ranks, which have one link), and parts with the longer
+    way start first.
 
         W=5   start         t=0           t=1
         r=0   [a . . . .]   [a b . . e]   [a b c d e]
@@ -158,11 +160,10 @@ def all_gather(algorithm: Algorithm, world_size: int, *, node: int = 1) -> Sched
         W=4   start           t=0             t=1
         r=0   [aa .. .. ..]   [aa .b .. d.]   [aa bb cc dd]
 
-    Both directions of every link carry the same, and there are half as many steps as in a ring, for messages whose
-    time is latency. (Cutting segments in halves, each going all the way round, would use both directions, too, but
-    takes `W-1` steps.)
+    Both directions of every link carry the same number of bytes, in half as many steps as a ring, for messages bound by
+    latency. (Segments in halves, each going all the way round, would use both directions, too, but take `W-1` steps.)
 
-    direct: one step. Rank `r` sends its segment to `r+1`, `r+2`, ..., so that no rank is everybody's first.
+    direct: one step. Rank `r` sends its segment to `r+1`, `r+2`, ..., so that each rank has another first target.
 
     hierarchical: nodes are `g` ranks with consecutive numbers. First a ring across the nodes, of the ranks with the
     same place in their nodes; then a ring inside each node, in which `n` segments travel together.
@@ -178,10 +179,10 @@ def all_gather(algorithm: Algorithm, world_size: int, *, node: int = 1) -> Sched
 
 
 def reduce_scatter(algorithm: Algorithm, world_size: int, *, node: int = 1) -> Schedule:
-    """Return how the sum of everybody's segment `k` comes to rank `k`. `node` is as in `all_gather`.
+    """Return the schedule that brings the sum of all ranks' segments `k` to rank `k`. `node` is as in `all_gather`.
 
-    It is an all-gather that goes the other way round, backwards in time: where a piece would go out from its owner
-    to several ranks, their sums come together at it.
+    It is an all-gather in the other direction, backwards in time: where a piece is sent from its owner to several
+    ranks, their sums meet at the owner.
 
     ring: at step `t` rank `r` sends the partial sum of segment `r-1-t` to `r+1`. Sums of segment 0, `W=4`:
 
@@ -193,8 +194,8 @@ def reduce_scatter(algorithm: Algorithm, world_size: int, *, node: int = 1) -> S
         2 ----> 0
         3 ----> 0
 
-    bidirectional: sums come from both sides, and meet at the owner. With an even `W` that from the shorter side, which
-    is another one for each part, comes first.
+    bidirectional: sums come from both sides, and meet at the owner. With an even `W` the sum from the shorter side,
+    which differs between the parts, comes first.
 
         W=5   3 --3--> 4 --3+4--> 0 <--2+1-- 1 <--2-- 2     3+4+(2+1)+0
         W=4   2 --2--> 3 --2+3--> 0 <---1--- 1              2+3+(1+0), part 0
@@ -211,10 +212,10 @@ def reduce_scatter(algorithm: Algorithm, world_size: int, *, node: int = 1) -> S
 
 
 def broadcast(world_size: int, source: int, *, parts: int = 1) -> Schedule:
-    """Return how the buffer of `source`, as one segment, goes down a chain: `source`, `source+1`, ..., `source-1`.
+    """Return the schedule that sends the buffer of `source` down a chain: `source`, `source+1`, ..., `source-1`.
 
-    `W-2+parts` steps: a part goes on while the next one comes, so with many parts all links are busy at the same time.
-    All ranks but the last send the whole buffer once.
+    The buffer is one segment. `W-2+parts` steps: a part is sent on while the next one is received, so with many parts
+    all links are busy at the same time. All ranks but the last send the whole buffer once.
 
     Raises:
         LayoutError: no ranks, no such source, or a negative number of parts.
@@ -227,7 +228,7 @@ def broadcast(world_size: int, source: int, *, parts: int = 1) -> Schedule:
 
 
 def order_of_addition(schedule: Schedule, segment: int, part: int = 0) -> Order:
-    """Return how a reduce-scatter adds a piece: `(((1, 2), 3), 0)` for segment 0 of a ring of four.
+    """Return the order in which a reduce-scatter adds a piece: `(((1, 2), 3), 0)` for segment 0 of a ring of four.
 
     Raises:
         LayoutError: `schedule` is of a collective that adds nothing.
@@ -246,7 +247,7 @@ def order_of_addition(schedule: Schedule, segment: int, part: int = 0) -> Order:
 
 
 def formula(order: Order) -> str:
-    """Return the sum as text, in which additions go from left to right: `1+2+3+0`, or `4+5+3+(1+2+0)`."""
+    """Format an order of addition, from left to right: `1+2+3+0`, or `4+5+3+(1+2+0)`."""
     terms: list[str] = []
     while isinstance(order, tuple):
         order, last = order
@@ -274,7 +275,7 @@ def _chain(world_size: int, source: int, parts: int) -> Schedule:
 
 @cache
 def _collective(operation: str, algorithm: str, world_size: int, node: int) -> Schedule:
-    """Check what is asked for and write it out, once for all calls."""
+    """Check the arguments and build the schedule, cached."""
     if algorithm not in ALGORITHMS:
         raise LayoutError(f"{operation}: no algorithm {algorithm!r}; there are {', '.join(ALGORITHMS)}")
     what = f"{operation}, {algorithm}"
@@ -309,7 +310,7 @@ def _direct(world_size: int, way: int) -> _Steps:
 def _bidirectional(world_size: int, way: int) -> tuple[int, _Steps]:
     """Half round both ways. With two parts, 0 goes one rank further in `way`, 1 in the other; that way starts first.
 
-    Flows that start later come first in each step: what they send at once is ahead of what the others pass on.
+    Flows that start later come first in each step: what they send at once precedes what the others forward.
     """
     parts = 2 if world_size % 2 == 0 and world_size > 2 else 1
     further = world_size // 2
@@ -328,7 +329,7 @@ def _bidirectional(world_size: int, way: int) -> tuple[int, _Steps]:
 
 
 def _across(world_size: int, node: int, way: int) -> _Steps:
-    """A ring across the nodes of each set of ranks with the same place in their nodes, `node` apart."""
+    """A ring across the nodes, for each set of ranks with the same place in their nodes, which are `node` apart."""
     hop = way * node
     return tuple(
         tuple(Transfer(r, (r + hop) % world_size, (r - hop * t) % world_size, 0) for r in range(world_size))
@@ -339,7 +340,7 @@ def _across(world_size: int, node: int, way: int) -> _Steps:
 def _inside(world_size: int, node: int, way: int) -> _Steps:
     """A ring inside each node, in which the segments of all ranks with one place in their nodes travel together.
 
-    They go in the order in which they came across: the own node's first.
+    They go in the order in which they arrived across nodes, the own node's first.
     """
 
     def step(t: int) -> Iterator[Transfer]:
@@ -361,7 +362,7 @@ def _backwards(steps: _Steps) -> _Steps:
 
 
 def _program(schedule: Schedule, rank: int) -> Program:
-    """Pick out what `rank` sends and takes. What it sends of a piece goes out after what came of it last before."""
+    """Select what `rank` sends and receives. A piece is sent on after its last arrival before that step."""
     departures: list[tuple[_Piece, list[int]]] = []
     arrivals: dict[tuple[int, _Piece], tuple[list[int], list[int]]] = {}
     onward: dict[_Piece, list[int]] = {}  # the targets of a piece's last arrival so far
@@ -374,7 +375,7 @@ def _program(schedule: Schedule, rank: int) -> Program:
                 departures[-1][1].append(each.target)
             elif each.source == rank:
                 departures.append((piece, [each.target]))
-        for each in transfers:  # after all sends: they are of what came in earlier steps
+        for each in transfers:  # after all sends, which are of pieces from earlier steps
             piece = each.segment, each.part
             if each.target == rank:
                 sources, onward[piece] = arrivals.setdefault((step, piece), ([], []))

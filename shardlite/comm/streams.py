@@ -1,7 +1,7 @@
 """Operations beside the computation. A stream queue runs them in order.
 
-On the CPU it is a thread. On a GPU it is a stream, and a thread as well if messages block the host (gloo). Gathers and
-reductions have a queue each, so that neither ever waits for the other. Only this file orders streams.
+On the CPU it is a thread. On a GPU it is a stream, plus a thread if messages block the host (gloo). Gathers and
+reductions have separate queues, so that neither waits for the other. Only this file orders streams.
 """
 
 import weakref
@@ -25,39 +25,43 @@ _FAREWELL = 2.0
 
 
 _POLL = 5e-5
-"""Seconds between two looks at a GPU."""
+"""Seconds between two queries of a GPU event."""
 
 _MOMENT, _LONGEST = 2e-3, 5e-2
-"""Seconds between the first looks at what is waited for, and between later ones."""
+"""Seconds between the first checks of a wait, and between later ones."""
 
 
 class Work(Protocol):
-    """One operation in flight, and the memory that it uses: do not touch that before `wait()`."""
+    """One operation in flight. Do not touch the memory that it uses before `wait()`."""
 
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
-        """Let what follows see the results, or raise what went wrong. On a GPU only the stream waits, not the host.
+        """Wait for the results, or raise the operation's error. On a GPU only the current stream waits, not the host.
 
-        A host that waits for long calls `meanwhile`, once.
+        A host that waits for long calls `meanwhile` once.
         """
 
     def done(self) -> bool:
-        """Whether `wait()` has nothing to wait for."""
+        """Return whether `wait()` would return at once."""
 
     def wait_unless(self, obsolete: Callable[[], bool]) -> bool:
-        """Wait, the host too, and return whether what follows may use the results: not if it became `obsolete`."""
+        """Wait on the host, until done or `obsolete()`. Return whether the results may be used: not if obsolete."""
 
 
 class StreamQueue(Protocol):
     """Runs operations one after the other."""
 
     def submit(self, operation: Callable[[], None]) -> Work:
-        """Queue `operation`; it starts when those before it are done, and what the caller has computed so far."""
+        """Queue `operation`. It starts after the operations before it and the caller's computation so far."""
 
 
 def make_queue(name: str, device: torch.device, *, blocking: bool, watch: FailureReports | None = None) -> StreamQueue:
-    """Return a queue for tensors on `device`; `blocking` says that operations make the host wait for messages.
+    """Return a queue for tensors on `device`.
 
-    `watch` is asked about waits of the host that are long.
+    Args:
+        name: name of its thread.
+        device: where the tensors are.
+        blocking: whether operations block the host for messages.
+        watch: asked during long waits of the host whether they are hopeless.
     """
     if device.type != "cuda":
         return ThreadQueue(name, watch)
@@ -65,7 +69,7 @@ def make_queue(name: str, device: torch.device, *, blocking: bool, watch: Failur
 
 
 class _HostWork:
-    """An operation that is done when a thread has done it."""
+    """An operation that a thread runs."""
 
     def __init__(self, watch: FailureReports | None = None, owner: Owner | None = None) -> None:
         self._owner = owner or Owner()
@@ -83,7 +87,7 @@ class _HostWork:
         self._outcome.result()
 
     def done(self) -> bool:
-        return self._is_over  # a future would take a lock to say so
+        return self._is_over  # `Future.done` takes a lock
 
     def wait_unless(self, obsolete: Callable[[], bool]) -> bool:
         self._check_owner()
@@ -100,16 +104,16 @@ class _HostWork:
         return True
 
     def _check_owner(self) -> None:
-        """Raise in a forked child, where nothing will end that is under way."""
+        """Raise in a forked child, where operations in flight never end."""
         if not self._is_over:
             self._owner.check()
 
     def _ends_within(self, seconds: float) -> bool:
-        """Wait so long at most, for success or failure."""
+        """Wait for success or failure, for `seconds` at most."""
         try:
             self._outcome.result(seconds)
         except FutureTimeoutError:
-            return self._is_over  # it may be the operation's own
+            return self._is_over  # the operation itself may have raised a timeout
         except BaseException:
             if not self._is_over:  # Ctrl-C
                 raise
@@ -118,15 +122,15 @@ class _HostWork:
         return True
 
     def _check(self, watch: FailureReports) -> None:
-        """Raise if this rank will never go on."""
+        """Raise if this rank will never continue."""
         if not self._is_over and (why := watch.hopeless()):
             watch.give_up(why)
 
     def __enter__(self) -> None:
-        """Run the operation in this block; its outcome is the work's."""
+        """Run the operation in this block. Its outcome becomes that of the work."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
-        self._is_over = True  # before anybody who waits goes on
+        self._is_over = True  # before waiting threads continue
         if error is None:
             self._outcome.set_result(None)
         else:
@@ -135,26 +139,25 @@ class _HostWork:
 
 
 class ThreadQueue:
-    """Runs operations on a thread of its own.
+    """Runs operations on a separate thread, which ends with the queue.
 
-    The thread ends with the queue. It is a daemon: a process that dies of an error must not wait for a peer that will
-    never answer.
+    It is a daemon: a process that ends by an error must not wait for a peer that will never answer.
     """
 
     def __init__(self, name: str, watch: FailureReports | None = None) -> None:
         self._owner = Owner()
         self._watch = watch
         self._queue: SimpleQueue[tuple[_HostWork, Callable[[], None]] | None] = SimpleQueue()
-        # Neither the thread nor the finalizer holds the queue, or a forgotten queue would never be collected.
+        # Neither the thread nor the finalizer references the queue, which would otherwise never be collected.
         thread = Thread(target=_work_off, args=(self._queue,), name=f"shardlite-{name}", daemon=True)
         thread.start()
         weakref.finalize(self, _end, self._queue, thread, watch)
 
     def submit(self, operation: Callable[[], None]) -> Work:
-        """Queue `operation`; it starts when those before it are done.
+        """Queue `operation`. It starts after the operations before it.
 
         Raises:
-            CommError: this is a forked child, which has no such thread.
+            CommError: this is a forked child, which does not have the thread.
         """
         self._owner.check()
         work = _HostWork(self._watch, self._owner)
@@ -165,13 +168,13 @@ class ThreadQueue:
 def _end(
     queue: "SimpleQueue[tuple[_HostWork, Callable[[], None]] | None]", thread: Thread, watch: FailureReports | None
 ) -> None:
-    """Let the thread finish, and see it go: the interpreter must not be taken down under a running thread."""
+    """Stop the thread and join it: the interpreter must not shut down while it runs."""
     queue.put(None)
     if thread is current_thread():
         return
     if watch is None or not watch.failed:
         thread.join(_FAREWELL)
-    if thread.is_alive() and not main_thread().is_alive():  # the interpreter ends
+    if thread.is_alive() and not main_thread().is_alive():  # the interpreter is shutting down
         end_waits()
         thread.join(_FAREWELL)
 
@@ -186,11 +189,11 @@ def _work_off(queue: "SimpleQueue[tuple[_HostWork, Callable[[], None]] | None]")
 
 
 class CudaStreamQueue:
-    """Runs operations on a stream of its own; `thread` hands them to the GPU where that takes waiting for messages.
+    """Runs operations on a separate stream. `thread` launches them if that has to wait for messages.
 
-    Memory is safe without further marks. A tensor that an operation uses was allocated on the caller's stream, whose
-    work so far the operation waits for; and the caller frees or reuses it only after `wait()`, from when on its stream
-    is behind the operation.
+    Memory is safe without `record_stream`. A tensor that an operation uses was allocated on the caller's stream, whose
+    work so far the operation waits for; and the caller frees or reuses it only after `wait()`, when its stream is
+    behind the operation.
     """
 
     def __init__(self, device: torch.device, thread: ThreadQueue | None) -> None:
@@ -199,7 +202,7 @@ class CudaStreamQueue:
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def submit(self, operation: Callable[[], None]) -> Work:
-        """Queue `operation` behind what the current stream has been given so far."""
+        """Queue `operation` behind the work submitted to the current stream so far."""
         begin = torch.cuda.current_stream(self._device).record_event()
         end = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
@@ -212,13 +215,13 @@ class CudaStreamQueue:
         if self._thread is not None:
             return _StreamWork(self._device, end, self._thread.submit(on_stream))
         host = _HostWork()
-        with host:  # an error is the work's, as on a thread
+        with host:  # stores an error in the work, as a thread does
             on_stream()
         return _StreamWork(self._device, end, host)
 
 
 class _StreamWork:
-    """An operation that is done when a stream has come to an event, which `host` records, or has recorded."""
+    """An operation that is done when a stream reaches the event `end`, which `host` records."""
 
     def __init__(self, device: torch.device, end: torch.cuda.Event, host: Work) -> None:
         self._device = device
@@ -233,7 +236,7 @@ class _StreamWork:
         return self._host.done() and bool(self._end.query())  # type: ignore[no-untyped-call]
 
     def wait_unless(self, obsolete: Callable[[], bool]) -> bool:
-        """Wait on the host: a stream would wait for good, and with it the gathers that a peer may need first."""
+        """Wait on the host: a wait on a stream cannot end early, and would block gathers that a peer may need first."""
         if not self._host.wait_unless(obsolete):
             return False
         for pause in _pauses():
@@ -249,7 +252,7 @@ class _StreamWork:
 
 
 def _pauses() -> Iterator[float]:
-    """Yield the seconds between one look and the next."""
+    """Yield the seconds between checks of a wait."""
     pause = _MOMENT
     while True:
         yield pause

@@ -1,6 +1,6 @@
-"""What this rank has sent, by unit and purpose, how long that took, and how long computation waited for it.
+"""Traffic by unit and purpose: bytes sent by this rank, time spent, and time that computation waited for it.
 
-A transport that counts wraps every transport of a model, so that each message is counted where it is sent.
+Wraps every transport of a model, so that each message is counted where it is sent.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from shardlite.telemetry import Clock
 
 @dataclass
 class Tally:
-    """What one rank has sent. One thread adds to it at a time."""
+    """Number and bytes of messages sent by one rank. Add from one thread at a time."""
 
     messages: int = 0
     nbytes: int = 0
@@ -28,7 +28,7 @@ class Tally:
 
 
 class Counted(Around):
-    """`transport`, with all that this rank sends through it added to `tally`."""
+    """`transport` with all messages sent through it added to `tally`."""
 
     def __init__(self, transport: Transport, tally: Tally) -> None:
         super().__init__(transport)
@@ -40,7 +40,7 @@ class Counted(Around):
         return self._transport.isend(tensor, peer, tag)
 
     def exchange(self, messages: Sequence[Message], tag: int) -> Pending:
-        """Count the outgoing ones of `messages` and start them all."""
+        """Count the outgoing messages, and start all `messages`."""
         for message in messages:
             if message.outgoing:
                 self._tally.add(message.tensor)
@@ -48,24 +48,24 @@ class Counted(Around):
 
 
 NO_UNIT = "(no unit)"
-"""For what concerns the whole model: the census at the end of a backward, norms, values that are spread."""
+"""Key for traffic of the whole model: gradient flags, norms, broadcast values."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What was sent for one purpose."""
+    """Traffic for one purpose."""
 
     calls: int
-    """Collective operations."""
+    """Number of collective operations."""
 
     messages: int
     nbytes: int
 
     seconds: float
-    """How long gathers and reductions ran, from their start on this rank to their end; 0 for other purposes."""
+    """Duration of gathers and reductions, from start to end on this rank; 0 for other purposes."""
 
     exposed: float
-    """How long computation stood still for them, in seconds: what was not hidden behind it."""
+    """Seconds that computation waited for them, so that were not overlapped."""
 
 
 @dataclass
@@ -77,28 +77,28 @@ class _Entry:
 
 
 class Traffic:
-    """Counts for one wrapped model on one device."""
+    """Counts of one wrapped model on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._entries: dict[str, dict[str, _Entry]] = {}
 
     def counted(self, transport: Transport, purpose: str, unit: str = NO_UNIT) -> Transport:
-        """Count one call, and return `transport` with its messages counted as well."""
+        """Count one call. Return `transport` with its messages counted."""
         entry = self._entry(purpose, unit)
         entry.calls += 1
         return Counted(transport, entry.tally)
 
     def running(self, purpose: str, unit: str) -> AbstractContextManager[None]:
-        """Count the time inside as that of an operation."""
+        """Add the duration of the block to that of operations."""
         return self._entry(purpose, unit).ran.running()
 
     def waiting(self, purpose: str, unit: str) -> AbstractContextManager[None]:
-        """Count the time inside as one in which computation stands still."""
+        """Add the duration of the block to the time that computation waits."""
         return self._entry(purpose, unit).waited.running()
 
     def by_unit(self) -> Mapping[str, Mapping[str, Sent]]:
-        """Return all counts so far. On a GPU the host waits for what is still under way."""
+        """Return all counts so far. On a GPU the host waits for open intervals."""
         return {
             unit: {purpose: _sent(each) for purpose, each in list(mine.items()) if each.calls}
             for unit, mine in list(self._entries.items())

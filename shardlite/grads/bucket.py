@@ -1,7 +1,9 @@
-"""A bucket: where one unit's gradients of this rank lie until they are reduced.
+"""Buckets: the buffer in which one unit's gradients are collected until they are reduced.
 
-Those of the root come first and last in a backward (of a head and of an embedding, say). So the root's bucket gets no
-memory before its last gradient: the first of each parameter stays the tensor that autograd made.
+The root's gradients arrive first and last in a backward (for example those of a head and of an embedding). So the
+root's bucket allocates memory only for its last gradient: until then it keeps the tensors that autograd made.
+
+In: gradients of single parameters. Out: full buffers to reduce. Knows nothing of communication.
 
 Legend: `W` ranks, `S` elements per shard.
 """
@@ -25,19 +27,19 @@ class Bucket:
     """The unit's flats that have gradients."""
 
     full: list[Tensor] = field(default_factory=list)
-    """For each of them a full buffer in the layout and the dtype of its gradients."""
+    """One full buffer per flat, in the layout and dtype of its gradients."""
 
     early: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-    """Gradients that came while there is no such buffer, as autograd made them."""
+    """Gradients that arrived before `full` was allocated, as autograd made them."""
 
     used: set[nn.Parameter] = field(default_factory=set)
-    """Those of the module's parameters whose gradients the bucket holds."""
+    """The module's parameters whose gradients the bucket holds."""
 
     reduced: bool = False
-    """Whether it was sent round in the backward that is running."""
+    """Whether the bucket was reduced in the current backward."""
 
     arrivals: int = 0
-    """How many gradients came in the backward that is running; a reentrant backward brings several per parameter."""
+    """Number of gradients that arrived in the current backward. A reentrant backward brings several per parameter."""
 
     def __post_init__(self) -> None:
         self.follow_requires_grad()
@@ -46,33 +48,36 @@ class Bucket:
         """Change the phase.
 
         Raises:
-            PhaseError: the move is illegal.
+            PhaseError: the transition is illegal.
         """
         check_move(self.unit.name, self.phase, to)
         self.phase = to
 
     def complete(self, rounds: int) -> bool:
-        """Whether every parameter has got `rounds` gradients in the backward that is running."""
+        """Return whether every parameter has received `rounds` gradients in the current backward."""
         return self.arrivals == rounds * len(self._places)
 
     def needs_memory(self, param: nn.Parameter, *, waits: bool) -> bool:
-        """Whether there is none for the next gradient of a parameter; one of the root may wait for it if `waits`."""
+        """Return whether the next gradient of `param` needs memory that is not allocated yet.
+
+        With `waits`, the first gradient of a parameter in the root needs none.
+        """
         return not self.full and not (waits and self.unit.is_root and param not in self.early)
 
     def fill(self, empty: Empty) -> None:
-        """Get memory, and put there what came early."""
+        """Allocate the full buffers with `empty`, and copy early gradients into them."""
         self.full = [empty(flat.gradients.full_numel, flat.reduce) for flat in self.flats]
         if self.phase is Gradients.EMPTY:
             self.move(Gradients.FILLING)
         while self.early:
             self._place_of(*self._places[(early := self.early.popitem())[0]]).copy_(early[1])
-            del early  # one after the other they go
+            del early  # frees each gradient before the next is copied
 
     def add(self, param: nn.Parameter, grad: Tensor | None, *, is_watched: bool) -> None:
-        """Put a gradient in its place, cast to the dtype of the sum, or on top of what is there already.
+        """Store a gradient, cast to the dtype of the reduction, or add it to the stored one.
 
-        Pass `None` for one that does not count (`join`): it has come, and contributes nothing. `is_watched` says that
-        others may write to it.
+        Pass `None` for a gradient excluded by `join`: it counts as arrived and contributes zero. `is_watched` says that
+        other code may write to the tensor, so that it must be copied.
 
         Raises:
             PhaseError: the parameter was frozen between its forward and this backward.
@@ -100,24 +105,24 @@ class Bucket:
             self.move(Gradients.FILLING)
 
     def _place_of(self, flat: int, slot: Slot) -> Tensor:
-        """View a gradient's place, in its shape."""
+        """View the place of a gradient in the full buffer, in the parameter's shape."""
         return self.full[flat][slot.start : slot.stop].view(slot.shape)
 
     def gradient(self, param: nn.Parameter) -> Tensor | None:
-        """Return what is there of a parameter's gradient."""
+        """Return the gradient collected for `param`, or `None`."""
         if self.phase is not Gradients.FILLING or param not in self.used:
             return None
         return self.early[param] if param in self.early else self._place_of(*self._places[param])
 
     def multiply(self, factor: float) -> None:
-        """Multiply all that is there."""
+        """Multiply all collected gradients by `factor`."""
         for full in self.full:
             full.mul_(factor)
         for param, grad in self.early.items():
             self.early[param] = grad.to(self.flats[self._places[param][0]].reduce) * factor
 
     def drop(self, param: nn.Parameter) -> None:
-        """Forget it."""
+        """Drop the gradient of `param`."""
         if self.phase is Gradients.FILLING:
             self.used.discard(param)
             self.early.pop(param, None)
@@ -131,18 +136,18 @@ class Bucket:
         return next(slot.name for each, slot in members if each is param)
 
     def zero_the_rest(self) -> None:
-        """Zero the padding and the places of gradients that did not come: the memory comes uninitialised."""
+        """Zero the padding and the places of missing gradients. The buffers were allocated uninitialised."""
         for flat, full in zip(self.flats, self.full, strict=True):
             used = {i for i, row in enumerate(flat.rows) if flat.params[row] in self.used}
             for start, stop in _gaps(flat.gradients, used):
                 full[start:stop].zero_()
 
     def flags(self) -> list[int]:
-        """Return 1 for each parameter that has a gradient here, 0 for each other one that might have."""
+        """Return one flag per parameter that may have a gradient: 1 if the bucket holds one, else 0."""
         return [int(flat.params[row] in self.used) for flat in self.flats for row in flat.rows]
 
     def first_bad(self) -> int | None:
-        """Return the place among the flags of the first gradient that has a NaN or an infinity. The host waits."""
+        """Return the flag index of the first gradient with a NaN or an infinity, or `None`. Synchronizes the host."""
         rows = [(flat.params[row], slot, i) for i, flat in enumerate(self.flats) for row, slot in _slots(flat)]
         for place, (param, slot, i) in enumerate(rows):
             if param in self.used and not self.full[i][slot.start : slot.stop].isfinite().all():
@@ -150,14 +155,14 @@ class Bucket:
         return None
 
     def follow_requires_grad(self) -> None:
-        """Take note of which parameters have gradients now. To be called while the bucket is empty."""
+        """Update which parameters have gradients. Call it while the bucket is empty."""
         for flat in self.unit.flats:
             flat.follow_requires_grad()
         self.flats = self.unit.trainable
         self._places = {flat.params[row]: (i, slot) for i, flat in enumerate(self.flats) for row, slot in _slots(flat)}
 
     def clear(self) -> None:
-        """Empty the bucket, and give its memory back."""
+        """Empty the bucket, and free its memory."""
         self.full = []
         self.early.clear()
         self.used.clear()
@@ -170,7 +175,7 @@ def _slots(flat: Flat) -> Iterator[tuple[int, Slot]]:
 
 
 def _gaps(layout: Layout, used: Set[int]) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of a full buffer that no used slot covers."""
+    """Yield the ranges of a full buffer that no slot in `used` covers."""
     end = 0
     for i, slot in enumerate(layout.slots):
         if i in used:

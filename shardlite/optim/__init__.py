@@ -1,7 +1,6 @@
 """AdamW on arenas: one kernel launch steps the shards of many parameters.
 
-In: shards with gradients, or gradients as the last hop of a reduction brings them. Out: stepped shards. Read `adamw.py`
-first.
+In: shards with gradients, or gradients from the last hop of a reduction. Out: stepped shards. Read `adamw.py` first.
 """
 
 from shardlite.optim.adamw import AdamW, accumulating, adopt, steps_in_backward

@@ -1,8 +1,8 @@
-"""AdamW for parameters that lie in flat buffers: neighbours are stepped together, each run of them by one kernel call.
+"""AdamW for parameters in flat buffers: each contiguous run of parameters is stepped by one kernel call.
 
-`arena_slots.py` knows where parameters and their moments lie, `plan.py` which of them one call can step,
-`step_counts.py` how many steps they have made and how the next one is computed. With `in_backward`, `in_backward.py`
-steps each parameter as soon as its gradient is there. Nothing here knows about units, ranks or communication.
+`arena_slots.py` places parameters and moments in memory, `plan.py` finds the contiguous runs that one call can step,
+`step_counts.py` counts steps and computes their scalars. With `in_backward`, `in_backward.py` steps each parameter as
+soon as its gradient is ready. Knows nothing of units, ranks or communication.
 """
 
 from __future__ import annotations
@@ -27,55 +27,63 @@ from shardlite.optim.validate import FOREIGN_OPTIONS, check_group, check_loaded,
 from shardlite.params import ShardInfo
 
 _living: WeakValueDictionary[int, AdamW] = WeakValueDictionary()
-"""All optimizers of the process, by id. Ranks that are threads share the table, and find each their own by its
-parameters."""
+"""All optimizers of the process, by id. Ranks that are threads share the table; each finds its own optimizer by its
+parameters.
+"""
 
 
 class AdamW(Optimizer):
-    """AdamW (Loshchilov and Hutter 2019): the bits of `torch.optim.AdamW(fused=True)` on the same flat tensors.
+    """AdamW (Loshchilov and Hutter 2019), bit-equal to `torch.optim.AdamW(fused=True)` on the same flat tensors.
 
-    Parameter groups, schedulers and a tensor as `lr` work as in PyTorch. States have PyTorch's names and shapes, so a
-    `state_dict` can be exchanged with `torch.optim.AdamW` in both directions. A parameter without a gradient is left
-    alone and keeps its own step count, and so is a frozen one until it is trainable again.
+    Parameter groups, schedulers and a tensor as `lr` work as in PyTorch. State has PyTorch's names and shapes, so a
+    `state_dict` can be exchanged with `torch.optim.AdamW` in both directions. A parameter without a gradient, or a
+    frozen one, is not stepped and keeps its own step count.
 
-    Like PyTorch's fused optimizers it works with `torch.amp.GradScaler`, or whoever else sets these two attributes for
-    a step: a tensor `found_inf`, with which nothing changes unless it is zero, and a tensor `grad_scale` (or None), by
-    which gradients are divided first. A step on a GPU never waits for it.
+    Like PyTorch's fused optimizers it supports `torch.amp.GradScaler`, which sets two attributes for a step: a tensor
+    `found_inf`, which disables the step unless it is zero, and a tensor `grad_scale` (or `None`), by which gradients
+    are divided first. A step never synchronizes with a GPU.
 
     Args:
-        params: parameters, or groups of them; of a wrapped model what its `parameters()` yields.
-        lr: the learning rate, a number or a tensor of one.
-        betas: how much of the first and the second moment is kept per step.
-        eps: is added to the root of the second moment.
-        weight_decay: the part of a weight that a step takes off, per learning rate.
-        state: how moments are kept: `"fp32"` (in fact in the parameter's dtype) in 8 bytes per element, `"bf16"` in 4,
-            `"int8"` in 2.06. They are computed with in fp32; `shardlite_kernels.moments` says how they are rounded. A
-            `state_dict` has them in fp32 whatever the format, and every format loads it.
-        in_backward: step each parameter in the backward, as soon as its gradient is there. Of a wrapped model the last
-            addition of a reduction and the step are one kernel then, and no gradient is kept. See `docs/semantics.md`
-            for what that excludes. `step()` is called as ever, and closes the step.
-        max_norm: clip gradients to this global norm in the step itself, in registers: where the norm comes with the
-            reduction (see `ShardLite.clip_grad_norm_`) that takes no pass over them, and they stay as they are.
-            `grad_norm` is the norm of the latest step. Not with `in_backward`.
-        max_update: cut off each element's update, before it is multiplied by the learning rate, at this magnitude (it
-            is about 1 in steady training); `None`: do not. A bound that, unlike a norm, takes no pass over gradients.
+        params: parameters or parameter groups; for a wrapped model, the result of its `parameters()`.
+        lr: learning rate, a number or a tensor with one element.
+        betas: decay rates of the first and the second moment.
+        eps: term added to the root of the second moment.
+        weight_decay: decoupled weight decay, multiplied by the learning rate.
+        state: format of the moments: `"fp32"` (the parameter's dtype) takes 8 bytes per element, `"bf16"` 4,
+            `"int8"` 2.06. Arithmetic is fp32; `shardlite_kernels.moments` describes the rounding. A `state_dict` holds
+            fp32 moments whatever the format, and every format loads it.
+        in_backward: step each parameter during the backward, as soon as its gradient is ready. For a wrapped model, one
+            kernel does the last addition of a reduction and the step, and no gradient is kept. See
+            `docs/semantics.md` for the restrictions. Call `step()` after the backward as usual; it closes the step.
+        max_norm: clip gradients to this global norm inside the step, in registers. Gradients are not modified. If the
+            norm comes with the reduction (see `ShardLite.clip_grad_norm_`), this needs no pass over them. `grad_norm`
+            is the norm of the latest step. Not allowed with `in_backward`.
+        max_update: clamp the magnitude of each element's update, before it is multiplied by the learning rate, to
+            this value (updates are about 1 in steady training). `None`: no clamping. Unlike a norm it needs no pass
+            over gradients.
 
     Raises:
-        ValueError: a hyper-parameter is out of range, or a parameter is not contiguous, overlaps another one, or has
-            no floating dtype, or one that does not go with `state`.
+        ValueError: a hyper-parameter is out of range, or a parameter is not contiguous, overlaps another one, or has a
+            dtype that is not floating or does not go with `state`.
+
+    Example:
+        >>> model = ShardLite(model)
+        >>> optimizer = AdamW(model.parameters(), lr=1e-4, max_norm=1.0)
+        >>> model(x).sum().backward()
+        >>> optimizer.step()
     """
 
     _step_supports_amp_scaling = True
     steps_split_weights = True
-    _plan: OptimizerLayout | None = None  # made when first needed, and anew when parameters have moved
+    _plan: OptimizerLayout | None = None  # built on first use, and again when parameters have moved
     _steps_in_backward: InBackwardSteps | None = None
     moments = "fp32"
     max_norm: float | None = None
     grad_norm: Tensor | None = None
-    """The global norm [] of the gradients of the latest step, before clipping; without `max_norm` none."""
+    """Global norm [] of the gradients of the latest step, before clipping. `None` without `max_norm`."""
 
     norm: Tensor | None = None
-    """The norm to clip by in the coming step, []; to be set by who knows it, else it is computed."""
+    """Norm [] to clip by in the next step. The caller may set it; otherwise it is computed."""
 
     def __init__(
         self,
@@ -106,7 +114,7 @@ class AdamW(Optimizer):
 
     @property
     def clips_by_norm(self) -> bool:
-        """Whether a step needs `norm`, the global one."""
+        """Whether a step needs the global norm."""
         return self.max_norm is not None
 
     @property
@@ -115,7 +123,7 @@ class AdamW(Optimizer):
         return self._steps_in_backward is not None
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group; hyper-parameters that it does not name are those given to the constructor."""
+        """Add a group. Missing hyper-parameters are those given to the constructor."""
         super().add_param_group(param_group)
         try:
             check_group(self.param_groups[-1], self.moments)
@@ -125,32 +133,32 @@ class AdamW(Optimizer):
         self._catch(self.param_groups[-1]["params"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as PyTorch's AdamW has it, with moments in fp32. Narrow ones stand for these exactly.
+        """Return the state in the format of PyTorch's AdamW, with moments in fp32, which is exact for narrow moments.
 
-        Those are copies then, in host memory, for in fp32 they may be more than a GPU has left.
+        Converted moments are copies in host memory, because in fp32 they may not fit on the GPU.
         """
         saved: dict[str, Any] = super().state_dict()
         saved["state"] = {key: canonical(entry, torch.device("cpu")) for key, entry in saved["state"].items()}
         return saved
 
     def tables(self) -> list[Tensor]:
-        """Return what this holds beside the state: to which row of scalars each group of 32 elements belongs."""
+        """Return the tensors held beside the state: the row of scalars of each group of 32 elements."""
         arenas = {id(slot.arena): slot.arena for slot in self._plan.slots} if self._plan is not None else {}
         return [arena.rows for arena in arenas.values()]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state of this optimizer or of PyTorch's AdamW, into the format of this one."""
+        """Load the state of this optimizer or of PyTorch's AdamW, converted to this optimizer's format."""
         # PyTorch would round moments to the dtype of the parameter, the upper part of a split weight.
         kept = {key: {name: _Stepped(value) for name, value in e.items()} for key, e in state_dict["state"].items()}
         super().load_state_dict({**state_dict, "state": kept})
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or a pickled optimizer is made from."""
+        """Return the state for copying and pickling."""
         state: dict[str, Any] = super().__getstate__()
         return {**state, "moments": self.moments, "in_backward": self.in_backward, "max_norm": self.max_norm}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over a loaded or unpickled state; its values are copied into the arenas at once."""
+        """Restore a loaded or unpickled state, and copy its values into the arenas."""
         copied = state.pop("in_backward", False)
         for entry in state["state"].values():
             entry.update({name: value.value for name, value in entry.items() if isinstance(value, _Stepped)})
@@ -169,10 +177,10 @@ class AdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; `closure` computes the loss anew and returns it.
+        """Step every parameter that has a gradient. `closure` recomputes the loss and returns it.
 
         Raises:
-            ValueError: a gradient is sparse; no parameter has been updated then.
+            ValueError: a gradient is sparse. No parameter has been stepped then.
         """
         loss = None
         if closure is not None:
@@ -198,11 +206,11 @@ class AdamW(Optimizer):
         return loss
 
     def _clip_factor(self, stepped: Sequence[StateSlot], grad_scale: Tensor | None) -> Tensor | None:
-        """Return by what gradients are to be multiplied, []: `min(1, max_norm / (norm + 1e-6))`, as PyTorch clips."""
+        """Return the factor [] for gradients: `min(1, max_norm / (norm + 1e-6))`, as PyTorch clips."""
         norm, self.norm = self.norm, None
         if self.max_norm is None or not stepped:
             return None
-        if norm is None:  # in the order in which they were given: slots are in that of memory, which is no run's
+        if norm is None:  # sum in the order of `param_groups`: the order of slots in memory differs between runs
             params = [param for group in self.param_groups for param in group["params"] if param.requires_grad]
             norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
         self.grad_norm = norm if grad_scale is None else norm / grad_scale.to(norm.device)
@@ -211,26 +219,26 @@ class AdamW(Optimizer):
     # ---- in the backward ----------------------------------------------------------------------------------------
 
     def hop(self, places: Sequence[tuple[Tensor, int]]) -> InBackwardStep:
-        """Prepare the step of some parameters by a sum that is still to be made, of gradients that lie in one buffer.
+        """Prepare the in-backward step of parameters whose gradients are still to be reduced into one buffer.
 
-        `places` are the parameters, each with the place in that buffer where its gradient starts.
+        `places` holds each parameter with the offset of its gradient in that buffer, in elements.
         """
         assert self._steps_in_backward is not None
         slots = self._plan_of_now().by_param
         return self._steps_in_backward.prepare([(slots[param], start) for param, start in places])
 
     def ready(self) -> None:
-        """Raise if the step of an earlier backward is not closed."""
+        """Raise `PhaseError` if the in-backward step of an earlier backward is not closed."""
         if self._steps_in_backward is not None:
             self._steps_in_backward.ready()
 
     def note(self, bad: Tensor) -> None:
-        """Take note of whether what was stepped by had a NaN or an infinity: [], above 0 if so."""
+        """Record whether the gradients of a step contained a NaN or an infinity: `bad` [] is above 0 if so."""
         if self._steps_in_backward is not None:
             self._steps_in_backward.note(bad)
 
     def _begin_hops(self) -> list[StepCounts]:
-        """Prepare a step whose parameters are not known yet."""
+        """Open an in-backward step before its parameters are known."""
         plan = self._current_plan()
         for slot in plan.slots:
             if not slot.holds(self.state.get(slot.param)):
@@ -240,17 +248,17 @@ class AdamW(Optimizer):
         return plan.counts
 
     def _catch(self, params: Iterable[Tensor]) -> None:
-        """Step parameters that are not shards as soon as autograd has their gradients."""
+        """Step parameters that are not shards as soon as autograd has accumulated their gradients."""
         if self._steps_in_backward is not None:
             for param in params:
                 if param.requires_grad and not ShardInfo.is_of(param):
                     self._steps_in_backward.catch(param, WeakMethod(self._step_one))
 
     def _step_the_rest(self) -> None:
-        """Step what has a gradient yet: a parameter that was frozen until now had no hook.
+        """Step parameters that still have a gradient because they were frozen and had no hook.
 
         Raises:
-            PhaseError: gradients were scaled, or a shard has one, which no backward has brought.
+            PhaseError: gradients were scaled, or a shard has a gradient that does not come from a backward.
         """
         if getattr(self, "grad_scale", None) is not None or getattr(self, "found_inf", None) is not None:
             raise PhaseError(
@@ -270,7 +278,7 @@ class AdamW(Optimizer):
 
     @torch.no_grad()
     def _step_one(self, param: Tensor) -> None:
-        """Step a parameter by its gradient, and drop that."""
+        """Step `param` by its gradient, and drop the gradient."""
         assert self._steps_in_backward is not None
         assert param.grad is not None
         step = self.hop([(param, 0)])
@@ -281,7 +289,7 @@ class AdamW(Optimizer):
         param.grad = None
 
     def _exchange(self, shards: Mapping[Tensor, nn.Parameter], part: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Hold `shards[param]` instead of `param` from now on; see `adopt`."""
+        """Replace each `param` by `shards[param]`; see `adopt`."""
         params = [param for group in self.param_groups for param in group["params"]]
         held = {param: shards[param] for param in params if shards.get(param, param) is not param}
         if not held:
@@ -301,7 +309,7 @@ class AdamW(Optimizer):
         self._plan = None
 
     def _plan_of_now(self) -> OptimizerLayout:
-        """The plan of the step that is open or, if none is, the current one."""
+        """Return the layout of the open in-backward step or, without one, the current layout."""
         if self._plan is not None and self._steps_in_backward is not None and self._steps_in_backward.is_open:
             return self._plan
         return self._current_plan()
@@ -316,24 +324,24 @@ class AdamW(Optimizer):
 
 
 def adopt(shards: Mapping[Tensor, nn.Parameter], part: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Let every `AdamW` that holds parameters of `shards` hold their shards instead, in the same groups and order.
+    """Replace the parameters in `shards` by their shards in every `AdamW`, in the same groups and order.
 
-    Group dictionaries stay the same objects, so schedulers go on. A state that exists is cut: `part(param, tensor)`
-    returns what of a tensor like `param` belongs to the shard, in the shape of the shard. Doing it again changes
-    nothing.
+    Group dictionaries stay the same objects, so schedulers keep working. Existing state is cut:
+    `part(param, tensor)` returns the shard's part of a tensor like `param`, in the shape of the shard. A second call
+    has no effect.
 
     Raises:
-        ValueError: a part has not the shape of its shard; the optimizer at which this happened is unchanged.
+        ValueError: a part does not have the shape of its shard. The optimizer concerned is unchanged.
     """
     for optimizer in _optimizers():
         optimizer._exchange(shards, part)
 
 
 def steps_in_backward(names: Callable[[], Mapping[Tensor, str]]) -> AdamW | None:
-    """Return the optimizer that steps parameters in the backward, if there is one; `names` returns theirs.
+    """Return the optimizer that steps shards in the backward, or `None`. `names` returns the shards with their names.
 
     Raises:
-        LayoutError: there are several, or it does not hold all that are trainable.
+        LayoutError: there are several, or it lacks a trainable shard.
     """
     candidates = [optimizer for optimizer in _optimizers() if optimizer.in_backward]
     shards = names() if candidates else {}
@@ -353,7 +361,7 @@ def steps_in_backward(names: Callable[[], Mapping[Tensor, str]]) -> AdamW | None
 
 @contextmanager
 def accumulating(params: Iterable[Tensor]) -> Iterator[None]:
-    """Let optimizers leave the gradients of these parameters alone in backwards inside."""
+    """Keep optimizers from stepping `params` in backwards inside this context."""
     wanted = set(params)
     paused = [optimizer._steps_in_backward for optimizer in _optimizers() if optimizer._steps_in_backward is not None]
     for hops in paused:
@@ -366,17 +374,17 @@ def accumulating(params: Iterable[Tensor]) -> Iterator[None]:
 
 
 def _optimizers() -> list[AdamW]:
-    """Return all that live, whatever other threads add meanwhile."""
+    """Return all live optimizers. Other threads may add some meanwhile."""
     return [optimizer for each in _living.valuerefs() if (optimizer := each()) is not None]
 
 
 @dataclass(frozen=True)
 class _Stepped:
-    """A value that PyTorch's loading shall leave as it is."""
+    """A value that PyTorch's state loading must not convert."""
 
     value: Any
 
 
 def _part_of_state(param: Tensor, state: Mapping[str, Any], part: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Any]:
-    """Copies, so that the arenas of the whole state can go."""
+    """Return the shard's part of a state, as copies, so that the arenas of the whole state can be freed."""
     return {name: (part(param, value) if name != "step" else value).clone() for name, value in state.items()}

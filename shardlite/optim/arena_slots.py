@@ -1,15 +1,15 @@
-"""Where an optimizer's parameters lie in memory, and where their moments do.
+"""Slots: the places of an optimizer's parameters and moments in memory.
 
 A parameter of `ShardLite` is a view into a flat buffer. It starts at a multiple of 32 elements, and the zeros up to the
-next multiple belong to it, in this buffer and in that of the gradients alike. Moments lie in arenas of their own, in
-the same order, without what lies between parameters and is not ours (a full buffer also holds other ranks' parts):
+next multiple belong to it, in this buffer and in the gradients' buffer. Moments are stored in separate arenas in the
+same order, without the gaps between parameters (a full buffer also holds other ranks' parts):
 
     parameters  [ p0 p0 p0 0 | p1 p1 0 0 | .. .. .. .. | p2 p2 p2 p2 | p3 ... ]     padded to 32, drawn as 4
     moments     [ m0 m0 m0 0 | m1 m1 0 0 | m2 m2 m2 m2 | m3 ... ]
     rows        [     0      |     1     |      2      |   3    ]                   which step counts and scalars apply
 
-The format of the moments (`shardlite_kernels.moments`) is that of the whole optimizer. As a group of 32 starts where a
-parameter does, or at a cut between ranks, which is at a multiple of 32, what a group holds depends on no rank.
+All moments of an optimizer have one format (`shardlite_kernels.moments`). A group of 32 starts at a parameter or at a
+cut between ranks, which is at a multiple of 32, so the content of a group does not depend on the rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _EXPONENTS = ("exp_avg_exponent", "exp_avg_sq_exponent")
 
 
 class StateSlot:
-    """Where one parameter lies in its storage, in elements, and its state in the arenas."""
+    """The place of one parameter in its storage, in elements, and of its state in the arenas."""
 
     __slots__ = (
         *("address", "arena", "counts", "end", "group", "low_start", "number", "param", "part", "place", "row"),
@@ -40,14 +40,14 @@ class StateSlot:
 
     arena: Arena
     counts: StepCounts
-    place: int  # of the moments in the arena
-    row: int  # of the step counts
+    place: int  # offset of the moments in the arena
+    row: int  # index into the step counts
     state: dict[str, Tensor]
 
     def __init__(self, param: Tensor, group: int, number: int) -> None:
         self.param = param
         self.group = group
-        self.number = number  # among all parameters of the optimizer
+        self.number = number  # index among all parameters of the optimizer
         self.part = ShardInfo.of(param)
         self.address = param.data_ptr()
         self.start = int(param.storage_offset())
@@ -55,7 +55,7 @@ class StateSlot:
         self.end = self.stop = self.start + param.numel()  # `stop` may grow to include padding
 
     def adopt(self, states: dict[Tensor, Any]) -> None:
-        """Copy the entry of `states` for this parameter (or zeros) into the arenas, and make it refer to them."""
+        """Copy the entry of `states` for this parameter (or zeros) into the arenas, and replace it by views of them."""
         given = states.get(self.param)
         check_state(self.param, given)
         if not given:
@@ -80,22 +80,22 @@ class StateSlot:
             encode(m, v, *mine.codes(), random=None)
 
     def holds(self, state: dict[str, Any] | None) -> bool:
-        """Whether `state` refers to the arenas, so was neither replaced from outside nor never made."""
+        """Return whether `state` consists of views of the arenas, so exists and was not replaced from outside."""
         mine = self.state
         return bool(state) and all(map(is_, map(state.get, mine), mine.values()))  # type: ignore[union-attr]
 
     def include_padding(self, next_start: int) -> None:
-        """Move `stop` to the next multiple of 32, if what lies up to there is in the storage and is nobody's: zero."""
+        """Extend `stop` to the next multiple of 32 if that memory is in the storage, in no parameter, and zero."""
         stop = min(round_up(self.end, ALIGN), next_start, storage_numel(self.param))
         if self.start % ALIGN == 0 and stop > self.end and not flat(self.param, self.end, stop).any():
             self.stop = stop
 
 
 class Arena:
-    """The moments of the parameters in one storage: one buffer each, as long as the padded parameters are together."""
+    """The moments of all parameters in one storage: one buffer each, as long as the padded parameters together."""
 
     rows: Tensor
-    """[G], the row of each group of 32 elements; [0] where nobody looks."""
+    """[G], the row of each group of 32 elements; [0] if it is not used."""
 
     def __init__(self, slots: list[StateSlot], moments: str) -> None:
         self._slots = slots
@@ -109,7 +109,7 @@ class Arena:
         self._runs: dict[tuple[int, int], State] = {}
 
     def name_rows(self) -> None:
-        """Write down which row each group belongs to, for kernels, and for moments that are rounded at random."""
+        """Compute the row of each group, for kernels and for stochastic rounding of moments."""
         if isinstance(self._slots[0].counts, HostCounts) and self.avg.dtype in (torch.float32, torch.float64):
             self.rows = torch.empty(0, dtype=torch.int16)
             return
@@ -120,26 +120,26 @@ class Arena:
         self.rows = rows.to(self.avg.device, torch.int16 if narrow else torch.int32)
 
     def rows_of(self, begin: int, state: State) -> Tensor:
-        """The rows [G] of what is stepped from a place on."""
+        """Return the rows [G] of the elements of `state`, which starts at `begin`."""
         return self.rows[begin // SCALE_BLOCK : -(-(begin + state.param.numel()) // SCALE_BLOCK)]
 
     def entry(self, slot: StateSlot) -> dict[str, Tensor]:
-        """What the optimizer's state of one parameter refers to: moments in its shape, and their exponents."""
+        """Return the optimizer state of one parameter: moments in its shape, and their exponents."""
         here = self.state(slot, slot.start, slot.end)
         avg, sq, *exponents = here.codes()
         entry = {name: moment.view(slot.param.shape) for name, moment in zip(_MOMENTS, (avg, sq), strict=True)}
         return entry | {name: each for name, each in zip(_EXPONENTS, exponents, strict=True) if each is not None}
 
     def run(self, first: StateSlot, start: int, stop: int) -> State:
-        """`state`, remembered."""
+        """Return `state(first, start, stop)`, cached."""
         if len(self._runs) > 4 * len(self._slots):
-            self._runs.clear()  # which parameters have gradients changes all the time: do not collect every combination
+            self._runs.clear()  # bounds the cache when the set of parameters with gradients keeps changing
         if (start, stop) not in self._runs:
             self._runs[start, stop] = self.state(first, start, stop)
         return self._runs[start, stop]
 
     def state(self, first: StateSlot, start: int, stop: int) -> State:
-        """What is to be stepped from `start` to `stop` in a row of parameters that begins with `first`, flat."""
+        """Return the flat tensors to step from `start` to `stop` in a contiguous run that begins with `first`."""
         begin = first.place + start - first.start
         here, groups = (
             slice(begin, begin + stop - start),
@@ -153,9 +153,9 @@ class Arena:
 
 
 def canonical(entry: dict[str, Any], device: torch.device | None = None) -> dict[str, Any]:
-    """Return a state of one parameter with moments in fp32 that narrow ones stand for: all that they can say is exact.
+    """Return the state of one parameter with moments decoded to fp32, which is exact.
 
-    Those are on `device`, or where they were; what is not narrow is returned as it is.
+    Decoded moments are on `device`, or on their own device. A state that is not narrow is returned unchanged.
     """
     avg, sq = (entry[name] for name in _MOMENTS)
     if avg.dtype in (torch.bfloat16, torch.int8):
@@ -166,7 +166,7 @@ def canonical(entry: dict[str, Any], device: torch.device | None = None) -> dict
 
 
 def place(slots: Sequence[StateSlot], moments: str) -> None:
-    """Give each slot its padding and memory for its moments in a format.
+    """Assign each slot its padding, and memory for its moments in the given format.
 
     Raises:
         ValueError: two parameters share memory.
@@ -179,10 +179,10 @@ def place(slots: Sequence[StateSlot], moments: str) -> None:
 
 
 def check_state(param: Tensor, state: dict[str, Any] | None) -> None:
-    """Refuse what is not this optimizer's state. An empty one is: that of a parameter before its first step.
+    """Check the state of `param`. An empty state is valid: that of a parameter before its first step.
 
     Raises:
-        ValueError: the entries, or the shape of a moment, are not those of AdamW for `param`.
+        ValueError: the entries or the shape of a moment differ from those of AdamW for `param`.
     """
     if not state:
         return
@@ -195,7 +195,7 @@ def check_state(param: Tensor, state: dict[str, Any] | None) -> None:
 
 
 def _by_storage(slots: Sequence[StateSlot]) -> list[list[StateSlot]]:
-    """The slots of each storage in the order of memory. Storages without memory (no elements) are not one storage."""
+    """Group slots by storage, in memory order. Empty storages are not merged."""
     storages: dict[Any, list[StateSlot]] = {}
     for index, slot in enumerate(slots):
         param = slot.param
@@ -205,7 +205,7 @@ def _by_storage(slots: Sequence[StateSlot]) -> list[list[StateSlot]]:
 
 
 def _settle_borders(neighbours: list[StateSlot]) -> None:
-    """Let each of the parameters of a storage, in the order of memory, have its padding."""
+    """Assign padding to each parameter of one storage; `neighbours` are in memory order."""
     for slot, following in pairwise(neighbours):
         if following.start < slot.end:
             raise ValueError(
@@ -217,9 +217,9 @@ def _settle_borders(neighbours: list[StateSlot]) -> None:
 
 
 def _assign_places(slots: list[StateSlot]) -> int:
-    """Close the gaps between `slots`, and keep side by side what is so; return how many elements that takes.
+    """Assign a place in the arena to each slot, without gaps. Return the number of elements needed.
 
-    Each starts at a multiple of 32: a group of 32 belongs to one parameter.
+    Each place is a multiple of 32, so that a group of 32 belongs to one parameter.
     """
     end = 0
     for slot in slots:
@@ -229,10 +229,10 @@ def _assign_places(slots: list[StateSlot]) -> int:
 
 
 def flat(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """Elements [start, stop) of the tensor's storage, outside of autograd."""
+    """View elements `[start, stop)` of the tensor's storage, outside of autograd."""
     return torch.as_strided(tensor.data, (stop - start,), (1,), start)
 
 
 def storage_numel(tensor: Tensor) -> int:
-    """How many elements fit into the tensor's storage."""
+    """Return how many elements the tensor's storage can hold."""
     return int(tensor.untyped_storage().nbytes()) // tensor.element_size()

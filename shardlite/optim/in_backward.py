@@ -1,10 +1,11 @@
-"""Steps inside a backward: each parameter by its gradient as soon as that is there, or by the last hop of its sum.
+"""In-backward steps: each parameter is stepped as soon as its gradient is ready, or by the last hop of its reduction.
 
-    open: the first gradient of a backward is there -> hyper-parameters of the step are read
+    open: the first gradient of a backward is ready -> hyper-parameters of the step are read
     steps, in any order and on any thread
     close: `step()` of the optimizer -> the step is counted, and the next backward may open another one
 
-Between the first gradient and `step()` nothing can be taken back: weights that were stepped are new, the others old.
+Between the first gradient and `step()` nothing can be undone: some weights are stepped, others are not yet. Knows
+nothing of units or communication.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ from shardlite.optim.step_counts import Group, StepCounts, Stretch
 
 
 class InBackwardSteps:
-    """The step that one optimizer takes in a backward."""
+    """The in-backward steps of one optimizer."""
 
     def __init__(self, begin: WeakMethod[Callable[[], list[StepCounts]]]) -> None:
-        self._begin = begin  # weak, like all that hooks hold: an optimizer that is dropped must step no more
-        self._counts: list[StepCounts] = []  # of the step that is open
+        self._begin = begin  # weak, like all references from hooks: a deleted optimizer must not step
+        self._counts: list[StepCounts] = []  # those of the open step
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._done: set[Tensor] = set()
         self._alarm = _Alarm()
-        self._paused: Counter[Tensor] = Counter()  # how many ask for the gradient of each to be left alone
+        self._paused: Counter[Tensor] = Counter()  # number of active pauses of each
 
     @property
     def is_open(self) -> bool:
-        """Whether a step is under way."""
+        """Whether a step is open."""
         return bool(self._counts)
 
     def catch(self, param: Tensor, step: WeakMethod[Callable[[Tensor], None]]) -> None:
-        """Call `step(param)` when autograd has put its gradient there, unless paused."""
+        """Call `step(param)` when autograd has accumulated the gradient of `param`, unless paused."""
 
         def take(param: Tensor) -> None:
             if (now := step()) is None or self._paused[param]:
                 return
             if param in self._done:
-                param.grad = None  # it is of a backward that is refused
+                param.grad = None  # it belongs to a backward that is refused below
             self.ready_for(param)
             now(param)
 
@@ -54,27 +55,27 @@ class InBackwardSteps:
             self._handles[param] = param.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 
     def pause(self, params: Collection[Tensor]) -> None:
-        """Leave the gradients of `params` alone until `resume`."""
+        """Do not step `params` until `resume`."""
         self._paused.update(params)
 
     def resume(self, params: Collection[Tensor]) -> None:
-        """Undo one `pause`. It touches these parameters only: others may be those of another thread."""
+        """Undo one `pause` of `params` only: another thread may have paused others."""
         self._paused.subtract(params)
         for param in params:
             if self._paused[param] == 0:
                 del self._paused[param]
 
     def release(self, param: Tensor) -> None:
-        """Step a parameter no more by a hook of its own."""
+        """Remove the hook of `param`."""
         handle = self._handles.pop(param, None)
         if handle is not None:
             handle.remove()
 
     def ready(self) -> None:
-        """Raise if the step that was taken in an earlier backward is not closed.
+        """Check that no step of an earlier backward is open.
 
         Raises:
-            PhaseError: it is not.
+            PhaseError: one is.
         """
         if self._done:
             raise PhaseError(
@@ -83,16 +84,19 @@ class InBackwardSteps:
             )
 
     def ready_for(self, param: Tensor) -> None:
-        """Raise if this parameter was stepped, and the step is not closed.
+        """Check that `param` was not stepped in a step that is still open.
 
         Raises:
-            PhaseError: it is not.
+            PhaseError: it was.
         """
         if param in self._done:
             self.ready()
 
     def prepare(self, members: Sequence[tuple[StateSlot, int]]) -> InBackwardStep:
-        """Return the step of some parameters, each with the place of its gradient in a buffer; open one if none is."""
+        """Return the in-backward step of `members`: slots with the offsets of their gradients in a buffer.
+
+        Opens a step if none is open.
+        """
         params = {slot.param for slot, _ in members}
         for param in params:
             self.ready_for(param)
@@ -104,15 +108,15 @@ class InBackwardSteps:
         return InBackwardStep(members)
 
     def note(self, bad: Tensor) -> None:
-        """Take note of whether gradients that were stepped by were bad: [], above 0 if so."""
+        """Record whether gradients of the step contained a NaN or an infinity: `bad` [] is above 0 if so."""
         self._alarm.note(bad)
 
     def close(self, groups: Sequence[Group]) -> None:
-        """Count the step; the parameter `groups` are those of now.
+        """Count the step; `groups` are the optimizer's current parameter groups.
 
         Raises:
-            NonFiniteError: a gradient had a NaN or an infinity; on a GPU one step later.
-            PhaseError: hyper-parameters have changed since the backward, too late for this step.
+            NonFiniteError: a gradient contained a NaN or an infinity; on a GPU it is raised one step later.
+            PhaseError: hyper-parameters changed since the backward, too late for this step.
         """
         outdated = any(counts.outdated(groups) for counts in self._counts)
         for counts in self._counts:
@@ -128,7 +132,7 @@ class InBackwardSteps:
 
 
 class InBackwardStep:
-    """The step of some parameters whose gradients lie in one buffer. Called with what is to be added to them."""
+    """The step of parameters whose gradients lie in one buffer. Call it with the summands of a part of the buffer."""
 
     def __init__(self, members: Sequence[tuple[StateSlot, int]]) -> None:
         self._members = [(slot, start) for slot, start in members if slot.start < slot.end]
@@ -136,17 +140,17 @@ class InBackwardStep:
         self._counts = members[0][0].counts if members else None
         device = members[0][0].param.device if members else torch.device("cpu")
         self.bad = torch.zeros((), dtype=torch.int32, device=device)
-        """[], 1 if a gradient had a NaN or an infinity."""
+        """[], 1 if a gradient contained a NaN or an infinity."""
 
     def activate(self, users: Tensor) -> None:
-        """Step those that somebody uses: above 0 if so, [number of parameters]. The others are left alone."""
+        """Select the parameters to step: those whose entry in `users` [number of parameters] is above 0."""
         if self._counts is not None:
             self._counts.activate(self._rows, users)
 
     def __call__(self, start: int, received: Tensor | None, own: Tensor, divisor: int = 1) -> None:
-        """Step by elements `[start, start + n)` of the buffer: `(received + own) / divisor`, [n] each, or just `own`.
+        """Step by elements `[start, start + n)` of the buffer: `(received + own) / divisor`, [n] each, or `own` alone.
 
-        `start` is a multiple of 32, and so is `n` but at the end of the buffer.
+        `start` is a multiple of 32, and so is `n` except at the end of the buffer.
         """
         for first, begin, end in self._stretches():
             low, high = max(begin, start), min(end, start + own.numel())
@@ -162,7 +166,7 @@ class InBackwardStep:
                     first.counts.update(stretch, own[here], self.bad)
 
     def _stretches(self) -> Iterator[tuple[StateSlot, int, int]]:
-        """Yield what one call can step: the first parameter, and where its gradients start and end."""
+        """Yield the contiguous runs that one call can step: the first slot, and where its gradients start and end."""
         first = last = None
         begin = 0
         for slot, start in self._members:
@@ -179,9 +183,9 @@ class InBackwardStep:
 
 
 class _Alarm:
-    """A flag that the host looks at: on a CPU at once, on a GPU one step later, when that step is over anyhow.
+    """A flag that the host reads at once on a CPU, and one step later on a GPU, when that step has finished.
 
-    So every rank finds it up in the same step.
+    So every rank sees it in the same step.
     """
 
     def __init__(self) -> None:
@@ -190,15 +194,15 @@ class _Alarm:
         self._on_its_way: torch.cuda.Event | None = None
 
     def note(self, bad: Tensor) -> None:
-        """Raise the flag if `bad` [] is above 0."""
+        """Set the flag if `bad` [] is above 0."""
         bad = (bad > 0).to(torch.int32)
         self._flag = bad if self._flag is None else torch.maximum(self._flag, bad)
 
     def look(self) -> None:
-        """Lower the flag, and raise if it was known to be up.
+        """Clear the flag, and raise if it was set.
 
         Raises:
-            NonFiniteError: it was.
+            NonFiniteError: it was set.
         """
         flag, self._flag = self._flag, None
         if flag is None or (flag.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -212,7 +216,7 @@ class _Alarm:
             )
 
     def _see(self, flag: Tensor) -> Tensor | None:
-        """Return the flag or, on a GPU, that of the last step, and send this one on its way."""
+        """Return the flag or, on a GPU, the flag of the previous step, and start copying this one to the host."""
         if not flag.is_cuda:
             return flag
         if self._on_its_way is not None:

@@ -1,13 +1,13 @@
-"""What an optimizer has found out about its parameters, and which neighbours one kernel call can step.
+"""The optimizer layout: slots of all parameters, and the contiguous runs of them that one kernel call can step.
 
     parameters  [ p0 p0 p0 0 | p1 p1 0 0 | p2 p2 p2 p2 | p3 ... ]     padded to 32, drawn as 4
     gradient         yes          yes          None      yes
     on a CPU    [       first run        ]             [ second ]     one kernel call each
-    on a GPU    [                   one run                     ]     a table says that p2 is left alone
+    on a GPU    [                   one run                     ]     a table says that p2 is not stepped
 
-A run is updated element by element, so the bits do not depend on how a buffer is cut into runs, with one exception:
-PyTorch's CPU code rounds the last `n % 16` elements of a tensor in another way than the rest. Hence runs end at
-multiples of 32 wherever the buffer reaches so far. A parameter with a storage of its own is a run of its own.
+A run is updated element by element, so its bits do not depend on how a buffer is cut into runs, with one exception:
+PyTorch's CPU code rounds the last `n % 16` elements of a tensor differently. So runs end at multiples of 32 wherever
+the buffer is long enough. A parameter with its own storage is a run of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardlite.params import ALIGN, is_padded
 
 
 class ContiguousRun:
-    """Parameters that one call can step, with gradients that lie in one buffer in the same way."""
+    """Parameters that one call can step, with gradients at the same distances in one buffer."""
 
     def __init__(self, slot: StateSlot, grad: Tensor) -> None:
         self.first = self._last = slot
@@ -34,7 +34,7 @@ class ContiguousRun:
         self._given, self._grad = grad, grad.contiguous()
 
     def extend(self, slot: StateSlot, grad: Tensor) -> bool:
-        """Take `slot` in if it belongs here, and only padding lies between its gradient and the one before."""
+        """Append `slot` if it continues the run, and only padding lies between its gradient and the last one."""
         distance = (slot.start - self.first.start) * grad.element_size()
         fits = (
             follows(slot, self._last)
@@ -49,10 +49,10 @@ class ContiguousRun:
         return fits
 
     def pieces(self) -> Iterator[tuple[State, Tensor, int]]:
-        """Yield what is to be stepped by which gradient, and its place in the arena; step it before asking for more.
+        """Yield state, gradient and place in the arena of each piece to step. Step each before requesting the next.
 
-        That is the run whole if its gradient has padding too. If not, what reaches into the last 32 elements is stepped
-        by itself, with a padded copy of its gradient.
+        If the gradient is padded, the run is one piece. Otherwise the part within the last 32 elements is a piece of
+        its own, with a padded copy of its gradient.
         """
         start, end, stop = self.first.start, self._last.end, self._last.stop
         begin = int(self._grad.storage_offset())
@@ -70,13 +70,13 @@ class ContiguousRun:
         return self.first.arena.run(self.first, start, stop), grad, self.first.place + start - self.first.start
 
     def give_back(self) -> None:
-        """Write a gradient that was copied to be contiguous back to where it came from."""
+        """Copy a gradient that was made contiguous back to the given one."""
         if self._grad is not self._given:
             self._given.copy_(self._grad)
 
 
 def follows(slot: StateSlot, last: StateSlot) -> bool:
-    """Whether what is to be done with `last` and with `slot`, which lies behind it, can be one call."""
+    """Return whether one call can step `last` and `slot`, which is behind it in memory."""
     distance = slot.start - last.start
     return (
         slot.arena is last.arena
@@ -87,7 +87,7 @@ def follows(slot: StateSlot, last: StateSlot) -> bool:
 
 
 def contiguous_runs(slots: Sequence[StateSlot]) -> Iterator[ContiguousRun]:
-    """Cut `slots`, which are in the order of memory and have gradients, into runs. Empty ones have nothing to step."""
+    """Group `slots`, in memory order, into contiguous runs. Slots without elements or gradient are skipped."""
     run = None
     for slot in slots:
         grad = slot.param.grad
@@ -102,9 +102,9 @@ def contiguous_runs(slots: Sequence[StateSlot]) -> Iterator[ContiguousRun]:
 
 
 class OptimizerLayout:
-    """What stays the same from step to step: where parameters lie, in which order, and where their states are.
+    """The places of parameters and states, which do not change from step to step.
 
-    A parameter that is frozen keeps its place if it has a state.
+    A frozen parameter keeps its place if it has a state.
     """
 
     def __init__(self, groups: Sequence[Group], states: Mapping[Tensor, Any], moments: str) -> None:
@@ -121,7 +121,7 @@ class OptimizerLayout:
         self.slots = sorted(slots, key=lambda slot: (id(slot.arena), slot.start, slot.end))
 
     def fits(self, groups: Sequence[Group]) -> bool:
-        """Whether `groups` have the parameters that this plan was made for, and none of them has moved."""
+        """Return whether `groups` hold the parameters of this layout, and none of them has moved."""
         if len(groups) != len(self._members):
             return False
         for group, slots in zip(groups, self._members, strict=True):
@@ -135,14 +135,14 @@ class OptimizerLayout:
 
     @torch.no_grad()
     def adopt(self, states: dict[Tensor, Any]) -> None:
-        """Move all `states` that exist into the arenas."""
+        """Move all existing `states` into the arenas."""
         for slot in self.slots:
             if states.get(slot.param) and not slot.holds(states[slot.param]):
                 slot.adopt(states)
 
 
 def _number(slots: Sequence[StateSlot]) -> list[StepCounts]:
-    """Give each slot a row of step counts on the device that steps it, and return these."""
+    """Assign each slot a row of step counts on its device. Return the step counts."""
     by_device: dict[torch.device, list[StateSlot]] = {}
     for slot in slots:
         by_device.setdefault(slot.param.device, []).append(slot)
@@ -160,7 +160,7 @@ def _number(slots: Sequence[StateSlot]) -> list[StepCounts]:
 
 
 def active(slots: Sequence[StateSlot], states: dict[Tensor, Any]) -> list[StateSlot]:
-    """Those of `slots` that are trainable and have a gradient. Their states are in the arenas then."""
+    """Return the slots that are trainable and have a gradient, after moving their states into the arenas."""
     active = [slot for slot in slots if slot.param.requires_grad and slot.param.grad is not None]
     for slot in active:
         if slot.param.grad.layout is not torch.strided:  # type: ignore[union-attr]
@@ -171,7 +171,7 @@ def active(slots: Sequence[StateSlot], states: dict[Tensor, Any]) -> list[StateS
 
 
 def by_counts(stepped: Sequence[StateSlot]) -> dict[StepCounts, list[int]]:
-    """The rows of `stepped` in each of the step counts."""
+    """Return the rows of `stepped` for each of the step counts."""
     rows: dict[StepCounts, list[int]] = {}
     for slot in stepped:
         rows.setdefault(slot.counts, []).append(slot.row)
@@ -179,7 +179,7 @@ def by_counts(stepped: Sequence[StateSlot]) -> dict[StepCounts, list[int]]:
 
 
 def update(stepped: Sequence[StateSlot], unscale: bool, bad: Tensor | None = None) -> None:
-    """Step the slots, run by run; `bad` [], int32, becomes 1 if a gradient is not finite."""
+    """Step the slots, run by run. `bad` [], int32, becomes 1 if a gradient is not finite."""
     for run in contiguous_runs(stepped):
         for state, grad, begin in run.pieces():
             rows = run.first.arena.rows_of(begin, state)

@@ -1,10 +1,10 @@
-"""How many steps each parameter has made, and a step that follows from it: on the CPU, and on a device.
+"""Step counts of parameters, and the scalars of a step computed from them, on the CPU and on a device.
 
-A parameter without a gradient keeps its count, and a step that found an infinity counts for none. On the CPU all this
-is read where it is needed. A device computes it in the order of its stream and is never waited for: the host then does
-not know the counts, and need not.
+A parameter without a gradient keeps its count, and a step that found an infinity is not counted. On the CPU, counts are
+read where they are needed. On a device they are computed in stream order without synchronization, so the host does not
+know them.
 
-The flag and the scale are those that `torch.amp.GradScaler` hands to a fused optimizer; anybody else may set them too.
+Flag and scale are those that `torch.amp.GradScaler` passes to a fused optimizer; other callers may set them, too.
 
 Legend: `R` rows, one per parameter on the device; `S` elements that one call steps, `G` groups of 32 of them.
 """
@@ -39,30 +39,30 @@ Group: TypeAlias = dict[str, Any]
 
 
 class CountRow(NamedTuple):
-    """What is known of a parameter once and for all."""
+    """Constants of one parameter."""
 
     group: int
-    """The number of its parameter group."""
+    """Index of its parameter group."""
 
     number: int
-    """Its own, among all parameters of the optimizer."""
+    """Index among all parameters of the optimizer."""
 
     start: int
-    """Where its first element would lie in the arena of its moments, if all of it lay there."""
+    """Place of the whole parameter's first element in the arena of its moments, if all of it were stored there."""
 
 
 @dataclass(frozen=True)
 class Amp:
-    """What a gradient scaler, clipping, or whoever, says about a step."""
+    """Input of a gradient scaler or of clipping to a step."""
 
     found_inf: Tensor | None = None
-    """Nothing changes unless it is zero, [] or [1]."""
+    """The step has no effect unless this is zero, [] or [1]."""
 
     grad_scale: Tensor | None = None
-    """Gradients are divided by it first, in memory too."""
+    """Gradients are first divided by it, also in memory."""
 
     factor: Tensor | None = None
-    """Gradients are multiplied by it then, but not in memory, []."""
+    """Gradients are then multiplied by it, but not in memory, []."""
 
 
 class Stretch(NamedTuple):
@@ -70,33 +70,33 @@ class Stretch(NamedTuple):
 
     state: State
     rows: Tensor
-    """[G], those of `state`."""
+    """Rows of `state`, [G]."""
 
     place: int
-    """Of the first element in the arena."""
+    """Place of the first element in the arena."""
 
     row: int
-    """Of the first parameter."""
+    """Row of the first parameter."""
 
 
 class StepCounts(ABC):
-    """The step counts of the parameters on one device."""
+    """Step counts of the parameters on one device."""
 
     def __init__(self, rows: Sequence[CountRow], device: torch.device) -> None:
         self._rows = rows
         self.steps = torch.zeros(len(rows), dtype=torch.float32, device=device)
-        """Steps done [R]."""
+        """Number of steps done, [R]."""
 
         self._numbers = send([row.number for row in rows], torch.int64, device)
         self._starts = send([row.start for row in rows], torch.int64, device)
 
     @abstractmethod
     def together(self, last: int, row: int, *, adjacent: bool) -> bool:
-        """Whether one call may step parameters with these rows, and what lies between them unless `adjacent`."""
+        """Return whether one call may step the parameters in these rows, and what is between them unless `adjacent`."""
 
     @abstractmethod
     def is_active(self, row: int) -> bool:
-        """Whether a row may be stepped."""
+        """Return whether a row may be stepped."""
 
     @abstractmethod
     def begin(self, groups: Sequence[Group], active: Sequence[int], amp: Amp) -> None:
@@ -104,19 +104,19 @@ class StepCounts(ABC):
 
     @abstractmethod
     def outdated(self, groups: Sequence[Group]) -> bool:
-        """Whether hyper-parameters have changed since `begin`, as far as the host knows them."""
+        """Return whether hyper-parameters on the host have changed since `begin`."""
 
     @abstractmethod
     def activate(self, rows: Sequence[int], users: Tensor) -> None:
-        """Step some more rows, those with `users` [len(rows)] above 0."""
+        """Add those of `rows` to the step whose entry in `users` [len(rows)] is above 0."""
 
     @abstractmethod
     def update(self, stretch: Stretch, grad: Tensor, bad: Tensor | None = None) -> None:
-        """Step by a gradient [S]; `bad` [], int32, becomes 1 if that is not finite."""
+        """Step by a gradient [S]. `bad` [], int32, becomes 1 if it is not finite."""
 
     @abstractmethod
     def reduce(self, stretch: Stretch, received: Tensor, own: Tensor, divisor: int, bad: Tensor) -> None:
-        """Step by `(received + own) / divisor`, [S] each; `bad` [], int32, becomes 1 if that is not finite."""
+        """Step by `(received + own) / divisor`, [S] each. `bad` [], int32, becomes 1 if it is not finite."""
 
     @abstractmethod
     def end(self) -> None:
@@ -127,14 +127,14 @@ class StepCounts(ABC):
 
 
 class HostCounts(StepCounts):
-    """For parameters in CPU memory."""
+    """Step counts of parameters in CPU memory."""
 
     def together(self, last: int, row: int, *, adjacent: bool) -> bool:
-        """Those of one group with one count."""
+        """Require adjacent parameters of one group with one count."""
         return adjacent and self._rows[last].group == self._rows[row].group and self._done[last] == self._done[row]
 
     def begin(self, groups: Sequence[Group], active: Sequence[int], amp: Amp) -> None:
-        """Read everything."""
+        """Read all values on the host."""
         self._done: list[float] = self.steps.tolist()
         self._active = set(active)
         self._hypers = _hypers_here(groups)
@@ -144,24 +144,24 @@ class HostCounts(StepCounts):
         self._table = Table(torch.empty(0, dtype=torch.int16), self._keys(), torch.empty(0))
 
     def outdated(self, groups: Sequence[Group]) -> bool:
-        """Compare."""
+        """Compare all hyper-parameters."""
         return self._hypers != _hypers_here(groups)
 
     def activate(self, rows: Sequence[int], users: Tensor) -> None:
-        """Take note."""
+        """Add the rows on the host."""
         self._active |= {row for row, count in zip(rows, users.tolist(), strict=True) if count > 0}
 
     def is_active(self, row: int) -> bool:
-        """Whether a row is stepped."""
+        """Return whether the row is stepped."""
         return row in self._active
 
     def update(self, stretch: Stretch, grad: Tensor, bad: Tensor | None = None) -> None:
-        """Step by PyTorch's operator."""
+        """Step with PyTorch's operator."""
         if not self._skip:
             adamw_cpu(stretch.state, grad, self._step(stretch), bad=bad)
 
     def reduce(self, stretch: Stretch, received: Tensor, own: Tensor, divisor: int, bad: Tensor) -> None:
-        """Step by PyTorch's operator, chunk by chunk."""
+        """Step with PyTorch's operator, chunk by chunk."""
         reduce_adamw_cpu(stretch.state, received, own, self._step(stretch), divisor=divisor, bad=bad)
 
     def end(self) -> None:
@@ -183,11 +183,11 @@ class HostCounts(StepCounts):
 
 
 class DeviceCounts(StepCounts):
-    """For parameters that kernels step: the numbers stay where the kernels read them.
+    """Step counts of parameters that kernels step. Counts and scalars stay on the device.
 
-    What a step needs of the host is sent only when it has changed, by `send`, which waits for nothing, and single
-    numbers are arguments of a fill. So a step is the same launches with the same arguments each time, and can be
-    captured in a CUDA graph once it has run.
+    Host values are sent only when they have changed, by `send`, which does not synchronize; single numbers are
+    arguments of a fill. So each step has the same launches with the same arguments, and can be captured in a CUDA graph
+    after its first run.
     """
 
     def __init__(self, rows: Sequence[CountRow], device: torch.device) -> None:
@@ -198,11 +198,11 @@ class DeviceCounts(StepCounts):
         self._row_numbers: dict[tuple[int, ...], Tensor] = {}
 
     def together(self, last: int, row: int, *, adjacent: bool) -> bool:
-        """All: each group of 32 elements finds its own row, which says whether it is stepped at all."""
+        """Always true: each group of 32 elements finds its own row, which says whether it is stepped."""
         return True
 
     def is_active(self, row: int) -> bool:
-        """All may."""
+        """Always true."""
         return True
 
     def begin(self, groups: Sequence[Group], active: Sequence[int], amp: Amp) -> None:
@@ -224,38 +224,38 @@ class DeviceCounts(StepCounts):
         self._keys_now = self._keys()
 
     def outdated(self, groups: Sequence[Group]) -> bool:
-        """Compare, but for a learning rate on a device."""
+        """Compare all hyper-parameters except a learning rate on a device."""
         return self._sent != self._hypers_sent(groups)[1]
 
     def activate(self, rows: Sequence[int], users: Tensor) -> None:
-        """Note it on the device."""
+        """Add the rows on the device."""
         key = tuple(rows)
         if key not in self._row_numbers:
             self._row_numbers[key] = send(rows, torch.int64, self.steps.device)
         self._active.index_copy_(0, self._row_numbers[key], (users > 0).to(torch.float32))
 
     def update(self, stretch: Stretch, grad: Tensor, bad: Tensor | None = None) -> None:
-        """Step by the kernel."""
+        """Step with the kernel."""
         adamw(stretch.state, grad, self._table(stretch), unscale=self._unscale, bad=bad)
 
     def reduce(self, stretch: Stretch, received: Tensor, own: Tensor, divisor: int, bad: Tensor) -> None:
-        """Step by the kernel."""
+        """Step with the kernel."""
         reduce_adamw(stretch.state, received, own, self._table(stretch), divisor=divisor, bad=bad)
 
     def end(self) -> None:
-        """Count the step, where it was one."""
+        """Count the step for the rows that were stepped."""
         self.steps += self._active
 
     @property
     def _active(self) -> Tensor:
-        """[R], a view."""
+        """Whether each row is stepped: a view [R]."""
         return self._scalars[:, -1]
 
     def _table(self, stretch: Stretch) -> Table:
         return Table(stretch.rows, self._keys_now, self._scalars, stretch.place)
 
     def _hyper(self, groups: Sequence[Group]) -> Tensor:
-        """The hyper-parameters of the groups [G, 6]; a learning rate that is here already is copied here."""
+        """Return the hyper-parameters of the groups [G, 6]. A learning rate on the device is copied on the device."""
         here, hypers = self._hypers_sent(groups)
         if hypers != self._sent:
             self._hypers, self._sent = hyper_table(hypers, self.steps.device), hypers
@@ -265,13 +265,13 @@ class DeviceCounts(StepCounts):
         return self._hypers
 
     def _hypers_sent(self, groups: Sequence[Group]) -> tuple[list[bool], list[Hyper]]:
-        """Return whether the learning rate of each group is here already, and what else is to be sent."""
+        """Return whether each group's learning rate is on the device, and the hyper-parameters that the host sends."""
         here = [_is_here(group["lr"], self.steps.device) for group in groups]
         return here, [_hyper(g, 0.0 if is_here else float(g["lr"])) for g, is_here in zip(groups, here, strict=True)]
 
 
 def counts_for(param: Tensor) -> type[StepCounts]:
-    """Which step counts go with parameters like `param`."""
+    """Return the class of step counts for parameters like `param`."""
     return DeviceCounts if use_triton(param) else HostCounts
 
 
@@ -287,12 +287,12 @@ def _hyper(group: Group, lr: float) -> Hyper:
 
 
 def _is_here(value: Any, device: torch.device) -> bool:
-    """Whether `value` is a tensor that the host would have to wait for."""
+    """Return whether `value` is a tensor that the host could read only after synchronization."""
     return isinstance(value, Tensor) and (value.device == device or value.device.type != "cpu")
 
 
 def _on(device: torch.device, value: Any) -> Tensor:
-    """A number, or a tensor of one, as a scalar [] in fp32 on `device`, without waiting for it."""
+    """Return a number, or a tensor with one element, as an fp32 scalar [] on `device`, without synchronization."""
     if _is_here(value, device):
         return value.detach().reshape(()).to(device, torch.float32, non_blocking=True)  # type: ignore[no-any-return]
     return torch.full((), float(value), dtype=torch.float32, device=device)

@@ -1,4 +1,4 @@
-"""What may be asked of `AdamW`: hyper-parameters, parameters, and states to go on from."""
+"""Checks of `AdamW`'s hyper-parameters, parameters and loaded states."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from shardlite.optim.step_counts import Group
 from shardlite.params import ShardInfo
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-# Options of torch.optim.AdamW: those that change the result, with the one value that is supported, and the others.
+# Options of torch.optim.AdamW: those that change the result, with the supported value, and those that do not.
 _FIXED_OPTIONS = {"amsgrad": False, "maximize": False, "differentiable": False, "decoupled_weight_decay": True}
 _FREE_OPTIONS = ("foreach", "fused", "capturable")
 FOREIGN_OPTIONS = (*_FIXED_OPTIONS, *_FREE_OPTIONS)
-"""Options that a group saved by PyTorch has, and ours does not need."""
+"""Options of groups saved by PyTorch that this optimizer does not have."""
 
 
 def check_group(group: Group, moments: str) -> None:
-    """Raise unless an optimizer with moments in this format can have this group.
+    """Check a parameter group for an optimizer with this format of moments.
 
     Raises:
-        ValueError: a hyper-parameter is out of range, or a parameter is not what it must be.
+        ValueError: a hyper-parameter is out of range, or a parameter is invalid.
     """
     lr, betas, eps, weight_decay = (group[name] for name in ("lr", "betas", "eps", "weight_decay"))
     if isinstance(lr, Tensor) and lr.numel() != 1:
@@ -41,10 +41,10 @@ def check_group(group: Group, moments: str) -> None:
 
 
 def check_params(group: Group, moments: str) -> None:
-    """Raise unless the parameters of a group can be stepped.
+    """Check that the parameters of a group can be stepped.
 
     Raises:
-        ValueError: one is a placeholder, not contiguous, or of a dtype that does not do.
+        ValueError: one is a placeholder, not contiguous, or of an unsupported dtype.
     """
     for index, param in enumerate(group["params"]):
         if param.requires_grad and param.numel() > 1 and not any(param.stride()):
@@ -66,7 +66,11 @@ def check_params(group: Group, moments: str) -> None:
 
 
 def check_loaded(state: dict[str, Any]) -> None:
-    """Refuse what this optimizer would not continue as it was saved, before anything is changed."""
+    """Check a loaded state before anything is changed.
+
+    Raises:
+        ValueError: it was saved with an unsupported option, or an entry does not fit its parameter.
+    """
     for group in state["param_groups"]:
         for option, value in _FIXED_OPTIONS.items():
             if group.get(option, value) != value:

@@ -1,14 +1,15 @@
-"""Where each parameter lies in a flat buffer, which part of it is this rank's, and the arenas that hold these parts.
+"""Layouts: the place of each parameter in a flat buffer, this rank's shard of it, and the arenas that hold shards.
 
 A unit's parameters of one kind (dtype, trainable or not) lie one after the other in a full buffer of `W*S` elements,
-which is cut into `W` shards, equal in length for weights. Cuts fall where they fall, also inside a parameter:
+which is cut into `W` shards, equal in length for weights. A cut may fall inside a parameter:
 
     W=2   full    | embed............ norm. |. head.......... pad |
           shard   |-------- rank 0 ---------|-------- rank 1 ------|
 
 An arena is one contiguous buffer per (dtype, trainable) with this rank's shards of all units. A step over the whole
-model then walks over few long buffers, a checkpoint is a sequential write, and the optimizer lays its state out in the
-same way.
+model then reads few long buffers, a checkpoint is a sequential write, and optimizer state uses the same layout.
+
+In: names, shapes, dtypes and the world size. Out: `Layout`s and memory. Knows nothing of modules, units or transports.
 
 Legend: `W` ranks, `r` this rank, `S` elements per shard of one unit.
 """
@@ -28,14 +29,14 @@ from torch import Tensor
 from shardlite.comm import lazy_zeros
 
 ALIGN = 32
-"""Elements: every parameter and every shard starts at a multiple of it.
+"""In elements: every parameter and every shard starts at a multiple of it.
 
-Vector loops of the optimizer step treat a tail of up to 16 elements with another rounding, and low-bit formats keep one
-scale per 32. With cuts at multiples of 32 neither depends on where the cut is, so no result depends on `W`.
+Vector loops of the optimizer step round a tail of up to 16 elements differently, and low-bit formats keep one scale per
+32 elements. With cuts at multiples of 32 neither depends on the position of a cut, so no result depends on `W`.
 """
 
 ARENA_ALIGN = 1024
-"""Elements: the length of an arena is a multiple of it, the block of our kernels."""
+"""In elements: the length of an arena is a multiple of it, the block size of the kernels."""
 
 
 def round_up(numel: int, multiple: int) -> int:
@@ -53,7 +54,7 @@ class Slot:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the whole parameter, without padding."""
+        """Number of elements of the whole parameter, without padding."""
         return prod(self.shape)
 
     @cached_property
@@ -62,53 +63,53 @@ class Slot:
         return self.start + self.numel
 
     def within(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the part of this parameter that lies in `[start, stop)`, relative to `start`; it may be empty."""
+        """Return the part of this parameter that lies in `[start, stop)`, relative to `start`. It may be empty."""
         first = min(max(self.start, start), stop)
         return first - start, max(min(self.stop, stop), first) - start
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the parameters of one kind in one unit share a full buffer, and where it is cut into shards."""
+    """The slots of one unit's parameters of one kind in a full buffer, and the cuts between shards."""
 
     dtype: torch.dtype
-    """Of the elements."""
+    """Dtype of the elements."""
 
     trainable: bool
-    """Whether the parameters had gradients when they were wrapped."""
+    """Whether the parameters required gradients when they were wrapped."""
 
     slots: tuple[Slot, ...]
-    """In the order of registration, at ascending starts."""
+    """In registration order, with ascending starts."""
 
     cuts: tuple[int, ...]
-    """`W + 1` elements: shard `k` is `[cuts[k], cuts[k + 1])`. Multiples of `ALIGN`."""
+    """`W + 1` offsets in elements, multiples of `ALIGN`: shard `k` is `[cuts[k], cuts[k + 1])`."""
 
     @property
     def world_size(self) -> int:
-        """`W`."""
+        """The number of ranks, `W`."""
         return len(self.cuts) - 1
 
     @property
     def full_numel(self) -> int:
-        """Elements of the full buffer: `W*S` where all shards are equal."""
+        """Number of elements of the full buffer: `W*S` if all shards are equal."""
         return self.cuts[-1]
 
     @cached_property
     def shard_numel(self) -> int:
-        """`S`, the elements of the longest shard."""
+        """Number of elements of the longest shard, `S`."""
         return max(stop - start for start, stop in pairwise(self.cuts))
 
     def shard_range(self, rank: int) -> tuple[int, int]:
-        """Return which elements of the full buffer are `rank`'s."""
+        """Return the range `(start, stop)` of the full buffer that `rank` owns."""
         return self.cuts[rank], self.cuts[rank + 1]
 
     def only(self, kept: Collection[int], dtype: torch.dtype) -> Layout:
-        """Return the layout of the slots with these indices moved together, with the same elements on each rank.
+        """Return a compact layout of the slots with indices `kept`. Every element stays on its rank.
 
-            full  | embed..... norm. |. head...... pad |
-            only  | embed...|head...... |                  `norm` has no gradient
+            full    | embed..... norm. |. head...... pad |
+            only    | embed...|head...... |                  `norm` has no gradient
 
-        With all slots it is this one, padding included, so that shards stay equal in length.
+        With all slots the layout is unchanged, padding included, so that shards stay equal in length.
         """
         if len(kept) == len(self.slots):
             return replace(self, dtype=dtype)
@@ -122,7 +123,7 @@ class Layout:
         return replace(self, dtype=dtype, slots=tuple(slots), cuts=tuple(cuts))
 
     def describe(self) -> list[str]:
-        """Return one line per parameter, by which ranks compare what they have wrapped."""
+        """Return one line per parameter. Ranks compare these lines to check that they wrapped the same model."""
         kind = f"{self.dtype}, {'trainable' if self.trainable else 'frozen'}"
         return [f"{slot.name} {list(slot.shape)} ({kind})" for slot in self.slots]
 
@@ -130,7 +131,7 @@ class Layout:
 def lay_out(
     parameters: Iterable[tuple[str, Sequence[int]]], *, dtype: torch.dtype, trainable: bool, world_size: int
 ) -> Layout:
-    """Lay out named shapes one after the other, each at a multiple of `ALIGN`, and cut the whole in `world_size`."""
+    """Place named shapes one after the other, each at a multiple of `ALIGN`. Cut the buffer for `world_size` ranks."""
     slots, end = [], 0
     for name, shape in parameters:
         slots.append(Slot(name, tuple(shape), end))
@@ -141,24 +142,24 @@ def lay_out(
 
 
 Empty: TypeAlias = Callable[[int, torch.dtype], Tensor]
-"""Makes memory: so many elements of a dtype, uninitialised."""
+"""Allocate uninitialised memory: `(numel, dtype) -> Tensor`."""
 
 
 Zeros: TypeAlias = Callable[[int, torch.dtype], Tensor]
-"""The same, zeroed. On a CPU it takes pages only as it is written to."""
+"""Allocate zeroed memory: `(numel, dtype) -> Tensor`. On a CPU, pages are taken on the first write."""
 
 
 def zeros_on(device: torch.device) -> Zeros:
-    """Return what makes zeroed memory on a device."""
+    """Return the allocator of zeroed memory on `device`."""
     if device.type != "cpu":
         return lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=device)
     return lambda numel, dtype: lazy_zeros(numel * dtype.itemsize).view(dtype)
 
 
 def carve(kinds: Sequence[tuple[torch.dtype, bool]], lengths: Sequence[int], zeros: Zeros) -> list[Tensor]:
-    """Make one arena for each kind, (dtype, trainable), and return the parts of these lengths, zeroed.
+    """Allocate one arena per kind `(dtype, trainable)` and return one zeroed view of each length.
 
-    Nothing is written to them, so that an arena takes memory as the weights move in.
+    Nothing is written to the arena: on a CPU it takes memory only as the weights move in.
     """
     parts: list[Tensor] = [torch.empty(0)] * len(kinds)
     for kind in dict.fromkeys(kinds):
@@ -172,21 +173,21 @@ def carve(kinds: Sequence[tuple[torch.dtype, bool]], lengths: Sequence[int], zer
 
 
 def mark_padded(grad: Tensor) -> Tensor:
-    """Say of a gradient that lies like its parameter that what pads it to a multiple of 32 elements is zero, and ours.
+    """Mark a gradient whose padding to a multiple of 32 elements is zero and belongs to it.
 
-    Nothing about a tensor tells: what lies behind it in its storage may as well belong to somebody else.
+    A tensor alone does not show this: the memory behind it may belong to another tensor of the same storage.
     """
     grad.shardlite_padded = True  # type: ignore[attr-defined]
     return grad
 
 
 def is_padded(grad: Tensor) -> bool:
-    """Whether that was said."""
+    """Return whether `mark_padded` was called on `grad`."""
     return getattr(grad, "shardlite_padded", False)
 
 
 def joined(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Return the memory of these pairs, [n] each, as few pairs: those that follow each other on both sides are one."""
+    """Merge pairs of 1-D tensors, [n] each, that are adjacent in memory on both sides. Return the fewest pairs."""
     runs: list[list[tuple[Tensor, Tensor]]] = []
     for pair in sorted(pairs, key=lambda pair: pair[0].data_ptr()):
         if runs and all(_follows(*sides) for sides in zip(runs[-1][-1], pair, strict=True)):
@@ -197,7 +198,7 @@ def joined(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]
 
 
 def _follows(part: Tensor, following: Tensor) -> bool:
-    """Whether one part of an arena ends where the other starts."""
+    """Return whether `following` starts where `part` ends in the same storage."""
     same = part.untyped_storage().data_ptr() == following.untyped_storage().data_ptr()
     return same and part.storage_offset() + part.numel() == following.storage_offset()
 
@@ -207,27 +208,27 @@ def _as_one(parts: Sequence[Tensor]) -> Tensor:
 
 
 class ShardInfo(NamedTuple):
-    """What an optimizer has to know of a shard beside its values. Other parameters have none."""
+    """What an optimizer needs to know about a shard beside its values. Ordinary parameters have no such record."""
 
     offset: int
-    """Elements of the whole parameter that lie before the shard."""
+    """Number of elements of the whole parameter that precede the shard."""
 
     low: Tensor | None
-    """The lower part of its weights, of the same length, where they are split; the shard is the upper part then."""
+    """The lower part of split weights, of the shard's length. The shard itself is then the upper part."""
 
     @staticmethod
     def of(param: Tensor) -> ShardInfo:
-        """Return that of a parameter."""
+        """Return the record attached to `param`, or that of a whole parameter."""
         part: ShardInfo = getattr(param, "shardlite_part", _WHOLE)
         return part
 
     @staticmethod
     def is_of(param: Tensor) -> bool:
-        """Whether a parameter has one, and so is a shard."""
+        """Return whether `param` has a record, so is a shard."""
         return ShardInfo.of(param) is not _WHOLE
 
     def mark(self, param: Tensor) -> None:
-        """Let this be that of a parameter."""
+        """Attach this record to `param`."""
         param.shardlite_part = self  # type: ignore[attr-defined]
 
 

@@ -1,11 +1,13 @@
-"""Parameters that know that they are sharded.
+"""Parameters of a wrapped model: placeholders without values, full parameters, and shards.
 
-A parameter whose values are elsewhere is a `Placeholder`: it has the shape, the dtype and the attributes of the
-parameter, and whatever needs its values asks the wrapped model for them first. The model gathers its unit if it is in a
-forward or a backward, and raises otherwise. So nobody ever computes with what a placeholder holds, which is NaN.
+While its unit is sharded, a parameter is a `Placeholder`: it has the parameter's shape, dtype and attributes. An
+operation that needs its values first asks the wrapped model for them: the model unshards the unit inside a forward or a
+backward, and raises otherwise. So no computation reads the memory of a placeholder, which is NaN.
 
-A parameter is turned into a placeholder and back by its `__class__`, as `torch.nn.parameter.UninitializedParameter` is:
-it stays the same object, with its hooks, and while it is full nothing of this is in the way.
+A parameter becomes a placeholder and back by assignment to `__class__`, as `torch.nn.parameter.UninitializedParameter`
+does. It stays the same object and keeps its hooks. While it is full, its operations run as usual.
+
+Knows a unit only as a `Home`.
 """
 
 from collections.abc import Callable
@@ -48,43 +50,43 @@ _harmless: frozenset[Any] = frozenset(
         torch.autograd.grad,
     ]
 )
-"""What needs no values."""
+"""Functions that need no values."""
 
 
 class Home(Protocol):
-    """Where a sharded parameter belongs."""
+    """The owner of a sharded parameter."""
 
     @property
     def name(self) -> str:
-        """Of the parameter."""
+        """Name of the parameter."""
 
     def use(self) -> None:
-        """Have the values of the parameter gathered, or raise."""
+        """Unshard the parameter's unit, or raise."""
 
     def gradient(self) -> Tensor | None:
-        """Return the gradient of the shard or, before it is reduced, of the whole parameter on this rank."""
+        """Return the gradient of the shard or, before the reduction, of the whole parameter on this rank."""
 
     def drop_gradient(self) -> None:
-        """Forget it."""
+        """Drop the gradient."""
 
     def touch(self) -> None:
-        """Take note that somebody is given the memory of the values, or raise if writes there would be lost."""
+        """Record that the memory of the values is handed out. Raise if writes to it would be lost."""
 
 
 _homes: Any = WeakTensorKeyDictionary()
-"""The home of each parameter of a wrapped model."""
+"""The `Home` of each parameter of a wrapped model."""
 
 
 _handed_out: Any = WeakTensorKeyDictionary()
-"""The latest `.data` of each parameter. (Not an attribute of it: those are pickled with parameters.)"""
+"""The latest `.data` of each parameter. (Not an attribute of the parameter: attributes are pickled with it.)"""
 
 
 class Sharded:
-    """A base of the class of a parameter of a wrapped model: what optimizers step is another one, its shard."""
+    """Mixin class of a wrapped model's parameters. The optimizer steps the shards instead of them."""
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient that the optimizer of the shard sees; before it is reduced, that of this rank."""
+        """The gradient of the shard; before it is reduced, this rank's own gradient."""
         home = _homes.get(self)
         return _own_grad.__get__(self) if home is None else home.gradient()  # type: ignore[no-any-return]
 
@@ -103,7 +105,7 @@ class Sharded:
 
     @property
     def data(self) -> Tensor:
-        """The values, without their history. Writes are noticed when the forward that makes them ends."""
+        """The values, without their history. Writes are detected at the end of the forward in which they are made."""
         home = _homes.get(self)
         if home is not None:
             home.touch()
@@ -118,19 +120,19 @@ class Sharded:
 
 
 class Placeholder(Sharded):
-    """The same, while its values are elsewhere."""
+    """A parameter whose unit is sharded."""
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Have the values of placeholders gathered before `func` uses them."""
+        """Unshard the placeholders among the arguments before `func` uses them."""
         kwargs = kwargs or {}
         if func in _harmless:
             with as_they_are():
                 return func(*args, **kwargs)
         used = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Placeholder)]
-        if not all(each in _homes for each in used):  # the model is being made
+        if not all(each in _homes for each in used):  # the model is being wrapped
             with as_they_are():
                 return func(*args, **kwargs)
         for each in used:
@@ -138,48 +140,48 @@ class Placeholder(Sharded):
         return func(*args, **kwargs)
 
     def __repr__(self) -> str:
-        """Tell the shape: there are no values."""
+        """Return the shape and the dtype. There are no values."""
         with as_they_are():
             return f"Parameter, sharded: shape {list(self.shape)}, dtype {self.dtype}"  # type: ignore[attr-defined]
 
 
 def as_they_are() -> AbstractContextManager[None]:
-    """Look at placeholders without asking for their values."""
+    """Access placeholders without unsharding them."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def settle(param: nn.Parameter, home: Home) -> None:
-    """Let a parameter be one of a wrapped model."""
+    """Make `param` a parameter of a wrapped model, owned by `home`."""
     _homes[param] = home
     _become(param, Sharded)
 
 
 def empty(param: nn.Parameter) -> None:
-    """Turn a parameter into a placeholder."""
+    """Turn `param` into a placeholder."""
     _become(param, Placeholder)
 
 
 def fill(param: nn.Parameter) -> None:
-    """Turn a placeholder whose values are there again into an ordinary parameter of a wrapped model."""
+    """Turn a placeholder whose values are available again into a full parameter of a wrapped model."""
     kind = type(param)
     if issubclass(kind, Placeholder):
         param.__class__ = _mixed(Sharded, kind.original)  # type: ignore[attr-defined]
 
 
 def place(param: nn.Parameter, memory: Tensor) -> None:
-    """Let a parameter lie there."""
+    """Set the memory of `param` to `memory`."""
     with as_they_are():
         _own_data.__set__(param, memory)
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is of PyTorch's own classes, or a parameter of a wrapped model that was, with its values."""
+    """Return whether a tensor is a `Tensor` or `nn.Parameter`, or a full parameter of a wrapped model that was one."""
     kind = type(tensor)
     return getattr(kind, "original", kind) in (Tensor, nn.Parameter)
 
 
 def take_grad(param: nn.Parameter) -> tuple[Tensor | None, bool]:
-    """Take the gradient away that autograd has put there; return it, and whether several hooks were to see it."""
+    """Remove and return the gradient that autograd has accumulated, and whether `param` has several hooks for it."""
     with as_they_are():
         grad: Tensor | None = _own_grad.__get__(param)
         _own_grad.__set__(param, None)
@@ -203,15 +205,15 @@ def _mixed(what: type, kind: type) -> type:
 
 
 class Shard(nn.Parameter):
-    """A parameter that an optimizer steps: what this rank keeps of one of the module's.
+    """A parameter that an optimizer steps: this rank's part of a parameter of the module.
 
-    Of an ordinary parameter `.data` is memory whose changes nobody sees. Of a shard they are seen, so that the next
-    forward gathers it anew.
+    Writes through `.data` of an ordinary parameter are not counted. Writes through `.data` of a shard are counted, so
+    that the next forward gathers it again.
     """
 
     @property
     def data(self) -> Tensor:
-        """The shard, without its history: a view that shares the counter of changes."""
+        """The shard, without its history: a view that shares its version counter."""
         return _hand_out(self, self.detach())
 
     @data.setter
@@ -220,16 +222,16 @@ class Shard(nn.Parameter):
 
 
 def _hand_out(param: Any, view: Tensor) -> Tensor:
-    """Return a view, and remember it."""
+    """Record `view` as the latest `.data` of `param`, and return it."""
     _handed_out[param] = ref(view)
     return view
 
 
 def _copy_into(param: Any, value: Tensor) -> None:
-    """Copy values into a parameter that was given other memory: its own is a part of a larger one.
+    """Copy `value` into `param` when `.data` is assigned. The memory of `param` is a part of a larger buffer.
 
     Raises:
-        LayoutError: they have another shape, or somebody still has the former `.data`, which would change with it.
+        LayoutError: the shape differs, or the former `.data` is still alive and would change, too.
     """
     former = _handed_out[param]() if param in _handed_out else None
     if value.shape != param.shape:
@@ -246,5 +248,5 @@ def _copy_into(param: Any, value: Tensor) -> None:
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether a value is a DTensor. (Its class is looked for by name: to import it takes a while.)"""
+    """Return whether a value is a DTensor. (Its class is found by name because importing it is slow.)"""
     return any(f"{each.__module__}.{each.__qualname__}".endswith(".DTensor") for each in type(value).__mro__)

@@ -1,6 +1,8 @@
-"""Cutting a model into units: which modules start one, and to which unit each parameter belongs.
+"""Partition of a model into units: which modules start a unit, and to which unit each parameter belongs.
 
-A unit is what is gathered at once, so it should be what is computed at once: one of the repeated blocks of the model.
+A unit is gathered at once, so it should be computed at once: one of the model's repeated blocks.
+
+In: a module and the `units` option. Out: `UnitPlan`s. Knows nothing of layouts, ranks or memory.
 """
 
 from collections import Counter
@@ -14,49 +16,50 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from shardlite.errors import LayoutError
 
 UnitPolicy = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | None
-"""A module class, several, a predicate of (name, module), or `None` to find the units."""
+"""A module class, a tuple of classes, a predicate of `(name, module)`, or `None` for automatic units."""
 
 UnitRule = bool | Callable[[str, nn.Module], bool]
-"""What holds for all units or none, or for those whose name and module it says it for."""
+"""One value for all units, or a predicate of a unit's `(name, module)`."""
 
 ROOT = "(root)"
-"""The name of the unit that holds what no other unit does."""
+"""Name of the root unit, which holds the parameters of no other unit."""
 
 BLOCKS_SHARE = 0.1
-"""Like modules in a row are the model's blocks if together they hold at least this share of its parameters."""
+"""Children of one class in a list are blocks if together they hold at least this share of the model's parameters."""
 
 LARGE_SHARE = 0.5
-"""An embedding, a head or a layer unlike the others is a unit of its own from this share of the largest block on: else
-it stays with the root."""
+"""An embedding, a head or a child of another class becomes a unit if it has at least this share of the largest block's
+parameters. Otherwise it stays in the root.
+"""
 
 
 NEVER_CALLED = (nn.ParameterList, nn.ParameterDict, NonDynamicallyQuantizableLinear)
-"""Modules whose parameters are read by the module around them. (The last is the output layer in attention.)"""
+"""Modules whose parameters are read by the enclosing module. (The last is the output layer in attention.)"""
 
 
 @dataclass(eq=False)
 class UnitPlan:
-    """One unit to be: the module it starts at, and the parameters that belong to it."""
+    """A planned unit: its module and its parameters."""
 
     name: str
     module: nn.Module
     params: dict[nn.Parameter, str] = field(default_factory=dict)
-    """With the first name of each, in the order of registration."""
+    """Parameters with the first name of each, in registration order."""
 
 
 def applies(rule: UnitRule, unit: UnitPlan) -> bool:
-    """Tell whether a rule holds for a unit. The root's name is empty."""
+    """Return whether `rule` applies to `unit`. The root's name is empty."""
     return rule if isinstance(rule, bool) else bool(rule(unit.name, unit.module))
 
 
 def cut(model: nn.Module, policy: UnitPolicy, ignored: Collection[Tensor] = ()) -> list[UnitPlan]:
     """Plan the units: assign every parameter that is not ignored to one. The first is the root; some may be empty.
 
-    A parameter belongs to the innermost unit around it. One that occurs in several belongs to the innermost unit around
-    all of its occurrences: tied weights need no setting.
+    A parameter belongs to the innermost unit around it. A parameter that occurs in several units belongs to the
+    innermost unit around all its occurrences, so tied weights need no option.
 
     Raises:
-        LayoutError: `policy` is none of what it may be.
+        LayoutError: `policy` has another type, or names a class that the model does not contain.
     """
     never = scripts(model)
     starts = {each for each in _starts(model, policy) if not isinstance(each, NEVER_CALLED) and each not in never}
@@ -74,7 +77,7 @@ def cut(model: nn.Module, policy: UnitPolicy, ignored: Collection[Tensor] = ()) 
 
 
 def scripts(model: nn.Module) -> set[nn.Module]:
-    """Return the modules of TorchScript, with all in them: they take no hooks."""
+    """Return the TorchScript modules and all modules inside them. They accept no hooks."""
     outer = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
     return {inner for script in outer for inner in script.modules()}
 
@@ -82,7 +85,7 @@ def scripts(model: nn.Module) -> set[nn.Module]:
 def _walk(
     model: nn.Module, starts: set[nn.Module], plans: dict[nn.Module, UnitPlan]
 ) -> Iterator[tuple[str, list[UnitPlan], nn.Module]]:
-    """Yield every module under every path that leads to it, with the units around it, outermost first."""
+    """Yield every module with each path that leads to it and the units around it, outermost first."""
 
     def visit(path: str, chain: list[UnitPlan], module: nn.Module) -> Iterator[tuple[str, list[UnitPlan], nn.Module]]:
         if module in starts and module is not model:
@@ -96,7 +99,7 @@ def _walk(
 
 
 def _common(first: list[UnitPlan], second: list[UnitPlan]) -> list[UnitPlan]:
-    """Return the units that two chains begin with."""
+    """Return the common prefix of two chains of units."""
     same = [a is b for a, b in zip(first, second, strict=False)]
     return first[: same.index(False) if False in same else len(same)]
 
@@ -119,7 +122,7 @@ def _starts(model: nn.Module, policy: UnitPolicy) -> set[nn.Module]:
 
 
 def _automatic(model: nn.Module) -> set[nn.Module]:
-    """Find the repeated blocks, and the embeddings and heads that are large beside them."""
+    """Find the repeated blocks, and the embeddings and heads that are large compared to them."""
     total = _numel(model.parameters())
     blocks = list(_blocks(model, total))
     enough = LARGE_SHARE * max((_numel(block.parameters()) for block in blocks), default=total)
@@ -136,10 +139,10 @@ def _blocks(module: nn.Module, total: int) -> Iterator[nn.Module]:
 
 
 def _repeated(module: nn.Module, total: int) -> Sequence[nn.Module]:
-    """Return the children of a list or a sequence that are of a class which occurs there more than once.
+    """Return the children of a list or sequence whose class occurs there more than once.
 
-    In a list, a large child of another class counts, too: a layer unlike the others. Otherwise the search would go on
-    inside it and take its experts, say, of which each rank calls others.
+    In a list, a large child of another class counts, too, as a layer unlike the others. Otherwise the search would
+    continue inside it and select, for example, its experts, of which each rank may call different ones.
     """
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return []
@@ -156,7 +159,7 @@ def _repeated(module: nn.Module, total: int) -> Sequence[nn.Module]:
 
 
 def _tables(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the embeddings and linear layers outside of blocks that share no parameter with anything."""
+    """Yield the embeddings and linear layers outside of blocks that share no parameter with another module."""
     inside = {module for block in blocks for module in block.modules()}
     uses = Counter(param for _, param in model.named_parameters(remove_duplicate=False))
     shared = {param for param, times in uses.items() if times > 1}

@@ -1,4 +1,4 @@
-"""The states of a unit's weights and of its gradients, and which moves between them are legal."""
+"""The states of a unit's weights and gradients, and the legal transitions between them."""
 
 from enum import Enum
 
@@ -6,24 +6,24 @@ from shardlite.errors import PhaseError
 
 
 class Weights(Enum):
-    """Where a unit's full weights are."""
+    """The state of a unit's full weights."""
 
     SHARDED = "sharded"  # only this rank's shard is valid; the module's parameters are placeholders
     GATHERING = "gathering"  # all-gather in flight: the full weights must not be read
-    FULL = "full"  # the module's parameters are views of the full weights, and somebody uses them
-    IDLE = "idle"  # the full weights are valid, but unused; in a buffer (stage 3) they may be evicted, and parameters
-    # are placeholders; where they have memory of their own (stages 1, 2) parameters stay views of them
+    FULL = "full"  # the module's parameters are views of the full weights, which have users
+    IDLE = "idle"  # the full weights are valid, but have no users. Stage 3: parameters are placeholders, the buffer
+    # may be evicted. Stages 1, 2: parameters stay views of the full weights, which have their own memory
 
 
 class Gradients(Enum):
-    """What a unit's gradient bucket holds."""
+    """The content of a unit's gradient bucket."""
 
     EMPTY = "empty"  # nothing since the last reduction
     FILLING = "filling"  # this rank's own gradients, of one or more backwards
     REDUCING = "reducing"  # reduce-scatter in flight: bucket and gradient shard must not be touched
 
 
-_LEGAL: tuple[tuple[Enum, Enum], ...] = (  # no dictionary: looking one up by an `Enum` takes a call in Python
+_LEGAL: tuple[tuple[Enum, Enum], ...] = (  # a tuple, because a dictionary lookup by an `Enum` calls Python code
     (Weights.SHARDED, Weights.GATHERING),
     (Weights.GATHERING, Weights.FULL),
     (Weights.FULL, Weights.IDLE),
@@ -37,7 +37,7 @@ _LEGAL: tuple[tuple[Enum, Enum], ...] = (  # no dictionary: looking one up by an
 
 
 def check_move(unit: str, now: Enum, to: Enum) -> None:
-    """Raise `PhaseError` unless a unit may go from `now` to `to`."""
+    """Raise `PhaseError` unless the transition of `unit` from `now` to `to` is legal."""
     if (now, to) not in _LEGAL:
         legal = ", ".join(str(end.value) for start, end in _LEGAL if start is now)
         raise PhaseError(f"unit {unit!r}: cannot go from {now.value} to {to.value}; allowed: {legal}")

@@ -1,4 +1,4 @@
-"""What is measured: events, bytes by purpose, time, and live tensors.
+"""Telemetry: events, bytes by purpose, durations, and live tensors.
 
 In: reports of the other rooms. Out: what `model.trace`, `memory()` and `traffic()` show. Read `ledger.py` first.
 """

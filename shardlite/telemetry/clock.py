@@ -1,4 +1,4 @@
-"""Stretches of time on one device, added up: on a GPU those of its streams, without waiting for them."""
+"""Clocks that add up durations on one device. On a GPU they time its streams without synchronizing with them."""
 
 import time
 from collections.abc import Iterator
@@ -7,11 +7,11 @@ from contextlib import contextmanager
 import torch
 
 _OPEN = 256
-"""Stretches on a GPU that are kept before those that are over are added up."""
+"""Number of GPU intervals that are kept before the finished ones are added up."""
 
 
 class Clock:
-    """Adds up how long something took."""
+    """Sum of the durations of `running` blocks."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -20,7 +20,7 @@ class Clock:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Add the time from here to the end: of the host or, on a GPU, of its current stream."""
+        """Add the duration of the block: host time or, on a GPU, time of the current stream."""
         if not self._on_gpu:
             start = time.perf_counter()
             try:
@@ -28,7 +28,7 @@ class Clock:
             finally:
                 self._seconds += time.perf_counter() - start
         elif torch.cuda.is_current_stream_capturing():
-            yield  # events that measure cannot be captured
+            yield  # timing events cannot be captured
         else:
             start_event, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             start_event.record()
@@ -41,7 +41,7 @@ class Clock:
                     self._add_up(wait=False)
 
     def seconds(self) -> float:
-        """Return the sum. On a GPU the host waits for what is still under way."""
+        """Return the sum in seconds. On a GPU the host waits for open intervals."""
         self._add_up(wait=True)
         return self._seconds
 

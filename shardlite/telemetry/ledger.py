@@ -1,11 +1,11 @@
-"""What this rank holds, in bytes, by purpose.
+"""Bytes held by this rank, by purpose.
 
-A `Ledger` counts storages, not tensors: views of one buffer are one entry, and an entry ends with the storage itself,
-however many views came and went before. It knows nothing of units, ranks or devices; the owner of a buffer says what
-it is for.
+A `Ledger` counts storages, not tensors: all views of a buffer are one entry, which ends with the storage itself. It
+knows nothing of units, ranks or devices; the owner of a buffer names its purpose.
 
 PyTorch keeps one Python object per storage for as long as the storage lives, even while only views or the autograd
-graph hold it, so a weak reference to that object tells the storage's end. `tests/telemetry/test_ledger.py` checks that.
+graph hold it. So a weak reference to that object detects the end of the storage. `tests/telemetry/test_ledger.py`
+checks that.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from torch import Tensor
 
 
 def format_bytes(nbytes: int) -> str:
-    """`nbytes` in MiB with one decimal: `format_bytes(3 << 19)` is `"1.5 MiB"`."""
+    """Format `nbytes` in MiB with one decimal: `format_bytes(3 << 19)` is `"1.5 MiB"`."""
     return f"{nbytes / 2**20:.1f} MiB"
 
 
 def process_memory(device: torch.device) -> Held:
-    """Return what this process holds, in bytes, according to the CUDA allocator or the operating system.
+    """Return the memory of this process in bytes, according to the CUDA allocator or the operating system.
 
-    On a CPU: the proportional set size, in which a page that `n` processes share counts as `1/n` of it, and as its peak
-    the largest resident set of the process so far. Source: `/proc/self/smaps_rollup` and `getrusage(2)`. Where Linux
-    does not tell the former, both are the latter.
+    On a CPU, `now` is the proportional set size, in which a page that `n` processes share counts as `1/n`, and `peak`
+    is the largest resident set of the process so far. Sources: `/proc/self/smaps_rollup` and `getrusage(2)`. Where the
+    former is not available, both values are the latter.
     """
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
@@ -48,7 +48,7 @@ def process_memory(device: torch.device) -> Held:
 
 
 def not_on(device: torch.device) -> frozenset[str]:
-    """Return the purposes whose bytes are not in what `process_memory` tells of a device."""
+    """Return the purposes whose bytes `process_memory` of `device` does not include."""
     host = ("chunks of a step", "messages", "mailboxes", "pinned memory", "idle shared memory")
     return frozenset(host if device.type == "cuda" else ())
 
@@ -59,22 +59,22 @@ class Held:
 
     now: int
     peak: int
-    """The most since the last `reset_peak`; purposes peak at different moments."""
+    """The maximum since the last `reset_peak`. Purposes peak at different moments."""
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """One living storage."""
+    """One live storage."""
 
     purpose: str
     nbytes: int
 
 
 class Ledger:
-    """Bytes by purpose, now and at most.
+    """Current and peak bytes by purpose.
 
-    Storages that died are queued by their finalizers, which may run at any moment and in any thread, and are
-    subtracted at the start of the next call: no addition ever meets a stale total, so peaks are exact.
+    Finalizers queue storages that died; they may run at any moment and in any thread. The queue is subtracted at the
+    start of the next call, before anything is added, so peaks are exact.
     """
 
     def __init__(self) -> None:
@@ -87,13 +87,13 @@ class Ledger:
     def track(self, purpose: str, tensor: Tensor) -> None:
         """Count the whole storage of `tensor` under `purpose` until the storage is freed.
 
-        Tracking it again changes nothing, except that a resized storage counts with its new size, and that a storage
-        which got another purpose moves there.
+        Tracking it again has no effect, except that a resized storage is counted with its new size, and that the
+        storage moves to `purpose` if it had another one.
         """
         self.track_storage(purpose, tensor.untyped_storage())
 
     def track_storage(self, purpose: str, storage: torch.UntypedStorage) -> None:
-        """`track` for a storage at hand."""
+        """Count `storage` under `purpose`, as `track` does."""
         entry = _Entry(purpose, storage.nbytes())
         with self._lock:
             self._settle()
@@ -108,24 +108,24 @@ class Ledger:
             self._move(purpose, entry.nbytes)
 
     def current(self) -> dict[str, int]:
-        """Bytes held now, for every purpose ever used."""
+        """Return the bytes held now, for every purpose ever used."""
         with self._lock:
             self._settle()
             return dict(self._current)
 
     def peak(self) -> dict[str, int]:
-        """The most bytes each purpose has held since the last `reset_peak`; purposes peak at different moments."""
+        """Return the peak of each purpose since the last `reset_peak`. Purposes peak at different moments."""
         with self._lock:
             return dict(self._peak)
 
     def held(self) -> dict[str, Held]:
-        """Both, for every purpose ever used."""
+        """Return current and peak bytes, for every purpose ever used."""
         with self._lock:
             now = self.current()
             return {purpose: Held(nbytes, self._peak[purpose]) for purpose, nbytes in now.items()}
 
     def reset_peak(self) -> None:
-        """Let every purpose's peak start again from what it holds now."""
+        """Reset every purpose's peak to its current bytes."""
         with self._lock:
             self._settle()
             self._peak = dict(self._current)

@@ -1,10 +1,10 @@
-"""Measured tensor memory: every byte in tensor storages on this rank, now and at most.
+"""Measured tensor memory: bytes in all tensor storages on this rank, now and at the peak.
 
-`Meter` is told of each operator that PyTorch dispatches, in forward, backward and optimizer alike, and books the
-storages of its arguments and results in a `Ledger`, which knows when they die. So a count is exact on any device and
-at any size, and is the same on a busy machine. It does not see what a kernel allocates and frees inside itself,
-allocator rounding and fragmentation, or Python's own memory: it says what the program asked for, not what the
-operating system gave.
+`Meter` intercepts each operator that PyTorch dispatches in forward, backward and optimizer, and tracks the storages of
+its arguments and results in a `Ledger`, which detects when they die. So a count is exact on any device and at any size,
+and does not depend on the machine's load. It excludes memory that a kernel allocates and frees inside itself, allocator
+rounding, fragmentation, and Python's own memory: it counts what the program requested, not what the operating system
+provided.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardlite.telemetry.ledger import Ledger
 
 T = TypeVar("T")
 
-_TENSORS = "tensors"  # the one purpose in a meter's own ledger
+_TENSORS = "tensors"  # the only purpose in a meter's own ledger
 
 
 class Meter(Generic[T]):
@@ -34,12 +34,12 @@ class Meter(Generic[T]):
             model(x, y).backward()
         print(meter.peak - meter.live)
 
-    Tensors that exist at entry are found through the garbage collector and count from the start; one that only C++
-    holds (saved in a graph of an earlier forward, say) counts from its first use. Operators run some ten
-    microseconds longer under a meter: measure a few steps, time others.
+    Tensors that exist at entry are found through the garbage collector and count from the start. A tensor that only
+    C++ holds (for example saved in the graph of an earlier forward) counts from its first use. Operators run some ten
+    microseconds longer under a meter: do not time the steps that are metered.
 
-    `on_peak` is asked for a snapshot at each new peak, just before the next operator runs, so that whoever made the
-    peak has had time to book it elsewhere; the last answer is `at_peak`.
+    `on_peak` is called after each new peak, just before the next operator runs, so that other ledgers are up to date
+    by then. `at_peak` is its latest result.
     """
 
     def __init__(self, on_peak: Callable[[], T] | None = None) -> None:
@@ -51,22 +51,22 @@ class Meter(Generic[T]):
 
     @property
     def live(self) -> int:
-        """Bytes now."""
+        """Current bytes."""
         return self._ledger.current().get(_TENSORS, 0)
 
     @property
     def peak(self) -> int:
-        """The most bytes since entry or since the last `reset_peak`."""
+        """Maximum bytes since entry or since the last `reset_peak`."""
         return self._ledger.peak().get(_TENSORS, 0)
 
     @property
     def at_peak(self) -> T | None:
-        """What `on_peak` answered at the peak."""
+        """The result of `on_peak` at the peak."""
         self._take_snapshot()
         return self._at_peak
 
     def reset_peak(self) -> None:
-        """Start again from what is alive now."""
+        """Reset the peak to the current bytes."""
         self._ledger.reset_peak()
         self._snapshot_due = True
 
@@ -85,7 +85,7 @@ class Meter(Generic[T]):
         self._take_snapshot()
 
     def _run_operator(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `func` and book the storages that it was given and those that it made."""
+        """Run `func`, and track the storages of its arguments and results."""
         self._take_snapshot()
         result = func(*args, **kwargs)
         with self._noting_peaks():
@@ -117,7 +117,7 @@ class Meter(Generic[T]):
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Hands each dispatched operator to `run`."""
+    """Pass each dispatched operator to `run`."""
 
     def __init__(self, run: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -126,7 +126,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run `func`, except that a DTensor unwraps itself first and comes back as the tensors that hold memory."""
+        """Run `func`. A DTensor is unwrapped first and dispatched again as the tensors that hold memory."""
         if any(is_traceable_wrapper_subclass_type(t) for t in types):
             return NotImplemented
         return self._run(func, args, kwargs or {})
@@ -134,7 +134,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _watch_resizes(run: Callable[[UntypedStorage, Callable[[], Any]], Any]) -> Iterator[None]:
-    """Hand `storage.resize_(nbytes)` to `run`: the one way to change a storage's size that is no operator."""
+    """Pass `storage.resize_(nbytes)` to `run`: the only way to resize a storage that is not an operator."""
     original = UntypedStorage.resize_
 
     def watched(storage: UntypedStorage, nbytes: int) -> Any:
@@ -148,17 +148,17 @@ def _watch_resizes(run: Callable[[UntypedStorage, Callable[[], Any]], Any]) -> I
 
 
 def _holds_memory(tensor: Tensor) -> bool:
-    """Meta and sparse tensors and wrapper subclasses have no storage of their own."""
+    """Return whether a tensor has a storage. Meta tensors, sparse tensors and wrapper subclasses have none."""
     if tensor.layout is not torch.strided or is_traceable_wrapper_subclass_type(type(tensor)):
         return False
     return tensor.untyped_storage().device.type != "meta"
 
 
 def _existing_tensors() -> Iterator[Tensor]:
-    """All tensors with a Python object, and their gradients, which may have none."""
+    """Yield all tensors with a Python object, and their gradients, which may have none."""
     for thing in gc.get_objects():
         if issubclass(type(thing), Tensor):  # isinstance would run the properties of proxies
             yield thing
-            with suppress(RuntimeError):  # a view whose base was changed under it tells nothing of its graph
+            with suppress(RuntimeError):  # the graph of a view whose base was modified in place cannot be read
                 if thing.is_leaf and thing.grad is not None:
                     yield thing.grad

@@ -1,4 +1,4 @@
-"""What happened in which order, in the words of the documentation: for tests and for curious readers."""
+"""Events of one wrapped model in order, in the words of the documentation, for tests and for debugging."""
 
 from collections import deque
 
@@ -6,19 +6,19 @@ from collections import deque
 class Trace:
     """The latest events of one wrapped model, oldest first.
 
-    The words are: `gather` (an all-gather starts), `wait` (the computation needs it), `release` (nobody uses the
-    weights any more), `evict` (its buffer is taken away), `reduce` (a reduce-scatter starts), `step`.
+    The events are: `gather` (an all-gather starts), `wait` (the computation waits for it), `release` (the weights have
+    no users any more), `evict` (its buffer is given to another unit), `reduce` (a reduce-scatter starts), `step`.
     """
 
     def __init__(self, keep: int = 4096) -> None:
         self._events: deque[str] = deque(maxlen=keep)
 
     def emit(self, event: str, unit: str = "") -> None:
-        """Note that `event` happened to `unit`."""
+        """Append `event` of `unit`."""
         self._events.append(f"{event} {unit}".rstrip())
 
     def take(self) -> list[str]:
-        """Return the events since the last call, and forget them."""
+        """Return and clear the events since the last call."""
         events = list(self._events)
         self._events.clear()
         return events

@@ -1,4 +1,4 @@
-"""A small GPT trained on real text over several ranks: an example of the library's use, and a measurement of it.
+"""A small GPT trained on text over several ranks, as an example and a measurement of the library.
 
-In: a text and the settings of the run. Out: losses, memory and speed, printed and painted. Read `train.py` first.
+In: a text and the settings of the run. Out: losses, memory and speed, printed and plotted. Read `train.py` first.
 """

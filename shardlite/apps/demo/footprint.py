@@ -1,7 +1,7 @@
-"""What one training step holds on a rank, by purpose, for a sharded model and for plain data parallel.
+"""Memory of one training step on a rank, by purpose, for a sharded model and for plain data parallel.
 
-The library's own ledger says what it holds and a meter says what all tensors hold together; the difference is what the
-program holds beside it: activations, temporary results, the batch.
+The library's ledger counts its own memory, and a meter counts all tensors. The difference is the program's memory:
+activations, temporary results, the batch.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class Footprint:
     """Bytes on one rank during one step."""
 
     held: dict[str, int]
-    """By purpose, each at its own highest: they need not meet, so their sum may exceed the peak."""
+    """By purpose, each at its own peak. Peaks may occur at different moments, so their sum may exceed `peak`."""
 
     activations: int
-    """Everything that has no purpose in `held`, at the moment of the peak."""
+    """Bytes without a purpose in `held`, at the moment of the peak."""
 
     peak: int
-    """The most that all tensors held together."""
+    """The maximum of all tensors together."""
 
 
 def measure(step: Callable[[], object], ledger: Ledger) -> Footprint:
-    """Run `step` under a meter."""
+    """Run `step` under a meter, and return its footprint."""
     ledger.reset_peak()
     with Meter(on_peak=ledger.current) as meter:
         step()
@@ -44,7 +44,7 @@ def measure(step: Callable[[], object], ledger: Ledger) -> Footprint:
 
 
 def measure_plain(model: nn.Module, batches: Iterable[Batch], max_norm: float) -> Footprint:
-    """One step of `model` with nothing sharded: what every rank holds in plain data parallel, without its buckets."""
+    """Return the footprint of one step of an unsharded `model`: that of plain data parallel, without its buckets."""
     ledger = Ledger()
     for parameter in model.parameters():
         ledger.track("parameters", parameter)
@@ -60,13 +60,13 @@ def measure_plain(model: nn.Module, batches: Iterable[Batch], max_norm: float) -
         optimizer.step()
         optimizer.zero_grad()
 
-    step()  # the first one makes the optimizer's state
+    step()  # the first step allocates the optimizer's state
     book_state(ledger, optimizer)
     return measure(step, ledger)
 
 
 def book_state(ledger: Ledger, optimizer: Optimizer) -> None:
-    """Book the tensors that `optimizer` keeps from step to step."""
+    """Track the tensors that `optimizer` keeps from step to step."""
     for value in tree_leaves(list(optimizer.state.values())):
         if isinstance(value, Tensor):
             ledger.track("optimizer state", value)

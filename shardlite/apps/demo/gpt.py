@@ -1,6 +1,6 @@
-"""A GPT that reads bytes: pre-norm blocks, causal attention over rotated heads, one matrix for embedding and head.
+"""A byte-level GPT: pre-norm blocks, causal attention with rotary positions, tied embedding and head.
 
-It is an ordinary PyTorch module and knows nothing of sharding.
+An ordinary PyTorch module. Knows nothing of sharding.
 
 Legend: `b` sequences, `t` bytes in a sequence, `c` width, `h` heads, `d = c / h`, `v = 256` byte values.
 """
@@ -18,7 +18,7 @@ BYTE_VALUES = 256
 
 
 class Attention(nn.Module):
-    """Each byte looks at itself and the bytes before it."""
+    """Causal self-attention."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -35,10 +35,10 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Turn each pair of numbers of `x` [... t d] by an angle that grows with its place in the text.
+    """Rotate each pair of elements of `x` [... t d] by an angle proportional to its position.
 
-    A product of two rotated vectors depends on how far they are apart, not on where they are, so blocks need no other
-    sense of place (Su et al. 2021, "RoFormer"). Pair `i` is (i, i + d/2); its angle per place is 10000^(-2i/d).
+    A product of two rotated vectors depends only on their distance, so blocks need no other position encoding (Su et
+    al. 2021, "RoFormer"). Pair `i` is (i, i + d/2); its angle per position is 10000^(-2i/d).
     """
     t, d = x.shape[-2:]
     speed = 10000.0 ** (torch.arange(0, d, 2, device=x.device) / -d)
@@ -49,7 +49,7 @@ def rotate(x: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron, each added to what came in."""
+    """Attention, then an MLP, each with a residual connection."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next byte at every place of a text."""
+    """Predicts the next byte at every position of a text."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -81,9 +81,9 @@ class GPT(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
-        """Logits [b t v] for the bytes that follow those of `x` [b t], or how wrong they are.
+        """Return logits [b t v] for the bytes that follow those of `x` [b t], or the loss.
 
-        That is the mean loss in nats per byte, if `y` [b t] tells the bytes that follow.
+        With the following bytes `y` [b t], return the mean loss in nats per byte.
 
         Raises:
             ValueError: `t` exceeds the context.
@@ -100,7 +100,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompt: bytes, count: int, *, temperature: float = 0.8, seed: int = 0) -> bytes:
-        """`prompt` and `count` bytes more, each drawn from the model's distribution sharpened by `temperature`."""
+        """Return `prompt` and `count` further bytes, sampled at `temperature`."""
         chance = torch.Generator().manual_seed(seed)
         text = torch.tensor([list(prompt)])
         for _ in range(count):
@@ -110,7 +110,7 @@ class GPT(nn.Module):
         return bytes(text[0].tolist())
 
     def _initialize(self) -> None:
-        """GPT-2's: normal(0.02), and what adds to the residual stream shrinks with the number of additions."""
+        """Initialize as GPT-2: normal(0.02), smaller for outputs to the residual stream, by the number of additions."""
         for name, parameter in self.named_parameters():
             if parameter.ndim >= 2:
                 adds = name.endswith(("attention.out.weight", "mlp.2.weight"))

@@ -1,4 +1,4 @@
-"""What the demo tells people: a progress line, the result, a loss curve as PNG and CSV, a table of bytes per rank."""
+"""Reports of the demo: a progress line, the result, a loss curve as PNG and CSV, a table of bytes per rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Point:
 
 
 class LossCurve:
-    """One line that tells how far the run is: rewritten in place on a terminal, else printed ten times in a run."""
+    """A progress line: rewritten in place on a terminal, otherwise printed ten times per run."""
 
     def __init__(self, steps: int, bytes_per_step: int, out: TextIO = sys.stdout) -> None:
         self._steps, self._bytes_per_step, self._out = steps, bytes_per_step, out
@@ -35,7 +35,7 @@ class LossCurve:
         self._validation = ""
 
     def show(self, point: Point, held: int) -> None:
-        """Show `point`, the text read per second since the begin, and the bytes `held` by the library on a rank."""
+        """Show `point`, the training speed since the start, and the bytes `held` by the library on a rank."""
         if point.validation is not None:
             self._validation = f"  validation {point.validation:.3f}"
         speed = point.step * self._bytes_per_step / (time.perf_counter() - self._begin)
@@ -50,7 +50,7 @@ class LossCurve:
 
 
 def describe_result(loss: float, entropy: float) -> str:
-    """The last validation loss beside the unigram entropy of the same text."""
+    """Format the last validation loss and the unigram entropy of the same text."""
     rows = (("validation loss", loss, "this model"), ("unigram entropy", entropy, "the best model without context"))
     return "\n".join(
         f"{name}  {nats:.3f} nats/byte  {nats / math.log(2):.3f} bits/byte  ({who})" for name, nats, who in rows
@@ -58,7 +58,7 @@ def describe_result(loss: float, entropy: float) -> str:
 
 
 def printable(text: bytes) -> str:
-    """`text` for a terminal: what is no UTF-8, and what could command the terminal, is replaced."""
+    """Return `text` for a terminal, with invalid UTF-8 and control characters replaced."""
     decoded = text.decode(errors="replace")
     return "".join(
         letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in decoded
@@ -66,7 +66,7 @@ def printable(text: bytes) -> str:
 
 
 def describe_traffic(traffic: Mapping[str, Mapping[str, Sent]], steps: int) -> str:
-    """What one rank sent in a step, how long that took, and how much of it computation waited for: means over a run."""
+    """Format means over a run: bytes that one rank sent per step, their duration, and the time computation waited."""
     sent = [each for purposes in traffic.values() for each in purposes.values()]
     nbytes, seconds, exposed = (
         sum(part) / steps for part in zip(*((s.nbytes, s.seconds, s.exposed) for s in sent), strict=True)
@@ -78,7 +78,7 @@ def describe_traffic(traffic: Mapping[str, Mapping[str, Sent]], steps: int) -> s
 
 
 def footprint_table(sharded: Sequence[Footprint], plain: Footprint) -> str:
-    """Bytes by purpose: a column per rank of the sharded run, and one for plain data parallel."""
+    """Format bytes by purpose: a column per rank of the sharded run, and one for plain data parallel."""
     columns = {f"rank {rank}": footprint for rank, footprint in enumerate(sharded)} | {"data parallel": plain}
     purposes = dict.fromkeys(purpose for footprint in (plain, *sharded) for purpose in footprint.held)
     rows = [["", *columns]]
@@ -90,7 +90,7 @@ def footprint_table(sharded: Sequence[Footprint], plain: Footprint) -> str:
 
 
 def write_curve(folder: Path, curve: Sequence[Point], entropy: float) -> list[str]:
-    """Write `loss.csv` and, where matplotlib is installed, `loss.png`; return lines that tell what was done."""
+    """Write `loss.csv` and, if matplotlib is installed, `loss.png`. Return lines that report it."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_csv(folder / "loss.csv", curve)
     told = [f"wrote {folder / 'loss.csv'}"]
@@ -111,7 +111,7 @@ def _write_csv(path: Path, curve: Sequence[Point]) -> None:
 
 
 def _write_png(path: Path, curve: Sequence[Point], entropy: float) -> None:
-    from matplotlib.figure import Figure  # slow to import, and not everybody has it
+    from matplotlib.figure import Figure  # optional, and slow to import
 
     validated = [(point.step, point.validation) for point in curve if point.validation is not None]
     figure = Figure(figsize=(7.2, 4.2), dpi=150, layout="constrained")
@@ -127,7 +127,7 @@ def _write_png(path: Path, curve: Sequence[Point], entropy: float) -> None:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """`rows` as text, the first column to the left and the others to the right."""
+    """Format `rows` as text, with the first column left-aligned and the others right-aligned."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])

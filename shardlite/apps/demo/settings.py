@@ -1,4 +1,4 @@
-"""What a run of the demo is told. Light to import: the command line takes its defaults from here."""
+"""Settings of the demo. Light to import: the command line takes its defaults from here."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ class GPTConfig:
     """The shape of a GPT.
 
     Raises:
-        ValueError: a number is not positive, or the heads do not share the width in even parts.
+        ValueError: a number is not positive, or the width is not a multiple of twice the heads.
     """
 
     layers: int = 6
-    """Blocks, one after the other."""
+    """Number of blocks."""
 
     width: int = 384
-    """Numbers that stand for one byte between the blocks."""
+    """Elements of the hidden state per byte."""
 
     heads: int = 6
-    """Parts of the width that attend separately."""
+    """Attention heads."""
 
     context: int = 128
-    """The most bytes that the model sees at once."""
+    """Maximum number of bytes per sequence."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -54,7 +54,7 @@ class Settings:
     """The model."""
 
     stage: int = 3
-    """0: every rank holds all; 1: optimizer state is sharded; 2: gradients are, too; 3: parameters are, too."""
+    """0: nothing is sharded; 1: optimizer state; 2: gradients, too; 3: parameters, too."""
 
     steps: int = 180
     """Optimizer steps."""
@@ -66,10 +66,10 @@ class Settings:
     """Forwards and backwards per optimizer step."""
 
     lr: float = 1e-3
-    """The highest learning rate, reached after a tenth of the steps; a cosine leads down to a tenth of it."""
+    """Peak learning rate, reached after a tenth of the steps; a cosine decays it to a tenth."""
 
     seed: int = 0
-    """Decides the first weights and which text is drawn."""
+    """Seed of the initial weights and of the batches."""
 
     data: Path | None = None
     """A text file or a folder of text files; `None` is Python's own standard library."""

@@ -1,6 +1,6 @@
-"""Text to train on: bytes from files, two parts, and batches that every rank draws for itself.
+"""Training text: bytes from files, split into training and validation, and batches that each rank draws.
 
-A byte is a token. The text stays in numpy, so that no measurement of tensor memory counts it.
+A byte is a token. The text is a numpy array, so that meters of tensor memory do not count it.
 
 Legend: `b` sequences, `t` bytes in a sequence.
 """
@@ -21,33 +21,33 @@ from torch import Tensor
 Bytes = NDArray[np.uint8]
 
 TEXT_LIMIT = 4 << 20
-"""Bytes that are read at most: some minutes of training see less than that once."""
+"""Maximum number of bytes read: more than some minutes of training use once."""
 
 _STRETCHES = 20
 _VALIDATION_SHARE = 0.1
 
-# Other people's packages, and modules that are tables and test data rather than code.
+# Third-party packages, and modules that are tables and test data rather than code.
 _NOT_PYTHON_CODE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """A text in two parts."""
+    """A text, split into training and validation."""
 
     source: str
-    """Where the text is from, for people to read."""
+    """Description of the source."""
 
     train: Bytes
-    """What the model learns from."""
+    """Training bytes."""
 
     validation: Bytes
-    """What it never sees while it learns: a tenth of the text."""
+    """Validation bytes: a tenth of the text."""
 
 
 def read_corpus(source: Path | None, *, context: int, limit: int = TEXT_LIMIT) -> Corpus:
     """Read up to `limit` bytes of the file or folder `source`, or of Python's standard library if `None`.
 
-    Validation takes the end of each of 20 equal stretches, so both parts hold text from everywhere.
+    Validation takes the end of each of 20 equal stretches, so that both parts cover the whole text.
 
     Raises:
         ValueError: `source` does not exist, holds no text, or not enough for one sequence of `context` bytes.
@@ -65,16 +65,16 @@ def read_corpus(source: Path | None, *, context: int, limit: int = TEXT_LIMIT) -
 
 
 def unigram_entropy(text: Bytes) -> float:
-    """Nats per byte that the best model which ignores all context would lose on `text`."""
+    """Return the loss on `text` of the best model without context, in nats per byte."""
     counts = np.bincount(text)
     share = counts[counts > 0] / len(text)
     return float(-(share * np.log(share)).sum())
 
 
 def draw_batch(text: Bytes, *, shape: tuple[int, int], key: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Draw `shape` = (b, t) sequences from `text`: the bytes x [b t] and the bytes y [b t] that follow each of them.
+    """Draw `shape` = (b, t) sequences from `text`: bytes x [b t] and their following bytes y [b t].
 
-    `key`, such as (seed, rank, step), decides which: the same key draws the same, every other key draws anew.
+    `key`, such as (seed, rank, step), seeds the draw.
     """
     b, t = shape
     starts = np.random.default_rng(key).integers(0, len(text) - t, size=b)
@@ -90,7 +90,7 @@ def _standard_library() -> Iterator[Path]:
 
 
 def _text_files(source: Path) -> Iterator[Path]:
-    """`source` itself, or the files below it in the order of their names, without hidden ones."""
+    """Yield `source` itself, or the files below it in name order, without hidden ones."""
     if source.is_file():
         yield source
     elif source.is_dir():
@@ -108,7 +108,7 @@ def _looks_like_text(path: Path) -> bool:
 
 
 def _check_length(corpus: Corpus, context: int) -> None:
-    """Both parts must hold a sequence of `context` bytes and the byte that follows it."""
+    """Check that both parts hold a sequence of `context` bytes and the following byte."""
     for part, text in (("training", corpus.train), ("validation", corpus.validation)):
         if len(text) <= context:
             raise ValueError(

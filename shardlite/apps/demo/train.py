@@ -1,7 +1,6 @@
-"""The demo: trains a small GPT on real text over several ranks, the way a user of ShardLite would.
+"""The demo: train a small GPT on text over several ranks, as a user of ShardLite would.
 
-`train` tells the story; what follows it are its phases, in their order. Every rank runs all of it, and rank 0 alone
-prints and writes.
+`train` calls the phases, which follow in order. Every rank runs all of them; only rank 0 prints and writes.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from shardlite.comm import all_gather_json
 MAX_NORM = 1.0
 SAMPLE_BYTES = 240
 
-_MEASURED_STEP = 2  # by then the optimizer has its state and every buffer its place
+_MEASURED_STEP = 2  # by then optimizer state and all buffers are allocated
 _VALIDATIONS = 8  # in a run, evenly spread, the last one at its end
 _VALIDATION_BATCHES = 8
 _TRAIN, _VALIDATION = 0, 1  # part of the key of a batch
@@ -41,7 +40,7 @@ _TRAIN, _VALIDATION = 0, 1  # part of the key of a batch
 
 @dataclass(frozen=True)
 class Run:
-    """What stays the same from the first step to the last."""
+    """Objects that stay the same throughout the run."""
 
     settings: Settings
     corpus: Corpus
@@ -68,7 +67,7 @@ def train(settings: Settings) -> None:
 
 
 def _measure_data_parallel(settings: Settings, corpus: Corpus, device: torch.device) -> Footprint:
-    """What this rank would hold if nothing were sharded; all of it is freed on return."""
+    """Return this rank's footprint without sharding; all its memory is freed on return."""
     batches = [_draw(settings, corpus.train, device, _TRAIN, 0, 0, micro) for micro in range(settings.accumulate)]
     return measure_plain(GPT(settings.gpt).to(device), batches, MAX_NORM)
 
@@ -92,7 +91,7 @@ def _announce(run: Run) -> None:
 
 
 def _learn(run: Run) -> tuple[list[Point], Footprint]:
-    """Take all steps. One of the first is taken under a meter, but otherwise like any other."""
+    """Take all steps. One of the first runs under a meter."""
     steps = run.settings.steps
     progress = LossCurve(steps, _tokens_per_step(run.settings))
     curve: list[Point] = []
@@ -110,7 +109,7 @@ def _learn(run: Run) -> tuple[list[Point], Footprint]:
 
 
 def _step(run: Run, step: int) -> float:
-    """One optimizer step; the mean loss over all ranks and batches."""
+    """Take one optimizer step. Return the mean loss over all ranks and batches."""
     settings, model = run.settings, run.model
     loss = 0.0
     for micro in range(settings.accumulate):
@@ -135,7 +134,7 @@ def _measured_step(run: Run, step: int) -> tuple[float, Footprint]:
 
 
 def learning_rate(settings: Settings, step: int) -> float:
-    """A straight line up over the first tenth of the steps, then half a cosine down to a tenth of `settings.lr`."""
+    """Return the rate of a step: linear warmup over a tenth of the steps, then a cosine to a tenth of `settings.lr`."""
     warmup = math.ceil(settings.steps / 10)
     if step < warmup:
         return settings.lr * (step + 1) / warmup
@@ -145,7 +144,7 @@ def learning_rate(settings: Settings, step: int) -> float:
 
 @torch.no_grad()
 def _validate(run: Run) -> float:
-    """The mean loss over text that no step has seen: the same in each validation, another part on each rank."""
+    """Return the mean loss on validation text: the same text in each validation, another part on each rank."""
     run.model.eval()
     losses = [
         run.model(*_draw(run.settings, run.corpus.validation, run.device, _VALIDATION, run.rank, i)).item()
@@ -160,7 +159,7 @@ def _is_validation_due(step: int, steps: int) -> bool:
 
 
 def _report(run: Run, curve: list[Point], sharded: Footprint, plain: Footprint) -> None:
-    """Tell how good the model became and what that took, in memory and time."""
+    """Print the quality of the model, and the memory and time of the run."""
     footprints = [Footprint(**each) for each in all_gather_json(None, asdict(sharded), "the memory of each rank")]
     if run.rank != 0:
         return
@@ -173,7 +172,7 @@ def _report(run: Run, curve: list[Point], sharded: Footprint, plain: Footprint) 
 
 
 def _show_sample(run: Run) -> None:
-    """Rank 0 takes the whole model, which here fits on one rank, and lets it write."""
+    """Generate text with the whole model on rank 0, which it fits on."""
     weights = run.model.full_state_dict(rank=0)
     if run.rank != 0:
         return

@@ -1,7 +1,7 @@
-"""How far apart two tensors are, and how far apart they may be.
+"""Differences of two tensors, and bounds on them.
 
 Legend: `W` ranks, `r` a rank, `g_r` its gradient of one element, `u` the unit roundoff (half the distance from 1 to the
-next number), `gamma(k) = k*u / (1 - k*u)`: what `k` roundings can do (Higham, 2002, Accuracy and Stability, 3.1).
+next number), `gamma(k) = k*u / (1 - k*u)`: the bound on `k` roundings (Higham, 2002, Accuracy and Stability, 3.1).
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from shardlite.apps.verify import twins
 from shardlite.config import Precision
 
 _FP64 = 1 + 2.0**-20
-"""Roundings of fp64 are 2^-29 of those of fp32: distances that are measured in it may be off by much less than this."""
+"""Allowance for differences computed in fp64, whose roundings are 2^-29 of those of fp32: far less than this."""
 
 
 def difference(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Return the absolute difference in fp64: infinite where one is not a number, 0 where both are one infinity."""
+    """Return the absolute difference in fp64: infinite if one is NaN, 0 where both are the same infinity."""
     apart = (ours.double() - theirs.double()).abs()
     return torch.where(ours == theirs, 0.0, apart.nan_to_num(nan=math.inf, posinf=math.inf))
 
 
 def unlike(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Tell where bits differ, or something is not a number. No bits are the same in two dtypes."""
+    """Return where bits differ or a value is NaN. Bits of different dtypes always differ."""
     return (ours != theirs) | (torch.signbit(ours) != torch.signbit(theirs)) | (ours.dtype != theirs.dtype)
 
 
 def in_ulps(apart: Tensor, ours: Tensor, theirs: Tensor) -> Tensor:
-    """Return a difference in units of last place of the larger number: it is `m * 2^e`, `1/2 <= m < 1`.
+    """Return a difference in units in the last place (ulps) of the larger number: it is `m * 2^e`, `1/2 <= m < 1`.
 
-    Of two dtypes the coarser one counts.
+    Of two dtypes the coarser one is used.
     """
     info = max(torch.finfo(ours.dtype), torch.finfo(theirs.dtype), key=lambda info: info.eps)
     exponent = torch.frexp(torch.maximum(ours.double().abs(), theirs.double().abs())).exponent
@@ -45,19 +45,19 @@ def in_ulps(apart: Tensor, ours: Tensor, theirs: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a judge says of two tensors: how much of the bound is used, and what is worst."""
+    """Result of a judge: the used share of the bound, and a description of the worst element."""
 
     share: float
     detail: str
 
 
 Judge: TypeAlias = Callable[[str, Tensor, Tensor], Judgement]
-"""From the name of a tensor, ours and theirs."""
+"""Function of the name of a tensor, ours and theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """How each quantity is judged; `None`: not at all."""
+    """The judge of each quantity; `None`: not judged."""
 
     first_loss: Judge | None = None
     later_losses: Judge | None = None
@@ -66,7 +66,7 @@ class Bounds:
 
 
 def same_bits(_: str, ours: Tensor, theirs: Tensor) -> Judgement:
-    """Allow no difference: 0 and -0 differ, and what is not a number is never right."""
+    """Allow no difference: 0 and -0 differ, and NaN is never equal."""
     if ours.dtype != theirs.dtype:
         return Judgement(math.inf, f"{ours.dtype} and {theirs.dtype}")
     wrong = unlike(ours, theirs)
@@ -79,7 +79,7 @@ SAME = Bounds(first_loss=same_bits, later_losses=same_bits, gradients=same_bits,
 
 
 def rounding(magnitude: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """Return `gamma(count) * magnitude`, and what may be lost below the smallest normal number."""
+    """Return `gamma(count) * magnitude`, plus the loss below the smallest normal number."""
     info = torch.finfo(dtype)
     unit = count * info.eps / 2
     return magnitude * (unit / (1 - unit)) + count * info.tiny * info.eps
@@ -87,14 +87,14 @@ def rounding(magnitude: Tensor, count: int, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Sum:
-    """What the order of a sum over the ranks explains, and in which dtype it is added.
+    """Bounds on differences caused by the order and the dtype of a sum over the ranks.
 
     A mean that is computed by `k` roundings on the path of any `g_r` is
 
         sum_r g_r/W * (1 + d_r)   with |d_r| <= gamma(k)
 
-    in whatever order it is added, so it is within `gamma(k) * M` of the exact one, where `M` is the mean of `|g_r|`.
-    Two means are as far from each other as both are from the exact one, at most. The ring and the simple twin add `W`
+    in any order of additions, so it is within `gamma(k) * M` of the exact one, where `M` is the mean of `|g_r|`. The
+    distance of two means is at most the sum of their distances from the exact one. The ring and the simple twin add `W`
     gradients and divide the sum: `k = W - 1 + 1`. `DistributedDataParallel` multiplies each gradient by the rounded
     `1/W`, then adds: `k = 1 + 1 + W - 1`. Below the normal numbers additions are exact, and a division or a product is
     off by at most half the smallest number.
@@ -102,16 +102,16 @@ class Sum:
 
     world_size: int
     magnitudes: Mapping[str, Tensor]
-    """`M`, for each element, in fp64."""
+    """`M` of each element, in fp64."""
 
     casts: Mapping[str, Tensor]
-    """The mean of `|g_r - p_r|`, in fp64, where plain PyTorch has `p_r` instead of `g_r`."""
+    """The mean of `|g_r - p_r|`, in fp64, where plain PyTorch computes `p_r` instead of `g_r`."""
 
     precision: Precision
-    """Of `g_r`."""
+    """Precision of `g_r`."""
 
     def error(self, name: str, master: torch.dtype) -> Tensor:
-        """Return how far the ring's mean may be from the exact one: at most `W` roundings to the dtype on the wire."""
+        """Return the bound on the distance of the ring's mean from the exact one: `W` roundings to the reduce dtype."""
         return rounding(self.magnitudes[name], self.world_size, self.precision.reduce_of(master))
 
     def simple(self, name: str, ours: Tensor, theirs: Tensor) -> Judgement:
@@ -120,7 +120,7 @@ class Sum:
         return _within(ours, theirs, allowed)
 
     def data_parallel(self, name: str, ours: Tensor, theirs: Tensor) -> Judgement:
-        """Judge against `DistributedDataParallel`, which adds `p_r`, in the dtype of the parameter."""
+        """Judge against `DistributedDataParallel`, which adds `p_r` in the dtype of the parameter."""
         casts = self.casts[name] * _FP64
         added = rounding(self.magnitudes[name] + casts, self.world_size + 1, theirs.dtype)
         return _within(ours, theirs, self.error(name, ours.dtype) + casts + added)
@@ -128,19 +128,19 @@ class Sum:
 
 @dataclass(frozen=True)
 class Batching:
-    """What explains that one process with the batches of all ranks gets other numbers than the ranks.
+    """Bounds on differences between the ranks and one process with the batches of all ranks.
 
-    It sums over another batch, in an order that only the matrix library knows: no bound that counts roundings is close
-    to what happens. But all of it is PyTorch's, so it can be measured, without ShardLite. With `x_r` for what a rank
-    computes in fp64 and `x` for what one process does, `w` for its result in the precision of the model,
+    The process sums over another batch, in an order that only the matrix library knows, so bounds that count roundings
+    are not tight. But all of this is PyTorch's computation, and can be measured without ShardLite. With `x_r` for what
+    a rank computes in fp64 and `x` for what one process does, `w` for its result in the precision of the model,
 
         ours - w = (ours - mean g_r) + (mean g_r - mean x_r) + (mean x_r - x) + (x - w)
 
-    The first is what ShardLite itself may do, average: at most `gamma(W) * M`, see `Sum`. The second is at most the
-    mean of `|g_r - x_r|`, the errors of the ranks by themselves, with all casts that `Precision` asks for. The third is
-    what there is to be shown: that the mean of the ranks is what one process computes; it is zero, but for roundings of
-    fp64, which `_FP64` allows for. The last is the error of the one process. So every element has its bound, as large
-    as roundings are in this model and no larger: an element whose errors all have one sign uses the whole of it.
+    The first term is ShardLite's own error: at most `gamma(W) * M`, see `Sum`. The second is at most the mean of
+    `|g_r - x_r|`, the errors of the ranks' own computations, with all casts of `Precision`. The third is the claim to
+    be verified, that the mean of the ranks is what one process computes; it is zero except for roundings of fp64, which
+    `_FP64` allows for. The last is the error of the one process. So every element has its own bound, as large as the
+    roundings of this model: an element whose errors all have one sign uses the whole of it.
     """
 
     summed: Sum
@@ -164,7 +164,7 @@ class Batching:
 
 
 def _within(ours: Tensor, theirs: Tensor, allowed: Tensor) -> Judgement:
-    """Judge by the element that uses the largest share of what is allowed."""
+    """Judge by the element that uses the largest share of its allowance."""
     apart = difference(ours, theirs)
     shares = torch.where(apart == 0, 0.0, apart / allowed)
     worst = int(shares.argmax())
@@ -172,7 +172,7 @@ def _within(ours: Tensor, theirs: Tensor, allowed: Tensor) -> Judgement:
 
 
 def _describe(ours: Tensor, theirs: Tensor, allowed: Tensor, worst: int) -> str:
-    """Say what is at an element, which is counted as if tensors were flat."""
+    """Describe the element with flat index `worst`."""
     index = [int(i) for i in torch.unravel_index(torch.tensor(worst), ours.shape)] if ours.dim() else []
     a, b = ours.flatten()[worst].item(), theirs.flatten()[worst].item()
     place = f"at {index} " if index else ""

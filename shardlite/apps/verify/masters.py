@@ -1,4 +1,4 @@
-"""A model that computes with casts of its masters: what `Precision` means, without ShardLite and for one rank.
+"""A model that computes with casts of its master weights: the meaning of `Precision` without ShardLite, on one rank.
 
 master --cast--> parameter -> gradient --cast--> sum of this rank
 fp32             compute      compute            reduce
@@ -18,11 +18,11 @@ from shardlite.engine import cast_floats
 
 
 class Masters(nn.Module):
-    """Take over `module`; `parameters()` are the masters, under the original names.
+    """Wrap `module`; `parameters()` are the master weights, under the original names.
 
-    Gradients do not come to the masters but into `sums`, each rounded as soon as it has come: a parameter gets several
-    in one backward if it was used inside and outside of a reentrant checkpoint. A rank that is `alone` and has nothing
-    to cast adds nothing up: its gradients are autograd's own.
+    Gradients are added to `sums` instead of the masters, each rounded when it arrives: a parameter gets several in one
+    backward if it is used inside and outside of a reentrant checkpoint. With `alone` and nothing to cast nothing is
+    summed: gradients are autograd's own.
     """
 
     def __init__(self, module: nn.Module, precision: Precision, *, alone: bool) -> None:
@@ -40,7 +40,7 @@ class Masters(nn.Module):
         self._adds = casts or not alone
 
     def forward(self, *batch: Any) -> Any:
-        """Run the module with the masters of now."""
+        """Run the module with casts of the current masters."""
         with torch.no_grad():
             for name, param in self._own.items():
                 param.copy_(self._masters[name])
@@ -53,12 +53,12 @@ class Masters(nn.Module):
         yield from self._masters.items()
 
     def state_dict(self, *_: Any, **__: Any) -> Any:
-        """Return masters and buffers under all of their names."""
+        """Return masters and buffers under all their names."""
         masters = {self._own[name]: master.detach() for name, master in self._masters.items()}
         return {name: masters.get(entry, entry) for name, entry in self._module.state_dict(keep_vars=True).items()}
 
     def zeros(self, name: str) -> Tensor:
-        """Return the sum of no gradients."""
+        """Return a zero gradient sum."""
         return torch.zeros(self._own[name].shape, dtype=self._sum_dtype(name))
 
     def _sum_dtype(self, name: str) -> torch.dtype:

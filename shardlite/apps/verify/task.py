@@ -1,4 +1,4 @@
-"""What is trained: a model and its batches, with the same random numbers however often they are made.
+"""The training task: a model and its batches, made with the same random numbers each time.
 
 Legend: `W` ranks.
 """
@@ -21,49 +21,49 @@ Batch: TypeAlias = tuple[Any, ...]
 """The arguments of a model."""
 
 SAME_LOSS = 2.0**-30
-"""In fp64, losses of the same batch differ by far less than this part of them, and losses of other batches by more."""
+"""In fp64, relative differences between losses of the same batch are far below this, those of other batches above."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is trained, the same in every system."""
+    """The training task, equal for every system."""
 
     make_model: Callable[[], nn.Module]
     make_batch: Callable[[int, int], Batch]
-    """From step and rank to the arguments of the model, which returns the mean loss over them."""
+    """From step and rank to the arguments of the model, which returns their mean loss."""
 
     steps: int
     lr: float
     weight_decay: float
     units: UnitPolicy
     precision: Precision
-    """Of ShardLite and of the replicas; data parallelism by PyTorch and one process know nothing of it."""
+    """Applies to ShardLite and the replicas, not to PyTorch's data parallelism and one process."""
 
     seed: int
     group: dist.ProcessGroup | None
 
     @property
     def rank(self) -> int:
-        """Of this process in the group."""
+        """Rank of this process in the group."""
         return dist.get_rank(self.group)
 
     @property
     def world_size(self) -> int:
-        """`W`."""
+        """Number of ranks, `W`."""
         return dist.get_world_size(self.group)
 
     @property
     def casts(self) -> bool:
-        """Whether weights, inputs or outputs are cast, so that plain PyTorch computes with other numbers."""
+        """Whether weights, inputs or outputs are cast, so that plain PyTorch computes other numbers."""
         return (self.precision.compute, self.precision.output) != (None, None)
 
     def model(self) -> nn.Module:
-        """Make the model, from the same random numbers each time."""
+        """Make the model, with the same random numbers each time."""
         torch.manual_seed(self.seed)
         return self.make_model()
 
     def batch(self, step: int, rank: int) -> Batch:
-        """Make a rank's batch. Random numbers that are drawn afterwards are the same each time, too."""
+        """Make a rank's batch. Seeds the random numbers, also those drawn afterwards."""
         torch.manual_seed(self.seed + 1 + step * self.world_size + rank)
         return self.make_batch(step, rank)
 
@@ -71,13 +71,13 @@ class Task:
 def mean_loss(
     task: Task, module: nn.Module, step: int, ranks: Sequence[int], convert: Callable[[Batch], Batch] = tuple
 ) -> Tensor:
-    """Return the mean of the losses of `ranks`, [], each with the random numbers of its rank."""
+    """Return the mean of the losses of `ranks`, [], each computed with the random numbers of its rank."""
     losses = [module(*convert(task.batch(step, rank))) for rank in ranks]
     return torch.stack(losses).sum() / len(ranks)
 
 
 def joined_batch(batches: Sequence[Batch]) -> Batch | None:
-    """Join like tensors along their first dimension; `None` if something is neither that nor the same on all ranks."""
+    """Concatenate tensors along their first dimension. `None` if an argument is neither joinable nor equal."""
     (first, structure), *others = [tree_flatten(batch) for batch in batches]
     if any(other != structure for _, other in others):
         return None
@@ -90,17 +90,17 @@ def joined_batch(batches: Sequence[Batch]) -> Batch | None:
 
 
 def joins(task: Task, loss: Tensor) -> bool:
-    """Whether the joined batch of the first step has this loss in fp64, which is that of the batches by themselves.
+    """Return whether the joined batch of the first step has the loss `loss` of the separate batches, in fp64.
 
-    It has not where tensors have no batch dimension, or a loss is a mean over something that ranks have more or less
-    of, or random numbers are drawn.
+    It has not if tensors lack a batch dimension, if a loss is a mean over a number of items that differs between ranks,
+    or if random numbers are drawn.
     """
     batch = joined_batch([task.batch(0, rank) for rank in range(task.world_size)])
     if batch is None:
         return False
     try:
         joined = task.model().double()(*doubled(batch)).detach()
-    except Exception:  # whatever the model says to a batch that was not made for it
+    except Exception:  # any error of the model on a batch of another size
         return False
     return bool((joined - loss).abs() <= SAME_LOSS * loss.abs())
 
@@ -116,7 +116,7 @@ def doubled(batch: Batch) -> Batch:
 
 
 def _joinable(column: Sequence[Any]) -> bool:
-    """Whether one argument of all ranks can be one argument of one process."""
+    """Return whether one argument of all ranks can be one argument of one process."""
     first = column[0]
     if all(isinstance(each, Tensor) for each in column):
         return all(each.dim() > 0 and (each.shape, each.dtype) == (first.shape, first.dtype) for each in column)

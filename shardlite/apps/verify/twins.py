@@ -1,10 +1,10 @@
-"""Ways to train one model on the same batches, each leaving a record of what it computed; others judge who is right.
+"""Systems that train one model on the same batches, each returning a record of its results. Judging is done elsewhere.
 
     sharded               by ShardLite, at any stage
-    simple, ring_ordered  replicas whose gradients a master averages: as one would without a thought, or in ring order
+    simple, ring_ordered  replicas whose gradients rank 0 averages: in the simplest way, or in ring order
     data_parallel         by `torch.nn.parallel.DistributedDataParallel`
     one_process           rank 0 alone, on the batches of all ranks
-    survey, exact         no training, only the first step: each rank by itself, and in fp64
+    survey, exact         no training, only the first step: each rank separately, and in fp64
 
 The first three compute as `Precision` says, the others in the model's own dtypes.
 
@@ -36,26 +36,26 @@ from shardlite.params import ALIGN, as_they_are, cut, round_up
 
 Gradients: TypeAlias = Mapping[str, Tensor | None]
 Mean: TypeAlias = Callable[[Sequence[Tensor], torch.dtype, str], Tensor]
-"""From the gradients of all ranks, in the dtype of their sum, to the mean in the master's; last comes its name."""
+"""From the gradients of all ranks, in the dtype of their sum, the master's dtype and the name, to the mean."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a system computed."""
+    """The results of a system."""
 
     losses: list[Tensor]
-    """[] by step; of this rank, or of all if one process trained on all."""
+    """[] per step; of this rank, or of all ranks if one process trained on all."""
 
     gradients: Gradients
-    """Of the first step, averaged over the ranks, whole; `None` where no rank used a parameter."""
+    """Whole gradients of the first step, averaged over the ranks; `None` where no rank used a parameter."""
 
     weights: Mapping[str, Tensor]
-    """Parameters and floating-point buffers after the last step, whole."""
+    """Whole parameters and floating-point buffers after the last step."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A number for the loss of the first step, [], and for each element of its gradients."""
+    """One number for the loss of the first step, [], and for each element of its gradients."""
 
     loss: Tensor
     gradients: Mapping[str, Tensor]
@@ -63,17 +63,18 @@ class Step:
 
 @dataclass(frozen=True)
 class Survey:
-    """What each rank by itself computes in the first step, as `Precision` says; means over the ranks, in fp64."""
+    """Results of each rank alone in the first step, with `Precision`; means over the ranks, in fp64."""
 
     magnitudes: Step
     """Absolute values."""
 
     casts: Step
-    """Distances to what plain PyTorch computes. Zero if nothing is cast, and gradients of one parameter are not added
-    in another dtype."""
+    """Distances to the results of plain PyTorch. Zero if nothing is cast, and no gradients of one parameter are added
+    in another dtype.
+    """
 
     errors: Step | None
-    """Distances to what plain PyTorch computes in fp64; `None` if the model does not run in fp64, or always does."""
+    """Distances to the results of plain PyTorch in fp64; `None` if the model does not run in fp64, or always does."""
 
 
 # ---- the systems ----------------------------------------------------------------------------------------------------
@@ -87,7 +88,7 @@ def sharded(task: Task, stage: int) -> Record:
 def simple(task: Task) -> tuple[Record, bool]:
     """Train replicas whose gradients rank 0 averages in the simplest way: `(g0 + g1 + ...) / W`.
 
-    Also tells whether any rank left out any parameter in any step.
+    Also return whether any rank did not use a parameter in any step.
     """
     replica = _Replica(task, _replicated(task), simple_mean)
     return _train(replica), _any_rank(task, replica.unused)
@@ -103,18 +104,18 @@ def ring_ordered(task: Task) -> Record:
 
 
 def data_parallel(task: Task, *, unused: bool) -> Record:
-    """Train by PyTorch's data parallelism; it has to be told whether some rank leaves out parameters."""
+    """Train by PyTorch's data parallelism. `unused`: whether some rank does not use all parameters."""
     with _silent_data_parallel():
         return _train(_DataParallel(task, unused))
 
 
 def one_process(task: Task, *, join: bool) -> Record:
-    """Train on the batches of all ranks in this process: in one batch, or by the mean of the losses of the ranks."""
+    """Train on the batches of all ranks in this process: in one batch, or by the mean of the ranks' losses."""
     return _train(_OneProcess(task, join))
 
 
 def survey(task: Task) -> Survey:
-    """Run the first step on each rank by itself: as `Precision` says, in the model's own dtypes, and in fp64."""
+    """Run the first step on each rank separately: with `Precision`, in the model's own dtypes, and in fp64."""
     own = _first_step(task, _with_masters(task, _replicated(task)), [task.rank])
     plain = _first_step(task, _replicated(task), [task.rank])
     true = exact(task, _replicated(task), [task.rank])
@@ -130,7 +131,7 @@ def survey(task: Task) -> Survey:
 def exact(task: Task, module: nn.Module, ranks: Sequence[int]) -> Step | None:
     """Compute the first step on the batches of `ranks` in fp64, as the mean of their losses.
 
-    `None` if the model cannot, or does so anyway, so that this would not be more exact.
+    `None` if the model does not run in fp64, or has fp64 parameters, so that this would not be more exact.
     """
     if any(param.dtype == torch.float64 for param in module.parameters()):
         return None
@@ -144,7 +145,7 @@ def exact(task: Task, module: nn.Module, ranks: Sequence[int]) -> Step | None:
 
 
 class _Plain:
-    """A module, trained on this rank's batches. The other systems say where they differ."""
+    """A module, trained on this rank's batches. Subclasses override what differs."""
 
     def __init__(self, task: Task, module: nn.Module, optimizer: Callable[..., Optimizer]) -> None:
         self.task = task
@@ -157,10 +158,10 @@ class _Plain:
         return value
 
     def average(self) -> None:
-        """Make the gradients those of all ranks, if backward did not."""
+        """Average the gradients over the ranks, if backward did not."""
 
     def gradients(self) -> Gradients:
-        """Return them whole."""
+        """Return the whole gradients."""
         return _gradients(self.module)
 
     def weights(self) -> Mapping[str, Any]:
@@ -179,9 +180,9 @@ class _Sharded(_Plain):
         super().__init__(task, self._model, AdamW)
 
     def gradients(self) -> Gradients:
-        """Put each together from the shards of all ranks, which follow each other; or take it if it is whole."""
+        """Assemble each gradient from the consecutive shards of all ranks, or return it if it is whole."""
         params, group = _trainable(self.module), self.task.group
-        with as_they_are():  # parts of gradients, which the library looks after
+        with as_they_are():  # gradients of placeholders and shards, without unsharding them
             own = {n: None if p.grad is None else p.grad.as_subclass(Tensor).reshape(-1) for n, p in params.items()}
         counts = all_gather_json(
             group, {name: None if grad is None else grad.numel() for name, grad in own.items()}, "gradients"
@@ -217,7 +218,7 @@ class _Replica(_Plain):
             param.grad = self._through_rank_0(name, param, sums.pop(name, None))
 
     def _through_rank_0(self, name: str, master: nn.Parameter, grad: Tensor | None) -> Tensor | None:
-        """Send a gradient to rank 0, which averages those of all ranks, and take the mean back."""
+        """Send a gradient to rank 0, which averages those of all ranks, and receive the mean."""
         if not _any_rank(self.task, grad is not None):
             return None
         group = self.task.group
@@ -273,7 +274,7 @@ def _train(system: _Plain) -> Record:
 
 
 def _first_step(task: Task, module: nn.Module, ranks: Sequence[int], convert: Callable[[Batch], Batch] = tuple) -> Step:
-    """Run forward and backward; a parameter that is not used has a gradient of zeros."""
+    """Run forward and backward. An unused parameter has a zero gradient."""
     loss = mean_loss(task, module, 0, ranks, convert)
     loss.backward()  # type: ignore[no-untyped-call]
     _densify(module)
@@ -310,10 +311,10 @@ def simple_mean(parts: Sequence[Tensor], dtype: torch.dtype, _: str = "") -> Ten
 
 
 def ring_mean(parts: Sequence[Tensor], dtype: torch.dtype, cuts: Sequence[int]) -> Tensor:
-    """Add what lies in segment `k` of the unit in the order k+1, k+2, ..., k, and divide it by `W`, once.
+    """Add segment `k` of the unit in the order k+1, k+2, ..., k, and divide it by `W`, once.
 
-    Segment `k` is `[cuts[k], cuts[k+1])`, counted from the start of the parameter. Partial sums have the dtype of the
-    parts; the last addition and the division are done in that of the mean, or in fp32 if it has less bits.
+    Segment `k` is `[cuts[k], cuts[k+1])`, relative to the start of the parameter. Partial sums have the dtype of the
+    parts; the last addition and the division use that of the mean, or fp32 if it has fewer bits.
     """
     mean = torch.empty_like(parts[0], dtype=dtype)
     wide = torch.promote_types(dtype, torch.float32)
@@ -330,7 +331,7 @@ def ring_mean(parts: Sequence[Tensor], dtype: torch.dtype, cuts: Sequence[int]) 
 class _PaddedAdamW(Optimizer):
     """PyTorch's fused AdamW on flat copies of the parameters, padded with zeros to a multiple of 32 elements.
 
-    The padding matters: PyTorch's vector loop rounds the last `n % 16` elements in another way than the others.
+    The padding matters: PyTorch's vector loop rounds the last `n % 16` elements differently.
     """
 
     def __init__(self, params: Any, lr: float, weight_decay: float) -> None:
@@ -338,9 +339,9 @@ class _PaddedAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient; each counts its own steps.
+        """Step every parameter that has a gradient; each counts its own steps.
 
-        Nothing is updated if a gradient is not finite: ShardLite leaves such steps out.
+        No parameter is stepped if a gradient is not finite, as in ShardLite.
         """
         pairs = [(param, group) for group in self.param_groups for param in group["params"] if param.grad is not None]
         if all(bool(param.grad.isfinite().all()) for param, _ in pairs):
@@ -391,14 +392,14 @@ def _floats(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _densify(module: nn.Module) -> None:
-    """Make gradients dense: AdamW takes no others."""
+    """Make gradients dense: AdamW accepts no others."""
     for param in module.parameters():
         if param.grad is not None and param.grad.is_sparse:
             param.grad = param.grad.to_dense()
 
 
 def _mean_over_ranks(task: Task, step: Step) -> Step:
-    """Average in place."""
+    """Average over the ranks in place."""
     for tensor in (step.loss, *step.gradients.values()):
         dist.all_reduce(tensor, group=task.group)
         tensor /= task.world_size
@@ -412,7 +413,7 @@ def _any_rank(task: Task, yes: bool) -> bool:
 
 
 def _or_zeros(grad: Tensor | None, param: nn.Parameter) -> Tensor:
-    """Return this rank's gradient; a parameter that it did not use has zeros."""
+    """Return this rank's gradient, or zeros if it did not use the parameter."""
     return torch.zeros_like(param).detach() if grad is None else grad
 
 
@@ -422,7 +423,7 @@ def _apart(one: Step, other: Step) -> Step:
 
 
 def _assembled(pieces: Sequence[Tensor | None], own: Tensor | None, shape: torch.Size) -> Tensor | None:
-    """Join the pieces of all ranks if they make up a whole, else take the own one, which has to be whole."""
+    """Join the pieces of all ranks if they make up a whole; otherwise return the own one, which must be whole."""
     there = [piece for piece in pieces if piece is not None]
     if there and sum(piece.numel() for piece in there) == shape.numel():
         return torch.cat(there).view(shape)
@@ -431,7 +432,7 @@ def _assembled(pieces: Sequence[Tensor | None], own: Tensor | None, shape: torch
 
 @contextmanager
 def _silent_data_parallel() -> Iterator[None]:
-    """Keep quiet about what would make data parallelism faster, and about the newer name of one of its arguments."""
+    """Suppress warnings about slow data parallelism, and about the new name of one of its arguments."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")

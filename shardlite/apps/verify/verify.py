@@ -1,10 +1,10 @@
-"""Trains a model by ShardLite and in every other way, and says what differs.
+"""Train a model by ShardLite and by reference methods, and report the differences.
 
-ShardLite's last stage is compared with its other stages, with replicas whose gradients a master averages, with
-PyTorch's data parallelism, and with one process that has all batches. Where the bits must be the same, they are
-compared: stages and replicas keep masters and cast as `Precision` says. The last two train in the dtypes of the model.
-Where a sum is rounded in another order or another dtype, the gradients of one step have a bound, and what follows from
-them is only reported: Adam divides a gradient by its own size, so where that is noise it makes steps of noise.
+ShardLite's last stage is compared with its other stages, with replicas whose gradients rank 0 averages, with PyTorch's
+data parallelism, and with one process that has all batches. Where bits must be equal, bits are compared: stages and
+replicas keep masters and cast as `Precision` says. The last two train in the dtypes of the model. Where a sum is
+rounded in another order or another dtype, the gradients of one step have a bound, and later quantities are only
+reported: Adam divides a gradient by its own size, so noise in small gradients becomes noise in its steps.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ class ReportRow:
     """One comparison, over all ranks."""
 
     opponent: str
-    """What was compared with the last stage."""
+    """The system compared with the last stage."""
 
     quantity: str
-    """What was compared of it."""
+    """The quantity compared."""
 
     absolute: float = 0.0
-    """The largest difference. Infinite where something is not a number."""
+    """Largest difference. Infinite if a value is NaN."""
 
     ulps: float = 0.0
-    """The largest difference in units of last place of the larger number, in the coarser dtype of the two."""
+    """Largest difference in units in the last place of the larger number, in the coarser of the two dtypes."""
 
     equal: bool = True
-    """Whether all bits are the same."""
+    """Whether all bits are equal."""
 
     share: float | None = 0.0
-    """How much of its bound is used, where most is; `None`: there is no bound."""
+    """Largest used share of a bound; `None`: there is no bound."""
 
     failure: str | None = None
-    """The first tensor beyond its bound."""
+    """The first tensor beyond its bound, or `None`."""
 
     @property
     def verdict(self) -> str:
-        """What the comparison says."""
+        """The result in words."""
         if self.failure is not None:
             return "BEYOND ITS BOUND"
         if self.equal:
@@ -66,7 +66,7 @@ class ReportRow:
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found, the same on every rank."""
+    """The result of `verify`, equal on every rank."""
 
     world_size: int
     steps: int
@@ -79,11 +79,11 @@ class Report:
 
     @property
     def first_failure(self) -> str | None:
-        """The first tensor beyond its bound: whose, which, on which rank, both values and the bound."""
+        """The first tensor beyond its bound: system, name, rank, both values and the bound; or `None`."""
         return next((row.failure for row in self.rows if row.failure is not None), None)
 
     def table(self) -> str:
-        """Return all comparisons, and then whether all is well."""
+        """Format all comparisons, and the result."""
         cells = [[f"{_OURS} against", "", "difference", "ulps", ""]]
         for above, row in zip([None, *self.rows], self.rows, strict=False):
             opponent = "" if above is not None and above.opponent == row.opponent else row.opponent
@@ -106,31 +106,36 @@ def verify(
     seed: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> Report:
-    """Train a model by ShardLite at each stage and in every other way, with AdamW, and compare.
+    """Train a model by ShardLite at each stage and by reference methods, with AdamW, and compare.
 
-    To be called by every rank of an initialised process group on the CPU; every rank gets the same report. The model is
-    made some fifteen times, and a few copies of its weights and gradients are held at once. Rank 0 trains on
-    everybody's batches in the end, while the others wait for it: as long as the group's timeout allows.
+    Collective over an initialised process group on the CPU; every rank gets the same report. The model is made about
+    fifteen times, and a few copies of its weights and gradients exist at once. At the end rank 0 trains on the batches
+    of all ranks, while the others wait for it, at most for the group's timeout.
 
     Random numbers are seeded before the model is made, and for each step and rank before its batch is made and the
-    model runs. So dropout is the same in each system. Nothing else may decide what a model or a batch is.
+    model runs. So dropout is the same in each system. The model and the batches must depend on nothing else.
 
     Args:
         make_model: returns the model. Its forward returns the mean loss over a batch, [].
         make_batch: returns the positional arguments of the model, from step and rank.
-        steps: optimizer steps. The gradients of the first are compared, and the weights after the last.
-        lr: the learning rate.
-        weight_decay: AdamW's.
-        units: as `ShardLite` takes it.
-        precision: as `ShardLite` takes it. Data parallelism by PyTorch and one process train without it.
-        seed: decides all random numbers.
+        steps: optimizer steps. Gradients of the first step and weights after the last are compared.
+        lr: learning rate.
+        weight_decay: decoupled weight decay.
+        units: as in `ShardLite`.
+        precision: as in `ShardLite`. PyTorch's data parallelism and one process train without it.
+        seed: seed of all random numbers.
         group: the ranks; `None` is the default group.
 
     Raises:
-        LayoutError: there is no process group, or ShardLite does not take the model.
-        RuntimeError: PyTorch's data parallelism does not; so with a module called inside and outside of a reentrant
-            checkpoint.
+        LayoutError: there is no process group, or ShardLite does not accept the model.
+        RuntimeError: PyTorch's data parallelism does not accept the model, for example if a module is called inside and
+            outside of a reentrant checkpoint.
         ValueError: `steps` is less than 1.
+
+    Example:
+        >>> report = verify(make_model, lambda step, rank: (torch.randn(8, 64),))
+        >>> print(report.table())
+        >>> assert report.ok
     """
     if steps < 1:
         raise ValueError(f"verify: steps must be at least 1, got {steps}")
@@ -156,7 +161,7 @@ def verify(
 
 
 def _compare_all(task: Task) -> Iterator[ReportRow]:
-    """Train one system after the other, and compare each with ShardLite's last stage at once."""
+    """Train one system after the other, and compare each with ShardLite's last stage."""
     world_size = task.world_size
     ours = twins.sharded(task, STAGES[-1])
     for stage in STAGES[:-1]:
@@ -191,7 +196,7 @@ def _compare_one_process(task: Task, ours: twins.Record, summed: Sum, survey: tw
 
 
 def _plain(task: Task) -> str:
-    """Say of what trains without `Precision` that it does, where that matters to what a model computes."""
+    """Return a label for systems without `Precision`, if the model's results depend on it."""
     return ", no casts" if task.casts else ""
 
 
@@ -199,7 +204,7 @@ def _plain(task: Task) -> str:
 
 
 def _compare(ours: twins.Record, opponent: str, theirs: twins.Record, bounds: Bounds) -> Iterator[ReportRow]:
-    """Compare all that two systems recorded, in the order of time: what differs first may be why the rest does."""
+    """Compare all that two systems recorded, in order of time: the first difference may cause the others."""
     steps = len(ours.losses)
     first = [{"1": record.losses[0]} for record in (ours, theirs)]
     later = [{str(i): loss for i, loss in enumerate(record.losses[1:], 2)} for record in (ours, theirs)]
@@ -251,14 +256,14 @@ def _with_tensor(
 
 
 def _over_ranks(task: Task, rows: Sequence[ReportRow]) -> tuple[ReportRow, ...]:
-    """Take the worst of all ranks; rank 0 has all rows, the others may have fewer."""
+    """Merge the rows of all ranks. Rank 0 has all rows, the others may have fewer."""
     said = all_gather_json(task.group, [asdict(row) for row in rows], "the results")
     ranks = [[ReportRow(**row) for row in each] for each in said]
     return tuple(_worst([each[i] for each in ranks if i < len(each)]) for i in range(len(ranks[0])))
 
 
 def _worst(rows: Sequence[ReportRow]) -> ReportRow:
-    """Merge the rows of some ranks, in the order of ranks."""
+    """Merge the rows of some ranks, in rank order."""
     failures = [f"rank {rank}: {row.failure}" for rank, row in enumerate(rows) if row.failure is not None]
     return replace(
         rows[0],
@@ -285,7 +290,7 @@ def _number(value: float) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return `rows` as text: numbers, the third and the fourth column, to the right, the others to the left."""
+    """Format `rows` as text, with the third and fourth column right-aligned and the others left-aligned."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -1,11 +1,11 @@
-"""Notes: when something has failed each rank says what it was doing, so that every error can tell of all ranks.
+"""Failure reports: each rank publishes what it was doing when something fails, so that every error describes all ranks.
 
-Nothing is said, and nothing costs, before. The way of the messages themselves is closed then (gloo closes a connection
-that has timed out), so notes go where the ranks found each other: the store of the process group.
+Nothing is published, and nothing costs time, before the first failure. By then the connections of messages may be
+closed (gloo closes a connection that has timed out), so reports go through the store of the process group.
 
-A rank that has waited for long looks at whether another one has failed: then it will never go on. It says in which
-operations it waits, too, and looks at what the others say. If all of them wait, and no operation is one that all are
-in, none will ever go on. Both are errors at once.
+A rank that has waited for long checks whether another rank has failed, because then the wait will never end. It also
+publishes the operations that it waits in, and reads those of the others. If all ranks wait, and no operation is common
+to all, none will ever continue. Both cases raise an error at once.
 """
 
 import logging
@@ -26,35 +26,35 @@ from shardlite.errors import CommError
 log = logging.getLogger("shardlite")
 
 PATIENCE = 2.0
-"""Seconds after its first failure in which a rank waits for the notes of others, which fail at about that time."""
+"""Seconds that a rank waits after its first failure for reports of other ranks, which fail at about the same time."""
 
 _LOOK = 0.02
-"""Seconds between two looks."""
+"""Seconds between two reads of the board."""
 
 _BEATS = 2
-"""How often each rank has to say that it still waits in the same operations."""
+"""Number of times each rank must publish that it still waits in the same operations."""
 
 _EAGER = 16
-"""After so many looks in one wait, only one in so many is taken: it may be a long one, of many ranks."""
+"""After this many checks in one wait, only one in this many is made: the wait may be long, and of many ranks."""
 
 _FAILED = -1
-"""Where ranks leave the number of one that has failed for good."""
+"""Board entry for the number of a rank that has failed permanently."""
 
 _OWN = LIBRARIES[0]
 
 
 class ReportBoard(Protocol):
-    """Where notes are left."""
+    """Where reports are published."""
 
     def put(self, rank: int, note: str) -> None:
-        """Leave a rank's note, instead of its last one."""
+        """Replace the report of `rank`."""
 
     def read(self, rank: int) -> str:
-        """Return a rank's note, which is empty if it has left none."""
+        """Return the report of `rank`, or `""`."""
 
 
 class FailureReports:
-    """The notes of ranks that exchange messages, as one of them sees them."""
+    """The failure reports of ranks that exchange messages, from the view of one rank."""
 
     def __init__(
         self,
@@ -65,9 +65,15 @@ class FailureReports:
         waits: ReportBoard | None = None,
         is_gone: Callable[[int], bool] = lambda rank: False,
     ) -> None:
-        """`waits` is where ranks say what they wait in, if they do; `is_gone` tells of a rank that will say no more.
+        """Create the reports of `rank`. The program must run on the calling thread.
 
-        The program runs on the thread that calls this.
+        Args:
+            board: where reports are published.
+            rank: this rank.
+            world_size: number of ranks.
+            patience: seconds to wait for other reports after a failure.
+            waits: where ranks publish the operations they wait in, or `None`.
+            is_gone: returns whether the process of a rank has ended.
         """
         self._is_gone = is_gone
         self._board = board
@@ -75,22 +81,22 @@ class FailureReports:
         self._thread = get_ident()
         self._running: dict[int, object] = {}  # by thread
         self._asked = self._beats = 0
-        self._first: dict[int, tuple[int, str]] = {}  # by rank: what it said when it first said the same as now
+        self._first: dict[int, tuple[int, str]] = {}  # by rank: beat and text of its first report equal to the current
         self._hopeless = ""
         self.failed = ""
-        """Why this rank takes part in nothing more, once it has failed for good."""
+        """Why this rank has failed permanently, or `""`. A failed rank takes part in no further operation."""
 
         self._has_told = False
-        self._messages = 0  # that are over: who moves data says something new each time
+        self._messages = 0  # completed ones: a rank that moves data publishes a new text each time
         self._rank = rank
         self._others = [other for other in range(world_size) if other != rank]
         self._patience = patience
-        self._since: float | None = None  # when the note that stands was left, which lanes ask for beside each other
+        self._since: float | None = None  # when the current report was published; several queues read it
 
     def leave(self, note: str) -> float:
-        """Say what this rank was doing; what it has said before stays: later failures follow from the first.
+        """Publish what this rank was doing. The first report stays: later failures follow from it.
 
-        Return when the note that stands was left, by `time.monotonic()`.
+        Return the time of that report, by `time.monotonic()`.
         """
         since = self._since
         if since is None:
@@ -100,9 +106,9 @@ class FailureReports:
         return since
 
     def fail(self, note: str) -> float:
-        """Leave a note for good: this rank takes part in nothing more, and others need not wait for it.
+        """Publish a permanent failure: this rank takes part in nothing more, and others need not wait for it.
 
-        Return when the note that stands was left, by `time.monotonic()`.
+        Return the time of the first report, by `time.monotonic()`.
         """
         since = self.leave(note)
         self.failed = self.failed or note
@@ -113,32 +119,32 @@ class FailureReports:
         return since
 
     def withdraw(self) -> None:
-        """Take the note back: this rank goes on."""
+        """Withdraw the report: this rank continues."""
         if self._since is not None and not self.failed:
             self._since = None
             with suppress(RuntimeError):
                 self._board.put(self._rank, "")
 
     def begin(self, operation: object) -> None:
-        """Note an operation that begins on this thread, whose `str` is its name; one inside another is a part of it."""
+        """Record that an operation begins on this thread, named by `str(operation)`. Nested ones are parts of it."""
         thread = get_ident()
         self._running.setdefault(thread, operation)
         _watching[thread] = self
 
     def end(self, operation: object) -> None:
-        """Note that it is over."""
+        """Record that the operation has ended."""
         thread = get_ident()
         if self._running.get(thread) is operation:
             del self._running[thread]
             _watching.pop(thread, None)
 
     def hopeless(self) -> str:
-        """Return why this rank will never go on, or nothing. To be called again and again while it waits, each `SLOW`.
+        """Return why this rank will never continue, or `""`. Call it every `SLOW` seconds of a wait.
 
-        Whether all ranks stand still only the thread of the program finds out; its other threads hear of it.
+        Only the program's thread detects that all ranks stand still. Other threads read its result.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C has come meanwhile.
+            KeyboardInterrupt: Ctrl-C is pending.
         """
         give_way(f"{self._inside()}{self.place()}")
         if not self._hopeless:
@@ -146,22 +152,22 @@ class FailureReports:
         return self._hopeless
 
     def give_up(self, why: str) -> NoReturn:
-        """End a wait that is hopeless.
+        """End a hopeless wait.
 
         Raises:
             CommError: always.
         """
         if why.startswith(_STANDSTILL):
-            raise CommError(why)  # which has all that there is to say
+            raise CommError(why)  # it already describes all ranks
         waiting = self._inside()
         raise CommError(f"{waiting}: {why}{self.compare(waiting, why)}")
 
     def _inside(self) -> str:
-        """Name the operations that this rank is in."""
+        """Return the names of the operations that this rank is in."""
         return " and ".join(sorted(map(str, list(self._running.values())))) or "an operation that others are in"
 
     def _failure(self) -> str:
-        """Say which other rank has failed, if any has. An operation of this one that has failed ends by itself soon."""
+        """Return which rank has failed, or `""`. An operation of this rank that has failed will soon end by itself."""
         if self.failed:
             is_soon = self._since is not None and time.monotonic() < self._since + self._patience + SLOW
             return "" if is_soon else f"this rank has failed before: {self.failed}"
@@ -175,11 +181,12 @@ class FailureReports:
         return ""
 
     def _standstill(self) -> str:
-        """Return why no rank will ever go on, or nothing.
+        """Return why no rank will ever continue, or `""`.
 
-        Each rank says where it waits again and again, so that what one says that goes on meanwhile grows old. If all
-        have said the same several times while this one watched, there was a moment when all of them waited there. Who
-        sees that first says so to the others, which would otherwise watch a rank that waits no more.
+        Each rank repeatedly publishes where it waits, with a rising count, so that the report of a rank that continues
+        becomes outdated. If all ranks have published the same several times while this one watched, there was a moment
+        when all of them waited there. The first rank to detect it publishes the result, because others would otherwise
+        watch a rank that no longer waits.
         """
         if self._waits is None:
             return ""
@@ -213,11 +220,13 @@ class FailureReports:
         standstill = f"{_STANDSTILL}{''.join(each)}"
         with suppress(RuntimeError):
             self._waits.put(self._rank, standstill)
-        self.fail(f"{' and '.join(inside)}{self.place()}")  # after its words, which whoever hears of it reads
+        self.fail(
+            f"{' and '.join(inside)}{self.place()}"
+        )  # after publishing the standstill, which ranks that see the failure read
         return standstill
 
     def goes_on(self) -> None:
-        """Take back what was said of waiting: a message is over."""
+        """Withdraw what was published about waiting, because a message has completed."""
         self._messages += 1
         if self._waits is not None and self._first and not self._hopeless and get_ident() == self._thread:
             self._first, self._asked = {}, 0
@@ -225,9 +234,9 @@ class FailureReports:
                 self._waits.put(self._rank, "")
 
     def place(self) -> str:
-        """Say where in the program this rank is: the line that called this library, or nothing if there is none."""
+        """Return the line of the program that called this library, or `""`."""
         frame, found = sys._current_frames().get(self._thread), None
-        while frame is not None:  # from the inside out: the outermost call of the library counts
+        while frame is not None:  # from the innermost frame out: the outermost call of the library counts
             if frame.f_code.co_filename.startswith(_OWN):
                 outer = frame.f_back
                 while outer is not None and outer.f_code.co_filename.startswith(LIBRARIES):
@@ -237,10 +246,10 @@ class FailureReports:
         return "" if found is None else f", called in {found.f_code.co_filename}, line {found.f_lineno}"
 
     def compare(self, note: str, why: str) -> str:
-        """Leave a note, with the place in the program, wait for those of the others, and return what all others did.
+        """Publish `note` with the place in the program, wait for the other ranks' reports, and return them as text.
 
-        Log the note and `why` this rank has failed before that, and write both to the error file that `torchrun` reads,
-        which may end this process soon. What fails after that in this rank does not wait for the others again.
+        Before that, log the note and `why` this rank has failed, and write both to the error file of `torchrun`, which
+        may end this process soon. Later failures of this rank do not wait again.
         """
         log.error("rank %d: %s: %s", self._rank, note, why)
         if self._since is None:
@@ -267,11 +276,11 @@ class FailureReports:
 
 
 _watching: dict[int, FailureReports] = {}
-"""By thread: those of the operation that it is in."""
+"""By thread: the failure reports of its current operation."""
 
 
 def watching() -> FailureReports | None:
-    """Return the notes of the operation that this thread is in, if it has any."""
+    """Return the failure reports of this thread's current operation, or `None`."""
     return _watching.get(get_ident())
 
 
@@ -281,14 +290,14 @@ _SILENT = "has said nothing; it computes, waits for something else, or is gone"
 
 
 class StoreReports:
-    """A board in the store of the default process group, under a name that all its ranks use."""
+    """A board in the store of the default process group, under a name that is equal on all its ranks."""
 
     def __init__(self, name: str) -> None:
         self._store = bounded_store()
         self._name = name
 
     def put(self, rank: int, note: str) -> None:
-        """Leave a rank's note, instead of its last one.
+        """Replace the report of `rank`.
 
         Raises:
             CommError: the store does not answer.
@@ -296,7 +305,7 @@ class StoreReports:
         self._store.ask(lambda store: store.set(self._key(rank), note), PATIENCE)
 
     def read(self, rank: int) -> str:
-        """Return a rank's note, which is empty if it has left none.
+        """Return the report of `rank`, or `""`.
 
         Raises:
             CommError: the store does not answer.
@@ -315,9 +324,9 @@ class SharedBoard:
         self._notes: MutableMapping[int, str] = {}
 
     def put(self, rank: int, note: str) -> None:
-        """Leave a rank's note, instead of its last one."""
+        """Replace the report of `rank`."""
         self._notes[rank] = note
 
     def read(self, rank: int) -> str:
-        """Return a rank's note, which is empty if it has left none."""
+        """Return the report of `rank`, or `""`."""
         return self._notes.get(rank, "")

@@ -1,11 +1,11 @@
-"""Ctrl-C: `KeyboardInterrupt` waits until the library has done what it is at, so that the program can go on after it.
+"""Ctrl-C: `KeyboardInterrupt` is deferred until the library has finished its current call, so the program can go on.
 
-Python raises it between any two lines. Inside this library it would leave a rank half-way between two states: a bucket
-that is filled and not on its way, a number that is counted on this rank alone. So it is raised in the program's own
-lines: in a forward, in a hook, between two calls. A call that waits for other ranks is not held up for long: a wait of
-half a second ends with it, and the rank takes part in nothing more. So does a second Ctrl-C.
+Python raises it between any two lines. Inside this library it would leave a rank between two states: a bucket that is
+filled but not reduced, a number that is counted on this rank alone. So it is raised in the program's own lines: in a
+forward, in a hook, between two calls. A call that waits for other ranks is interrupted after half a second, and the
+rank then takes part in nothing more. The same holds for a second Ctrl-C.
 
-Only Python's own handler is put off. A program with a handler of its own has its way.
+Only Python's default handler is replaced. A program's own handler is left in place.
 """
 
 import os
@@ -22,11 +22,12 @@ import shardlite_kernels
 from shardlite.comm.control.uncaught import LIBRARIES, leavers
 
 SLOW = 0.5
-"""Seconds after which a wait is long: it gives way to Ctrl-C, and a rank asks whether others have failed, and says in
-which operations it waits. So many seconds are between two such looks, too."""
+"""Seconds after which a wait counts as long: it ends on Ctrl-C, checks whether other ranks have failed, and publishes
+the operations it is in. These checks are repeated at this interval.
+"""
 
 _PAUSE = 1e-3
-"""Seconds between two looks at whether the library is done."""
+"""Seconds between two checks whether the library has returned."""
 
 _OURS = (LIBRARIES[0], f"{Path(shardlite_kernels.__file__).parent}{os.sep}")
 _PROGRAMS = tuple(f"{_OURS[0]}apps{os.sep}{name}" for name in ("cli.py", "demo", "verify"))
@@ -36,17 +37,17 @@ _PYTORCH = LIBRARIES[1]
 
 
 class _Deferring:
-    """Python's handler of Ctrl-C, while the program's own lines run; else again and again until they do."""
+    """Signal handler that raises in the program's own lines, and otherwise repeats the signal until they run."""
 
     def __init__(self) -> None:
         self.is_pending = False
-        self._is_ours = False  # the signal that comes next: it is no second Ctrl-C
+        self._is_ours = False  # the next signal comes from `_deliver`, not from a second Ctrl-C
         self._times = 0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         is_ours, self._is_ours = self._is_ours, False
         if is_ours and not self.is_pending:
-            return  # a long wait has given way meanwhile
+            return  # a long wait has raised it meanwhile
         if not _in_library(frame):
             self.is_pending = False
             signal.default_int_handler(number, frame)
@@ -60,7 +61,7 @@ class _Deferring:
             signal.default_int_handler(number, frame)
 
     def _deliver(self, times: int) -> None:
-        """Send the signal once more as soon as the program's own lines run, or its handler is another one."""
+        """Repeat the signal as soon as the program's own lines run, or its handler was replaced."""
         thread = main_thread().ident
         assert thread is not None, "it runs"
         mine: object = self
@@ -78,21 +79,21 @@ _deferring = _Deferring()
 
 
 def defer_interrupts() -> None:
-    """Have Ctrl-C wait for the library, if it is Python's own handler that it comes to, and this the main thread."""
+    """Defer Ctrl-C while the library runs, if the handler is Python's own and this is the main thread."""
     if current_thread() is main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _deferring)
 
 
 def is_put_off() -> bool:
-    """Whether a Ctrl-C waits for what the main thread is at, which this is."""
+    """Return whether this is the main thread and a deferred Ctrl-C is pending."""
     return _deferring.is_pending and current_thread() is main_thread()
 
 
 def give_way(during: str) -> None:
-    """End a long wait by what is put off, if anything is, and take part in nothing more: say `during` what it came.
+    """End a long wait if Ctrl-C is pending, and take part in nothing more. `during` names the wait for the report.
 
     Raises:
-        KeyboardInterrupt: it is.
+        KeyboardInterrupt: Ctrl-C is pending.
     """
     if is_put_off():
         for leaver in leavers():
@@ -102,7 +103,7 @@ def give_way(during: str) -> None:
 
 
 def _break_off() -> None:
-    """Have this rank take part in nothing more. The others are told beside it: this may have interrupted just that."""
+    """Mark this rank as failed. Publish that on threads: the signal may have interrupted a report."""
     why = "a second Ctrl-C ended a call of the library"
     for leaver in leavers():
         leaver.failed = leaver.failed or why
@@ -110,7 +111,7 @@ def _break_off() -> None:
 
 
 def _in_library(frame: FrameType | None) -> bool:
-    """Whether what runs is this library: the innermost frame that is neither PyTorch's nor Python's own says so."""
+    """Return whether the innermost frame that is neither PyTorch's nor Python's own belongs to this library."""
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(_OURS):

@@ -1,4 +1,4 @@
-"""Which process this is: a forked child has all objects of its parent, but neither its threads nor its connections."""
+"""Fork detection: a forked child has copies of its parent's objects, but neither its threads nor its connections."""
 
 import os
 
@@ -6,21 +6,21 @@ from shardlite.errors import CommError
 
 
 class Owner:
-    """The process that something belongs to."""
+    """The process in which this object was created."""
 
     def __init__(self) -> None:
         self._number = os.getpid()
 
     @property
     def is_here(self) -> bool:
-        """Whether this is that process."""
+        """Whether the current process is the owner."""
         return os.getpid() == self._number
 
     def check(self) -> None:
-        """Check that this is that process.
+        """Check that the current process is the owner.
 
         Raises:
-            CommError: it is a child of it.
+            CommError: it is a forked child.
         """
         if not self.is_here:
             raise CommError(

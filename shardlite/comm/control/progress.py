@@ -1,17 +1,17 @@
-"""How far ranks are in a backward, which they tell each other where they diverge, so that none waits for good.
+"""Progress of ranks in a backward, published where they diverge, so that they do not deadlock.
 
-A backward waits for a reduction of an earlier unit before it fills one more bucket: that bounds the memory. A rank that
-has taken another branch starts that reduction only later, maybe at its end, and to get there it may need the next
-gather of the rank that waits. So a rank tells how far it is as soon as it leaves the order or has to wait for a gather,
-and a rank that waits for a reduction looks at what others tell:
+A backward waits for a reduction of an earlier unit before it fills one more bucket, which bounds memory. A rank that
+has taken another branch may start that reduction only later, and may need the waiting rank's next gather to get there.
+So a rank publishes its progress as soon as it leaves the order or has to wait for a gather, and a rank that waits for
+a reduction reads what others publish:
 
     rank 0   has started reductions 3, 4 and 5, waits for 4 ............. sees that rank 1 needs it: fills one more
-    rank 1   skipped unit 4, has started reduction 3, waits for gather 17, which rank 0 has not joined: tells so
+    rank 1   skipped unit 4, has started 3, waits for gather 17, which rank 0 has not joined: publishes this
 
-Ranks that follow one order tell nothing, or nothing that ends a wait: who is further has started more reductions. And
-where ranks would wait for each other one of them sees it. Take, of all ranks that wait for a reduction, those with the
-earliest one, `j`. A rank has not started `j`, and waits for a gather: it waits for no reduction before `j`, nor for `j`
-itself. A rank that has not joined this gather waits for a reduction, `j` or a later one, and sees both.
+Ranks that follow one order publish nothing, or nothing that ends a wait, since a rank that is ahead has started more
+reductions. If ranks wait for each other, one of them detects it: of all ranks that wait for a reduction, take those
+with the earliest one, `j`. Some rank has not started `j`, and waits for a gather: it waits for no reduction before `j`,
+nor for `j` itself. A rank that has not joined this gather waits for reduction `j` or a later one, and sees both.
 """
 
 import time
@@ -25,37 +25,43 @@ import torch
 from shardlite.comm.control.failure_reports import ReportBoard
 
 _ANY = -1
-"""Where ranks leave the number of the backward that any of them has told something in."""
+"""Board entry for the number of the backward in which any rank has published something."""
 
 
 @dataclass
 class _Standing:
-    """How far a rank is."""
+    """The progress of a rank."""
 
     backward: int = 0
     reductions: int = 0
-    """Started in this backward."""
+    """Reductions started in this backward."""
 
     buckets: int = 0
-    """Filled in this backward."""
+    """Buckets filled in this backward."""
 
     gathers: int = 0
-    """Messages' rounds of gathers that it has ever joined: all ranks join the same ones, in one order."""
+    """Rounds of gather messages ever joined. All ranks join the same ones in one order."""
 
     out_of_turn: int = 0
-    """1 if it has all gradients of a unit, but not those of one whose reduction comes before."""
+    """1 if the rank has all gradients of a unit, but not those of a unit whose reduction comes before."""
 
 
 class Progress:
-    """What this rank tells, and what it sees of others."""
+    """Publishes this rank's progress, and reads that of others."""
 
     def __init__(
         self, board: ReportBoard, rank: int, world_size: int, gathering: Collection[int], *, ahead: bool, limit: float
     ) -> None:
-        """`gathering` are the ranks that gather together with this one.
+        """Create the progress of `rank`.
 
-        `ahead`: the host runs ahead of operations (CUDA streams). `limit`, in seconds, ends a wait in any case: what
-        another rank waits for may be none of our operations, and soon the timeout would end the run.
+        Args:
+            board: where ranks publish their progress.
+            rank: this rank.
+            world_size: number of ranks.
+            gathering: the ranks that gather together with this one.
+            ahead: whether the host runs ahead of operations (CUDA streams).
+            limit: seconds after which a wait ends in any case. The other rank may wait for something outside this
+                library, and the timeout would end the run soon.
         """
         self._board = board
         self._rank = rank
@@ -70,54 +76,54 @@ class Progress:
         self._lock = Lock()  # gathers are joined on a thread of their own
 
     def begin(self, backward: int) -> None:
-        """Be at the start of a backward, told by its number from others."""
+        """Start a backward, identified by its number."""
         with self._lock:
             self._tells = False
             self._mine.backward, self._mine.reductions, self._mine.buckets, self._mine.out_of_turn = backward, 0, 0, 0
 
     def publish(self) -> None:
-        """Let others see how far this rank is, from now to the end of the backward. Elsewhere nobody asks."""
+        """Publish this rank's progress from now to the end of the backward. No effect outside a backward."""
         if torch._C._current_graph_task_id() != -1:
             self._tells = True
             self._put()
 
     def tell_of_the_end(self) -> None:
-        """Do so at the end of a backward whose reductions have not all been started: the host may wait there first."""
+        """Publish at the end of a backward if reductions are left to start: the host may wait there first."""
         if self._left:
             self._tells = True
             self._put()
 
     def started(self, reductions: int, *, left: int, out_of_turn: bool) -> None:
-        """Note how many reductions were started in this backward, and how many are left."""
+        """Record how many reductions were started in this backward, and how many are left."""
         self._left = left
         news = out_of_turn and not self._mine.out_of_turn
         self._mine.reductions, self._mine.out_of_turn = reductions, int(out_of_turn)
         self._tell_more(news)
 
     def filled(self, *, beyond: bool) -> None:
-        """Note a bucket that is filled: `beyond` the limit, with no reduction under way that could be waited for."""
+        """Record a filled bucket. `beyond`: it exceeds the limit, and no reduction is in flight to wait for."""
         self._mine.buckets += 1
         self._tell_more(beyond)
 
     def asks(self) -> None:
-        """Note that gathers were asked for, which are served in order."""
+        """Record a request for gathers. Requests are served in order."""
         self._asked += 1
 
     def joins(self) -> None:
-        """Note a gather that this rank joins now."""
+        """Record a gather that this rank joins now."""
         self._mine.gathers += 1
         self._tell_more(news=False)
 
     def served(self) -> None:
-        """Note that what was asked for next is over."""
+        """Record that the next request is complete."""
         self._served += 1
 
     def ends_wait(self, reduction: int, since: float) -> bool:
-        """Whether this rank, which waits for a reduction `since` a time of `time.monotonic()`, has to go on."""
+        """Return whether this rank must stop waiting for `reduction`, begun at `since` (by `time.monotonic()`)."""
         return self.is_awaited(reduction) or time.monotonic() - since > self._limit
 
     def is_awaited(self, reduction: int) -> bool:
-        """Whether a rank that has not started this reduction, by its number in the backward, may wait for this rank."""
+        """Return whether a rank that has not started `reduction` of this backward may wait for this rank."""
         mine = self._mine
         with suppress(RuntimeError):  # the store may be gone with the process that kept it
             if not self._others or self._board.read(_ANY) != str(mine.backward):
@@ -131,7 +137,7 @@ class Progress:
                 lacks = theirs.reductions <= reduction
                 if lacks and (theirs.buckets > mine.buckets or theirs.out_of_turn):
                     return True
-                # Where the host runs ahead, what a rank has started may be behind the gather.
+                # If the host runs ahead, operations that a rank has started may be queued behind the gather.
                 if idle and other in self._gathering and theirs.gathers > mine.gathers and (lacks or self._ahead):
                     return True
         return False

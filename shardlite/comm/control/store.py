@@ -1,10 +1,10 @@
-"""The store where ranks found each other, without which they have no transports yet, or no more.
+"""The store of the process group, through which ranks communicate when they have no transports.
 
-Its keeper, rank 0 or the agent of `torchrun`, may be stopped or unreachable, and PyTorch's calls then wait for good. So
-they are made on a thread of their own, and nobody waits for that longer than it says.
+Its server, rank 0 or the agent of `torchrun`, may be stopped or unreachable, and PyTorch's calls then block forever. So
+they run on a separate thread, and callers wait for them with a limit.
 
-    rank 0      says something, waits for what the others say, and lists it all
-    others      say something, and wait for the list
+    rank 0      sets its entry, waits for the entries of the others, and sets the list of all
+    others      set their entries, and wait for the list
 """
 
 import json
@@ -30,18 +30,18 @@ from shardlite.errors import CommError
 T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=10)
-"""How long ranks wait for each other, if nobody says otherwise."""
+"""Default time that ranks wait for each other."""
 
 _FIRST_LOOK, _LAST_LOOK = 2e-4, 2e-2
-"""Seconds between two looks for a key: at first, and after a while."""
+"""Seconds between two checks for a key: at first, and after a while."""
 
 
 class BoundedStore:
-    """A store of which no call takes longer than its caller says. Threads may share it."""
+    """A store whose calls end within a limit. Thread-safe."""
 
     def __init__(self, store: Store) -> None:
         self.told: Counter[str] = Counter()
-        """By the name of a group: how often its ranks have told each other something."""
+        """By the name of a group: number of `all_gather_json` calls."""
 
         self._owner = Owner()
         self._store = store
@@ -49,11 +49,11 @@ class BoundedStore:
         self._late: Future[Any] | None = None
 
     def ask(self, call: Callable[[Store], T], limit: float) -> T:
-        """Return what `call` does of the store.
+        """Return `call(store)`.
 
         Raises:
-            CommError: it does not answer within `limit` seconds, did not for an earlier call, or is gone; or this is a
-                forked child.
+            CommError: the store does not answer within `limit` seconds, did not for an earlier call, or is gone; or
+                this is a forked child.
         """
         self._owner.check()
         late = self._late
@@ -82,13 +82,13 @@ def bounded_store() -> BoundedStore:
 
 
 def all_gather_json(group: dist.ProcessGroup | None, mine: Any, what: str, timeout: timedelta = TIMEOUT) -> list[Any]:
-    """Return what every rank of `group` says, as JSON holds it. All of them call this; `what` it is about errors name.
+    """Return what every rank of `group` passes as `mine`, in JSON types. Collective; errors name it by `what`.
 
     Raises:
-        CommError: a rank has not come to this within `timeout`, or the store does not answer.
+        CommError: a rank did not arrive within `timeout`, or the store does not answer.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    # The number tells this list from one that an earlier process group of the same name has left in the store.
+    # The random number distinguishes this list from one left in the store by an earlier group of the same name.
     said = json.dumps([secrets.token_hex(8), mine])
     if world_size == 1:
         return [json.loads(said)[1]]
@@ -106,7 +106,7 @@ def all_gather_json(group: dist.ProcessGroup | None, mine: Any, what: str, timeo
         else:
             rows = _await(store, lambda given: _all_of(given, entries), deadline)
             store.ask(lambda given: given.set(f"{where}/{number}", json.dumps(rows)), limit)
-            # Who has said something now has read the last list.
+            # A rank that has set its entry now has read the last list.
             store.ask(lambda given: [given.delete_key(key) for key in (*entries, f"{where}/{number - 1}")], limit)
         return [json.loads(row)[1] for row in rows]
     except TimeoutError:
@@ -121,11 +121,11 @@ def all_gather_json(group: dist.ProcessGroup | None, mine: Any, what: str, timeo
 
 
 def _await(store: BoundedStore, look: Callable[[Store], Sequence[str]], deadline: float) -> Sequence[str]:
-    """Look again and again, and return what is there.
+    """Call `look` repeatedly, and return its first result that is not empty.
 
     Raises:
-        TimeoutError: nothing is there in time.
-        KeyboardInterrupt: Ctrl-C has come meanwhile.
+        TimeoutError: there is none before the deadline.
+        KeyboardInterrupt: Ctrl-C is pending.
     """
     pause, slow = _FIRST_LOOK, time.monotonic() + SLOW
     while not (rows := store.ask(look, max(_LAST_LOOK, deadline - time.monotonic()))):
@@ -139,12 +139,12 @@ def _await(store: BoundedStore, look: Callable[[Store], Sequence[str]], deadline
 
 
 def _all_of(store: Store, entries: Sequence[str]) -> Sequence[str]:
-    """Return all entries, if they are there."""
+    """Return all entries if all are set, else `[]`."""
     return [row.decode() for row in store.multi_get(list(entries))] if store.check(list(entries)) else []
 
 
 def _list_with(store: Store, key: str, rank: int, said: str) -> Sequence[str]:
-    """Return the list, if it is there and has what this rank has said."""
+    """Return the list if it is set and contains this rank's entry, else `[]`."""
     rows: list[str] = json.loads(store.get(key)) if store.check([key]) else []
     return rows if len(rows) > rank and rows[rank] == said else []
 

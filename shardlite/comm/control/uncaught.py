@@ -1,6 +1,6 @@
-"""How the program of a rank ends: an exception that nobody catches is told to the other ranks, which wait for it.
+"""Uncaught exceptions of a rank's program are reported to the other ranks, which would wait for it.
 
-It may come of a forward, a backward, a hook or a data loader, and the process may take a second to end after it.
+They may come from a forward, a backward, a hook or a data loader, and the process may take a second to end after them.
 """
 
 import os
@@ -16,13 +16,13 @@ import torch
 
 
 class Leaver(Protocol):
-    """What tells other ranks of the end, bounded in time."""
+    """Publishes the end of this rank, in bounded time."""
 
     failed: str
-    """Why this rank takes part in nothing more."""
+    """Why this rank takes part in nothing more, or `""`."""
 
     def fail(self, note: str) -> object:
-        """Leave a note for good."""
+        """Publish a permanent failure."""
 
 
 _leavers: "weakref.WeakSet[Leaver]" = weakref.WeakSet()
@@ -30,23 +30,23 @@ _leavers: "weakref.WeakSet[Leaver]" = weakref.WeakSet()
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[2], Path(torch.__file__).parent))
-"""Where files lie that are not the program's: of this library, and of PyTorch."""
+"""Folders of files that are not the program's: this library's and PyTorch's."""
 
 
 def tell_of_the_end(leaver: Leaver) -> None:
-    """Have `leaver` tell of an exception that ends the program."""
+    """Call `leaver.fail` on an exception that ends the program."""
     _leavers.add(leaver)
     if not isinstance(sys.excepthook, _Told):
         sys.excepthook = _Told(sys.excepthook)
 
 
 def leavers() -> Sequence[Leaver]:
-    """Return all that would tell of an end."""
+    """Return all registered leavers."""
     return list(_leavers)
 
 
 class _Told:
-    """What PyTorch and Python do with an exception that nobody catches, after it was told."""
+    """An `excepthook` that reports the exception before it calls the previous hook."""
 
     def __init__(self, before: _Hook) -> None:
         self._before = before
@@ -61,6 +61,6 @@ class _Told:
 
 
 def _place(frames: TracebackType | None) -> str:
-    """Say in which line of the program an exception was raised, or where it called a library that has."""
+    """Return the line of the program in which the exception was raised, or which called the library that raised it."""
     own = [frame for frame in traceback.extract_tb(frames) if not frame.filename.startswith(LIBRARIES)]
     return f", raised in {own[-1].filename}, line {own[-1].lineno}" if own else ""

@@ -1,4 +1,4 @@
-"""A thread that makes calls which may never return, so that nobody else has to wait for them."""
+"""A thread for calls that may never return, so that their callers need not wait for them."""
 
 import weakref
 from collections.abc import Callable
@@ -13,7 +13,7 @@ _Job = tuple["Future[Any]", Callable[[], Any]]
 
 
 class Worker:
-    """Makes calls one after the other, on a thread that the first one starts. It ends with this object."""
+    """Runs calls one after the other, on a thread that the first one starts. The thread ends with this object."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -28,7 +28,7 @@ class Worker:
         return self._latest is None or self._latest.done()
 
     def submit(self, call: Callable[[], T]) -> "Future[T]":
-        """Make a call when those before it have returned."""
+        """Run `call` when the calls before it have returned."""
         future: Future[T] = Future()
         with self._lock:
             if self._thread is None:
@@ -48,4 +48,4 @@ def _work_off(jobs: "SimpleQueue[_Job | None]") -> None:
             future.set_result(call())
         except BaseException as error:
             future.set_exception(error)
-        del future, call, job  # or what the last call holds would live until the next one
+        del future, call, job  # otherwise objects of this call would live until the next one

@@ -1,4 +1,4 @@
-"""Sleeping until a word of shared memory changes, and waking who sleeps, by Linux's `futex`: across processes."""
+"""Linux's `futex`: sleep until a word of shared memory changes, and wake sleepers, across processes."""
 
 import ctypes
 import platform
@@ -14,10 +14,10 @@ class _Timespec(ctypes.Structure):
 
 
 def why_not() -> str:
-    """Say what is missing here, or nothing.
+    """Return what is missing on this machine, or `""`.
 
-    Other processors than x86 may show another process a flag before the data that it announces: that takes barriers,
-    which Python cannot give.
+    Other processors than x86 may show a flag to another process before the data that it announces. Preventing that
+    needs memory barriers, which Python does not offer.
     """
     if sys.platform != "linux":
         return f"it takes Linux, this is {sys.platform}"
@@ -37,6 +37,6 @@ def sleep(address: int, value: int, seconds: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wake all who sleep at `address`, in any process."""
+    """Wake all threads that sleep at `address`, in any process."""
     assert _system is not None, "see why_not()"
     _system(_CALL, ctypes.c_void_p(address), _WAKE, _EVERYBODY, None, None, 0)

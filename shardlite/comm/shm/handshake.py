@@ -1,15 +1,15 @@
-"""How two ranks of one host swap the descriptors of their memory, and nobody else gets one.
+"""Handshake: two ranks of one host authenticate each other and exchange the descriptors of their memory.
 
-All ranks of a group have a key, which went round by the store; abstract sockets are open to everybody on the network
-namespace. So each end shows that it has the key, for numbers that the other end has drawn, before a descriptor passes:
+All ranks of a group have a key from the store, because every process in the network namespace can connect to an
+abstract socket. Each end proves that it has the key, for nonces of both ends, before a descriptor is sent:
 
-    connects    hello: who I am, whom I want, a number
-    listens         a number, and the proof of both numbers
+    connects    hello: own rank, wanted rank, a nonce
+    listens         a nonce, and the proof of both nonces
     connects    the other proof
     listens         its descriptor
     connects    its own descriptor
 
-Who says anything else is hung up on, and listening goes on.
+A connection that sends anything else is closed, and listening continues.
 """
 
 import fcntl
@@ -26,27 +26,27 @@ from contextlib import suppress
 from shardlite.comm.shm.heap import Heap, Mapping
 
 NUMBER = 32
-"""Bytes of a number that is drawn, of a proof, and of a key."""
+"""Bytes of a nonce, of a proof, and of a key."""
 
-_HELLO = struct.Struct(f"<8sII{NUMBER}s")  # what this is, from, to, number
+_HELLO = struct.Struct(f"<8sII{NUMBER}s")  # magic, from, to, nonce
 _MAGIC = b"shardlt1"
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)  # Linux has them
 _CREDENTIALS = struct.Struct("iII")  # process, user, group
 _MOST = 128
-"""Connections that may be open at once without having shown the key."""
+"""Maximum number of open connections that have not proved the key."""
 
 
 class StrangerError(OSError):
-    """The other end is not a rank of this group, or says what no rank says."""
+    """The other end is not a rank of this group, or violates the protocol."""
 
 
 def connect(
     address: bytes, rank: int, peer: int, key: bytes, heap: Heap, deadline: float
 ) -> tuple[socket.socket, Mapping]:
-    """Connect to rank `peer`; return the connection, and the peer's memory.
+    """Connect to rank `peer`. Return the connection and the peer's memory.
 
     Raises:
-        OSError: there is no such rank, it does not answer in time, or somebody else does.
+        OSError: there is no such rank, it does not answer in time, or another process answers.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -57,7 +57,7 @@ def connect(
         answer = _receive(connection, 2 * NUMBER, deadline)
         theirs, proof = answer[:NUMBER], answer[NUMBER:]
         if not hmac.compare_digest(proof, _proof(key, b"listens", rank, peer, mine, theirs)):
-            raise StrangerError(f"who answers for rank {peer} does not know the key of the group")
+            raise StrangerError(f"the process that answers for rank {peer} does not have the key of the group")
         connection.sendall(_proof(key, b"connects", rank, peer, mine, theirs))
         mapping = _take(connection, deadline)
         _give(connection, heap)
@@ -68,7 +68,7 @@ def connect(
 
 
 class Reception:
-    """A rank that listens, until all ranks have come that it waits for."""
+    """A listening rank, until all ranks that it expects have connected."""
 
     def __init__(self, listener: socket.socket, rank: int, expected: set[int], key: bytes, heap: Heap) -> None:
         self._listener = listener
@@ -78,13 +78,13 @@ class Reception:
         self._heap = heap
         self._guests: dict[int, _Guest] = {}
         self.refused = 0
-        """Connections that were hung up on."""
+        """Number of connections that were refused."""
 
     def run(self, deadline: float) -> dict[int, tuple[socket.socket, Mapping]]:
         """Return the connection and the memory of each expected rank.
 
         Raises:
-            OSError: one does not come in time; those that have come are hung up on.
+            OSError: a rank does not connect in time; connections made so far are closed.
         """
         came: dict[int, tuple[socket.socket, Mapping]] = {}
         self._listener.setblocking(False)
@@ -114,7 +114,9 @@ class Reception:
                 connection.close()
             if isinstance(error, TimeoutError):
                 late = ", ".join(map(str, sorted(self._expected)))
-                raise OSError(f"rank {late} has not come in time; {self.refused} strangers were hung up on") from None
+                raise OSError(
+                    f"rank {late} did not connect in time; {self.refused} foreign connections were closed"
+                ) from None
             raise
         finally:
             for guest in self._guests.values():
@@ -134,25 +136,25 @@ class Reception:
 
 
 class _Guest:
-    """A connection of which it is not known whose it is."""
+    """A connection that is not authenticated yet."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.rank = -1
         self._said = b""
         self._wanted = b""
-        """The proof that is to come, once a hello has."""
+        """The expected proof, after the hello."""
 
     def listen(self, here: int, expected: set[int], key: bytes) -> bool:
-        """Take what was said; return whether it has shown the key.
+        """Receive data. Return whether the connection has proved the key.
 
         Raises:
-            OSError: it is a stranger, or has hung up.
+            OSError: it violates the protocol, or has closed.
         """
         length = NUMBER if self._wanted else _HELLO.size
         more = self.connection.recv(length - len(self._said))
         if not more:
-            raise StrangerError("hung up")
+            raise StrangerError("closed the connection")
         self._said += more
         if len(self._said) < length:
             return False
@@ -170,7 +172,7 @@ class _Guest:
         return False
 
     def swap(self, heap: Heap, deadline: float) -> Mapping:
-        """Give this rank's memory, and take the other's."""
+        """Send this rank's memory descriptor, and receive the other's."""
         _give(self.connection, heap)
         return _take(self.connection, deadline)
 
@@ -191,7 +193,7 @@ def _receive(connection: socket.socket, length: int, deadline: float) -> bytes:
         connection.settimeout(_left(deadline))
         more = connection.recv(length - len(said))
         if not more:
-            raise StrangerError("the other end hung up")
+            raise StrangerError("the other end closed the connection")
         said += more
     return said
 
@@ -202,7 +204,7 @@ def _give(connection: socket.socket, heap: Heap) -> None:
 
 
 def _take(connection: socket.socket, deadline: float) -> Mapping:
-    """Receive a descriptor and map its memory, whose size nobody can change any more."""
+    """Receive a descriptor and map its memory, whose size is sealed."""
     connection.settimeout(_left(deadline))
     said, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
     try:
@@ -217,7 +219,7 @@ def _take(connection: socket.socket, deadline: float) -> Mapping:
 
 
 def _left(deadline: float) -> float:
-    """Return the seconds that are left.
+    """Return the seconds until `deadline`.
 
     Raises:
         TimeoutError: there are none.

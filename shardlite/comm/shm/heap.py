@@ -1,15 +1,15 @@
-"""Memory of one rank that others on its host can read. It has no name in a file system, so nothing can be left behind.
+"""Memory of one rank that other ranks on its host can read. It has no file name, so nothing is left behind.
 
-The memory is as large as the machine's, but takes pages only where something was written; it is not bounded by the size
-of `/dev/shm`. What is given back keeps its pages for the next block, since new ones take longer than what is done in
-them, and loses them when nobody has used it for a step:
+The address range is as large as the machine's memory, but takes pages only where it was written; it is not bounded by
+the size of `/dev/shm`. A freed block keeps its pages for the next block, since allocating pages costs more than the
+operation that uses them. Pages that were not used for a step are freed:
 
     blocks   | A A A A | . . . . | B B | . . . . . . | . . . . . . . . . . .
     pages    | # # # # | # # # # | # # | . . . . . . | . . . . . . . . . . .
                          warm, taken     cold            never used
                          first
 
-Warm and live pages together are never more than what was live at once in this step or the last one, and 5 %.
+Warm and live pages together never exceed the peak of live pages in this step or the last one by more than 5 %.
 """
 
 import ctypes
@@ -32,11 +32,11 @@ from shardlite.errors import CommError
 _NO_RESERVE = 0x4000  # MAP_NORESERVE
 _GRAIN = 4096  # bytes: blocks start at a page
 _SLACK = 1.05
-"""How many times as many pages there may be as were live at once."""
+"""Maximum ratio of pages to the peak of live pages."""
 
 
 class Mapping:
-    """Shared memory as this process sees it."""
+    """Shared memory, mapped into this process."""
 
     def __init__(self, descriptor: int) -> None:
         nbytes = os.fstat(descriptor).st_size
@@ -53,13 +53,13 @@ class Mapping:
         return torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=start)
 
     def offset_of(self, tensor: Tensor) -> int | None:
-        """Return at which byte a contiguous tensor starts, or `None` if it is not in this memory."""
+        """Return the byte offset of a contiguous tensor, or `None` if it is not in this memory."""
         start = tensor.data_ptr() - self.address
         return start if 0 <= start < self.nbytes else None
 
 
 class _Spans:
-    """Ranges of bytes, by address; no two of them touch."""
+    """Disjoint byte ranges in address order; adjacent ranges are merged."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
@@ -68,7 +68,7 @@ class _Spans:
 
     @classmethod
     def of(cls, start: int, stop: int) -> "_Spans":
-        """One range."""
+        """Return spans of one range."""
         spans = cls()
         spans.add(start, stop)
         return spans
@@ -77,7 +77,7 @@ class _Spans:
         return iter(list(zip(self._starts, self._stops, strict=True)))
 
     def add(self, start: int, stop: int) -> None:
-        """Add a range that meets none of those here, and join it with those that it touches."""
+        """Add a range that overlaps none of these, and merge it with adjacent ranges."""
         self.nbytes += stop - start
         i = bisect_left(self._starts, start)
         first, last = i, i
@@ -88,7 +88,7 @@ class _Spans:
         self._starts[first:last], self._stops[first:last] = [start], [stop]
 
     def remove(self, start: int, stop: int) -> None:
-        """Remove a range that lies within one of those here."""
+        """Remove a range that lies within one of these."""
         self.nbytes -= stop - start
         i = bisect_left(self._stops, stop)
         whole = self._starts[i], self._stops[i]
@@ -96,7 +96,7 @@ class _Spans:
         self._starts[i : i + 1], self._stops[i : i + 1] = [part[0] for part in left], [part[1] for part in left]
 
     def without(self, others: "_Spans") -> Iterator[tuple[int, int]]:
-        """Yield what of these is in none of the `others`."""
+        """Yield the parts of these that are in none of the `others`."""
         for start, stop in self:
             for other_start, other_stop in others:
                 if other_stop > start and other_start < stop:
@@ -108,16 +108,16 @@ class _Spans:
 
 
 class _Returns:
-    """Blocks that are given back by finalisers, which may run inside anything. It holds no heap."""
+    """Blocks freed by finalizers, which may run inside any code. Holds no reference to the heap."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
         self.owner = Owner()
         self.blocks: deque[tuple[int, int, bool]] = deque()
-        """Start, length, and whether it has no pages any more."""
+        """Start, length, and whether the pages are already freed."""
 
         self.for_good = False
-        """Whether nobody is expected to ask for memory again, so that pages go at once."""
+        """Whether no further allocation is expected, so that pages are freed at once."""
 
     def __call__(self, start: int, length: int) -> None:
         dropped = self.for_good
@@ -126,56 +126,54 @@ class _Returns:
         self.blocks.append((start, length, dropped))
 
     def drop_pages(self, start: int, stop: int) -> None:
-        """Give pages to the system; bytes read as zero afterwards, in every process.
+        """Free pages. The range reads as zero afterwards, in every process.
 
-        A forked child does not know what its parent has put there since.
+        No effect in a forked child, which does not know what its parent has stored there since.
         """
         if self.owner.is_here:
             self._memory.madvise(mmap.MADV_REMOVE, start, stop - start)
 
 
 class Heap(Mapping):
-    """Memory of this rank: `reserved` bytes at the start, then blocks."""
+    """Shared memory of this rank: `reserved` bytes at the start, then blocks."""
 
     def __init__(self, reserved: int) -> None:
         self.descriptor = os.memfd_create("shardlite", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") + reserved
         os.ftruncate(self.descriptor, nbytes)
-        # Who maps less than it believes to is killed by a read.
+        # Sealed, because a process that reads behind the end of a shrunk file is killed.
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         super().__init__(self.descriptor)
         start = _rounded_up(reserved)
         self.reserved = start
         self._lock = threading.RLock()
-        self._changing = False  # a finaliser may run inside a change, on the same thread
-        self._cold, self._warm = _Spans(), _Spans()  # what is free
+        self._changing = False  # a finalizer may run inside a change, on the same thread
+        self._cold, self._warm = _Spans(), _Spans()  # free ranges
         self._cold.add(start, nbytes // _GRAIN * _GRAIN)
-        self._used_lately = _Spans()  # what of it was given back since the last `trim`
+        self._used_lately = _Spans()  # free ranges that were freed since the last `trim`
         self._returns = _Returns(self.memory)
         self._live = self._most = self._most_before = 0
         weakref.finalize(self, os.close, self.descriptor)
 
     @property
     def live(self) -> int:
-        """Bytes in blocks, whole pages."""
+        """Bytes in blocks, in whole pages."""
         with self._change():
             return self._live
 
     @property
     def warm(self) -> int:
-        """Bytes that are free and may have pages."""
+        """Free bytes that may have pages."""
         with self._change():
             return self._warm.nbytes
 
     @property
     def resident(self) -> int:
-        """Bytes of pages that this memory has."""
+        """Bytes of pages that this memory takes."""
         return os.fstat(self.descriptor).st_blocks * 512
 
     def empty(self, nbytes: int) -> Tensor:
-        """Return a new block as bytes, [nbytes], uninitialised. It is given back when nothing views it any more.
-
-        Threads may ask at once.
+        """Allocate a block of uninitialised bytes, [nbytes]. It is freed when no tensor views it any more. Thread-safe.
 
         Raises:
             CommError: there is no room, or this is a forked child.
@@ -183,19 +181,21 @@ class Heap(Mapping):
         return self._block(nbytes, zeroed=False)
 
     def zeros(self, nbytes: int) -> Tensor:
-        """Return the same, zeroed: it takes pages only as it is written to."""
+        """Allocate a zeroed block of bytes, [nbytes]. It takes pages only as it is written."""
         return self._block(nbytes, zeroed=True)
 
     def trim(self, *, keep: int | None = None) -> None:
-        """Give pages back that nobody has used since the last call; or all that are free but `keep` bytes.
+        """Free pages that were not used since the last call, or all free pages except `keep` bytes.
 
-        With 0 this holds for what is freed later, too, until memory is asked for, or the next call.
+        `keep=0` also applies to blocks that are freed later, until the next allocation or the next call.
         """
-        if not self._returns.owner.is_here:  # where another thread may have held the lock, too
+        if (
+            not self._returns.owner.is_here
+        ):  # in a forked child the lock may be held by a thread that does not exist there
             return
         with self._change() as possible:
             self._returns.for_good = keep == 0
-            if not possible:  # what is given back from now on loses its pages at once
+            if not possible:  # called by a finalizer; blocks freed from now on lose their pages at once
                 return
             if keep is not None:
                 self._keep_to(keep)
@@ -207,9 +207,9 @@ class Heap(Mapping):
 
     @contextmanager
     def _change(self) -> Iterator[bool]:
-        """Be the only one to change what is free, having taken in what was given back; yield whether that is so.
+        """Lock the free ranges, after adding freed blocks to them. Yield whether they may be changed.
 
-        It is not in a finaliser that runs while this thread changes it.
+        They may not in a finalizer that runs while this thread changes them.
         """
         with self._lock:
             if self._changing:
@@ -233,7 +233,7 @@ class Heap(Mapping):
             start = self._take(length)
             self._live += length
             self._most = max(self._most, self._live)
-            # Free ranges may be too short for what comes: let no more pages be warm than were needed lately.
+            # Free ranges may be too short for later blocks: limit warm pages to what was needed lately.
             self._keep_to(int(_SLACK * max(self._most, self._most_before)) - self._live)
         if zeroed:
             self._returns.drop_pages(start, start + length)
@@ -243,7 +243,7 @@ class Heap(Mapping):
         return tensor
 
     def _take(self, length: int) -> int:
-        """Take a range, warm if there is one, of the smallest that are long enough; else as much of it as can be."""
+        """Take the smallest warm range that is long enough; otherwise a range with as many warm pages as possible."""
         fitting = [(stop - start, start) for start, stop in self._warm if stop - start >= length]
         if fitting:
             _, start = min(fitting)
@@ -253,12 +253,12 @@ class Heap(Mapping):
             place = self._take_cold(length)
             if place is not None:
                 return place
-            for span in self._warm:  # together with what is cold beside it a range may be long enough
+            for span in self._warm:  # merged with adjacent cold ranges it may be long enough
                 self._cool(*span)
         raise CommError(f"no room for {length} bytes in the {self.nbytes} bytes that ranks of this host share")
 
     def _take_cold(self, length: int) -> int | None:
-        """Take the first range that is long enough together with the warm one before it."""
+        """Take the first range that is long enough together with the warm range before it."""
         warm_up_to = {stop: start for start, stop in self._warm}
         for start, stop in self._cold:
             begin = warm_up_to.get(start, start)
@@ -270,7 +270,7 @@ class Heap(Mapping):
         return None
 
     def _settle(self) -> None:
-        """Take back what was given back."""
+        """Add freed blocks to the free ranges."""
         while self._returns.blocks:
             start, length, dropped = self._returns.blocks.popleft()
             self._live -= length
@@ -282,7 +282,7 @@ class Heap(Mapping):
                 self._used_lately.add(*part)
 
     def _keep_to(self, limit: int) -> None:
-        """Let no more than so many bytes be warm, the shorter ranges rather than the longer ones."""
+        """Limit warm ranges to `limit` bytes. Shorter ranges are cooled first."""
         for start, stop in sorted(self._warm, key=lambda span: span[0] - span[1]):
             over = self._warm.nbytes - limit
             if over <= 0:
@@ -296,7 +296,7 @@ class Heap(Mapping):
 
 
 def lazy_zeros(nbytes: int) -> Tensor:
-    """Return private memory [nbytes] as bytes, zeroed: it takes pages only as it is written to."""
+    """Return private zeroed memory [nbytes] as bytes. It takes pages only as it is written."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)

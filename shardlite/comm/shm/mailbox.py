@@ -1,15 +1,15 @@
-"""What ranks of one host tell each other in shared memory: where a message lies, and that it was taken.
+"""Mailboxes in shared memory: announcements of messages between ranks of one host, and receipts for them.
 
-Each rank has a page of control words at the start of its heap. Others write to it where it says so, each to a place of
-its own, so that no word has two writers but the bell:
+Each rank has control words at the start of its heap. Other ranks write to them, each to its own words, so that the bell
+is the only word with two writers:
 
     bell | whether this rank has given up | per peer: how many announcements it has read | per peer: announcements
 
-An announcement is written before its number is, and x86 shows writes to others in their order: who sees the number sees
-the rest. A place is written again once it was read, which takes no more than a rank that waits for anything. When a
-message was taken is told elsewhere, by its receipt: a word in the heap of its sender. So any number of messages may be
-open, and be taken in any order. The bell's word is one that its writer never wrote before, so whoever went to sleep on
-an older one wakes up, even if two ring at once.
+An announcement is written before its number, and x86 keeps the order of writes: a rank that sees the number sees the
+rest. A place is reused once it was read, and every waiting rank reads announcements. Receipts are separate: a word in
+the sender's heap says that its message was taken. So any number of messages may be open, and they may be taken in any
+order. Each ring writes a value to the bell that its writer never wrote before, so a rank that sleeps on an older value
+wakes up, even if two ring at once.
 """
 
 import struct
@@ -21,39 +21,39 @@ from shardlite.comm.shm.heap import Mapping
 from shardlite.errors import CommError
 
 PLACES = 256
-"""Announcements to one rank that it may have left unread."""
+"""Maximum number of unread announcements from one rank to another."""
 
 RECEIPTS = 1 << 20
-"""Messages of one rank that may be open."""
+"""Maximum number of open messages of one rank."""
 
-_WORDS = 10  # per announcement: its number, a checksum, and what follows
+_WORDS = 10  # per announcement: its number, a checksum, and the content
 _CONTENT = struct.Struct("<IIQQQ")  # tag, kind, offset, bytes, receipt
 _BELL, _QUIT, _FIRST = 0, 1, 16
 
 
 class Announcement(NamedTuple):
-    """A message that lies in the heap of its sender."""
+    """A message in the heap of its sender."""
 
     number: int
-    """Of this sender's messages to this rank, from 1."""
+    """Counts this sender's messages to this rank, from 1."""
 
     tag: int
     kind: int
-    """A checksum of what it consists of."""
+    """A checksum of its dtype."""
 
     offset: int
     nbytes: int
     receipt: int
-    """Where in the heap of its sender the word lies that becomes its number when it was taken."""
+    """Byte offset, in the sender's heap, of the word that is set to `number` when the message was taken."""
 
 
 def control_nbytes(world_size: int) -> int:
-    """Return the bytes of a rank's control words and receipts. Receipts that were never used take no memory."""
+    """Return the bytes of a rank's control words and receipts. Receipts that were never used take no pages."""
     return 4 * (_control_words(world_size) + RECEIPTS)
 
 
 class Control:
-    """The control words of the rank that `mapping` is of, its owner, as rank `user` sees them."""
+    """The control words of the rank that owns `mapping`, as accessed by rank `user`."""
 
     def __init__(self, mapping: Mapping, user: int, world_size: int) -> None:
         count = _control_words(world_size)
@@ -66,18 +66,18 @@ class Control:
         self._step = world_size
         self._next_ring = user + 1
 
-    # ---- of the owner ---------------------------------------------------------------------------------------------
+    # ---- by the owner ---------------------------------------------------------------------------------------------
 
     def bell(self) -> int:
-        """Return the word of the bell."""
+        """Return the value of the bell."""
         return self._words[_BELL]
 
     def sleep(self, heard: int, seconds: float) -> None:
-        """Sleep until the bell's word is another than was `heard`, for `seconds` at most."""
+        """Sleep until the bell's value differs from `heard`, for `seconds` at most."""
         futex.sleep(self._bell, heard, seconds)
 
     def read(self, source: int, number: int) -> Announcement | None:
-        """Return announcement `number` of rank `source`, if it is there; they are read in their order.
+        """Return announcement `number` of rank `source`, or `None` if it is not written yet. Read them in order.
 
         Raises:
             ValueError: it is damaged.
@@ -92,22 +92,22 @@ class Control:
         return Announcement(number, *_CONTENT.unpack(content))
 
     def quit(self) -> None:
-        """Say that the owner takes no more part."""
+        """Mark the owner as given up."""
         self._words[_QUIT] = 1
 
-    # ---- of others ------------------------------------------------------------------------------------------------
+    # ---- by others ------------------------------------------------------------------------------------------------
 
     @property
     def has_quit(self) -> bool:
-        """Whether the owner takes no more part."""
+        """Whether the owner has given up."""
         return self._words[_QUIT] != 0
 
     def has_place(self, number: int) -> bool:
-        """Whether the owner has read what was where the user's message `number` is to be announced."""
+        """Return whether the place of announcement `number` of the user is free."""
         return (number - self._words[_FIRST + self._user]) & 0xFFFFFFFF <= PLACES
 
     def announce(self, message: Announcement) -> None:
-        """Tell the owner of a message of the user."""
+        """Announce a message of the user to the owner."""
         place = self._announcement(self._user, message.number)
         content = _CONTENT.pack(*message[1:])
         self._bytes[4 * place + 8 : 4 * place + 8 + _CONTENT.size] = content
@@ -116,7 +116,7 @@ class Control:
         self.ring()
 
     def ring(self) -> None:
-        """Wake the owner, or keep it from going to sleep. One thread of the user at a time."""
+        """Wake the owner, or keep it from going to sleep. Call it from one thread of the user at a time."""
         self._words[_BELL] = self._next_ring & 0xFFFFFFFF
         self._next_ring += self._step
         futex.wake(self._bell)
@@ -126,25 +126,25 @@ class Control:
 
 
 class Receipts:
-    """The words in this rank's heap, behind its control words, that others write to once they have taken a message."""
+    """Receipts behind the control words of this rank's heap. Other ranks write them when they have taken a message."""
 
     def __init__(self, mapping: Mapping, world_size: int) -> None:
         start = _control_words(world_size)
         self._start = start
         self._words = mapping.words(4 * start, RECEIPTS)
-        self._used = 0  # ever: what lies behind has no pages
+        self._used = 0  # number ever used: later ones have no pages
         self._free: list[int] = []
 
     @property
     def nbytes(self) -> int:
-        """Bytes of those that were ever used."""
+        """Bytes of all receipts ever used."""
         return 4 * self._used
 
     def open(self, number: int) -> int:
-        """Return where the receipt of message `number` is to be written. One thread at a time.
+        """Return the byte offset for the receipt of message `number`. Call it from one thread at a time.
 
         Raises:
-            CommError: there are too many.
+            CommError: too many messages are open.
         """
         if self._free:
             place = self._free.pop()
@@ -156,11 +156,11 @@ class Receipts:
         return 4 * (self._start + place)
 
     def is_signed(self, receipt: int, number: int) -> bool:
-        """Whether message `number` was taken."""
+        """Return whether message `number` was taken."""
         return self._words[receipt // 4 - self._start] == number & 0xFFFFFFFF
 
     def close(self, receipt: int) -> None:
-        """Let it be the receipt of another message."""
+        """Free a receipt for another message."""
         self._free.append(receipt // 4 - self._start)
 
 

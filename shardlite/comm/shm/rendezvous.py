@@ -1,12 +1,12 @@
-"""How the ranks of one host come by each other's memory: descriptors, passed over sockets that have no file.
+"""Rendezvous: the ranks of one host exchange descriptors of their memory over sockets without a file.
 
-    each rank    makes a heap and a socket that listens, and tells all ranks its address   (by the store)
+    each rank    makes a heap and a listening socket, and publishes its address            (by the store)
                  and a part of the group's key
-    each pair    connects, shows that it has the key, and swaps the descriptors of the heaps
-    all ranks    say whether that worked: if it did not for one, nobody uses it            (by the store)
+    each pair    connects, proves that it has the key, and exchanges the heaps' descriptors
+    all ranks    publish whether that worked: if it failed on one, no rank uses it         (by the store)
 
-The sockets stay open: a process that ends, however it ends, closes its ends, and so its peers notice. (A child that it
-has forked, as data loaders do, would hold them open for longer, and so closes them first of all.)
+The sockets stay open: when a process ends in any way, the system closes its sockets, which its peers detect. (A forked
+child, for example of a data loader, would keep them open, so it closes them at once.)
 """
 
 import hashlib
@@ -35,30 +35,30 @@ log = logging.getLogger("shardlite")
 _BOOT = "/proc/sys/kernel/random/boot_id"  # one per running kernel
 
 _STRANGERS = 64
-"""How many connections of strangers may queue before one of a rank has to wait."""
+"""Number of foreign connections that may queue before a rank's connection has to wait."""
 
 _PATIENCE = 20.0
-"""Seconds for a connection between two processes of one host."""
+"""Seconds for connecting two processes of one host."""
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """What came of a meeting."""
+    """Result of a rendezvous."""
 
     neighbours: Neighbours | None
     why_not: str
-    """Why there is none, the same on every rank."""
+    """Why `neighbours` is `None`, equal on every rank."""
 
 
 _RENDEZVOUS: "WeakKeyDictionary[dist.ProcessGroup, Rendezvous]" = WeakKeyDictionary()
-"""By group. A rank that is a thread has group objects of its own, so that no other thread asks for the same entry."""
+"""By group. A rank that is a thread has its own group objects, so no two threads use one entry."""
 
 
 def rendezvous(group: dist.ProcessGroup, timeout: timedelta = TIMEOUT) -> Rendezvous:
-    """Return the ranks of `group` as neighbours, if all are on one host. All of them call this, and meet once.
+    """Return the ranks of `group` as neighbours, if all are on one host. Collective; the result is cached.
 
     Raises:
-        CommError: a rank does not come.
+        CommError: a rank did not arrive.
     """
     if group not in _RENDEZVOUS:
         _RENDEZVOUS[group] = _rendezvous(group, timeout)
@@ -66,10 +66,10 @@ def rendezvous(group: dist.ProcessGroup, timeout: timedelta = TIMEOUT) -> Rendez
 
 
 def nodes_of(group: dist.ProcessGroup, timeout: timedelta = TIMEOUT) -> int:
-    """Return how many consecutive ranks each host has. All ranks of `group` call this.
+    """Return the number of consecutive ranks on each host. Collective over `group`.
 
     Raises:
-        LayoutError: hosts have different numbers of ranks, or those of one are not consecutive.
+        LayoutError: hosts have different numbers of ranks, or the ranks of a host are not consecutive.
     """
     hosts = all_gather_json(group, _host(), "which host each rank is on", timeout)
     node = next((i for i, host in enumerate(hosts) if host != hosts[0]), len(hosts))
@@ -99,7 +99,7 @@ def _rendezvous(group: dist.ProcessGroup, timeout: timedelta) -> Rendezvous:
     part = secrets.token_hex(handshake.NUMBER)
     rows = all_gather_json(group, (why_not, _host(), address, part), "shared memory of one host", timeout)
     why_not = next((f"rank {r}: {row[0]}" for r, row in enumerate(rows) if row[0]), "")
-    if why_not:  # nobody has asked for less
+    if why_not:  # `p2p` was not requested
         log.warning("no shared memory between the ranks of this host: %s", why_not)
     elif len({row[1] for row in rows}) > 1:
         why_not = "the ranks are on several hosts"
@@ -125,7 +125,7 @@ def _rendezvous(group: dist.ProcessGroup, timeout: timedelta) -> Rendezvous:
 
 
 def _host() -> str:
-    """Name this host as all of its processes do."""
+    """Return an identifier that is equal for all processes of this host."""
     try:
         with open(_BOOT) as boot:
             return boot.read().strip()
@@ -143,7 +143,7 @@ def _listen(world_size: int) -> socket.socket:
 def _connect(
     rank: int, heap: Heap, listener: socket.socket, addresses: Sequence[bytes], key: bytes, deadline: float
 ) -> Neighbours:
-    """Swap heaps with every other rank: connect to those before this one, be connected to by those after it."""
+    """Exchange heaps with every other rank: connect to lower ranks, accept connections of higher ranks."""
     ends: dict[int, tuple[socket.socket, Mapping]] = {}
     with listener:
         try:
@@ -155,14 +155,14 @@ def _connect(
             _close(end for end, _ in ends.values())
             raise
     if reception.refused:
-        log.warning("rank %d hung up on %d connections that were not of its group", rank, reception.refused)
+        log.warning("rank %d closed %d connections from outside its group", rank, reception.refused)
     mappings = {rank: heap, **{peer: mapping for peer, (_, mapping) in ends.items()}}
     sockets = {peer: end for peer, (end, _) in ends.items()}
     return Neighbours(rank, heap, [mappings[r] for r in range(len(addresses))], _Watch(sockets))
 
 
 class _Watch:
-    """Tells whether a peer's process lives, by the socket that it holds open. Threads may ask at once."""
+    """Detects the end of a peer's process by the socket that it holds open. Thread-safe."""
 
     def __init__(self, sockets: dict[int, socket.socket]) -> None:
         self._sockets = sockets
@@ -170,7 +170,7 @@ class _Watch:
         _watches.add(self)
 
     def forget(self) -> None:
-        """Close the ends of this process."""
+        """Close this process's ends."""
         _close(self._sockets.values())
 
     def __call__(self, peer: int) -> bool:

@@ -1,13 +1,13 @@
-"""A transport between processes of one host: a message stays in the memory of its sender, where the receiver reads it.
+"""Shared-memory transport: a message stays in the memory of its sender, where the receiver reads it.
 
     sender      announces it in the receiver's mailbox, and waits until it was taken
-    receiver    copies it to where it belongs, or computes with it where it lies; then says that it was taken
+    receiver    copies it to its place, or reads it in place; then signs the receipt
 
-So a message is copied once at most. It is copied once more if it does not lie in the heap that the ranks share: who
-sends much lets its buffers be made by `empty`.
+So a message is copied once at most. It is copied once more if it is not in the shared heap: allocate buffers that are
+sent by `empty`.
 
-Whoever waits also takes what has come for others of its process, so it does not matter in which order ranks wait. A
-rank that has waited in vain takes no more part, and says so: a message that it has announced may change from then on.
+A waiting thread also takes messages for other threads of its process, so ranks may wait in any order. A rank whose wait
+fails gives up and marks itself so: messages that it has announced may change from then on.
 """
 
 import ctypes
@@ -38,20 +38,20 @@ _T = TypeVar("_T")
 _Route = tuple[int, int]  # peer, tag
 
 _LOOK = 0.05
-"""Seconds between two looks at whether the others are still there."""
+"""Seconds between two checks whether the other ranks are alive."""
 
 _TRIES = 3
-"""Looks at the mailboxes before a thread goes to sleep, which costs more than a short wait."""
+"""Number of mailbox reads before a thread sleeps, which costs more than a short wait."""
 
 _MANY_TRIES = 100
-"""The same for the main thread, if each rank has a core: a quarter of a millisecond in which no other thread runs."""
+"""The same for the main thread if each rank has a core: a quarter of a millisecond in which no other thread runs."""
 
 
 _HALF = PLACES // 2
 
 
 class Neighbours:
-    """The ranks of one host, as one of them sees them: their memory, and messages that are open with them."""
+    """The ranks of one host, as seen by one of them: their memory, and open messages with them."""
 
     def __init__(self, rank: int, heap: Heap, mappings: Sequence[Mapping], alive: Callable[[int], bool]) -> None:
         self.rank = rank
@@ -74,16 +74,16 @@ class Neighbours:
         self._to_copy: deque[_Arriving] = deque()
         self._has_core = self.world_size <= len(os.sched_getaffinity(0))
         self._broken = ""
-        self._waiting = 0  # threads
+        self._waiting = 0  # number of threads
         self._books = Ledger()
 
     def held(self) -> dict[str, Held]:
-        """Return the bytes of copies of messages, of control words, and of pages that are kept for the next block."""
+        """Return the bytes of message copies, of control words, and of pages kept for the next block."""
         control, idle = self._mine.nbytes + self._receipts.nbytes, self.heap.warm
         return {**self._books.held(), "mailboxes": Held(control, control), "idle shared memory": Held(idle, idle)}
 
     def send(self, tensor: Tensor, peer: int, tag: int, limit: float) -> "_Departing":
-        """Announce a message [n], now or, if the peer has left too many unread, as soon as it has read some."""
+        """Announce a message [n], at once or when the peer has read enough earlier announcements."""
         source = tensor.detach()
         offset = self.heap.offset_of(source)
         if offset is None:
@@ -103,7 +103,7 @@ class Neighbours:
         return _Departing(self, peer, message, source, limit)
 
     def expect(self, arriving: "_Arriving") -> None:
-        """Let a message that has come, or comes next, with this tag from this peer be the one that is expected."""
+        """Match `arriving` with the first unmatched message of its peer and tag, now or when it arrives."""
         route = arriving.peer, arriving.tag
         with self._lock:
             message = _next(self._early, route)
@@ -113,7 +113,7 @@ class Neighbours:
                 self._expected.setdefault(route, deque()).append(arriving)
 
     def wait(self, done: Callable[[], bool], words: Callable[[], str], peer: int, limit: float) -> None:
-        """Wait until something is `done` that takes `peer`, and meanwhile take what comes.
+        """Wait until `done`, which depends on `peer`. Take all messages that arrive meanwhile.
 
         Raises:
             CommError: the peer is gone, a rank has given up, a header is damaged, or nothing happened within `limit`
@@ -155,13 +155,13 @@ class Neighbours:
                 self.fail(words, f"nothing happened within {limit:g} s. The peer is late or does another operation.")
             self._mine.sleep(heard, min(left, _LOOK))
             if self._mine.bell() == heard and (missing := self._missing(peer)):
-                self._progress(words)  # it may have done its part just before it went
+                self._progress(words)  # it may have done its part just before it ended
                 if done():
                     return
                 self.fail(words, missing)
 
     def _progress(self, words: Callable[[], str]) -> None:
-        """Take all announcements, and copy what has come for a place."""
+        """Read all announcements, and copy messages that have a destination."""
         with self._lock:
             for peer in self._others:
                 self._announce(peer)
@@ -183,10 +183,10 @@ class Neighbours:
             self.take(arriving)
 
     def _check_bounds(self, peer: int, message: Announcement) -> None:
-        """Check that a message and its receipt lie in the peer's heap.
+        """Check that a message and its receipt are inside the peer's heap.
 
         Raises:
-            ValueError: one of them does not.
+            ValueError: one of them is not.
         """
         nbytes = self._mappings[peer].nbytes
         if message.offset + message.nbytes > nbytes or message.receipt + 4 > nbytes or message.receipt % 4:
@@ -209,18 +209,18 @@ class Neighbours:
             self._to_copy.append(arriving)
 
     def copy(self, peer: int, message: Announcement, tensor: Tensor) -> None:
-        """Copy a message to a tensor, as bytes: PyTorch would show a view of another rank's memory to who counts it."""
+        """Copy a message to a tensor as bytes. Memory meters would count a PyTorch view of another rank's memory."""
         ctypes.memmove(tensor.data_ptr(), self._mappings[peer].address + message.offset, message.nbytes)
 
     def view(self, peer: int, message: Announcement, dtype: torch.dtype) -> Tensor:
-        """Return a message where it lies."""
+        """View a message in its sender's memory."""
         return self._mappings[peer].tensor(message.offset, message.nbytes // dtype.itemsize, dtype)
 
     def take(self, arriving: "_Arriving") -> None:
-        """Say that a message was read.
+        """Sign the receipt of a message.
 
         Raises:
-            CommError: its sender had given up by then, so that it may have changed.
+            CommError: its sender has given up, so that the message may have changed.
         """
         assert arriving.message is not None, "it has come"
         peer = arriving.peer
@@ -234,31 +234,31 @@ class Neighbours:
                 self._mine.ring()  # another thread may be waiting for this one
 
     def was_taken(self, message: Announcement) -> bool:
-        """Whether a message of this rank, which is kept, may be overwritten."""
+        """Return whether a message of this rank was taken, so that it may be overwritten."""
         return self._receipts.is_signed(message.receipt, message.number)
 
     def drop(self, peer: int, message: Announcement) -> None:
-        """Keep a message that was taken no more."""
+        """Release a message that was taken."""
         if self._kept.pop((peer, message.number), None) is not None:
             self._receipts.close(message.receipt)
 
     def _announce(self, peer: int) -> None:
-        """Announce what waits for a place, as far as there are any.
+        """Announce queued messages while there are free places.
 
-        A peer that waits for anything reads all announcements, so nobody has to take one message before another.
+        A peer that waits for anything reads all announcements, so no message has to be taken before another.
         """
         outbox, control = self._outbox[peer], self._controls[peer]
         while outbox and control.has_place(outbox[0].number):
             control.announce(outbox.popleft())
 
     def is_gone(self, peer: int) -> bool:
-        """Whether the process of a rank has ended."""
+        """Return whether the process of a rank has ended."""
         return peer != self.rank and not self._alive(peer)
 
     def _missing(self, peer: int) -> str:
-        """Say who will never answer a rank that waits for `peer`, or nothing.
+        """Return which ranks will never answer a rank that waits for `peer`, or `""`.
 
-        Others that are gone may just have finished first. Were they needed, who waits for them gives up, and says so.
+        Other ranks that are gone may have finished first. If they were needed, the rank that waits for them gives up.
         """
         quitters = [r for r in self._others if self._controls[r].has_quit]
         gone = [r for r in self._others if r not in quitters and self.is_gone(r)]
@@ -268,7 +268,7 @@ class Neighbours:
         return " ".join([*said, *(f"rank {r} has given up: an operation of its own failed." for r in quitters)])
 
     def fail(self, words: Callable[[], str], why: str) -> NoReturn:
-        """Take no more part, and tell the others.
+        """Give up, and wake the other ranks.
 
         Raises:
             CommError: always.
@@ -283,9 +283,9 @@ class Neighbours:
 
 
 class SharedMemoryTransport(OneByOne):
-    """Messages between the processes of one host, each to be done within `timeout` of being waited for.
+    """Messages between the processes of one host, each completed within `timeout` of being waited for.
 
-    Once a wait has ended in a `CommError` the ranks have parted for good, as over gloo, and the run must end.
+    After a wait has ended in a `CommError`, the connection is closed for good, as over gloo, and the run must end.
     """
 
     blocking = True
@@ -299,19 +299,19 @@ class SharedMemoryTransport(OneByOne):
         self.world_size = neighbours.world_size
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return memory [nbytes] that is sent from without a copy."""
+        """Return uninitialised memory [nbytes] that is sent from without a copy."""
         return self._neighbours.heap.empty(nbytes) if device.type == "cpu" else super().empty(nbytes, device)
 
     def zeros(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return the same, zeroed."""
+        """Return zeroed memory [nbytes] that is sent from without a copy."""
         return self._neighbours.heap.zeros(nbytes) if device.type == "cpu" else super().zeros(nbytes, device)
 
     def trim(self, *, keep: int | None = None) -> None:
-        """Give pages back that nobody has used since the last call, or all that are free but `keep` bytes."""
+        """Free pages that were not used since the last call, or all free pages except `keep` bytes."""
         self._neighbours.heap.trim(keep=keep)
 
     def is_gone(self, peer: int) -> bool:
-        """Whether the process of rank `peer` has ended."""
+        """Return whether the process of rank `peer` has ended."""
         return self._neighbours.is_gone(peer)
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
@@ -320,7 +320,7 @@ class SharedMemoryTransport(OneByOne):
         return self._neighbours.send(tensor, peer, tag, self._limit) if tensor.numel() else Completed()
 
     def irecv(self, tensor: Tensor, peer: int, tag: int) -> Pending:
-        """Expect the next message with `tag` from rank `peer` for `tensor`."""
+        """Expect the next message with `tag` from rank `peer`, and copy it into `tensor`."""
         _check(tensor)
         if not tensor.numel():
             return Completed()
@@ -329,14 +329,14 @@ class SharedMemoryTransport(OneByOne):
         return arriving
 
     def borrow(self, numel: int, dtype: torch.dtype, peer: int, tag: int) -> Loan:
-        """Expect the next message with `tag` from rank `peer`, to be read where it lies."""
+        """Expect the next message with `tag` from rank `peer`, to be read in place."""
         arriving = _Arriving(self._neighbours, peer, tag, numel, dtype, self._limit, None)
         self._neighbours.expect(arriving)
         return arriving
 
 
 class _Departing:
-    """A message of this rank."""
+    """A message from this rank."""
 
     def __init__(self, neighbours: Neighbours, peer: int, message: Announcement, tensor: Tensor, limit: float) -> None:
         self._neighbours = neighbours
@@ -347,7 +347,7 @@ class _Departing:
         self._over = False
 
     def wait(self) -> None:
-        """Wait until the peer has read it."""
+        """Wait until the peer has taken the message."""
         if not self._over:
             self._neighbours.wait(self._done, self.words, self._peer, self._limit)
             self._over = True
@@ -365,7 +365,7 @@ class _Departing:
 
 
 class _Arriving:
-    """A message to this rank: for `tensor`, or to be read where it lies."""
+    """A message to this rank: copied into `tensor`, or read in place."""
 
     def __init__(
         self,
@@ -388,27 +388,27 @@ class _Arriving:
         self.taken = False
 
     def wait(self) -> None:
-        """Wait until it was copied to its place."""
+        """Wait until the message was copied to `tensor`."""
         self._neighbours.wait(self._is_taken, self.words, self.peer, self._limit)
 
     def look(self) -> Tensor:
-        """Wait for it, and return it where it lies, to be read until `give_back()`."""
+        """Wait for the message, and view it in the sender's memory until `give_back()`."""
         self._neighbours.wait(self._has_come, self.words, self.peer, self._limit)
         assert self.message is not None, "waited for"
         return self._neighbours.view(self.peer, self.message, self._dtype)
 
     def give_back(self) -> None:
-        """Let the sender write there again."""
+        """Allow the sender to overwrite the message."""
         self._neighbours.take(self)
 
     def copy(self) -> None:
-        """Copy it to its place."""
+        """Copy the message to `tensor`."""
         assert self.tensor is not None, "it is not to be lent"
         assert self.message is not None, "it has come"
         self._neighbours.copy(self.peer, self.message, self.tensor)
 
     def fits(self, message: Announcement) -> bool:
-        """Whether a message is of the expected kind."""
+        """Return whether a message has the expected size and dtype."""
         return (message.nbytes, message.kind) == (self._numel * self._dtype.itemsize, _kind(self._dtype))
 
     def _is_taken(self) -> bool:
@@ -427,7 +427,7 @@ class _Arriving:
 
 
 def _next(queues: dict[_Route, deque[_T]], route: _Route) -> _T | None:
-    """Take the first in the queue of a route, if there is one. Routes are many, so that no empty queue may stay."""
+    """Take the first in the queue of a route, or `None`. Empty queues are deleted, because there are many routes."""
     queue = queues.get(route)
     if queue is None:
         return None

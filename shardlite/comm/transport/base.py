@@ -1,4 +1,4 @@
-"""What a collective may ask of a transport: who am I, send, receive, wait. Knows no process group."""
+"""The interface of a transport: rank, send, receive, wait. Knows nothing of process groups."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from shardlite.telemetry import Held
 
 @dataclass(frozen=True)
 class Message:
-    """A tensor on its way to rank `peer`, if `outgoing`, or from it."""
+    """A tensor sent to rank `peer` if `outgoing`, else received from it."""
 
     tensor: Tensor
     peer: int
@@ -23,18 +23,18 @@ class Message:
 
     @property
     def route(self) -> str:
-        """The way of the message, in the words of an error."""
+        """Direction and peer, for error messages."""
         return f"{'sending to' if self.outgoing else 'receiving from'} rank {self.peer}"
 
 
 class Pending(Protocol):
-    """Messages in flight. It keeps their tensors alive; the caller keeps them untouched until `wait` has returned."""
+    """Messages in flight. Keeps their tensors alive; the caller must not touch them until `wait` has returned."""
 
     def wait(self) -> None:
         """Wait until the tensor may be reused (sent) or read (received).
 
-        If the transport is `blocking`, the host waits. Otherwise the device's current stream does: what is put on that
-        stream afterwards may use the tensor, and the call returns at once.
+        If the transport is `blocking`, the host waits. Otherwise the device's current stream does: operations enqueued
+        on it afterwards may use the tensor, and the call returns at once.
 
         Raises:
             CommError: the peer failed, sent something else, or stayed silent for longer than the transport's timeout.
@@ -42,25 +42,25 @@ class Pending(Protocol):
 
 
 class Loan(Protocol):
-    """A message that is read where it lies."""
+    """A message that is read in the sender's memory."""
 
     def look(self) -> Tensor:
-        """Wait for it, and return it: to be read, not written, until `give_back`.
+        """Wait for the message, and return it. It must not be written, nor read after `give_back`.
 
         Raises:
             CommError: as `Pending.wait`.
         """
 
     def give_back(self) -> None:
-        """Let the sender write there again.
+        """Allow the sender to overwrite the message.
 
         Raises:
-            CommError: the sender had given up before, so that what was read may be wrong.
+            CommError: the sender gave up before, so that the data read may be wrong.
         """
 
 
 class Holder(Protocol):
-    """What knows some memory by its purpose."""
+    """Reports memory by purpose."""
 
     def held(self) -> dict[str, Held]:
         """Return bytes by purpose."""
@@ -69,9 +69,9 @@ class Holder(Protocol):
 class Transport(Protocol):
     """Messages between ranks.
 
-    Messages from one rank to another with the same tag arrive in the order sent; those with different tags do not meet.
+    Messages from one rank to another with the same tag arrive in the order sent; different tags are independent.
     Tensors are contiguous and 1-D, of any dtype; sender and receiver agree on numel and dtype. Several threads may use
-    one transport at once if their tags differ. A transport that promises less says so.
+    one transport at once if their tags differ. A transport that guarantees less documents it.
     """
 
     @property
@@ -80,48 +80,48 @@ class Transport(Protocol):
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
 
     @property
     def batched(self) -> bool:
         """Whether messages that depend on each other must go in one `exchange`.
 
-        `isend` and `irecv` then wait for their peer in the order in which they were called, and two ranks that call
-        them in crossed order wait for each other for good.
+        `isend` and `irecv` then wait for their peer in the order of the calls, and two ranks that call them in opposite
+        order deadlock.
         """
 
     @property
     def blocking(self) -> bool:
-        """Whether waits block the host, so that a caller who has other work needs a thread for them."""
+        """Whether waits block the host, so that a caller with other work needs a thread for them."""
 
     @property
     def lends(self) -> bool:
-        """Whether what arrives can be read where it lies, by `borrow`."""
+        """Whether messages can be read in the sender's memory, by `borrow`."""
 
     algorithm: Algorithm
-    """The schedule that collectives take."""
+    """The schedule of collectives."""
 
     link: Link | None
-    """What messages cost, if that is known: by it `ring` chooses how long they are. The same on all ranks."""
+    """Costs of messages, or `None` if unknown. They determine the length of messages. Equal on all ranks."""
 
     node: int
-    """How many ranks there are per node, for the hierarchical schedule; otherwise 1."""
+    """Number of ranks per node for the hierarchical schedule; otherwise 1."""
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return memory [nbytes], uninitialised, from which sending costs least."""
+        """Return uninitialised memory [nbytes] from which sending costs least."""
 
     def zeros(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return such memory, zeroed. On the CPU it takes pages only as it is written to."""
+        """Return zeroed memory [nbytes] from which sending costs least. On the CPU, pages are taken on first write."""
 
     def trim(self, *, keep: int | None = None) -> None:
-        """Give memory back to the system that nobody has used since the last call; or all but `keep` free bytes."""
+        """Free memory that was not used since the last call, or all free memory except `keep` bytes."""
 
     @property
     def holder(self) -> Holder | None:
-        """What knows the memory that messages take beside that of callers; transports may have one in common."""
+        """Reports the memory of messages, without that of callers. Transports may share one."""
 
     def is_gone(self, peer: int) -> bool:
-        """Whether it is known that the process of rank `peer` has ended."""
+        """Return whether the process of rank `peer` is known to have ended."""
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Start sending `tensor` to rank `peer`."""
@@ -130,10 +130,10 @@ class Transport(Protocol):
         """Start receiving the next message with `tag` from rank `peer` into `tensor`."""
 
     def borrow(self, numel: int, dtype: torch.dtype, peer: int, tag: int) -> Loan:
-        """Expect the next message with `tag` from rank `peer`, `numel` elements, to be read where it lies."""
+        """Expect the next `numel` elements with `tag` from rank `peer`, to be read in the sender's memory."""
 
     def exchange(self, messages: Sequence[Message], tag: int) -> Pending:
-        """Start all `messages`, none of which waits for another; those of one route keep their order."""
+        """Start all `messages`. None waits for another; those of one route keep their order."""
 
 
 class Completed:
@@ -144,7 +144,7 @@ class Completed:
 
 
 class Plain:
-    """What most transports have in common: what arrives is written to where it is expected, and any memory is as good.
+    """Defaults of most transports: messages are received into their tensor, and any memory is equally fast.
 
     `connect` sets the algorithm and the link.
     """
@@ -156,32 +156,32 @@ class Plain:
     holder: Holder | None = None
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return memory [nbytes] on a device."""
+        """Return uninitialised memory [nbytes] on `device`."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def zeros(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return memory [nbytes] on a device, zeroed."""
+        """Return zeroed memory [nbytes] on `device`."""
         return lazy_zeros(nbytes) if device.type == "cpu" else torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
     def trim(self, *, keep: int | None = None) -> None:
-        """Nothing: memory is that of PyTorch's allocators."""
+        """No-op: the memory belongs to PyTorch's allocators."""
 
     def is_gone(self, peer: int) -> bool:
-        """Not be known."""
+        """Return false: it is not known."""
         return False
 
     def borrow(self, numel: int, dtype: torch.dtype, peer: int, tag: int) -> Loan:
-        """Not be called: see `lends`."""
+        """Not supported: see `lends`."""
         raise AssertionError(f"{type(self).__name__} does not lend")
 
 
 class OneByOne(Plain):
-    """The `exchange` of a transport whose sends and receives do not wait for each other."""
+    """`exchange` for a transport whose sends and receives do not wait for each other."""
 
     batched = False
 
     def exchange(self: Transport, messages: Sequence[Message], tag: int) -> Pending:
-        """Start `messages` one by one, receives first: what arrives early then has a place to go."""
+        """Start `messages` one by one, receives first, so that early messages have a destination."""
         arriving = [self.irecv(each.tensor, each.peer, tag) for each in messages if not each.outgoing]
         departing = [self.isend(each.tensor, each.peer, tag) for each in messages if each.outgoing]
         return _Together([*arriving, *departing])
@@ -189,7 +189,7 @@ class OneByOne(Plain):
 
 @dataclass(frozen=True)
 class _Together:
-    """Several messages as one."""
+    """Several messages as one `Pending`."""
 
     parts: Sequence[Pending]
 
@@ -199,7 +199,7 @@ class _Together:
 
 
 class Around:
-    """A transport around another one, of which it is like in all that it does not change."""
+    """A transport that delegates to another one."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -214,33 +214,33 @@ class Around:
         self.holder = transport.holder
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return memory [nbytes] of the other one."""
+        """Return uninitialised memory [nbytes] of the wrapped transport."""
         return self._transport.empty(nbytes, device)
 
     def zeros(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return memory [nbytes] of the other one, zeroed."""
+        """Return zeroed memory [nbytes] of the wrapped transport."""
         return self._transport.zeros(nbytes, device)
 
     def trim(self, *, keep: int | None = None) -> None:
-        """Give back memory of the other one."""
+        """Free memory of the wrapped transport."""
         self._transport.trim(keep=keep)
 
     def is_gone(self, peer: int) -> bool:
-        """Whether the other one knows it."""
+        """Return whether the wrapped transport knows that rank `peer` has ended."""
         return self._transport.is_gone(peer)
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
-        """Start sending through the other one."""
+        """Start sending through the wrapped transport."""
         return self._transport.isend(tensor, peer, tag)
 
     def irecv(self, tensor: Tensor, peer: int, tag: int) -> Pending:
-        """Start receiving through the other one."""
+        """Start receiving through the wrapped transport."""
         return self._transport.irecv(tensor, peer, tag)
 
     def borrow(self, numel: int, dtype: torch.dtype, peer: int, tag: int) -> Loan:
-        """Expect a message of the other one."""
+        """Expect a message of the wrapped transport."""
         return self._transport.borrow(numel, dtype, peer, tag)
 
     def exchange(self, messages: Sequence[Message], tag: int) -> Pending:
-        """Start messages through the other one."""
+        """Start messages through the wrapped transport."""
         return self._transport.exchange(messages, tag)

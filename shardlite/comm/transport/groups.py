@@ -1,4 +1,4 @@
-"""Which ranks take part: one group that shares a model and, in hybrid sharding, one of those that hold like shards."""
+"""The process groups of a model: ranks that shard it and, in hybrid sharding, ranks that hold the same shards."""
 
 from dataclasses import dataclass
 
@@ -8,27 +8,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardlite.errors import LayoutError
 
 GroupLike = dist.ProcessGroup | DeviceMesh | None
-"""What a user gives: a group or a 1-D mesh to shard over, a 2-D mesh (replicate, shard); `None`: the default group."""
+"""A group or a 1-D mesh to shard over, a 2-D mesh (replicate, shard), or `None` for the default group."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The process groups that this rank is in."""
+    """The process groups of this rank."""
 
     shard: dist.ProcessGroup | None
-    """Whose ranks each keep a shard; `None` is the default group."""
+    """The group whose ranks each keep a shard; `None` is the default group."""
 
     replicas: dist.ProcessGroup | None = None
-    """Whose ranks keep the same shard; `None` if there are no others."""
+    """The group whose ranks keep the same shard; `None` if there are no replicas."""
 
     @property
     def all(self) -> list[dist.ProcessGroup | None]:
-        """Both, if there are two: what goes over one after the other reaches every rank."""
+        """Both groups, if there are two. Used one after the other, they reach every rank."""
         return [self.shard] if self.replicas is None else [self.shard, self.replicas]
 
     @property
     def shards(self) -> int:
-        """How many ranks share a model."""
+        """Number of ranks that shard a model."""
         return dist.get_world_size(self.shard)
 
     @property
@@ -38,16 +38,16 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank whose values all others get."""
+        """Whether this is the rank whose initial values all others receive."""
         return all(dist.get_rank(group) == 0 for group in self.all)
 
     def carry(self, device_type: str) -> bool:
-        """Whether the groups have a backend for such devices."""
+        """Return whether the groups have a backend for devices of this type."""
         return all(device_type in dist.get_backend_config(group) for group in self.all)
 
 
 def ranks_of(ranks: GroupLike) -> Ranks:
-    """Return the groups that `ranks` means.
+    """Return the groups that `ranks` describes.
 
     Raises:
         LayoutError: there is no process group, this process is not a member, or a mesh has more than two dimensions.

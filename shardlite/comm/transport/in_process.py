@@ -1,4 +1,4 @@
-"""Ranks inside one process: every rank is a thread, a message is a copy. For tests and for trying things out."""
+"""Ranks inside one process: every rank is a thread, a message is a copy. For tests and experiments."""
 
 import time
 from collections import defaultdict, deque
@@ -20,9 +20,9 @@ _Route = tuple[int, int, int]  # source rank, destination rank, tag
 def local_world(
     world_size: int, *, timeout: timedelta = timedelta(seconds=30), delays: Sequence[float] = ()
 ) -> list["LocalTransport"]:
-    """Return one transport per rank; run each in a thread of its own.
+    """Return one transport per rank; run each in a separate thread.
 
-    `delays[r]` makes rank `r` late on purpose: it sleeps that many seconds before each message that it sends.
+    `delays[r]` delays rank `r`: it sleeps that many seconds before each message that it sends.
     """
     exchange = _Exchange()
     late = [*delays, *[0.0] * (world_size - len(delays))]
@@ -42,21 +42,21 @@ class LocalTransport(OneByOne):
         self._delay = delay
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
-        """Copy `tensor` to where rank `peer` will find it."""
+        """Copy `tensor` and deliver it to rank `peer`."""
         if self._delay:
             time.sleep(self._delay)
         self._exchange.deliver((self.rank, peer, tag), tensor.detach().clone())
         return Completed()
 
     def irecv(self, tensor: Tensor, peer: int, tag: int) -> Pending:
-        """Take the next place in the line for messages with `tag` from rank `peer`."""
+        """Expect the next message with `tag` from rank `peer`."""
         route = (peer, self.rank, tag)
         return _Expected(self._exchange.expect(route), tensor, route, self._timeout)
 
 
 @dataclass(frozen=True)
 class _Expected:
-    """A message that was asked for and may not have been sent yet."""
+    """A message that is expected and may not have been sent yet."""
 
     message: "Future[Tensor]"
     tensor: Tensor
@@ -84,7 +84,7 @@ class _Expected:
 
 
 class _Exchange:
-    """Pairs the n-th message sent on a route with the n-th one expected there, whichever comes first."""
+    """Matches the n-th message sent on a route with the n-th one expected there, in whichever order they come."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -103,7 +103,7 @@ class _Exchange:
     def _rendezvous(
         route: _Route, theirs: dict[_Route, deque["Future[Tensor]"]], ours: dict[_Route, deque["Future[Tensor]"]]
     ) -> "Future[Tensor]":
-        """Take the oldest entry of the other side, or leave one for it."""
+        """Take the oldest entry of the other side, or add one for it."""
         if theirs[route]:
             return theirs[route].popleft()
         future: Future[Tensor] = Future()

@@ -34,9 +34,9 @@ from shardlite.telemetry import Ledger
 
 @dataclass(frozen=True)
 class Posted:
-    """Messages with what an error has to say: who exchanges what with whom, under which tag, within what time.
+    """Messages and what their errors report: rank, messages, tag and timeout.
 
-    Without a `timeout` it is the process group that decides how long a message may take.
+    Without a `timeout` the process group's own applies.
     """
 
     rank: int
@@ -45,31 +45,31 @@ class Posted:
     timeout: timedelta | None = None
 
     def failed(self, why: str) -> CommError:
-        """Return the error of these messages."""
+        """Return the error for these messages."""
         doing = " and ".join(dict.fromkeys(message.route for message in self.messages))
         nbytes = sum(message.tensor.nbytes for message in self.messages)
         limit = "" if self.timeout is None else f", timeout {self.timeout.total_seconds():g} s"
         return CommError(f"rank {self.rank} {doing} failed: {nbytes} bytes, tag {self.tag}{limit}. {why}")
 
     def refused(self, error: RuntimeError) -> CommError:
-        """Return what the backend has raised in our words."""
+        """Return the `CommError` for an error of the backend."""
         return self.failed(f"The peer died, is late or does another operation. The backend says: {error}")
 
 
 @dataclass(frozen=True)
 class InFlight:
-    """Messages that the backend is working on; holds their tensors, because gloo keeps only the addresses."""
+    """Messages in the backend. Holds their tensors, because gloo keeps only the addresses."""
 
     works: Sequence[dist.Work]
     posted: Posted
     hang_up: Callable[[], None] | None = None
-    """Closes the connections, so that all waits over them end."""
+    """Closes the connections, which ends all waits on them."""
 
     def wait(self) -> None:
-        """Wait for all of them, each for at most the timeout.
+        """Wait for all messages, each for at most the timeout.
 
-        The backend blocks the thread that waits in it. That of the program can be interrupted, and looks at whether
-        other ranks have failed: so it has another one wait there.
+        A wait in the backend blocks its thread. The program's thread must stay interruptible and check for failures of
+        other ranks, so it lets another thread wait there.
         """
         watch = watching()
         if watch is None or self.posted.timeout is None or current_thread() is not main_thread():
@@ -102,7 +102,7 @@ class InFlight:
 
 
 def joined(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return `group`, or the default one for `None`.
+    """Return `group`, or the default group for `None`.
 
     Raises:
         LayoutError: this process is not a member.
@@ -115,19 +115,19 @@ def joined(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 _waits: dict[object, Callable[[], None]] = {}
-"""How to end each wait that blocks a thread now."""
+"""Functions that end the waits in which threads are blocked now."""
 
 _FAREWELL = 1.0
-"""Seconds in which threads leave waits that have ended."""
+"""Seconds for threads to leave waits that were ended."""
 
 _LOOK = 1e-3
-"""Seconds between two looks at whether they have."""
+"""Seconds between two checks whether they have left."""
 
 
 def end_waits() -> None:
-    """End all waits that block a thread, at the end of the program.
+    """End all waits in which threads are blocked, at the end of the program.
 
-    A thread that comes back from the backend when the interpreter is gone would take the process down (SIGABRT).
+    A thread that returns from the backend after the interpreter is gone would crash the process (SIGABRT).
     """
     deadline = monotonic() + _FAREWELL
     for hang_up in list(_waits.values()):
@@ -136,21 +136,21 @@ def end_waits() -> None:
         sleep(_LOOK)
 
 
-weakref.finalize(Posted, end_waits)  # when the interpreter ends, after lanes, which were made later, have waited
+weakref.finalize(Posted, end_waits)  # at interpreter exit, after the finalizers of queues, which were made later
 
 
 _waiters = [Worker("shardlite-waiter")]
 
 
 def _waiter() -> Worker:
-    """Return who waits in the backend for the thread of the program: a new one, if the last one is still at it."""
+    """Return the worker that waits in the backend for the program's thread; a new one if the last one is busy."""
     if not _waiters[0].is_idle:
         _waiters[0] = Worker("shardlite-waiter")
     return _waiters[0]
 
 
 def _forget() -> None:
-    """Forget threads and waits in a forked child: they are its parent's."""
+    """Drop threads and waits in a forked child: they are its parent's."""
     _waits.clear()
     _waiters[0] = Worker("shardlite-waiter")
 
@@ -160,7 +160,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class GlooTransport(OneByOne):
-    """Messages over `group` (`None`: the default group), each to be done within `timeout` of being waited for.
+    """Messages over `group` (`None`: the default group), each completed within `timeout` of being waited for.
 
     Gloo closes the connection of two ranks for good once a wait between them has timed out: after a `CommError` the
     process group is lost and the run must end.
@@ -183,7 +183,7 @@ class GlooTransport(OneByOne):
         return self._start(Message(tensor, peer, outgoing=False), tag)
 
     def _start(self, message: Message, tag: int) -> Pending:
-        """Hand a message to the backend, by the group's own methods: `dist.isend` costs twice as much Python."""
+        """Post a message by the group's own methods: `dist.isend` costs twice as much Python time."""
         _check(message.tensor)
         if message.tensor.numel() == 0:
             return Completed()
@@ -202,7 +202,7 @@ class GlooTransport(OneByOne):
 
 
 _NEVER_SENT = 0x7FFFFFFF
-"""A tag that no message has, but once in 2^31; at the end of a program that does no harm."""
+"""A tag that messages have with probability 2^-31. At the end of a program a collision is harmless."""
 
 
 def _check(tensor: Tensor) -> None:
@@ -216,13 +216,13 @@ def _check(tensor: Tensor) -> None:
 class NcclTransport(Plain):
     """Messages over `group` (`None`: the default group), whose backend for the tensors' device is NCCL.
 
-    It promises less than other transports. NCCL knows no tags: it pairs messages by their order alone. So all ranks
-    must start their exchanges in one order, from one thread at a time; operations that run at the same time need a
-    process group each.
+    It guarantees less than other transports. NCCL has no tags: it matches messages by their order alone. So all ranks
+    must start their exchanges in one order, from one thread at a time, and concurrent operations need separate process
+    groups.
 
-    A wait puts the current stream behind the messages and returns. A peer that is late or dead is therefore noticed by
-    the process group's watchdog, after the timeout of the group, and by default that ends the process; a `CommError`
-    comes only from what fails at once.
+    A wait puts the current stream behind the messages and returns. A late or dead peer is therefore detected by the
+    process group's watchdog, after the timeout of the group, which by default ends the process; a `CommError` is raised
+    only for immediate failures.
     """
 
     batched = True
@@ -244,8 +244,8 @@ class NcclTransport(Plain):
     def exchange(self, messages: Sequence[Message], tag: int) -> Pending:
         """Start all `messages` in one batch.
 
-        The first exchange over a group creates its communicator, unless an eagerly initialised group has one: the call
-        then returns once every rank of the group has come to an exchange of its own.
+        The first exchange over a group creates its communicator, unless the group was initialised eagerly. That call
+        returns once every rank of the group has called its first exchange.
         """
         batch = [self._operation(message, tag) for message in messages if message.tensor.numel()]
         if not batch:
@@ -257,17 +257,18 @@ class NcclTransport(Plain):
             raise posted.refused(error) from error
 
     def _operation(self, message: Message, tag: int) -> dist.P2POp:
-        """Describe a message to PyTorch, as bytes: NCCL has no 16-bit integers."""
+        """Return the PyTorch operation of a message, as bytes: NCCL has no 16-bit integers."""
         start = dist.isend if message.outgoing else dist.irecv
         content = message.tensor.detach().view(torch.uint8)
         return dist.P2POp(start, content, group=self._group, tag=tag, group_peer=message.peer)
 
 
 class StagedTransport(OneByOne):
-    """Messages over `group` as of a `GlooTransport`, of tensors on any device.
+    """Messages over `group` through a `GlooTransport`, of tensors on any device.
 
-    Copies run on the current stream of the tensor's device: a send sees what was put on it before, and what is put on
-    it after `wait` sees what was received. Host memory is pinned for CUDA tensors, so that copies run at full speed.
+    Copies run on the current stream of the tensor's device: a send reads results enqueued before it, and operations
+    enqueued after `wait` see the received data. Host memory for CUDA tensors is pinned, so that copies run at full
+    speed.
     """
 
     blocking = True
@@ -298,7 +299,7 @@ class StagedTransport(OneByOne):
 
 @dataclass(frozen=True)
 class _Arriving:
-    """A message that arrives in host memory and belongs on a device."""
+    """A message that is received in host memory and copied to a device."""
 
     pending: Pending
     staged: Tensor
@@ -307,15 +308,15 @@ class _Arriving:
     def wait(self) -> None:
         """Wait for the message, and start its copy to the device.
 
-        The copy may still run when `staged` is dropped. That is safe: PyTorch notes a copy from pinned memory with the
-        memory, and its allocator hands the memory out again only after the copy is done.
+        The copy may still run when `staged` is freed. That is safe: PyTorch records the copy with the pinned memory,
+        and its allocator reuses the memory only after the copy is done.
         """
         self.pending.wait()
         self.tensor.detach().copy_(self.staged, non_blocking=True)
 
 
 def _wait_for_copy(device: torch.device) -> None:
-    """Block until what the current stream of `device` holds so far is done. On the CPU a copy is done at once."""
+    """Block until the current stream of `device` has finished its work so far. CPU copies are finished at once."""
     if device.type == "cuda":
         copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # blocking: wait asleep
         copied.record(torch.cuda.current_stream(device))

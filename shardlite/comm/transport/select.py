@@ -1,4 +1,4 @@
-"""Which transport serves which tensors, by which algorithm, and why. The choice can be set, and is reported once."""
+"""Selection of transport and algorithm for a process group and a device. The reason is logged once."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -19,14 +19,14 @@ from shardlite.errors import CommError, LayoutError
 log = logging.getLogger("shardlite")
 
 _reported: set[str] = set()
-"""What was logged. A process says it once, also where ranks are its threads: two that come at once may both say it."""
+"""Messages already logged by this process. Ranks that are threads may log one twice if they race."""
 
 _LINKS_OF: dict[type, str] = {SharedMemoryTransport: "shared_memory", GlooTransport: "p2p"}
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A transport, and why it is this one."""
+    """A transport, and the reason for it."""
 
     transport: Transport
     reason: str
@@ -46,18 +46,19 @@ def connect(
     route: Route = Route(),  # noqa: B008 (frozen)
     apart: bool = False,
 ) -> Transport:
-    """Return the transport for tensors on `device` over `group` (`None`: the default group). All its ranks call this.
+    """Return the transport for tensors on `device` over `group` (`None`: the default group). Collective.
 
-    `timeout` bounds each wait that blocks, and those in symmetric memory. NCCL's waits do not block: over NCCL the
-    timeout of the group itself counts.
-    `apart` asks for a transport whose operations may run beside those of another one in any order. Tags allow that by
-    themselves; NCCL knows none, so there it takes another process group of the same ranks. Symmetric memory is taken
-    only where the route names it; every connection has 64 MiB of it.
+    `timeout` limits each wait that blocks, and waits in symmetric memory. NCCL's waits do not block: there the timeout
+    of the group applies.
+
+    With `apart`, operations of the transport may run beside those of another one in any order. Tags allow that; NCCL
+    has none, so it gets another process group of the same ranks. Symmetric memory is selected only if the route names
+    it; every connection takes 64 MiB of it.
 
     Raises:
-        LayoutError: this process is not a member of `group`, the group has no backend that can carry such tensors, or
-            the route cannot be taken.
-        CommError: ranks do not come, or cannot be connected.
+        LayoutError: this process is not a member of `group`, the group has no backend for such tensors, or the route is
+            not available.
+        CommError: ranks did not arrive, or cannot be connected.
     """
     choice = choose(group, device, timeout, route=route, apart=apart)
     if choice.words not in _reported:
@@ -72,9 +73,9 @@ def connect_hosts(
     *,
     route: Route = Route(),  # noqa: B008 (frozen)
 ) -> Transport:
-    """Return a transport for CPU tensors between the ranks of `group`, whatever it carries. All its ranks call this.
+    """Return a transport for CPU tensors between the ranks of `group`, whatever its backends. Collective.
 
-    A route that only CUDA tensors can take is not asked of these.
+    A route for CUDA tensors only is ignored.
     """
     if route.transport == "symmetric_memory":
         route = replace(route, transport="auto")
@@ -86,7 +87,7 @@ def connect_hosts(
 def choose(
     group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta, *, route: Route, apart: bool = False
 ) -> Choice:
-    """Choose for `connect`, which see, and say why."""
+    """Select transport and algorithm; return both with the reason. Arguments and errors are those of `connect`."""
     everyone = joined(group)
     backends = _backends(everyone)
     match device.type, backends.get(device.type):
@@ -104,7 +105,7 @@ def choose(
 
 
 def _for_host(group: dist.ProcessGroup | None, timeout: timedelta, wanted: TransportName) -> Choice:
-    """Choose for CPU tensors."""
+    """Select the transport for CPU tensors."""
     everyone = joined(group)
     if wanted == "symmetric_memory":
         raise LayoutError("transport='symmetric_memory' is for CUDA tensors, these are on the CPU: use 'p2p' or 'auto'")
@@ -123,7 +124,7 @@ def _for_host(group: dist.ProcessGroup | None, timeout: timedelta, wanted: Trans
 def _for_gpu(
     group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta, wanted: TransportName, *, apart: bool
 ) -> Choice:
-    """Choose for CUDA tensors. Over symmetric memory transports are always apart: each has memory of its own."""
+    """Select the transport for CUDA tensors. `apart` always holds over symmetric memory: each transport has its own."""
     everyone = joined(group)
     if wanted == "shared_memory":
         raise LayoutError(f"transport='shared_memory' is for CPU tensors, these are on {device}: use 'p2p' or 'auto'")
@@ -137,11 +138,11 @@ def _for_gpu(
 
 
 _UNIT = 1 << 20
-"""Bytes of a buffer for which an algorithm is chosen. By the links known today the choice is the same at any size."""
+"""Bytes of the buffer for which the algorithm is selected. With the known links the result is the same at any size."""
 
 
 def _by(choice: Choice, route: Route, group: dist.ProcessGroup, timeout: timedelta) -> Choice:
-    """Set a transport's link, and its algorithm: what was asked for, or the fastest by the link that keeps the bits.
+    """Set a transport's link, and its algorithm: the requested one, or the fastest that keeps the bits.
 
     A transport whose links were not measured has no link, and the algorithm of its class.
     """
@@ -157,13 +158,13 @@ def _by(choice: Choice, route: Route, group: dist.ProcessGroup, timeout: timedel
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Return the name of the group's backend by device type; PyTorch writes it as `cpu:gloo,cuda:nccl`."""
+    """Return the name of the group's backend by device type. PyTorch formats it as `cpu:gloo,cuda:nccl`."""
     pairs = (pair.split(":", 1) for pair in dist.get_backend_config(group).split(","))
     return dict(pairs)
 
 
 def _again(group: dist.ProcessGroup | None, timeout: timedelta, backend: str) -> dist.ProcessGroup:
-    """Return another group of the same ranks, which lives as long as the process group of all.
+    """Return another group of the same ranks, with the lifetime of the default process group.
 
     Raises:
         CommError: the ranks cannot be connected.

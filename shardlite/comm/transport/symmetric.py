@@ -1,25 +1,26 @@
-"""A transport for CUDA tensors over PyTorch's symmetric memory: memory of a GPU that the others of its host can read.
+"""Transport for CUDA tensors over PyTorch's symmetric memory: GPU memory that the other GPUs of the host can read.
 
-**No GPU has run it yet.** The tests drive it over a symmetric memory that is played on the CPU.
+**It has not run on a GPU yet.** The tests use a simulation of symmetric memory on the CPU.
 
-Each rank has an area. It copies what it sends into its own area, where the receiver is told to look, and the receiver
-copies it out. Everything is put on the current stream, and the host never waits.
+Each rank has an area. A sender copies messages into its own area and signals the receiver, which copies them out.
+Everything is enqueued on the current stream, and the host never waits.
 
     the area of rank 0, W=3      to rank 1             to rank 2
                              [ slot | slot | slot ][ slot | slot | slot ]
 
-What one exchange sends over one link is packed into parcels, each as large as a slot; parcel `i` of a link lies in slot
-`i % 3`. Where a message lies follows from the sizes of all of them, on which both ends agree.
+The messages of one exchange over one link are packed into parcels, each as large as a slot; parcel `i` of a link is in
+slot `i % 3`. The place of a message follows from the sizes of all messages, which are equal on both ends.
 
-Why three slots, and no acknowledgements: `put` sets a bit in the receiver's memory, and first waits until the last one
-was taken; `wait` takes it. So when `put i` is over, the receiver has come to `wait i-1`, and its stream was done with
-`read i-2` before. Parcels `i-1` and `i` may still be unread: with two slots `write i+1` would overwrite one of them.
+Three slots make acknowledgements unnecessary: `put` sets a bit in the receiver's memory, after waiting until the last
+one was cleared; `wait` clears it. So when `put i` is done, the receiver has reached `wait i-1`, and its stream had
+finished `read i-2` before. Parcels `i-1` and `i` may still be unread: with two slots `write i+1` would overwrite one of
+them.
 
     sender      write 0  put 0  write 1  put 1  write 2  put 2  write 3 ...      put 2 is over after wait 1, that is,
     receiver             wait 0  read 0  wait 1  read 1  wait 2  read 2 ...      after read 0: its slot is free
 
-Why nobody waits in a circle: in each round of an exchange a rank first puts, one parcel per link, and then waits. A put
-waits for waits of earlier rounds only, and a wait for a put of its own round.
+There is no deadlock: in each round of an exchange a rank first puts one parcel per link, and then waits. A put depends
+on waits of earlier rounds only, and a wait on a put of its own round.
 
 Legend: `W` ranks; a slot and an area are counted in bytes.
 """
@@ -46,13 +47,13 @@ AREA = 64 << 20
 
 SLOTS = 3
 
-_ALIGNMENT = 128  # bytes: what a GPU moves at once, so no two messages share a line
+_ALIGNMENT = 128  # bytes: the size of a GPU's cache line, so no two messages share one
 
-_CHANNEL = 0  # each transport has an allocation of its own, and so signals of its own
+_CHANNEL = 0  # each transport has its own allocation, which has its own signals
 
 
 class Memory(Protocol):
-    """What is used of PyTorch's handle on symmetric memory, after the rendezvous."""
+    """The part of PyTorch's handle on symmetric memory that is used, after the rendezvous."""
 
     @property
     def rank(self) -> int:
@@ -60,7 +61,7 @@ class Memory(Protocol):
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
 
     @property
     def buffer_size(self) -> int:
@@ -68,20 +69,20 @@ class Memory(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's area is."""
+        """Device of this rank's area."""
 
     def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the area of `rank`, mapped here."""
+        """Return the area of `rank`, mapped into this process."""
 
     def put_signal(self, dst_rank: int, channel: int, timeout_ms: int) -> None:
-        """Put on the current stream: wait until the bit of this rank at `dst_rank` is 0, and make it 1."""
+        """Enqueue on the current stream: wait until the bit of this rank at `dst_rank` is 0, and set it to 1."""
 
     def wait_signal(self, src_rank: int, channel: int, timeout_ms: int) -> None:
-        """Put on the current stream: wait until the bit of `src_rank` here is 1, and make it 0."""
+        """Enqueue on the current stream: wait until the bit of `src_rank` here is 1, and set it to 0."""
 
 
 class Piece(NamedTuple):
-    """Bytes `[start, stop)` of the `message`-th message of a link, which lie in a slot from `offset` on."""
+    """Bytes `[start, stop)` of the `message`-th message of a link, stored at `offset` in a slot."""
 
     message: int
     start: int
@@ -90,9 +91,9 @@ class Piece(NamedTuple):
 
 
 def parcels(sizes: Sequence[int], slot: int) -> list[list[Piece]]:
-    """Return how messages of so many bytes are packed into slots of `slot` bytes, a multiple of 128.
+    """Pack messages of these sizes (in bytes) into slots of `slot` bytes, a multiple of 128.
 
-    They go one behind the other, each from a multiple of 128 on, cut where a slot ends. Empty ones are left out.
+    Messages follow each other, each at a multiple of 128, and are cut where a slot ends. Empty messages are left out.
     """
     packed: list[list[Piece]] = []
     used = slot
@@ -110,20 +111,20 @@ def parcels(sizes: Sequence[int], slot: int) -> list[list[Piece]]:
 
 
 class SymmetricMemoryTransport(Plain):
-    """Messages through `memory`, which no other transport uses. **No GPU has run it yet.**
+    """Messages through `memory`, which no other transport uses. **It has not run on a GPU yet.**
 
-    Like NCCL it knows no tags, and pairs messages by their order alone: all ranks start their exchanges in one order,
-    from one thread at a time. Exchanges may be put on several streams; each runs behind the one before. Operations that
-    run at the same time need a transport each, and streams that do not hold each other up, as those of
-    `CUDA_DEVICE_MAX_CONNECTIONS=1` do. It is not for CUDA graphs: a replay would use the slots of the capture.
+    Like NCCL it has no tags, and matches messages by their order alone. So all ranks must start their exchanges in one
+    order. Exchanges that run at the same time need separate transports, and streams that do not block each other, as
+    those under `CUDA_DEVICE_MAX_CONNECTIONS=1` do. CUDA graphs are not supported: a replay would reuse the slots of the
+    capture.
 
-    A stream that waits spins in a kernel of one warp. If its peer is late by `timeout`, that kernel ends in a trap: the
-    next calls of CUDA fail, those of this class with a `CommError`, and the process is of no more use.
+    A waiting stream spins in a kernel of one warp. If its peer is late by `timeout`, that kernel ends in a trap: later
+    CUDA calls fail, those of this class with a `CommError`, and the process cannot continue.
 
-    `area` is this rank's allocation, which the transport keeps.
+    `area` is this rank's allocation, which the transport keeps alive.
 
     Raises:
-        LayoutError: the areas are too small for so many ranks.
+        LayoutError: the areas are too small for this number of ranks.
     """
 
     batched = True
@@ -135,7 +136,7 @@ class SymmetricMemoryTransport(Plain):
         self._memory = memory
         self._area = area
         self._timeout = timeout
-        self._patience = max(1, int(timeout.total_seconds() * 1000))  # ms; 0 would be for ever
+        self._patience = max(1, int(timeout.total_seconds() * 1000))  # ms; 0 would mean no timeout
         links = max(1, self.world_size - 1)
         self._slot = memory.buffer_size // (SLOTS * links) // _ALIGNMENT * _ALIGNMENT
         if not self._slot:
@@ -161,9 +162,9 @@ class SymmetricMemoryTransport(Plain):
         return self.exchange([Message(tensor, peer, outgoing=False)], tag)
 
     def exchange(self, messages: Sequence[Message], tag: int) -> Pending:
-        """Put all `messages` on the current stream, in as many rounds as the fullest link has parcels.
+        """Enqueue all `messages` on the current stream, in as many rounds as the fullest link has parcels.
 
-        What is put on that stream afterwards may use the tensors, so there is nothing to wait for.
+        Operations enqueued on that stream afterwards may use the tensors, so there is nothing to wait for.
         """
         departing, arriving = (self._links(messages, outgoing=outgoing) for outgoing in (True, False))
         rounds = max((len(link.parcels) for link in (*departing, *arriving)), default=0)
@@ -182,7 +183,7 @@ class SymmetricMemoryTransport(Plain):
         return Completed()
 
     def _links(self, messages: Sequence[Message], *, outgoing: bool) -> list["_Link"]:
-        """Sort the messages of one direction by peers, in the order in which these come first, and pack them."""
+        """Group the messages of one direction by peer, in order of first occurrence, and pack them."""
         contents: dict[int, list[Tensor]] = {}
         for message in messages:
             if message.outgoing == outgoing:
@@ -194,7 +195,7 @@ class SymmetricMemoryTransport(Plain):
         ]
 
     def _put(self, link: "_Link", parcel: Sequence[Piece]) -> None:
-        """Copy a parcel to where its receiver looks, and tell it."""
+        """Copy a parcel into this rank's area, and signal its receiver."""
         place = self._place(self.rank, link.peer, self._sent[link.peer])
         for each in parcel:
             start = place + each.offset
@@ -204,7 +205,7 @@ class SymmetricMemoryTransport(Plain):
         self._sent[link.peer] += 1
 
     def _take(self, link: "_Link", parcel: Sequence[Piece]) -> None:
-        """Wait for a parcel and copy it to where it belongs."""
+        """Wait for a parcel, and copy it to its messages."""
         self._memory.wait_signal(link.peer, _CHANNEL, self._patience)
         place = self._place(link.peer, self.rank, self._received[link.peer])
         for each in parcel:
@@ -214,13 +215,13 @@ class SymmetricMemoryTransport(Plain):
         self._received[link.peer] += 1
 
     def _place(self, source: int, target: int, parcel: int) -> int:
-        """Return where the `parcel`-th parcel to `target` begins in the area of `source`."""
+        """Return the offset of the `parcel`-th parcel to `target` in the area of `source`."""
         target_of_source = (target - source - 1) % self.world_size
         return (target_of_source * SLOTS + parcel % SLOTS) * self._slot
 
 
 class _Link(NamedTuple):
-    """The messages of an exchange to or from one peer, as bytes, and how they are packed."""
+    """The messages of an exchange to or from one peer, as bytes, and their parcels."""
 
     peer: int
     contents: Sequence[Tensor]
@@ -228,14 +229,14 @@ class _Link(NamedTuple):
 
 
 class _Turns:
-    """Keeps exchanges in order that are put on several streams: that a slot is free follows from their order."""
+    """Orders exchanges of several streams: a slot is free only if exchanges run in order."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
 
     def begin(self) -> None:
-        """Put the current stream behind the last exchange, if that was put on another one."""
+        """Put the current stream behind the last exchange, if that was enqueued on another stream."""
         if self._last is not None:
             before, done = self._last
             stream = torch.cuda.current_stream(self._device)
@@ -243,7 +244,7 @@ class _Turns:
                 stream.wait_event(done)
 
     def end(self) -> None:
-        """Note where the exchange ends that was put on the current stream. The CPU, in tests, has none."""
+        """Record the end of the exchange on the current stream. No-op on a CPU, in tests."""
         if self._device.type == "cuda":
             stream = torch.cuda.current_stream(self._device)
             self._last = stream, stream.record_event()
@@ -253,9 +254,9 @@ _WHAT = "symmetric memory"
 
 
 def why_not(group: dist.ProcessGroup, device: torch.device, timeout: timedelta = TIMEOUT) -> str:
-    """Say why the ranks of `group` have no symmetric memory on their devices, or nothing: the same on every rank.
+    """Return why the ranks of `group` cannot use symmetric memory on their devices, or `""`. Equal on every rank.
 
-    All of them call this, each with its own `device`.
+    Collective; each rank passes its own `device`.
     """
     reason = _not_here(device)
     number = None if reason else _numbered(device).index
@@ -281,10 +282,10 @@ def why_not(group: dist.ProcessGroup, device: torch.device, timeout: timedelta =
 def symmetric_memory(
     group: dist.ProcessGroup, device: torch.device, timeout: timedelta, nbytes: int = AREA
 ) -> SymmetricMemoryTransport:
-    """Return a transport over symmetric memory of its own, `nbytes` on each rank. All ranks of `group` call this.
+    """Return a transport over its own symmetric memory, `nbytes` on each rank. Collective over `group`.
 
     Raises:
-        LayoutError: it cannot be had; the reason is in the error.
+        LayoutError: symmetric memory is not available; the error names the reason.
     """
     reason = why_not(group, device, timeout)
     if not reason:
@@ -302,7 +303,7 @@ def symmetric_memory(
 
 
 def _not_here(device: torch.device) -> str:
-    """Say what this process is missing, or nothing."""
+    """Return what this process lacks, or `""`."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return "it takes a CUDA device, and there is none"
     backend = _SymmetricMemory.get_backend(device)
@@ -312,19 +313,19 @@ def _not_here(device: torch.device) -> str:
 def _on_one_host(group: dist.ProcessGroup, timeout: timedelta) -> bool:
     try:
         return nodes_of(group, timeout) == dist.get_world_size(group)
-    except LayoutError:  # several, and not alike
+    except LayoutError:  # several hosts with different numbers of ranks
         return False
 
 
 def _numbered(device: torch.device) -> torch.device:
-    """Return a CUDA device with its number: without one it is the current device."""
+    """Return a CUDA device with its index; without one it is the current device."""
     return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
 def _allocate(device: torch.device, nbytes: int) -> Tensor:
-    """Return an area, in an allocation of its own: one signal pad belongs to each allocation.
+    """Allocate an area. It must be a separate allocation, because signals belong to allocations.
 
-    So it is not taken from a pool, as `torch.distributed._symmetric_memory.empty` does: what that hands out next may be
-    an allocation that another transport had, with signals that were put and never taken.
+    `torch.distributed._symmetric_memory.empty` allocates from a pool, which may return another transport's former
+    allocation, with signals that were put and never taken.
     """
     return _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)

@@ -122,7 +122,7 @@ def test_who_says_nothing_or_half_or_hangs_up_holds_nobody_up(listening):
 
 def test_a_rank_of_another_group_is_a_stranger(listening):
     address, reception, came = listening
-    with pytest.raises(StrangerError, match="who answers for rank 0 does not know the key of the group"):
+    with pytest.raises(StrangerError, match="the process that answers for rank 0 does not have the key of the group"):
         handshake.connect(address, 1, 0, OTHER, Heap(4096), soon())
     rank_1_comes(address, came)
     assert reception.refused == 1
@@ -160,7 +160,7 @@ def test_a_proof_is_of_no_use_twice(listening):
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(again.run, time.monotonic() + 1)
         _, descriptors = said_by_a_stranger(again._listener.getsockname(), hello(), key[-1])
-        with pytest.raises(OSError, match="rank 1 has not come in time; 1 strangers were hung up on"):
+        with pytest.raises(OSError, match="rank 1 did not connect in time; 1 foreign connections were closed"):
             running.result()
     assert descriptors == []
     again._listener.close()

@@ -501,7 +501,10 @@ def broken_body(group, kind):
         ("sockets", "rank 1: this system gives no shared memory: none left"),
         ("connection", "rank 1 cannot connect to the others: none left"),
         ("mapping", "rank 1 cannot connect to the others: none left"),
-        ("user", "rank 1 cannot connect to the others: rank 2 has not come in time; 1 strangers were hung up on"),
+        (
+            "user",
+            "rank 1 cannot connect to the others: rank 2 did not connect in time; 1 foreign connections were closed",
+        ),
     ],
 )
 def test_all_ranks_use_messages_where_one_cannot_share(cluster, kind, reason):
