@@ -23,7 +23,7 @@ from torch import Tensor
 from shardlite.build import flats_of
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.model import ShardLite
-from shardlite.params import Flat, carve, joined, zeros_on
+from shardlite.params import Flat, allocate_arenas, joined, zeros_on
 
 Decay = float | Callable[[int], float]
 
@@ -195,7 +195,7 @@ class EMA:
             return
         kinds = [(flat.master, flat.layout.trainable) for flat in new]
         with torch.inference_mode(False), torch.no_grad():
-            memory = carve(kinds, [flat.local.numel() for flat in new], zeros_on(self._model._context.device))
+            memory = allocate_arenas(kinds, [flat.local.numel() for flat in new], zeros_on(self._model._context.device))
             for flat, average in zip(new, memory, strict=True):
                 average.copy_(flat.weights())
                 self._model.ledger.track("averages", average)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardlite.build import (
     Init,
-    Initialiser,
+    Initializer,
     Options,
     Plan,
     agree_on_plan,
@@ -26,7 +26,7 @@ from shardlite.build import (
     build_units,
     flats_of,
     part_of,
-    place,
+    placement_of,
     validate,
 )
 from shardlite.comm import GroupLike, Sent, Transport, agree, ranks_of, share
@@ -43,11 +43,11 @@ from shardlite.engine import (
     ModuleHooks,
     OptimizerBridge,
     Shards,
+    attach_all,
     cast_floats,
     in_backward,
     needs,
     param_locations,
-    settle_all,
     torch_patches,
 )
 from shardlite.errors import LayoutError
@@ -183,7 +183,7 @@ class ShardLite(nn.Module):
         self._context = context = share(self._groups, plan.device, timeout, options.route)
         self.ledger, self.trace = context.ledger, context.trace
         self._join = Join(context, self._groups)
-        self._placement = place(plan, stage, context.transport.rank, context.world_size, reshard_after_forward)
+        self._placement = placement_of(plan, stage, context.transport.rank, context.world_size, reshard_after_forward)
         self.module = module
         self._units = self._build(plan, init)
         left_alone = [each for each in ignore if isinstance(each, nn.Module)]
@@ -277,7 +277,7 @@ class ShardLite(nn.Module):
         """Run the module: code inside may use its weights, by every rank alike."""
         self._forwards += 1
         try:
-            with self._context.telling(), _Uncompiled(self._hooks.around()):
+            with self._context.reporting_failures(), _Uncompiled(self._hooks.around()):
                 yield
         finally:
             self._forwards -= 1
@@ -518,10 +518,10 @@ class ShardLite(nn.Module):
         """
         context = self._context
         units = build_units(plan, self._placement)
-        initialiser = Initialiser(self.module, init, plan.device, first=context.rank == 0)
-        broadcast_init(plan.units, units, self.module, context, initialiser)
+        initializer = Initializer(self.module, init, plan.device, first=context.rank == 0)
+        broadcast_init(plan.units, units, self.module, context, initializer)
         validate.mark_wrapped(units)
-        agree(self._groups, [], initialiser.trouble(), what="initial values", timeout=context.timeout)
+        agree(self._groups, [], initializer.trouble(), what="initial values", timeout=context.timeout)
         broadcast_buffers(self.module, context)
         for flat in flats_of(units):
             for memory in (flat.local, flat.low, flat.full):
@@ -552,7 +552,7 @@ class ShardLite(nn.Module):
         if not single_rank:
             modules = needs(self.module, plan.units, units)
             self._hooks.install(modules, param_locations(self.module, units), [unit.module for unit in plan.units])
-            settle_all(units, self._hooks, self._reducer)
+            attach_all(units, self._hooks, self._reducer)
         self._backward.catch_gradients()
         solo = SoloGradientFlags(flats, context.device, diagnose=diagnose) if single_rank else None
         nonfinite = solo.nonfinite if solo else self._reducer.nonfinite

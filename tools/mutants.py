@@ -92,7 +92,7 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "a second moment becomes zero, and its next update is divided by eps alone",
     ),
     (
-        f"{_KERNELS}/quantise.py",
+        f"{_KERNELS}/quantize.py",
         "constant",
         "mul_(64.0).round_().clamp_(-127, 127)",
         "mul_(64.0).round_().clamp_(-128, 127)",

@@ -20,7 +20,7 @@ from shardlite_kernels.cast import _cast_kernel
 from shardlite_kernels.device_ring import _ring_all_gather_kernel, _ring_reduce_scatter_kernel
 from shardlite_kernels.hop import _hop_kernel
 from shardlite_kernels.launch import block_size, tl
-from shardlite_kernels.quantise import _dequantise_kernel, _quantise_kernel
+from shardlite_kernels.quantize import _dequantize_kernel, _quantize_kernel
 from shardlite_kernels.scale import _scale_kernel
 from shardlite_kernels.signals import DEPTH
 from shardlite_kernels.split import _join_kernel, _split_kernel
@@ -195,9 +195,9 @@ def codes() -> Iterator[Case]:
     for dtype in ("fp32", "bf16"):
         bytes_, block, flags = DTYPES[dtype].itemsize + 1 + 1 / 32, _block(dtype), {"SHARED": 32}
         uses = {"codes": Use("i8", "w"), "scales": Use("u8", "w", 32), "source": Use(dtype, "r")}
-        yield Case("quantise", f"{dtype} to 8 bits", _quantise_kernel, uses, bytes_, block, flags)
+        yield Case("quantise", f"{dtype} to 8 bits", _quantize_kernel, uses, bytes_, block, flags)
         uses = {"out": Use(dtype, "w"), "codes": Use("i8", "r"), "scales": Use("u8", "r", 32)}
-        yield Case("dequantise", f"8 bits to {dtype}", _dequantise_kernel, uses, bytes_, block, flags)
+        yield Case("dequantise", f"8 bits to {dtype}", _dequantize_kernel, uses, bytes_, block, flags)
 
 
 RING = {"slot_table": Use("i64", "r", 0), "flag_table": Use("i64", "r", 0), "flags": Use("i64", "r", 0)}

@@ -15,7 +15,7 @@ from .hop import hop, hop_reference
 from .launch import SCALE_BLOCK, use_triton
 from .moments import FORMATS, decode, encode
 from .noise import keys
-from .quantise import dequantise, dequantise_reference, quantise, quantise_reference
+from .quantize import dequantize, dequantize_reference, quantize, quantize_reference
 from .scalars import Hyper, Scalars, Table, adamw_scalars, adamw_scalars_reference, hyper_table, send
 from .scale import scale, scale_reference
 from .signals import Peers, flag_numel, ring_failure, slots_nbytes
@@ -35,8 +35,8 @@ __all__ = [
     "chunk_memory",
     "CpuStep",
     "decode",
-    "dequantise",
-    "dequantise_reference",
+    "dequantize",
+    "dequantize_reference",
     "encode",
     "flag_numel",
     "FORMATS",
@@ -49,8 +49,8 @@ __all__ = [
     "keys",
     "new_stats",
     "Peers",
-    "quantise",
-    "quantise_reference",
+    "quantize",
+    "quantize_reference",
     "reduce_adamw",
     "reduce_adamw_cpu",
     "reduce_adamw_reference",

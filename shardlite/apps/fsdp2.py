@@ -82,8 +82,8 @@ def install(
     ranks_of(None)
     parts = _parts(model)
     models = {group: _agree(group, parts, route, timeout) for group in dict.fromkeys(part.group for part in parts)}
-    gathers = Ways("gather", timeout, route=route)
-    reductions = Ways("reduce", timeout, route=route, apart=True)
+    gathers = Connections("gather", timeout, route=route)
+    reductions = Connections("reduce", timeout, route=route, apart=True)
     for part in parts:  # before anything is changed
         for ways in (gathers, reductions):
             ways.connect(part.group, part.device)
@@ -116,7 +116,7 @@ class Installed:
 class RingAllGather:
     """FSDP2's `AllGather`: gather every rank's shard of one module's parameters, [S], into [W*S]."""
 
-    def __init__(self, whose: str, ways: "Ways", group: dist.ProcessGroup) -> None:
+    def __init__(self, whose: str, ways: "Connections", group: dist.ProcessGroup) -> None:
         self._label = f"all-gather of {whose}"
         self._ways = ways
         self._group = group
@@ -153,7 +153,7 @@ class RingAllGather:
 class RingReduceScatter:
     """FSDP2's `ReduceScatter`: reduce all ranks' gradients of one module, [W*S], to the sum or mean of a shard, [S]."""
 
-    def __init__(self, whose: str, ways: "Ways", group: dist.ProcessGroup) -> None:
+    def __init__(self, whose: str, ways: "Connections", group: dist.ProcessGroup) -> None:
         self._label = f"reduce-scatter of {whose}"
         self._ways = ways
         self._group = group
@@ -194,7 +194,7 @@ class RingReduceScatter:
         return self._ways.run(reduce, transport, input_tensor.device, beside=async_op)
 
 
-class Ways:
+class Connections:
     """Connections of one kind of collective: a transport per process group, and a queue per device.
 
     FSDP2 passes the group in each call, since a module may use several: with `reshard_after_forward=2` the backward

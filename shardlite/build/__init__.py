@@ -5,9 +5,9 @@ first.
 """
 
 from shardlite.build import validate
-from shardlite.build.allocate import build_units, flats_of, part_of, place
+from shardlite.build.allocate import build_units, flats_of, part_of, placement_of
 from shardlite.build.broadcast_init import broadcast_buffers, broadcast_init, broadcast_values
-from shardlite.build.meta_init import Init, Initialiser
+from shardlite.build.meta_init import Init, Initializer
 from shardlite.build.plan import Options, Plan, agree_on_plan, plan_flats
 from shardlite.build.validate import STAGES
 
@@ -19,10 +19,10 @@ __all__ = [
     "build_units",
     "flats_of",
     "Init",
-    "Initialiser",
+    "Initializer",
     "Options",
     "part_of",
-    "place",
+    "placement_of",
     "Plan",
     "plan_flats",
     "STAGES",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlite.build.plan import FlatPlan, Plan
-from shardlite.params import ROOT, Flat, Shard, ShardInfo, Unit, UnitPlan, UnitRule, applies, carve, zeros_on
+from shardlite.params import ROOT, Flat, Shard, ShardInfo, Unit, UnitPlan, UnitRule, allocate_arenas, applies, zeros_on
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Placement:
     """Whether a unit stays unsharded from its forward to the end of the backward."""
 
 
-def place(plan: Plan, stage: int, rank: int, world_size: int, reshard: UnitRule) -> Placement:
+def placement_of(plan: Plan, stage: int, rank: int, world_size: int, reshard: UnitRule) -> Placement:
     """Return the placement for `rank` among the `world_size` ranks that shard a model."""
     single_rank = world_size == 1 and not plan.casts
     return Placement(
@@ -81,10 +81,10 @@ def _allocate(
         flat.layout.full_numel if whole or placement.rank is None else flat.layout.shard_numel
         for flat, whole in zip(flats, in_place, strict=True)
     ]
-    kept = carve([(flat.layout.dtype, flat.layout.trainable) for flat in flats], lengths, zeros)
+    kept = allocate_arenas([(flat.layout.dtype, flat.layout.trainable) for flat in flats], lengths, zeros)
     cast = [flat for flat, whole in zip(flats, in_place, strict=True) if placement.permanent and not whole]
     kinds = [(flat.compute, flat.layout.trainable) for flat in cast]
-    fulls = iter(carve(kinds, [flat.layout.full_numel for flat in cast], zeros))
+    fulls = iter(allocate_arenas(kinds, [flat.layout.full_numel for flat in cast], zeros))
     places: list[tuple[Tensor, Tensor | None]] = []
     for flat, whole, local in zip(flats, in_place, kept, strict=True):
         if not whole:
@@ -102,7 +102,7 @@ def _allocate_lower_parts(
     """Yield for each flat the memory of the lower part of split weights, or `None`."""
     split = [flat for flat in flats if flat.split]
     lengths = [flat.layout.full_numel if placement.rank is None else flat.layout.shard_numel for flat in split]
-    lows = iter(carve([(torch.int8, flat.layout.trainable) for flat in split], lengths, zeros_on(device)))
+    lows = iter(allocate_arenas([(torch.int8, flat.layout.trainable) for flat in split], lengths, zeros_on(device)))
     return (next(lows) if flat.split else None for flat in flats)
 
 

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from shardlite.build.meta_init import Initialiser, children_first
+from shardlite.build.meta_init import Initializer, children_first
 from shardlite.comm import Context, broadcast
 from shardlite.params import ROOT, Flat, Unit, UnitPlan
 
 
 def broadcast_init(
-    plans: Sequence[UnitPlan], units: Sequence[Unit], module: nn.Module, context: Context, initialiser: Initialiser
+    plans: Sequence[UnitPlan], units: Sequence[Unit], module: nn.Module, context: Context, initializer: Initializer
 ) -> None:
     """Set all ranks' parameters to rank 0's values, in their new memory.
 
@@ -24,10 +24,10 @@ def broadcast_init(
     by_name = {unit.name: unit for unit in units}
     ends = {plan.module: by_name[plan.name or ROOT] for plan in plans if plan.params}
     for each in children_first(module):
-        initialiser.initialise(each)
+        initializer.initialise(each)
         if each in ends:
             broadcast_values(ends[each], context, lambda param: param.detach(), sent=Flat.unbind)
-            initialiser.sent(ends[each].params())
+            initializer.sent(ends[each].params())
     for unit in units:
         if not unit.needs_gather:
             unit.bind()

@@ -60,7 +60,7 @@ def children_first(module: nn.Module) -> Iterator[nn.Module]:
     return visit(module)
 
 
-class Initialiser:
+class Initializer:
     """Initializes the tensors of a model that have no values yet. Does nothing on ranks that are not `first`.
 
     An error is stored, not raised, because other ranks wait for the values. Nothing is initialized after it.

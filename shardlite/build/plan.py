@@ -17,7 +17,7 @@ from shardlite.build import aliases, meta_init, validate
 from shardlite.build.meta_init import Init
 from shardlite.comm import Ranks, agree
 from shardlite.config import QUANTIZABLE, Precision, Route
-from shardlite.params import ROOT, Layout, UnitPlan, UnitPolicy, UnitRule, applies, cut, lay_out
+from shardlite.params import ROOT, Layout, UnitPlan, UnitPolicy, UnitRule, applies, lay_out, partition_module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ def _make(module: nn.Module, options: Options, groups: Ranks, wrapper: type[nn.M
     meta_init.check(module, options.init, options.ignored, first=groups.is_first)
     on_gpu = torch.cuda.is_available() and groups.carry("cuda")
     device = validate.device_for(module, options.device, torch.device("cuda" if on_gpu else "cpu"))
-    units = cut(module, options.units, options.ignored)
+    units = partition_module(module, options.units, options.ignored)
     rule = options.quantized_gather
     flats = [plan_flats(unit, groups.shards, options.precision, quantized_gather=rule) for unit in units]
     return Plan(units, flats, device)

@@ -143,7 +143,7 @@ def _cut_of(
     world_size: int,
     algorithm: Algorithm,
     node: int,
-    link: cost_model.Link | None,
+    link: cost_model.LinkCost | None,
     cuts: tuple[int, ...] | None,
     chunk_bytes: int | None,
     grain: int,

@@ -23,7 +23,7 @@ from torch import Tensor
 from shardlite.comm import schedule
 from shardlite.comm.chunking import CHUNK_BYTES, Cut, chunk_numel, cut_up, split
 from shardlite.comm.control.failure_reports import FailureReports
-from shardlite.comm.executor import Chunk, LastHop, Links, run_all_reduce, run_gather, run_reduce
+from shardlite.comm.executor import Channel, Chunk, LastHop, run_all_reduce, run_gather, run_reduce
 from shardlite.comm.schedule import IN_RING_ORDER, Schedule
 from shardlite.comm.transport.base import Transport
 from shardlite.errors import CommError, LayoutError
@@ -115,7 +115,7 @@ def all_gather(
     if transport.world_size == 1:
         return
     with _Named(operation, full):
-        links = Links(transport, operation.tag(full, cut.offsets, transport.algorithm))
+        links = Channel(transport, operation.tag(full, cut.offsets, transport.algorithm))
         plan = schedule.all_gather(transport.algorithm, transport.world_size, node=transport.node)
         run_gather(links, plan, cut.of(full, plan.parts))
 
@@ -180,7 +180,7 @@ def reduce_scatter(
     in_out = as_ring and staging is None and last is None and cut.even and shard.dtype == full.dtype
     slots = cut.chunks(shard) if in_out and _apart(shard, full) else _slots(full, cut, plan, transport, staging)
     with _Named(operation, full):
-        links = Links(transport, operation.tag(full, cut.offsets, transport.algorithm))
+        links = Channel(transport, operation.tag(full, cut.offsets, transport.algorithm))
         run_reduce(links, plan, cut.of(full, plan.parts), last or _into(shard, divisor, stats), slots)
     return shard
 
@@ -209,7 +209,7 @@ def all_reduce(
         _check_arithmetic(full, divisor)
         cut = cut_up("reduce-scatter", full.numel(), full.dtype, transport, cuts, chunk_bytes)
         with _Named(operation, full):
-            run_all_reduce(Links(transport, operation.tag(full, cut.offsets, "whole")), full, cut.bounds, divisor)
+            run_all_reduce(Channel(transport, operation.tag(full, cut.offsets, "whole")), full, cut.bounds, divisor)
         return
     # Both halves may share a tag: on each link all messages of the first are posted before those of the second.
     reduce_scatter(
@@ -247,7 +247,7 @@ def broadcast(
     chunks = split(full, chunk_numel(full.dtype, chunk_bytes))
     with _Named(operation, full):
         chain = schedule.broadcast(world_size, source, parts=len(chunks))
-        run_gather(Links(transport, operation.tag(full)), chain, lambda _, part: [Chunk(0, chunks[part])])
+        run_gather(Channel(transport, operation.tag(full)), chain, lambda _, part: [Chunk(0, chunks[part])])
 
 
 def _is_at_once(full: Tensor, transport: Transport) -> bool:

@@ -20,7 +20,7 @@ from shardlite.comm.control.failure_reports import FailureReports, ReportBoard, 
 from shardlite.comm.control.interrupts import defer_interrupts
 from shardlite.comm.control.process import Owner
 from shardlite.comm.control.progress import Progress
-from shardlite.comm.control.uncaught import tell_of_the_end
+from shardlite.comm.control.uncaught import report_uncaught
 from shardlite.comm.streams import StreamQueue, make_queue
 from shardlite.comm.traffic import Traffic
 from shardlite.comm.transport.base import Transport
@@ -107,13 +107,13 @@ class Context:
         """Return `transports` with their traffic counted under `purpose`."""
         return [self.traffic.counted(transport, purpose) for transport in self.transports]
 
-    def count_up(self, numbers: Tensor, purpose: str, operation: Operation) -> None:
+    def all_reduce_host(self, numbers: Tensor, purpose: str, operation: Operation) -> None:
         """Sum `numbers` [n] on the CPU over all ranks, replicas included, in place, through the host transports."""
         for transport in self.hosts:
             if transport is not None:
                 all_reduce(numbers, self.traffic.counted(transport, purpose), operation=operation)
 
-    def add_up(self, numbers: Tensor, purpose: str, operation: Operation) -> None:
+    def all_reduce_numbers(self, numbers: Tensor, purpose: str, operation: Operation) -> None:
         """Sum `numbers` [n] over all ranks, replicas included, in place."""
         for transport in self.counted(purpose):
             all_reduce(numbers, transport, operation=operation)
@@ -121,14 +121,14 @@ class Context:
     def on_any_rank(self, flag: Tensor) -> Tensor:
         """Return whether `flag` [] is above 0 on any rank, as 0 or 1. Collective: every rank must call it."""
         ranks = flag.reshape(1).clone()
-        self.add_up(ranks, "flags", self.operation("a flag of any rank", next(self._flags)))
+        self.all_reduce_numbers(ranks, "flags", self.operation("a flag of any rank", next(self._flags)))
         return (ranks[0] > 0).to(flag.dtype)
 
-    def exchange(self, number: int, what: str) -> list[int]:
+    def all_gather_int(self, number: int, what: str) -> list[int]:
         """Return the numbers of all ranks. Collective: errors name it by `what` if a rank does not call it."""
         ranks = torch.zeros(self.world_size, dtype=torch.int64)
         ranks[self.rank] = number
-        self.count_up(ranks, what, self.operation(what, next(self._exchanges)))
+        self.all_reduce_host(ranks, what, self.operation(what, next(self._exchanges)))
         return ranks.tolist()
 
     @cached_property
@@ -141,7 +141,7 @@ class Context:
             return transport.world_size == self.world_size and transport.is_gone(other)
 
         reports = FailureReports(self.board, self.rank, self.world_size, waits=self.waits, is_gone=is_gone)
-        tell_of_the_end(reports)
+        report_uncaught(reports)
         defer_interrupts()
         return reports
 
@@ -155,7 +155,7 @@ class Context:
         return Progress(self.standings, self.rank, self.world_size, gathering, ahead=ahead, limit=limit)
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
+    def reporting_failures(self) -> Iterator[None]:
         """Publish a failure report if the block raises, because other ranks wait for this one."""
         self.reports.withdraw()
         defer_interrupts()  # a notebook resets Python's handler for each cell

@@ -45,7 +45,7 @@ _WORTH = 0.99  # twice as many messages must reduce the time by at least this fa
 _EQUAL = 1 + 1e-9  # times that differ by rounding only
 
 
-class Link(NamedTuple):
+class LinkCost(NamedTuple):
     """Costs of messages between two ranks, in seconds. All pairs of ranks are linked alike."""
 
     alpha: float
@@ -64,9 +64,9 @@ class Link(NamedTuple):
     """Whether a rank adds while it receives. If not, one processor does both."""
 
 
-LINKS: Mapping[str, Link] = {
-    "shared_memory": Link(alpha=15e-6, beta=0.13e-9, gamma=0.02e-9, overhead=155e-6, overlaps=False),
-    "p2p": Link(alpha=0.0, beta=0.48e-9, gamma=0.20e-9, overhead=280e-6, overlaps=False),
+LINKS: Mapping[str, LinkCost] = {
+    "shared_memory": LinkCost(alpha=15e-6, beta=0.13e-9, gamma=0.02e-9, overhead=155e-6, overlaps=False),
+    "p2p": LinkCost(alpha=0.0, beta=0.48e-9, gamma=0.20e-9, overhead=280e-6, overlaps=False),
 }
 """Links between CPU ranks, by the name of the transport.
 
@@ -76,7 +76,7 @@ as many steps, so all latency is in `overhead`, and `ring` and `direct` take the
 """
 
 
-def time(plan: Schedule, nbytes: int, chunk: int, link: Link) -> float:
+def time(plan: Schedule, nbytes: int, chunk: int, link: LinkCost) -> float:
     """Return the seconds until the last rank has finished a buffer of `nbytes`, in messages of up to `chunk` bytes.
 
     All segments are assumed to have equal length. Messages use a link, and a rank, in the order of the schedule.
@@ -104,7 +104,9 @@ def time(plan: Schedule, nbytes: int, chunk: int, link: Link) -> float:
     return max((moment for done in complete.values() for moment in done), default=0.0)
 
 
-def best_chunk(plan: Schedule, nbytes: int, link: Link, *, least: int = LEAST_CHUNK, most: int | None = None) -> int:
+def best_chunk(
+    plan: Schedule, nbytes: int, link: LinkCost, *, least: int = LEAST_CHUNK, most: int | None = None
+) -> int:
     """Return the bytes per message with which a schedule is fastest: a whole piece, or a piece halved several times.
 
     Twice as many messages must save at least a hundredth of the time. No message is shorter than `least`, unless the
@@ -122,7 +124,7 @@ def best_chunk(plan: Schedule, nbytes: int, link: Link, *, least: int = LEAST_CH
 def best_algorithm(
     nbytes: int,
     world_size: int,
-    link: Link,
+    link: LinkCost,
     *,
     among: Collection[Algorithm] = IN_RING_ORDER,
     operations: tuple[Operation, ...] = ("all-gather", "reduce-scatter"),
@@ -142,7 +144,7 @@ def best_algorithm(
     return _best_algorithm(nbytes, world_size, link, frozenset(among), operations, chunk, node)
 
 
-def fit(rows: Sequence[Mapping[str, Any]], *, key: str = "ms_p50", overlaps: bool | None = None) -> Link:
+def fit(rows: Sequence[Mapping[str, Any]], *, key: str = "ms_p50", overlaps: bool | None = None) -> LinkCost:
     """Return the link that fits measured times best: least squares of relative errors, no cost negative.
 
     A row has `operation` (one of `Operation`, or `"all-reduce"`), `algorithm`, `ranks`, `nbytes`, `chunk_bytes`, and
@@ -163,7 +165,7 @@ def fit(rows: Sequence[Mapping[str, Any]], *, key: str = "ms_p50", overlaps: boo
     return min(found, key=lambda link: sum((predicted(row, link) / seconds - 1) ** 2 for row, seconds in measured))
 
 
-def predicted(row: Mapping[str, Any], link: Link) -> float:
+def predicted(row: Mapping[str, Any], link: LinkCost) -> float:
     """Return the seconds that the model predicts for a row of measurements, as for `fit`."""
     return sum(time(plan, nbytes, row["chunk_bytes"], link) for plan, nbytes in _plans(row))
 
@@ -195,7 +197,7 @@ def _longest_chunk(plan: Schedule, nbytes: int, most: int | None) -> int:
 
 
 def _best_chunk(
-    plan: Schedule, nbytes: int, link: Link, least: int = LEAST_CHUNK, most: int | None = None
+    plan: Schedule, nbytes: int, link: LinkCost, least: int = LEAST_CHUNK, most: int | None = None
 ) -> tuple[int, float]:
     """Return the best chunk and its time. More chunks first save time, then cost it: the search ends at the minimum."""
     piece, best = max(1, _piece(plan, nbytes)), _longest_chunk(plan, nbytes, most)
@@ -213,7 +215,7 @@ def _best_chunk(
 def _best_algorithm(
     nbytes: int,
     world_size: int,
-    link: Link,
+    link: LinkCost,
     among: frozenset[Algorithm],
     operations: tuple[Operation, ...],
     chunk: int | None,
@@ -247,18 +249,18 @@ def _plans(row: Mapping[str, Any]) -> Iterator[tuple[Schedule, int]]:
         yield plan_of(operation, row["algorithm"], ranks, row.get("node", 1)), nbytes
 
 
-def _fit(measured: Sequence[tuple[Mapping[str, Any], float]], overlaps: bool) -> Link:
-    link = Link(1e-4, 1e-9, 1e-10, 1e-5, overlaps)
+def _fit(measured: Sequence[tuple[Mapping[str, Any], float]], overlaps: bool) -> LinkCost:
+    link = LinkCost(1e-4, 1e-9, 1e-10, 1e-5, overlaps)
     for _ in range(_ROUNDS):
         costs = _least_squares([[share / seconds for share in _shares(row, link)] for row, seconds in measured])
-        fitted = Link(**dict(zip(_COSTS, costs, strict=True)), overlaps=overlaps)
+        fitted = LinkCost(**dict(zip(_COSTS, costs, strict=True)), overlaps=overlaps)
         if fitted == link:
             break
         link = fitted
     return link
 
 
-def _shares(row: Mapping[str, Any], link: Link) -> list[float]:
+def _shares(row: Mapping[str, Any], link: LinkCost) -> list[float]:
     """Return the derivatives of a row's time by each cost. The time is their sum of products with the costs."""
     now = predicted(row, link)
     shares = []

@@ -47,7 +47,7 @@ class LastHop(Protocol):
         """
 
 
-class Links(NamedTuple):
+class Channel(NamedTuple):
     """The links of a rank in one operation."""
 
     transport: Transport
@@ -73,39 +73,39 @@ class Links(NamedTuple):
             self.transport.exchange(messages, self.tag).wait()
 
 
-def run_gather(links: Links, schedule: Schedule, pieces: Pieces) -> None:
+def run_gather(channel: Channel, schedule: Schedule, pieces: Pieces) -> None:
     """Move every piece as the schedule says, received in place."""
-    rank = links.transport.rank
-    if links.transport.batched:
+    rank = channel.transport.rank
+    if channel.transport.batched:
         for step in range(len(schedule.steps)):
             arriving = [(each.tensor, peer) for each, peer in _received(schedule, step, rank, pieces)]
-            links.exchange(_sent(schedule, step, rank, pieces), arriving)
+            channel.exchange(_sent(schedule, step, rank, pieces), arriving)
         return
     program = schedule.program(rank)
     incoming = [
-        [(chunk, links.receive(chunk, arrival.sources[0])) for _, chunk in pieces(arrival.segment, arrival.part)]
+        [(chunk, channel.receive(chunk, arrival.sources[0])) for _, chunk in pieces(arrival.segment, arrival.part)]
         for arrival in program.arrivals
     ]
     outgoing = []
     for chunk, peer in _departing(program, pieces):
-        outgoing.append(links.transport.isend(chunk, peer, links.tag))
+        outgoing.append(channel.transport.isend(chunk, peer, channel.tag))
     for arrival, messages in zip(program.arrivals, incoming, strict=True):
         for chunk, message in messages:
             message.wait()
-            outgoing += [links.send(chunk, peer) for peer in arrival.targets]
+            outgoing += [channel.send(chunk, peer) for peer in arrival.targets]
     _wait_all(outgoing)
 
 
-def run_reduce(links: Links, schedule: Schedule, pieces: Pieces, last: LastHop, slots: Sequence[Tensor]) -> None:
+def run_reduce(channel: Channel, schedule: Schedule, pieces: Pieces, last: LastHop, slots: Sequence[Tensor]) -> None:
     """Add received pieces to the own ones, in place, and send sums on. `last` makes the last addition of own pieces.
 
     Messages are staged in `slots`, each as long as the longest chunk: for a batched transport one per chunk that
     arrives in a step, otherwise two or more. If the transport lends, a slot holds the sum of several loans instead.
     """
-    if links.transport.batched:
-        _add_by_steps(links, schedule, pieces, last, slots)
+    if channel.transport.batched:
+        _add_by_steps(channel, schedule, pieces, last, slots)
         return
-    rank = links.transport.rank
+    rank = channel.transport.rank
     program = schedule.program(rank)
     wanted = [
         (chunk, source)
@@ -113,26 +113,26 @@ def run_reduce(links: Links, schedule: Schedule, pieces: Pieces, last: LastHop, 
         for _, chunk in pieces(arrival.segment, arrival.part)
         for source in arrival.sources
     ]
-    inbox = _Loans(links, wanted, slots) if links.transport.lends else _Slots(links, wanted, slots)
+    inbox = _Loans(channel, wanted, slots) if channel.transport.lends else _Slots(channel, wanted, slots)
     outgoing = []
     for chunk, peer in _departing(program, pieces):
-        outgoing.append(links.transport.isend(chunk, peer, links.tag))
+        outgoing.append(channel.transport.isend(chunk, peer, channel.tag))
     for arrival, finish in _finishers(program, rank, last):
         for start, own in pieces(arrival.segment, arrival.part):
             inbox.add(len(arrival.sources), start, own, finish)
-            outgoing += [links.send(own, peer) for peer in arrival.targets]
+            outgoing += [channel.send(own, peer) for peer in arrival.targets]
     _wait_all(outgoing)
 
 
-def run_all_reduce(links: Links, full: Tensor, bounds: Sequence[tuple[int, int]], divisor: int) -> None:
+def run_all_reduce(channel: Channel, full: Tensor, bounds: Sequence[tuple[int, int]], divisor: int) -> None:
     """Sum `full` [n] over two or more ranks and divide it, in place, reading all other ranks' loans at once.
 
     Segment `k`, between the k-th `bounds`, is added in the order of the ring.
     """
-    rank, world_size = links.transport.rank, links.transport.world_size
+    rank, world_size = channel.transport.rank, channel.transport.world_size
     others = [(rank + i) % world_size for i in range(1, world_size)]
-    loans = {peer: links.borrow(full, peer) for peer in others}
-    outgoing = [links.send(full, peer) for peer in others]
+    loans = {peer: channel.borrow(full, peer) for peer in others}
+    outgoing = [channel.send(full, peer) for peer in others]
     parts = {rank: full, **{peer: loan.look() for peer, loan in loans.items()}}
     total = torch.empty_like(full)
     if world_size == 2:
@@ -152,8 +152,8 @@ def run_all_reduce(links: Links, full: Tensor, bounds: Sequence[tuple[int, int]]
 class _Slots:
     """Staged messages: while the message in one slot is added, the others are received."""
 
-    def __init__(self, links: Links, wanted: Sequence[tuple[Tensor, int]], slots: Sequence[Tensor]) -> None:
-        self._links = links
+    def __init__(self, channel: Channel, wanted: Sequence[tuple[Tensor, int]], slots: Sequence[Tensor]) -> None:
+        self._links = channel
         self._wanted = iter(wanted)
         self._posted: deque[tuple[Pending, Tensor, Tensor]] = deque()
         for slot in slots:
@@ -187,8 +187,8 @@ class _Slots:
 class _Loans:
     """Lent messages, read in the sender's memory. Sums of several are made block by block."""
 
-    def __init__(self, links: Links, wanted: Sequence[tuple[Tensor, int]], slots: Sequence[Tensor]) -> None:
-        self._loans = deque(links.borrow(like, source) for like, source in wanted)
+    def __init__(self, channel: Channel, wanted: Sequence[tuple[Tensor, int]], slots: Sequence[Tensor]) -> None:
+        self._loans = deque(channel.borrow(like, source) for like, source in wanted)
         self._room = slots[0] if slots else None
 
     def add(self, sources: int, start: int, own: Tensor, finish: LastHop) -> None:
@@ -219,15 +219,15 @@ def _in_place(start: int, received: Tensor, own: Tensor) -> None:
     hop(own, received, own, 1)
 
 
-def _add_by_steps(links: Links, schedule: Schedule, pieces: Pieces, last: LastHop, slots: Sequence[Tensor]) -> None:
+def _add_by_steps(channel: Channel, schedule: Schedule, pieces: Pieces, last: LastHop, slots: Sequence[Tensor]) -> None:
     """Exchange whole pieces, then add: a step sends sums of the steps before."""
-    rank = links.transport.rank
+    rank = channel.transport.rank
     finishers = list(_finishers(schedule.program(rank), rank, last))
     for step in range(len(schedule.steps)):
         expected = list(_received(schedule, step, rank, pieces))
         staged = [slot[: chunk.tensor.numel()] for slot, (chunk, _) in zip(slots, expected, strict=False)]
         peers = [peer for _, peer in expected]
-        links.exchange(_sent(schedule, step, rank, pieces), list(zip(staged, peers, strict=True)))
+        channel.exchange(_sent(schedule, step, rank, pieces), list(zip(staged, peers, strict=True)))
         found = {
             (chunk.tensor.data_ptr(), peer): message for message, (chunk, peer) in zip(staged, expected, strict=True)
         }

@@ -118,13 +118,13 @@ class _HostWork:
             if not self._is_over:  # Ctrl-C
                 raise
         if self._watch is not None:
-            self._watch.goes_on()
+            self._watch.record_progress()
         return True
 
     def _check(self, watch: FailureReports) -> None:
         """Raise if this rank will never continue."""
-        if not self._is_over and (why := watch.hopeless()):
-            watch.give_up(why)
+        if not self._is_over and (why := watch.deadlock_reason()):
+            watch.abort_wait(why)
 
     def __enter__(self) -> None:
         """Run the operation in this block. Its outcome becomes that of the work."""

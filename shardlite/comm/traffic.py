@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shardlite.comm.transport.base import Around, Message, Pending, Transport
+from shardlite.comm.transport.base import Delegating, Message, Pending, Transport
 from shardlite.telemetry import Clock
 
 
@@ -27,7 +27,7 @@ class Tally:
         self.nbytes += tensor.nbytes
 
 
-class Counted(Around):
+class Counted(Delegating):
     """`transport` with all messages sent through it added to `tally`."""
 
     def __init__(self, transport: Transport, tally: Tally) -> None:

@@ -8,7 +8,7 @@ from shardlite.engine import torch_patches
 from shardlite.engine.backward import Backward, Mode, in_backward
 from shardlite.engine.buffers import Buffers
 from shardlite.engine.full_params import NO_COPY, FullParameters
-from shardlite.engine.homes import settle_all
+from shardlite.engine.homes import attach_all
 from shardlite.engine.input_casts import cast_floats
 from shardlite.engine.local_shards import Shards
 from shardlite.engine.module_hooks import ModuleHooks
@@ -17,6 +17,7 @@ from shardlite.engine.optimizer_bridge import InBackwardOptimizer, OptimizerBrid
 from shardlite.engine.uneven_inputs import Batch, Join
 
 __all__ = [
+    "attach_all",
     "Backward",
     "Batch",
     "Buffers",
@@ -31,7 +32,6 @@ __all__ = [
     "NO_COPY",
     "OptimizerBridge",
     "param_locations",
-    "settle_all",
     "Shards",
     "torch_patches",
 ]

@@ -97,7 +97,7 @@ class Buffers:
         rows = [(place.changed(), n, n * n) for place, n in zip(self._places, numels, strict=True)]
         numbers = torch.tensor(rows, dtype=torch.int64)
         operation = self._context.operation("which buffers have changed", next(self._numbers))
-        self._context.count_up(numbers.view(-1), "buffers", operation)
+        self._context.all_reduce_host(numbers.view(-1), "buffers", operation)
         changed = []
         for place, (ranks, total, squares) in zip(self._places, numbers.tolist(), strict=True):
             if ranks and squares * self._context.world_size != total * total:

@@ -175,7 +175,7 @@ class FullParameters:
         overtaken = any(unit.needs_gather and unit.gathered_version != unit.version() for unit in units)
         ranks = torch.tensor([*written, overtaken], dtype=torch.int32, device=self._context.device)
         operation = self._context.operation("what was written", next(self._uses))
-        self._context.add_up(ranks, "what was written", operation)
+        self._context.all_reduce_numbers(ranks, "what was written", operation)
         if ranks[-1] > 0:
             raise PhaseError(
                 "gathered(): the shards were changed inside it (a step, a load), which writing back would undo. "

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from shardlite.engine.module_hooks import ModuleHooks
 from shardlite.errors import LayoutError
 from shardlite.grads import Reducer
-from shardlite.params import Unit, settle
+from shardlite.params import Unit, attach
 
 
 @dataclass(frozen=True)
-class _Home:
+class _Owner:
     """That of one parameter. It keeps nothing alive."""
 
     name: str
@@ -78,9 +78,9 @@ class _Home:
             shard.grad = None
 
 
-def settle_all(units: Iterable[Unit], hooks: ModuleHooks, reducer: Reducer) -> None:
+def attach_all(units: Iterable[Unit], hooks: ModuleHooks, reducer: Reducer) -> None:
     """Attach its record to every parameter."""
     for unit in units:
         for flat in unit.flats:
             for slot, param, shard in zip(flat.layout.slots, flat.params, flat.shards, strict=True):
-                settle(param, _Home(slot.name, ref(hooks), ref(reducer), ref(unit), ref(param), ref(shard)))
+                attach(param, _Owner(slot.name, ref(hooks), ref(reducer), ref(unit), ref(param), ref(shard)))

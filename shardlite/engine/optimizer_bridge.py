@@ -81,7 +81,9 @@ class InBackwardOptimizer:
         """Prepare the step of one flat."""
         own = flat.own_range(flat.gradients)
         starts = [slot.within(*own)[0] for slot in flat.gradients.slots]
-        return self._optimizer().hop([(flat.shards[row], start) for row, start in zip(flat.rows, starts, strict=True)])
+        return self._optimizer().prepare_in_backward(
+            [(flat.shards[row], start) for row, start in zip(flat.rows, starts, strict=True)]
+        )
 
     def end(self, bad: Tensor) -> None:
         """Note that shards have changed; `bad`, [], is above 0 if any rank has found a NaN or an infinity."""

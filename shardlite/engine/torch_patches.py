@@ -215,7 +215,7 @@ def _load_state_dict(original: Callable[..., None]) -> Callable[..., None]:
         if models:
             name = f"load_state_dict of {type(optimizer).__name__}"
             wrong = state_dicts.misfit(optimizer, state_dict, _describe(optimizer, models))
-            told = models[0].context.exchange(-1 if wrong else state_dicts.latest_step(state_dict), name)
+            told = models[0].context.all_gather_int(-1 if wrong else state_dicts.latest_step(state_dict), name)
             if wrong:
                 raise LayoutError(f"{name}: {wrong}. {_RESUME}")
             if min(told) < 0:

@@ -76,7 +76,7 @@ class Join:
         """Return how many ranks have a batch, and how many have never had any."""
         numbers = torch.tensor([active, without], dtype=torch.int32)
         # Ranks meet here whatever steps they have taken: what follows tells.
-        self._context.count_up(numbers, "join", self._context.operation("who has a batch", next(self._rounds)))
+        self._context.all_reduce_host(numbers, "join", self._context.operation("who has a batch", next(self._rounds)))
         have, have_not = numbers.tolist()
         return have, have_not
 

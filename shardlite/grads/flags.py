@@ -48,7 +48,7 @@ class GradientFlags:
     def _add_up(self, flags: Tensor, what: str) -> None:
         """Add `flags` up over all ranks, in place."""
         operation = self._context.operation(what, next(self._numbers))
-        self._context.add_up(flags, "gradient flags", operation)
+        self._context.all_reduce_numbers(flags, "gradient flags", operation)
 
     def first_bad(self, index: int | None) -> list[tuple[int, int]]:
         """Exchange the index of each rank's first own gradient that is not finite; return (rank, index) of those."""

@@ -107,7 +107,7 @@ class AdamW(Optimizer):
             )
         self.moments = state
         self.max_norm = max_norm
-        self._steps_in_backward = InBackwardSteps(WeakMethod(self._begin_hops)) if in_backward else None
+        self._steps_in_backward = InBackwardSteps(WeakMethod(self._open_step)) if in_backward else None
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "max_update": max_update}
         super().__init__(params, defaults)
         _living[id(self)] = self
@@ -169,7 +169,7 @@ class AdamW(Optimizer):
                 group.pop(option, None)
             group.setdefault("max_update", None)
         if copied:
-            self._steps_in_backward = InBackwardSteps(WeakMethod(self._begin_hops))
+            self._steps_in_backward = InBackwardSteps(WeakMethod(self._open_step))
             for group in self.param_groups:
                 self._catch(group["params"])
         self._current_plan().adopt(self.state)
@@ -218,7 +218,7 @@ class AdamW(Optimizer):
 
     # ---- in the backward ----------------------------------------------------------------------------------------
 
-    def hop(self, places: Sequence[tuple[Tensor, int]]) -> InBackwardStep:
+    def prepare_in_backward(self, places: Sequence[tuple[Tensor, int]]) -> InBackwardStep:
         """Prepare the in-backward step of parameters whose gradients are still to be reduced into one buffer.
 
         `places` holds each parameter with the offset of its gradient in that buffer, in elements.
@@ -237,7 +237,7 @@ class AdamW(Optimizer):
         if self._steps_in_backward is not None:
             self._steps_in_backward.note(bad)
 
-    def _begin_hops(self) -> list[StepCounts]:
+    def _open_step(self) -> list[StepCounts]:
         """Open an in-backward step before its parameters are known."""
         plan = self._current_plan()
         for slot in plan.slots:
@@ -281,7 +281,7 @@ class AdamW(Optimizer):
         """Step `param` by its gradient, and drop the gradient."""
         assert self._steps_in_backward is not None
         assert param.grad is not None
-        step = self.hop([(param, 0)])
+        step = self.prepare_in_backward([(param, 0)])
         step.activate(torch.ones(1, device=param.device))
         update(active([self._plan_of_now().by_param[param]], self.state), unscale=False, bad=step.bad)
         self._steps_in_backward.note(step.bad)

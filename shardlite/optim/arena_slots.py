@@ -34,13 +34,13 @@ class StateSlot:
     """The place of one parameter in its storage, in elements, and of its state in the arenas."""
 
     __slots__ = (
-        *("address", "arena", "counts", "end", "group", "low_start", "number", "param", "part", "place", "row"),
+        *("address", "arena", "arena_offset", "counts", "end", "group", "low_start", "number", "param", "part", "row"),
         *("start", "state", "stop"),
     )
 
     arena: Arena
     counts: StepCounts
-    place: int  # offset of the moments in the arena
+    arena_offset: int  # offset of the moments in the arena
     row: int  # index into the step counts
     state: dict[str, Tensor]
 
@@ -115,7 +115,9 @@ class Arena:
             return
         rows = torch.zeros(self.avg.numel() // SCALE_BLOCK, dtype=torch.int64)
         for slot in self._slots:
-            rows[slot.place // SCALE_BLOCK : -(-(slot.place + slot.stop - slot.start) // SCALE_BLOCK)] = slot.row
+            rows[slot.arena_offset // SCALE_BLOCK : -(-(slot.arena_offset + slot.stop - slot.start) // SCALE_BLOCK)] = (
+                slot.row
+            )
         narrow = len(self._slots[0].counts.steps) <= torch.iinfo(torch.int16).max
         self.rows = rows.to(self.avg.device, torch.int16 if narrow else torch.int32)
 
@@ -140,7 +142,7 @@ class Arena:
 
     def state(self, first: StateSlot, start: int, stop: int) -> State:
         """Return the flat tensors to step from `start` to `stop` in a contiguous run that begins with `first`."""
-        begin = first.place + start - first.start
+        begin = first.arena_offset + start - first.start
         here, groups = (
             slice(begin, begin + stop - start),
             slice(begin // SCALE_BLOCK, -(-(begin + stop - start) // SCALE_BLOCK)),
@@ -165,7 +167,7 @@ def canonical(entry: dict[str, Any], device: torch.device | None = None) -> dict
     return entry
 
 
-def place(slots: Sequence[StateSlot], moments: str) -> None:
+def assign_arenas(slots: Sequence[StateSlot], moments: str) -> None:
     """Assign each slot its padding, and memory for its moments in the given format.
 
     Raises:
@@ -223,8 +225,8 @@ def _assign_places(slots: list[StateSlot]) -> int:
     """
     end = 0
     for slot in slots:
-        slot.place = round_up(end, ALIGN)
-        end = slot.place + slot.stop - slot.start
+        slot.arena_offset = round_up(end, ALIGN)
+        end = slot.arena_offset + slot.stop - slot.start
     return round_up(end, ALIGN)
 
 

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from shardlite.errors import NonFiniteError, PhaseError
 from shardlite.optim.arena_slots import StateSlot
 from shardlite.optim.plan import follows
-from shardlite.optim.step_counts import Group, StepCounts, Stretch
+from shardlite.optim.step_counts import Group, RunSlice, StepCounts
 
 
 class InBackwardSteps:
@@ -157,8 +157,8 @@ class InBackwardStep:
             if low < high:
                 mine = first.start + low - begin
                 state = first.arena.run(first, mine, mine + high - low)
-                place = first.place + low - begin
-                stretch = Stretch(state, first.arena.rows_of(place, state), place, first.row)
+                place = first.arena_offset + low - begin
+                stretch = RunSlice(state, first.arena.rows_of(place, state), place, first.row)
                 here = slice(low - start, high - start)
                 if received is not None:
                     first.counts.reduce(stretch, received[here], own[here], divisor, self.bad)

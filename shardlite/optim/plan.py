@@ -20,8 +20,8 @@ import torch
 from shardlite_kernels import State
 from torch import Tensor
 
-from shardlite.optim.arena_slots import StateSlot, flat, place
-from shardlite.optim.step_counts import CountRow, Group, StepCounts, Stretch, counts_for
+from shardlite.optim.arena_slots import StateSlot, assign_arenas, flat
+from shardlite.optim.step_counts import CountRow, Group, RunSlice, StepCounts, counts_for
 from shardlite.params import ALIGN, is_padded
 
 
@@ -67,7 +67,7 @@ class ContiguousRun:
             ours.copy_(copy[: end - body])  # the step may have divided it by a scale
 
     def _piece(self, start: int, stop: int, grad: Tensor) -> tuple[State, Tensor, int]:
-        return self.first.arena.run(self.first, start, stop), grad, self.first.place + start - self.first.start
+        return self.first.arena.run(self.first, start, stop), grad, self.first.arena_offset + start - self.first.start
 
     def give_back(self) -> None:
         """Copy a gradient that was made contiguous back to the given one."""
@@ -80,7 +80,7 @@ def follows(slot: StateSlot, last: StateSlot) -> bool:
     distance = slot.start - last.start
     return (
         slot.arena is last.arena
-        and slot.place - last.place == distance
+        and slot.arena_offset - last.arena_offset == distance
         and slot.low_start - last.low_start == (distance if slot.part.low is not None else 0)
         and slot.counts.together(last.row, slot.row, adjacent=slot.start == last.stop)
     )
@@ -116,7 +116,7 @@ class OptimizerLayout:
         ]
         slots = [slot for slots in self._members for slot in slots]
         self.by_param = {slot.param: slot for slot in slots}
-        place(slots, moments)
+        assign_arenas(slots, moments)
         self.counts = _number(slots)
         self.slots = sorted(slots, key=lambda slot: (id(slot.arena), slot.start, slot.end))
 
@@ -148,7 +148,7 @@ def _number(slots: Sequence[StateSlot]) -> list[StepCounts]:
         by_device.setdefault(slot.param.device, []).append(slot)
     made = []
     for device, neighbours in by_device.items():
-        rows = [CountRow(slot.group, slot.number, slot.place - slot.part.offset) for slot in neighbours]
+        rows = [CountRow(slot.group, slot.number, slot.arena_offset - slot.part.offset) for slot in neighbours]
         counts = counts_for(neighbours[0].param)(rows, device)
         made.append(counts)
         for row, slot in enumerate(neighbours):
@@ -183,6 +183,6 @@ def update(stepped: Sequence[StateSlot], unscale: bool, bad: Tensor | None = Non
     for run in contiguous_runs(stepped):
         for state, grad, begin in run.pieces():
             rows = run.first.arena.rows_of(begin, state)
-            run.first.counts.update(Stretch(state, rows, begin, run.first.row), grad, bad)
+            run.first.counts.update(RunSlice(state, rows, begin, run.first.row), grad, bad)
         if unscale:
             run.give_back()

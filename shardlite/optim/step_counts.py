@@ -65,14 +65,14 @@ class Amp:
     """Gradients are then multiplied by it, but not in memory, []."""
 
 
-class Stretch(NamedTuple):
+class RunSlice(NamedTuple):
     """Elements that one call steps."""
 
     state: State
     rows: Tensor
     """Rows of `state`, [G]."""
 
-    place: int
+    arena_offset: int
     """Place of the first element in the arena."""
 
     row: int
@@ -111,11 +111,11 @@ class StepCounts(ABC):
         """Add those of `rows` to the step whose entry in `users` [len(rows)] is above 0."""
 
     @abstractmethod
-    def update(self, stretch: Stretch, grad: Tensor, bad: Tensor | None = None) -> None:
+    def update(self, stretch: RunSlice, grad: Tensor, bad: Tensor | None = None) -> None:
         """Step by a gradient [S]. `bad` [], int32, becomes 1 if it is not finite."""
 
     @abstractmethod
-    def reduce(self, stretch: Stretch, received: Tensor, own: Tensor, divisor: int, bad: Tensor) -> None:
+    def reduce(self, stretch: RunSlice, received: Tensor, own: Tensor, divisor: int, bad: Tensor) -> None:
         """Step by `(received + own) / divisor`, [S] each. `bad` [], int32, becomes 1 if it is not finite."""
 
     @abstractmethod
@@ -155,12 +155,12 @@ class HostCounts(StepCounts):
         """Return whether the row is stepped."""
         return row in self._active
 
-    def update(self, stretch: Stretch, grad: Tensor, bad: Tensor | None = None) -> None:
+    def update(self, stretch: RunSlice, grad: Tensor, bad: Tensor | None = None) -> None:
         """Step with PyTorch's operator."""
         if not self._skip:
             adamw_cpu(stretch.state, grad, self._step(stretch), bad=bad)
 
-    def reduce(self, stretch: Stretch, received: Tensor, own: Tensor, divisor: int, bad: Tensor) -> None:
+    def reduce(self, stretch: RunSlice, received: Tensor, own: Tensor, divisor: int, bad: Tensor) -> None:
         """Step with PyTorch's operator, chunk by chunk."""
         reduce_adamw_cpu(stretch.state, received, own, self._step(stretch), divisor=divisor, bad=bad)
 
@@ -172,13 +172,13 @@ class HostCounts(StepCounts):
             else:
                 self.steps[list(self._active)] += 1
 
-    def _step(self, stretch: Stretch) -> CpuStep:
+    def _step(self, stretch: RunSlice) -> CpuStep:
         return CpuStep(
             number=self._done[stretch.row] + 1,
             hyper=self._hypers[self._rows[stretch.row].group],
             grad_scale=self._scale,
             factor=self._factor,
-            table=self._table._replace(rows=stretch.rows, first=stretch.place),
+            table=self._table._replace(rows=stretch.rows, first=stretch.arena_offset),
         )
 
 
@@ -234,11 +234,11 @@ class DeviceCounts(StepCounts):
             self._row_numbers[key] = send(rows, torch.int64, self.steps.device)
         self._active.index_copy_(0, self._row_numbers[key], (users > 0).to(torch.float32))
 
-    def update(self, stretch: Stretch, grad: Tensor, bad: Tensor | None = None) -> None:
+    def update(self, stretch: RunSlice, grad: Tensor, bad: Tensor | None = None) -> None:
         """Step with the kernel."""
         adamw(stretch.state, grad, self._table(stretch), unscale=self._unscale, bad=bad)
 
-    def reduce(self, stretch: Stretch, received: Tensor, own: Tensor, divisor: int, bad: Tensor) -> None:
+    def reduce(self, stretch: RunSlice, received: Tensor, own: Tensor, divisor: int, bad: Tensor) -> None:
         """Step with the kernel."""
         reduce_adamw(stretch.state, received, own, self._table(stretch), divisor=divisor, bad=bad)
 
@@ -251,8 +251,8 @@ class DeviceCounts(StepCounts):
         """Whether each row is stepped: a view [R]."""
         return self._scalars[:, -1]
 
-    def _table(self, stretch: Stretch) -> Table:
-        return Table(stretch.rows, self._keys_now, self._scalars, stretch.place)
+    def _table(self, stretch: RunSlice) -> Table:
+        return Table(stretch.rows, self._keys_now, self._scalars, stretch.arena_offset)
 
     def _hyper(self, groups: Sequence[Group]) -> Tensor:
         """Return the hyper-parameters of the groups [G, 6]. A learning rate on the device is copied on the device."""

@@ -9,7 +9,7 @@ from shardlite.params.layout import (
     Layout,
     ShardInfo,
     Slot,
-    carve,
+    allocate_arenas,
     is_padded,
     joined,
     lay_out,
@@ -21,23 +21,32 @@ from shardlite.params.parameters import (
     Shard,
     Sharded,
     as_they_are,
+    attach,
     is_dtensor,
     is_plain,
-    settle,
     take_grad,
 )
-from shardlite.params.partition import NEVER_CALLED, ROOT, UnitPlan, UnitPolicy, UnitRule, applies, cut, scripts
+from shardlite.params.partition import (
+    NEVER_CALLED,
+    ROOT,
+    UnitPlan,
+    UnitPolicy,
+    UnitRule,
+    applies,
+    partition_module,
+    scripts,
+)
 from shardlite.params.states import Gradients, Weights, check_move
 from shardlite.params.unit import Buffer, Flat, Unit, storage_key
 
 __all__ = [
     "ALIGN",
+    "allocate_arenas",
     "applies",
     "as_they_are",
+    "attach",
     "Buffer",
-    "carve",
     "check_move",
-    "cut",
     "Empty",
     "Flat",
     "Gradients",
@@ -48,11 +57,11 @@ __all__ = [
     "lay_out",
     "Layout",
     "NEVER_CALLED",
+    "partition_module",
     "Placeholder",
     "ROOT",
     "round_up",
     "scripts",
-    "settle",
     "Shard",
     "Sharded",
     "ShardInfo",

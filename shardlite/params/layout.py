@@ -156,7 +156,7 @@ def zeros_on(device: torch.device) -> Zeros:
     return lambda numel, dtype: lazy_zeros(numel * dtype.itemsize).view(dtype)
 
 
-def carve(kinds: Sequence[tuple[torch.dtype, bool]], lengths: Sequence[int], zeros: Zeros) -> list[Tensor]:
+def allocate_arenas(kinds: Sequence[tuple[torch.dtype, bool]], lengths: Sequence[int], zeros: Zeros) -> list[Tensor]:
     """Allocate one arena per kind `(dtype, trainable)` and return one zeroed view of each length.
 
     Nothing is written to the arena: on a CPU it takes memory only as the weights move in.

@@ -7,7 +7,7 @@ backward, and raises otherwise. So no computation reads the memory of a placehol
 A parameter becomes a placeholder and back by assignment to `__class__`, as `torch.nn.parameter.UninitializedParameter`
 does. It stays the same object and keeps its hooks. While it is full, its operations run as usual.
 
-Knows a unit only as a `Home`.
+Knows a unit only as a `ParamOwner`.
 """
 
 from collections.abc import Callable
@@ -53,7 +53,7 @@ _harmless: frozenset[Any] = frozenset(
 """Functions that need no values."""
 
 
-class Home(Protocol):
+class ParamOwner(Protocol):
     """The owner of a sharded parameter."""
 
     @property
@@ -74,7 +74,7 @@ class Home(Protocol):
 
 
 _homes: Any = WeakTensorKeyDictionary()
-"""The `Home` of each parameter of a wrapped model."""
+"""The `ParamOwner` of each parameter of a wrapped model."""
 
 
 _handed_out: Any = WeakTensorKeyDictionary()
@@ -150,25 +150,25 @@ def as_they_are() -> AbstractContextManager[None]:
     return torch._C.DisableTorchFunctionSubclass()
 
 
-def settle(param: nn.Parameter, home: Home) -> None:
+def attach(param: nn.Parameter, home: ParamOwner) -> None:
     """Make `param` a parameter of a wrapped model, owned by `home`."""
     _homes[param] = home
     _become(param, Sharded)
 
 
-def empty(param: nn.Parameter) -> None:
+def to_placeholder(param: nn.Parameter) -> None:
     """Turn `param` into a placeholder."""
     _become(param, Placeholder)
 
 
-def fill(param: nn.Parameter) -> None:
+def to_full(param: nn.Parameter) -> None:
     """Turn a placeholder whose values are available again into a full parameter of a wrapped model."""
     kind = type(param)
     if issubclass(kind, Placeholder):
         param.__class__ = _mixed(Sharded, kind.original)  # type: ignore[attr-defined]
 
 
-def place(param: nn.Parameter, memory: Tensor) -> None:
+def set_memory(param: nn.Parameter, memory: Tensor) -> None:
     """Set the memory of `param` to `memory`."""
     with as_they_are():
         _own_data.__set__(param, memory)

@@ -52,7 +52,7 @@ def applies(rule: UnitRule, unit: UnitPlan) -> bool:
     return rule if isinstance(rule, bool) else bool(rule(unit.name, unit.module))
 
 
-def cut(model: nn.Module, policy: UnitPolicy, ignored: Collection[Tensor] = ()) -> list[UnitPlan]:
+def partition_module(model: nn.Module, policy: UnitPolicy, ignored: Collection[Tensor] = ()) -> list[UnitPlan]:
     """Plan the units: assign every parameter that is not ignored to one. The first is the root; some may be empty.
 
     A parameter belongs to the innermost unit around it. A parameter that occurs in several units belongs to the

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shardlite.comm import Work
 from shardlite.errors import LayoutError
 from shardlite.params.layout import Layout, Slot, mark_padded, round_up
-from shardlite.params.parameters import as_they_are, empty, fill, place
+from shardlite.params.parameters import as_they_are, set_memory, to_full, to_placeholder
 from shardlite.params.states import Weights, check_move
 
 _FLAT_ALIGN = 128
@@ -148,8 +148,8 @@ class Flat:
         if self.placeholder is None:
             self.placeholder = _placeholder(self.compute, self.local.device)
         for slot, param in zip(self.layout.slots, self.params, strict=True):
-            place(param, self.placeholder.expand(slot.shape))
-            empty(param)
+            set_memory(param, self.placeholder.expand(slot.shape))
+            to_placeholder(param)
 
     def views(self, full: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
         """Return the module's parameters, each with its view of a full buffer [W*S]."""
@@ -284,14 +284,14 @@ class Unit:
             for flat, start in zip(self.flats, self._starts, strict=True)
         ]
 
-    def check_not_overwritten(self, place: int) -> None:
+    def check_not_overwritten(self, offset: int) -> None:
         """Check that the full weights at this byte of the buffer are those of before the backward's own steps.
 
         Raises:
             RuntimeError: they are not, in the words of PyTorch's own error.
         """
         for flat, start in zip(self.flats, self._starts, strict=True) if self.overwritten else ():
-            if flat in self.overwritten and start <= place < start + _full_nbytes(flat):
+            if flat in self.overwritten and start <= offset < start + _full_nbytes(flat):
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"AdamW(in_backward=True) has stepped weights of unit {self.name!r} whose gradients were complete, "
@@ -303,8 +303,8 @@ class Unit:
         """Turn the module's parameters into views of the full weights."""
         for flat, full in zip(self.flats, self.fulls(), strict=True):
             for param, view in flat.views(full):
-                place(param, view)
-                fill(param)
+                set_memory(param, view)
+                to_full(param)
 
     def check_memory(self) -> None:
         """Check that the module's parameters are what they were made: full weights or placeholders.

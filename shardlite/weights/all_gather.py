@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
-from shardlite_kernels import cast, dequantise, quantise
+from shardlite_kernels import cast, dequantize, quantize
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
@@ -50,13 +50,13 @@ def pack(flat: Flat, empty: Empty) -> Tensor:
     assert flat.rank is not None, "who has all weights gathers none"
     payload = empty(flat.layout.world_size * _row_nbytes(flat), torch.uint8)
     codes, scales = _columns(flat, payload)
-    quantise(codes[flat.rank], scales[flat.rank], flat.local)
+    quantize(codes[flat.rank], scales[flat.rank], flat.local)
     return payload
 
 
 def unpack(flat: Flat, payload: Tensor, full: Tensor) -> None:
     """Fill the full weights [W*S] with what the codes of all ranks mean."""
-    dequantise(full, *_columns(flat, payload))
+    dequantize(full, *_columns(flat, payload))
 
 
 def own_as_gathered(flat: Flat) -> Tensor:
@@ -67,8 +67,8 @@ def own_as_gathered(flat: Flat) -> Tensor:
     codes = flat.local.new_empty(numel, dtype=torch.int8)
     scales = flat.local.new_empty(numel // ALIGN, dtype=torch.uint8)
     own = flat.local.new_empty(numel, dtype=flat.compute)
-    quantise(codes, scales, flat.local)
-    dequantise(own, codes, scales)
+    quantize(codes, scales, flat.local)
+    dequantize(own, codes, scales)
     return own
 
 

@@ -244,7 +244,7 @@ class PassCoordinator:
         now, self._now = self._now, None
         if now is None or self._single_rank or self._failed or not self._owner.is_here:
             return
-        self._progress.tell_of_the_end()
+        self._progress.publish_at_end()
         flags = self._gather_order.needed() if self._gather_order.is_due() else None
         serve = partial(self._serve, now, flags, list(self._gather_order.wanted))
         last = self._taking_part(now, self._gather_order.rest())

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 
 from shardlite import LayoutError, Precision, Route, ShardLite
-from shardlite.apps.fsdp2 import RingAllGather, RingReduceScatter, Ways, install
+from shardlite.apps.fsdp2 import Connections, RingAllGather, RingReduceScatter, install
 from tests.support.cluster import GLOO_TIMEOUT
 from tests.support.models import VOCABULARY, LanguageModel
 from tests.support.sharded import WIDE, Turn, local_parts, same_bits
@@ -311,7 +311,7 @@ def reductions_body(group):
     again = dist.group.WORLD if world_size == dist.get_world_size() else group  # another one, of the same ranks
     ranks = [torch.randn(world_size, 7, generator=torch.Generator().manual_seed(r)) for r in range(world_size)]
     shards = [each[rank] for each in ranks]
-    scatter = RingReduceScatter("a test", Ways("reduce", GLOO_TIMEOUT, route=Route(), apart=True), group)
+    scatter = RingReduceScatter("a test", Connections("reduce", GLOO_TIMEOUT, route=Route(), apart=True), group)
     for op, factor, divisor in [
         (ReduceOp.SUM, 1.0, 1),
         (ReduceOp(ReduceOp.AVG), 1.0, world_size),
@@ -345,7 +345,7 @@ def test_reductions_that_fsdp2_may_ask_for(cluster, world_size):
 
 def gathers_body(group):
     rank, world_size = group.rank(), group.size()
-    gather = RingAllGather("a test", Ways("gather", GLOO_TIMEOUT, route=Route()), group)
+    gather = RingAllGather("a test", Connections("gather", GLOO_TIMEOUT, route=Route()), group)
     for dtype in (FP32, BF16, torch.uint8):  # bytes are what FSDP2 gathers where dtypes are mixed
         shards = [torch.arange(5).add(10 * r).to(dtype) for r in range(world_size)]
         for beside in (False, True):

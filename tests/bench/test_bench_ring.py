@@ -14,7 +14,7 @@ from bench.ring.table import render, size_words
 from bench.support.table import read_rows
 from shardlite.comm import collectives
 from shardlite.comm.collectives import SHORT
-from shardlite.comm.cost_model import LINKS, Link, fit, predicted
+from shardlite.comm.cost_model import LINKS, LinkCost, fit, predicted
 from tests.support.scripts import run_command, run_process
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +59,7 @@ def test_a_row_for_each_system_operation_and_size_and_for_each_link(cluster, wor
         assert (row["predicted_ms"] is None) == (row["algorithm"] not in ("ring", "direct"))
     for link in links:
         ours = [row for row in times if row["transport"] == link["transport"] and row["predicted_ms"]]
-        fitted = Link(**{key: link[key] for key in ("alpha", "beta", "gamma", "overhead", "overlaps")})
+        fitted = LinkCost(**{key: link[key] for key in ("alpha", "beta", "gamma", "overhead", "overlaps")})
         assert fitted == fit(ours, key=link["key"], overlaps=LINKS[link["transport"]].overlaps)
         if link["key"] == "ms_p50":
             assert all(row["predicted_ms"] == pytest.approx(1e3 * predicted(row, fitted), rel=1e-3) for row in ours)

@@ -10,7 +10,7 @@ from shardlite.comm import schedule
 from shardlite.comm.cost_model import (
     LEAST_CHUNK,
     LINKS,
-    Link,
+    LinkCost,
     best_algorithm,
     best_chunk,
     fit,
@@ -23,9 +23,9 @@ from shardlite.errors import LayoutError
 
 WORLDS = [2, 3, 4, 8, 64]
 OPERATIONS = ["all-gather", "reduce-scatter"]
-ALONE = Link(alpha=20e-6, beta=0.5e-9, gamma=0.2e-9, overhead=7e-6, overlaps=False)
+ALONE = LinkCost(alpha=20e-6, beta=0.5e-9, gamma=0.2e-9, overhead=7e-6, overlaps=False)
 BESIDE = ALONE._replace(overlaps=True)
-LATENCY = Link(alpha=1.0, beta=0, gamma=0)
+LATENCY = LinkCost(alpha=1.0, beta=0, gamma=0)
 MIB = 1 << 20
 
 
@@ -85,7 +85,7 @@ def test_a_step_is_a_latency(operation, world_size):
 def test_nothing_is_faster_than_its_bytes(operation, algorithm, chunk):
     for world_size in (2, 5, 8):
         nbytes = world_size << 15
-        taken = seconds(operation, algorithm, world_size, nbytes, Link(0, 1e-9, 0), chunk)
+        taken = seconds(operation, algorithm, world_size, nbytes, LinkCost(0, 1e-9, 0), chunk)
         assert taken >= moved(world_size, nbytes) * 1e-9 * (1 - 1e-9)
         if algorithm in IN_RING_ORDER:
             assert taken == pytest.approx(moved(world_size, nbytes) * 1e-9)
@@ -104,7 +104,7 @@ def test_chunks_of_a_ring_hide_additions_and_cost_messages(world_size):
 @pytest.mark.parametrize("world_size", [2, 3, 8, 16])
 @pytest.mark.parametrize("chunks", [1, 2, 5, 32])
 def test_a_chain_is_a_pipeline(world_size, chunks):
-    link = Link(alpha=0, beta=1e-9, gamma=0, overhead=30e-6)
+    link = LinkCost(alpha=0, beta=1e-9, gamma=0, overhead=30e-6)
     plan = schedule.broadcast(world_size, 0, parts=chunks)
     message = link.overhead + MIB * link.beta
     assert time(plan, chunks * MIB, chunks * MIB, link) == pytest.approx((world_size - 2 + chunks) * message)
@@ -113,7 +113,7 @@ def test_a_chain_is_a_pipeline(world_size, chunks):
 @pytest.mark.parametrize("world_size", [3, 8, 16])
 def test_the_best_chunk_of_a_chain_is_that_of_the_formula(world_size):
     """`c* = sqrt((W-2) M b / a)` minimises `(W-2+c) (a + M b / c)`; pieces are halved, so a factor 2 is near."""
-    link = Link(alpha=0, beta=1e-9, gamma=0, overhead=400e-6)
+    link = LinkCost(alpha=0, beta=1e-9, gamma=0, overhead=400e-6)
     nbytes = 64 * MIB
     best = ((world_size - 2) * nbytes * link.beta / link.overhead) ** 0.5
     found = nbytes / best_chunk(schedule.broadcast(world_size, 0), nbytes, link)
@@ -157,7 +157,7 @@ def test_the_algorithm_with_the_least_time_is_chosen():
 
 def test_a_choice_can_be_for_one_operation_and_one_chunk():
     """A ring can hide additions if it is cut in chunks, and cannot if it is not; a gather has none."""
-    link = Link(alpha=0, beta=1e-9, gamma=1e-9, overhead=0)
+    link = LinkCost(alpha=0, beta=1e-9, gamma=1e-9, overhead=0)
     assert best_algorithm(8 * MIB, 8, link, chunk=8 * MIB) == "direct"
     assert best_algorithm(8 * MIB, 8, link, chunk=8 * MIB, operations=("all-gather",)) == "ring"
 

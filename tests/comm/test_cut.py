@@ -5,12 +5,12 @@ import torch
 
 from shardlite.comm.chunking import CHUNK_BYTES, cut_up
 from shardlite.comm.collectives import reduce_scatter, staging_numel
-from shardlite.comm.cost_model import LINKS, Link, best_chunk, plan_of
+from shardlite.comm.cost_model import LINKS, LinkCost, best_chunk, plan_of
 from shardlite.comm.traffic import Counted, Tally
 from tests.support.cluster import run_local
 
 MIB = 1 << 20
-HIDES = Link(alpha=0.0, beta=1e-9, gamma=1e-9, overhead=1e-6, overlaps=True)
+HIDES = LinkCost(alpha=0.0, beta=1e-9, gamma=1e-9, overhead=1e-6, overlaps=True)
 """Additions take as long as messages, and hide behind them if pieces are cut."""
 
 

@@ -210,14 +210,14 @@ class _Watch:
     def __init__(self) -> None:
         self.asked, self.went_on = 0, 0
 
-    def hopeless(self) -> str:
+    def deadlock_reason(self) -> str:
         self.asked += 1
         return "never" if self.asked == 3 else ""
 
-    def give_up(self, why: str) -> NoReturn:
+    def abort_wait(self, why: str) -> NoReturn:
         raise CommError(why)
 
-    def goes_on(self) -> None:
+    def record_progress(self) -> None:
         self.went_on += 1
 
 

@@ -15,7 +15,7 @@ from torch import nn
 import shardlite
 from shardlite import CommError, ShardLite
 from shardlite.comm.streams import ThreadQueue
-from shardlite.comm.transport.base import Around
+from shardlite.comm.transport.base import Delegating
 from tests.support.patience import seconds
 
 HOUSE = f"{Path(shardlite.__file__).parent}/"
@@ -79,7 +79,7 @@ def calls() -> list[str]:
 @contextmanager
 def watched(seen: dict[str, list[str]]) -> Iterator[None]:
     """Note the calls that lead to the first submission from a hook, and to the first message of the queue."""
-    submit, init = ThreadQueue.submit, Around.__init__
+    submit, init = ThreadQueue.submit, Delegating.__init__
 
     def submitting(self: Any, operation: Any) -> Any:
         seen.setdefault("submit", [*calls(), "comm/streams.py: submit"])
@@ -89,11 +89,11 @@ def watched(seen: dict[str, list[str]]) -> Iterator[None]:
         init(self, transport)
         self._transport = Noting(transport, seen)
 
-    ThreadQueue.submit, Around.__init__ = submitting, counting  # type: ignore[method-assign]
+    ThreadQueue.submit, Delegating.__init__ = submitting, counting  # type: ignore[method-assign]
     try:
         yield
     finally:
-        ThreadQueue.submit, Around.__init__ = submit, init  # type: ignore[method-assign]
+        ThreadQueue.submit, Delegating.__init__ = submit, init  # type: ignore[method-assign]
 
 
 class Noting:

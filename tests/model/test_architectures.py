@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlite import Precision
-from shardlite.params.partition import ROOT, cut
+from shardlite.params.partition import ROOT, partition_module
 from tests.support.hf_models import ARCHITECTURES, WIDTH, case, drawn_tokens, numbered
 from tests.support.sharded import WIDE, Loss, Pair, Turn, same_bits, trained
 
@@ -19,13 +19,13 @@ SIZES = (2, WIDE)
 
 
 def unit_names(model: nn.Module) -> list[str]:
-    return [unit.name or ROOT for unit in cut(model, None) if unit.params]
+    return [unit.name or ROOT for unit in partition_module(model, None) if unit.params]
 
 
 @pytest.mark.parametrize("name", [*map(case, ARCHITECTURES)])
 def test_blocks_and_large_tables_become_units(name):
     architecture = ARCHITECTURES[name]
-    units = cut(architecture.make(), None)
+    units = partition_module(architecture.make(), None)
     print(f"{name}:", *(f"{unit.name or ROOT}={sum(p.numel() for p in unit.params)}" for unit in units))
     assert unit_names(architecture.make()) == architecture.units
 

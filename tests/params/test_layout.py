@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from shardlite import LayoutError
-from shardlite.params.layout import ALIGN, Layout, carve, lay_out, zeros_on
-from shardlite.params.partition import cut
+from shardlite.params.layout import ALIGN, Layout, allocate_arenas, lay_out, zeros_on
+from shardlite.params.partition import partition_module
 from shardlite.params.states import Gradients, Weights, check_move
 from shardlite.weights.gather_order import UseOrder
 
@@ -42,7 +42,7 @@ def test_every_element_is_on_exactly_one_rank(world_size):
 
 def test_arenas_are_shared_by_kind_and_do_not_overlap():
     kinds = [(torch.float32, True), (torch.float32, False), (torch.float32, True), (torch.bfloat16, True)]
-    parts = carve(kinds, [64] * 4, zeros_on(torch.device("cpu")))
+    parts = allocate_arenas(kinds, [64] * 4, zeros_on(torch.device("cpu")))
     addresses = [part.untyped_storage().data_ptr() for part in parts]
     assert addresses[0] == addresses[2]
     assert len(set(addresses)) == 3
@@ -72,7 +72,7 @@ class Language(nn.Module):
 
 
 def unit_names(model: nn.Module, policy: object = None) -> list[str]:
-    return [plan.name for plan in cut(model, policy) if plan.params]
+    return [plan.name for plan in partition_module(model, policy) if plan.params]
 
 
 def test_automatic_units_of_language_models():
@@ -110,18 +110,18 @@ def test_policies():
     assert unit_names(model, (Block, nn.LayerNorm)) == ["", "blocks.0", "blocks.1", "blocks.2", "norm"]
     assert unit_names(model, lambda name, module: name == "blocks.1") == ["", "blocks.1"]
     with pytest.raises(LayoutError, match="no module of this class"):
-        cut(model, nn.LSTM)
+        partition_module(model, nn.LSTM)
     with pytest.raises(LayoutError, match="must be a module class"):
-        cut(model, "Block")
+        partition_module(model, "Block")
 
 
 def test_tied_weights_belong_to_what_is_around_all_of_their_places():
     model = Language(vocabulary=500, tied=True)
-    names = {plan.name: list(plan.params.values()) for plan in cut(model, (nn.Embedding, nn.Linear))}
+    names = {plan.name: list(plan.params.values()) for plan in partition_module(model, (nn.Embedding, nn.Linear))}
     assert "table.weight" in names[""]
     shared = nn.Sequential(Block(), Block())
     shared[1].up = shared[0].up
-    names = {plan.name: list(plan.params.values()) for plan in cut(shared, Block)}
+    names = {plan.name: list(plan.params.values()) for plan in partition_module(shared, Block)}
     assert names[""] == ["0.up.weight", "0.up.bias"]
     assert names["1"] == ["1.down.weight", "1.down.bias"]
 
@@ -133,7 +133,7 @@ def test_a_block_that_is_in_the_list_twice_is_one_unit():
 
 def test_nested_units():
     model = nn.Sequential(nn.Sequential(Block(), Block()), Block())
-    parts = {plan.name: len(plan.params) for plan in cut(model, lambda name, _: name in ("0", "0.1"))}
+    parts = {plan.name: len(plan.params) for plan in partition_module(model, lambda name, _: name in ("0", "0.1"))}
     assert parts == {"": 4, "0": 4, "0.1": 4}
 
 

@@ -7,10 +7,10 @@ from random import Random
 import torch
 from torch import Tensor
 
-from shardlite.comm.transport.base import Around, Loan, Message, Pending, Transport
+from shardlite.comm.transport.base import Delegating, Loan, Message, Pending, Transport
 
 
-class Delayed(Around):
+class Delayed(Delegating):
     """`transport`, with a pause of `shortest` to `longest` seconds before each send and each receive.
 
     The pauses of a rank follow from `seed` and the rank, so a failure can be repeated. `sleep` makes them.

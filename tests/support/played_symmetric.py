@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlite.comm.transport.base import Around, Message, Pending, Transport
+from shardlite.comm.transport.base import Delegating, Message, Pending, Transport
 from shardlite.comm.transport.symmetric import SymmetricMemoryTransport
 
 CPU = torch.device("cpu")
@@ -157,7 +157,7 @@ class Mapped:
         return target
 
 
-class Drained(Around):
+class Drained(Delegating):
     """A transport whose waits wait for the stream: then hosts may use what has arrived, as tests on the CPU do."""
 
     def __init__(self, transport: Transport, stream: Stream) -> None:

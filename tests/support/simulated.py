@@ -168,7 +168,7 @@ def in_turns(schedule: Schedule, rank: int, chunks: int) -> Iterator[Send | Take
 
 
 @dataclass
-class Link:
+class LinkCost:
     """From one rank to another: a queue at the sender (if sends do not block), and slots at the receiver."""
 
     slots: list[tuple[Chunk, Order] | None]
@@ -210,7 +210,7 @@ class Race:
         self.random = Random(seed)
         self.held: Held = [start(schedule, rank, chunks) for rank in world]
         self.parcels: list[dict[Chunk, list[Order]]] = [{} for _ in world]
-        self.links: dict[tuple[int, int], Link] = {}
+        self.links: dict[tuple[int, int], LinkCost] = {}
         self.todo = [
             deque(in_turns(schedule, r, chunks) if turns else in_order_of_arrival(schedule.program(r), chunks))
             for r in world
@@ -236,8 +236,8 @@ class Race:
         check_end(self.schedule, self.held)
         return self.held
 
-    def _link(self, source: int, target: int) -> Link:
-        return self.links.setdefault((source, target), Link([None] * self.slots))
+    def _link(self, source: int, target: int) -> LinkCost:
+        return self.links.setdefault((source, target), LinkCost([None] * self.slots))
 
     def _act(self, rank: int) -> list:
         """Let `rank` do the next thing that it has to do, if it can; return who may move then."""

@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 from shardlite import AdamW, Precision
 from shardlite.build.plan import FlatPlan, plan_flats
 from shardlite.params.layout import Layout, Slot
-from shardlite.params.partition import UnitPolicy, cut
+from shardlite.params.partition import UnitPolicy, partition_module
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,9 @@ class Twin:
         self.world_size = world_size
         self._group = group
         self._computed = range(world_size) if group is None else [dist.get_rank(group)]
-        self._flats = [f for part in cut(module, units) for f in plan_flats(part, world_size // replicas, precision)]
+        self._flats = [
+            f for part in partition_module(module, units) for f in plan_flats(part, world_size // replicas, precision)
+        ]
         self._own = dict(module.named_parameters())
         self._names = [slot.name for flat in self._flats for slot in flat.layout.slots]
         kinds = {slot.name: flat for flat in self._flats for slot in flat.layout.slots}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardlite.comm.shm.rendezvous import rendezvous
 from shardlite.comm.shm.transport import SharedMemoryTransport
-from shardlite.comm.transport.base import Around, Message, Pending, Transport
+from shardlite.comm.transport.base import Delegating, Message, Pending, Transport
 from shardlite.comm.transport.process_group import GlooTransport, NcclTransport, StagedTransport
 from tests.support.cluster import GLOO_TIMEOUT, Cluster, run_local
 from tests.support.played_symmetric import run_played
@@ -25,7 +25,7 @@ IN_PROCESS = ("threads", "steps")
 PLAYED = ("symmetric",)
 
 
-class Batched(Around):
+class Batched(Delegating):
     """`transport` as one that takes nothing but batches; `steps` keeps their messages."""
 
     def __init__(self, transport: Transport) -> None:
@@ -51,7 +51,7 @@ class By:
         self.algorithm, self.node, self.body = algorithm, node, body
 
     def __call__(self, transport: Transport, *args: Any) -> Any:
-        around = Around(transport)
+        around = Delegating(transport)
         around.algorithm, around.node = self.algorithm, self.node
         return self.body(around, *args)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from shardlite_kernels import dequantise_reference, quantise_reference, split_reference
+from shardlite_kernels import dequantize_reference, quantize_reference, split_reference
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
@@ -40,9 +40,9 @@ def read_back(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return what the codes of a whole parameter mean. In a flat it is followed by zeros up to a multiple of 32."""
     source = functional.pad(weight.detach().reshape(-1), (0, -weight.numel() % 32))
     codes, scales = source.new_empty(len(source), dtype=torch.int8), source.new_empty(len(source) // 32).to(torch.uint8)
-    quantise_reference(codes, scales, source)
+    quantize_reference(codes, scales, source)
     out = source.new_empty(len(source), dtype=dtype or weight.dtype)
-    dequantise_reference(out, codes, scales)
+    dequantize_reference(out, codes, scales)
     return out[: weight.numel()].view(weight.shape)
 
 

@@ -32,7 +32,7 @@ from shardlite.build import plan_flats
 from shardlite.comm import all_gather_json
 from shardlite.model import ShardLite
 from shardlite.optim import AdamW
-from shardlite.params import ALIGN, as_they_are, cut, round_up
+from shardlite.params import ALIGN, as_they_are, partition_module, round_up
 
 Gradients: TypeAlias = Mapping[str, Tensor | None]
 Mean: TypeAlias = Callable[[Sequence[Tensor], torch.dtype, str], Tensor]
@@ -97,7 +97,7 @@ def simple(task: Task) -> tuple[Record, bool]:
 def ring_ordered(task: Task) -> Record:
     """Train replicas whose gradients rank 0 averages in the order of ShardLite's ring."""
     module = _replicated(task)
-    plans = [plan_flats(plan, task.world_size, task.precision) for plan in cut(module, task.units)]
+    plans = [plan_flats(plan, task.world_size, task.precision) for plan in partition_module(module, task.units)]
     layouts = [flat.layout for plan in plans for flat in plan]
     cuts = {slot.name: [edge - slot.start for edge in layout.cuts] for layout in layouts for slot in layout.slots}
     return _train(_Replica(task, module, lambda parts, dtype, name: ring_mean(parts, dtype, cuts[name])))

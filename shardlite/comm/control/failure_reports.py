@@ -18,7 +18,7 @@ from typing import NoReturn, Protocol
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from shardlite.comm.control.interrupts import SLOW, give_way
+from shardlite.comm.control.interrupts import SLOW, raise_pending_interrupt
 from shardlite.comm.control.store import bounded_store
 from shardlite.comm.control.uncaught import LIBRARIES
 from shardlite.errors import CommError
@@ -82,7 +82,7 @@ class FailureReports:
         self._running: dict[int, object] = {}  # by thread
         self._asked = self._beats = 0
         self._first: dict[int, tuple[int, str]] = {}  # by rank: beat and text of its first report equal to the current
-        self._hopeless = ""
+        self._deadlock_reason = ""
         self.failed = ""
         """Why this rank has failed permanently, or `""`. A failed rank takes part in no further operation."""
 
@@ -138,7 +138,7 @@ class FailureReports:
             del self._running[thread]
             _watching.pop(thread, None)
 
-    def hopeless(self) -> str:
+    def deadlock_reason(self) -> str:
         """Return why this rank will never continue, or `""`. Call it every `SLOW` seconds of a wait.
 
         Only the program's thread detects that all ranks stand still. Other threads read its result.
@@ -146,12 +146,12 @@ class FailureReports:
         Raises:
             KeyboardInterrupt: Ctrl-C is pending.
         """
-        give_way(f"{self._inside()}{self.place()}")
-        if not self._hopeless:
-            self._hopeless = self._failure() or (self._standstill() if get_ident() == self._thread else "")
-        return self._hopeless
+        raise_pending_interrupt(f"{self._inside()}{self.call_site()}")
+        if not self._deadlock_reason:
+            self._deadlock_reason = self._failure() or (self._standstill() if get_ident() == self._thread else "")
+        return self._deadlock_reason
 
-    def give_up(self, why: str) -> NoReturn:
+    def abort_wait(self, why: str) -> NoReturn:
         """End a hopeless wait.
 
         Raises:
@@ -195,7 +195,7 @@ class FailureReports:
             return ""
         self._beats += 1
         inside = sorted(map(str, list(self._running.values())))
-        said = "\n".join([str(self._beats), str(self._messages), self.place(), *inside])
+        said = "\n".join([str(self._beats), str(self._messages), self.call_site(), *inside])
         try:
             self._waits.put(self._rank, said)
             told = {self._rank: said} | {other: self._waits.read(other) for other in self._others}
@@ -221,19 +221,19 @@ class FailureReports:
         with suppress(RuntimeError):
             self._waits.put(self._rank, standstill)
         self.fail(
-            f"{' and '.join(inside)}{self.place()}"
+            f"{' and '.join(inside)}{self.call_site()}"
         )  # after publishing the standstill, which ranks that see the failure read
         return standstill
 
-    def goes_on(self) -> None:
+    def record_progress(self) -> None:
         """Withdraw what was published about waiting, because a message has completed."""
         self._messages += 1
-        if self._waits is not None and self._first and not self._hopeless and get_ident() == self._thread:
+        if self._waits is not None and self._first and not self._deadlock_reason and get_ident() == self._thread:
             self._first, self._asked = {}, 0
             with suppress(RuntimeError):
                 self._waits.put(self._rank, "")
 
-    def place(self) -> str:
+    def call_site(self) -> str:
         """Return the line of the program that called this library, or `""`."""
         frame, found = sys._current_frames().get(self._thread), None
         while frame is not None:  # from the innermost frame out: the outermost call of the library counts
@@ -256,7 +256,7 @@ class FailureReports:
             with suppress(OSError):
                 get_error_handler().record_exception(CommError(f"{note}: {why}"))
         self.failed = self.failed or f"{note}: {why}"
-        deadline = self.fail(f"{note}{self.place()}") + self._patience
+        deadline = self.fail(f"{note}{self.call_site()}") + self._patience
         if _STANDSTILL in why:
             return ""  # it says what each rank does
         told: dict[int, str] = {}

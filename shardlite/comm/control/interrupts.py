@@ -19,7 +19,7 @@ from types import FrameType
 
 import shardlite_kernels
 
-from shardlite.comm.control.uncaught import LIBRARIES, leavers
+from shardlite.comm.control.uncaught import LIBRARIES, reporters
 
 SLOW = 0.5
 """Seconds after which a wait counts as long: it ends on Ctrl-C, checks whether other ranks have failed, and publishes
@@ -84,20 +84,20 @@ def defer_interrupts() -> None:
         signal.signal(signal.SIGINT, _deferring)
 
 
-def is_put_off() -> bool:
+def interrupt_pending() -> bool:
     """Return whether this is the main thread and a deferred Ctrl-C is pending."""
     return _deferring.is_pending and current_thread() is main_thread()
 
 
-def give_way(during: str) -> None:
+def raise_pending_interrupt(during: str) -> None:
     """End a long wait if Ctrl-C is pending, and take part in nothing more. `during` names the wait for the report.
 
     Raises:
         KeyboardInterrupt: Ctrl-C is pending.
     """
-    if is_put_off():
-        for leaver in leavers():
-            leaver.fail(f"Ctrl-C came while it waited in {during}")
+    if interrupt_pending():
+        for reporter in reporters():
+            reporter.fail(f"Ctrl-C came while it waited in {during}")
         _deferring.is_pending = False
         raise KeyboardInterrupt
 
@@ -105,9 +105,9 @@ def give_way(during: str) -> None:
 def _break_off() -> None:
     """Mark this rank as failed. Publish that on threads: the signal may have interrupted a report."""
     why = "a second Ctrl-C ended a call of the library"
-    for leaver in leavers():
-        leaver.failed = leaver.failed or why
-        Thread(target=leaver.fail, args=(why,), name="shardlite-interrupt", daemon=True).start()
+    for reporter in reporters():
+        reporter.failed = reporter.failed or why
+        Thread(target=reporter.fail, args=(why,), name="shardlite-interrupt", daemon=True).start()
 
 
 def _in_library(frame: FrameType | None) -> bool:

@@ -87,7 +87,7 @@ class Progress:
             self._tells = True
             self._put()
 
-    def tell_of_the_end(self) -> None:
+    def publish_at_end(self) -> None:
         """Publish at the end of a backward if reductions are left to start: the host may wait there first."""
         if self._left:
             self._tells = True

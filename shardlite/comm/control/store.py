@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from shardlite.comm.control.interrupts import SLOW, give_way
+from shardlite.comm.control.interrupts import SLOW, raise_pending_interrupt
 from shardlite.comm.control.process import Owner
 from shardlite.comm.control.worker import Worker
 from shardlite.errors import CommError
@@ -132,7 +132,7 @@ def _await(store: BoundedStore, look: Callable[[Store], Sequence[str]], deadline
         if time.monotonic() > deadline:
             raise TimeoutError
         if time.monotonic() > slow:
-            give_way("what all ranks tell each other")
+            raise_pending_interrupt("what all ranks tell each other")
         time.sleep(pause)
         pause = min(2 * pause, _LAST_LOOK)
     return rows

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 
-class Leaver(Protocol):
+class FailureReporter(Protocol):
     """Publishes the end of this rank, in bounded time."""
 
     failed: str
@@ -25,7 +25,7 @@ class Leaver(Protocol):
         """Publish a permanent failure."""
 
 
-_leavers: "weakref.WeakSet[Leaver]" = weakref.WeakSet()
+_reporters: "weakref.WeakSet[FailureReporter]" = weakref.WeakSet()
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -33,19 +33,19 @@ LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[2], 
 """Folders of files that are not the program's: this library's and PyTorch's."""
 
 
-def tell_of_the_end(leaver: Leaver) -> None:
-    """Call `leaver.fail` on an exception that ends the program."""
-    _leavers.add(leaver)
-    if not isinstance(sys.excepthook, _Told):
-        sys.excepthook = _Told(sys.excepthook)
+def report_uncaught(reporter: FailureReporter) -> None:
+    """Call `reporter.fail` on an exception that ends the program."""
+    _reporters.add(reporter)
+    if not isinstance(sys.excepthook, _ReportingHook):
+        sys.excepthook = _ReportingHook(sys.excepthook)
 
 
-def leavers() -> Sequence[Leaver]:
+def reporters() -> Sequence[FailureReporter]:
     """Return all registered leavers."""
-    return list(_leavers)
+    return list(_reporters)
 
 
-class _Told:
+class _ReportingHook:
     """An `excepthook` that reports the exception before it calls the previous hook."""
 
     def __init__(self, before: _Hook) -> None:
@@ -54,8 +54,8 @@ class _Told:
     def __call__(self, kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
         try:
             if not hasattr(sys, "ps1"):  # at a prompt the program goes on
-                for leaver in leavers():
-                    leaver.fail(f"its program ended in {kind.__name__}: {error}{_place(frames)}")
+                for reporter in reporters():
+                    reporter.fail(f"its program ended in {kind.__name__}: {error}{_place(frames)}")
         finally:
             self._before(kind, error, frames)
 

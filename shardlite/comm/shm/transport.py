@@ -28,7 +28,7 @@ from shardlite.comm.control.failure_reports import watching
 from shardlite.comm.control.interrupts import SLOW
 from shardlite.comm.shm.heap import Heap, Mapping
 from shardlite.comm.shm.mailbox import PLACES, Announcement, Control, Receipts
-from shardlite.comm.transport.base import Completed, Loan, OneByOne, Pending
+from shardlite.comm.transport.base import Completed, Loan, Pending, Unbatched
 from shardlite.config import Algorithm
 from shardlite.errors import CommError, LayoutError
 from shardlite.telemetry import Held, Ledger
@@ -138,7 +138,7 @@ class Neighbours:
             self._progress(words)
             if done():
                 if watch is not None:
-                    watch.goes_on()
+                    watch.record_progress()
                 return
             if self._broken:
                 raise CommError(f"{words()} failed: {self._broken}")
@@ -149,7 +149,7 @@ class Neighbours:
             left = deadline - now
             if watch is not None and now > slow:
                 slow = now + SLOW
-                if why := watch.hopeless():
+                if why := watch.deadlock_reason():
                     self.fail(words, why)
             if left <= 0:
                 self.fail(words, f"nothing happened within {limit:g} s. The peer is late or does another operation.")
@@ -282,7 +282,7 @@ class Neighbours:
         raise CommError(f"{words()} failed: {why}")
 
 
-class SharedMemoryTransport(OneByOne):
+class SharedMemoryTransport(Unbatched):
     """Messages between the processes of one host, each completed within `timeout` of being waited for.
 
     After a wait has ended in a `CommError`, the connection is closed for good, as over gloo, and the run must end.

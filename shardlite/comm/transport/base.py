@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shardlite.comm.cost_model import Link
+from shardlite.comm.cost_model import LinkCost
 from shardlite.comm.shm.heap import lazy_zeros
 from shardlite.config import Algorithm
 from shardlite.telemetry import Held
@@ -101,7 +101,7 @@ class Transport(Protocol):
     algorithm: Algorithm
     """The schedule of collectives."""
 
-    link: Link | None
+    link: LinkCost | None
     """Costs of messages, or `None` if unknown. They determine the length of messages. Equal on all ranks."""
 
     node: int
@@ -143,7 +143,7 @@ class Completed:
         """Return at once."""
 
 
-class Plain:
+class TransportDefaults:
     """Defaults of most transports: messages are received into their tensor, and any memory is equally fast.
 
     `connect` sets the algorithm and the link.
@@ -151,7 +151,7 @@ class Plain:
 
     lends = False
     algorithm: Algorithm = "ring"
-    link: Link | None = None
+    link: LinkCost | None = None
     node: int = 1
     holder: Holder | None = None
 
@@ -175,7 +175,7 @@ class Plain:
         raise AssertionError(f"{type(self).__name__} does not lend")
 
 
-class OneByOne(Plain):
+class Unbatched(TransportDefaults):
     """`exchange` for a transport whose sends and receives do not wait for each other."""
 
     batched = False
@@ -184,11 +184,11 @@ class OneByOne(Plain):
         """Start `messages` one by one, receives first, so that early messages have a destination."""
         arriving = [self.irecv(each.tensor, each.peer, tag) for each in messages if not each.outgoing]
         departing = [self.isend(each.tensor, each.peer, tag) for each in messages if each.outgoing]
-        return _Together([*arriving, *departing])
+        return _PendingGroup([*arriving, *departing])
 
 
 @dataclass(frozen=True)
-class _Together:
+class _PendingGroup:
     """Several messages as one `Pending`."""
 
     parts: Sequence[Pending]
@@ -198,7 +198,7 @@ class _Together:
             part.wait()
 
 
-class Around:
+class Delegating:
     """A transport that delegates to another one."""
 
     def __init__(self, transport: Transport) -> None:

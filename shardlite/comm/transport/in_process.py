@@ -11,7 +11,7 @@ from threading import Lock
 
 from torch import Tensor
 
-from shardlite.comm.transport.base import Completed, OneByOne, Pending
+from shardlite.comm.transport.base import Completed, Pending, Unbatched
 from shardlite.errors import CommError
 
 _Route = tuple[int, int, int]  # source rank, destination rank, tag
@@ -29,7 +29,7 @@ def local_world(
     return [LocalTransport(rank, world_size, exchange, timeout, late[rank]) for rank in range(world_size)]
 
 
-class LocalTransport(OneByOne):
+class LocalTransport(Unbatched):
     """One rank of a `local_world`. A message is copied when it is sent, so sending never waits for the peer."""
 
     blocking = True

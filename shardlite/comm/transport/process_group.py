@@ -27,7 +27,7 @@ from torch import Tensor
 from shardlite.comm.control.failure_reports import FailureReports, watching
 from shardlite.comm.control.interrupts import SLOW
 from shardlite.comm.control.worker import Worker
-from shardlite.comm.transport.base import Completed, Message, OneByOne, Pending, Plain
+from shardlite.comm.transport.base import Completed, Message, Pending, TransportDefaults, Unbatched
 from shardlite.errors import CommError, LayoutError
 from shardlite.telemetry import Ledger
 
@@ -79,9 +79,9 @@ class InFlight:
         while True:
             try:
                 waiting.result(SLOW)
-                return watch.goes_on()
+                return watch.record_progress()
             except FutureTimeoutError:
-                if not waiting.done() and (why := watch.hopeless()):
+                if not waiting.done() and (why := watch.deadlock_reason()):
                     raise self.posted.failed(why) from None
 
     def _wait(self, watch: FailureReports | None) -> None:
@@ -94,7 +94,7 @@ class InFlight:
                 if not work.wait(*limit):
                     raise RuntimeError("the operation was aborted")
                 if watch is not None:
-                    watch.goes_on()
+                    watch.record_progress()
         except RuntimeError as error:
             raise self.posted.refused(error) from error
         finally:
@@ -159,7 +159,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
 
 
-class GlooTransport(OneByOne):
+class GlooTransport(Unbatched):
     """Messages over `group` (`None`: the default group), each completed within `timeout` of being waited for.
 
     Gloo closes the connection of two ranks for good once a wait between them has timed out: after a `CommError` the
@@ -213,7 +213,7 @@ def _check(tensor: Tensor) -> None:
         raise LayoutError(f"GlooTransport sends CPU tensors, got one on {tensor.device}")
 
 
-class NcclTransport(Plain):
+class NcclTransport(TransportDefaults):
     """Messages over `group` (`None`: the default group), whose backend for the tensors' device is NCCL.
 
     It guarantees less than other transports. NCCL has no tags: it matches messages by their order alone. So all ranks
@@ -263,7 +263,7 @@ class NcclTransport(Plain):
         return dist.P2POp(start, content, group=self._group, tag=tag, group_peer=message.peer)
 
 
-class StagedTransport(OneByOne):
+class StagedTransport(Unbatched):
     """Messages over `group` through a `GlooTransport`, of tensors on any device.
 
     Copies run on the current stream of the tensor's device: a send reads results enqueued before it, and operations

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardlite import ShardLite
 from shardlite.comm.collectives import Operation, all_gather, reduce_scatter
-from shardlite.comm.transport.base import Around
+from shardlite.comm.transport.base import Delegating
 from shardlite.comm.transport.select import connect
 from shardlite.config import Route
 from tests.support.doomed import JOIN
@@ -38,7 +38,7 @@ def connected(group, name, seconds, algorithm="ring"):
     return connect(group, torch.device("cpu"), timedelta(seconds=seconds), route=route)
 
 
-class Fatal(Around):
+class Fatal(Delegating):
     """A transport that sends itself a signal before it sends its n-th message."""
 
     def __init__(self, transport, number, message):

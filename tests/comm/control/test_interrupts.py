@@ -150,13 +150,13 @@ def test_it_waits_for_a_call_of_the_library(deferring):
     with pytest.raises(KeyboardInterrupt):
         program()
     work.wait()
-    assert not interrupts.is_put_off()
+    assert not interrupts.interrupt_pending()
 
 
 def test_in_the_lines_of_a_program_it_comes_at_once(deferring):
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
-    assert not interrupts.is_put_off()
+    assert not interrupts.interrupt_pending()
 
 
 def frame(*files: str) -> FrameType | None:
@@ -219,7 +219,7 @@ def test_a_second_one_ends_the_call_and_the_rank_takes_part_in_nothing_more(defe
 
     with pytest.raises(KeyboardInterrupt):
         program()
-    assert not interrupts.is_put_off()
+    assert not interrupts.interrupt_pending()
     assert leaver.failed == "a second Ctrl-C ended a call of the library"
     until(lambda: leaver.notes == [leaver.failed])
 
@@ -230,10 +230,10 @@ def test_who_waits_for_long_gives_way(deferring, monkeypatch):
     monkeypatch.setattr(interrupts, "_in_library", lambda frame: True)
     deferring(signal.SIGINT, None)
     with pytest.raises(KeyboardInterrupt):
-        own.hopeless()
+        own.deadlock_reason()
     assert own.failed.startswith("Ctrl-C came while it waited in ")
     other = FailureReports(own._board, rank=1, world_size=2)
-    assert other.hopeless().startswith("rank 0 has failed: Ctrl-C came while it waited in ")
+    assert other.deadlock_reason().startswith("rank 0 has failed: Ctrl-C came while it waited in ")
 
 
 def test_a_handler_of_the_program_has_its_way():

@@ -65,7 +65,7 @@ def test_the_first_note_stays(clock):
 
 def look(rank):
     """Be in one line of the program."""
-    return rank.hopeless()
+    return rank.deadlock_reason()
 
 
 def test_who_sees_a_standstill_first_tells_the_others():
@@ -79,7 +79,7 @@ def test_who_sees_a_standstill_first_tells_the_others():
         assert [look(first) for _ in range(3)] == [""] * 3, "the other rank has said so once only"
         assert look(second) == look(second) == ""
         why = look(first)
-        first.goes_on()  # its program may do anything after the error, but never waits there again
+        first.record_progress()  # its program may do anything after the error, but never waits there again
         assert look(second) == why == look(first)
         assert all(operation in why for operation in operations)
     finally:
@@ -94,7 +94,7 @@ def test_a_rank_that_goes_on_is_in_no_standstill():
     try:
         for _ in range(6):
             assert look(first) == look(second) == ""
-            second.goes_on()
+            second.record_progress()
     finally:
         first.end(operation)
 

@@ -4,11 +4,11 @@ from itertools import product
 
 import pytest
 import torch
-from shardlite_kernels import cast, cast_reference, dequantise, dequantise_reference, quantise, quantise_reference
+from shardlite_kernels import cast, cast_reference, dequantize, dequantize_reference, quantize, quantize_reference
 
 from tests.kernels.bits import assert_same_bits, pairs
 from tests.kernels.test_cast import DTYPES, NARROW, near_ties
-from tests.kernels.test_quantise import FLOATS, INPUTS, inputs, read, written
+from tests.kernels.test_quantize import FLOATS, INPUTS, inputs, read, written
 
 # The interpreter computes with numpy, which warns where a GPU just makes an infinity or a NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")
@@ -28,13 +28,13 @@ def test_cast(out, source):
 
 
 @pytest.mark.parametrize(("name", "source"), list(product(INPUTS, FLOATS)))
-def test_quantise_and_dequantise(name, source):
+def test_quantize_and_dequantise(name, source):
     x = inputs()[name].to(source)
-    coded = written(x, quantise)
-    for got, expected in zip(coded, written(x, quantise_reference), strict=True):
+    coded = written(x, quantize)
+    for got, expected in zip(coded, written(x, quantize_reference), strict=True):
         assert_same_bits(got, expected)
     for out in FLOATS:
-        assert_same_bits(read(*coded, out, dequantise), read(*coded, out, dequantise_reference))
+        assert_same_bits(read(*coded, out, dequantize), read(*coded, out, dequantize_reference))
 
 
 def test_rows_and_nothing_beyond_them():
@@ -42,10 +42,10 @@ def test_rows_and_nothing_beyond_them():
     codes, scales = memory[:, :96].view(torch.int8), memory[:, 96:99]
     x = torch.randn(3, 96)
     for row in range(3):
-        quantise(codes[row], scales[row], x[row])
+        quantize(codes[row], scales[row], x[row])
     assert (memory[:, 99:] == 77).all()
     out, expected = torch.full((300,), 7.0), torch.empty(288)
-    dequantise(out[:288], codes, scales)
-    dequantise_reference(expected, codes, scales)
+    dequantize(out[:288], codes, scales)
+    dequantize_reference(expected, codes, scales)
     assert_same_bits(out[:288], expected)
     assert (out[288:] == 7).all()

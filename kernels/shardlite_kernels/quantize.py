@@ -15,7 +15,7 @@ The error of an element is at most half a step, which is 1/128 of the largest |x
 A block with a NaN or an infinity has the scale 255 and zeros as codes, and is decoded to NaN as a whole, so that the
 error stays visible. -0 becomes 0.
 
-Bytes per element: from fp32 `quantise` moves 5.03, from bf16 3.03; `dequantise` to fp32 5.03, to bf16 or fp16 3.03.
+Bytes per element: from fp32 `quantize` moves 5.03, from bf16 3.03; `dequantize` to fp32 5.03, to bf16 or fp16 3.03.
 Legend: `S` elements, `W` rows of them.
 """
 
@@ -35,7 +35,7 @@ _CPU_CHUNK = 1 << 16  # elements: temporaries stay in the cache of a core
 
 
 @jit
-def _quantise_kernel(
+def _quantize_kernel(
     codes_ptr: tl.tensor,
     scales_ptr: tl.tensor,
     source_ptr: tl.tensor,
@@ -61,7 +61,7 @@ def _quantise_kernel(
 
 
 @jit
-def _dequantise_kernel(
+def _dequantize_kernel(
     out_ptr: tl.tensor,
     codes_ptr: tl.tensor,
     scales_ptr: tl.tensor,
@@ -86,7 +86,7 @@ def _dequantise_kernel(
     store_rounded(out_ptr, offsets, value, offsets < n, INTERPRET)
 
 
-def quantise(codes: Tensor, scales: Tensor, source: Tensor) -> None:
+def quantize(codes: Tensor, scales: Tensor, source: Tensor) -> None:
     """Encode `source` [S] as `codes` [S], int8, and `scales` [S/32], uint8.
 
     Args:
@@ -103,14 +103,14 @@ def quantise(codes: Tensor, scales: Tensor, source: Tensor) -> None:
     if not use_triton(source):
         chunks = _chunks(codes), _chunks(scales, SCALE_BLOCK), _chunks(source)
         for codes_chunk, scales_chunk, source_chunk in zip(*chunks, strict=True):
-            _quantise_cpu(codes_chunk, scales_chunk, source_chunk)
+            _quantize_cpu(codes_chunk, scales_chunk, source_chunk)
         return
     flags = {"SHARED": SCALE_BLOCK, "INTERPRET": INTERPRET}
-    launch(_quantise_kernel, codes, scales, source, n=source.numel(), block=block_size(source), **flags)
+    launch(_quantize_kernel, codes, scales, source, n=source.numel(), block=block_size(source), **flags)
 
 
-def quantise_reference(codes: Tensor, scales: Tensor, source: Tensor) -> None:
-    """Specification of `quantise`."""
+def quantize_reference(codes: Tensor, scales: Tensor, source: Tensor) -> None:
+    """Specification of `quantize`."""
     _check("quantise", "source", source, codes, scales)
     blocks = source.float().view(-1, SCALE_BLOCK)
     exponent = blocks.abs().amax(1).view(torch.int32) >> 23
@@ -121,7 +121,7 @@ def quantise_reference(codes: Tensor, scales: Tensor, source: Tensor) -> None:
     scales.copy_(exponent)
 
 
-def dequantise(out: Tensor, codes: Tensor, scales: Tensor) -> None:
+def dequantize(out: Tensor, codes: Tensor, scales: Tensor) -> None:
     """Decode `codes` [S] and `scales` [S/32] into `out` [S], which is fp32, bf16 or fp16.
 
     Codes and scales may also be `W` rows, [W, S] and [W, S/32], which need not be adjacent in memory; `out` is then
@@ -133,15 +133,15 @@ def dequantise(out: Tensor, codes: Tensor, scales: Tensor) -> None:
     _check("dequantise", "out", out, codes, scales)
     rows = (codes.view(1, -1), scales.view(1, -1)) if codes.dim() == 1 else (codes, scales)
     if not use_triton(out):
-        _dequantise_cpu(out, *rows)
+        _dequantize_cpu(out, *rows)
         return
     strides = rows[0].shape[1] // SCALE_BLOCK, rows[0].stride(0), rows[1].stride(0)
     flags = {"SHARED": SCALE_BLOCK, "INTERPRET": INTERPRET}
-    launch(_dequantise_kernel, out, *rows, *strides, n=out.numel(), block=block_size(out), **flags)
+    launch(_dequantize_kernel, out, *rows, *strides, n=out.numel(), block=block_size(out), **flags)
 
 
-def dequantise_reference(out: Tensor, codes: Tensor, scales: Tensor) -> None:
-    """Specification of `dequantise`."""
+def dequantize_reference(out: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """Specification of `dequantize`."""
     _check("dequantise", "out", out, codes, scales)
     step = torch.pow(2.0, scales.reshape(-1, 1).double() - 133)
     values = codes.reshape(-1, SCALE_BLOCK).double() * step
@@ -170,7 +170,7 @@ def _check(who: str, name: str, floats: Tensor, codes: Tensor, scales: Tensor) -
         raise ValueError(f"{who}: rows must be contiguous, got strides {codes.stride()} and {scales.stride()}")
 
 
-def _quantise_cpu(codes: Tensor, scales: Tensor, source: Tensor) -> None:
+def _quantize_cpu(codes: Tensor, scales: Tensor, source: Tensor) -> None:
     blocks = source.float().view(-1, SCALE_BLOCK)
     exponent = blocks.abs().amax(1).view(torch.int32) >> 23
     power = torch.where(exponent >= 254, 0x400000, (254 - exponent) << 23).view(torch.float32)
@@ -180,7 +180,7 @@ def _quantise_cpu(codes: Tensor, scales: Tensor, source: Tensor) -> None:
     scales.copy_(exponent)
 
 
-def _dequantise_cpu(out: Tensor, codes: Tensor, scales: Tensor) -> None:
+def _dequantize_cpu(out: Tensor, codes: Tensor, scales: Tensor) -> None:
     for out_row, codes_row, scales_row in zip(out.view(codes.shape), codes, scales, strict=True):
         chunks = _chunks(out_row), _chunks(codes_row), _chunks(scales_row, SCALE_BLOCK)
         for out_chunk, codes_chunk, scales_chunk in zip(*chunks, strict=True):

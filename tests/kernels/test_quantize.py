@@ -1,4 +1,4 @@
-"""`quantise` and `dequantise` on the CPU: the format's promises, and the bits of the references.
+"""`quantize` and `dequantize` on the CPU: the format's promises, and the bits of the references.
 
 The Triton kernels are tested in `interpreted/`.
 """
@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from shardlite_kernels import dequantise, dequantise_reference, quantise, quantise_reference
+from shardlite_kernels import dequantize, dequantize_reference, quantize, quantize_reference
 from torch import Tensor
 
 from tests.kernels.bits import assert_same_bits, pairs
@@ -37,14 +37,14 @@ def inputs() -> dict[str, Tensor]:
 INPUTS = list(inputs())
 
 
-def written(source: Tensor, by=quantise) -> tuple[Tensor, Tensor]:
+def written(source: Tensor, by=quantize) -> tuple[Tensor, Tensor]:
     codes = torch.empty(source.numel(), dtype=torch.int8)
     scales = torch.empty(source.numel() // 32, dtype=torch.uint8)
     by(codes, scales, source)
     return codes, scales
 
 
-def read(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32, by=dequantise) -> Tensor:
+def read(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32, by=dequantize) -> Tensor:
     out = torch.empty(codes.numel(), dtype=dtype)
     by(out, codes, scales)
     return out
@@ -54,9 +54,9 @@ def read(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32, by=d
 def test_both_ways_have_the_bits_of_the_references(name, source, out):
     x = inputs()[name].to(source)
     coded = written(x)
-    for got, expected in zip(coded, written(x, quantise_reference), strict=True):
+    for got, expected in zip(coded, written(x, quantize_reference), strict=True):
         assert_same_bits(got, expected)
-    assert_same_bits(read(*coded, out), read(*coded, out, dequantise_reference))
+    assert_same_bits(read(*coded, out), read(*coded, out, dequantize_reference))
 
 
 @pytest.mark.parametrize(("name", "dtype"), list(product(INPUTS, EXACT)))
@@ -126,8 +126,8 @@ def test_rows_need_not_follow_each_other():
     codes, scales = memory[:, :96].view(torch.int8), memory[:, 96:99]
     x = torch.randn(3, 96)
     for row in range(3):
-        quantise(codes[row], scales[row], x[row])
-    for by in (dequantise, dequantise_reference):
+        quantize(codes[row], scales[row], x[row])
+    for by in (dequantize, dequantize_reference):
         out = torch.empty(3 * 96)
         by(out, codes, scales)
         assert_same_bits(out, torch.cat([read(*written(row)) for row in x]))
@@ -151,11 +151,11 @@ X, Q, S = torch.zeros(64), torch.zeros(64, dtype=torch.int8), torch.zeros(2, dty
 )
 def test_errors_name_what_does_not_fit(floats, codes, scales, message):
     with pytest.raises(ValueError, match=f"^quantise: .*{message}"):
-        quantise(codes, scales, floats)
+        quantize(codes, scales, floats)
     with pytest.raises(ValueError, match=f"^dequantise: .*{message}"):
-        dequantise(floats, codes, scales)
+        dequantize(floats, codes, scales)
 
 
-def test_quantise_writes_one_row():
+def test_quantize_writes_one_row():
     with pytest.raises(ValueError, match="codes must be 1-D"):
-        quantise(Q.view(2, 32), S.view(2, 1), X)
+        quantize(Q.view(2, 32), S.view(2, 1), X)
