@@ -28,6 +28,7 @@ from shardlite.comm.control.failure_reports import FailureReports, SharedBoard
 from shardlite.comm.control.worker import Worker
 from shardlite.comm.streams import _HostWork
 from shardlite.errors import CommError
+from shardlite.weights.all_gather import _Turn
 from tests.support.doomed import JOIN
 from tests.support.models import Residual
 from tests.support.patience import until
@@ -141,15 +142,15 @@ def deferring():
 
 
 def test_it_waits_for_a_call_of_the_library(deferring):
-    work = _HostWork()
+    done = []
 
     def program() -> None:
-        work.run(partial(os.kill, os.getpid(), signal.SIGINT))
+        _Turn([partial(os.kill, os.getpid(), signal.SIGINT), partial(done.append, 1)], lambda: None).run()
         until(lambda: False)
 
     with pytest.raises(KeyboardInterrupt):
         program()
-    work.wait()
+    assert done == [1]
     assert not interrupts.interrupt_pending()
 
 
