@@ -202,7 +202,7 @@ class Leaver:
 
 def test_a_second_one_ends_the_call_and_the_rank_takes_part_in_nothing_more(deferring, monkeypatch):
     leaver = Leaver()
-    monkeypatch.setattr(interrupts, "leavers", lambda: [leaver])
+    monkeypatch.setattr(interrupts, "reporters", lambda: [leaver])
 
     main = threading.main_thread().ident
 
@@ -227,7 +227,7 @@ def test_a_second_one_ends_the_call_and_the_rank_takes_part_in_nothing_more(defe
 
 def test_who_waits_for_long_gives_way(deferring, monkeypatch):
     own = FailureReports(SharedBoard(), rank=0, world_size=2)
-    monkeypatch.setattr(interrupts, "leavers", lambda: [own])
+    monkeypatch.setattr(interrupts, "reporters", lambda: [own])
     monkeypatch.setattr(interrupts, "_in_library", lambda frame: True)
     deferring(signal.SIGINT, None)
     with pytest.raises(KeyboardInterrupt):
