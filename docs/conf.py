@@ -95,6 +95,16 @@ def _resolve(app: Sphinx, env: Any, node: Any, content: nodes.Node) -> nodes.Nod
     return link
 
 
+def _let_long_names_break(app: Sphinx, doctree: nodes.document, page: str) -> None:
+    """Let long names break behind a slash, a colon, a dot or an underscore, which fits them into a narrow column."""
+    for literal in list(doctree.findall(nodes.literal)):
+        text = literal.astext()
+        if app.builder.format == "html" and len(text) > 20:
+            literal.clear()
+            for part in re.findall(r"[^/:._]*(?:/|::?|[._]+|$)", text):
+                literal += [nodes.Text(part), nodes.raw("", "<wbr>", format="html")]
+
+
 def _check_complete(app: Sphinx, env: Any) -> None:
     """Warn, and so fail, if a public name is not on the site or has no docstring."""
     listed = env.domains["py"].objects
@@ -110,4 +120,5 @@ def setup(app: Sphinx) -> None:
     """Connect the above."""
     app.connect("autodoc-process-docstring", _translate, priority=400)  # before napoleon, which reads sections
     app.connect("missing-reference", _resolve)
+    app.connect("doctree-resolved", _let_long_names_break)
     app.connect("env-check-consistency", _check_complete)
