@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 # Groups of tests begin in the order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help demo test test-all lint bench clean
+.PHONY: help demo test test-all lint docs bench clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -31,6 +31,10 @@ help:  ## show this list
 	$(INSTALL) '.[test,lint]'
 	@touch $@
 
+.venv/for-docs: .venv/for-demo
+	$(INSTALL) '.[demo,docs]'
+	@touch $@
+
 demo: .venv/for-demo  ## train a GPT on real text on each GPU, or over 2 ranks (RANKS=4 for more)
 	$(BIN)/shardlite train $(if $(RANKS),--ranks $(RANKS))
 
@@ -45,8 +49,11 @@ lint: .venv/for-lint  ## format check, linter, type checker
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+docs: .venv/for-docs  ## build the site into docs/_build; a warning is an error
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky --quiet docs docs/_build
+
 bench: .venv/for-demo  ## step time and memory beside FSDP2 and DDP; rows go to bench/results
 	$(BIN)/python -m bench.step --ranks $(or $(RANKS),2)
 
-clean:  ## remove the virtual environment and what the demo wrote
-	rm -rf .venv outputs
+clean:  ## remove the virtual environment, the site and what the demo wrote
+	rm -rf .venv docs/_build outputs

@@ -401,7 +401,7 @@ class ShardLite(nn.Module):
         - `copies`: shards as they were before `gathered(writeback=True)`
         - `chunks of a step`: intermediate values of a CPU step; of all models in the process
         - `messages`, `mailboxes`, `pinned memory`: what a transport takes; of all models over the same ranks
-        - `idle context memory`: pages that are kept for the next block
+        - `idle shared memory`: pages that are kept for the next block
 
         `model.ledger.reset_peak()` resets the peaks, but not those of messages, mailboxes and pinned memory.
 

@@ -7,13 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.markdown import ROOT, assert_links_lead_somewhere, blocks
+from tests.support.markdown import PAGES, ROOT, assert_links_lead_somewhere, blocks, made, tables
 from tests.support.scripts import run_script
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 COMPARED = (ROOT / "docs" / "compared.md").read_text()
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
-HEADER = ["behaviour", "FSDP2", "DeepSpeed (ZeRO-3)", "ShardLite"]
+HEADER = ["", "behaviour", "FSDP2", "DeepSpeed (ZeRO-3)", "ShardLite"]
+PROGRAMS, COMPLAINTS = COMPARED.split("## Training programs")[1].split("## Seventy-five complaints")
+ITEM = re.compile(r"^(\d+)\. (.*?)(?=^\d+\. |^### |\Z)", flags=re.DOTALL | re.MULTILINE)
+UNWANTED = re.compile(
+    r"somebody|whoever|as good as|let this be|take note of|said of|there and back|\btells\b", re.IGNORECASE
+)
 
 
 def sections(path: Path) -> list[tuple[str, str]]:
@@ -23,28 +28,29 @@ def sections(path: Path) -> list[tuple[str, str]]:
     return [(f"{path.stem}: {title}", script) for title, script in scripts if script]
 
 
-SCRIPTS = dict(each for path in DOCS for each in sections(path))
+SCRIPTS = dict(each for path in DOCS for each in sections(path) if path.stem != "index")
 
 
-def rows() -> list[list[str]]:
-    """Return the cells of each row of the tables of behaviours."""
-    lines = [line for line in COMPARED.splitlines() if line.startswith("| ")]
-    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
-    return [each for each in cells if each != HEADER and set(each[0]) != {"-"}]
+def cells(text: str) -> list[list[str]]:
+    """Return the cells of each row of the tables in a text, without their headers."""
+    lines = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE).splitlines()
+    rules = {number for number, line in enumerate(lines) if re.fullmatch(r"\|( ?:?-+:? ?\|)+", line)}
+    headers = {number - 1 for number in rules}
+    return [
+        [cell.strip() for cell in line[1:].removesuffix("|").split(" | ")]
+        for number, line in enumerate(lines)
+        if line.startswith("|") and number not in rules | headers
+    ]
 
 
-def complaints() -> list[tuple[int, str]]:
+def items(text: str) -> list[tuple[int, str]]:
     """Return the numbered items, each in one line."""
-    text = COMPARED.split("## Seventy-five complaints")[1]
-    items = re.findall(r"^(\d+)\. (.*?)(?=^\d+\. |^### |\Z)", text, flags=re.DOTALL | re.MULTILINE)
-    return [(int(number), " ".join(item.split())) for number, item in items]
+    return [(int(number), " ".join(item.split())) for number, item in ITEM.findall(text)]
 
 
 def limits() -> list[list[str]]:
     """Return the cells of each row of the tables of limits."""
-    lines = [line for line in (ROOT / "docs" / "limits.md").read_text().splitlines() if line.startswith("| ")]
-    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
-    return [each for each in cells if each[0] != "What a program does"]
+    return cells((ROOT / "docs" / "limits.md").read_text())
 
 
 @cache
@@ -74,42 +80,66 @@ def test_python_blocks_run_on_two_ranks(cluster, tmp_path, title):
     run_script(cluster, script, warnings="default")
 
 
-def test_every_limit_has_a_test():
+def test_every_limit_has_a_reason_a_remedy_and_a_test():
     assert len(limits()) > 25
     for row in limits():
-        assert len(row) == 4, row
-        assert row[0], row
+        assert len(row) == 5, row
+        assert all(row), row
         assert row[1].endswith("."), row
+        assert row[2].endswith("."), row
         assert TEST.search(row[-1]), f"no test shows it: {row[0]}"
 
 
 def test_every_row_has_a_test_for_what_we_say_of_ourselves():
-    assert len(rows()) > 40
-    for row in rows():
+    rows, notes = cells(PROGRAMS), items(PROGRAMS)
+    assert len(rows) > 40
+    assert [int(row[0]) for row in rows] == [number for number, _ in notes] == list(range(1, len(rows) + 1))
+    for row, (_, note) in zip(rows, notes, strict=True):
         assert len(row) == len(HEADER), row
         assert all(row), row
-        assert TEST.search(row[-1]), f"no test shows it: {row[0]}"
+        assert TEST.search(note), f"no test shows it: {row[1]}"
+    assert PROGRAMS.count("| " + " | ".join(HEADER[1:]) + " |") == PROGRAMS.count("\n### ")
 
 
 def test_every_row_has_a_source_for_what_we_say_of_others():
     """Or says that it was tried, or that there is none; only what is the same everywhere needs none."""
-    for row in rows():
-        for cell in row[1:3]:
+    for row in cells(PROGRAMS):
+        for cell in row[2:4]:
             known = (
                 "](http" in cell
                 or "*tried*" in cell
                 or cell == "nothing found"
                 or cell.startswith(("PyTorch's", "As "))
             )
-            assert known, f"{row[0]}: {cell}"
+            assert known, f"{row[1]}: {cell}"
 
 
 def test_all_complaints_are_answered():
-    numbers, items = zip(*complaints(), strict=True)
+    numbers, answers = zip(*items(COMPLAINTS), strict=True)
     assert list(numbers) == list(range(1, 76))
-    for number, item in zip(numbers, items, strict=True):
+    for number, item in zip(numbers, answers, strict=True):
         assert re.match(r"\[[^\]]+\]\(https://", item), f"{number}: no reference first"
         assert TEST.search(item) or "Does not apply" in item, f"{number}: neither a test nor a reason"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_tables_are_made_from_the_rows(path):
+    for source, table in tables(path.read_text()):
+        assert table == made(source), f"{path.name}: run `python -m tests.support.markdown`"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_a_cell_holds_one_sentence(path):
+    for row in cells(path.read_text()):
+        for cell in row:
+            words = re.sub(r"`[^`]*`|\([^()]*\)", "x", re.sub(r"\]\([^)]*\)", "]", cell))
+            assert not re.search(r"[.!?] +[A-Z]", words), f"{path.name}: {cell}"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_the_language_is_plain(path):
+    found = UNWANTED.search(path.read_text())
+    assert found is None, f"{path.name}: {found}"
 
 
 def test_nothing_is_left_to_do():

@@ -4,9 +4,8 @@ import re
 
 import pytest
 
-from bench.support.table import RESULTS, read_rows, render
 from shardlite.apps.cli import main
-from tests.support.markdown import ROOT, assert_links_lead_somewhere, blocks
+from tests.support.markdown import ROOT, assert_links_lead_somewhere, blocks, made, tables
 from tests.support.scripts import run_script, torchrun
 
 README = (ROOT / "README.md").read_text()
@@ -27,8 +26,8 @@ def test_the_first_block_runs_as_it_says(tmp_path):
     torchrun(script, folder=tmp_path)
 
 
-def test_there_are_python_blocks():
-    assert len(BLOCKS) == 3
+def test_there_is_one_python_block():
+    assert len(BLOCKS) == 1
 
 
 def test_make_targets_exist():
@@ -50,7 +49,13 @@ def test_links_lead_somewhere():
     assert_links_lead_somewhere(ROOT / "README.md")
 
 
-def test_the_tables_are_made_from_the_rows():
-    shown = re.search(r"<!-- rows: .*? -->\n(.*?)<!-- end of rows -->", README, flags=re.DOTALL)
-    assert shown is not None
-    assert shown.group(1).strip() == render(read_rows(RESULTS.glob("step-*.jsonl"))).strip()
+def test_each_question_has_one_table():
+    commands = [source.split()[2] for source, _ in tables(README)]
+    assert commands == ["bench.support.table", "bench.footprint", "tests.support.markdown"]
+    for source, table in tables(README):
+        assert table == made(source), "run `python -m tests.support.markdown`"
+        assert "2 cores" in table
+
+
+def test_it_is_short():
+    assert len(README.splitlines()) <= 150

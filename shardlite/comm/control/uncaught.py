@@ -41,7 +41,7 @@ def report_uncaught(reporter: FailureReporter) -> None:
 
 
 def reporters() -> Sequence[FailureReporter]:
-    """Return all registered leavers."""
+    """Return all registered reporters."""
     return list(_reporters)
 
 
