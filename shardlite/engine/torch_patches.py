@@ -50,6 +50,8 @@ def watch(model: OptimizerBridge) -> None:
     """Call the bridge of a model before and after steps of all optimizers that hold any of its shards."""
     for param in model.shards.all_params():
         _models[id(param)] = model
+        if isinstance(param, Shard):
+            param.keeps = model
     _known.clear()  # an optimizer may hold parameters that were sharded just now
 
 

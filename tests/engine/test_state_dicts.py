@@ -1,6 +1,8 @@
 """A state of an optimizer is of the shards that it was saved from: any other is refused, on every rank."""
 
 import copy
+import gc
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -71,7 +73,10 @@ def of_another_rank(group: Any, make: Make, stage: int) -> tuple[dict[str, Any],
 
 def of_another_world_size(group: Any, make: Make, stage: int) -> tuple[dict[str, Any], str]:
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    return trained(alone, make, stage=stage)[1].state_dict(), "of rank 0 of 1 "
+    model, optimizer = trained(alone, make, stage=stage)
+    saved = optimizer.state_dict()  # on one rank the state is that of a whole model once the wrapped one is gone
+    del model
+    return saved, "of rank 0 of 1 "
 
 
 def of_another_stage(group: Any, make: Make, stage: int) -> tuple[dict[str, Any], str]:
@@ -151,3 +156,18 @@ def beside_body(group: Any) -> None:
 
 def test_parameters_beside_the_model(cluster):
     cluster.check(beside_body, 2)
+
+
+def outlived_body(group: Any) -> None:
+    """An optimizer whose wrapped model is dropped still knows what its state is of, and its shards can be copied."""
+    optimizer = trained(group, OPTIMIZERS["ours"], stage=3)[1]
+    gc.collect()
+    assert optimizer.state_dict()["shardlite"]["of"].startswith(f"rank {group.rank()} of 2")
+    shard = optimizer.param_groups[0]["params"][0]
+    assert "keeps" in vars(shard)
+    assert "keeps" not in vars(pickle.loads(pickle.dumps(shard)))
+    assert "keeps" not in vars(copy.deepcopy(shard))
+
+
+def test_an_optimizer_outlives_its_model(cluster):
+    cluster.check(outlived_body, 2)
