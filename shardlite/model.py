@@ -105,7 +105,7 @@ class ShardLite(nn.Module):
             Stage 3 only.
         quantized_gather: `True`: gathers send weights as 8-bit codes, 33 bytes for 32 of them, and ranks compute with
             what these mean, while weights that are trained keep all their digits; or `callable(name, module) -> bool`
-            for each unit (the root's name is empty). Stage 3 only. See `docs/semantics.md`.
+            for each unit (the root's name is empty). Stage 3 only. See `docs/precision.md`.
         group: the ranks to shard over, `None` is the default group; or a `DeviceMesh` with one dimension, or with two,
             (replicate, shard): hybrid sharding. The model is then sharded within each group of the second dimension.
         ignore: modules and parameters that are left alone: each rank trains its own, and nothing is averaged.
@@ -429,9 +429,11 @@ class ShardLite(nn.Module):
     def traffic(self) -> Mapping[str, Mapping[str, Sent]]:
         """Return what this rank has sent since it was wrapped: calls, messages and bytes by unit and purpose.
 
-        Gathers and reductions also tell how long they ran, and how long computation stood still for them. Purposes are
-        `gather`, `reduce`, with hybrid sharding `reduce over replicas`, and `full state`. What concerns the whole
-        model is under `"(no unit)"`. Control messages, by which ranks compare what they wrap, are not counted.
+        Gathers and reductions also have how long they ran, and how long computation waited for them. Purposes of a unit
+        are `gather`, `take part` (a gather that only other ranks need), `reduce`, `reduce over replicas` (hybrid
+        sharding), `used` (in-backward steps) and `full state`. `"(no unit)"` has those of the whole model: `order
+        negotiation`, `gradient flags`, `norm` and others. Control messages, by which ranks compare what they wrap, are
+        not counted.
         """
         return self._context.traffic.by_unit()
 

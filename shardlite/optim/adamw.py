@@ -54,7 +54,7 @@ class AdamW(Optimizer):
             fp32 moments whatever the format, and every format loads it.
         in_backward: step each parameter during the backward, as soon as its gradient is ready. For a wrapped model, one
             kernel does the last addition of a reduction and the step, and no gradient is kept. See
-            `docs/semantics.md` for the restrictions. Call `step()` after the backward as usual; it closes the step.
+            `docs/precision.md` for the restrictions. Call `step()` after the backward as usual; it closes the step.
         max_norm: clip gradients to this global norm inside the step, in registers. Gradients are not modified. If the
             norm comes with the reduction (see `ShardLite.clip_grad_norm_`), this needs no pass over them. `grad_norm`
             is the norm of the latest step. Not allowed with `in_backward`.
