@@ -24,7 +24,7 @@ help:  ## show this list
 	@touch $@
 
 .venv/for-test-all: .venv/for-test
-	$(INSTALL) '.[test,examples]'
+	$(INSTALL) '.[test,examples,docs]'
 	@touch $@
 
 .venv/for-lint: .venv/for-test
