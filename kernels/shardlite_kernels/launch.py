@@ -20,8 +20,6 @@ try:
 except ImportError:
     triton = tl = None
 
-__all__ = ["SCALE_BLOCK", "INTERPRET", "block_size", "constexpr", "jit", "launch", "tl", "use_triton"]
-
 SCALE_BLOCK = 32
 """Number of elements that share an exponent or a row of scalars. Shards are padded to multiples of it."""
 

@@ -10,21 +10,3 @@ from shardlite.build.broadcast_init import broadcast_buffers, broadcast_init, br
 from shardlite.build.meta_init import Init, Initializer
 from shardlite.build.plan import Options, Plan, agree_on_plan, plan_flats
 from shardlite.build.validate import STAGES
-
-__all__ = [
-    "agree_on_plan",
-    "broadcast_buffers",
-    "broadcast_init",
-    "broadcast_values",
-    "build_units",
-    "flats_of",
-    "Init",
-    "Initializer",
-    "Options",
-    "part_of",
-    "placement_of",
-    "Plan",
-    "plan_flats",
-    "STAGES",
-    "validate",
-]

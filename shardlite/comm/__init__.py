@@ -25,37 +25,3 @@ from shardlite.comm.traffic import Sent, Traffic
 from shardlite.comm.transport.base import Transport
 from shardlite.comm.transport.groups import GroupLike, Ranks, ranks_of
 from shardlite.comm.transport.select import choose, connect
-
-__all__ = [
-    "agree",
-    "all_gather",
-    "all_gather_json",
-    "all_reduce",
-    "broadcast",
-    "choose",
-    "connect",
-    "Context",
-    "GroupLike",
-    "identify",
-    "lazy_zeros",
-    "make_queue",
-    "Operation",
-    "Order",
-    "order_of_addition",
-    "Ranks",
-    "ranks_of",
-    "reduce_scatter",
-    "Schedule",
-    "schedule",
-    "Sent",
-    "share",
-    "SPARE",
-    "staging_numel",
-    "StreamQueue",
-    "SUMMABLE",
-    "Traffic",
-    "Transfer",
-    "Transport",
-    "WeightVersion",
-    "Work",
-]

@@ -15,23 +15,3 @@ from shardlite.engine.module_hooks import ModuleHooks
 from shardlite.engine.module_map import needs, param_locations
 from shardlite.engine.optimizer_bridge import InBackwardOptimizer, OptimizerBridge
 from shardlite.engine.uneven_inputs import Batch, Join
-
-__all__ = [
-    "attach_all",
-    "Backward",
-    "Batch",
-    "Buffers",
-    "cast_floats",
-    "FullParameters",
-    "in_backward",
-    "InBackwardOptimizer",
-    "Join",
-    "Mode",
-    "ModuleHooks",
-    "needs",
-    "NO_COPY",
-    "OptimizerBridge",
-    "param_locations",
-    "Shards",
-    "torch_patches",
-]

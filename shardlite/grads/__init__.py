@@ -10,12 +10,3 @@ from shardlite.grads.norm import Clipper
 from shardlite.grads.reduce_scatter import ShardStep
 from shardlite.grads.reducer import Reducer
 from shardlite.grads.skip_step import Skips
-
-__all__ = [
-    "Bucket",
-    "Clipper",
-    "Reducer",
-    "ShardStep",
-    "Skips",
-    "SoloGradientFlags",
-]

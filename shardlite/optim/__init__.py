@@ -4,10 +4,3 @@ In: shards with gradients, or gradients from the last hop of a reduction. Out: s
 """
 
 from shardlite.optim.adamw import AdamW, accumulating, adopt, steps_in_backward
-
-__all__ = [
-    "accumulating",
-    "AdamW",
-    "adopt",
-    "steps_in_backward",
-]

@@ -7,14 +7,3 @@ from shardlite.telemetry.clock import Clock
 from shardlite.telemetry.ledger import Held, Ledger, format_bytes, not_on, process_memory
 from shardlite.telemetry.meter import Meter
 from shardlite.telemetry.trace import Trace
-
-__all__ = [
-    "Clock",
-    "format_bytes",
-    "Held",
-    "Ledger",
-    "Meter",
-    "not_on",
-    "process_memory",
-    "Trace",
-]

@@ -9,17 +9,3 @@ from shardlite.weights.resident import ResidentWeights
 from shardlite.weights.saved_tensors import Call, Calls, pop_hooks, push_hooks
 from shardlite.weights.unshard import Gatherer
 from shardlite.weights.writeback import differs, places, take_over, take_over_all
-
-__all__ = [
-    "Call",
-    "Calls",
-    "differs",
-    "Gatherer",
-    "Gathering",
-    "places",
-    "pop_hooks",
-    "push_hooks",
-    "ResidentWeights",
-    "take_over",
-    "take_over_all",
-]
