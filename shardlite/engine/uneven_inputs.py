@@ -9,24 +9,18 @@ goes on with its last one, and its gradients do not count: they are zero, and th
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardlite.comm import Context, Ranks, all_gather_json, broadcast
 from shardlite.errors import LayoutError
+from shardlite.grads import Reducer
 
 Batch = TypeVar("Batch")
 
 _NOTHING = object()
-
-
-class Weighed(Protocol):
-    """Whose gradients may count or not: the reducers of the models that are trained in a loop."""
-
-    def set_participation(self, *, counts: bool, ranks: int) -> None:
-        """Include this rank's gradients in means, or not, and divide sums by `ranks`."""
 
 
 class Join:
@@ -40,7 +34,7 @@ class Join:
         """Whether this rank has run out, and only keeps the others company."""
 
     def over(
-        self, batches: Iterable[Batch], reducers: Sequence[Weighed], mends: Sequence[Callable[[], None]]
+        self, batches: Iterable[Batch], reducers: Sequence[Reducer], mends: Sequence[Callable[[], None]]
     ) -> Iterator[Batch]:
         """Yield this rank's batches, then its last one until no rank has any more.
 

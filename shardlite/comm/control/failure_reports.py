@@ -11,7 +11,7 @@ to all, none will ever continue. Both cases raise an error at once.
 import logging
 import sys
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from contextlib import suppress
 from threading import get_ident
 from typing import NoReturn, Protocol
@@ -315,18 +315,3 @@ class StoreReports:
 
     def _key(self, rank: int) -> str:
         return f"shardlite/{self._name}/{rank}"
-
-
-class SharedBoard:
-    """A board in the memory of one process."""
-
-    def __init__(self) -> None:
-        self._notes: MutableMapping[int, str] = {}
-
-    def put(self, rank: int, note: str) -> None:
-        """Replace the report of `rank`."""
-        self._notes[rank] = note
-
-    def read(self, rank: int) -> str:
-        """Return the report of `rank`, or `""`."""
-        return self._notes.get(rank, "")

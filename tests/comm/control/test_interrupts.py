@@ -24,11 +24,12 @@ import shardlite.apps.cli
 import shardlite.comm.streams
 from shardlite import AdamW, ShardLite
 from shardlite.comm.control import interrupts
-from shardlite.comm.control.failure_reports import FailureReports, SharedBoard
+from shardlite.comm.control.failure_reports import FailureReports
 from shardlite.comm.control.worker import Worker
 from shardlite.comm.streams import _HostWork
 from shardlite.errors import CommError
 from shardlite.weights.all_gather import _Turn
+from tests.support.boards import SharedBoard
 from tests.support.doomed import JOIN
 from tests.support.models import Residual
 from tests.support.patience import until

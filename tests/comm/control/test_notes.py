@@ -4,8 +4,9 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from shardlite.comm.control import failure_reports
-from shardlite.comm.control.failure_reports import FailureReports, SharedBoard
+from shardlite.comm.control.failure_reports import FailureReports
 from shardlite.errors import CommError
+from tests.support.boards import SharedBoard
 
 
 class Clock:
