@@ -111,6 +111,7 @@ def test_a_stopped_keeper_is_waited_for_once(kept):
     store, keeper = kept
     store.ask(lambda given: given.set("a", "1"), seconds(30))
     os.kill(keeper, signal.SIGSTOP)
+    os.waitpid(keeper, os.WUNTRACED)  # until it is stopped
     with pytest.raises(CommError, match=r"does not answer: the process that keeps it.*\(waited 0.3 s\)"):
         store.ask(lambda given: given.get("a"), LIMIT)
     with pytest.raises(CommError, match=r"cannot be reached$"):
