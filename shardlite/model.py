@@ -551,11 +551,6 @@ class ShardLite(nn.Module):
         self._backward = Backward(self._reducer, gatherer, units)
         self._full = FullParameters(self.module, units, context, gatherer, self._backward.calls)
         self._hooks = ModuleHooks(self._backward, gatherer)
-        if not single_rank:
-            modules = needs(self.module, plan.units, units)
-            self._hooks.install(modules, param_locations(self.module, units), [unit.module for unit in plan.units])
-            attach_all(units, self._hooks, self._reducer)
-        self._backward.catch_gradients()
         solo = SoloGradientFlags(flats, context.device, diagnose=diagnose) if single_rank else None
         nonfinite = solo.nonfinite if solo else self._reducer.nonfinite
         self._bridge = OptimizerBridge(
@@ -569,6 +564,12 @@ class ShardLite(nn.Module):
             gatherer,
             f"rank {context.rank} of {context.world_size} (stage {self.stage})",
         )
+        if not single_rank:
+            modules = needs(self.module, plan.units, units)
+            roots = [unit.module for unit in plan.units]
+            self._hooks.install(modules, param_locations(self.module, units), roots, keeps=self._bridge)
+            attach_all(units, self._hooks, self._reducer)
+        self._backward.catch_gradients()
         torch_patches.watch(self._bridge)
         adopt(shards.by_param(), part_of(units))
 

@@ -55,15 +55,17 @@ class ModuleHooks:
         needs: Mapping[nn.Module, Sequence[Unit]],
         param_locations: Mapping[Unit, Sequence[ParamLocation]],
         roots: Sequence[nn.Module],
+        keeps: object,
     ) -> None:
         """Register the hooks: `needs` has the units that each module uses, `roots` the modules where a unit starts.
 
-        The first of them is the whole model.
+        The first of them is the whole model. What it `keeps` lives as long as the module, also where a program drops
+        the wrapped model.
 
         A compiled function is traced through its modules' hooks. At the root of a unit the graph is broken, since the
         gather must happen before what follows; below it the unit is unsharded already and the hooks vanish.
         """
-        self._needs, self._sites, self._root = needs, param_locations, roots[0]
+        self._needs, self._sites, self._root, self._keeps = needs, param_locations, roots[0], keeps
         self._names = {module: name for root in roots[:1] for name, module in root.named_modules()}
         for module in needs:
             around = _breaking_graphs if module in roots else _unless_compiling

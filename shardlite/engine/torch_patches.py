@@ -50,8 +50,6 @@ def watch(model: OptimizerBridge) -> None:
     """Call the bridge of a model before and after steps of all optimizers that hold any of its shards."""
     for param in model.shards.all_params():
         _models[id(param)] = model
-        if isinstance(param, Shard):
-            param.keeps = model
     _known.clear()  # an optimizer may hold parameters that were sharded just now
 
 
@@ -137,7 +135,9 @@ def _models_of(optimizer: Optimizer) -> list[OptimizerBridge]:
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     known = _known.get(optimizer)
     if known is None or known[0] != count:
-        known = _known[optimizer] = (count, [ref(model) for model in _find(optimizer)])
+        models = _find(optimizer)
+        known = _known[optimizer] = (count, [ref(model) for model in models])
+        vars(optimizer)["_shardlite_models"] = models  # which live as long as an optimizer of their shards
     return _alive(known[1])
 
 

@@ -211,13 +211,6 @@ class Shard(nn.Parameter):
     that the next forward gathers it again.
     """
 
-    keeps: object = None
-    """Lives as long as the shard. An optimizer that outlives the wrapped model still finds it by its shards."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to be pickled."""
-        return {name: value for name, value in self.__dict__.items() if name != "keeps"}
-
     @property
     def data(self) -> Tensor:
         """The shard, without its history: a view that shares its version counter."""

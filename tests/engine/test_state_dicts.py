@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -159,14 +158,10 @@ def test_parameters_beside_the_model(cluster):
 
 
 def outlived_body(group: Any) -> None:
-    """An optimizer whose wrapped model is dropped still knows what its state is of, and its shards can be copied."""
+    """An optimizer whose wrapped model is dropped still knows what its state is of."""
     optimizer = trained(group, OPTIMIZERS["ours"], stage=3)[1]
     gc.collect()
     assert optimizer.state_dict()["shardlite"]["of"].startswith(f"rank {group.rank()} of 2")
-    shard = optimizer.param_groups[0]["params"][0]
-    assert "keeps" in vars(shard)
-    assert "keeps" not in vars(pickle.loads(pickle.dumps(shard)))
-    assert "keeps" not in vars(copy.deepcopy(shard))
 
 
 def test_an_optimizer_outlives_its_model(cluster):
