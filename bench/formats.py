@@ -6,8 +6,8 @@ writes `bench/results/formats-gpt.jsonl`, one JSON object for each run. All runs
 `ShardLite` on one rank. How much chance there is in a loss is measured on exact runs: from weights that differ by
 2^-22, relative, and from weights that were drawn anew.
 
-A format is as good as exact if its loss differs from that of the exact run, which starts from the same weights, by no
-more than `chance`: the standard deviation of the losses of exact runs that start from different weights. Two of those
+A format passes if its loss differs from that of the exact run, which starts from the same weights, by no more than
+`chance`: the standard deviation of the losses of exact runs that start from different weights. Two of those
 differ by more than that in half of all cases (by `sqrt(2)` standard deviations in the mean square), so to notice such a
 difference between two formats takes 16 runs of each (two-sided, 5 %, power 80 %: `2 * (1.96 + 0.84)^2`).
 

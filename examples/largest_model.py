@@ -128,7 +128,7 @@ def judged(losses: Sequence[float], peak: int) -> Outcome:
 
 
 def ran_out(error: BaseException | None) -> bool:
-    """Whether memory was what failed, also if somebody has wrapped the error since (NCCL raises one of its own)."""
+    """Whether memory was what failed, also inside another error raised from it (NCCL has one of its own)."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError | TooMuch) or "out of memory" in str(error):
             return True

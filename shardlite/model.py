@@ -554,15 +554,15 @@ class ShardLite(nn.Module):
         solo = SoloGradientFlags(flats, context.device, diagnose=diagnose) if single_rank else None
         nonfinite = solo.nonfinite if solo else self._reducer.nonfinite
         self._bridge = OptimizerBridge(
-            shards,
-            Skips(nonfinite, context.device, context.rank, warns=not diagnose),
-            Clipper(flats, context, self._reducer.reduced_norm),
-            context,
-            self._in_backward,
-            self._backward,
-            self._hooks,
-            gatherer,
-            f"rank {context.rank} of {context.world_size} (stage {self.stage})",
+            shards=shards,
+            skips=Skips(nonfinite, context.device, context.rank, warns=not diagnose),
+            clipper=Clipper(flats, context, self._reducer.reduced_norm),
+            context=context,
+            in_backward=self._in_backward,
+            backward=self._backward,
+            hooks=self._hooks,
+            gatherer=gatherer,
+            place=f"rank {context.rank} of {context.world_size} (stage {self.stage})",
         )
         if not single_rank:
             modules = needs(self.module, plan.units, units)

@@ -5,7 +5,7 @@ few steps. Any system may be twice as far from the exact result as `DistributedD
 
     |got - exact| <= 2 |ddp - exact| + slack
 
-The rounding of one system is as good as that of another, but is not the same; an error in scale, order, averaging or
+The systems round differently, and none is preferred; an error in scale, order, averaging or
 weight decay is larger by orders of magnitude. `slack` is what rounding the exact result once to fp32 costs, for DDP may
 be exact by chance; for a loss, which is a mean of `n` terms, it is what adding them in pairs costs.
 """

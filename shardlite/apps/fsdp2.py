@@ -113,18 +113,30 @@ class Installed:
             part.set(*part.before)
 
 
-class RingAllGather:
-    """FSDP2's `AllGather`: gather every rank's shard of one module's parameters, [S], into [W*S]."""
+class _RingCollective:
+    """What both collectives of one module have."""
+
+    _kind: str
 
     def __init__(self, whose: str, ways: "Connections", group: dist.ProcessGroup) -> None:
-        self._label = f"all-gather of {whose}"
+        self._label = f"{self._kind} of {whose}"
         self._ways = ways
         self._group = group
         self._sequence = 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a new buffer to gather into. A shard is written to its own place in it."""
+        """Return a new buffer: to gather into, for gradients, or for a shard of their sum."""
         return self._ways.empty(prod(size), dtype, self._group, device)
+
+    def _next_operation(self) -> Operation:
+        self._sequence += 1
+        return Operation(self._label, self._sequence)
+
+
+class RingAllGather(_RingCollective):
+    """FSDP2's `AllGather`: gather every rank's shard of one module's parameters, [S], into [W*S]."""
+
+    _kind = "all-gather"
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -141,8 +153,7 @@ class RingAllGather:
         own = _own_place(self._label, output_tensor, input_tensor, transport)
         if own.data_ptr() != input_tensor.data_ptr():
             own.copy_(input_tensor)
-        self._sequence += 1
-        operation = Operation(self._label, self._sequence)
+        operation = self._next_operation()
 
         def gather() -> None:
             all_gather(output_tensor, transport, operation=operation)
@@ -150,18 +161,10 @@ class RingAllGather:
         return self._ways.run(gather, transport, output_tensor.device, beside=async_op)
 
 
-class RingReduceScatter:
+class RingReduceScatter(_RingCollective):
     """FSDP2's `ReduceScatter`: reduce all ranks' gradients of one module, [W*S], to the sum or mean of a shard, [S]."""
 
-    def __init__(self, whose: str, ways: "Connections", group: dist.ProcessGroup) -> None:
-        self._label = f"reduce-scatter of {whose}"
-        self._ways = ways
-        self._group = group
-        self._sequence = 0
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a new buffer for gradients, or for a shard of their sum."""
-        return self._ways.empty(prod(size), dtype, self._group, device)
+    _kind = "reduce-scatter"
 
     def __call__(
         self,
@@ -183,8 +186,7 @@ class RingReduceScatter:
         transport = self._ways.connect(group, input_tensor.device)
         _own_place(self._label, input_tensor, output_tensor, transport)
         factor, divisor = _scales(self._label, op, transport.world_size)
-        self._sequence += 1
-        operation = Operation(self._label, self._sequence)
+        operation = self._next_operation()
 
         def reduce() -> None:
             if factor != 1:

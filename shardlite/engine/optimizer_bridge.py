@@ -1,6 +1,7 @@
 """What a wrapped model does when an optimizer steps its shards or clips their gradients, after or inside a backward."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakSet, ref
 
@@ -108,34 +109,23 @@ class InBackwardOptimizer:
             )
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class OptimizerBridge:
     """What optimizers touch of one wrapped model."""
 
-    def __init__(
-        self,
-        shards: Shards,
-        skips: Skips,
-        clipper: Clipper,
-        context: Context,
-        in_backward: InBackwardOptimizer,
-        backward: Backward,
-        hooks: ModuleHooks,
-        gatherer: Gathering,
-        place: str,
-    ) -> None:
-        """`place` names this rank, how many there are, and the stage."""
-        self.shards = shards
-        self.skips = skips
-        self.clipper = clipper
-        self.context = context
-        self.in_backward = in_backward
-        self.gatherer = gatherer
-        self.place = place
-        self.optimizers: WeakSet[Optimizer] = WeakSet()
-        """Those that have stepped the model."""
+    shards: Shards
+    skips: Skips
+    clipper: Clipper
+    context: Context
+    in_backward: InBackwardOptimizer
+    backward: Backward
+    hooks: ModuleHooks
+    gatherer: Gathering
+    place: str
+    """Which rank of how many this is, and at which stage."""
 
-        self._backward = backward
-        self._hooks = hooks
+    optimizers: WeakSet[Optimizer] = field(default_factory=WeakSet)
+    """Those that have stepped the model."""
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Raise if a step would be a wrong one, and make it change nothing if gradients are not finite.
@@ -144,9 +134,9 @@ class OptimizerBridge:
             PhaseError: gradients are not what a step needs, or were stepped by inside the backward.
         """
         self.optimizers.add(optimizer)
-        self._hooks.reset()
+        self.hooks.reset()
         graded = any(shard.grad is not None for shard in self.shards)
-        self._backward.check_step(graded=graded, inside=self.in_backward.optimizer() is not None)
+        self.backward.check_step(graded=graded, inside=self.in_backward.optimizer() is not None)
         if not getattr(optimizer, "in_backward", False):
             self.in_backward.refuse(f"a step of {type(optimizer).__name__}")
         self.in_backward.announce_change()

@@ -42,8 +42,8 @@ _models: "WeakValueDictionary[int, OptimizerBridge]" = WeakValueDictionary()
 """The model of each shard, and of each parameter that was sharded, by its id. A model keeps its parameters alive, so an
 id is that of another object only once the entry is gone."""
 
-_known: "WeakKeyDictionary[Optimizer, tuple[int, list[ref[OptimizerBridge]]]]" = WeakKeyDictionary()
-"""For each optimizer the number of its parameters when they were looked up last, and the models that were found."""
+_known: "WeakKeyDictionary[Optimizer, int]" = WeakKeyDictionary()
+"""For each optimizer the number of its parameters when its models were looked up last."""
 
 
 def watch(model: OptimizerBridge) -> None:
@@ -133,12 +133,11 @@ def _after(optimizer: Optimizer, *_: Any) -> None:
 def _models_of(optimizer: Optimizer) -> list[OptimizerBridge]:
     """Return the wrapped models that an optimizer steps, looked up again when its parameters or the models change."""
     count = sum(len(group["params"]) for group in optimizer.param_groups)
-    known = _known.get(optimizer)
-    if known is None or known[0] != count:
-        models = _find(optimizer)
-        known = _known[optimizer] = (count, [ref(model) for model in models])
-        vars(optimizer)["_shardlite_models"] = models  # which live as long as an optimizer of their shards
-    return _alive(known[1])
+    if _known.get(optimizer) != count:
+        vars(optimizer)["_shardlite_models"] = _find(optimizer)  # they live as long as the optimizer
+        _known[optimizer] = count
+    models: list[OptimizerBridge] = vars(optimizer)["_shardlite_models"]
+    return models
 
 
 def _find(optimizer: Optimizer) -> list[OptimizerBridge]:

@@ -1,6 +1,6 @@
 """The narrow state formats train a small GPT to the loss that exact state trains it to, as far as chance lets one see.
 
-`bench.formats` says what is trained, and by which criterion a format is as good as exact.
+`bench.formats` says what is trained, and by which criterion a format passes.
 """
 
 from pathlib import Path

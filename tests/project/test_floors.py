@@ -103,7 +103,8 @@ def test_every_room_says_what_comes_in_and_what_goes_out_and_where_to_begin():
 
 def test_no_imports_go_in_a_circle():
     """An `__init__` may import the files of its room, which import each other by their own names."""
-    TopologicalSorter({name: set(ours(path)) - {name} for name, path in MODULES.items()}).prepare()
+    imports = {name: set(ours(path)) - {name} for name, path in MODULES.items()}
+    assert set(TopologicalSorter(imports).static_order()) >= set(MODULES)  # a circle has no order: it raises
 
 
 def test_rooms_are_small():
