@@ -21,7 +21,7 @@ from torch import Tensor
 from bench.support.check import UNIT_ROUNDOFF, ResultError
 from shardlite.comm import collectives
 from shardlite.comm.schedule import IN_RING_ORDER, Algorithm
-from shardlite.comm.traffic import Counted, Tally
+from shardlite.comm.traffic import Tally
 from shardlite.comm.transport.base import Transport
 from shardlite.comm.transport.select import connect
 from shardlite.config import Route, TransportName
@@ -134,7 +134,7 @@ def cases(systems: Sequence[System], numel: int, group: dist.ProcessGroup) -> li
         staging = full.new_empty(collectives.staging_numel(numel, transport, full.dtype))
         for operation in OPERATIONS:
             tally = Tally()
-            call = _of_ours(operation, full, shard, staging, _FirstCounted(transport, tally))
+            call = _of_ours(operation, full, shard, staging, transport, tally)
             made.append(Case(system, operation, group, brought, full, shard, call, tally))
     return made
 
@@ -158,24 +158,18 @@ def _of_gloo(operation: Operation, full: Tensor, shard: Tensor, group: dist.Proc
 
 
 def _of_ours(
-    operation: Operation, full: Tensor, shard: Tensor, staging: Tensor, transport: _FirstCounted
+    operation: Operation, full: Tensor, shard: Tensor, staging: Tensor, transport: Transport, tally: Tally
 ) -> Callable[[], object]:
+    """Return a call of a collective. Its first call counts messages, which takes time; the others do not."""
+    first = iter([collectives.Operation(tally=tally)])
+
+    def name() -> collectives.Operation:
+        return next(first, collectives.UNNAMED)
+
     match operation:
         case "all-gather":
-            return lambda: collectives.all_gather(full, transport())
+            return lambda: collectives.all_gather(full, transport, operation=name())
         case "reduce-scatter":
-            return lambda: collectives.reduce_scatter(full, transport(), out=shard, staging=staging)
+            return lambda: collectives.reduce_scatter(full, transport, out=shard, staging=staging, operation=name())
         case "all-reduce":
-            return lambda: collectives.all_reduce(full, transport(), staging=staging)
-
-
-class _FirstCounted:
-    """Gives a transport: the first time one that counts, then the plain one, whose calls take less."""
-
-    def __init__(self, transport: Transport, tally: Tally) -> None:
-        self._plain = transport
-        self._counted: Transport | None = Counted(transport, tally)
-
-    def __call__(self) -> Transport:
-        given, self._counted = self._counted or self._plain, None
-        return given
+            return lambda: collectives.all_reduce(full, transport, staging=staging, operation=name())

@@ -58,8 +58,9 @@ def broadcast_values(
                 for param, view in flat.views(whole):
                     view.copy_(value(param))
             sent(flat)
-            for transport in context.counted("values"):
-                broadcast(whole, transport, operation=context.operation(f"the values of unit {unit.name!r}, flat {i}"))
+            operation = context.operation(f"the values of unit {unit.name!r}, flat {i}", "values")
+            for transport in context.transports:
+                broadcast(whole, transport, operation=operation)
             if not direct:
                 flat.keep(flat.own_part(whole))
             del whole  # before the next one is allocated
@@ -73,7 +74,8 @@ def broadcast_buffers(module: nn.Module, context: Context) -> None:
     with torch.no_grad():
         for name, buffer in module.named_buffers():
             flat = buffer.detach().reshape(-1).clone()
-            for transport in context.counted("buffers"):
-                broadcast(flat, transport, operation=context.operation(f"buffer {name!r}"))
+            operation = context.operation(f"buffer {name!r}", "buffers")
+            for transport in context.transports:
+                broadcast(flat, transport, operation=operation)
             if not torch.equal(flat.view(buffer.shape), buffer):
                 buffer.copy_(flat.view(buffer.shape))

@@ -25,6 +25,7 @@ from shardlite.comm.chunking import CHUNK_BYTES, Cut, chunk_numel, cut_up, split
 from shardlite.comm.control.failure_reports import FailureReports
 from shardlite.comm.executor import Channel, Chunk, LastHop, run_all_reduce, run_gather, run_reduce
 from shardlite.comm.schedule import IN_RING_ORDER, Schedule
+from shardlite.comm.traffic import Tally
 from shardlite.comm.transport.base import Transport
 from shardlite.errors import CommError, LayoutError
 
@@ -51,6 +52,9 @@ class Operation(NamedTuple):
     during: str = ""
     """Detail for error messages. It is not part of the name: ranks may differ in it."""
 
+    tally: Tally | None = None
+    """Counts the messages that this rank sends."""
+
     def tag(self, full: Tensor, cuts: Sequence[int] = (), algorithm: str = "") -> int:
         """Return a message tag shared only by ranks that run the same operation on a like buffer in the same way.
 
@@ -60,6 +64,10 @@ class Operation(NamedTuple):
         """
         what = f"{self.label}\n{self.sequence}\n{full.dtype}\n{full.numel()}\n{list(cuts)}\n{algorithm}"
         return crc32(what.encode()) & 0x7FFFFFFF
+
+    def channel(self, transport: Transport, full: Tensor, cuts: Sequence[int] = (), algorithm: str = "") -> Channel:
+        """Return the links of this rank in the operation."""
+        return Channel(transport, self.tag(full, cuts, algorithm), self.tally)
 
 
 UNNAMED = Operation()
@@ -115,9 +123,9 @@ def all_gather(
     if transport.world_size == 1:
         return
     with _Named(operation, full):
-        links = Channel(transport, operation.tag(full, cut.offsets, transport.algorithm))
+        channel = operation.channel(transport, full, cut.offsets, transport.algorithm)
         plan = schedule.all_gather(transport.algorithm, transport.world_size, node=transport.node)
-        run_gather(links, plan, cut.of(full, plan.parts))
+        run_gather(channel, plan, cut.of(full, plan.parts))
 
 
 def reduce_scatter(
@@ -180,8 +188,8 @@ def reduce_scatter(
     in_out = as_ring and staging is None and last is None and cut.even and shard.dtype == full.dtype
     slots = cut.chunks(shard) if in_out and _apart(shard, full) else _slots(full, cut, plan, transport, staging)
     with _Named(operation, full):
-        links = Channel(transport, operation.tag(full, cut.offsets, transport.algorithm))
-        run_reduce(links, plan, cut.of(full, plan.parts), last or _into(shard, divisor, stats), slots)
+        channel = operation.channel(transport, full, cut.offsets, transport.algorithm)
+        run_reduce(channel, plan, cut.of(full, plan.parts), last or _into(shard, divisor, stats), slots)
     return shard
 
 
@@ -209,7 +217,7 @@ def all_reduce(
         _check_arithmetic(full, divisor)
         cut = cut_up("reduce-scatter", full.numel(), full.dtype, transport, cuts, chunk_bytes)
         with _Named(operation, full):
-            run_all_reduce(Channel(transport, operation.tag(full, cut.offsets, "whole")), full, cut.bounds, divisor)
+            run_all_reduce(operation.channel(transport, full, cut.offsets, "whole"), full, cut.bounds, divisor)
         return
     # Both halves may share a tag: on each link all messages of the first are posted before those of the second.
     reduce_scatter(
@@ -247,7 +255,7 @@ def broadcast(
     chunks = split(full, chunk_numel(full.dtype, chunk_bytes))
     with _Named(operation, full):
         chain = schedule.broadcast(world_size, source, parts=len(chunks))
-        run_gather(Channel(transport, operation.tag(full)), chain, lambda _, part: [Chunk(0, chunks[part])])
+        run_gather(operation.channel(transport, full), chain, lambda _, part: [Chunk(0, chunks[part])])
 
 
 def _is_at_once(full: Tensor, transport: Transport) -> bool:

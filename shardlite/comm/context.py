@@ -3,12 +3,12 @@
 In: ranks, a device and a route. Out: connections, names of operations and queues. Knows nothing of units.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from itertools import count
 from math import prod
 
 import torch
@@ -22,7 +22,7 @@ from shardlite.comm.control.process import Owner
 from shardlite.comm.control.progress import Progress
 from shardlite.comm.control.uncaught import report_uncaught
 from shardlite.comm.streams import StreamQueue, make_queue
-from shardlite.comm.traffic import Traffic
+from shardlite.comm.traffic import NO_UNIT, Traffic
 from shardlite.comm.transport.base import Transport
 from shardlite.comm.transport.groups import Ranks
 from shardlite.comm.transport.select import connect, connect_hosts
@@ -82,53 +82,53 @@ class Context:
     ledger: Ledger
     traffic: Traffic
     owner: Owner = field(default_factory=Owner)
-    _flags: Iterator[int] = field(default_factory=count)
-    _exchanges: Iterator[int] = field(default_factory=count)
+    _numbers: Counter[str] = field(default_factory=Counter)
 
-    def operation(self, what: str, sequence: int = 0, *, at_any_step: bool = False, during: str = "") -> Operation:
-        """Name an operation of this model at its current step; `during` is a detail for error messages.
+    def operation(
+        self, what: str, purpose: str, unit: str = NO_UNIT, *, at_any_step: bool = False, during: str = ""
+    ) -> Operation:
+        """Name an operation of this model at its current step.
 
         So models do not receive each other's messages, nor do ranks of which one has skipped a step. With
-        `at_any_step`, ranks at different steps meet, which reveals the difference.
+        `at_any_step`, ranks at different steps meet, which reveals the difference. Operations called `what` are
+        numbered. Their traffic is counted by `unit` and `purpose`. `during` is a detail for error messages.
 
         Raises:
             CommError: this is a forked child, which cannot take part.
         """
         self.owner.check()
         when = "" if at_any_step else f" at step {self.version.number}"
-        return Operation(f"{what} of model {self.instance}{when}", sequence, self.reports, during)
+        self._numbers[what] += 1
+        label, tally = f"{what} of model {self.instance}{when}", self.traffic.tally(purpose, unit)
+        return Operation(label, self._numbers[what], self.reports, during, tally)
 
     @property
     def transports(self) -> list[Transport]:
         """The transports that together reach every rank when used one after the other."""
         return [self.transport] if self.replicas is None else [self.transport, self.replicas]
 
-    def counted(self, purpose: str) -> list[Transport]:
-        """Return `transports` with their traffic counted under `purpose`."""
-        return [self.traffic.counted(transport, purpose) for transport in self.transports]
-
-    def all_reduce_host(self, numbers: Tensor, purpose: str, operation: Operation) -> None:
+    def all_reduce_host(self, numbers: Tensor, operation: Operation) -> None:
         """Sum `numbers` [n] on the CPU over all ranks, replicas included, in place, through the host transports."""
         for transport in self.hosts:
             if transport is not None:
-                all_reduce(numbers, self.traffic.counted(transport, purpose), operation=operation)
+                all_reduce(numbers, transport, operation=operation)
 
-    def all_reduce_numbers(self, numbers: Tensor, purpose: str, operation: Operation) -> None:
+    def all_reduce_numbers(self, numbers: Tensor, operation: Operation) -> None:
         """Sum `numbers` [n] over all ranks, replicas included, in place."""
-        for transport in self.counted(purpose):
+        for transport in self.transports:
             all_reduce(numbers, transport, operation=operation)
 
     def on_any_rank(self, flag: Tensor) -> Tensor:
         """Return whether `flag` [] is above 0 on any rank, as 0 or 1. Collective: every rank must call it."""
         ranks = flag.reshape(1).clone()
-        self.all_reduce_numbers(ranks, "flags", self.operation("a flag of any rank", next(self._flags)))
+        self.all_reduce_numbers(ranks, self.operation("a flag of any rank", "flags"))
         return (ranks[0] > 0).to(flag.dtype)
 
     def all_gather_int(self, number: int, what: str) -> list[int]:
         """Return the numbers of all ranks. Collective: errors name it by `what` if a rank does not call it."""
         ranks = torch.zeros(self.world_size, dtype=torch.int64)
         ranks[self.rank] = number
-        self.all_reduce_host(ranks, what, self.operation(what, next(self._exchanges)))
+        self.all_reduce_host(ranks, self.operation(what, what))
         return ranks.tolist()
 
     @cached_property

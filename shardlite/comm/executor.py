@@ -15,6 +15,7 @@ from shardlite_kernels import hop
 from torch import Tensor
 
 from shardlite.comm.schedule import Arrival, Program, Schedule
+from shardlite.comm.traffic import Tally
 from shardlite.comm.transport.base import Loan, Message, Pending, Transport
 
 BLOCK = 1 << 17
@@ -52,9 +53,13 @@ class Channel(NamedTuple):
 
     transport: Transport
     tag: int
+    tally: Tally | None = None
+    """Counts what is sent, if not `None`."""
 
     def send(self, chunk: Tensor, peer: int) -> Pending:
-        """Start sending one chunk."""
+        """Start sending one chunk, and count it."""
+        if self.tally is not None:
+            self.tally.add(chunk)
         return self.transport.isend(chunk, peer, self.tag)
 
     def receive(self, chunk: Tensor, peer: int) -> Pending:
@@ -69,6 +74,9 @@ class Channel(NamedTuple):
         """Send and receive chunks, each with a peer, in one exchange, and wait for all."""
         messages = [Message(chunk, peer, outgoing=False) for chunk, peer in arriving]
         messages += [Message(chunk, peer, outgoing=True) for chunk, peer in departing]
+        if self.tally is not None:
+            for chunk, _ in departing:
+                self.tally.add(chunk)
         if messages:
             self.transport.exchange(messages, self.tag).wait()
 
@@ -86,9 +94,7 @@ def run_gather(channel: Channel, schedule: Schedule, pieces: Pieces) -> None:
         [(chunk, channel.receive(chunk, arrival.sources[0])) for _, chunk in pieces(arrival.segment, arrival.part)]
         for arrival in program.arrivals
     ]
-    outgoing = []
-    for chunk, peer in _departing(program, pieces):
-        outgoing.append(channel.transport.isend(chunk, peer, channel.tag))
+    outgoing = [channel.send(chunk, peer) for chunk, peer in _departing(program, pieces)]
     for arrival, messages in zip(program.arrivals, incoming, strict=True):
         for chunk, message in messages:
             message.wait()
@@ -114,9 +120,7 @@ def run_reduce(channel: Channel, schedule: Schedule, pieces: Pieces, last: LastH
         for source in arrival.sources
     ]
     inbox = _Loans(channel, wanted, slots) if channel.transport.lends else _Slots(channel, wanted, slots)
-    outgoing = []
-    for chunk, peer in _departing(program, pieces):
-        outgoing.append(channel.transport.isend(chunk, peer, channel.tag))
+    outgoing = [channel.send(chunk, peer) for chunk, peer in _departing(program, pieces)]
     for arrival, finish in _finishers(program, rank, last):
         for start, own in pieces(arrival.segment, arrival.part):
             inbox.add(len(arrival.sources), start, own, finish)

@@ -6,10 +6,8 @@ reductions have separate queues, so that neither waits for the other. Only this 
 
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from queue import SimpleQueue
-from threading import Thread, current_thread, main_thread
+from threading import Lock, Thread, current_thread, main_thread
 from time import monotonic, sleep
 from typing import Protocol
 
@@ -50,8 +48,8 @@ class Work(Protocol):
 class StreamQueue(Protocol):
     """Runs operations one after the other."""
 
-    def submit(self, operation: Callable[[], None]) -> Work:
-        """Queue `operation`. It starts after the operations before it and the caller's computation so far."""
+    def submit(self, *operations: Callable[[], None]) -> Work:
+        """Queue `operations`. They start after those before them and the caller's computation so far."""
 
 
 def make_queue(name: str, device: torch.device, *, blocking: bool, watch: FailureReports | None = None) -> StreamQueue:
@@ -73,21 +71,22 @@ class _HostWork:
 
     def __init__(self, watch: FailureReports | None = None, owner: Owner | None = None) -> None:
         self._owner = owner or Owner()
-        self._outcome: Future[None] = Future()
-        self._is_over = False
         self._watch = watch
+        self._is_over = False
+        self._error: BaseException | None = None
+        self._running = Lock()  # held until the operation is over; an `Event` or a `Future` costs several times as much
+        self._running.acquire()
 
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
         self._check_owner()
         if meanwhile is not None and not self._ends_within(_LONGEST):
             meanwhile()
-        watch = self._watch
-        while watch is not None and not self._ends_within(SLOW):
-            self._check(watch)
-        self._outcome.result()
+        while not self._ends_within(SLOW):
+            self._check()
+        self._raise_error()
 
     def done(self) -> bool:
-        return self._is_over  # `Future.done` takes a lock
+        return self._is_over
 
     def wait_unless(self, obsolete: Callable[[], bool]) -> bool:
         self._check_owner()
@@ -97,10 +96,10 @@ class _HostWork:
                 break
             if obsolete():
                 return False
-            if self._watch is not None and monotonic() > slow:
+            if monotonic() > slow:
                 slow = monotonic() + SLOW
-                self._check(self._watch)
-        self._outcome.result()
+                self._check()
+        self._raise_error()
         return True
 
     def _check_owner(self) -> None:
@@ -110,32 +109,38 @@ class _HostWork:
 
     def _ends_within(self, seconds: float) -> bool:
         """Wait for success or failure, for `seconds` at most."""
-        try:
-            self._outcome.result(seconds)
-        except FutureTimeoutError:
-            return self._is_over  # the operation itself may have raised a timeout
-        except BaseException:
-            if not self._is_over:  # Ctrl-C
-                raise
+        if not self._is_over:
+            if not self._running.acquire(timeout=seconds):
+                return False
+            self._running.release()  # for other threads that wait
         if self._watch is not None:
             self._watch.record_progress()
         return True
 
-    def _check(self, watch: FailureReports) -> None:
+    def _check(self) -> None:
         """Raise if this rank will never continue."""
-        if not self._is_over and (why := watch.deadlock_reason()):
+        watch = self._watch
+        if watch is not None and not self._is_over and (why := watch.deadlock_reason()):
             watch.abort_wait(why)
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            try:
+                raise self._error
+            finally:
+                del self  # or the traceback would hold this frame, which holds the error, until garbage is collected
 
     def __enter__(self) -> None:
         """Run the operation in this block. Its outcome becomes that of the work."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
+        self._error = error
         self._is_over = True  # before waiting threads continue
-        if error is None:
-            self._outcome.set_result(None)
-        else:
-            self._outcome.set_exception(error)
+        self._running.release()
         return True
+
+
+_Job = tuple[_HostWork, tuple[Callable[[], None], ...]]
 
 
 class ThreadQueue:
@@ -147,27 +152,25 @@ class ThreadQueue:
     def __init__(self, name: str, watch: FailureReports | None = None) -> None:
         self._owner = Owner()
         self._watch = watch
-        self._queue: SimpleQueue[tuple[_HostWork, Callable[[], None]] | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         # Neither the thread nor the finalizer references the queue, which would otherwise never be collected.
         thread = Thread(target=_work_off, args=(self._queue,), name=f"shardlite-{name}", daemon=True)
         thread.start()
         weakref.finalize(self, _end, self._queue, thread, watch)
 
-    def submit(self, operation: Callable[[], None]) -> Work:
-        """Queue `operation`. It starts after the operations before it.
+    def submit(self, *operations: Callable[[], None]) -> Work:
+        """Queue `operations`. They start after those before them. If one fails, those behind it are not run.
 
         Raises:
             CommError: this is a forked child, which does not have the thread.
         """
         self._owner.check()
         work = _HostWork(self._watch, self._owner)
-        self._queue.put((work, operation))
+        self._queue.put((work, operations))
         return work
 
 
-def _end(
-    queue: "SimpleQueue[tuple[_HostWork, Callable[[], None]] | None]", thread: Thread, watch: FailureReports | None
-) -> None:
+def _end(queue: "SimpleQueue[_Job | None]", thread: Thread, watch: FailureReports | None) -> None:
     """Stop the thread and join it: the interpreter must not shut down while it runs."""
     queue.put(None)
     if thread is current_thread():
@@ -179,13 +182,14 @@ def _end(
         thread.join(_FAREWELL)
 
 
-def _work_off(queue: "SimpleQueue[tuple[_HostWork, Callable[[], None]] | None]") -> None:
+def _work_off(queue: "SimpleQueue[_Job | None]") -> None:
     with torch.no_grad():
         while (job := queue.get()) is not None:
-            work, operation = job
+            work, operations = job
             with work:
-                operation()
-            del work, operation, job  # or the last operation's buffers would live until the next one
+                for operation in operations:
+                    operation()
+            del work, operation, operations, job  # or the last operation's buffers would live until the next one
 
 
 class CudaStreamQueue:
@@ -201,15 +205,16 @@ class CudaStreamQueue:
         self._thread = thread
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
-    def submit(self, operation: Callable[[], None]) -> Work:
-        """Queue `operation` behind the work submitted to the current stream so far."""
+    def submit(self, *operations: Callable[[], None]) -> Work:
+        """Queue `operations` behind the work submitted to the current stream so far."""
         begin = torch.cuda.current_stream(self._device).record_event()
         end = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
         def on_stream() -> None:
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.no_grad():
                 self._stream.wait_event(begin)
-                operation()
+                for operation in operations:
+                    operation()
                 end.record(self._stream)
 
         if self._thread is not None:

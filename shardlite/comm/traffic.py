@@ -1,16 +1,14 @@
 """Traffic by unit and purpose: bytes sent by this rank, time spent, and time that computation waited for it.
 
-Wraps every transport of a model, so that each message is counted where it is sent.
+Every operation of a model carries a tally, to which `executor.py` adds each message where it is sent.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from shardlite.comm.transport.base import Delegating, Message, Pending, Transport
 from shardlite.telemetry import Clock
 
 
@@ -25,26 +23,6 @@ class Tally:
         """Count one message."""
         self.messages += 1
         self.nbytes += tensor.nbytes
-
-
-class Counted(Delegating):
-    """`transport` with all messages sent through it added to `tally`."""
-
-    def __init__(self, transport: Transport, tally: Tally) -> None:
-        super().__init__(transport)
-        self._tally = tally
-
-    def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
-        """Count `tensor` and start sending it."""
-        self._tally.add(tensor)
-        return self._transport.isend(tensor, peer, tag)
-
-    def exchange(self, messages: Sequence[Message], tag: int) -> Pending:
-        """Count the outgoing messages, and start all `messages`."""
-        for message in messages:
-            if message.outgoing:
-                self._tally.add(message.tensor)
-        return self._transport.exchange(messages, tag)
 
 
 NO_UNIT = "(no unit)"
@@ -83,19 +61,19 @@ class Traffic:
         self._device = device
         self._entries: dict[str, dict[str, _Entry]] = {}
 
-    def counted(self, transport: Transport, purpose: str, unit: str = NO_UNIT) -> Transport:
-        """Count one call. Return `transport` with its messages counted."""
+    def tally(self, purpose: str, unit: str = NO_UNIT) -> Tally:
+        """Count one call. Return the tally for its messages."""
         entry = self._entry(purpose, unit)
         entry.calls += 1
-        return Counted(transport, entry.tally)
+        return entry.tally
 
-    def running(self, purpose: str, unit: str) -> AbstractContextManager[None]:
-        """Add the duration of the block to that of operations."""
-        return self._entry(purpose, unit).ran.running()
+    def running(self, purpose: str, unit: str) -> Clock:
+        """Return the clock for the duration of operations."""
+        return self._entry(purpose, unit).ran
 
-    def waiting(self, purpose: str, unit: str) -> AbstractContextManager[None]:
-        """Add the duration of the block to the time that computation waits."""
-        return self._entry(purpose, unit).waited.running()
+    def waiting(self, purpose: str, unit: str) -> Clock:
+        """Return the clock for the time that computation waits for operations."""
+        return self._entry(purpose, unit).waited
 
     def by_unit(self) -> Mapping[str, Mapping[str, Sent]]:
         """Return all counts so far. On a GPU the host waits for open intervals."""

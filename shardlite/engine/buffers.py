@@ -8,7 +8,7 @@ not.
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import count, groupby
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +76,6 @@ class Buffers:
             if buffer is not None and id(buffer) not in own
         }
         self._places = list(places.values())
-        self._numbers = count()
         self._due = context.world_size > 1 and bool(self._places)
         for place in self._places:
             place.look()
@@ -96,8 +95,8 @@ class Buffers:
         numels = [0 if place.buffer is None else place.buffer.numel() for place in self._places]
         rows = [(place.changed(), n, n * n) for place, n in zip(self._places, numels, strict=True)]
         numbers = torch.tensor(rows, dtype=torch.int64)
-        operation = self._context.operation("which buffers have changed", next(self._numbers))
-        self._context.all_reduce_host(numbers.view(-1), "buffers", operation)
+        operation = self._context.operation("which buffers have changed", "buffers")
+        self._context.all_reduce_host(numbers.view(-1), operation)
         changed = []
         for place, (ranks, total, squares) in zip(self._places, numbers.tolist(), strict=True):
             if ranks and squares * self._context.world_size != total * total:
@@ -118,8 +117,8 @@ class Buffers:
         ):
             names = list(alike)
             flat = torch.cat([buffers[name].reshape(-1) for name in names]).to(self._context.device)
-            operation = self._context.operation(f"the buffers of {dtype}", next(self._numbers))
-            for transport in self._context.counted("buffers"):
+            operation = self._context.operation(f"the buffers of {dtype}", "buffers")
+            for transport in self._context.transports:
                 broadcast(flat, transport, operation=operation)
             if self._context.rank > 0:
                 parts = torch.split(flat, [buffers[name].numel() for name in names])

@@ -8,7 +8,6 @@ Legend: `W` ranks that share a model, `S` elements per shard; a full buffer has 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +42,6 @@ class FullParameters:
         self._gatherer = gatherer
         self._calls = calls
         self._homes = {param: unit for unit in units for param in unit.params()}
-        self._uses = count()
         self._reading = False
         if any(unit.needs_gather for unit in units):
             for each in set(module.modules()) - scripts(module):
@@ -108,9 +106,8 @@ class FullParameters:
         whole = self._context.empty(flat.layout.full_numel, flat.master)
         self._context.ledger.track("staging", whole)
         flat.own_part(whole).copy_(flat.weights())
-        operation = self._context.operation(f"the full state of unit {unit.name!r}, flat {i}", next(self._uses))
-        transport = self._context.traffic.counted(self._context.transport, "full state", unit.name)
-        all_gather(whole, transport, operation=operation)
+        operation = self._context.operation(f"the full state of unit {unit.name!r}, flat {i}", "full state", unit.name)
+        all_gather(whole, self._context.transport, operation=operation)
         return whole
 
     def __deepcopy__(self, _: object) -> "FullParameters":
@@ -174,8 +171,7 @@ class FullParameters:
         written = [any(id(f) in changed or differs(f, full) for f, full in places(unit)) for unit in units]
         overtaken = any(unit.needs_gather and unit.gathered_version != unit.version() for unit in units)
         ranks = torch.tensor([*written, overtaken], dtype=torch.int32, device=self._context.device)
-        operation = self._context.operation("what was written", next(self._uses))
-        self._context.all_reduce_numbers(ranks, "what was written", operation)
+        self._context.all_reduce_numbers(ranks, self._context.operation("what was written", "what was written"))
         if ranks[-1] > 0:
             raise PhaseError(
                 "gathered(): the shards were changed inside it (a step, a load), which writing back would undo. "

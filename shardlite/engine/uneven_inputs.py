@@ -8,7 +8,6 @@ goes on with its last one, and its gradients do not count: they are zero, and th
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +28,6 @@ class Join:
     def __init__(self, context: Context, groups: Ranks) -> None:
         self._context = context
         self._groups = groups
-        self._rounds = count()
         self.joined = False
         """Whether this rank has run out, and only keeps the others company."""
 
@@ -70,7 +68,7 @@ class Join:
         """Return how many ranks have a batch, and how many have never had any."""
         numbers = torch.tensor([active, without], dtype=torch.int32)
         # Ranks meet here whatever steps they have taken: what follows tells.
-        self._context.all_reduce_host(numbers, "join", self._context.operation("who has a batch", next(self._rounds)))
+        self._context.all_reduce_host(numbers, self._context.operation("who has a batch", "join"))
         have, have_not = numbers.tolist()
         return have, have_not
 
@@ -99,7 +97,7 @@ class Join:
             mine_to_lend = found[1] if found is not None and source == hosts.rank else None
             lent = [each.cpu().contiguous() for each in mine_to_lend] if mine_to_lend is not None else _room_for(form)
             for each in lent:
-                operation = self._context.operation("a batch that is lent", next(self._rounds))
+                operation = self._context.operation("a batch that is lent", "join")
                 broadcast(each.view(-1).view(torch.uint8), hosts, source=source, operation=operation)
             found = found or (form, lent)
         if found is None:

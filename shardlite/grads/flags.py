@@ -6,7 +6,6 @@ them only for parameters that this rank has not used. The others have one user a
 
 import warnings
 from collections.abc import Iterable, Sequence
-from itertools import count
 
 import torch
 from shardlite_kernels import send
@@ -22,7 +21,6 @@ class GradientFlags:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._numbers = count()
         self._rows: dict[tuple[int, ...], Tensor] = {}
 
     def take(self, used: Sequence[int], bad: Sequence[Tensor]) -> tuple[Sequence[int], Tensor]:
@@ -47,8 +45,7 @@ class GradientFlags:
 
     def _add_up(self, flags: Tensor, what: str) -> None:
         """Add `flags` up over all ranks, in place."""
-        operation = self._context.operation(what, next(self._numbers))
-        self._context.all_reduce_numbers(flags, "gradient flags", operation)
+        self._context.all_reduce_numbers(flags, self._context.operation(what, "gradient flags"))
 
     def first_bad(self, index: int | None) -> list[tuple[int, int]]:
         """Exchange the index of each rank's first own gradient that is not finite; return (rank, index) of those."""

@@ -12,7 +12,6 @@ Legend: `W` ranks that share a model.
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import count
 from math import inf
 
 import torch
@@ -96,7 +95,6 @@ class Clipper:
         self._flats = [flat for flat in flats if flat.layout.dtype.is_floating_point]
         self._context = context
         self._reduced_norm = reduced_norm
-        self._numbers = count()
 
     def norm(self, norm_type: float, only: Collection[Tensor] | None = None) -> Tensor:
         """Return the norm of the gradients of all ranks, [], or of those of the shards in `only`.
@@ -114,8 +112,7 @@ class Clipper:
             transport.world_size, dtype=torch.float64 if doubles else torch.float32, device=context.device
         )
         partials[transport.rank] = self._partial(norm_type, only, partials.dtype)
-        operation = context.operation("the norm of gradients", next(self._numbers))
-        all_gather(partials, context.traffic.counted(transport, "norm"), operation=operation)
+        all_gather(partials, transport, operation=context.operation("the norm of gradients", "norm"))
         total: Tensor = torch.linalg.vector_norm(partials, norm_type)
         return total
 

@@ -85,28 +85,27 @@ class Averager:
         """Reduce the gradients in `full` into `mean`, and overwrite `full`. On the queue."""
         context, cuts = self._context, mean.flat.gradients.cuts
         shard, replicas = context.reducing
-        transport = context.traffic.counted(shard, "reduce", unit)
-        across = replicas and context.traffic.counted(replicas, "reduce over replicas", unit)
         in_place = shard.world_size == 1 and mean.own.data_ptr() == full.data_ptr()
         if not in_place:
             reduce_scatter(
                 full,
-                transport,
+                shard,
                 out=mean.own,
-                divisor=1 if across else divisor,
-                stats=None if across else mean.stats,
+                divisor=1 if replicas else divisor,
+                stats=None if replicas else mean.stats,
                 staging=self._staging_for(full, mean),
                 operation=operation,
                 cuts=cuts,
             )
-        if across:
-            numel = staging_numel(mean.own.numel(), across, mean.own.dtype)
+        if replicas:
+            numel = staging_numel(mean.own.numel(), replicas, mean.own.dtype)
             room = self._room(numel, mean.own.dtype)
-            all_reduce(mean.own, across, divisor=divisor, staging=room, operation=operation)
-        if in_place or across:
+            across = operation._replace(tally=context.traffic.tally("reduce over replicas", unit))
+            all_reduce(mean.own, replicas, divisor=divisor, staging=room, operation=across)
+        if in_place or replicas:
             stats(mean.own, mean.stats)
         if self._stage == 0:
-            all_gather(mean.whole, transport, operation=operation, cuts=cuts)
+            all_gather(mean.whole, shard, operation=operation, cuts=cuts)
         mean.total.copy_(stats_total(mean.stats))
 
     def step_by(
@@ -138,15 +137,15 @@ class Averager:
             step(start, received, own, divisor)
 
         staging, cuts = self._staging_of(flat, full), flat.gradients.cuts
-        transport = context.traffic.counted(shard, "reduce", unit)
-        reduce_scatter(full, transport, last=last, staging=staging, operation=operation, cuts=cuts)
+        reduce_scatter(full, shard, last=last, staging=staging, operation=operation, cuts=cuts)
 
     def _users(self, used: Sequence[int], device: torch.device, unit: str, operation: Operation) -> Tensor:
         """Return how many ranks have used each parameter, [rows]. Steps need to know before their means are whole."""
         users = send(used, torch.int32, device)
         for transport in self._context.reducing:
             if transport is not None:
-                all_reduce(users, self._context.traffic.counted(transport, "used", unit), operation=operation)
+                used_by = operation._replace(tally=self._context.traffic.tally("used", unit))
+                all_reduce(users, transport, operation=used_by)
         return users
 
     def _staging_for(self, full: Tensor, mean: Mean) -> Tensor | None:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from time import monotonic
 from typing import Protocol
 
@@ -39,6 +40,8 @@ It is one where shards are stepped in the backward on CPUs: such a program asks 
 the cores that would fill the next bucket. A backward waits for a reduction rather than take more. It must not wait for
 one that a peer starts only after a gather that takes this rank: `progress.py`.
 """
+
+_phase_of = attrgetter("phase")  # by `map` it is read of all buckets without a call in Python each
 
 
 class Stepper(Protocol):
@@ -99,7 +102,7 @@ class _Round:
     """Which units are to be reduced."""
 
     ready: set[Unit] = field(default_factory=set)
-    """Units whose gradients are all there."""
+    """Units whose gradients are all there, and whose turn has not come."""
 
     started: list[_Reduction] = field(default_factory=list)
     """In the fixed order, so that their number is the index of the next unit."""
@@ -142,6 +145,7 @@ class Reducer:
         self._gradient_flags = GradientFlags(context)
         self._diagnose = diagnose
         self._buckets = {unit: Bucket(unit) for unit in units}
+        self._beside_root = [bucket for unit, bucket in self._buckets.items() if not unit.is_root]
         self._order = list(reversed(units))  # a guess, until the first backward has shown how gradients come
         self._observed: list[Unit] | None = []
         self._counts = True
@@ -238,9 +242,9 @@ class Reducer:
         self._round.ready.add(unit)
         while (turn := self._next_unit()) in self._round.ready:
             assert turn is not None
+            self._round.ready.remove(turn)
             self._reduce(turn)
-        waiting = any(self._buckets[each].phase is Gradients.FILLING for each in self._round.ready)
-        self._tell_started(out_of_turn=waiting)
+        self._tell_started(out_of_turn=bool(self._round.ready))
 
     def flush(self) -> None:
         """Reduce what is left, wait for all reductions, and hand the gradients to the shards.
@@ -336,7 +340,7 @@ class Reducer:
         if self._diagnose and self._round.first_bad is None and (bad := bucket.first_bad()) is not None:
             self._round.first_bad = bad + sum(len(before.used) for before in self._round.started)
         for i, (flat, full) in enumerate(zip(bucket.flats, bucket.full, strict=True)):
-            operation = self._context.operation(f"reduce-scatter of unit {unit.name!r}, flat {i}", self._backwards)
+            operation = self._context.operation(f"reduce-scatter of unit {unit.name!r}, flat {i}", "reduce", unit.name)
             if self._round.stepping:
                 step = self._prepare_step(unit, flat)
                 mine = [int(flat.params[row] in bucket.used) for row in flat.rows]
@@ -390,7 +394,7 @@ class Reducer:
 
     def _held(self) -> int:
         """Return how many units beside the root have a bucket."""
-        return sum(bucket.phase is not Gradients.EMPTY for unit, bucket in self._buckets.items() if not unit.is_root)
+        return len(self._beside_root) - list(map(_phase_of, self._beside_root)).count(Gradients.EMPTY)
 
     def _land_what_is_done(self) -> None:
         """Free the buckets whose reductions are over."""
@@ -480,8 +484,8 @@ class Reducer:
         units = list(self._buckets)
         seen = [*self._observed, *(unit for unit in self._order if unit not in self._observed)]
         order = send([units.index(unit) for unit in seen], torch.int64, self._context.device)
-        operation = self._context.operation("the order of reductions", self._backwards)
-        for transport in self._context.counted("order of reductions"):
+        operation = self._context.operation("the order of reductions", "order of reductions")
+        for transport in self._context.transports:
             broadcast(order, transport, operation=operation)
         self._order = [units[i] for i in order.tolist()]
         self._observed = None

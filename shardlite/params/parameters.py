@@ -169,9 +169,8 @@ def to_full(param: nn.Parameter) -> None:
 
 
 def set_memory(param: nn.Parameter, memory: Tensor) -> None:
-    """Set the memory of `param` to `memory`."""
-    with as_they_are():
-        _own_data.__set__(param, memory)
+    """Set the memory of `param` to `memory`. Call it inside `as_they_are`."""
+    _own_data.__set__(param, memory)
 
 
 def is_plain(tensor: Tensor) -> bool:

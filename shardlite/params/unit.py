@@ -147,9 +147,10 @@ class Flat:
         """Turn the module's parameters into placeholders: their shape, the memory of one NaN."""
         if self.placeholder is None:
             self.placeholder = _placeholder(self.compute, self.local.device)
-        for slot, param in zip(self.layout.slots, self.params, strict=True):
-            set_memory(param, self.placeholder.expand(slot.shape))
-            to_placeholder(param)
+        with as_they_are():
+            for slot, param in zip(self.layout.slots, self.params, strict=True):
+                set_memory(param, self.placeholder.expand(slot.shape))
+                to_placeholder(param)
 
     def views(self, full: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
         """Return the module's parameters, each with its view of a full buffer [W*S]."""
@@ -222,7 +223,6 @@ class Unit:
     touched: bool = False
     """Whether `.data` of a full weight was handed out, so that writes may go uncounted."""
 
-    gathers: int = 0
     escapes: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)
     """Buffers of this unit that tensors outside the library still view."""
 
@@ -301,10 +301,11 @@ class Unit:
 
     def bind(self) -> None:
         """Turn the module's parameters into views of the full weights."""
-        for flat, full in zip(self.flats, self.fulls(), strict=True):
-            for param, view in flat.views(full):
-                set_memory(param, view)
-                to_full(param)
+        with as_they_are():
+            for flat, full in zip(self.flats, self.fulls(), strict=True):
+                for param, view in flat.views(full):
+                    set_memory(param, view)
+                    to_full(param)
 
     def check_memory(self) -> None:
         """Check that the module's parameters are what they were made: full weights or placeholders.

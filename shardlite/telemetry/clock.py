@@ -1,8 +1,6 @@
 """Clocks that add up durations on one device. On a GPU they time its streams without synchronizing with them."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -11,34 +9,34 @@ _OPEN = 256
 
 
 class Clock:
-    """Sum of the durations of `running` blocks."""
+    """Sum of the durations of `with clock:` blocks: host time or, on a GPU, time of the current stream.
+
+    Blocks of one clock must not overlap.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._seconds = 0.0
+        self._start = 0.0
+        self._begin: torch.cuda.Event | None = None
         self._open: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Add the duration of the block: host time or, on a GPU, time of the current stream."""
+    def __enter__(self) -> None:
+        """Start an interval. None is counted while a CUDA graph is captured: timing events cannot be."""
         if not self._on_gpu:
-            start = time.perf_counter()
-            try:
-                yield
-            finally:
-                self._seconds += time.perf_counter() - start
-        elif torch.cuda.is_current_stream_capturing():
-            yield  # timing events cannot be captured
-        else:
-            start_event, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            start_event.record()
-            try:
-                yield
-            finally:
-                end.record()
-                self._open.append((start_event, end))
-                if len(self._open) > _OPEN:
-                    self._add_up(wait=False)
+            self._start = time.perf_counter()
+        elif not torch.cuda.is_current_stream_capturing():
+            self._begin = _timing_event()
+
+    def __exit__(self, *_: object) -> None:
+        """End the interval."""
+        if not self._on_gpu:
+            self._seconds += time.perf_counter() - self._start
+        elif self._begin is not None:
+            self._open.append((self._begin, _timing_event()))
+            self._begin = None
+            if len(self._open) > _OPEN:
+                self._add_up(wait=False)
 
     def seconds(self) -> float:
         """Return the sum in seconds. On a GPU the host waits for open intervals."""
@@ -55,3 +53,10 @@ class Clock:
             else:
                 still.append((start, end))
         self._open = still
+
+
+def _timing_event() -> torch.cuda.Event:
+    """Record an event on the current stream."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event

@@ -16,6 +16,7 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,12 +63,20 @@ class Held:
     """The maximum since the last `reset_peak`. Purposes peak at different moments."""
 
 
-@dataclass(frozen=True)
-class _Entry:
+class _Entry(NamedTuple):
     """One live storage."""
 
     purpose: str
     nbytes: int
+    death: _Death
+
+
+class _Death(weakref.ref[torch.UntypedStorage]):
+    """A weak reference to a storage, which is queued when the storage dies. (`weakref.finalize` costs far more.)"""
+
+    __slots__ = ("key",)
+    key: int
+    """The id of the storage."""
 
 
 class Ledger:
@@ -79,7 +88,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}  # by id(storage): an id returns only after its death was queued
-        self._dead: deque[int] = deque()
+        self._dead: deque[_Death] = deque()
         self._current: dict[str, int] = {}
         self._peak: dict[str, int] = {}
         self._lock = RLock()
@@ -94,18 +103,18 @@ class Ledger:
 
     def track_storage(self, purpose: str, storage: torch.UntypedStorage) -> None:
         """Count `storage` under `purpose`, as `track` does."""
-        entry = _Entry(purpose, storage.nbytes())
+        key, nbytes = id(storage), storage.nbytes()
         with self._lock:
             self._settle()
-            known = self._entries.get(id(storage))
-            if known == entry:
-                return
+            known = self._entries.get(key)
             if known is None:
-                weakref.finalize(storage, self._dead.append, id(storage))
+                death = _Death(storage, self._dead.append)
+                death.key = key
             else:
+                death = known.death
                 self._move(known.purpose, -known.nbytes)
-            self._entries[id(storage)] = entry
-            self._move(purpose, entry.nbytes)
+            self._entries[key] = _Entry(purpose, nbytes, death)
+            self._move(purpose, nbytes)
 
     def current(self) -> dict[str, int]:
         """Return the bytes held now, for every purpose ever used."""
@@ -133,7 +142,7 @@ class Ledger:
     def _settle(self) -> None:
         """Subtract the storages that died since the last call."""
         while self._dead:
-            entry = self._entries.pop(self._dead.popleft())
+            entry = self._entries.pop(self._dead.popleft().key)
             self._move(entry.purpose, -entry.nbytes)
 
     def _move(self, purpose: str, nbytes: int) -> None:

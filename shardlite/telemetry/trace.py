@@ -6,7 +6,7 @@ from collections import deque
 class Trace:
     """The latest events of one wrapped model, oldest first.
 
-    The events are: `gather` (an all-gather starts), `wait` (the computation waits for it), `release` (the weights have
+    The events are: `gather` (an all-gather starts), `wait` (the computation waits for it), `reshard` (the weights have
     no users any more), `evict` (its buffer is given to another unit), `reduce` (a reduce-scatter starts), `step`.
     """
 

@@ -15,8 +15,8 @@ Legend: `W` ranks, `S` elements per shard, a multiple of 32, `R` bytes per row.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from contextlib import AbstractContextManager, ExitStack
+from typing import Protocol
 
 import torch
 from shardlite_kernels import cast, dequantize, quantize
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from shardlite.comm import Context, StreamQueue, Work, all_gather
-from shardlite.params import ALIGN, Empty, Flat, Unit, Weights, round_up
+from shardlite.params import ALIGN, Empty, Flat, Unit, Weights, as_they_are, round_up
 
 TAKE_PART = "take part"
 """The purpose of a gather that only other ranks need."""
@@ -85,7 +85,7 @@ def _columns(flat: Flat, payload: Tensor) -> tuple[Tensor, Tensor]:
     return rows[:, :shard].view(torch.int8), rows[:, shard : shard + shard // ALIGN]
 
 
-_AS_IT_IS = nullcontext()
+_CHECKPOINT_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 
 class Gathering(Protocol):
@@ -138,7 +138,6 @@ class Gather:
     def run(self) -> None:
         """Gather flat by flat. What every rank has is not gathered."""
         context, unit = self._context, self._unit
-        unit.gathers += 1
         if self._purpose == TAKE_PART:
             context.trace.emit(TAKE_PART, unit.name)
         for i, flat in enumerate(unit.flats):
@@ -146,11 +145,10 @@ class Gather:
             sent = self._own_part(flat, full)
             if flat.quantized or (flat.rank is not None and context.transport.world_size > 1):
                 what = f"all-gather of unit {unit.name!r}, flat {i}"
-                operation = context.operation(what, unit.gathers, during=self._during)
-                transport = context.traffic.counted(context.transport, self._purpose, unit.name)
+                operation = context.operation(what, self._purpose, unit.name, during=self._during)
                 context.progress.joins()
                 with context.traffic.running(self._purpose, unit.name):
-                    all_gather(sent, transport, operation=operation)
+                    all_gather(sent, context.transport, operation=operation)
             if flat.quantized and full is not None:
                 unpack(flat, sent, full)
             del full, sent  # or they would view the unit's memory when the work is done
@@ -180,23 +178,17 @@ class GatherQueue:
         self._context.trace.emit("gather", unit.name)
         unit.gathered_version, unit.needs_regather = unit.version(), False
         unit.move(Weights.GATHERING)
-        with outside_inference(), torch.no_grad():
-            return Gather(self._context, unit, unit.fulls(), purpose="gather", during=during)
+        return Gather(self._context, unit, unit.fulls(), purpose="gather", during=during)
 
     def take_part(self, unit: Unit, *, during: str) -> Gather:
         """Return a gather that only other ranks need."""
         return Gather(self._context, unit, (), purpose=TAKE_PART, during=during)
 
-    def turn(self, *steps: Callable[[], None]) -> Callable[[], None]:
-        """Return what runs `steps` in order, gathers and what decides about them. It has to be submitted next."""
-        self._context.progress.asks()
-        return _Turn(steps, self._context.progress.served).run
-
-    @property
-    def submit(self) -> Callable[[Callable[[], None]], Work]:
-        """Run a turn when the turns before it are done. Returns work to wait for."""
+    def submit(self, *steps: Callable[[], None]) -> Work:
+        """Run `steps` in order, gathers and what decides about them, after all that was submitted before."""
         self._queue = self._queue or self._context.queue("gather")
-        return self._queue.submit
+        self._context.progress.asks()
+        return self._queue.submit(*steps, self._context.progress.served)
 
     def wait(self, unit: Unit) -> None:
         """Wait for the weights."""
@@ -207,33 +199,24 @@ class GatherQueue:
             unit.work = None
 
 
-class _Turn(NamedTuple):
-    """What is submitted at once."""
-
-    steps: Sequence[Callable[[], None]]
-    at_end: Callable[[], None]
-
-    def run(self) -> None:
-        try:
-            for step in self.steps:
-                step()
-        finally:
-            self.at_end()
-
-
 def is_fresh(unit: Unit) -> bool:
     """Whether the full weights are there, or being gathered, at the current version."""
     return unit.phase is not Weights.SHARDED and unit.gathered_version == unit.version() and not unit.needs_regather
 
 
-def unseen_by_checkpoints() -> AbstractContextManager[object]:
-    """Hide what a gather computes from selective checkpointing, which would replay it as a part of the forward."""
-    modes = _get_current_dispatch_mode_stack()
-    if any(isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode) for mode in modes):
-        return _disable_current_modes()
-    return _AS_IT_IS
+def isolated() -> AbstractContextManager[object]:
+    """Isolate the library's own tensor operations from modes that the program has entered.
 
-
-def outside_inference() -> AbstractContextManager[object]:
-    """Leave `inference_mode`: what was born in it could never be saved for a backward."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS
+    Placeholders are not unsharded by them. `inference_mode` is left, because a tensor that is made in it could never be
+    saved for a backward. Selective checkpointing does not see them, because it would replay them with the forward.
+    """
+    modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else ()
+    checkpointed = any(isinstance(mode, _CHECKPOINT_MODES) for mode in modes)
+    if not checkpointed and not torch.is_inference_mode_enabled():
+        return as_they_are()
+    stack = ExitStack()
+    stack.enter_context(as_they_are())
+    stack.enter_context(torch.inference_mode(False))
+    if checkpointed:
+        stack.enter_context(_disable_current_modes())
+    return stack

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from functools import partial
-from itertools import count
 from typing import NoReturn
 from zlib import crc32
 
@@ -62,7 +61,6 @@ class Negotiation:
     def __init__(self, context: Context, names: Sequence[str]) -> None:
         self._context = context
         self._names = names
-        self._rounds = count()
 
     def agree(self, wants: int, kind: str, needed: int, prefer: Callable[[Sequence[int]], int]) -> "Round":
         """Take part in one round; `prefer` chooses among what is wanted.
@@ -89,12 +87,12 @@ class Negotiation:
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
     def _exchange(self, mine: Sequence[int], what: str, during: str) -> list[list[int]]:
-        hosts = self._context.traffic.counted(self._context.hosts[0], "order negotiation")
+        hosts, _ = self._context.hosts
         full = torch.zeros(hosts.world_size, len(mine), dtype=torch.int32)
         full[hosts.rank] = torch.tensor(mine, dtype=torch.int32)
         # The name says nothing of the step: ranks that differ in it are to meet here, and to be told apart.
         operation = self._context.operation(
-            f"negotiation of {what}", next(self._rounds), at_any_step=True, during=during
+            f"negotiation of {what}", "order negotiation", at_any_step=True, during=during
         )
         self._context.progress.joins()
         all_gather(full.view(-1), hosts, operation=operation)
@@ -209,19 +207,19 @@ class PassCoordinator:
         now = self._now
         gather = self._queue.gather(unit, during=now.kind).run
         if self._single_rank:
-            unit.work = self._queue.submit(self._queue.turn(gather))
+            unit.work = self._queue.submit(gather)
             return
         before = self._gather_order.turn(unit.index)
         if before != []:
             self._progress.publish()
         if before is not None:
-            unit.work = self._queue.submit(self._queue.turn(*self._taking_part(now, before), gather))
+            unit.work = self._queue.submit(*self._taking_part(now, before), gather)
             return
         now.beyond = True
         self._gather_order.add(unit.index)
         before = self._gather_order.rest()
         negotiate = partial(self._negotiate, now, unit)
-        unit.work = self._queue.submit(self._queue.turn(*self._taking_part(now, before), negotiate, gather))
+        unit.work = self._queue.submit(*self._taking_part(now, before), negotiate, gather)
 
     def wait(self, unit: Unit) -> None:
         """Wait for the weights.
@@ -229,8 +227,11 @@ class PassCoordinator:
         Raises:
             CommError: a peer failed, is late, or does something else.
         """
-        with self._noting_failure():
+        try:
             self._queue.wait(unit)
+        except CommError:
+            self._fail()
+            raise
 
     def need(self, unit: Unit) -> None:
         """Note that this pass uses the unit."""
@@ -248,7 +249,7 @@ class PassCoordinator:
         flags = self._gather_order.needed() if self._gather_order.is_due() else None
         serve = partial(self._serve, now, flags, list(self._gather_order.wanted))
         last = self._taking_part(now, self._gather_order.rest())
-        now.ending = self._queue.submit(self._queue.turn(*last, serve))
+        now.ending = self._queue.submit(*last, serve)
         self._ended.append(now)
 
     def settle(self) -> None:
@@ -260,20 +261,18 @@ class PassCoordinator:
         while self._ended:
             first = self._ended[0]
             assert first.ending is not None
-            with self._noting_failure():
+            try:
                 first.ending.wait()
+            except CommError:
+                self._fail()
+                raise
             del self._ended[0]  # after an interrupt it is waited for again: all ranks revise their orders
             first.revise()
 
-    @contextmanager
-    def _noting_failure(self) -> Iterator[None]:
-        """After a failure serve no rank any more: ranks are out of step."""
-        try:
-            yield
-        except CommError:
-            self._failed = True
-            self._ended.clear()
-            raise
+    def _fail(self) -> None:
+        """Serve no rank any more: ranks are out of step."""
+        self._failed = True
+        self._ended.clear()
 
     def _taking_part(self, now: _Pass, indices: Sequence[int]) -> list[Callable[[], None]]:
         return [self._queue.take_part(self._units[index], during=now.kind).run for index in indices]

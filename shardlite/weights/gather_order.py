@@ -84,6 +84,9 @@ class GatherOrder:
     """One rank's copy of the order, and how far it is in it. Copies are equal: they change by what all ranks know."""
 
     def __init__(self) -> None:
+        self.items: list[int] = []
+        """The units that are gathered in this pass."""
+
         self._agreed: dict[str, list[int]] = {}
         self._passes: dict[str, int] = {}
         self._needed: dict[str, set[int]] = {}
@@ -98,13 +101,8 @@ class GatherOrder:
         self._place = 0
         self._came = {}
         self._wanted = []
-        self._agreed.setdefault(kind, [])
+        self.items = self._agreed.setdefault(kind, [])
         self._needed.setdefault(kind, set())
-
-    @property
-    def items(self) -> Sequence[int]:
-        """The units that are gathered in this pass."""
-        return self._agreed.get(self._kind, [])
 
     def coming(self) -> int | None:
         """Return the unit that is gathered next, if the order has one left."""
@@ -168,6 +166,8 @@ class GatherOrder:
     def _replace(self, kind: str, items: list[int]) -> None:
         self._agreed[kind] = items
         self._needed[kind] = set()
+        if kind == self._kind:
+            self.items = items
 
 
 def merged(first: Sequence[int], second: Sequence[int]) -> Sequence[int]:

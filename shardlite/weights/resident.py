@@ -16,7 +16,7 @@ import torch
 from shardlite.comm import Context
 from shardlite.errors import PhaseError
 from shardlite.params import Unit, Weights
-from shardlite.weights.all_gather import GatherQueue, is_fresh, outside_inference, unseen_by_checkpoints
+from shardlite.weights.all_gather import GatherQueue, is_fresh, isolated
 from shardlite.weights.writeback import take_over_all
 
 
@@ -34,7 +34,7 @@ class ResidentWeights:
         if unit.needs_gather and unit.users == 0:
             # Inside a `torch.func` transform the new views would be of its kind, and outlive it.
             self._take_over(unit)
-            with unseen_by_checkpoints(), torch._C._DisableFuncTorch():
+            with isolated(), torch._C._DisableFuncTorch():
                 self._request(unit)
                 self._land(unit)
         elif unit.needs_gather and not is_fresh(unit):
@@ -107,7 +107,7 @@ class ResidentWeights:
     @staticmethod
     def _expire(unit: Unit) -> None:
         if unit.phase is Weights.IDLE and not is_fresh(unit):
-            with outside_inference():
+            with isolated():
                 unit.unbind()
             unit.outdate()  # what autograd has saved would read as NaN
             unit.move(Weights.SHARDED)
@@ -119,11 +119,11 @@ class ResidentWeights:
             self._land(unit)
             self._rest(unit)
         self._expire(unit)
-        unit.work = self._queue.submit(self._queue.turn(self._queue.gather(unit).run))
+        unit.work = self._queue.submit(self._queue.gather(unit).run)
 
     def _land(self, unit: Unit) -> None:
         if unit.phase is Weights.GATHERING:
             self._queue.wait(unit)
-            with outside_inference():
+            with isolated():
                 unit.bind()
         unit.move(Weights.FULL)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shardlite.params import Unit, is_plain, storage_key
-from shardlite.weights.all_gather import outside_inference
+from shardlite.weights.all_gather import isolated
 from shardlite.weights.unshard import Gatherer
 
 Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -127,7 +127,7 @@ class Handle:
     def _of_buffer(self) -> Tensor:
         buffer = self.call.unit.buffer
         assert buffer is not None, "a unit in use has a buffer"
-        with outside_inference():
+        with isolated():
             view = torch.empty(0, dtype=self.dtype, device=buffer.bytes.device)
             return view.set_(buffer.bytes.untyped_storage(), self.offset, self.size, self.stride)
 

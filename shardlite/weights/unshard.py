@@ -23,7 +23,7 @@ from shardlite.comm import SPARE, Context
 from shardlite.config import poison_evicted_buffers
 from shardlite.errors import EscapedViewWarning
 from shardlite.params import Buffer, Unit, Weights, storage_key
-from shardlite.weights.all_gather import is_fresh, outside_inference, unseen_by_checkpoints
+from shardlite.weights.all_gather import is_fresh, isolated
 from shardlite.weights.coordination import PassCoordinator
 from shardlite.weights.gather_order import UseOrder
 
@@ -60,7 +60,7 @@ class Gatherer:
             CommError: a peer failed, is late, or does something else.
         """
         if unit.users == 0:
-            with unseen_by_checkpoints():
+            with isolated():
                 if self._prepare(unit):
                     self._coordinator.gather(unit)
                 self._idle.pop(unit, None)
@@ -75,7 +75,7 @@ class Gatherer:
         unit.users -= 1
         if unit.users == 0:
             self._trace.emit("reshard", unit.name)
-            with unseen_by_checkpoints():
+            with isolated():
                 self._let_idle(unit)
                 self._keep_idle(unit)
 
@@ -139,9 +139,10 @@ class Gatherer:
         """Finish what was gathered ahead and never needed, so that it counts as idle."""
         for unit in self._units:
             if unit.phase is Weights.GATHERING:
-                self._land(unit)
-                self._let_idle(unit)
-                self._keep_idle(unit)
+                with isolated():
+                    self._land(unit)
+                    self._let_idle(unit)
+                    self._keep_idle(unit)
 
     def _prefetch_next(self) -> None:
         """Start the gathers that the recorded order expects next, as far as buffers allow without pushing out users."""
@@ -164,24 +165,21 @@ class Gatherer:
         if unit.phase is Weights.GATHERING:  # gathered ahead, then the weights were changed
             self._land(unit)
             self._let_idle(unit)
-        with outside_inference(), torch.no_grad():
-            buffer = self._buffer_for(unit)
-            self._owners[buffer.key] = unit
-            unit.buffer, unit.overwritten = buffer, set(unit.stepped)
+        buffer = self._buffer_for(unit)
+        self._owners[buffer.key] = unit
+        unit.buffer, unit.overwritten = buffer, set(unit.stepped)
         return True
 
     def _land(self, unit: Unit) -> None:
         """Wait for the weights, and let the module's parameters be views of them."""
         self._coordinator.wait(unit)
-        with outside_inference():
-            unit.bind()
+        unit.bind()
         unit.move(Weights.FULL)
 
     def _let_idle(self, unit: Unit) -> None:
         """Turn the parameters into placeholders; keep the buffer."""
         assert unit.buffer is not None
-        with outside_inference():
-            unit.unbind()
+        unit.unbind()
         if unit.buffer.escaped():
             unit.escapes.append(weakref.ref(unit.buffer.bytes.untyped_storage()))
         self._outdate(unit)
@@ -202,7 +200,7 @@ class Gatherer:
 
     def _buffers_are_awaited(self) -> bool:
         """Whether the pass will need units that have no buffer yet, and so can use an idle one's."""
-        return any(self._units[index].buffer is None for index in self.order.rest())
+        return None in [self._units[index].buffer for index in self.order.rest()]
 
     def _held(self) -> int:
         return len(self._owners) - list(map(_is_kept_unsharded, self._owners.values())).count(True)

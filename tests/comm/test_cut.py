@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from shardlite.comm.chunking import CHUNK_BYTES, cut_up
-from shardlite.comm.collectives import reduce_scatter, staging_numel
+from shardlite.comm.collectives import Operation, reduce_scatter, staging_numel
 from shardlite.comm.cost_model import LINKS, LinkCost, best_chunk, plan_of
-from shardlite.comm.traffic import Counted, Tally
+from shardlite.comm.traffic import Tally
 from tests.support.cluster import run_local
 
 MIB = 1 << 20
@@ -66,7 +66,7 @@ def summed(transport, link):
     transport.link = link
     tally = Tally()
     full = torch.randn(3 * MIB, generator=torch.Generator().manual_seed(transport.rank))
-    return reduce_scatter(full, Counted(transport, tally)).clone(), tally.messages
+    return reduce_scatter(full, transport, operation=Operation(tally=tally)).clone(), tally.messages
 
 
 def test_a_link_changes_messages_and_no_bit():

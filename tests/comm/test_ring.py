@@ -7,9 +7,9 @@ import torch
 
 from shardlite.comm.chunking import segment_bounds
 from shardlite.comm.collectives import Operation, all_gather, all_reduce, broadcast, reduce_scatter, staging_numel
-from shardlite.comm.transport.in_process import local_world
 from shardlite.errors import CommError, LayoutError
 from tests.support.cluster import run_local
+from tests.support.local_world import local_world
 from tests.support.ring_cases import (
     EVERY_DTYPE,
     FLOATS,

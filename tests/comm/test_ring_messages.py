@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from shardlite.comm.collectives import all_gather, all_reduce, broadcast, reduce_scatter
-from shardlite.comm.traffic import Counted, Tally
+from shardlite.comm.collectives import Operation, all_gather, all_reduce, broadcast, reduce_scatter
+from shardlite.comm.traffic import Tally
 from tests.support.cluster import run_local
 from tests.support.worlds import IN_PROCESS, Batched, run
 
@@ -46,7 +46,7 @@ def test_a_batched_broadcast_passes_a_chunk_on_while_the_next_one_comes():
 def tally_of(transport, call, cuts=None, numel=24):
     tally = Tally()
     kept = {"cuts": cuts} if cuts else {}
-    call(torch.zeros(numel, dtype=torch.float64), Counted(transport, tally), chunk_bytes=32, **kept)
+    call(torch.zeros(numel, dtype=torch.float64), transport, chunk_bytes=32, operation=Operation(tally=tally), **kept)
     return tally
 
 

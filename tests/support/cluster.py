@@ -75,7 +75,7 @@ def run_local(
     **kwargs: Any,
 ) -> list[Any]:
     """Run `body(transport, *args, **kwargs)` on in-process ranks and return their results, or raise the first error."""
-    from shardlite.comm.transport.in_process import local_world
+    from tests.support.local_world import local_world
 
     with ThreadPoolExecutor(world_size) as pool:
         ranks = local_world(world_size, timeout=timeout or timedelta(seconds=seconds(20)), delays=delays)

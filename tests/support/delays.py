@@ -7,7 +7,8 @@ from random import Random
 import torch
 from torch import Tensor
 
-from shardlite.comm.transport.base import Delegating, Loan, Message, Pending, Transport
+from shardlite.comm.transport.base import Loan, Message, Pending, Transport
+from tests.support.delegating import Delegating
 
 
 class Delayed(Delegating):

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlite.comm.transport.base import Delegating, Message, Pending, Transport
+from shardlite.comm.transport.base import Message, Pending, Transport
 from shardlite.comm.transport.symmetric import SymmetricMemoryTransport
+from tests.support.delegating import Delegating
 
 CPU = torch.device("cpu")
 PATIENCE = timedelta(seconds=20)

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from shardlite.comm.shm.rendezvous import rendezvous
 from shardlite.comm.shm.transport import SharedMemoryTransport
-from shardlite.comm.transport.base import Delegating, Message, Pending, Transport
+from shardlite.comm.transport.base import Message, Pending, Transport
 from shardlite.comm.transport.process_group import GlooTransport, NcclTransport, StagedTransport
 from tests.support.cluster import GLOO_TIMEOUT, Cluster, run_local
+from tests.support.delegating import Delegating
 from tests.support.played_symmetric import run_played
 
 IN_PROCESS = ("threads", "steps")

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 import shardlite.comm.context
 from shardlite import AdamW, Precision, ShardLite
-from shardlite.comm.traffic import Counted, Tally
+from shardlite.comm.traffic import Tally
 from shardlite.params.layout import ARENA_ALIGN, round_up
+from tests.support.delegating import Counted
 from tests.support.new_objects import looking_at_new_objects
 
 WIDTH = 128

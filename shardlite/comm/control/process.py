@@ -22,7 +22,7 @@ class Owner:
         Raises:
             CommError: it is a forked child.
         """
-        if not self.is_here:
+        if os.getpid() != self._number:
             raise CommError(
                 f"process {os.getpid()} was forked from {self._number}, which is a rank: it has no connections to "
                 "other ranks. It may use what it has a copy of: at stages 0 to 2 full weights, if they were up to date "

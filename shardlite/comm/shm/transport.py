@@ -28,7 +28,7 @@ from shardlite.comm.control.failure_reports import watching
 from shardlite.comm.control.interrupts import SLOW
 from shardlite.comm.shm.heap import Heap, Mapping
 from shardlite.comm.shm.mailbox import PLACES, Announcement, Control, Receipts
-from shardlite.comm.transport.base import Completed, Loan, Pending, Unbatched
+from shardlite.comm.transport.base import Completed, Loan, Pending, Transport
 from shardlite.config import Algorithm
 from shardlite.errors import CommError, LayoutError
 from shardlite.telemetry import Held, Ledger
@@ -282,13 +282,12 @@ class Neighbours:
         raise CommError(f"{words()} failed: {why}")
 
 
-class SharedMemoryTransport(Unbatched):
+class SharedMemoryTransport(Transport):
     """Messages between the processes of one host, each completed within `timeout` of being waited for.
 
     After a wait has ended in a `CommError`, the connection is closed for good, as over gloo, and the run must end.
     """
 
-    blocking = True
     lends = True
     algorithm: Algorithm = "direct"
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from shardlite.comm.control.failure_reports import FailureReports, watching
 from shardlite.comm.control.interrupts import SLOW
 from shardlite.comm.control.worker import Worker
-from shardlite.comm.transport.base import Completed, Message, Pending, TransportDefaults, Unbatched
+from shardlite.comm.transport.base import Completed, Message, Pending, Transport
 from shardlite.errors import CommError, LayoutError
 from shardlite.telemetry import Ledger
 
@@ -159,14 +159,12 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
 
 
-class GlooTransport(Unbatched):
+class GlooTransport(Transport):
     """Messages over `group` (`None`: the default group), each completed within `timeout` of being waited for.
 
     Gloo closes the connection of two ranks for good once a wait between them has timed out: after a `CommError` the
     process group is lost and the run must end.
     """
-
-    blocking = True
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
         self._group = joined(group)
@@ -213,7 +211,7 @@ def _check(tensor: Tensor) -> None:
         raise LayoutError(f"GlooTransport sends CPU tensors, got one on {tensor.device}")
 
 
-class NcclTransport(TransportDefaults):
+class NcclTransport(Transport):
     """Messages over `group` (`None`: the default group), whose backend for the tensors' device is NCCL.
 
     It guarantees less than other transports. NCCL has no tags: it matches messages by their order alone. So all ranks
@@ -263,15 +261,13 @@ class NcclTransport(TransportDefaults):
         return dist.P2POp(start, content, group=self._group, tag=tag, group_peer=message.peer)
 
 
-class StagedTransport(Unbatched):
+class StagedTransport(Transport):
     """Messages over `group` through a `GlooTransport`, of tensors on any device.
 
     Copies run on the current stream of the tensor's device: a send reads results enqueued before it, and operations
     enqueued after `wait` see the received data. Host memory for CUDA tensors is pinned, so that copies run at full
     speed.
     """
-
-    blocking = True
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
         self._host = GlooTransport(group, timeout)

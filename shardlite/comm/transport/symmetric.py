@@ -36,7 +36,7 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 from shardlite.comm.control.store import TIMEOUT, all_gather_json
 from shardlite.comm.shm.rendezvous import nodes_of
-from shardlite.comm.transport.base import Completed, Message, Pending, TransportDefaults
+from shardlite.comm.transport.base import Completed, Message, Pending, Transport
 from shardlite.comm.transport.process_group import Posted
 from shardlite.config import Algorithm, devices_may_overlap
 from shardlite.errors import LayoutError
@@ -110,7 +110,7 @@ def parcels(sizes: Sequence[int], slot: int) -> list[list[Piece]]:
     return packed
 
 
-class SymmetricMemoryTransport(TransportDefaults):
+class SymmetricMemoryTransport(Transport):
     """Messages through `memory`, which no other transport uses. **It has not run on a GPU yet.**
 
     Like NCCL it has no tags, and matches messages by their order alone. So all ranks must start their exchanges in one

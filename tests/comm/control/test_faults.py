@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from shardlite import ShardLite
 from shardlite.comm.collectives import Operation, all_gather, reduce_scatter
-from shardlite.comm.transport.base import Delegating
 from shardlite.comm.transport.select import connect
 from shardlite.config import Route
+from tests.support.delegating import Delegating
 from tests.support.doomed import JOIN
 from tests.support.models import Residual
 from tests.support.patience import seconds, until

@@ -12,6 +12,7 @@ import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from types import FrameType, SimpleNamespace
 
 import numpy
@@ -26,9 +27,8 @@ from shardlite import AdamW, ShardLite
 from shardlite.comm.control import interrupts
 from shardlite.comm.control.failure_reports import FailureReports
 from shardlite.comm.control.worker import Worker
-from shardlite.comm.streams import _HostWork
+from shardlite.comm.streams import _HostWork, _work_off
 from shardlite.errors import CommError
-from shardlite.weights.all_gather import _Turn
 from tests.support.boards import SharedBoard
 from tests.support.doomed import JOIN
 from tests.support.models import Residual
@@ -146,7 +146,10 @@ def test_it_waits_for_a_call_of_the_library(deferring):
     done = []
 
     def program() -> None:
-        _Turn([partial(os.kill, os.getpid(), signal.SIGINT), partial(done.append, 1)], lambda: None).run()
+        jobs: SimpleQueue = SimpleQueue()
+        jobs.put((_HostWork(), (partial(os.kill, os.getpid(), signal.SIGINT), partial(done.append, 1))))
+        jobs.put(None)
+        _work_off(jobs)
         until(lambda: False)
 
     with pytest.raises(KeyboardInterrupt):
@@ -205,19 +208,19 @@ def test_a_second_one_ends_the_call_and_the_rank_takes_part_in_nothing_more(defe
     leaver = Leaver()
     monkeypatch.setattr(interrupts, "reporters", lambda: [leaver])
 
-    main = threading.main_thread().ident
+    main, work, worker = threading.main_thread().ident, _HostWork(), Worker("presses Ctrl-C")
 
     def press_twice() -> None:
-        until(lambda: sys._current_frames()[main].f_code.co_name == "wait")
-        os.kill(os.getpid(), signal.SIGINT)
-        until(lambda: interrupts._deferring.is_pending)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    worker = Worker("presses Ctrl-C")
+        with work:  # which ends only if this fails
+            until(lambda: sys._current_frames()[main].f_code.co_name == "_ends_within")
+            os.kill(os.getpid(), signal.SIGINT)
+            until(lambda: interrupts._deferring.is_pending)
+            os.kill(os.getpid(), signal.SIGINT)
+            until(lambda: leaver.failed)
 
     def program() -> None:
         worker.submit(press_twice)
-        _HostWork().wait()  # which never ends
+        work.wait()
 
     with pytest.raises(KeyboardInterrupt):
         program()

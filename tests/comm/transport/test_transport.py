@@ -12,15 +12,16 @@ from torch.testing import assert_close
 
 from shardlite.comm.collectives import Operation, all_gather
 from shardlite.comm.control.worker import Worker
-from shardlite.comm.traffic import Counted, Tally
+from shardlite.comm.traffic import Tally
 from shardlite.comm.transport import process_group
 from shardlite.comm.transport.base import Message
-from shardlite.comm.transport.in_process import local_world
 from shardlite.comm.transport.process_group import GlooTransport, NcclTransport, StagedTransport
 from shardlite.comm.transport.select import connect
 from shardlite.errors import CommError, LayoutError
 from tests.support.cluster import Cluster, RemoteError, run_local
 from tests.support.delays import Delayed
+from tests.support.delegating import Counted
+from tests.support.local_world import local_world
 from tests.support.patience import seconds, until
 from tests.support.worlds import Batched, run
 

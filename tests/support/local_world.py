@@ -11,7 +11,7 @@ from threading import Lock
 
 from torch import Tensor
 
-from shardlite.comm.transport.base import Completed, Pending, Unbatched
+from shardlite.comm.transport.base import Completed, Pending, Transport
 from shardlite.errors import CommError
 
 _Route = tuple[int, int, int]  # source rank, destination rank, tag
@@ -29,10 +29,8 @@ def local_world(
     return [LocalTransport(rank, world_size, exchange, timeout, late[rank]) for rank in range(world_size)]
 
 
-class LocalTransport(Unbatched):
+class LocalTransport(Transport):
     """One rank of a `local_world`. A message is copied when it is sent, so sending never waits for the peer."""
-
-    blocking = True
 
     def __init__(self, rank: int, world_size: int, exchange: "_Exchange", timeout: timedelta, delay: float) -> None:
         self.rank = rank

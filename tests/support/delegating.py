@@ -1,0 +1,77 @@
+"""Transports around transports: one that delegates, and one that counts what is sent through it."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardlite.comm.traffic import Tally
+from shardlite.comm.transport.base import Loan, Message, Pending, Transport
+
+
+class Delegating(Transport):
+    """A transport that delegates to another one."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.rank = transport.rank
+        self.world_size = transport.world_size
+        self.batched = transport.batched
+        self.blocking = transport.blocking
+        self.lends = transport.lends
+        self.algorithm = transport.algorithm
+        self.link = transport.link
+        self.node = transport.node
+        self.holder = transport.holder
+
+    def empty(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return uninitialised memory [nbytes] of the wrapped transport."""
+        return self._transport.empty(nbytes, device)
+
+    def zeros(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return zeroed memory [nbytes] of the wrapped transport."""
+        return self._transport.zeros(nbytes, device)
+
+    def trim(self, *, keep: int | None = None) -> None:
+        """Free memory of the wrapped transport."""
+        self._transport.trim(keep=keep)
+
+    def is_gone(self, peer: int) -> bool:
+        """Return whether the wrapped transport knows that rank `peer` has ended."""
+        return self._transport.is_gone(peer)
+
+    def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
+        """Start sending through the wrapped transport."""
+        return self._transport.isend(tensor, peer, tag)
+
+    def irecv(self, tensor: Tensor, peer: int, tag: int) -> Pending:
+        """Start receiving through the wrapped transport."""
+        return self._transport.irecv(tensor, peer, tag)
+
+    def borrow(self, numel: int, dtype: torch.dtype, peer: int, tag: int) -> Loan:
+        """Expect a message of the wrapped transport."""
+        return self._transport.borrow(numel, dtype, peer, tag)
+
+    def exchange(self, messages: Sequence[Message], tag: int) -> Pending:
+        """Start messages through the wrapped transport."""
+        return self._transport.exchange(messages, tag)
+
+
+class Counted(Delegating):
+    """`transport` with all messages sent through it added to `tally`."""
+
+    def __init__(self, transport: Transport, tally: Tally) -> None:
+        super().__init__(transport)
+        self._tally = tally
+
+    def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
+        """Count `tensor` and start sending it."""
+        self._tally.add(tensor)
+        return self._transport.isend(tensor, peer, tag)
+
+    def exchange(self, messages: Sequence[Message], tag: int) -> Pending:
+        """Count the outgoing messages, and start all `messages`."""
+        for message in messages:
+            if message.outgoing:
+                self._tally.add(message.tensor)
+        return self._transport.exchange(messages, tag)
