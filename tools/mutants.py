@@ -473,7 +473,7 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/comm/streams.py",
         "call",
-        "del work, operation, job  # or the last operation's buffers would live until the next one",
+        "del work, operation, operations, job  # or the last operation's buffers would live until the next one",
         "pass",
         "the buffers of the last operation live until the next one",
     ),

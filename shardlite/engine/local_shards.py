@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shardlite.engine.watch import watch
 from shardlite.errors import LayoutError
-from shardlite.params import Placeholder, Unit
+from shardlite.params import Placeholder, Unit, as_they_are
 from shardlite.telemetry import Trace
 
 ShardRange = tuple[str, int, int, int]
@@ -100,24 +100,25 @@ class Shards:
         Raises:
             LayoutError: a shard was given other memory, a hook, or another `requires_grad`.
         """
-        for seen in self._seen.values():
-            shard = seen.shard
-            if shard.data_ptr() != seen.address:
-                raise LayoutError(f"{self._words(shard)} was given other memory (`.data = ...`): copy into it")
-            if seen.param is shard:
-                continue
-            if shard._backward_hooks or getattr(shard, "_post_accumulate_grad_hooks", None):
-                raise LayoutError(
-                    f"{self._words(shard)} has a hook, which would never run: shards are not in autograd's graph. "
-                    "Register it on the module's own parameter"
-                )
-            if shard.requires_grad not in (seen.trainable, seen.param.requires_grad):
-                raise LayoutError(
-                    f"requires_grad of {self._words(shard)} was set, but the module's own parameters decide: set it on "
-                    "those, or call requires_grad_() of the model"
-                )
-            if seen.trainable != seen.param.requires_grad:
-                seen.follow()
+        with as_they_are():
+            for seen in self._seen.values():
+                shard = seen.shard
+                if shard.data_ptr() != seen.address:
+                    raise LayoutError(f"{self._words(shard)} was given other memory (`.data = ...`): copy into it")
+                if seen.param is shard:
+                    continue
+                if shard._backward_hooks or getattr(shard, "_post_accumulate_grad_hooks", None):
+                    raise LayoutError(
+                        f"{self._words(shard)} has a hook, which would never run: shards are not in autograd's "
+                        "graph. Register it on the module's own parameter"
+                    )
+                if shard.requires_grad not in (seen.trainable, seen.param.requires_grad):
+                    raise LayoutError(
+                        f"requires_grad of {self._words(shard)} was set, but the module's own parameters decide: set "
+                        "it on those, or call requires_grad_() of the model"
+                    )
+                if seen.trainable != seen.param.requires_grad:
+                    seen.follow()
 
     def after_step(self, stepped: Sequence[Tensor]) -> None:
         """Increment versions of what an optimizer has changed: fused optimizers of PyTorch do not."""

@@ -29,11 +29,14 @@ class Bucket:
     full: list[Tensor] = field(default_factory=list)
     """One full buffer per flat, in the layout and dtype of its gradients."""
 
-    early: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-    """Gradients that arrived before `full` was allocated, as autograd made them."""
+    early: dict[int, Tensor] = field(default_factory=dict)
+    """Gradients that arrived before `full` was allocated, as autograd made them, by `id` of their parameters.
 
-    used: set[nn.Parameter] = field(default_factory=set)
-    """The module's parameters whose gradients the bucket holds."""
+    The bucket looks parameters up by `id` because the hash of a tensor is computed in Python.
+    """
+
+    used: set[int] = field(default_factory=set)
+    """The ids of the module's parameters whose gradients the bucket holds."""
 
     reduced: bool = False
     """Whether the bucket was reduced in the current backward."""
@@ -58,11 +61,11 @@ class Bucket:
         return self.arrivals == rounds * len(self._places)
 
     def needs_memory(self, param: nn.Parameter, *, waits: bool) -> bool:
-        """Return whether the next gradient of `param` needs memory that is not allocated yet.
+        """Return whether the next gradient of `param` needs memory, while none is allocated.
 
         With `waits`, the first gradient of a parameter in the root needs none.
         """
-        return not self.full and not (waits and self.unit.is_root and param not in self.early)
+        return not (waits and self.unit.is_root and id(param) not in self.early)
 
     def fill(self, empty: Empty) -> None:
         """Allocate the full buffers with `empty`, and copy early gradients into them."""
@@ -82,7 +85,8 @@ class Bucket:
         Raises:
             PhaseError: the parameter was frozen between its forward and this backward.
         """
-        if (place := self._places.get(param)) is None:
+        key = id(param)
+        if (place := self._places.get(key)) is None:
             raise PhaseError(
                 f"parameter {self._name_of(param)!r} got a gradient, but did not require one at the latest forward: "
                 "change requires_grad after the backward"
@@ -92,15 +96,15 @@ class Bucket:
             return
         dense = grad.to_dense() if grad.is_sparse else grad
         if not self.full:
-            self._keep_early(param, dense.clone() if is_watched else dense)
-        elif param in self.used:
+            self._keep_early(key, dense.clone() if is_watched else dense)
+        elif key in self.used:
             self._place_of(*place).add_(dense)
         else:
             self._place_of(*place).copy_(dense)
-        self.used.add(param)
+        self.used.add(key)
 
-    def _keep_early(self, param: nn.Parameter, grad: Tensor) -> None:
-        self.early[param] = grad
+    def _keep_early(self, key: int, grad: Tensor) -> None:
+        self.early[key] = grad
         if self.phase is Gradients.EMPTY:
             self.move(Gradients.FILLING)
 
@@ -110,22 +114,31 @@ class Bucket:
 
     def gradient(self, param: nn.Parameter) -> Tensor | None:
         """Return the gradient collected for `param`, or `None`."""
-        if self.phase is not Gradients.FILLING or param not in self.used:
+        key = id(param)
+        if self.phase is not Gradients.FILLING or key not in self.used:
             return None
-        return self.early[param] if param in self.early else self._place_of(*self._places[param])
+        return self.early[key] if key in self.early else self._place_of(*self._places[key])
+
+    def early_gradient(self, param: nn.Parameter) -> Tensor | None:
+        """Return the gradient of `param` as autograd made it, if it has arrived before `full` was allocated."""
+        return self.early.get(id(param))
+
+    def holds(self, param: nn.Parameter) -> bool:
+        """Return whether the bucket holds a gradient of `param`."""
+        return id(param) in self.used
 
     def multiply(self, factor: float) -> None:
         """Multiply all collected gradients by `factor`."""
         for full in self.full:
             full.mul_(factor)
-        for param, grad in self.early.items():
-            self.early[param] = grad.to(self.flats[self._places[param][0]].reduce) * factor
+        for key, grad in self.early.items():
+            self.early[key] = grad.to(self.flats[self._places[key][0]].reduce) * factor
 
     def drop(self, param: nn.Parameter) -> None:
         """Drop the gradient of `param`."""
         if self.phase is Gradients.FILLING:
-            self.used.discard(param)
-            self.early.pop(param, None)
+            self.used.discard(id(param))
+            self.early.pop(id(param), None)
             if not self.used:
                 self.clear()
 
@@ -138,19 +151,19 @@ class Bucket:
     def zero_the_rest(self) -> None:
         """Zero the padding and the places of missing gradients. The buffers were allocated uninitialised."""
         for flat, full in zip(self.flats, self.full, strict=True):
-            used = {i for i, row in enumerate(flat.rows) if flat.params[row] in self.used}
+            used = {i for i, row in enumerate(flat.rows) if id(flat.params[row]) in self.used}
             for start, stop in _gaps(flat.gradients, used):
                 full[start:stop].zero_()
 
     def flags(self) -> list[int]:
         """Return one flag per parameter that may have a gradient: 1 if the bucket holds one, else 0."""
-        return [int(flat.params[row] in self.used) for flat in self.flats for row in flat.rows]
+        return [int(id(flat.params[row]) in self.used) for flat in self.flats for row in flat.rows]
 
     def first_bad(self) -> int | None:
         """Return the flag index of the first gradient with a NaN or an infinity, or `None`. Synchronizes the host."""
         rows = [(flat.params[row], slot, i) for i, flat in enumerate(self.flats) for row, slot in _slots(flat)]
         for place, (param, slot, i) in enumerate(rows):
-            if param in self.used and not self.full[i][slot.start : slot.stop].isfinite().all():
+            if id(param) in self.used and not self.full[i][slot.start : slot.stop].isfinite().all():
                 return place
         return None
 
@@ -159,7 +172,9 @@ class Bucket:
         for flat in self.unit.flats:
             flat.follow_requires_grad()
         self.flats = self.unit.trainable
-        self._places = {flat.params[row]: (i, slot) for i, flat in enumerate(self.flats) for row, slot in _slots(flat)}
+        self._places = {
+            id(flat.params[row]): (i, slot) for i, flat in enumerate(self.flats) for row, slot in _slots(flat)
+        }
 
     def clear(self) -> None:
         """Empty the bucket, and free its memory."""

@@ -219,12 +219,12 @@ class Reducer:
                 "A reentrant backward reached the unit outside the wrapped model's forward; use "
                 "`checkpoint(..., use_reentrant=False)`"
             )
-        self._land_what_is_done()
-        if bucket.needs_memory(param, waits=self._round.reduces):
+        if not bucket.full and bucket.needs_memory(param, waits=self._round.reduces):
+            self._land_what_is_done()
             self._fill(bucket)
         bucket.add(param, grad if self._counts else None, is_watched=is_watched)
-        if param in bucket.early:
-            self._context.ledger.track("gradient buckets", bucket.early[param])
+        if not bucket.full and (early := bucket.early_gradient(param)) is not None:
+            self._context.ledger.track("gradient buckets", early)
         return bucket
 
     def set_participation(self, *, counts: bool, ranks: int) -> None:
@@ -240,6 +240,7 @@ class Reducer:
         if self._observed is not None and unit not in self._observed:
             self._observed.append(unit)
         self._round.ready.add(unit)
+        self._land_what_is_done()
         while (turn := self._next_unit()) in self._round.ready:
             assert turn is not None
             self._round.ready.remove(turn)
@@ -343,7 +344,7 @@ class Reducer:
             operation = self._context.operation(f"reduce-scatter of unit {unit.name!r}, flat {i}", "reduce", unit.name)
             if self._round.stepping:
                 step = self._prepare_step(unit, flat)
-                mine = [int(flat.params[row] in bucket.used) for row in flat.rows]
+                mine = [int(bucket.holds(flat.params[row])) for row in flat.rows]
                 if self._round.died:
                     mine = [-self._context.world_size for _ in mine]  # no rank steps by gradients that are not whole
                 job = partial(self._averager.step_by, full, flat, step, mine, divisor, unit.name, operation)

@@ -10,7 +10,7 @@ does. It stays the same object and keeps its hooks. While it is full, its operat
 Knows a unit only as a `ParamOwner`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, Protocol
@@ -153,24 +153,29 @@ def as_they_are() -> AbstractContextManager[None]:
 def attach(param: nn.Parameter, home: ParamOwner) -> None:
     """Make `param` a parameter of a wrapped model, owned by `home`."""
     _homes[param] = home
-    _become(param, Sharded)
-
-
-def to_placeholder(param: nn.Parameter) -> None:
-    """Turn `param` into a placeholder."""
-    _become(param, Placeholder)
-
-
-def to_full(param: nn.Parameter) -> None:
-    """Turn a placeholder whose values are available again into a full parameter of a wrapped model."""
     kind = type(param)
-    if issubclass(kind, Placeholder):
-        param.__class__ = _mixed(Sharded, kind.original)  # type: ignore[attr-defined]
+    if not issubclass(kind, Sharded):
+        param.__class__ = _mixed(Sharded, kind)
 
 
-def set_memory(param: nn.Parameter, memory: Tensor) -> None:
-    """Set the memory of `param` to `memory`. Call it inside `as_they_are`."""
-    _own_data.__set__(param, memory)
+def to_placeholders(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+    """Turn parameters into placeholders, each with the memory that it shows."""
+    with as_they_are():
+        for param, memory in pairs:
+            _own_data.__set__(param, memory)
+            kind = type(param)
+            if not issubclass(kind, Placeholder):
+                param.__class__ = _mixed(Placeholder, getattr(kind, "original", kind))
+
+
+def to_full(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+    """Turn placeholders into full parameters of a wrapped model, each with its values."""
+    with as_they_are():
+        for param, values in pairs:
+            _own_data.__set__(param, values)
+            kind = type(param)
+            if issubclass(kind, Placeholder):
+                param.__class__ = _mixed(Sharded, kind.original)  # type: ignore[attr-defined]
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -190,12 +195,6 @@ def take_grad(param: nn.Parameter) -> tuple[Tensor | None, bool]:
 
 _own_grad: Any = torch._C.TensorBase.grad
 _own_data: Any = torch._C.TensorBase.data
-
-
-def _become(param: nn.Parameter, what: type) -> None:
-    kind = type(param)
-    if not issubclass(kind, what):
-        param.__class__ = _mixed(what, getattr(kind, "original", kind))
 
 
 @cache

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shardlite.comm import Work
 from shardlite.errors import LayoutError
 from shardlite.params.layout import Layout, Slot, mark_padded, round_up
-from shardlite.params.parameters import as_they_are, set_memory, to_full, to_placeholder
+from shardlite.params.parameters import as_they_are, to_full, to_placeholders
 from shardlite.params.states import Weights, check_move
 
 _FLAT_ALIGN = 128
@@ -147,10 +147,8 @@ class Flat:
         """Turn the module's parameters into placeholders: their shape, the memory of one NaN."""
         if self.placeholder is None:
             self.placeholder = _placeholder(self.compute, self.local.device)
-        with as_they_are():
-            for slot, param in zip(self.layout.slots, self.params, strict=True):
-                set_memory(param, self.placeholder.expand(slot.shape))
-                to_placeholder(param)
+        hidden = self.placeholder
+        to_placeholders([(p, hidden.expand(s.shape)) for s, p in zip(self.layout.slots, self.params, strict=True)])
 
     def views(self, full: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
         """Return the module's parameters, each with its view of a full buffer [W*S]."""
@@ -290,7 +288,7 @@ class Unit:
         Raises:
             RuntimeError: they are not, in the words of PyTorch's own error.
         """
-        for flat, start in zip(self.flats, self._starts, strict=True) if self.overwritten else ():
+        for flat, start in zip(self.flats, self._starts, strict=True):
             if flat in self.overwritten and start <= offset < start + _full_nbytes(flat):
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -301,11 +299,8 @@ class Unit:
 
     def bind(self) -> None:
         """Turn the module's parameters into views of the full weights."""
-        with as_they_are():
-            for flat, full in zip(self.flats, self.fulls(), strict=True):
-                for param, view in flat.views(full):
-                    set_memory(param, view)
-                    to_full(param)
+        for flat, full in zip(self.flats, self.fulls(), strict=True):
+            to_full(flat.views(full))
 
     def check_memory(self) -> None:
         """Check that the module's parameters are what they were made: full weights or placeholders.

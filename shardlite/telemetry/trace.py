@@ -11,14 +11,14 @@ class Trace:
     """
 
     def __init__(self, keep: int = 4096) -> None:
-        self._events: deque[str] = deque(maxlen=keep)
+        self._events: deque[tuple[str, str]] = deque(maxlen=keep)
 
     def emit(self, event: str, unit: str = "") -> None:
         """Append `event` of `unit`."""
-        self._events.append(f"{event} {unit}".rstrip())
+        self._events.append((event, unit))
 
     def take(self) -> list[str]:
         """Return and clear the events since the last call."""
-        events = list(self._events)
+        events = [f"{event} {unit}".rstrip() for event, unit in self._events]
         self._events.clear()
         return events

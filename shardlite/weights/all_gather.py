@@ -210,13 +210,12 @@ def isolated() -> AbstractContextManager[object]:
     Placeholders are not unsharded by them. `inference_mode` is left, because a tensor that is made in it could never be
     saved for a backward. Selective checkpointing does not see them, because it would replay them with the forward.
     """
-    modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else ()
-    checkpointed = any(isinstance(mode, _CHECKPOINT_MODES) for mode in modes)
-    if not checkpointed and not torch.is_inference_mode_enabled():
+    modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else None
+    if modes is None and not torch.is_inference_mode_enabled():
         return as_they_are()
     stack = ExitStack()
     stack.enter_context(as_they_are())
     stack.enter_context(torch.inference_mode(False))
-    if checkpointed:
+    if modes is not None and any(isinstance(mode, _CHECKPOINT_MODES) for mode in modes):
         stack.enter_context(_disable_current_modes())
     return stack

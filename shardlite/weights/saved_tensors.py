@@ -104,9 +104,11 @@ class Handle:
         Raises:
             RuntimeError: the weights have changed since the forward.
         """
-        self.call.calls.on_use()
-        self.call.unshard()
-        self.call.unit.check_not_overwritten(int(self.offset) * self.dtype.itemsize)
+        if not self.call.uses:
+            self.call.calls.on_use()
+            self.call.unshard()
+        if self.call.unit.overwritten:
+            self.call.unit.check_not_overwritten(int(self.offset) * self.dtype.itemsize)
         if torch.is_grad_enabled():
             # `create_graph=True`: this node is recorded too, and what it saves must be handles again. No pop is due:
             # the engine restores its thread's state, of which the hooks are part, after every node.
@@ -132,7 +134,7 @@ class Handle:
             return view.set_(buffer.bytes.untyped_storage(), self.offset, self.size, self.stride)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Kept:
     """Any other saved tensor, with the version that it must still have in backward.
 
@@ -206,7 +208,7 @@ class Calls:
 
     def owner(self, tensor: Tensor) -> Unit | None:
         """Return the unit whose full weights `tensor` views, if any."""
-        return self.gatherer.owner(tensor) if _has_storage(tensor) else None
+        return self.gatherer.owners.get(storage_key(tensor)) if _has_storage(tensor) else None
 
     def has_given_up(self, tensor: Tensor) -> bool:
         """Whether `tensor` views a buffer that was given up because a view of it was kept: it still has weights."""
@@ -222,7 +224,7 @@ class Calls:
 
 def _has_storage(tensor: Tensor) -> bool:
     """Whether there is a storage to look at: sparse tensors and many subclasses have none. Our weights are neither."""
-    return is_plain(tensor) and tensor.layout is torch.strided
+    return (type(tensor) is Tensor or is_plain(tensor)) and tensor.layout is torch.strided
 
 
 def _is_viewed(unit: Unit) -> bool:

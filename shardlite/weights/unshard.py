@@ -17,12 +17,11 @@ from contextlib import AbstractContextManager
 from operator import attrgetter
 
 import torch
-from torch import Tensor
 
 from shardlite.comm import SPARE, Context
 from shardlite.config import poison_evicted_buffers
 from shardlite.errors import EscapedViewWarning
-from shardlite.params import Buffer, Unit, Weights, storage_key
+from shardlite.params import Buffer, Unit, Weights
 from shardlite.weights.all_gather import is_fresh, isolated
 from shardlite.weights.coordination import PassCoordinator
 from shardlite.weights.gather_order import UseOrder
@@ -35,6 +34,9 @@ class Gatherer:
 
     def __init__(self, units: Sequence[Unit], context: Context, *, prefetch: int) -> None:
         self.order = UseOrder()
+        self.owners: dict[int, Unit] = {}
+        """The unit whose full weights a buffer holds, by the buffer's storage key."""
+
         self._coordinator = PassCoordinator(units, context)
         self._backwards = 0
         self._units = units
@@ -45,13 +47,8 @@ class Gatherer:
         self._prefetch = prefetch
         self._ahead = prefetch  # in the pass in progress
         self._poison = poison_evicted_buffers()
-        self._owners: dict[int, Unit] = {}  # by storage key
         self._idle: dict[Unit, None] = {}  # least recently used first
         self._warned = False
-
-    def owner(self, tensor: Tensor) -> Unit | None:
-        """Return the unit whose full buffer `tensor` views, if any."""
-        return self._owners.get(storage_key(tensor))
 
     def unshard(self, unit: Unit) -> None:
         """Make the unit's full weights readable until `reshard`. Calls nest. Within a pass.
@@ -166,7 +163,7 @@ class Gatherer:
             self._land(unit)
             self._let_idle(unit)
         buffer = self._buffer_for(unit)
-        self._owners[buffer.key] = unit
+        self.owners[buffer.key] = unit
         unit.buffer, unit.overwritten = buffer, set(unit.stepped)
         return True
 
@@ -203,7 +200,7 @@ class Gatherer:
         return None in [self._units[index].buffer for index in self.order.rest()]
 
     def _held(self) -> int:
-        return len(self._owners) - list(map(_is_kept_unsharded, self._owners.values())).count(True)
+        return len(self.owners) - list(map(_is_kept_unsharded, self.owners.values())).count(True)
 
     def _victim(self, unit: Unit) -> Unit | None:
         """Choose the idle unit to evict: one of the same size if possible, for its buffer can be used as it is."""
@@ -230,7 +227,7 @@ class Gatherer:
         self._idle.pop(unit, None)
         unit.move(Weights.SHARDED)
         self._trace.emit("evict", unit.name)
-        del self._owners[buffer.key]
+        del self.owners[buffer.key]
         if buffer.escaped():
             self._warn(unit)
             return None

@@ -61,7 +61,7 @@ def kept_view_body(group):
     """A view kept as an attribute stays what it was: its buffer is given up, which is reported once."""
     with pytest.warns(EscapedViewWarning, match=r"unit 'blocks\.\d'") as caught:
         model, _ = compare(Keeping(view=True), lambda m: m(batch()).square().mean(), group, prefetch=0)
-    return len(caught), len(model._hooks._calls.gatherer._owners)
+    return len(caught), len(model._hooks._calls.gatherer.owners)
 
 
 def test_a_kept_view_is_right_and_reported_once(cluster):
