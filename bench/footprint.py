@@ -13,8 +13,9 @@ All sizes are bytes of one rank, above what it held after the imports and the st
 | `between_bytes` | the same between two steps |
 | `tensor_bytes` | the most bytes in tensors in a step, on rank 0 |
 | `purposes` | what `memory()` says at that moment; the rest are activations, and gradients on their way |
+| `pss_purposes` | what `memory()` says at the moment of `pss_bytes`, mean of the ranks |
 | `weight_bytes`, `compute` | of the plain model, in the dtype that it computes in |
-| `unexplained` | what of `pss_bytes` is in no purpose, nor beside the weights in `activations`, as a part of it |
+| `unexplained` | the part of `pss_bytes` that is not in `pss_purposes`, nor beside the weights in `activations` |
 
 `activations` are forward and backward of the plain model alone, without its gradients: autograd's own memory, the
 libraries' buffers and code that is loaded then are in it, too.
@@ -32,9 +33,13 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
+from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -49,6 +54,9 @@ from bench.support.table import RESULTS, Row, markdown_table, read_rows
 from bench.support.workloads import WORKLOADS, Workload
 from shardlite import ShardLite
 from shardlite.telemetry.meter import Meter
+
+_PAUSE = 0.002
+"""Seconds between two looks at `memory()`."""
 
 STEPS = 3
 """Steps that are sampled; the largest counts."""
@@ -104,26 +112,67 @@ class Sampler:
                 *map(str, processes),
             ]
             self._program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._start = 0
+        self._start = self.when = 0
         self._start = self.take()[1]
 
     def take(self) -> tuple[int, int]:
-        """Return the most since the last call and what is held now, in bytes, means of the ranks."""
+        """Return the most since the last call and what is held now, in bytes, means of the ranks.
+
+        `when` is the moment of the most, in nanoseconds of the monotonic clock.
+        """
         dist.barrier(self._group)
-        answer = [0, 0, 0]
+        answer = [0, 0, 0, 0]
         if self._program is not None:
             assert self._program.stdin is not None
             assert self._program.stdout is not None
             print(file=self._program.stdin, flush=True)
             answer = [int(word) for word in self._program.stdout.readline().split()]
         dist.broadcast_object_list(answer, 0, group=self._group)
-        peak, now, _ = answer
+        peak, now, _, self.when = answer
         return peak // self._group.size() - self._start, now // self._group.size() - self._start
 
     def close(self) -> None:
         """End the program."""
         if self._program is not None:
             self._program.communicate()
+
+
+class Account:
+    """What `memory()` of this rank says while the block runs, again and again. Systems without it say nothing.
+
+    It looks from another thread, and so at the counters alone: `memory()` itself reads gradients, which the backward
+    may be writing. Those counters know all tensors that one call of it has seen.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        _purposes(model)
+        self._context = model._context if isinstance(model, ShardLite) else None
+        self._said: list[tuple[int, dict[str, int]]] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> Account:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def mean_at(self, when: int, group: dist.ProcessGroup) -> dict[str, int]:
+        """Return the bytes by purpose at a moment of the monotonic clock, means of the ranks. All ranks call it."""
+        own = self._said[max(0, bisect(self._said, when, key=itemgetter(0)) - 1)][1]
+        said: list[dict[str, int]] = [own] * group.size()
+        dist.all_gather_object(said, own, group=group)
+        return {purpose: sum(each.get(purpose, 0) for each in said) // len(said) for purpose in own}
+
+    def _watch(self) -> None:
+        over = False
+        while not over:  # at least once, however short the block is
+            held = self._context.held() if self._context else {}
+            now = {purpose: each.now for purpose, each in held.items() if each.now}
+            self._said.append((time.monotonic_ns(), now))
+            over = self._over.wait(_PAUSE)
 
 
 def measure(workload: Workload, system: str, group: dist.ProcessGroup) -> Row:
@@ -141,9 +190,10 @@ def measure(workload: Workload, system: str, group: dist.ProcessGroup) -> Row:
     for step in range(WARM_UP):
         trainer.step(workload.draw(group.rank(), step))
     sampler.take()
-    for step in range(WARM_UP, WARM_UP + STEPS):
-        trainer.step(workload.draw(group.rank(), step))
-    peak, between = sampler.take()
+    with Account(trainer.model) as account:
+        for step in range(WARM_UP, WARM_UP + STEPS):
+            trainer.step(workload.draw(group.rank(), step))
+        peak, between = sampler.take()
     sampler.close()
     tensors, purposes = _tensors(trainer, workload, group)
     compute = _compute(trainer.model)
@@ -164,6 +214,7 @@ def measure(workload: Workload, system: str, group: dist.ProcessGroup) -> Row:
         "between_bytes": between,
         "tensor_bytes": tensors,
         "purposes": purposes,
+        "pss_purposes": account.mean_at(sampler.when, group),
         "weight_bytes": parameters * compute.itemsize,
         "compute": str(compute).removeprefix("torch."),
     }
@@ -171,17 +222,17 @@ def measure(workload: Workload, system: str, group: dist.ProcessGroup) -> Row:
 
 def _tensors(trainer: Trainer, workload: Workload, group: dist.ProcessGroup) -> tuple[int, dict[str, int]]:
     """Return the most bytes in tensors during one more step, and at that moment the bytes by purpose."""
-    model = trainer.model
-
-    def account() -> dict[str, int]:
-        held = model.memory() if isinstance(model, ShardLite) else {}
-        return {purpose: each.now for purpose, each in held.items() if each.now}
-
     batch = workload.draw(group.rank(), WARM_UP + STEPS)
     gc.collect()
-    with Meter(on_peak=account) as meter:
+    with Meter(on_peak=lambda: _purposes(trainer.model)) as meter:
         trainer.step(batch)
     return meter.peak, meter.at_peak or {}
+
+
+def _purposes(model: nn.Module) -> dict[str, int]:
+    """Return the bytes by purpose that this rank holds now."""
+    held = model.memory() if isinstance(model, ShardLite) else {}
+    return {purpose: each.now for purpose, each in held.items() if each.now}
 
 
 def _compute(model: nn.Module) -> torch.dtype:
@@ -199,8 +250,8 @@ def compared(rows: list[Row]) -> list[Row]:
     for row in rows:
         if "fsdp2" in by_name:
             row["pss_vs_fsdp2"] = round(row["pss_bytes"] / by_name["fsdp2"]["pss_bytes"], 3)
-        if row["purposes"] and row["compute"] in beside:
-            explained = sum(row["purposes"].values()) + beside[row["compute"]]
+        if row["pss_purposes"] and row["compute"] in beside:
+            explained = sum(row["pss_purposes"].values()) + beside[row["compute"]]
             row["unexplained"] = round((row["pss_bytes"] - explained) / row["pss_bytes"], 3)
     return rows
 

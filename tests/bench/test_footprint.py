@@ -139,7 +139,7 @@ def test_a_row_has_what_its_table_shows(cluster, system):
     first, second = cluster.run(measured_body, 2, system)
     assert first["system"] == second["system"] == system
     assert first["pss_bytes"] == second["pss_bytes"] >= first["between_bytes"]
-    assert bool(first["purposes"]) == (system == "compact")
+    assert bool(first["purposes"]) == bool(first["pss_purposes"]) == (system == "compact")
     assert first["compute"] == ("bfloat16" if system in ("activations, bf16", "compact") else "float32")
     assert first["weight_bytes"] == first["parameters"] * (2 if first["compute"] == "bfloat16" else 4)
     row = {**first, "malloc": "returns", "busy": 2, "unexplained": 0.25}
@@ -151,10 +151,10 @@ def test_a_row_has_what_its_table_shows(cluster, system):
 
 
 def test_what_nothing_explains_is_beside_purposes_and_activations():
-    row = {"system": "stage3", "compute": "float32", "pss_bytes": 1000, "weight_bytes": 300, "purposes": {"a": 600}}
-    alone = {**row, "system": "activations", "pss_bytes": 500, "purposes": {}}
+    row = {"system": "stage3", "compute": "float32", "pss_bytes": 1000, "weight_bytes": 300, "pss_purposes": {"a": 600}}
+    alone = {**row, "system": "activations", "pss_bytes": 500, "pss_purposes": {}}
     narrow = {**row, "system": "compact", "compute": "bfloat16"}
-    fsdp2 = {**row, "system": "fsdp2", "pss_bytes": 2000, "purposes": {}}
+    fsdp2 = {**row, "system": "fsdp2", "pss_bytes": 2000, "pss_purposes": {}}
     rows = footprint.compared([alone, fsdp2, row, narrow])
     assert [each["pss_vs_fsdp2"] for each in rows] == [0.25, 1.0, 0.5, 0.5]
     assert ["unexplained" in each for each in rows] == [False, False, True, False]
