@@ -81,7 +81,7 @@ class Cut:
             return int(any(len(arrival.sources) > 1 for arrival in plan.program(transport.rank).arrivals))
         if not transport.batched:
             return _SLOTS if self.longest else 0
-        at_once = max((sum(each.target == transport.rank for each in step) for step in plan.steps), default=0)
+        at_once = max((len(step.received) for step in plan.steps_of(transport.rank)), default=0)
         return at_once * -(-self.longest // self.chunk)
 
     def slot_numel(self, transport: Transport) -> int:
@@ -131,6 +131,8 @@ def cut_up(
     Raises:
         LayoutError: as `segment_bounds`.
     """
+    if transport.batched:
+        chunk_bytes = (numel + grain) * dtype.itemsize  # whole pieces: a step is one exchange, and ends as a whole
     way = transport.world_size, transport.algorithm, transport.node, transport.link
     return _cut_of(operation, numel, dtype, *way, None if cuts is None else tuple(cuts), chunk_bytes, grain)
 

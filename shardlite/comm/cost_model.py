@@ -40,6 +40,7 @@ Operation = Literal["all-gather", "reduce-scatter"]
 LEAST_CHUNK = 64 << 10
 """Bytes below which a piece is not cut: the message would cost more than it saves."""
 
+_MOST_SIMULATED = 64  # ranks, to compare algorithms: a simulation of W ranks takes W^2 steps
 _MOST_CHUNKS = 64  # per piece; more of them save less than a hundredth of an addition
 _WORTH = 0.99  # twice as many messages must reduce the time by at least this factor
 _EQUAL = 1 + 1e-9  # times that differ by rounding only
@@ -134,14 +135,16 @@ def best_algorithm(
     """Return the algorithm that takes the least time for `operations` on a buffer of `nbytes`, one after the other.
 
     By default `among` holds algorithms that add in the same order and so give the same bits: the choice changes no
-    result. Messages have up to `chunk` bytes; without it, each algorithm has its best chunks. Of equally fast
-    algorithms the first in the order of `config.ALGORITHMS` is returned. `node` is for `"hierarchical"` only.
+    result. Worlds of more than 64 ranks are taken for one of 64. Messages have up to `chunk` bytes; without it, each
+    algorithm has its best chunks. Of equally fast algorithms the first in the order of `config.ALGORITHMS` is returned.
+    `node` is for `"hierarchical"` only.
 
     Raises:
         LayoutError: no ranks, or nodes that do not divide the world.
         ValueError: `among` is empty.
     """
-    return _best_algorithm(nbytes, world_size, link, frozenset(among), operations, chunk, node)
+    simulated = min(world_size, max(node, _MOST_SIMULATED // max(1, node) * node))
+    return _best_algorithm(nbytes, simulated, link, frozenset(among), operations, chunk, node)
 
 
 def fit(rows: Sequence[Mapping[str, Any]], *, key: str = "ms_p50", overlaps: bool | None = None) -> LinkCost:

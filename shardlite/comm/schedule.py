@@ -17,11 +17,11 @@ which costs a latency, and in the links that carry the bytes.
 Legend: `W` ranks, `r` and `k` ranks (modulo `W`), `t` a step, `g` ranks per node, `n = W/g` nodes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache, reduce
-from itertools import pairwise, zip_longest
-from typing import TypeAlias, Union
+from itertools import zip_longest
+from typing import Any, NamedTuple, TypeAlias, Union
 
 from shardlite.config import ALGORITHMS, Algorithm
 from shardlite.errors import LayoutError
@@ -41,6 +41,13 @@ class Transfer:
     target: int
     segment: int
     part: int
+
+
+class Exchange(NamedTuple):
+    """The transfers of one rank in a step."""
+
+    sent: tuple[Transfer, ...]
+    received: tuple[Transfer, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +109,11 @@ class Schedule:
     parts: int
     """Number of parts per segment."""
 
-    steps: tuple[tuple[Transfer, ...], ...]
-    """Transfers of each step. A piece sent in a step was complete at its source before the step."""
+    steps: Sequence[tuple[Transfer, ...]]
+    """Transfers of each step. A piece sent in a step was complete at its source before the step.
+
+    Those of the collectives here are written out when they are asked for: all of them are `O(W^2)`.
+    """
 
     @property
     def segments(self) -> int:
@@ -122,8 +132,23 @@ class Schedule:
             self._programs[rank] = _program(self, rank)
         return self._programs[rank]
 
+    def steps_of(self, rank: int) -> Sequence[Exchange]:
+        """Return what `rank` sends and receives in each step, cached. It takes time for these transfers only."""
+        if rank not in self._exchanges:
+            of_rank = self.steps.of_rank if isinstance(self.steps, _Steps) else self._selected
+            self._exchanges[rank] = [of_rank(t, rank) for t in range(len(self.steps))]
+        return self._exchanges[rank]
+
+    def _selected(self, t: int, rank: int) -> Exchange:
+        sent = tuple(each for each in self.steps[t] if each.source == rank)
+        return Exchange(sent, tuple(each for each in self.steps[t] if each.target == rank))
+
     @cached_property
     def _programs(self) -> dict[int, Program]:
+        return {}
+
+    @cached_property
+    def _exchanges(self) -> dict[int, Sequence[Exchange]]:
         return {}
 
     def turns(self, rank: int) -> Iterator[tuple[int, Transfer | None, Transfer | None]]:
@@ -133,10 +158,8 @@ class Schedule:
         finishes one turn before the next, and within a turn sends each chunk before it receives one, can only wait for
         ranks that are behind it: waits form no cycle, however little room there is for received chunks.
         """
-        for step, transfers in enumerate(self.steps):
-            sent = (each for each in transfers if each.source == rank)
-            received = (each for each in transfers if each.target == rank)
-            for pair in zip_longest(sent, received):
+        for step, exchange in enumerate(self.steps_of(rank)):
+            for pair in zip_longest(*exchange):
                 yield step, *pair
 
 
@@ -259,18 +282,116 @@ def _plus(first: Order, second: Order) -> Order:
     return first, second
 
 
-_Steps: TypeAlias = tuple[tuple[Transfer, ...], ...]
 _Piece: TypeAlias = tuple[int, int]  # a segment's number, and which part of it
+
+
+class _Steps(Sequence[tuple[Transfer, ...]]):
+    """Steps that are written out when they are asked for: all transfers of a step, or those of one rank."""
+
+    def __getitem__(self, t: Any) -> Any:
+        if t not in self._written:
+            self._written[t] = self._write(t)
+        return self._written[t]
+
+    @cached_property
+    def _written(self) -> dict[Any, tuple[Transfer, ...]]:
+        return {}
+
+    def _write(self, t: int) -> tuple[Transfer, ...]:
+        """Return the transfers of all ranks in step `t`."""
+        raise NotImplementedError
+
+    def of_rank(self, t: int, rank: int) -> Exchange:
+        """Return the transfers of `rank` in step `t`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _Chain(_Steps):
+    """Steps of a broadcast."""
+
+    world_size: int
+    source: int
+    parts: int
+
+    def __len__(self) -> int:
+        return self.world_size - 2 + self.parts if self.world_size > 1 and self.parts else 0
+
+    def _write(self, t: int) -> tuple[Transfer, ...]:
+        if not 0 <= t < len(self):
+            raise IndexError(t)
+        first, last = max(0, t - self.parts + 1), min(t, self.world_size - 2)
+        return tuple(each for d in range(first, last + 1) for each in self._sent_by(t, d))
+
+    def of_rank(self, t: int, rank: int) -> Exchange:
+        """Return the transfers of `rank` in step `t`."""
+        d = (rank - self.source) % self.world_size
+        return Exchange(self._sent_by(t, d), self._sent_by(t, d - 1) if d else ())
+
+    def _sent_by(self, t: int, d: int) -> tuple[Transfer, ...]:
+        """Return what the rank `d` places behind the source sends."""
+        if d == self.world_size - 1 or not 0 <= t - d < self.parts:
+            return ()
+        return (Transfer((self.source + d) % self.world_size, (self.source + d + 1) % self.world_size, 0, t - d),)
+
+
+class _Flow(NamedTuple):
+    """A transfer of each rank: in groups of `group` ranks, to the one `to` places on."""
+
+    group: int
+    to: int
+    back: int
+    """It sends the segment of the rank so many places before it, ..."""
+
+    nodes: int = 0
+    """... moved by so many segments."""
+
+    part: int = 0
+
+    def sent_by(self, rank: int, world_size: int) -> Transfer:
+        """Return what a rank sends."""
+        place = rank % self.group
+        first = rank - place
+        segment = first + self.nodes + (place - self.back) % self.group
+        return Transfer(rank, first + (place + self.to) % self.group, segment % world_size, self.part)
+
+    def received_by(self, rank: int, world_size: int) -> Transfer:
+        """Return what a rank receives."""
+        place = rank % self.group
+        return self.sent_by(rank - place + (place - self.to) % self.group, world_size)
+
+    def backwards(self) -> "_Flow":
+        """Return the flow in which each target sends what it received here to its source."""
+        return self._replace(to=-self.to, back=self.back + self.to)
+
+
+@dataclass(frozen=True)
+class _Flows(_Steps):
+    """Steps in which all ranks do the same."""
+
+    world_size: int
+    flows: tuple[tuple[_Flow, ...], ...]
+    """Those of each step, in the order in which a rank sends."""
+
+    def __len__(self) -> int:
+        return len(self.flows)
+
+    def _write(self, t: int) -> tuple[Transfer, ...]:
+        return tuple(flow.sent_by(r, self.world_size) for flow in self.flows[t] for r in range(self.world_size))
+
+    def of_rank(self, t: int, rank: int) -> Exchange:
+        """Return the transfers of `rank` in step `t`."""
+        sent = tuple(flow.sent_by(rank, self.world_size) for flow in self.flows[t])
+        return Exchange(sent, tuple(flow.received_by(rank, self.world_size) for flow in self.flows[t]))
+
+    def backwards(self) -> "_Flows":
+        """Return these steps backwards in time, each transfer in the other direction."""
+        return _Flows(self.world_size, tuple(tuple(f.backwards() for f in step[::-1]) for step in self.flows[::-1]))
 
 
 @lru_cache(64)
 def _chain(world_size: int, source: int, parts: int) -> Schedule:
-    links = list(pairwise((source + t) % world_size for t in range(world_size)))
-    steps = tuple(
-        tuple(Transfer(*link, 0, t - d) for d, link in enumerate(links) if 0 <= t - d < parts)
-        for t in range(len(links) - 1 + parts if links and parts else 0)
-    )
-    return Schedule("broadcast", "chain", world_size, parts, steps)
+    return Schedule("broadcast", "chain", world_size, parts, _Chain(world_size, source, parts))
 
 
 @cache
@@ -285,80 +406,52 @@ def _collective(operation: str, algorithm: str, world_size: int, node: int) -> S
         raise LayoutError(f"{what}: nodes of {node} ranks; only 'hierarchical' knows nodes")
     if node < 1 or world_size % node:
         raise LayoutError(f"{what}: nodes of {node} ranks do not divide a world of {world_size}")
-    if operation == "all-gather":
-        return Schedule(operation, algorithm, world_size, *_spread(algorithm, world_size, node, 1))
-    parts, steps = _spread(algorithm, world_size, node, -1)
-    return Schedule(operation, algorithm, world_size, parts, _backwards(steps))
+    parts, flows = _spread(algorithm, world_size, node, 1 if operation == "all-gather" else -1)
+    steps = _Flows(world_size, tuple(step for step in flows if step))
+    return Schedule(operation, algorithm, world_size, parts, steps if operation == "all-gather" else steps.backwards())
 
 
-def _spread(algorithm: str, world_size: int, node: int, way: int) -> tuple[int, _Steps]:
+def _spread(algorithm: str, world_size: int, node: int, way: int) -> tuple[int, list[tuple[_Flow, ...]]]:
     """Return parts and steps by which segments spread from their owners; rings go to `r + way`, which is +1 or -1."""
     if algorithm == "direct":
-        return 1, _direct(world_size, way)
+        return 1, [tuple(_Flow(world_size, way * j, 0) for j in range(1, world_size))]
     if algorithm == "bidirectional":
         return _bidirectional(world_size, way)
     # A ring is a hierarchy of nodes of one rank.
-    return 1, _across(world_size, node, way) + _inside(world_size, node, way)
+    return 1, [*_across(world_size, node, way), *_inside(world_size, node, way)]
 
 
-def _direct(world_size: int, way: int) -> _Steps:
-    ranks = range(world_size)
-    step = tuple(Transfer(r, (r + way * j) % world_size, r, 0) for j in range(1, world_size) for r in ranks)
-    return (step,) if step else ()
-
-
-def _bidirectional(world_size: int, way: int) -> tuple[int, _Steps]:
+def _bidirectional(world_size: int, way: int) -> tuple[int, list[tuple[_Flow, ...]]]:
     """Half round both ways. With two parts, 0 goes one rank further in `way`, 1 in the other; that way starts first.
 
     Flows that start later come first in each step: what they send at once precedes what the others forward.
     """
     parts = 2 if world_size % 2 == 0 and world_size > 2 else 1
-    further = world_size // 2
     late = 1 - world_size % 2
     flows = [(-way, 0, late), (way, 1, late), (way, 0, 0), (-way, 1, 0)]
-    steps = (
+    return parts, [
         tuple(
-            Transfer(r, (r + to) % world_size, (r - to * (t - start)) % world_size, part)
+            _Flow(world_size, to, to * (t - start), part=part)
             for to, part, start in flows
             if part < parts and t >= start
-            for r in range(world_size)
         )
-        for t in range(further)
-    )
-    return parts, tuple(steps)
+        for t in range(world_size // 2)
+    ]
 
 
-def _across(world_size: int, node: int, way: int) -> _Steps:
+def _across(world_size: int, node: int, way: int) -> Iterator[tuple[_Flow, ...]]:
     """A ring across the nodes, for each set of ranks with the same place in their nodes, which are `node` apart."""
     hop = way * node
-    return tuple(
-        tuple(Transfer(r, (r + hop) % world_size, (r - hop * t) % world_size, 0) for r in range(world_size))
-        for t in range(world_size // node - 1)
-    )
+    return ((_Flow(world_size, hop, hop * t),) for t in range(world_size // node - 1))
 
 
-def _inside(world_size: int, node: int, way: int) -> _Steps:
+def _inside(world_size: int, node: int, way: int) -> Iterator[tuple[_Flow, ...]]:
     """A ring inside each node, in which the segments of all ranks with one place in their nodes travel together.
 
     They go in the order in which they arrived across nodes, the own node's first.
     """
-
-    def step(t: int) -> Iterator[Transfer]:
-        for j in range(world_size // node):
-            for r in range(world_size):
-                place = r % node
-                first = r - place
-                segment = first - way * node * j + (place - way * t) % node
-                yield Transfer(r, first + (place + way) % node, segment % world_size, 0)
-
-    return tuple(tuple(step(t)) for t in range(node - 1))
-
-
-def _backwards(steps: _Steps) -> _Steps:
-    return tuple(
-        tuple(Transfer(each.target, each.source, each.segment, each.part) for each in reversed(step))
-        for step in reversed(steps)
-    )
+    nodes = range(world_size // node)
+    return (tuple(_Flow(node, way, way * t, -way * node * j) for j in nodes) for t in range(node - 1))
 
 
 def _program(schedule: Schedule, rank: int) -> Program:
@@ -366,20 +459,19 @@ def _program(schedule: Schedule, rank: int) -> Program:
     departures: list[tuple[_Piece, list[int]]] = []
     arrivals: dict[tuple[int, _Piece], tuple[list[int], list[int]]] = {}
     onward: dict[_Piece, list[int]] = {}  # the targets of a piece's last arrival so far
-    for step, transfers in enumerate(schedule.steps):
-        for each in transfers:
+    for step, exchange in enumerate(schedule.steps_of(rank)):
+        for each in exchange.sent:
             piece = each.segment, each.part
-            if each.source == rank and piece in onward:
+            if piece in onward:
                 onward[piece].append(each.target)
-            elif each.source == rank and departures and departures[-1][0] == piece:
+            elif departures and departures[-1][0] == piece:
                 departures[-1][1].append(each.target)
-            elif each.source == rank:
+            else:
                 departures.append((piece, [each.target]))
-        for each in transfers:  # after all sends, which are of pieces from earlier steps
+        for each in exchange.received:  # after all sends, which are of pieces from earlier steps
             piece = each.segment, each.part
-            if each.target == rank:
-                sources, onward[piece] = arrivals.setdefault((step, piece), ([], []))
-                sources.append(each.source)
+            sources, onward[piece] = arrivals.setdefault((step, piece), ([], []))
+            sources.append(each.source)
     return Program(
         tuple(Departure(*piece, tuple(targets)) for piece, targets in departures),
         tuple(Arrival(step, *piece, tuple(a), tuple(b)) for (step, piece), (a, b) in arrivals.items()),

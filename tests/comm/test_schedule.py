@@ -275,8 +275,8 @@ def test_ranks_that_run_by_themselves(world_size, chunks, slots):
 def test_many_ranks_that_run_by_themselves(world_size):
     for param, schedule in cases(world_size):
         if param.values[-1] in (1, 8):
-            race(schedule, 1, 1, blocking=False, turns=False)
-            race(schedule, 1, 1, blocking=True, turns=True)
+            assert same_end(schedule, race(schedule, 1, 1, blocking=False, turns=False))
+            assert same_end(schedule, race(schedule, 1, 1, blocking=True, turns=True))
 
 
 @every(2, 3, 4, 6)
@@ -444,3 +444,13 @@ def test_ranks_that_are_not_there_are_refused():
         broadcast(2, 0, parts=-1)
     with pytest.raises(LayoutError, match="all-gather: no rank -1 in a world of 2"):
         all_gather("ring", 2).program(-1)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_a_rank_among_thousands_writes_out_its_own_transfers_only(make, algorithm):
+    schedule = make(algorithm, 4096)
+    sent, received = (sum(len(each[way]) for each in schedule.steps_of(5)) for way in range(2))
+    assert sent == received == 4095 * schedule.parts
+    assert sum(len(each.sources) for each in schedule.program(5).arrivals) == received
+    assert not schedule.steps._written

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardlite import ShardLite
+from shardlite.comm.control import store as control_store
 from shardlite.comm.control.store import BoundedStore, all_gather_json, bounded_store
 from shardlite.errors import CommError
 from tests.support.patience import seconds
@@ -127,6 +128,15 @@ def test_a_keeper_that_is_gone_is_said_to_be(kept):
     os.kill(keeper, signal.SIGKILL)
     with pytest.raises(CommError, match="is gone with the process that kept it"):
         store.ask(lambda given: given.get("a"), seconds(30))
+
+
+def test_a_slow_answer_to_the_last_check_is_not_a_missing_one():
+    def look(_):
+        time.sleep(3 * control_store._LAST_LOOK)
+        return []
+
+    with pytest.raises(TimeoutError):
+        control_store._await(BoundedStore(dist.HashStore()), look, time.monotonic())
 
 
 def test_the_thread_ends_with_the_store():
