@@ -2,7 +2,9 @@
 
     python -m bench.step --ranks 2 --model all
 
-starts its ranks itself. Each model's rows go to `bench/results/step-MODEL-Nranks.jsonl`, one JSON object a system:
+starts its ranks itself. `--systems floor ddp fsdp2 p2p collectives` compares these; all but `p2p` and `collectives` is
+the default. Each model's rows go to `bench/results/step-MODEL-Nranks.jsonl`, or `...-transports.jsonl` where those two
+are among the systems, one JSON object a system:
 
 | key | what it is |
 |---|---|
@@ -33,11 +35,17 @@ from bench.support.check import verify
 from bench.support.machine import machine
 from bench.support.measure import Times, activation_bytes, peak_bytes, percentile, time_steps
 from bench.support.ranks import one_of_them, start_ranks
-from bench.support.systems import OPTIMIZER, SYSTEMS, Build
+from bench.support.systems import OPTIMIZER, SYSTEMS, TRANSPORTS, Build
 from bench.support.table import RESULTS, Row, render
 from bench.support.workloads import MEASURED, WORKLOADS, Workload
 from shardlite import Route
 from shardlite.comm.transport.select import choose
+
+PEERS = ("floor", "fsdp2", "ddp")
+"""Systems that others are compared with."""
+
+
+ALL = SYSTEMS | TRANSPORTS
 
 
 def measure(workload: Workload, systems: Mapping[str, Build], rounds: int, group: dist.ProcessGroup) -> list[Row]:
@@ -86,14 +94,17 @@ def _milliseconds(times: Times) -> Row:
 
 
 def _compared(rows: list[Row]) -> list[Row]:
-    """Add to each row how it compares with the floor, FSDP2 and DDP."""
-    floor, fsdp2, ddp = (next(row for row in rows if row["system"] == name) for name in ("floor", "fsdp2", "ddp"))
-    above = fsdp2["ms_p50"] - floor["ms_p50"]
+    """Add to each row how it compares with the floor, FSDP2 and DDP, if they are there."""
+    floor, fsdp2, ddp = (next((row for row in rows if row["system"] == name), None) for name in PEERS)
     for row in rows:
-        row["ms_above_floor"] = round(row["ms_p50"] - floor["ms_p50"], 2)
-        row["above_floor_vs_fsdp2"] = round(row["ms_above_floor"] / above, 3)
-        row["ms_vs_ddp"] = round(row["ms_p50"] / ddp["ms_p50"], 3)
-        row["held_vs_fsdp2"] = round(_held(row) / _held(fsdp2), 3) if row["peak_bytes"] else None
+        if floor:
+            row["ms_above_floor"] = round(row["ms_p50"] - floor["ms_p50"], 2)
+        if floor and fsdp2:
+            row["above_floor_vs_fsdp2"] = round(row["ms_above_floor"] / (fsdp2["ms_p50"] - floor["ms_p50"]), 3)
+        if ddp:
+            row["ms_vs_ddp"] = round(row["ms_p50"] / ddp["ms_p50"], 3)
+        if fsdp2:
+            row["held_vs_fsdp2"] = round(_held(row) / _held(fsdp2), 3) if row["peak_bytes"] else None
     return rows
 
 
@@ -107,7 +118,8 @@ def _report(rows: list[Row], folder: Path) -> None:
     """Write the rows of one run, and print them for people."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(row) for row in rows]
-    file = folder / f"step-{rows[0]['model']}-{rows[0]['ranks']}ranks.jsonl"
+    transports = "-transports" if any(row["system"] in TRANSPORTS for row in rows) else ""
+    file = folder / f"step-{rows[0]['model']}-{rows[0]['ranks']}ranks{transports}.jsonl"
     file.write_text("\n".join(lines) + "\n")
     worst = max(rows, key=lambda row: row["tolerance_used"])
     print(*lines, sep="\n")
@@ -123,7 +135,8 @@ def _run_rank(options: argparse.Namespace) -> None:
         if group.rank() == 0:
             print(json.dumps(machine()), flush=True)
         for name in _chosen(options.model):
-            rows = measure(WORKLOADS[name], SYSTEMS, options.steps, group)
+            systems = {system: ALL[system] for system in options.systems}
+            rows = measure(WORKLOADS[name], systems, options.steps, group)
             if group.rank() == 0:
                 _report(rows, options.out)
 
@@ -136,6 +149,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.step", description="step time and peak memory, side by side")
     parser.add_argument("--ranks", type=int, default=2, help="processes on this machine (%(default)s)")
     parser.add_argument("--model", choices=["all", *WORKLOADS], default="all", help="(%(default)s)")
+    parser.add_argument("--systems", nargs="+", choices=[*ALL], default=[*SYSTEMS], help="(all but transports)")
     parser.add_argument("--steps", type=int, default=30, help="timed steps of each system (%(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
     return parser.parse_args(arguments)

@@ -95,7 +95,8 @@ class Precision:
         return torch.float64 if dtype == torch.float64 else self.reduce
 
 
-TransportName = Literal["auto", "shared_memory", "symmetric_memory", "p2p"]
+TransportName = Literal["auto", "shared_memory", "symmetric_memory", "p2p", "collectives"]
+ReduceName = Literal["exact", "fast"]
 AlgorithmName = Literal["auto"] | Algorithm
 
 
@@ -103,7 +104,7 @@ AlgorithmName = Literal["auto"] | Algorithm
 class Route:
     """Select how messages get from rank to rank.
 
-    `ShardLite` takes both fields as arguments and checks them with this class.
+    `ShardLite` takes all fields as arguments and checks them with this class.
 
     Example:
         >>> ShardLite(model, transport="p2p", algorithm="bidirectional")
@@ -113,27 +114,41 @@ class Route:
     """`"shared_memory"`: CPU tensors of processes on one host are exchanged through shared memory.
     `"symmetric_memory"`: CUDA tensors are exchanged through memory that all GPUs of one host can read (PyTorch's
     symmetric memory; 64 MiB per rank and connection). `"p2p"`: point-to-point messages of the process group (NCCL,
-    gloo; CUDA tensors over gloo are staged in pinned memory). `"auto"`: shared memory where available, else
-    `"p2p"`. It never selects symmetric memory, which has not been measured on a GPU against NCCL yet.
+    gloo; CUDA tensors over gloo are staged in pinned memory). `"collectives"`: whole collectives of the process group
+    (NCCL, or gloo for CPU tensors), with the bits of the ring. `"auto"`: for CPU tensors shared memory where available,
+    else `"p2p"`; over NCCL `"collectives"`, or `"p2p"` if an algorithm is named. It never selects symmetric memory,
+    which has not been measured on a GPU against NCCL yet.
     """
 
     algorithm: AlgorithmName = "auto"
     """Schedule of gathers and reductions, see `docs/rings.md`. `"auto"` selects `"ring"` or `"direct"`, which add in
-    the same order. Other schedules add in another order and so differ in the last bits.
+    the same order. Other schedules add in another order and so differ in the last bits. Collectives have no schedule.
+    """
+
+    reduce: ReduceName = "exact"
+    """`"fast"`: over collectives, the process group adds up gradients by its own reduce-scatter, in an order and with
+    roundings that depend on the backend, its version, the buffer's length and the number of ranks. Nothing that
+    `docs/numerics.md` promises then holds: results differ from those of other transports, stages and runs.
     """
 
     def __post_init__(self) -> None:
         """Validate the options.
 
         Raises:
-            ValueError: the transport or the algorithm is unknown.
+            ValueError: an option is unknown, or the algorithm is for another transport.
         """
         for name, value, names in (
             ("transport", self.transport, get_args(TransportName)),
             ("algorithm", self.algorithm, ("auto", *ALGORITHMS)),
+            ("reduce", self.reduce, get_args(ReduceName)),
         ):
             if value not in names:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, names))}; got {value!r}")
+        if self.transport == "collectives" and self.algorithm != "auto":
+            raise ValueError(
+                f"algorithm={self.algorithm!r} is a schedule of messages, and transport='collectives' has none: leave "
+                "algorithm='auto', or take transport='p2p'"
+            )
 
 
 def transport_or_default(name: TransportName) -> TransportName:

@@ -30,7 +30,15 @@ from shardlite.build import (
     validate,
 )
 from shardlite.comm import GroupLike, Sent, Transport, agree, ranks_of, share
-from shardlite.config import AlgorithmName, Precision, Route, TransportName, check_timeout, transport_or_default
+from shardlite.config import (
+    AlgorithmName,
+    Precision,
+    ReduceName,
+    Route,
+    TransportName,
+    check_timeout,
+    transport_or_default,
+)
 from shardlite.engine import (
     NO_COPY,
     Backward,
@@ -121,8 +129,8 @@ class ShardLite(nn.Module):
             those of `torch.nn` do, is born with the same weights on meta and off. Other ranks' generators stay as they
             are.
         prefetch: how many units are gathered ahead, each in a buffer of its own.
-        transport, algorithm: how messages travel, see `shardlite.Route`; what `"auto"` has chosen is in `repr` and
-            logged once.
+        transport, algorithm, reduce: how messages travel, see `shardlite.Route`; what `"auto"` has chosen is in `repr`
+            and logged once.
         buffers: `"rank0"`: buffers that a forward has changed on some rank (running statistics) become rank 0's on all
             when the next forward begins, as in `DistributedDataParallel`: after one that is not inside `no_sync()` or
             `torch.no_grad()`. `"own"`: each rank keeps its own.
@@ -154,6 +162,7 @@ class ShardLite(nn.Module):
         prefetch: int = 1,
         transport: TransportName = "auto",
         algorithm: AlgorithmName = "auto",
+        reduce: ReduceName = "exact",
         buffers: str = "rank0",
         diagnose: bool = False,
         timeout: timedelta = timedelta(minutes=10),
@@ -177,7 +186,7 @@ class ShardLite(nn.Module):
             prefetch=prefetch,
             quantized_gather=quantized_gather,
             buffers=buffers,
-            route=Route(transport=transport_or_default(transport), algorithm=algorithm),
+            route=Route(transport=transport_or_default(transport), algorithm=algorithm, reduce=reduce),
         )
         plan = agree_on_plan(module, options, self._groups, ShardLite, timeout)
         self._context = context = share(self._groups, plan.device, timeout, options.route)

@@ -21,6 +21,7 @@ from shardlite_kernels.device_ring import _ring_all_gather_kernel, _ring_reduce_
 from shardlite_kernels.hop import _hop_kernel
 from shardlite_kernels.launch import block_size, tl
 from shardlite_kernels.quantize import _dequantize_kernel, _quantize_kernel
+from shardlite_kernels.rows import _add_rows_kernel
 from shardlite_kernels.scale import _scale_kernel
 from shardlite_kernels.signals import DEPTH
 from shardlite_kernels.split import _join_kernel, _split_kernel
@@ -103,18 +104,28 @@ TABLES = {"rows": Use("i16", "r", 32), "scalars": Use("fp32", "r", 0), "keys": U
 
 def cases() -> list[Case]:
     """Everything that is compiled."""
-    return [*adamws(), *splits(), *hops(), *statistics(), *casts(), *codes(), *rings()]
+    return [*adamws(), *splits(), *hops(), *sums(), *statistics(), *casts(), *codes(), *rings()]
+
+
+ROWS = 8
+"""Ranks whose parts are added at once."""
+
+NO_ROWS = {"ROWS": False, "UNROLL": 0}
 
 
 def adamws() -> Iterator[Case]:
-    """`adamw` and `reduce_adamw`: six formats, and two dtypes of gradients (fp16 is as wide as bf16)."""
-    for kernel, weight, moment, gradient in product(
-        ("adamw", "adamw unscale", "reduce_adamw"), WEIGHTS, MOMENTS, ("fp32", "bf16")
-    ):
-        unscale, reduces = kernel == "adamw unscale", kernel == "reduce_adamw"
-        grads = {"grad": Use(gradient, "rw" if unscale else "r")}
-        if reduces:
-            grads |= {"received": Use(gradient, "r"), "bad": Use("i32", "w", 0)}
+    """AdamW by a gradient, and by sums: six formats, and two dtypes of gradients (fp16 is as wide as bf16)."""
+    moved = {
+        "adamw": {"grad": "r"},
+        "adamw unscale": {"grad": "rw"},
+        "reduce_adamw": {"grad": "r", "received": "r"},
+        "add_rows_adamw": {"received": "r" * ROWS},
+    }
+    for kernel, weight, moment, gradient in product(moved, WEIGHTS, MOMENTS, ("fp32", "bf16")):
+        unscale = kernel == "adamw unscale"
+        grads = {name: Use(gradient, each) for name, each in moved[kernel].items()}
+        if "received" in grads:
+            grads["bad"] = Use("i32", "w", 0)
         uses = {**WEIGHTS[weight], **MOMENTS[moment], **grads, **TABLES}
         like = {name: torch.empty(0, dtype=DTYPES[use.dtype]) for name, use in uses.items()}
         state = State(like["param"], like["exp_avg"], like["exp_avg_sq"])
@@ -125,9 +136,9 @@ def adamws() -> Iterator[Case]:
             gradient=gradient,
             code=_adamw_kernel,
             uses=uses,
-            bytes=2 * s + (2 * g if unscale or reduces else g) + ROW_BYTES,
-            block=block_of(state, like["grad"], unscale=unscale),
-            flags={"UNSCALE": unscale},
+            bytes=2 * s + len("".join(moved[kernel].values())) * g + ROW_BYTES,
+            block=block_of(state, like.get("grad"), unscale=unscale),
+            flags={"UNSCALE": unscale, **({"ROWS": True, "UNROLL": ROWS} if kernel == "add_rows_adamw" else NO_ROWS)},
             exact=moment != "int8",
         )
 
@@ -168,6 +179,24 @@ def hops() -> Iterator[Case]:
                 flags={**flags, "STATS": True},
                 exact=out != "fp64",
             )
+
+
+def sums() -> Iterator[Case]:
+    """All hops of a reduction at once."""
+    for wire, out in (("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32"), ("fp64", "fp64"), ("i8", "i8")):
+        block, native = stats_block(torch.empty(0, device="meta")), out in ("fp64", "i8")
+        w, o = DTYPES[wire].itemsize, DTYPES[out].itemsize
+        uses = {"out": Use(out, "w"), "rows": Use(wire, "r" * ROWS)}
+        flags = {"UNROLL": ROWS, "NATIVE": native, "DIVIDE": out != "i8", "STATS": out != "i8"}
+        bytes_: float = ROWS * w + o
+        if out == "i8":
+            block = _block(out, wire)
+        else:
+            wide = "fp64" if out == "fp64" else "fp32"
+            uses["stats"] = Use(wide, "ww", block)
+            bytes_ += 2 * DTYPES[wide].itemsize / block
+        line = f"{ROWS} rows of {wire} to {out}"
+        yield Case("add_rows", line, _add_rows_kernel, uses, bytes_, block, flags, exact=out != "fp64")
 
 
 def statistics() -> Iterator[Case]:

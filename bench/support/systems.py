@@ -6,6 +6,7 @@
 | `ddp` | `DistributedDataParallel`, gradients as views of its buckets |
 | `fsdp2` | `fully_shard` on every block, then on the root |
 | `stage0` to `stage3` | ShardLite, which finds the same units by itself |
+| `p2p`, `collectives` | the same at stage 3, over the process group instead of shared memory |
 
 All use fused AdamW without clipping, and drop gradients after the step, which is PyTorch's default.
 
@@ -31,6 +32,7 @@ from torch.optim import Optimizer
 
 from bench.support.workloads import Batch, Workload
 from shardlite import AdamW, Precision, ShardLite
+from shardlite.config import TransportName
 
 LR = 1e-3
 BETAS = (0.9, 0.95)
@@ -125,9 +127,11 @@ def build_fsdp2(workload: Workload, group: dist.ProcessGroup) -> Trainer:
     return Trainer(model, _torch_adamw(model.parameters()), _whole_of_dtensor)
 
 
-def build_shardlite(workload: Workload, group: dist.ProcessGroup, *, stage: int) -> Trainer:
+def build_shardlite(
+    workload: Workload, group: dist.ProcessGroup, *, stage: int, transport: TransportName = "auto"
+) -> Trainer:
     """ShardLite at one stage."""
-    model = ShardLite(workload.make(), stage=stage, group=group)
+    model = ShardLite(workload.make(), stage=stage, group=group, transport=transport)
     whole = _flat if stage == 0 else partial(_join, group=group)
     return Trainer(model, AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY), whole)
 
@@ -223,6 +227,12 @@ SYSTEMS: dict[str, Build] = {
     "fsdp2": build_fsdp2,
     **{f"stage{stage}": partial(build_shardlite, stage=stage) for stage in range(4)},
 }
+
+TRANSPORTS: dict[str, Build] = {
+    "p2p": partial(build_shardlite, stage=3, transport="p2p"),
+    "collectives": partial(build_shardlite, stage=3, transport="collectives"),
+}
+"""Stage 3 over the process group, which carries the messages of the others, too."""
 
 
 def _torch_adamw(params: Iterable[nn.Parameter]) -> Optimizer:

@@ -21,6 +21,7 @@ _NAMES = {
     "ddp": "DDP",
     "fsdp2": "FSDP2",
     **{f"stage{stage}": f"ShardLite, stage {stage}" for stage in range(4)},
+    **{name: f"ShardLite, {name}" for name in ("p2p", "collectives")},
 }
 
 _COLUMNS: dict[str, Callable[[Row], str]] = {
@@ -28,12 +29,12 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "step, ms": lambda row: f"{row['ms_p50']:.0f}",
     "p20 to p80": lambda row: f"{row['ms_p20']:.0f} to {row['ms_p80']:.0f}",
     "CPU, ms": lambda row: f"{row['cpu_ms_p50']:.0f}",
-    "above floor, ms": lambda row: f"{row['ms_above_floor']:.0f}",
-    "above / FSDP2's": lambda row: f"{row['above_floor_vs_fsdp2']:.2f}",
-    "step / DDP's": lambda row: f"{row['ms_vs_ddp']:.2f}",
+    "above floor, ms": lambda row: _number(row, "ms_above_floor", 0),
+    "above / FSDP2's": lambda row: _number(row, "above_floor_vs_fsdp2", 2),
+    "step / DDP's": lambda row: _number(row, "ms_vs_ddp", 2),
     "peak, MiB": lambda row: _mebibytes(row, 0),
     "held, MiB": lambda row: _mebibytes(row, row["activation_bytes"]),
-    "held / FSDP2's": lambda row: "" if row["held_vs_fsdp2"] is None else f"{row['held_vs_fsdp2']:.2f}",
+    "held / FSDP2's": lambda row: _number(row, "held_vs_fsdp2", 2),
 }
 
 
@@ -45,6 +46,11 @@ def read_rows(files: Iterable[Path]) -> list[Row]:
 def render(rows: Sequence[Row], *, markdown: bool = True) -> str:
     """One table for each model and number of ranks, headed by what was measured and where."""
     return "\n\n".join(_render_run(list(run), markdown) for _, run in groupby(rows, key=_run))
+
+
+def _number(row: Row, key: str, digits: int) -> str:
+    """Format a number that not every run has: some are compared with a system that may be left out."""
+    return "" if row.get(key) is None else f"{row[key]:.{digits}f}"
 
 
 def _mebibytes(row: Row, less: int) -> str:

@@ -1,7 +1,14 @@
 """Triton kernels of ShardLite, each beside the PyTorch reference that specifies it. See `kernels/README.md`."""
 
-from .adamw import adamw, adamw_reference, reduce_adamw, reduce_adamw_reference
-from .adamw_cpu import CpuStep, adamw_cpu, chunk_memory, reduce_adamw_cpu
+from .adamw import (
+    adamw,
+    adamw_reference,
+    add_rows_adamw,
+    add_rows_adamw_reference,
+    reduce_adamw,
+    reduce_adamw_reference,
+)
+from .adamw_cpu import CpuStep, adamw_cpu, add_rows_adamw_cpu, chunk_memory, reduce_adamw_cpu
 from .cast import cast, cast_reference
 from .device_ring import (
     ring_all_gather,
@@ -16,6 +23,7 @@ from .launch import SCALE_BLOCK, use_triton
 from .moments import FORMATS, decode, encode
 from .noise import keys
 from .quantize import dequantize, dequantize_reference, quantize, quantize_reference
+from .rows import add_rows, add_rows_reference
 from .scalars import Hyper, Scalars, Table, adamw_scalars, adamw_scalars_reference, hyper_table, send
 from .scale import scale, scale_reference
 from .signals import Peers, flag_numel, ring_failure, slots_nbytes

@@ -1,11 +1,12 @@
 """AdamW on flat tensors, in place, with the arithmetic of PyTorch's fused optimizer on CUDA; alone or as the last hop.
 
 `adamw` steps by a gradient, `reduce_adamw` by the sum of a ring reduction's last hop: the received partial sum plus
-this rank's own part. The sum is never written to memory.
+this rank's own part, and `add_rows_adamw` by that of all hops at once (`rows.py`). The sum is never written to memory.
 
 Bytes per element, read and written, where weights and moments take `s` (12 in fp32, 5.0625 with split weights and
-codes) and a gradient `g`: `adamw` moves `2*s + g + 1/16`, `reduce_adamw` `2*s + 2*g + 1/16`, where `1/16` is the table
-of rows: 28.06 and 32.06 in fp32. A gradient that is divided by a scale is written as well. A skipped step only reads.
+codes) and a gradient `g`: `adamw` moves `2*s + g + 1/16`, `reduce_adamw` `2*s + 2*g + 1/16` and `add_rows_adamw`
+`2*s + W*g + 1/16`, where `1/16` is the table of rows of scalars: in fp32 28.06, 32.06 and, for 8 ranks, 56.06. A
+gradient that is divided by a scale is written as well. A skipped step only reads.
 Legend: `S` elements, `G = ceil(S / 32)` groups. All scalars are rounded to fp32 before they are used.
 
 PyTorch on CUDA computes, every line one fp32 operation (read from the machine code of torch 2.11 to 2.13):
@@ -32,6 +33,8 @@ device's approximations, off by two units at most, and the division by `sqrt(bia
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -41,6 +44,7 @@ from .launch import INTERPRET, SCALE_BLOCK, block_size, jit, launch, tl, use_tri
 from .moments import load_avg, load_sq, store_avg, store_sq
 from .noise import random_bits
 from .rounding import fma_reference, load_fp32, store_rounded
+from .rows import UNSPECIALISED, add_rows_reference, check_rows, sum_rows, unrolled
 from .scalars import COLUMNS, Table
 from .split import load_weight, split_reference, store_weight
 from .state import State, check_flat
@@ -49,7 +53,7 @@ GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of gradients that are allowed with fp32 weights."""
 
 
-@jit
+@partial(jit, unspecialised=UNSPECIALISED)
 def _adamw_kernel(
     param_ptr: tl.tensor,
     exp_avg_ptr: tl.tensor,
@@ -64,8 +68,13 @@ def _adamw_kernel(
     rows_ptr: tl.tensor,
     bad_ptr: tl.tensor,
     first: tl.tensor,
+    begin: tl.tensor,
+    count: tl.tensor,
+    stride: tl.tensor,
     divisor: float,
     n: tl.tensor,
+    ROWS: tl.constexpr,
+    UNROLL: tl.constexpr,
     UNSCALE: tl.constexpr,
     INTERPRET: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -75,9 +84,13 @@ def _adamw_kernel(
     mask = offsets < n
     in_group = group * 32 < n
     row = tl.load(rows_ptr + group, mask=in_group, other=0).to(tl.int64)
-    total = load_fp32(grad_ptr, offsets, mask, INTERPRET)
-    if received_ptr is not None:
-        total = tl.div_rn(load_fp32(received_ptr, offsets, mask, INTERPRET) + total, divisor)
+    if ROWS:
+        total = sum_rows(received_ptr, offsets, mask, begin, count, stride, UNROLL, INTERPRET)
+        total = tl.div_rn(total, divisor)
+    else:
+        total = load_fp32(grad_ptr, offsets, mask, INTERPRET)
+        if received_ptr is not None:
+            total = tl.div_rn(load_fp32(received_ptr, offsets, mask, INTERPRET) + total, divisor)
     # fmt: off
     step_block(
         param_ptr, exp_avg_ptr, exp_avg_sq_ptr, low_ptr, avg_exponent_ptr, sq_exponent_ptr,
@@ -187,7 +200,7 @@ def adamw(state: State, grad: Tensor, table: Table, *, unscale: bool = False, ba
             `adamw_cpu` there.
     """
     check_step("adamw", state, table, grad)
-    _launch(state, grad, None, table, bad, 1, unscale)
+    _launch(state, grad, None, table, bad, unscale=unscale)
 
 
 def reduce_adamw(
@@ -201,9 +214,24 @@ def reduce_adamw(
         ValueError: as `adamw`, or `divisor` is not from 1 to 2^24.
     """
     check_step("reduce_adamw", state, table, own, received)
-    if not 1 <= divisor <= LARGEST_DIVISOR:
-        raise ValueError(f"reduce_adamw: divisor must be from 1 to {LARGEST_DIVISOR}, got {divisor}")
-    _launch(state, own, received, table, bad, divisor, unscale=False)
+    _check_divisor("reduce_adamw", divisor)
+    _launch(state, own, received, table, bad, divisor=divisor)
+
+
+def add_rows_adamw(
+    state: State, rows: Tensor, table: Table, *, first: int = 0, divisor: int = 1, bad: Tensor | None = None
+) -> None:
+    """Step `state` [S] by the gradient that `add_rows(..., rows, first, divisor)` makes of `rows` [W, S].
+
+    The gradient is never stored. `bad` [], int32, is set to 1 if that of a stepped element is NaN or infinite.
+
+    Raises:
+        ValueError: as `adamw` and `add_rows`.
+    """
+    check_rows("add_rows_adamw", rows, first)
+    check_step("add_rows_adamw", state, table, rows[0])
+    _check_divisor("add_rows_adamw", divisor)
+    _launch(state, None, rows, table, bad, first=first, divisor=divisor, rows=len(rows))
 
 
 def adamw_reference(
@@ -248,27 +276,53 @@ def reduce_adamw_reference(
     adamw_reference(state, (received.float() + own.float()) / divisor, table, bad=bad)
 
 
+def add_rows_adamw_reference(
+    state: State, rows: Tensor, table: Table, *, first: int = 0, divisor: int = 1, bad: Tensor | None = None
+) -> None:
+    """Specification of `add_rows_adamw`."""
+    grad = torch.empty_like(rows[0], dtype=torch.float32)
+    add_rows_reference(grad, rows, first, divisor)
+    adamw_reference(state, grad, table, bad=bad)
+
+
 def _launch(
-    state: State, grad: Tensor, received: Tensor | None, table: Table, bad: Tensor | None, divisor: int, unscale: bool
+    state: State,
+    grad: Tensor | None,
+    received: Tensor | None,
+    table: Table,
+    bad: Tensor | None,
+    *,
+    divisor: int = 1,
+    unscale: bool = False,
+    first: int = 0,
+    rows: int = 0,
 ) -> None:
     param, exp_avg, exp_avg_sq, low, avg_exponent, sq_exponent = state
     launch(
         _adamw_kernel,
         *(param, exp_avg, exp_avg_sq, low, avg_exponent, sq_exponent, grad, received),
-        *(table.scalars, table.keys, table.rows, bad, table.first, float(divisor)),
+        *(table.scalars, table.keys, table.rows, bad, table.first),
+        *(first, rows, received.stride(0) if received is not None and rows else 0, float(divisor)),
         n=param.numel(),
         block=block_of(state, grad, unscale=unscale),
+        ROWS=rows > 0,
+        UNROLL=unrolled(rows),
         UNSCALE=unscale,
         INTERPRET=INTERPRET,
     )
 
 
-def block_of(state: State, grad: Tensor, *, unscale: bool = False) -> int:
+def _check_divisor(who: str, divisor: int) -> None:
+    if not 1 <= divisor <= LARGEST_DIVISOR:
+        raise ValueError(f"{who}: divisor must be from 1 to {LARGEST_DIVISOR}, got {divisor}")
+
+
+def block_of(state: State, grad: Tensor | None, *, unscale: bool = False) -> int:
     """Return the elements per program: each thread moves 16 bytes of the widest tensor that is written.
 
     A gradient is only read: one in fp32 beside narrow states takes two accesses.
     """
-    return block_size(*(state.param, state.exp_avg), *([grad] if unscale else []))
+    return block_size(*(state.param, state.exp_avg), *([grad] if unscale and grad is not None else []))
 
 
 def check_step(who: str, state: State, table: Table, *grads: Tensor) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf, sqrt
 from weakref import WeakSet
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from .adamw import GRADIENTS
 from .hop import hop
 from .moments import encode
+from .rows import add_rows, check_rows
 from .scalars import Hyper, Table
 from .split import join_on_cpu, split_on_cpu
 from .state import State, check_flat
@@ -129,15 +131,37 @@ def reduce_adamw_cpu(
         ValueError: as `adamw_cpu`.
     """
     weight = _check("reduce_adamw_cpu", state, step, received, own)
+    pairs = zip(torch.split(received, _CHUNK), torch.split(own, _CHUNK), strict=True)
+    hops = (partial(hop, received=partial_sum, own=mine, divisor=divisor) for partial_sum, mine in pairs)
+    _by_chunks(state, _sums(hops, state, weight, bad), step)
 
-    def sums() -> Iterator[Tensor]:
-        for partial, mine in zip(torch.split(received, _CHUNK), torch.split(own, _CHUNK), strict=True):
-            total = _rooms.of("sums", len(mine), weight)
-            hop(total, partial, mine, divisor)
-            _look(total, bad)
-            yield total
 
-    _by_chunks(state, sums(), step)
+def add_rows_adamw_cpu(
+    state: State, rows: Tensor, step: CpuStep, *, first: int = 0, divisor: int = 1, bad: Tensor | None = None
+) -> None:
+    """Step `state` [S] by the gradient that `add_rows` makes of `rows` [W, S], of which only chunks are in memory.
+
+    `bad` [], int32, is set to 1 if the gradient has a NaN or an infinity.
+
+    Raises:
+        ValueError: as `adamw_cpu` and `add_rows`.
+    """
+    check_rows("add_rows_adamw_cpu", rows, first)
+    weight = _check("add_rows_adamw_cpu", state, step, rows[0])
+    parts = torch.split(rows, _CHUNK, dim=1)
+    sums = (partial(add_rows, rows=part, first=first, divisor=divisor) for part in parts)
+    _by_chunks(state, _sums(sums, state, weight, bad), step)
+
+
+def _sums(
+    additions: Iterable[Callable[[Tensor], None]], state: State, weight: torch.dtype, bad: Tensor | None
+) -> Iterator[Tensor]:
+    """Yield the gradient of each chunk of a state, written by the next of `additions` to memory that is reused."""
+    for piece, add in zip(state.split(_CHUNK), additions, strict=True):
+        total = _rooms.of("sums", len(piece.param), weight)
+        add(total)
+        _look(total, bad)
+        yield total
 
 
 def _unscaled(given: Tensor, weight: torch.dtype, step: CpuStep) -> Tensor:

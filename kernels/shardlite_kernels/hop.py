@@ -66,7 +66,7 @@ def hop(out: Tensor, received: Tensor, own: Tensor, divisor: int = 1, stats: Ten
     Raises:
         ValueError: shapes, devices or dtypes do not match, or `divisor` is not allowed for the dtype.
     """
-    _check(out, received, own, divisor, stats)
+    check_hop("hop", out, received, own, divisor, stats)
     tensors = out, received, own
     if not use_triton(out):
         _hop_cpu(*tensors, divisor)
@@ -80,34 +80,49 @@ def hop(out: Tensor, received: Tensor, own: Tensor, divisor: int = 1, stats: Ten
 
 def hop_reference(out: Tensor, received: Tensor, own: Tensor, divisor: int = 1, stats: Tensor | None = None) -> None:
     """Specification of `hop`. `stats_reference` gives the tolerance of the sums in `stats`."""
-    _check(out, received, own, divisor, stats)
-    accumulate = out.dtype if out.dtype in _NATIVE else torch.float32
+    check_hop("hop", out, received, own, divisor, stats)
+    accumulate = dtype_of_sums(out)
     total = received.to(accumulate) + own.to(accumulate)
     out.copy_(total / divisor if divisor > 1 else total)
     if stats is not None:
         stats_reference(out, stats)
 
 
-def _check(out: Tensor, received: Tensor, own: Tensor, divisor: int, stats: Tensor | None) -> None:
+def hop_is_native(out: Tensor) -> bool:
+    """Return whether a sum in the dtype of `out` is computed in that dtype, instead of fp32."""
+    return out.dtype in _NATIVE
+
+
+def dtype_of_sums(out: Tensor) -> torch.dtype:
+    """Return the dtype in which a sum is computed before it is rounded to that of `out`."""
+    return out.dtype if hop_is_native(out) else torch.float32
+
+
+def check_hop(who: str, out: Tensor, received: Tensor, own: Tensor, divisor: int, stats: Tensor | None) -> None:
+    """Check the arguments of a hop.
+
+    Raises:
+        ValueError: shapes, devices or dtypes do not match, or `divisor` is not allowed for the dtype.
+    """
     for name, tensor in (("out", out), ("received", received), ("own", own)):
         if tensor.dim() != 1 or not tensor.is_contiguous():
-            raise ValueError(f"hop: {name} must be 1-D and contiguous, got {tuple(tensor.shape)}, {tensor.stride()}")
+            raise ValueError(f"{who}: {name} must be 1-D and contiguous, got {tuple(tensor.shape)}, {tensor.stride()}")
         if tensor.numel() != out.numel() or tensor.device != out.device:
             raise ValueError(
-                f"hop: {name} has {tensor.numel()} elements on {tensor.device}, out has {out.numel()} on {out.device}"
+                f"{who}: {name} has {tensor.numel()} elements on {tensor.device}, out has {out.numel()} on {out.device}"
             )
     dtypes = {out.dtype, received.dtype, own.dtype}
     if not (dtypes <= set(_NARROW) or (len(dtypes) == 1 and out.dtype in _NATIVE)):
         raise ValueError(
-            f"hop: cannot add {received.dtype} and {own.dtype} into {out.dtype}; "
+            f"{who}: cannot add {received.dtype} and {own.dtype} into {out.dtype}; "
             "fp32, bf16 and fp16 may be mixed, fp64 and integers must be alone"
         )
     if divisor != 1 and out.dtype in _INTEGERS:
-        raise ValueError(f"hop: {out.dtype} cannot be divided by {divisor}: integers are only summed")
+        raise ValueError(f"{who}: {out.dtype} cannot be divided by {divisor}: integers are only summed")
     if not 1 <= divisor <= LARGEST_DIVISOR:
-        raise ValueError(f"hop: divisor must be from 1 to {LARGEST_DIVISOR}, got {divisor}")
+        raise ValueError(f"{who}: divisor must be from 1 to {LARGEST_DIVISOR}, got {divisor}")
     if stats is not None:
-        check_stats("hop", out, stats)
+        check_stats(who, out, stats)
 
 
 def _hop_cpu(out: Tensor, received: Tensor, own: Tensor, divisor: int) -> None:

@@ -13,6 +13,7 @@ from shardlite.comm.collectives import (
     all_reduce,
     broadcast,
     reduce_scatter,
+    stages_in_out,
     staging_numel,
 )
 from shardlite.comm.consensus import agree, identify

@@ -16,17 +16,18 @@ from typing import NamedTuple
 from zlib import crc32
 
 import torch
-from shardlite_kernels import check_stats, hop, stats_block
+from shardlite_kernels import add_rows, check_stats, hop, stats_block
 from shardlite_kernels import stats as write_stats
 from torch import Tensor
 
 from shardlite.comm import schedule
-from shardlite.comm.chunking import CHUNK_BYTES, Cut, chunk_numel, cut_up, split
+from shardlite.comm.chunking import CHUNK_BYTES, Cut, chunk_numel, cut_up, segment_bounds, split
 from shardlite.comm.control.failure_reports import FailureReports
 from shardlite.comm.executor import Channel, Chunk, LastHop, run_all_reduce, run_gather, run_reduce
 from shardlite.comm.schedule import IN_RING_ORDER, Schedule
 from shardlite.comm.traffic import Tally
 from shardlite.comm.transport.base import Transport
+from shardlite.comm.transport.group_collectives import GroupCollectives
 from shardlite.errors import CommError, LayoutError
 
 SHORT = 32 << 10
@@ -69,6 +70,12 @@ class Operation(NamedTuple):
         """Return the links of this rank in the operation."""
         return Channel(transport, self.tag(full, cuts, algorithm), self.tally)
 
+    def count_collective(self, nbytes: int) -> None:
+        """Count a whole collective, in which this rank sends `nbytes`, as one message."""
+        if self.tally is not None:
+            self.tally.messages += 1
+            self.tally.nbytes += nbytes
+
 
 UNNAMED = Operation()
 """The name for programs that run one collective at a time."""
@@ -85,15 +92,23 @@ def staging_numel(
 ) -> int:
     """Return how many elements of `dtype` the staging buffer of a reduction over `transport` needs.
 
-    This is two chunks; over a batched transport, which receives whole pieces, all that arrives in one step; and over a
-    transport that lends, room for the sum of several messages if a rank adds several at a time. Chunks are multiples of
-    `grain` elements: of a block of statistics, if the reduction computes them.
+    This is two chunks; over a batched transport, which receives whole pieces, all that arrives in one step; over a
+    transport that lends, room for the sum of several messages if a rank adds several at a time; and over collectives of
+    a process group a row of each rank. Chunks are multiples of `grain` elements: of a block of statistics, if the
+    reduction computes them.
 
     Raises:
         LayoutError: as `segment_bounds`.
     """
     cut = cut_up("reduce-scatter", numel, dtype, transport, cuts, chunk_bytes, grain)
+    if isinstance(transport, GroupCollectives):
+        return transport.rows_numel(cut.bounds, dtype.itemsize, grain)
     return cut.slots(_reduction(transport), transport) * cut.slot_numel(transport)
+
+
+def stages_in_out(transport: Transport) -> bool:
+    """Return whether a reduction receives messages in `out`, given an even cut and no staging: a ring does."""
+    return transport.algorithm == "ring" and not transport.lends and not isinstance(transport, GroupCollectives)
 
 
 def all_gather(
@@ -123,6 +138,10 @@ def all_gather(
     if transport.world_size == 1:
         return
     with _Named(operation, full):
+        if isinstance(transport, GroupCollectives):
+            operation.count_collective((transport.world_size - 1) * full[slice(*cut.bounds[transport.rank])].nbytes)
+            transport.all_gather(full, cut.bounds)
+            return
         channel = operation.channel(transport, full, cut.offsets, transport.algorithm)
         plan = schedule.all_gather(transport.algorithm, transport.world_size, node=transport.node)
         run_gather(channel, plan, cut.of(full, plan.parts))
@@ -183,13 +202,18 @@ def reduce_scatter(
         check_stats(f"reduce-scatter of {tuple(full.shape)}", shard, stats)
     if transport.world_size == 1:
         return _finished_alone(own, shard, divisor, stats)
+    finish = last or _into(shard, divisor, stats)
+    if isinstance(transport, GroupCollectives):
+        with _Named(operation, full):
+            operation.count_collective(full.nbytes - own.nbytes)
+            _reduce_rows(full, transport, cut, finish, staging)
+        return shard
     plan = _reduction(transport)
-    as_ring = transport.algorithm == "ring" and not transport.lends
-    in_out = as_ring and staging is None and last is None and cut.even and shard.dtype == full.dtype
+    in_out = stages_in_out(transport) and staging is None and last is None and cut.even and shard.dtype == full.dtype
     slots = cut.chunks(shard) if in_out and _apart(shard, full) else _slots(full, cut, plan, transport, staging)
     with _Named(operation, full):
         channel = operation.channel(transport, full, cut.offsets, transport.algorithm)
-        run_reduce(channel, plan, cut.of(full, plan.parts), last or _into(shard, divisor, stats), slots)
+        run_reduce(channel, plan, cut.of(full, plan.parts), finish, slots)
     return shard
 
 
@@ -212,6 +236,13 @@ def all_reduce(
     Raises:
         LayoutError, CommError: as `reduce_scatter`.
     """
+    if isinstance(transport, GroupCollectives) and transport.world_size > 1 and _is_flag(full):
+        _check_flat("full", full)
+        _check_arithmetic(full, divisor)
+        with _Named(operation, full):
+            operation.count_collective((transport.world_size - 1) * full.nbytes)
+            _all_reduce_flags(full, transport, divisor)
+        return
     if _is_at_once(full, transport):
         _check_flat("full", full)
         _check_arithmetic(full, divisor)
@@ -252,6 +283,11 @@ def broadcast(
         raise LayoutError(f"broadcast: no rank {source} in a world of {world_size}")
     if world_size == 1:
         return
+    if isinstance(transport, GroupCollectives):
+        with _Named(operation, full):
+            operation.count_collective(full.nbytes)
+            transport.broadcast(full, source)
+        return
     chunks = split(full, chunk_numel(full.dtype, chunk_bytes))
     with _Named(operation, full):
         chain = schedule.broadcast(world_size, source, parts=len(chunks))
@@ -266,6 +302,37 @@ def _is_at_once(full: Tensor, transport: Transport) -> bool:
 
 def _reduction(transport: Transport) -> Schedule:
     return schedule.reduce_scatter(transport.algorithm, transport.world_size, node=transport.node)
+
+
+def _reduce_rows(full: Tensor, transport: GroupCollectives, cut: Cut, finish: LastHop, staging: Tensor | None) -> None:
+    """Exchange the parts of this rank's segment and add them all at once, or let the process group do both."""
+    needed = transport.rows_numel(cut.bounds, full.itemsize, cut.grain)
+    if staging is None:
+        staging = full.new_empty(needed)
+    _check_like(full, staging, (full.dtype,), needed, staging.numel(), "staging")
+    if transport.sums(cut.bounds):
+        finish(0, transport.reduce_scatter(full, staging), None)
+        return
+    start, stop = cut.bounds[transport.rank]
+    for part in transport.slices(cut.bounds, full.itemsize, cut.grain):
+        rows = transport.exchange_rows(full, cut.bounds, part, staging)
+        if part[0] < stop - start:
+            finish(part[0], rows, None, (transport.rank + 1) % transport.world_size)
+
+
+def _is_flag(full: Tensor) -> bool:
+    """Return whether one collective can sum a buffer with the bits of the ring: integers in any order, one number."""
+    return full.dtype not in _FLOATS or full.numel() == 1
+
+
+def _all_reduce_flags(full: Tensor, transport: GroupCollectives, divisor: int) -> None:
+    """Sum integers, or one number, in place by one collective."""
+    if full.dtype not in _FLOATS:
+        transport.all_reduce(full)
+        return
+    rows = full.repeat(transport.world_size)
+    transport.all_gather(rows, segment_bounds(rows.numel(), transport.world_size))
+    add_rows(full, rows.view(-1, 1), 1, divisor)
 
 
 def _slots(full: Tensor, cut: Cut, plan: Schedule, transport: Transport, staging: Tensor | None) -> Sequence[Tensor]:
@@ -284,10 +351,13 @@ def _into(shard: Tensor, divisor: int, stats: Tensor | None) -> LastHop:
     """Return the last hop that writes the divided sum to `shard`, and its statistics to `stats`."""
     block = stats_block(shard)
 
-    def last(start: int, received: Tensor, own: Tensor) -> None:
-        stop = start + own.numel()
+    def last(start: int, received: Tensor, own: Tensor | None, first: int = 0) -> None:
+        stop = start + received.shape[-1]
         rows = None if stats is None else stats[start // block : -(-stop // block)]
-        hop(shard[start:stop], received, own, divisor, rows)
+        if own is None:
+            add_rows(shard[start:stop], received, first, divisor, rows)
+        else:
+            hop(shard[start:stop], received, own, divisor, rows)
 
     return last
 

@@ -24,6 +24,7 @@ from shardlite.comm.control.uncaught import report_uncaught
 from shardlite.comm.streams import StreamQueue, make_queue
 from shardlite.comm.traffic import NO_UNIT, Traffic
 from shardlite.comm.transport.base import Transport
+from shardlite.comm.transport.group_collectives import GroupCollectives
 from shardlite.comm.transport.groups import Ranks
 from shardlite.comm.transport.select import connect, connect_hosts
 from shardlite.config import Route
@@ -57,9 +58,12 @@ class Context:
     """To the ranks that hold the same shards, or `None` (hybrid sharding)."""
 
     reducing: tuple[Transport, Transport | None]
-    """Both transports for reductions, which run beside gathers in no fixed order. NCCL has no tags, so it needs
-    separate connections for them.
+    """Both transports for reductions, which run beside gathers in no fixed order. NCCL and whole collectives have no
+    tags, so they need separate connections for them.
     """
+
+    inline: tuple[Transport, Transport | None]
+    """Both transports for operations that the program runs itself, beside those of the queues."""
 
     hosts: tuple[Transport, Transport | None]
     """Both transports for CPU tensors exchanged by the hosts."""
@@ -104,8 +108,8 @@ class Context:
 
     @property
     def transports(self) -> list[Transport]:
-        """The transports that together reach every rank when used one after the other."""
-        return [self.transport] if self.replicas is None else [self.transport, self.replicas]
+        """The `inline` transports, which together reach every rank when used one after the other."""
+        return [each for each in self.inline if each is not None]
 
     def all_reduce_host(self, numbers: Tensor, operation: Operation) -> None:
         """Sum `numbers` [n] on the CPU over all ranks, replicas included, in place, through the host transports."""
@@ -214,7 +218,9 @@ def share(groups: Ranks, device: torch.device, timeout: timedelta, route: Route)
         CommError: a rank did not arrive.
     """
     model = identify(groups, timeout)
-    transport, replicas = _connect(groups, device, timeout, route, apart=False)
+    inline = transport, replicas = _connect(groups, device, timeout, route, apart=False)
+    if isinstance(transport, GroupCollectives):
+        inline = _connect(groups, device, timeout, route, apart=False)
     hosts = connect_hosts(groups.shard, timeout, route=route)
     other_hosts = None if groups.replicas is None else connect_hosts(groups.replicas, timeout, route=route)
     name = f"model {model.number} from rank {model.first}, {model.mark}"
@@ -223,6 +229,7 @@ def share(groups: Ranks, device: torch.device, timeout: timedelta, route: Route)
         transport=transport,
         replicas=replicas,
         reducing=_connect(groups, device, timeout, route, apart=True),
+        inline=inline,
         hosts=(hosts, other_hosts),
         device=device,
         timeout=timeout,

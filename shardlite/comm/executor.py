@@ -33,6 +33,9 @@ class Chunk(NamedTuple):
     tensor: Tensor
 
 
+_MOST_DISTANCES = 32
+"""In one exchange. Over each, a rank sends and receives a message: 64 of them are what NCCL takes in a group."""
+
 Pieces = Callable[[int, int], Sequence[Chunk]]
 """Return the chunks of `(segment, part)`. An empty part has none."""
 
@@ -40,11 +43,11 @@ Pieces = Callable[[int, int], Sequence[Chunk]]
 class LastHop(Protocol):
     """Consumer of a finished sum."""
 
-    def __call__(self, start: int, received: Tensor, own: Tensor) -> None:
+    def __call__(self, start: int, received: Tensor, own: Tensor | None, first: int = 0) -> None:
         """Finish elements `[start, start + n)` of the segment: their sum is `received + own`, [n] each.
 
-        Called for ranges that cover the segment, each once; each starts at a multiple of the grain. Both tensors are
-        reused afterwards.
+        Without `own`, `received` has a row of each rank, [W, n], to be added from row `first` on. Called for ranges
+        that cover the segment, each once; each starts at a multiple of the grain. Both tensors are reused afterwards.
         """
 
 
@@ -71,13 +74,20 @@ class Channel(NamedTuple):
         return self.transport.borrow(like.numel(), like.dtype, peer, self.tag)
 
     def exchange(self, departing: Sequence[tuple[Tensor, int]], arriving: Sequence[tuple[Tensor, int]]) -> None:
-        """Send and receive chunks, each with a peer, in one exchange, and wait for all."""
-        messages = [Message(chunk, peer, outgoing=False) for chunk, peer in arriving]
-        messages += [Message(chunk, peer, outgoing=True) for chunk, peer in departing]
-        if self.tally is not None:
-            for chunk, _ in departing:
+        """Send and receive chunks, each with a peer, and wait for all.
+
+        That is one exchange, or more if there are many peers. Each has the messages over some distances, so that both
+        ranks of a message have it in the same one.
+        """
+        rank, world_size = self.transport.rank, self.transport.world_size
+        batches: list[list[Message]] = [[] for _ in range(0, world_size, _MOST_DISTANCES)]
+        for chunk, peer in arriving:
+            batches[(rank - peer) % world_size // _MOST_DISTANCES].append(Message(chunk, peer, outgoing=False))
+        for chunk, peer in departing:
+            batches[(peer - rank) % world_size // _MOST_DISTANCES].append(Message(chunk, peer, outgoing=True))
+            if self.tally is not None:
                 self.tally.add(chunk)
-        if messages:
+        for messages in filter(None, batches):
             self.transport.exchange(messages, self.tag).wait()
 
 
@@ -215,11 +225,12 @@ class _Loans:
             loan.give_back()
 
 
-def _in_place(start: int, received: Tensor, own: Tensor) -> None:
+def _in_place(start: int, received: Tensor, own: Tensor | None, first: int = 0) -> None:
     """Finish a partial sum that is sent on.
 
     A piece passes each rank once, so no buffer that is still being sent is overwritten.
     """
+    assert own is not None, "a hop adds to it"
     hop(own, received, own, 1)
 
 
@@ -256,18 +267,16 @@ def _sent(schedule: Schedule, step: int, rank: int, pieces: Pieces) -> list[tupl
     """Return the chunks that a rank sends in a step, each with its target."""
     return [
         (chunk, each.target)
-        for each in schedule.steps[step]
-        if each.source == rank
+        for each in schedule.steps_of(rank)[step].sent
         for _, chunk in pieces(each.segment, each.part)
     ]
 
 
 def _received(schedule: Schedule, step: int, rank: int, pieces: Pieces) -> Iterator[tuple[Chunk, int]]:
     """Yield the places of the chunks that a rank receives in a step, each with its source."""
-    for each in schedule.steps[step]:
-        if each.target == rank:
-            for chunk in pieces(each.segment, each.part):
-                yield chunk, each.source
+    for each in schedule.steps_of(rank)[step].received:
+        for chunk in pieces(each.segment, each.part):
+            yield chunk, each.source
 
 
 def _finishers(program: Program, rank: int, last: LastHop) -> Iterator[tuple[Arrival, LastHop]]:

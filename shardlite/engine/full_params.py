@@ -107,7 +107,7 @@ class FullParameters:
         self._context.ledger.track("staging", whole)
         flat.own_part(whole).copy_(flat.weights())
         operation = self._context.operation(f"the full state of unit {unit.name!r}, flat {i}", "full state", unit.name)
-        all_gather(whole, self._context.transport, operation=operation)
+        all_gather(whole, self._context.inline[0], operation=operation)
         return whole
 
     def __deepcopy__(self, _: object) -> "FullParameters":

@@ -106,7 +106,7 @@ class Clipper:
         """
         if not norm_type > 0:
             raise LayoutError(f"the norm of gradients has a positive exponent or is inf, got {norm_type!r}")
-        context, transport = self._context, self._context.transport
+        context, transport = self._context, self._context.inline[0]
         doubles = any(flat.local.dtype == torch.float64 for flat in self._flats)
         partials = torch.zeros(
             transport.world_size, dtype=torch.float64 if doubles else torch.float32, device=context.device

@@ -22,7 +22,7 @@ import torch
 from shardlite_kernels import new_stats, send, stats, stats_block, stats_total
 from torch import Tensor
 
-from shardlite.comm import Context, Operation, all_gather, all_reduce, reduce_scatter, staging_numel
+from shardlite.comm import Context, Operation, all_gather, all_reduce, reduce_scatter, stages_in_out, staging_numel
 from shardlite.params import Flat, storage_key
 
 
@@ -53,8 +53,13 @@ class ShardStep(Protocol):
     def activate(self, users: Tensor) -> None:
         """Step those parameters that have users: a number for each slot that has gradients, [rows]."""
 
-    def __call__(self, start: int, received: Tensor | None, own: Tensor, divisor: int = 1) -> None:
-        """Step by elements `[start, start + n)` of the mean: `(received + own) / divisor`, [n] each, or just `own`."""
+    def __call__(
+        self, start: int, received: Tensor | None, own: Tensor | None, divisor: int = 1, first: int = 0
+    ) -> None:
+        """Step by elements `[start, start + n)` of the mean: `(received + own) / divisor`, [n] each, or just `own`.
+
+        Without `own`, `received` has a row of each rank, [W, n], to be added from row `first` on.
+        """
 
 
 class Averager:
@@ -133,8 +138,8 @@ class Averager:
             step(0, None, mean.whole)
             return
 
-        def last(start: int, received: Tensor, own: Tensor) -> None:
-            step(start, received, own, divisor)
+        def last(start: int, received: Tensor, own: Tensor | None, first: int = 0) -> None:
+            step(start, received, own, divisor, first)
 
         staging, cuts = self._staging_of(flat, full), flat.gradients.cuts
         reduce_scatter(full, shard, last=last, staging=staging, operation=operation, cuts=cuts)
@@ -153,7 +158,8 @@ class Averager:
         layout = mean.flat.gradients
         equal = layout.full_numel == layout.world_size * layout.shard_numel
         apart = storage_key(mean.own) != storage_key(full)
-        if layout.world_size == 1 or (apart and equal and mean.own.dtype == full.dtype):
+        in_out = stages_in_out(self._context.reducing[0]) and apart and equal and mean.own.dtype == full.dtype
+        if layout.world_size == 1 or in_out:
             return None
         return self._staging_of(mean.flat, full)
 

@@ -147,23 +147,30 @@ class InBackwardStep:
         if self._counts is not None:
             self._counts.activate(self._rows, users)
 
-    def __call__(self, start: int, received: Tensor | None, own: Tensor, divisor: int = 1) -> None:
+    def __call__(
+        self, start: int, received: Tensor | None, own: Tensor | None, divisor: int = 1, first: int = 0
+    ) -> None:
         """Step by elements `[start, start + n)` of the buffer: `(received + own) / divisor`, [n] each, or `own` alone.
 
-        `start` is a multiple of 32, and so is `n` except at the end of the buffer.
+        Without `own`, `received` has a row of each rank, [W, n], to be added from row `first` on. `start` is a multiple
+        of 32, and so is `n` except at the end of the buffer.
         """
-        for first, begin, end in self._stretches():
-            low, high = max(begin, start), min(end, start + own.numel())
+        summand = own if own is not None else received
+        assert summand is not None, "there is a gradient"
+        for slot, begin, end in self._stretches():
+            low, high = max(begin, start), min(end, start + summand.shape[-1])
             if low < high:
-                mine = first.start + low - begin
-                state = first.arena.run(first, mine, mine + high - low)
-                place = first.arena_offset + low - begin
-                stretch = RunSlice(state, first.arena.rows_of(place, state), place, first.row)
+                mine = slot.start + low - begin
+                state = slot.arena.run(slot, mine, mine + high - low)
+                place = slot.arena_offset + low - begin
+                stretch = RunSlice(state, slot.arena.rows_of(place, state), place, slot.row)
                 here = slice(low - start, high - start)
-                if received is not None:
-                    first.counts.reduce(stretch, received[here], own[here], divisor, self.bad)
+                if received is None:
+                    slot.counts.update(stretch, summand[here], self.bad)
+                elif own is None:
+                    slot.counts.add_rows(stretch, received[:, here], first, divisor, self.bad)
                 else:
-                    first.counts.update(stretch, own[here], self.bad)
+                    slot.counts.reduce(stretch, received[here], own[here], divisor, self.bad)
 
     def _stretches(self) -> Iterator[tuple[StateSlot, int, int]]:
         """Yield the contiguous runs that one call can step: the first slot, and where its gradients start and end."""

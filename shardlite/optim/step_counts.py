@@ -26,6 +26,8 @@ from shardlite_kernels import (
     adamw,
     adamw_cpu,
     adamw_scalars,
+    add_rows_adamw,
+    add_rows_adamw_cpu,
     hyper_table,
     keys,
     reduce_adamw,
@@ -119,6 +121,10 @@ class StepCounts(ABC):
         """Step by `(received + own) / divisor`, [S] each. `bad` [], int32, becomes 1 if it is not finite."""
 
     @abstractmethod
+    def add_rows(self, stretch: RunSlice, rows: Tensor, first: int, divisor: int, bad: Tensor) -> None:
+        """Step by the sum of `rows` [W, S] from row `first` on, divided. `bad` [], int32, as in `reduce`."""
+
+    @abstractmethod
     def end(self) -> None:
         """Count the step."""
 
@@ -163,6 +169,10 @@ class HostCounts(StepCounts):
     def reduce(self, stretch: RunSlice, received: Tensor, own: Tensor, divisor: int, bad: Tensor) -> None:
         """Step with PyTorch's operator, chunk by chunk."""
         reduce_adamw_cpu(stretch.state, received, own, self._step(stretch), divisor=divisor, bad=bad)
+
+    def add_rows(self, stretch: RunSlice, rows: Tensor, first: int, divisor: int, bad: Tensor) -> None:
+        """Step with PyTorch's operator, chunk by chunk."""
+        add_rows_adamw_cpu(stretch.state, rows, self._step(stretch), first=first, divisor=divisor, bad=bad)
 
     def end(self) -> None:
         """Count the step."""
@@ -241,6 +251,10 @@ class DeviceCounts(StepCounts):
     def reduce(self, stretch: RunSlice, received: Tensor, own: Tensor, divisor: int, bad: Tensor) -> None:
         """Step with the kernel."""
         reduce_adamw(stretch.state, received, own, self._table(stretch), divisor=divisor, bad=bad)
+
+    def add_rows(self, stretch: RunSlice, rows: Tensor, first: int, divisor: int, bad: Tensor) -> None:
+        """Step with the kernel."""
+        add_rows_adamw(stretch.state, rows, self._table(stretch), first=first, divisor=divisor, bad=bad)
 
     def end(self) -> None:
         """Count the step for the rows that were stepped."""

@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from shardlite_kernels import CpuStep, State, adamw_cpu, adamw_reference, hop, reduce_adamw_cpu, split_reference
+from shardlite_kernels import (
+    CpuStep,
+    State,
+    adamw_cpu,
+    adamw_reference,
+    add_rows,
+    add_rows_adamw_cpu,
+    hop,
+    reduce_adamw_cpu,
+    split_reference,
+)
 from shardlite_kernels.adamw_cpu import _CHUNK as CHUNK
 from shardlite_kernels.moments import encode
 
@@ -86,6 +96,25 @@ def test_a_reduction_is_a_hop_and_a_step(form, divisor, dtypes):
     assert_same_bits(received, given[0])
     assert_same_bits(own, given[1])
     assert bad == 0
+
+
+@pytest.mark.parametrize(
+    ("form", "count", "dtype"), all_pairs(FORMS, [2, 3, 8], [torch.float32, torch.bfloat16, torch.float16])
+)
+def test_a_step_by_rows_is_their_sum_and_a_step(form, count, dtype):
+    numel = CHUNK + 1027
+    rows = torch.stack([random_grad(numel, seed, dtype) for seed in range(count)])
+    mine, theirs = (random_state(form, numel, 0) for _ in range(2))
+    bad = torch.zeros((), dtype=torch.int32)
+    add_rows_adamw_cpu(mine, rows, cpu_step(numel), first=1, divisor=count, bad=bad)
+    total = torch.empty(numel)
+    add_rows(total, rows, 1, count)
+    adamw_cpu(theirs, total, cpu_step(numel))
+    assert_same_state(mine, theirs)
+    assert bad == 0
+    rows[1, CHUNK] = float("nan")
+    add_rows_adamw_cpu(mine, rows, cpu_step(numel), first=1, divisor=count, bad=bad)
+    assert bad == 1
 
 
 @pytest.mark.parametrize("worst", [float("inf"), float("-inf"), float("nan"), 3e38])

@@ -19,6 +19,7 @@ KINDS = [
     "adamw: fp32 weights, fp32 moments",
     "adamw unscale: fp32 weights, bf16 moments",
     "reduce_adamw: split24 weights, bf16 moments",
+    *("add_rows_adamw: split24 weights, bf16 moments", "add_rows: 8 rows of bf16 to fp32"),
     *("split", "join", "stats: bf16", "scale: bf16", "cast: fp32 to bf16", "quantise: bf16 to 8 bits"),
     *("hop: fp32 + fp32 to fp32", "hop, statistics: bf16 + bf16 to bf16", "dequantise: 8 bits to fp32"),
     *(
@@ -112,7 +113,7 @@ def test_a_thread_accesses_an_entry_of_a_side_table_once(rows):
     """A row of statistics is two numbers, a factor one, and a scale is a byte."""
     side_bits = {
         **{kernel: {} for kernel in ("split", "join", "cast", "hop")},
-        **{kernel: {"stats": 32 + 32} for kernel in ("stats", "hop, statistics")},
+        **{kernel: {"stats": 32 + 32} for kernel in ("stats", "hop, statistics", "add_rows")},
         **{kernel: {"scales": 8} for kernel in ("quantise", "dequantise")},
         "scale": {"factor": 32},
     }
@@ -139,17 +140,26 @@ def side_bits_of_adamw(row):
         bits["keys"] = 32
     if coded:
         bits |= {"avg_exponent": 8 + 8, "sq_exponent": 8 + 8}
-    if row["kernel"] in ("reduce_adamw", "ring reduce-adamw"):
+    if row["kernel"] in ("reduce_adamw", "add_rows_adamw", "ring reduce-adamw"):
         bits["bad"] = 32
     return bits
 
 
 def test_shared_memory_is_where_the_threads_of_a_program_meet(rows):
-    rendezvous = {"reduce_adamw", "hop, statistics", "stats", "quantise"}
+    rendezvous = {"reduce_adamw", "add_rows_adamw", "add_rows", "hop, statistics", "stats", "quantise"}
     for row in rows.parsed:
         meets = row["kernel"] in rendezvous or "int8" in row["format"]
         flags = 8 if row["kernel"].startswith("ring") else 0  # what one thread has seen, for all
         assert row["shared"] <= (1024 if meets else flags), row
+
+
+@pytest.mark.parametrize("line", ["add_rows: 8 rows of bf16 to fp32", "add_rows_adamw: fp32 weights, fp32 moments"])
+def test_rows_are_added_in_a_loop_if_they_are_many(line):
+    case = next(case for case in cases() if case.line == line)
+    many = case.launch._replace(constants={**case.launch.constants, "UNROLL": 0})
+    for target in ONE_OF_EACH_VENDOR:
+        few, loop = (compile_for(TARGETS[target], launch).asm["ttgir"] for launch in (case.launch, many))
+        assert ("scf.for" in few, "scf.for" in loop) == (False, True)
 
 
 @pytest.fixture(scope="module")

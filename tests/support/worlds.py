@@ -6,6 +6,7 @@ gloo      processes, message by message
 shared    processes, messages that stay where they are
 staged    processes, each message copied through host memory
 batches   processes, a ring step in one batch: the code that drives NCCL, over gloo
+whole     processes, whole collectives of their process group
 symmetric in-process ranks whose symmetric memory is played: the code for CUDA tensors, by its algorithm `direct`
 """
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from shardlite.comm.shm.rendezvous import rendezvous
 from shardlite.comm.shm.transport import SharedMemoryTransport
 from shardlite.comm.transport.base import Message, Pending, Transport
+from shardlite.comm.transport.group_collectives import GlooCollectives
 from shardlite.comm.transport.process_group import GlooTransport, NcclTransport, StagedTransport
 from tests.support.cluster import GLOO_TIMEOUT, Cluster, run_local
 from tests.support.delegating import Delegating
@@ -90,4 +92,6 @@ def _on_process(group: Any, kind: str, body: Callable[..., Any], args: tuple[Any
             return body(StagedTransport(group, GLOO_TIMEOUT), *args)
         case "batches":
             return body(NcclTransport(group), *args)
+        case "whole":
+            return body(GlooCollectives(group, GLOO_TIMEOUT), *args)
     raise AssertionError(kind)

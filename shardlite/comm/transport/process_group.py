@@ -19,10 +19,12 @@ from datetime import timedelta
 from functools import partial
 from threading import current_thread, main_thread
 from time import monotonic, sleep
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Backend
 
 from shardlite.comm.control.failure_reports import FailureReports, watching
 from shardlite.comm.control.interrupts import SLOW
@@ -46,10 +48,14 @@ class Posted:
 
     def failed(self, why: str) -> CommError:
         """Return the error for these messages."""
+        limit = "" if self.timeout is None else f", timeout {self.timeout.total_seconds():g} s"
+        return CommError(f"{self.describe()}{limit}. {why}")
+
+    def describe(self) -> str:
+        """Say what has failed."""
         doing = " and ".join(dict.fromkeys(message.route for message in self.messages))
         nbytes = sum(message.tensor.nbytes for message in self.messages)
-        limit = "" if self.timeout is None else f", timeout {self.timeout.total_seconds():g} s"
-        return CommError(f"rank {self.rank} {doing} failed: {nbytes} bytes, tag {self.tag}{limit}. {why}")
+        return f"rank {self.rank} {doing} failed: {nbytes} bytes, tag {self.tag}"
 
     def refused(self, error: RuntimeError) -> CommError:
         """Return the `CommError` for an error of the backend."""
@@ -114,6 +120,11 @@ def joined(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return everyone if group is None else group
 
 
+MOST_IN_BATCH = 64
+"""Operations in one group of NCCL. It cuts longer ones into kernels that may differ between ranks, which then wait for
+each other for good (https://github.com/pytorch/pytorch/issues/174288).
+"""
+
 _waits: dict[object, Callable[[], None]] = {}
 """Functions that end the waits in which threads are blocked now."""
 
@@ -159,18 +170,31 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
 
 
-class GlooTransport(Transport):
+class GroupTransport(Transport):
+    """A transport over `group`: a process group, `None` for the default one, or a backend of `reconnect`."""
+
+    _timeout: timedelta | None = None
+    """Maximum time of a wait, or `None`: that of the group."""
+
+    def __init__(self, group: dist.ProcessGroup | Backend | None) -> None:
+        self._group: Any = group if isinstance(group, Backend) else joined(group)
+        self.rank = self._group.rank()
+        self.world_size = self._group.size()
+
+    def _hang_up(self) -> None:
+        """End the waits in which threads are blocked. A no-op if waits do not block."""
+
+
+class GlooTransport(GroupTransport):
     """Messages over `group` (`None`: the default group), each completed within `timeout` of being waited for.
 
     Gloo closes the connection of two ranks for good once a wait between them has timed out: after a `CommError` the
     process group is lost and the run must end.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
-        self._group = joined(group)
+    def __init__(self, group: dist.ProcessGroup | Backend | None, timeout: timedelta) -> None:
+        super().__init__(group)
         self._timeout = timeout
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Start sending `tensor` to rank `peer` of the group."""
@@ -193,10 +217,11 @@ class GlooTransport(Transport):
             raise posted.refused(error) from error
 
     def _hang_up(self) -> None:
-        """Close all connections, by a wait that times out."""
-        with suppress(RuntimeError):
-            peer = (self.rank + 1) % self.world_size
-            self._group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+        """Close all connections, by waits that time out."""
+        for distance in range(1, self.world_size):
+            with suppress(RuntimeError):
+                peer = (self.rank + distance) % self.world_size
+                self._group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 _NEVER_SENT = 0x7FFFFFFF
@@ -211,7 +236,7 @@ def _check(tensor: Tensor) -> None:
         raise LayoutError(f"GlooTransport sends CPU tensors, got one on {tensor.device}")
 
 
-class NcclTransport(Transport):
+class NcclTransport(GroupTransport):
     """Messages over `group` (`None`: the default group), whose backend for the tensors' device is NCCL.
 
     It guarantees less than other transports. NCCL has no tags: it matches messages by their order alone. So all ranks
@@ -226,10 +251,8 @@ class NcclTransport(Transport):
     batched = True
     blocking = False
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = joined(group)
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
+    def _backend(self, device: torch.device) -> Any:
+        return self._group if isinstance(self._group, Backend) else self._group._get_backend(device)
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Start sending `tensor` to rank `peer` of the group: a batch of one."""
@@ -245,20 +268,35 @@ class NcclTransport(Transport):
         The first exchange over a group creates its communicator, unless the group was initialised eagerly. That call
         returns once every rank of the group has called its first exchange.
         """
-        batch = [self._operation(message, tag) for message in messages if message.tensor.numel()]
+        batch = [message for message in messages if message.tensor.numel()]
         if not batch:
             return Completed()
         posted = Posted(self.rank, messages, tag)
+        backend = self._backend(batch[0].tensor.device)
         try:
-            return InFlight(dist.batch_isend_irecv(batch), posted)
+            works = _batched(backend, batch, tag) if backend.supports_coalescing else _posted(backend, batch, tag)
         except RuntimeError as error:
             raise posted.refused(error) from error
+        return InFlight(works, posted)
 
-    def _operation(self, message: Message, tag: int) -> dist.P2POp:
-        """Return the PyTorch operation of a message, as bytes: NCCL has no 16-bit integers."""
-        start = dist.isend if message.outgoing else dist.irecv
-        content = message.tensor.detach().view(torch.uint8)
-        return dist.P2POp(start, content, group=self._group, tag=tag, group_peer=message.peer)
+
+def _posted(backend: Any, messages: Sequence[Message], tag: int) -> list[dist.Work]:
+    """Post messages one by one, as bytes: NCCL has no 16-bit integers."""
+    return [
+        (backend.send if each.outgoing else backend.recv)([each.tensor.detach().view(torch.uint8)], each.peer, tag)
+        for each in messages
+    ]
+
+
+def _batched(backend: Any, messages: Sequence[Message], tag: int) -> list[dist.Work]:
+    """Post messages as one group of the backend."""
+    assert len(messages) <= MOST_IN_BATCH, f"a batch of {len(messages)} messages may hang"
+    backend._start_coalescing()
+    try:
+        _posted(backend, messages, tag)
+    finally:
+        work = backend._end_coalescing()
+    return [work]
 
 
 class StagedTransport(Transport):

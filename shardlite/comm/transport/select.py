@@ -11,10 +11,12 @@ from shardlite.comm.cost_model import LINKS, best_algorithm
 from shardlite.comm.shm.rendezvous import nodes_of, rendezvous
 from shardlite.comm.shm.transport import SharedMemoryTransport
 from shardlite.comm.transport.base import Transport
+from shardlite.comm.transport.group_collectives import GlooCollectives, GroupCollectives, NcclCollectives
 from shardlite.comm.transport.process_group import GlooTransport, NcclTransport, StagedTransport, joined
+from shardlite.comm.transport.reconnect import reconnect
 from shardlite.comm.transport.symmetric import symmetric_memory
-from shardlite.config import Route, TransportName
-from shardlite.errors import CommError, LayoutError
+from shardlite.config import Route
+from shardlite.errors import LayoutError
 
 log = logging.getLogger("shardlite")
 
@@ -35,7 +37,10 @@ class Choice:
     def words(self) -> str:
         """The choice in one line."""
         name, ranks = type(self.transport).__name__, self.transport.world_size
-        return f"{name} between {ranks} ranks, algorithm {self.transport.algorithm}: {self.reason}"
+        how = f"algorithm {self.transport.algorithm}"
+        if isinstance(self.transport, GroupCollectives):
+            how = "fast sums" if self.transport.fast else "sums in the order of the ring"
+        return f"{name} between {ranks} ranks, {how}: {self.reason}"
 
 
 def connect(
@@ -75,13 +80,14 @@ def connect_hosts(
 ) -> Transport:
     """Return a transport for CPU tensors between the ranks of `group`, whatever its backends. Collective.
 
-    A route for CUDA tensors only is ignored.
+    A route for CUDA tensors only is ignored, and so is one without tags: hosts exchange messages on several threads.
     """
-    if route.transport == "symmetric_memory":
+    if route.transport in ("symmetric_memory", "collectives"):
         route = replace(route, transport="auto")
+    route = replace(route, reduce="exact")
     if "cpu" in _backends(joined(group)):
         return connect(group, torch.device("cpu"), timeout, route=route)
-    return GlooTransport(_again(group, timeout, "gloo"), timeout)
+    return GlooTransport(reconnect(joined(group), "gloo", timeout), timeout)
 
 
 def choose(
@@ -92,9 +98,9 @@ def choose(
     backends = _backends(everyone)
     match device.type, backends.get(device.type):
         case "cpu", str():
-            choice = _for_host(group, timeout, route.transport)
+            choice = _for_host(group, timeout, route)
         case "cuda", "nccl" | "gloo":
-            choice = _for_gpu(group, device, timeout, route.transport, apart=apart)
+            choice = _for_gpu(group, device, timeout, route, apart=apart)
         case _:
             raise LayoutError(
                 f"no transport for tensors on {device} over a process group with the backends {backends}: start it "
@@ -104,13 +110,15 @@ def choose(
     return _by(choice, route, everyone, timeout)
 
 
-def _for_host(group: dist.ProcessGroup | None, timeout: timedelta, wanted: TransportName) -> Choice:
+def _for_host(group: dist.ProcessGroup | None, timeout: timedelta, route: Route) -> Choice:
     """Select the transport for CPU tensors."""
-    everyone = joined(group)
+    everyone, wanted = joined(group), route.transport
     if wanted == "symmetric_memory":
         raise LayoutError("transport='symmetric_memory' is for CUDA tensors, these are on the CPU: use 'p2p' or 'auto'")
     if wanted == "p2p":
         return Choice(GlooTransport(group, timeout), "it was asked for")
+    if wanted == "collectives" and dist.get_world_size(group) > 1:
+        return Choice(GlooCollectives(reconnect(joined(group), "gloo", timeout), timeout), "it was asked for")
     if dist.get_world_size(group) == 1:
         return Choice(GlooTransport(group, timeout), "one rank sends nothing")
     found = rendezvous(everyone, timeout)
@@ -122,17 +130,23 @@ def _for_host(group: dist.ProcessGroup | None, timeout: timedelta, wanted: Trans
 
 
 def _for_gpu(
-    group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta, wanted: TransportName, *, apart: bool
+    group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta, route: Route, *, apart: bool
 ) -> Choice:
     """Select the transport for CUDA tensors. `apart` always holds over symmetric memory: each transport has its own."""
-    everyone = joined(group)
+    everyone, wanted = joined(group), route.transport
     if wanted == "shared_memory":
         raise LayoutError(f"transport='shared_memory' is for CPU tensors, these are on {device}: use 'p2p' or 'auto'")
     if wanted == "symmetric_memory" and dist.get_world_size(group) > 1:  # one rank sends nothing
         return Choice(symmetric_memory(everyone, device, timeout), "it was asked for")
     if _backends(everyone)["cuda"] == "nccl":
-        nccl = NcclTransport(_again(group, timeout, "nccl") if apart else group)
-        return Choice(nccl, "the group's backend for CUDA tensors is NCCL")
+        own = reconnect(everyone, "nccl", timeout) if apart else everyone
+        if wanted == "collectives":
+            return Choice(NcclCollectives(own), "it was asked for")
+        if wanted == "auto" and route.algorithm == "auto":
+            return Choice(NcclCollectives(own), "the group's backend for CUDA tensors is NCCL")
+        return Choice(NcclTransport(own), "it was asked for, or the algorithm was")
+    if wanted == "collectives":
+        raise LayoutError("transport='collectives' takes NCCL for CUDA tensors, which this process group does not have")
     staged = StagedTransport(group, timeout)
     return Choice(staged, "the group has gloo alone, which sends from host memory")
 
@@ -147,6 +161,13 @@ def _by(choice: Choice, route: Route, group: dist.ProcessGroup, timeout: timedel
     A transport whose links were not measured has no link, and the algorithm of its class.
     """
     transport = choice.transport
+    if isinstance(transport, GroupCollectives):
+        transport.fast = route.reduce == "fast"
+    elif route.reduce == "fast" and transport.world_size > 1:
+        raise LayoutError(
+            f"reduce='fast' is for collectives of the process group, and these tensors go over "
+            f"{type(transport).__name__}, for {choice.reason}: give transport='collectives' too"
+        )
     transport.link = link = LINKS.get(_LINKS_OF.get(type(transport), ""))
     if route.algorithm != "auto":
         transport.algorithm = route.algorithm
@@ -161,20 +182,3 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
     """Return the name of the group's backend by device type. PyTorch formats it as `cpu:gloo,cuda:nccl`."""
     pairs = (pair.split(":", 1) for pair in dist.get_backend_config(group).split(","))
     return dict(pairs)
-
-
-def _again(group: dist.ProcessGroup | None, timeout: timedelta, backend: str) -> dist.ProcessGroup:
-    """Return another group of the same ranks, with the lifetime of the default process group.
-
-    Raises:
-        CommError: the ranks cannot be connected.
-    """
-    ranks = dist.get_process_group_ranks(group)
-    try:
-        again: dist.ProcessGroup = dist.new_group(ranks, timeout, backend=backend, use_local_synchronization=True)
-    except RuntimeError as error:
-        raise CommError(
-            f"rank {dist.get_rank(group)} cannot connect to ranks {ranks} over {backend} once more, for messages "
-            f"beside those of the process group. The backend says: {error}"
-        ) from error
-    return again

@@ -33,6 +33,12 @@ def transport(request):
     return request.param
 
 
+@pytest.fixture(params=["shared_memory", "p2p", slow("collectives")])
+def carrier(request):
+    """A transport for training: `"collectives"` has no messages of its own."""
+    return request.param
+
+
 def connected(group, name, seconds, algorithm="ring"):
     route = Route(transport=name, algorithm=algorithm)
     return connect(group, torch.device("cpu"), timedelta(seconds=seconds), route=route)
@@ -151,14 +157,14 @@ def train_body(group, name, seconds, victim, ends, stage):
 @pytest.mark.parametrize(
     ("ends", "stage"), [("forward", 3), ("backward", 1), pytest.param("backward", 3, marks=pytest.mark.slow)]
 )
-def test_a_rank_killed_in_a_step(doomed, transport, ends, stage, tmp_path):
-    ended = doomed.run(train_body, 3, transport, LONG, 2, f"killed in the {ends}", stage, directory=tmp_path)
+def test_a_rank_killed_in_a_step(doomed, carrier, ends, stage, tmp_path):
+    ended = doomed.run(train_body, 3, carrier, LONG, 2, f"killed in the {ends}", stage, directory=tmp_path)
     assert ended.pop(2).status == -signal.SIGKILL
-    assert_failed(ended, "unit '", "at step 2", *(["rank 2 is gone"] if transport == "shared_memory" else []))
+    assert_failed(ended, "unit '", "at step 2", *(["rank 2 is gone"] if carrier == "shared_memory" else []))
 
 
-def test_a_rank_that_raises(doomed, transport, tmp_path):
-    ended = doomed.run(train_body, 3, transport, LONG, 1, "raises", 3, directory=tmp_path)
+def test_a_rank_that_raises(doomed, carrier, tmp_path):
+    ended = doomed.run(train_body, 3, carrier, LONG, 1, "raises", 3, directory=tmp_path)
     failed = ended.pop(1)
     assert (failed.kind, failed.text, failed.status) == ("ArithmeticError", "the third batch is bad", 0)
     assert_failed(ended, "unit '", "at step 2")
@@ -203,8 +209,8 @@ def ends_by(call):
 
 
 @pytest.mark.parametrize("place", ["backward", "hook", "loader"])
-def test_an_exception_that_ends_the_program(doomed, transport, place, tmp_path):
-    ended = doomed.run(raises_body, 3, transport, place, directory=tmp_path, killed=1)
+def test_an_exception_that_ends_the_program(doomed, carrier, place, tmp_path):
+    ended = doomed.run(raises_body, 3, carrier, place, directory=tmp_path, killed=1)
     assert ended.pop(1).status == -signal.SIGKILL
     assert_failed(
         ended, "its program ended in UnreadError: the third batch is gone, raised in ", "test_faults.py, line "

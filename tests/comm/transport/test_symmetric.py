@@ -13,7 +13,8 @@ import torch
 
 from shardlite.comm.transport import symmetric
 from shardlite.comm.transport.base import Message
-from shardlite.comm.transport.process_group import NcclTransport, StagedTransport
+from shardlite.comm.transport.group_collectives import NcclCollectives
+from shardlite.comm.transport.process_group import StagedTransport
 from shardlite.comm.transport.select import connect
 from shardlite.comm.transport.symmetric import Piece, SymmetricMemoryTransport, parcels, why_not
 from shardlite.config import Route
@@ -345,7 +346,7 @@ def what_is_connected(group, backends, algorithm):
         device = torch.device("cuda", group.rank())
         made = [connect(group, device, SOON, route=route, apart=apart) for apart in (False, True)]
         left_alone = connect(group, device, SOON)
-    assert isinstance(left_alone, NcclTransport if "nccl" in backends else StagedTransport)
+    assert isinstance(left_alone, NcclCollectives if "nccl" in backends else StagedTransport)
     return [(type(each).__name__, each.algorithm, each.rank, each.world_size) for each in made], asked
 
 

@@ -2,7 +2,9 @@
 
 import os
 import warnings
+import weakref
 from datetime import timedelta
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -10,17 +12,19 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
-from shardlite.comm.collectives import Operation, all_gather
+from shardlite.comm.collectives import Operation, all_gather, reduce_scatter
 from shardlite.comm.control.worker import Worker
 from shardlite.comm.traffic import Tally
-from shardlite.comm.transport import process_group
+from shardlite.comm.transport import process_group, select
 from shardlite.comm.transport.base import Message
 from shardlite.comm.transport.process_group import GlooTransport, NcclTransport, StagedTransport
+from shardlite.comm.transport.reconnect import reconnect
 from shardlite.comm.transport.select import connect
+from shardlite.config import Route
 from shardlite.errors import CommError, LayoutError
 from tests.support.cluster import Cluster, RemoteError, run_local
 from tests.support.delays import Delayed
-from tests.support.delegating import Counted
+from tests.support.delegating import Counted, Delegating
 from tests.support.local_world import local_world
 from tests.support.patience import seconds, until
 from tests.support.worlds import Batched, run
@@ -91,14 +95,81 @@ def test_messages_of_one_exchange_do_not_wait_for_each_other(cluster, kind, size
     assert_came_from_the_left(run(kind, cluster, exchange_at_once, size))
 
 
-def batch_sizes(transport):
-    with patch("torch.distributed.batch_isend_irecv", wraps=dist.batch_isend_irecv) as batch:
-        exchange_at_once(transport)
-    return [len(call.args[0]) for call in batch.call_args_list]
+class Batching:
+    """A backend that starts messages together, as NCCL does, and what it was told."""
+
+    supports_coalescing = True
+
+    def __init__(self, backend):
+        self.said, self._backend, self._works = [], backend, []
+
+    def _start_coalescing(self):
+        self.said.append("start")
+
+    def _end_coalescing(self):
+        self.said.append("end")
+        return self
+
+    def send(self, *message):
+        self.said.append("send")
+        self._works.append(self._backend.send(*message))
+
+    def recv(self, *message):
+        self.said.append("receive")
+        self._works.append(self._backend.recv(*message))
+
+    def wait(self):
+        return all(work.wait() for work in self._works)
+
+
+def batches(transport):
+    backend = Batching(transport._backend(CPU))
+    with patch.object(transport, "_backend", lambda device: backend):
+        result = exchange_at_once(transport)
+    return backend.said, result
 
 
 def test_an_exchange_is_one_batch_of_what_is_not_empty(cluster):
-    assert run("batches", cluster, batch_sizes, 2) == [[2 * len(DTYPES)]] * 2
+    said, results = zip(*run("batches", cluster, batches, 2), strict=True)
+    assert_came_from_the_left(results)
+    assert list(said) == [["start", *["send"] * len(DTYPES), *["receive"] * len(DTYPES), "end"]] * 2
+
+
+def test_a_batch_that_may_hang_is_not_started():
+    transport = NcclTransport.__new__(NcclTransport)
+    transport.rank = 0
+    messages = [Message(torch.zeros(1), 1, outgoing=True)] * 65
+    with patch.object(transport, "_backend", lambda device: Batching(None)):
+        with pytest.raises(AssertionError, match="a batch of 65 messages may hang"):
+            transport.exchange(messages, tag=0)
+
+
+class Exchanges(Delegating):
+    """A transport that notes how many messages its exchanges have."""
+
+    def __init__(self, transport):
+        super().__init__(transport)
+        self.batched, self.batches = True, []
+
+    def exchange(self, messages, tag):
+        self.batches.append(len(messages))
+        return self._transport.exchange(messages, tag)
+
+
+@pytest.mark.parametrize(("algorithm", "expected"), [("ring", [2] * 39), ("direct", [62, 16])])
+def test_no_batch_has_more_than_sixty_four_messages(algorithm, expected):
+    """However long the buffer is."""
+
+    def body(transport):
+        transport = Exchanges(transport)
+        transport.algorithm = algorithm
+        full = torch.zeros(40 << 10)
+        all_gather(full, transport, chunk_bytes=512)
+        gathering, transport.batches = transport.batches, []
+        reduce_scatter(full, transport, chunk_bytes=512)
+        return gathering, transport.batches
+
+    assert run_local(body, 40) == [(expected, expected)] * 40
 
 
 @pytest.mark.parametrize("kind", ["threads", "gloo", "shared", "staged"])
@@ -250,8 +321,8 @@ def describe_connections(group, backends, device):
         (None, CPU, ("SharedMemoryTransport", False, True)),
         (None, CUDA, ("StagedTransport", False, True)),
         ("cpu:gloo,cuda:nccl", CPU, ("SharedMemoryTransport", False, True)),
-        ("cpu:gloo,cuda:nccl", torch.device("cuda:1"), ("NcclTransport", True, False)),
-        ("cuda:nccl", CUDA, ("NcclTransport", True, False)),
+        ("cpu:gloo,cuda:nccl", torch.device("cuda:1"), ("NcclCollectives", True, False)),
+        ("cuda:nccl", CUDA, ("NcclCollectives", True, False)),
         ("cpu:gloo,cuda:gloo", CUDA, ("StagedTransport", False, True)),
     ],
 )
@@ -421,19 +492,18 @@ def test_a_failing_or_dying_rank_is_named_and_the_cluster_recovers(throwaway):
     assert len(throwaway.run(describe, 2, factor=1)) == 2
 
 
-def made_groups(group):
-    """Connect twice, as one does for gathers and for reductions, and return the ranks of the groups that were made."""
+def made_connections(group):
+    """Connect twice, as one does for gathers and for reductions, and return what was connected once more."""
     made = []
 
-    def new_group(ranks, timeout, backend, use_local_synchronization):
+    def reconnect(group, backend, timeout):
         assert timeout == timedelta(seconds=1)
-        assert use_local_synchronization, "ranks outside the group do not take part"
-        made.append((ranks, backend))
+        made.append((dist.get_process_group_ranks(group), backend))
         return group
 
     with (
         patch("torch.distributed.get_backend_config", lambda _: "cpu:gloo,cuda:nccl"),
-        patch("torch.distributed.new_group", new_group),
+        patch.object(select, "reconnect", reconnect),
     ):
         for device in (CPU, CUDA):
             for apart in (False, True):
@@ -441,5 +511,93 @@ def made_groups(group):
     return made
 
 
-def test_only_over_nccl_do_reductions_need_a_group_of_their_own(cluster):
-    assert cluster.run(made_groups, 2) == [[([0, 1], "nccl")]] * 2
+def test_only_over_nccl_do_reductions_need_connections_of_their_own(cluster):
+    assert cluster.run(made_connections, 2) == [[([0, 1], "nccl")]] * 2
+
+
+def test_an_algorithm_is_walked_in_batches_over_nccl(cluster):
+    assert cluster.run(connect_by_ring, 2) == [["NcclTransport", "NcclTransport", "NcclCollectives"]] * 2
+
+
+def connect_by_ring(group):
+    routes = Route(algorithm="ring"), Route(transport="p2p"), Route(transport="collectives")
+    with patch("torch.distributed.get_backend_config", lambda _: "cpu:gloo,cuda:nccl"):
+        return [type(connect(group, CUDA, timedelta(seconds=1), route=route)).__name__ for route in routes]
+
+
+# Connections beside those of a process group.
+
+
+def reconnect_unequally(group):
+    """Only rank 0 is in a further group: PyTorch names new groups by their number, and would wait for good."""
+    alone = [dist.new_group([0])]
+    try:
+        backend = reconnect(group, "gloo", timedelta(seconds=seconds(30)))
+    finally:
+        if dist.get_rank() == 0:
+            dist.destroy_process_group(alone.pop())
+    transport = GlooTransport(backend, timedelta(seconds=seconds(30)))
+    result = exchange_at_once(transport)
+    held = weakref.ref(backend)
+    opened = len(os.listdir("/proc/self/fd"))
+    del backend, transport
+    return result, held() is None, opened > len(os.listdir("/proc/self/fd"))
+
+
+def test_ranks_in_different_numbers_of_groups_are_connected_and_the_connection_is_freed(cluster):
+    results, freed, closed = zip(*cluster.run(reconnect_unequally, 2), strict=True)
+    assert_came_from_the_left(results)
+    assert all(freed)
+    assert all(closed)
+
+
+def reconnect_alone(group):
+    group = dist.new_group([0, 1])
+    if dist.get_rank() == 1:
+        reconnect(group, "gloo", timedelta(seconds=seconds(0.2)))
+
+
+def test_a_rank_that_does_not_come_to_connect_is_named(throwaway):
+    silent, (kind, message) = throwaway.failures(reconnect_alone, 2)
+    assert (silent, kind) == (None, "CommError")
+    assert message.startswith("another connection over gloo: rank 1 has waited ")
+
+
+class FakeNccl:
+    """NCCL's backend, and its options."""
+
+    class Options:
+        def __init__(self):
+            self.is_high_priority_stream, self.config = False, None
+
+    def __init__(self, store, rank, size, options):
+        self.said = (rank, size, options)
+        self.closed = 0
+
+    def shutdown(self):
+        self.closed += 1
+
+
+def reconnect_over_nccl(group):
+    theirs = FakeNccl.Options()
+    theirs.is_high_priority_stream, theirs.config = True, "two channels"
+    with (
+        patch.object(dist, "ProcessGroupNCCL", FakeNccl, create=True),
+        patch.object(dist.ProcessGroup, "_get_backend", lambda group, device: SimpleNamespace(options=theirs)),
+        patch("atexit.register") as registered,
+    ):
+        first, second = (reconnect(group, "nccl", timedelta(seconds=9)) for _ in range(2))
+    (end,) = registered.call_args.args
+    end()
+    names = [each.said[2].group_name for each in (first, second)]
+    assert names[0] != names[1]
+    assert all(name.startswith("shardlite ") for name in names)
+    return [(*each.said[:2], vars(each.said[2]) | {"group_name": ""}, each.closed) for each in (first, second)]
+
+
+def test_connections_over_nccl_have_the_options_of_the_group_and_are_closed_at_the_end(cluster):
+    options = {
+        **{"is_high_priority_stream": True, "config": "two channels", "global_ranks_in_group": [0, 1]},
+        **{"group_name": "", "_timeout": timedelta(seconds=9)},
+    }
+    assert cluster.run(reconnect_over_nccl, 2) == [[(rank, 2, options, 1)] * 2 for rank in range(2)]

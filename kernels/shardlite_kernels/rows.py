@@ -1,0 +1,185 @@
+"""All hops of a ring reduction at once, where the parts of all ranks are in this rank's memory.
+
+Rank `k` has a row of each rank: its part of segment `k`. A ring adds that segment in the order `k+1, k+2, ..., k`, and
+`add_rows` adds the rows in this order, from row `first = k+1` on. A partial sum is rounded to the dtype of the rows, in
+which a ring would send it. So the bits are those of the ring.
+
+Bytes per element: each row is read once and `out` is written once, `4 * W + 4` in fp32. Statistics of `out` cost 8
+bytes per block.
+Legend: `W` ranks and rows, `S` elements, `P` rows of statistics (`stats.py`).
+"""
+
+# ruff: noqa: N803 (compile-time constants of a kernel are written in capitals)
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from .hop import check_hop, dtype_of_sums, hop, hop_is_native
+from .launch import INTERPRET, block_size, jit, launch, tl, use_triton
+from .rounding import load_fp32, rounded, store_rounded, widened
+from .stats import stats_block, stats_cpu, stats_reference, store_row
+
+_MOST_UNROLLED = 64
+"""Up to so many rows the kernel has a load for each, so that all are under way at once. More are added in a loop."""
+
+_CPU_CHUNK = 1 << 16  # elements: the partial sum stays in the cache of a core
+
+
+@jit
+def sum_rows(
+    rows_ptr: tl.tensor,
+    offsets: tl.tensor,
+    mask: tl.tensor,
+    begin: tl.tensor,
+    count: tl.tensor,
+    stride: tl.tensor,
+    UNROLL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+) -> tl.tensor:
+    """Add `count` rows of fp32, bf16 or fp16, from row `begin` on, and return the sum in fp32.
+
+    `UNROLL` is `count`, or 0 for a loop.
+    """
+    row = begin.to(tl.int64)
+    total = load_fp32(rows_ptr + row * stride, offsets, mask, INTERPRET)
+    for i in tl.static_range(1, UNROLL):
+        if i > 1:
+            total = widened(rounded(rows_ptr, total, INTERPRET), INTERPRET)
+        row = tl.where(row + 1 < UNROLL, row + 1, 0)
+        total += load_fp32(rows_ptr + row * stride, offsets, mask, INTERPRET)
+    if UNROLL == 0:
+        for _ in tl.range(1, count):
+            row = tl.where(row + 1 < count, row + 1, 0)
+            # The first row is its own rounding.
+            total = widened(rounded(rows_ptr, total, INTERPRET), INTERPRET)
+            total += load_fp32(rows_ptr + row * stride, offsets, mask, INTERPRET)
+    return total
+
+
+UNSPECIALISED = ("begin",)
+"""Of the kernels that add rows: ranks differ in it, and would otherwise compile different code."""
+
+
+@partial(jit, unspecialised=UNSPECIALISED)
+def _add_rows_kernel(
+    out_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    stats_ptr: tl.tensor,
+    begin: tl.tensor,
+    count: tl.tensor,
+    stride: tl.tensor,
+    divisor: float,
+    n: tl.tensor,
+    UNROLL: tl.constexpr,
+    NATIVE: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    STATS: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < n
+    if NATIVE:
+        row = begin.to(tl.int64)
+        total = tl.load(rows_ptr + row * stride + offsets, mask=mask)
+        for _ in tl.static_range(1, UNROLL):
+            row = tl.where(row + 1 < UNROLL, row + 1, 0)
+            total += tl.load(rows_ptr + row * stride + offsets, mask=mask)
+        if UNROLL == 0:
+            for _ in tl.range(1, count):
+                row = tl.where(row + 1 < count, row + 1, 0)
+                total += tl.load(rows_ptr + row * stride + offsets, mask=mask)
+        if DIVIDE:
+            total = total / divisor  # fp64 only, whose division is correctly rounded
+    else:
+        total = sum_rows(rows_ptr, offsets, mask, begin, count, stride, UNROLL, INTERPRET)
+        if DIVIDE:
+            total = tl.div_rn(total, divisor)
+    store_rounded(out_ptr, offsets, total, mask, INTERPRET)
+    if STATS:
+        if NATIVE:
+            store_row(stats_ptr, total, mask)
+        else:
+            store_row(stats_ptr, widened(rounded(out_ptr, total, INTERPRET), INTERPRET), mask)
+
+
+def add_rows(out: Tensor, rows: Tensor, first: int = 0, divisor: int = 1, stats: Tensor | None = None) -> None:
+    """Write `(rows[first] + rows[first + 1] + ... + rows[first - 1]) / divisor` [S] into `out` [S].
+
+    `rows` [W, S] has one row or more, elements adjacent. Dtypes are those of `hop`, and so is the arithmetic: the same
+    as one hop after the other. With `stats` [P, 2] the statistics of `out` are written, too.
+
+    Raises:
+        ValueError: as `hop`, or there is no row `first`.
+    """
+    _check("add_rows", out, rows, first, divisor, stats)
+    if not use_triton(out):
+        _add_rows_cpu(out, rows, first, divisor)
+        if stats is not None:
+            stats_cpu(out, stats)
+        return
+    launch(
+        _add_rows_kernel,
+        *(out, rows, stats, first, len(rows), rows.stride(0), float(divisor)),
+        n=out.numel(),
+        block=block_size(out, rows) if stats is None else stats_block(out),
+        UNROLL=unrolled(len(rows)),
+        NATIVE=hop_is_native(out),
+        DIVIDE=divisor > 1,
+        STATS=stats is not None,
+        INTERPRET=INTERPRET,
+    )
+
+
+def add_rows_reference(
+    out: Tensor, rows: Tensor, first: int = 0, divisor: int = 1, stats: Tensor | None = None
+) -> None:
+    """Specification of `add_rows`."""
+    _check("add_rows", out, rows, first, divisor, stats)
+    accumulate = dtype_of_sums(out)
+    total, *others = rows.roll(-first, 0).to(accumulate)
+    for other in others:
+        total = total.to(rows.dtype).to(accumulate) + other
+    out.copy_(total / divisor if divisor > 1 else total)
+    if stats is not None:
+        stats_reference(out, stats)
+
+
+def check_rows(who: str, rows: Tensor, first: int) -> None:
+    """Check that `rows` can be added from row `first` on.
+
+    Raises:
+        ValueError: they are not 2-D with adjacent elements, or there is no such row.
+    """
+    if rows.dim() != 2 or (rows.shape[1] > 1 and rows.stride(1) != 1):
+        raise ValueError(f"{who}: rows must be 2-D, elements adjacent, got {tuple(rows.shape)}, {rows.stride()}")
+    if not 0 <= first < len(rows):
+        raise ValueError(f"{who}: there is no row {first}, from which to add {len(rows)} rows")
+
+
+def unrolled(count: int) -> int:
+    """Return `UNROLL` for so many rows."""
+    return count if count <= _MOST_UNROLLED else 0
+
+
+def _check(who: str, out: Tensor, rows: Tensor, first: int, divisor: int, stats: Tensor | None) -> None:
+    check_rows(who, rows, first)
+    check_hop(who, out, rows[0], rows[-1], divisor, stats)
+
+
+def _add_rows_cpu(out: Tensor, rows: Tensor, first: int, divisor: int) -> None:
+    if len(rows) == 1:
+        out.copy_(rows[0] if divisor == 1 else rows[0].to(dtype_of_sums(out)) / divisor)
+        return
+    order = [*range(first, len(rows)), *range(first)]
+    room = rows.new_empty(min(_CPU_CHUNK, out.numel()))
+    for start in range(0, out.numel(), _CPU_CHUNK):
+        here = slice(start, min(start + _CPU_CHUNK, out.numel()))
+        total, *others, last = (rows[k, here] for k in order)
+        for other in others:
+            hop(room[: len(total)], total, other)
+            total = room[: len(total)]
+        hop(out[here], total, last, divisor)

@@ -1,0 +1,208 @@
+"""Whole collectives of a process group, for transports that do not go message by message.
+
+    gather     `all_gather_into_tensor`, in place
+    reduction  `all_to_all_single`: rank `k` receives segment `k` of every rank, a row each; one kernel then adds the
+               rows in the order of the ring (`shardlite_kernels.add_rows`)
+
+So the bits are those of the ring, at a number of calls that does not depend on the number of ranks. Over NCCL, where a
+message costs the host more than a whole collective, and over gloo. Such calls have no tags: all ranks must make them in
+one order, so each queue of operations has a connection of its own (`reconnect.py`). That is a backend, so its methods
+are called, and not the functions of `torch.distributed`, which take process groups.
+
+Legend: `W` ranks, `n` elements in the full buffer, `S` elements of the longest segment.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+from torch._C._distributed_c10d import Backend
+
+from shardlite.comm.transport.process_group import GlooTransport, GroupTransport, InFlight, NcclTransport, Posted
+from shardlite.errors import CommError
+
+ROOM = 64 << 20
+"""Maximum bytes of the rows of a reduction. A longer one goes in slices, one after the other."""
+
+
+def _synchronous(options: Any) -> Any:
+    """Let NCCL run on the current stream instead of its own."""
+    options.asyncOp = False
+    return options
+
+
+_GATHER = _synchronous(c10d.AllgatherOptions())
+_EXCHANGE = _synchronous(c10d.AllToAllOptions())
+_SUM_SCATTERED = _synchronous(c10d.ReduceScatterOptions())
+_SUM = _synchronous(c10d.AllreduceOptions())
+
+Bounds = Sequence[tuple[int, int]]
+"""`(start, stop)` of each rank's segment."""
+
+
+@dataclass(frozen=True)
+class _Whole(Posted):
+    """A whole collective, and what its errors report."""
+
+    what: str = ""
+    nbytes: int = 0
+
+    def describe(self) -> str:
+        return f"rank {self.rank} in {self.what} failed: {self.nbytes} bytes"
+
+
+class GroupCollectives(GroupTransport):
+    """A transport whose gathers and reductions are collectives of its process group. The base of two classes."""
+
+    fast = False
+    """Whether the process group adds up the rows of a reduction, in an order of its own."""
+
+    def all_gather(self, full: Tensor, bounds: Bounds) -> None:
+        """Fill `full` [n] in place, given this rank's segment.
+
+        Raises:
+            CommError: a peer failed or is late.
+        """
+        start, stop = bounds[self.rank]
+        length = max(high - low for low, high in bounds)
+        if all(high - low == length for low, high in bounds):
+            self._gather(full, full[start:stop])
+            return
+        padded = full.new_empty(self.world_size * length)
+        padded[self.rank * length :][: stop - start] = full[start:stop]
+        self._gather(padded, padded[self.rank * length :][:length])
+        for rank, (low, high) in enumerate(bounds):
+            full[low:high] = padded[rank * length :][: high - low]
+
+    def _gather(self, full: Tensor, own: Tensor) -> None:
+        def call(full: Tensor, own: Tensor) -> Any:
+            return self._group._allgather_base(full, own, _GATHER)
+
+        self._run("all-gather", call, _bytes(full), _bytes(own))
+
+    def slices(self, bounds: Bounds, itemsize: int, grain: int) -> list[tuple[int, int]]:
+        """Return the ranges of elements of each segment whose rows fit in `ROOM`: multiples of `grain` but the last."""
+        length = max(stop - start for start, stop in bounds)
+        most = max(ROOM // (self.world_size * itemsize) // grain * grain, grain)
+        return [(start, min(start + most, length)) for start in range(0, length, most)]
+
+    def rows_numel(self, bounds: Bounds, itemsize: int, grain: int) -> int:
+        """Return how many elements `exchange_rows` needs for its rows, and for what it sends if it goes in slices."""
+        if self.sums(bounds):
+            return bounds[0][1]
+        slices = self.slices(bounds, itemsize, grain)
+        longest = max((stop - start for start, stop in slices), default=0)
+        return self.world_size * longest * (1 if len(slices) <= 1 else 2)
+
+    def exchange_rows(self, full: Tensor, bounds: Bounds, part: tuple[int, int], room: Tensor) -> Tensor:
+        """Return the elements `part` of this rank's segment as every rank has them in `full` [n]: rows [W, .].
+
+        A segment that is shorter than `part` counts as far as it goes. The rows are in `room` [`rows_numel(...)`].
+
+        Raises:
+            CommError: a peer failed or is late.
+        """
+        ranges = [(min(low + part[0], high), min(low + part[1], high)) for low, high in bounds]
+        sizes = [stop - start for start, stop in ranges]
+        own = sizes[self.rank]
+        rows = room[: self.world_size * own]
+        sent = full
+        if sum(sizes) < full.numel():
+            sent = torch.cat([full[start:stop] for start, stop in ranges], out=room[rows.numel() :][: sum(sizes)])
+        item = full.itemsize
+        splits = [own * item] * self.world_size, [size * item for size in sizes]
+
+        def call(rows: Tensor, sent: Tensor) -> Any:
+            return self._group.alltoall_base(rows, sent, *splits, _EXCHANGE)
+
+        self._run("all-to-all", call, _bytes(rows), _bytes(sent))
+        return rows.view(self.world_size, own)
+
+    def sums(self, bounds: Bounds) -> bool:
+        """Return whether the process group adds up such a buffer: it takes segments of one length."""
+        return self.fast and len({stop - start for start, stop in bounds}) == 1
+
+    def reduce_scatter(self, full: Tensor, room: Tensor) -> Tensor:
+        """Return the sum of this rank's segment of `full` [n] over the ranks, a row [1, n/W] in `room`.
+
+        Raises:
+            CommError: a peer failed or is late.
+        """
+        own = room[: full.numel() // self.world_size]
+
+        def call(own: Tensor, full: Tensor) -> Any:
+            return self._group._reduce_scatter_base(own, full, _SUM_SCATTERED)
+
+        self._run("reduce-scatter", call, own, full)
+        return own.view(1, -1)
+
+    def all_reduce(self, numbers: Tensor) -> None:
+        """Sum integers [n] over the ranks in place: exact in any order.
+
+        Raises:
+            CommError: a peer failed or is late.
+        """
+        self._run("all-reduce", lambda numbers: self._group.allreduce([numbers], _SUM), numbers)
+
+    def broadcast(self, full: Tensor, source: int) -> None:
+        """Copy `full` [n] of rank `source` into that of every other rank.
+
+        Raises:
+            CommError: a peer failed or is late.
+        """
+        options = _synchronous(c10d.BroadcastOptions())
+        options.rootRank = source
+        self._run("broadcast", lambda full: self._group.broadcast([full], options), _bytes(full))
+
+    def _run(self, what: str, call: Callable[..., dist.Work | None], *tensors: Tensor) -> None:
+        """Start a collective on tensors [.] and wait for it."""
+        posted = _Whole(self.rank, (), 0, self._timeout, what, max(each.nbytes for each in tensors))
+        try:
+            work = call(*tensors)
+        except RuntimeError as error:
+            raise posted.refused(error) from error
+        if work is not None:
+            InFlight((work,), posted, self._hang_up).wait()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return what is moved: not every backend knows every dtype."""
+    return tensor.detach().view(torch.uint8)
+
+
+def _on_same_memory(tensor: Tensor) -> Tensor:
+    """Return a CPU tensor [n] on the memory of another, without a share in its storage."""
+    if tensor.numel() == 0:
+        return tensor
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype)
+
+
+class GlooCollectives(GroupCollectives, GlooTransport):
+    """Collectives of CPU tensors over `group`, each completed within `timeout`. A queue blocks its thread in them.
+
+    Gloo's threads keep the tensors of a collective for a while after its end, so that memory would seem to be in use
+    still. They are given other tensors on the same memory.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | Backend | None, timeout: timedelta) -> None:
+        super().__init__(group, timeout)
+        self._lost: list[Sequence[Tensor]] = []
+        """Memory of collectives that failed: gloo may still write to it."""
+
+    def _run(self, what: str, call: Callable[..., dist.Work | None], *tensors: Tensor) -> None:
+        try:
+            super()._run(what, call, *map(_on_same_memory, tensors))
+        except CommError:
+            self._lost.append(tensors)
+            raise
+
+
+class NcclCollectives(GroupCollectives, NcclTransport):
+    """Collectives of CUDA tensors over `group`, on the current stream, so that a priority of that stream holds."""

@@ -1,0 +1,280 @@
+"""Whole collectives of a process group: training over them has the bits of the ring; slices, errors, and who gets them.
+
+That each collective has those bits is shown in `test_ring.py`, at 1 to 8 ranks.
+
+Legend: `W` ranks.
+"""
+
+from datetime import timedelta
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardlite import Precision, ShardLite
+from shardlite.comm.collectives import Operation, all_gather, all_reduce, reduce_scatter, staging_numel
+from shardlite.comm.traffic import Tally
+from shardlite.comm.transport import group_collectives
+from shardlite.comm.transport.group_collectives import GlooCollectives
+from shardlite.comm.transport.select import connect, connect_hosts
+from shardlite.config import Route
+from tests.model.test_precision import MODELS, on_tokens
+from tests.support.cluster import Cluster
+from tests.support.duos import Side
+from tests.support.models import LanguageModel
+from tests.support.patience import seconds
+from tests.support.ring_cases import FLOATS, Case, assert_equal_bits, cases_for, reduce_everything, ring_sum
+from tests.support.sharded import STAGES, Pair, Turn, _seeded, same_bits, slow, trained
+from tests.support.worlds import run
+
+CPU = torch.device("cpu")
+SPLIT = Precision(compute=torch.bfloat16, master="split24")
+COLLECTIVES = Route(transport="collectives")
+NARROW_WIRE = Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
+
+
+def train_at_every_stage(group, name):
+    for stage in STAGES:
+        trained(*MODELS[name], group, stage=stage, transport="collectives")
+
+
+@pytest.mark.parametrize(("name", "size"), [("plain", 2), ("mixed", 3), slow("plain", 4), slow("frozen", 2)])
+def test_every_stage_has_the_bits_of_plain_data_parallel(cluster, name, size):
+    cluster.check(train_at_every_stage, size, name)
+
+
+def train_over_both(group, stage, in_backward, optimizer, options):
+    """Train over messages and over collectives: everything that is kept must be the same."""
+    sides = [
+        Side(
+            ShardLite(_seeded(LanguageModel), group=group, stage=stage, transport=transport, **options),
+            in_backward=in_backward,
+            **optimizer,
+        )
+        for transport in ("p2p", "collectives")
+    ]
+    accumulate = "local" if in_backward else "sharded"
+    for step, modes in enumerate((("step",), ("local", "step"), (accumulate, "step"))):
+        for side in sides:
+            side.backward(on_tokens, [Turn(step, dist.get_rank(), micro) for micro in range(len(modes))], modes)
+            side.finish()
+        ours, theirs = (side.state() for side in sides)
+        assert ours.keys() == theirs.keys()
+        for name, value in ours.items():
+            same_bits(f"step {step}: {name}", value, theirs[name])
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize(
+    ("size", "stage", "optimizer", "options"),
+    [
+        (2, 3, {}, {"precision": NARROW_WIRE}),
+        (3, 3, {"state": "int8"}, {"precision": SPLIT, "quantized_gather": True}),
+        (2, 0, {}, {}),
+        slow(3, 2, {"state": "bf16"}, {"precision": NARROW_WIRE}),
+        slow(4, 1, {"max_update": 0.5}, {}),
+    ],
+)
+def test_every_format_has_the_bits_of_messages(cluster, size, stage, in_backward, optimizer, options):
+    cluster.check(train_over_both, size, stage, in_backward, optimizer, options)
+
+
+def train_replicas(_):
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
+    pair = Pair(LanguageModel, mesh, replicas=2, transport="collectives")
+    for _ in range(2):
+        pair.step(on_tokens, clip=0.01)
+
+
+@pytest.mark.slow
+def test_replicas_have_the_same_bits(cluster):
+    cluster.check(train_replicas, 4)
+
+
+def count_messages(group, in_backward):
+    """Train for some steps, and return how many calls and messages each purpose took."""
+    model = ShardLite(LanguageModel(), group=group, transport="collectives")
+    assert "GlooCollectives" in repr(model)
+    side = Side(model, in_backward=in_backward)
+    for step in range(3):
+        side.backward(on_tokens, [Turn(step, dist.get_rank(), 0)], ["step"])
+        side.finish()
+    found = {}
+    for unit, purposes in model.traffic().items():
+        if not unit.startswith("(no"):
+            for purpose, sent in purposes.items():
+                calls, messages = found.get(purpose, (0, 0))
+                found[purpose] = calls + sent.calls, messages + sent.messages
+    return found
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_an_operation_is_one_message_on_any_number_of_ranks(cluster, in_backward):
+    for size in (2, 3):
+        for found in cluster.run(count_messages, size, in_backward):
+            assert found.keys() == {"gather", "reduce", *(["used"] if in_backward else [])}
+            for calls, messages in found.values():
+                assert calls == messages > 0
+
+
+# ---- collectives ----------------------------------------------------------------------------------------------------
+
+
+def reduce_in_slices(transport, cases, divisor):
+    with patch.object(group_collectives, "ROOM", 1000):
+        case = max(cases, key=lambda case: case.numel)
+        needed = staging_numel(case.numel, transport, case.dtype, cuts=case.cuts)
+        assert needed * case.dtype.itemsize <= 2000
+        assert len(transport.slices(case.bounds(transport.world_size), case.dtype.itemsize, 1)) > 1
+        return reduce_everything(transport, cases, divisor)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_long_rows_go_in_slices(cluster, size):
+    cases = cases_for(size, FLOATS)
+    results = run("whole", cluster, reduce_in_slices, size, cases, size)
+    for i, case in enumerate(cases):
+        total = ring_sum(size, case, size)
+        for result, (start, stop) in zip(results, case.bounds(size), strict=True):
+            assert_equal_bits(result[i], total[start:stop])
+
+
+def count_one_of_each(transport):
+    tally = Tally()
+    given = {"operation": Operation("a trial", tally=tally)}
+    all_gather(torch.zeros(30), transport, **given)
+    reduce_scatter(torch.zeros(30), transport, **given)
+    all_reduce(torch.ones(5, dtype=torch.int32), transport, **given)
+    return tally
+
+
+def test_a_collective_is_one_message_with_the_bytes_of_a_ring(cluster):
+    assert run("whole", cluster, count_one_of_each, 3) == [Tally(3, 2 * 40 + 2 * 40 + 2 * 20)] * 3
+
+
+def fast_sums(transport, cases):
+    transport.fast = True
+    return reduce_everything(transport, cases, 3)
+
+
+def test_a_fast_sum_is_close_and_an_uneven_one_exact(cluster):
+    cases = [
+        Case(999, torch.float32, 1 << 20),
+        Case(999, torch.bfloat16, 1 << 20),
+        Case(1000, torch.float32, 1 << 20),
+        Case(999, torch.float32, 1 << 20, [0, 5, 900, 999]),
+    ]
+    results = run("whole", cluster, fast_sums, 3, cases)
+    for i, case in enumerate(cases):
+        exact = ring_sum(3, case, 3)
+        for result, (start, stop) in zip(results, case.bounds(3), strict=True):
+            if i < 2:
+                tolerance = 1e-6 if case.dtype == torch.float32 else 0.02
+                torch.testing.assert_close(result[i], exact[start:stop], rtol=tolerance, atol=tolerance)
+            else:
+                assert_equal_bits(result[i], exact[start:stop])
+
+
+def calls_of(group, reduce):
+    """Which collectives a step calls, and its weights."""
+    model = ShardLite(_seeded(LanguageModel), group=group, transport="collectives", reduce=reduce)
+    side = Side(model, in_backward=True)
+    called, run_one = set(), GlooCollectives._run
+
+    def noted(transport, what, *args):
+        called.add(what)
+        run_one(transport, what, *args)
+
+    with patch.object(GlooCollectives, "_run", noted):
+        side.backward(on_tokens, [Turn(0, dist.get_rank(), 0)], ["step"])
+        side.finish()
+    return called, model.full_state_dict()
+
+
+def test_a_fast_reduction_is_made_on_request(cluster):
+    for (exact, weights), (fast, others) in zip(
+        cluster.run(calls_of, 2, "exact"), cluster.run(calls_of, 2, "fast"), strict=True
+    ):
+        assert exact == {"all-gather", "all-to-all", "all-reduce", "broadcast"}
+        assert fast == {"all-gather", "reduce-scatter", "all-reduce", "broadcast"}
+        torch.testing.assert_close(weights, others, rtol=1e-4, atol=1e-4)
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def throwaway(fork_server):
+    """A cluster for a body that breaks connections."""
+    gloo = Cluster(fork_server, sizes=[2])
+    yield gloo
+    gloo.close()
+
+
+def be_alone(group):
+    """Rank 1 reduces, rank 0 does nothing."""
+    transport = GlooCollectives(group, timedelta(seconds=seconds(0.2)))
+    if transport.rank == 1:
+        reduce_scatter(torch.zeros(4), transport, operation=Operation("reduce-scatter of unit 'head'", 3))
+
+
+def test_a_silent_peer_is_an_error_with_the_operation(throwaway):
+    silent, (kind, message) = throwaway.failures(be_alone, 2)
+    assert (silent, kind) == (None, "CommError")
+    assert message.startswith(
+        "reduce-scatter of unit 'head' (operation 3, 4 elements of torch.float32): rank 1 in all-to-all failed: "
+        "16 bytes, timeout "
+    )
+
+
+# ---- who gets them --------------------------------------------------------------------------------------------------
+
+
+def connections(group):
+    made = [connect(group, CPU, timedelta(seconds=1), route=COLLECTIVES) for _ in range(2)]
+    assert made[0]._group is not made[1]._group  # they have no tags
+    return [type(each).__name__ for each in (*made, connect_hosts(group, timedelta(seconds=1), route=COLLECTIVES))]
+
+
+def test_each_connection_has_a_group_of_its_own_and_hosts_have_messages(cluster):
+    assert cluster.run(connections, 2) == [["GlooCollectives", "GlooCollectives", "SharedMemoryTransport"]] * 2
+
+
+def refused(group, route, device="cpu"):
+    names = dist.get_backend_config(group) if device == "cpu" else "cpu:gloo,cuda:gloo"
+    with patch("torch.distributed.get_backend_config", lambda _: names):
+        connect(group, torch.device(device), timedelta(seconds=1), route=route)
+
+
+@pytest.mark.parametrize(
+    ("route", "device", "message"),
+    [
+        (
+            COLLECTIVES,
+            "cuda:0",
+            "transport='collectives' takes NCCL for CUDA tensors, which this process group does no",
+        ),
+        (
+            Route(transport="p2p", reduce="fast"),
+            "cpu",
+            "reduce='fast' is for collectives of the process group, and these tensors go over GlooTransport, for it "
+            "was asked for: give transport='collectives' too",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(cluster, route, device, message):
+    for kind, said in cluster.failures(refused, 2, route, device):
+        assert kind == "LayoutError"
+        assert said.startswith(message)
+
+
+def test_a_schedule_is_of_messages():
+    with pytest.raises(ValueError, match="algorithm='ring' is a schedule of messages, and transport='collectives' has"):
+        Route(transport="collectives", algorithm="ring")
+    with pytest.raises(ValueError, match="reduce must be one of 'exact', 'fast'; got 'quick'"):
+        Route(reduce="quick")

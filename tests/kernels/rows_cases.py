@@ -1,0 +1,46 @@
+"""Rows to be added, and their sum by one hop after the other: what `add_rows` is to equal, on a CPU and as a kernel."""
+
+from itertools import product
+
+import torch
+from shardlite_kernels import add_rows, add_rows_reference, hop
+from torch import Tensor
+
+from tests.kernels.bits import assert_same_bits, pairs
+
+NARROW = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = [*product(NARROW, NARROW), (torch.float64, torch.float64), (torch.int32, torch.int32)]
+"""Dtypes of the result and of the rows."""
+
+
+def drawn(numel: int, count: int, dtype: torch.dtype, stride: int = 0) -> Tensor:
+    """Return rows [count, numel], as far apart as `stride`: numbers that are hard to round."""
+    every = [each for seed in range(count // 2 + 1) for each in pairs(numel, seed)]
+    if dtype == torch.int32:
+        every = [(each.nan_to_num() % 1000).int() for each in every]
+    memory = torch.zeros(count, max(stride, numel), dtype=dtype)
+    memory[:, :numel] = torch.stack(every[:count]).to(dtype)
+    return memory[:, :numel]
+
+
+def hop_by_hop(out: torch.dtype, rows: Tensor, first: int, divisor: int) -> Tensor:
+    """Return what a ring computes, which adds one row after the other and sends each sum on."""
+    if len(rows) == 1:
+        wide = out if out in (torch.float64, torch.int32) else torch.float32
+        return (rows[0].to(wide) / divisor).to(out) if divisor > 1 else rows[0].to(out)
+    total, *others, last = (rows[k % len(rows)].clone() for k in range(first, first + len(rows)))
+    for other in others:
+        hop(total, total, other)
+    result = torch.empty_like(last, dtype=out)
+    hop(result, total, last, divisor)
+    return result
+
+
+def assert_sums_have_the_bits_of_hops(out: torch.dtype, rows: Tensor, first: int) -> None:
+    """Add up rows by `add_rows`, by its reference, and by one hop after the other: with and without a division."""
+    for divisor in (1, 3) if out.is_floating_point else (1,):
+        got, expected = torch.empty_like(rows[0], dtype=out), torch.empty_like(rows[0], dtype=out)
+        add_rows(got, rows, first, divisor)
+        add_rows_reference(expected, rows, first, divisor)
+        assert_same_bits(got, expected)
+        assert_same_bits(got, hop_by_hop(out, rows, first, divisor))

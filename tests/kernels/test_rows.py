@@ -1,0 +1,66 @@
+"""`add_rows` on the CPU against its reference, and against a ring's hops. The kernel is tested in `interpreted/`."""
+
+import pytest
+import torch
+from shardlite_kernels import add_rows, add_rows_reference, new_stats, stats
+
+from tests.kernels.bits import assert_same_bits
+from tests.kernels.rows_cases import DTYPES, assert_sums_have_the_bits_of_hops, drawn, hop_by_hop
+
+X = torch.zeros(8)
+
+
+@pytest.mark.parametrize(("out", "wire"), DTYPES)
+@pytest.mark.parametrize(("count", "first"), [(1, 0), (2, 0), (2, 1), (3, 2), (7, 4)])
+def test_the_sum_has_the_bits_of_a_rings_hops(out, wire, count, first):
+    rows = drawn(70_001, count, wire)  # more than one chunk
+    assert_sums_have_the_bits_of_hops(out, rows, first)
+
+
+@pytest.mark.parametrize("count", [64, 65])
+def test_many_rows(count):
+    rows = drawn(1000, count, torch.float32)
+    got = torch.empty_like(rows[0])
+    add_rows(got, rows, 62, count)
+    assert_same_bits(got, hop_by_hop(torch.float32, rows, 62, count))
+
+
+def test_rows_may_be_apart():
+    rows = drawn(1000, 3, torch.float32, stride=1024)
+    got = torch.empty_like(rows[0])
+    add_rows(got, rows, 1, 4)
+    assert_same_bits(got, hop_by_hop(torch.float32, rows, 1, 4))
+
+
+@pytest.mark.parametrize("out", [torch.float32, torch.bfloat16])
+def test_statistics_are_those_of_the_sum(out):
+    rows = drawn(70_001, 3, torch.bfloat16).nan_to_num(0.5, 2.0, -2.0)
+    got = torch.empty_like(rows[0], dtype=out)
+    mine, passed = new_stats(got), new_stats(got)
+    add_rows(got, rows, 0, 4, mine)
+    stats(got, passed)
+    assert_same_bits(mine, passed)
+    add_rows_reference(got, rows, 0, 4, passed)
+    assert (mine[:, 1] == passed[:, 1]).all()
+
+
+def test_nothing_to_add():
+    empty = torch.empty(0)
+    add_rows(empty, torch.empty(3, 0), 2)
+    assert empty.numel() == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "first", "message"),
+    [
+        (X, 0, "add_rows: rows must be 2-D"),
+        (torch.zeros(8, 2).t(), 0, "add_rows: rows must be 2-D, elements adjacent"),
+        (torch.zeros(0, 8), 0, "there is no row 0, from which to add 0 rows"),
+        (torch.zeros(3, 8), 3, "there is no row 3, from which to add 3 rows"),
+        (torch.zeros(3, 9), 0, "add_rows: received has 9 elements"),
+        (torch.zeros(3, 8).int(), 0, "add_rows: cannot add torch.int32 and torch.int32 into torch.float32"),
+    ],
+)
+def test_errors_name_what_does_not_fit(rows, first, message):
+    with pytest.raises(ValueError, match=message):
+        add_rows(X, rows, first)
