@@ -10,6 +10,7 @@ import faulthandler
 import gc
 import io
 import os
+import re
 import signal
 import socket
 import sys
@@ -17,6 +18,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -43,7 +45,7 @@ STARTING = seconds(60)
 HANG = "Hang"
 """The kind of failure of a rank that gave no answer."""
 
-_PRINTED = 12_000  # bytes at the end of what a rank printed that are shown
+_PRINTED = 12_000  # characters of what a rank printed that are shown
 
 
 class RemoteError(AssertionError):
@@ -189,8 +191,8 @@ class _World:
                 worker.say_where()
         for rank, answer in enumerate(answers):
             if isinstance(answer, Failure):
-                text = ranks[rank].log.read_bytes()[before[rank] :][-_PRINTED:].decode(errors="replace")
-                answers[rank] = replace(answer, printed=text)
+                text = ranks[rank].log.read_bytes()[before[rank] :].decode(errors="replace")
+                answers[rank] = replace(answer, printed=without_repetition(text)[:_PRINTED])
         return answers
 
     def close(self) -> None:
@@ -239,6 +241,18 @@ class _Worker:
         deadline = time.monotonic() + seconds(2)
         while self.log.stat().st_size == before and time.monotonic() < deadline:
             time.sleep(0.05)
+
+
+def without_repetition(text: str) -> str:
+    """Return what faulthandler wrote with the main thread first, and each stack once, under how many threads have it.
+
+    A rank has dozens of threads that only wait for work, and the end of a long report is cut off.
+    """
+    said, *threads = re.split(r"^(?=(?:Current thread|Thread) 0x)", text, flags=re.MULTILINE)
+    stacks = Counter(thread.split("\n", 1)[1].strip() for thread in reversed(threads))
+    return said[-_PRINTED // 2 :] + "\n".join(
+        f"{count} thread{'s'[: count > 1]}:\n  {stack}" for stack, count in stacks.items()
+    )
 
 
 def _start_workers(servers: Sequence[ForkServer], directory: Path) -> list[_Worker]:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.support.cluster import Cluster, RemoteError
+from tests.support.cluster import Cluster, RemoteError, without_repetition
 from tests.support.patience import seconds
 
 
@@ -25,3 +25,10 @@ def test_a_rank_that_hangs_says_where(fork_server, call):
         assert gloo.run(dist.get_rank, 2) == [0, 1], "new processes answer"
     finally:
         gloo.close()
+
+
+def test_the_main_thread_comes_first_and_each_stack_once():
+    idle, main = '  File "a.py", line 1 in idle\n  File "b.py", line 2 in run', '  File "c.py", line 3 in waits'
+    threads = "\n\n".join(f"Thread 0x{n:016x} (most recent call first):\n{idle}" for n in range(5))
+    text = without_repetition(f"said before\n{threads}\n\nCurrent thread 0x00ff (most recent call first):\n{main}\n")
+    assert text == f"said before\n1 thread:\n{main}\n5 threads:\n{idle}"
