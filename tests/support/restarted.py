@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 --max-restarts 1 restarted.py FOLDER TRANSPORT FATAL
 
-In its first attempt rank 1 is killed at step FATAL; -1 for never.
+In attempt 0 rank 1 is killed at step FATAL; -1 for never. The last attempt writes its number to FOLDER/attempt.
 """
 
 import os
@@ -28,6 +28,7 @@ def main(folder: Path, transport: str, fatal: int) -> None:
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     model = ShardLite(net, transport=transport, timeout=timedelta(seconds=60))
     optimizer = AdamW(model.parameters(), lr=0.1)
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
     begin, saved = 0, folder / f"rank-{rank}.pt"
     done = [int(each.read_text()) for each in sorted(folder.glob("done-*"))]
     if len(done) == 2:
@@ -36,7 +37,7 @@ def main(folder: Path, transport: str, fatal: int) -> None:
         model.load_full_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
     for step in range(begin, STEPS):
-        if step == fatal and rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if step == fatal and rank == 1 and attempt == "0":
             os.kill(os.getpid(), signal.SIGKILL)
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * step + rank))
         model(x).square().sum().backward()
@@ -47,6 +48,7 @@ def main(folder: Path, transport: str, fatal: int) -> None:
         (folder / f"done-{rank}").write_text(str(step + 1))
     if rank == 0:
         torch.save(model.full_state_dict(rank=0), folder / "final.pt")
+        (folder / "attempt").write_text(attempt)
     else:
         model.full_state_dict(rank=0)
     dist.destroy_process_group()

@@ -30,6 +30,7 @@ from tests.support.sharded import STAGES, Pair, Turn, _seeded, same_bits, slow, 
 from tests.support.worlds import run
 
 CPU = torch.device("cpu")
+AMPLE = timedelta(seconds=seconds(30))  # for what ends at once
 SPLIT = Precision(compute=torch.bfloat16, master="split24")
 COLLECTIVES = Route(transport="collectives")
 NARROW_WIRE = Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
@@ -236,9 +237,9 @@ def test_a_silent_peer_is_an_error_with_the_operation(throwaway):
 
 
 def connections(group):
-    made = [connect(group, CPU, timedelta(seconds=1), route=COLLECTIVES) for _ in range(2)]
+    made = [connect(group, CPU, AMPLE, route=COLLECTIVES) for _ in range(2)]
     assert made[0]._group is not made[1]._group  # they have no tags
-    return [type(each).__name__ for each in (*made, connect_hosts(group, timedelta(seconds=1), route=COLLECTIVES))]
+    return [type(each).__name__ for each in (*made, connect_hosts(group, AMPLE, route=COLLECTIVES))]
 
 
 def test_each_connection_has_a_group_of_its_own_and_hosts_have_messages(cluster):
@@ -248,7 +249,7 @@ def test_each_connection_has_a_group_of_its_own_and_hosts_have_messages(cluster)
 def refused(group, route, device="cpu"):
     names = dist.get_backend_config(group) if device == "cpu" else "cpu:gloo,cuda:gloo"
     with patch("torch.distributed.get_backend_config", lambda _: names):
-        connect(group, torch.device(device), timedelta(seconds=1), route=route)
+        connect(group, torch.device(device), AMPLE, route=route)
 
 
 @pytest.mark.parametrize(

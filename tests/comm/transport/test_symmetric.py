@@ -27,6 +27,7 @@ from tests.support.ring_cases import Case, assert_gathered_and_summed, cases_for
 
 CUDA = torch.device("cuda", 0)
 SOON = timedelta(milliseconds=200)
+AMPLE = timedelta(seconds=seconds(30))  # for what ends at once
 
 
 # How messages are packed.
@@ -286,7 +287,7 @@ def test_why_not(cluster, device, given, reason):
 
 
 def ask_for_it(group, device, transport="symmetric_memory"):
-    connect(group, torch.device(device), SOON, route=Route(transport=transport))
+    connect(group, torch.device(device), AMPLE, route=Route(transport=transport))
 
 
 def test_where_it_cannot_be_had_the_error_says_why(cluster):
@@ -344,8 +345,8 @@ def what_is_connected(group, backends, algorithm):
         symmetric._SymmetricMemory.empty_strided_p2p, symmetric._SymmetricMemory.rendezvous = empty, rendezvous
         route = Route(transport="symmetric_memory", algorithm=algorithm)
         device = torch.device("cuda", group.rank())
-        made = [connect(group, device, SOON, route=route, apart=apart) for apart in (False, True)]
-        left_alone = connect(group, device, SOON)
+        made = [connect(group, device, AMPLE, route=route, apart=apart) for apart in (False, True)]
+        left_alone = connect(group, device, AMPLE)
     assert isinstance(left_alone, NcclCollectives if "nccl" in backends else StagedTransport)
     return [(type(each).__name__, each.algorithm, each.rank, each.world_size) for each in made], asked
 
@@ -360,7 +361,7 @@ def test_it_is_connected_where_it_is_asked_for(cluster, backends, algorithm, tak
 
 def without_others(group):
     with machine():
-        return type(connect(group, CUDA, SOON, route=Route(transport="symmetric_memory"))).__name__
+        return type(connect(group, CUDA, AMPLE, route=Route(transport="symmetric_memory"))).__name__
 
 
 def test_one_rank_needs_none(cluster):

@@ -30,6 +30,7 @@ from tests.support.patience import seconds, until
 from tests.support.worlds import Batched, run
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+AMPLE = timedelta(seconds=seconds(30))  # for what ends at once
 
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -311,7 +312,7 @@ def describe_connections(group, backends, device):
     """The transport over `group`, if its backends had these names; `None` leaves its own."""
     names = dist.get_backend_config(group) if backends is None else backends
     with patch("torch.distributed.get_backend_config", lambda _: names):
-        transport = connect(group, device, timedelta(seconds=1))
+        transport = connect(group, device, AMPLE)
     return type(transport).__name__, transport.rank, transport.world_size, transport.batched, transport.blocking
 
 
@@ -343,7 +344,7 @@ def test_tensors_that_no_backend_carries_are_refused(cluster, backends, device):
 
 
 def connect_from_outside(group):
-    connect(dist.GroupMember.NON_GROUP_MEMBER, CPU, timedelta(seconds=1))
+    connect(dist.GroupMember.NON_GROUP_MEMBER, CPU, AMPLE)
 
 
 def test_a_group_of_others_is_refused(cluster):
@@ -497,7 +498,7 @@ def made_connections(group):
     made = []
 
     def reconnect(group, backend, timeout):
-        assert timeout == timedelta(seconds=1)
+        assert timeout == AMPLE
         made.append((dist.get_process_group_ranks(group), backend))
         return group
 
@@ -507,7 +508,7 @@ def made_connections(group):
     ):
         for device in (CPU, CUDA):
             for apart in (False, True):
-                connect(group, device, timedelta(seconds=1), apart=apart)
+                connect(group, device, AMPLE, apart=apart)
     return made
 
 
@@ -522,7 +523,7 @@ def test_an_algorithm_is_walked_in_batches_over_nccl(cluster):
 def connect_by_ring(group):
     routes = Route(algorithm="ring"), Route(transport="p2p"), Route(transport="collectives")
     with patch("torch.distributed.get_backend_config", lambda _: "cpu:gloo,cuda:nccl"):
-        return [type(connect(group, CUDA, timedelta(seconds=1), route=route)).__name__ for route in routes]
+        return [type(connect(group, CUDA, AMPLE, route=route)).__name__ for route in routes]
 
 
 # Connections beside those of a process group.
