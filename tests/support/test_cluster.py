@@ -4,7 +4,9 @@ from threading import Event
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.cluster import Cluster, RemoteError, without_repetition
 from tests.support.patience import seconds
@@ -25,6 +27,18 @@ def test_a_rank_that_hangs_says_where(fork_server, call):
         assert gloo.run(dist.get_rank, 2) == [0, 1], "new processes answer"
     finally:
         gloo.close()
+
+
+def timeouts(group: Any) -> list[float]:
+    made = dist.new_group(list(range(group.size())))
+    mesh = init_device_mesh("cpu", (1, group.size()))
+    every = [group, made, mesh.get_group(0), mesh.get_group(1)]
+    return [each._get_backend(torch.device("cpu")).options._timeout.total_seconds() for each in every]
+
+
+def test_no_group_waits_longer_than_the_cluster_does(cluster):
+    for each in cluster.run(timeouts, 2):
+        assert max(each) < cluster.timeout
 
 
 def test_the_main_thread_comes_first_and_each_stack_once():
