@@ -2,7 +2,12 @@
 
     python -m bench.host --ranks 2
 
-starts its ranks itself. The rows go to `bench/results/host-Nranks.jsonl`, one JSON object a system:
+starts its ranks itself. The rows go to `bench/results/host-Nranks.jsonl`, one JSON object a system.
+
+    python -m bench.host --fake 8 64 512
+
+measures rank 0 of fake groups of so many ranks instead (`bench.support.fake_group`), where all that is left is what the
+host does. The rows go to `bench/results/host-fake.jsonl`.
 
 | key | what it is |
 |---|---|
@@ -10,6 +15,9 @@ starts its ranks itself. The rows go to `bench/results/host-Nranks.jsonl`, one J
 | `main_us_per_unit_p50` | microseconds that the main thread works for a step, per block |
 | `calls_per_step` | Python functions that the main thread enters in a step |
 | `us_vs_fsdp2` | `us_per_unit_p50` as a part of FSDP2's |
+| `cpu_us_per_unit_p20`, `_p50`, `_p80` | microseconds of CPU time of a step per block, on a fake group |
+| `launches_per_unit` | kernels, copies and collectives of a step per block, of the model and the optimizer, too |
+| `cpu_vs_fsdp2` | `cpu_us_per_unit_p50` as a part of FSDP2's |
 
 `many` has 48 blocks so small that computing them costs next to nothing, so a step is what the library does around
 them. Systems take steps in turn, and their results are compared before (`bench.support.check`).
@@ -23,22 +31,25 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from time import perf_counter, thread_time
+from time import perf_counter, process_time, thread_time
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from bench.support.check import verify
+from bench.support.fake_group import all_reduce_bucket, as_over_nccl, fake_group, launches
 from bench.support.machine import machine
 from bench.support.measure import WARM_UP, largest, percentile, rotated
 from bench.support.ranks import one_of_them, start_ranks
-from bench.support.systems import OPTIMIZER, SYSTEMS, Trainer
+from bench.support.systems import OPTIMIZER, SYSTEMS, TRANSPORTS, Trainer
 from bench.support.table import RESULTS, Row, markdown_table
 from bench.support.workloads import WORKLOADS, Batch, Workload
 
 CHOSEN = ("floor", "ddp", "fsdp2", "stage0", "stage3")
+CHOSEN_ON_FAKE = ("floor", "ddp", "fsdp2", *TRANSPORTS)
 COUNTED = 5
 """Steps over which Python calls are averaged."""
 
@@ -60,21 +71,13 @@ def measure(workload: Workload, rounds: int, group: dist.ProcessGroup) -> list[R
             mains[name].append(thread_time() - main)
     calls = {name: calls_per_step(trainer, workload.draw(group.rank(), 0)) for name, trainer in trainers.items()}
     units = len(list(trainers["floor"].model.get_submodule(workload.blocks).children()))
-    rows = []
+    rows: list[Row] = []
     for name in trainers:
         wall = [1e6 * each / units for each in largest(walls[name][WARM_UP:], group)]
         main = [1e6 * each / units for each in largest(mains[name][WARM_UP:], group)]
         rows.append(
             {
-                "bench": "host",
-                "model": workload.name,
-                "words": workload.words,
-                "units": units,
-                "optimizer": OPTIMIZER,
-                "ranks": group.size(),
-                "threads": torch.get_num_threads(),
-                "rounds": rounds,
-                **machine(),
+                **_setting("host", workload, units, rounds, group),
                 "system": name,
                 **{f"us_per_unit_p{percent}": round(percentile(wall, percent), 1) for percent in (20, 50, 80)},
                 "main_us_per_unit_p50": round(percentile(main, 50), 1),
@@ -83,6 +86,52 @@ def measure(workload: Workload, rounds: int, group: dist.ProcessGroup) -> list[R
         )
     fsdp2 = next(row for row in rows if row["system"] == "fsdp2")
     return [{**row, "us_vs_fsdp2": round(row["us_per_unit_p50"] / fsdp2["us_per_unit_p50"], 3)} for row in rows]
+
+
+def measure_on_fake(workload: Workload, rounds: int, world_size: int) -> list[Row]:
+    """Count and time what rank 0 of a fake group does; return a row for each system."""
+    with fake_group(world_size) as group, as_over_nccl():
+        trainers = {name: {**SYSTEMS, **TRANSPORTS}[name](workload, group) for name in CHOSEN_ON_FAKE}
+        ddp = trainers["ddp"].model
+        assert isinstance(ddp, DistributedDataParallel)
+        ddp.register_comm_hook(None, all_reduce_bucket)
+        times: Mapping[str, list[float]] = {name: [] for name in trainers}
+        batch = workload.draw(0, 0)
+        for turn in range(WARM_UP + rounds):
+            for name in rotated(list(trainers), turn):
+                before = process_time()
+                trainers[name].step(batch)
+                times[name].append(process_time() - before)
+        units = len(list(trainers["floor"].model.get_submodule(workload.blocks).children()))
+        rows: list[Row] = []
+        for name, trainer in trainers.items():
+            spent = [1e6 * each / units for each in times[name][WARM_UP:]]
+            rows.append(
+                {
+                    **_setting("host-fake", workload, units, rounds, group),
+                    "system": name,
+                    **{f"cpu_us_per_unit_p{percent}": round(percentile(spent, percent), 1) for percent in (20, 50, 80)},
+                    "launches_per_unit": round(launches(lambda trainer=trainer: trainer.step(batch)) / units, 2),
+                }
+            )
+    fsdp2 = next(row for row in rows if row["system"] == "fsdp2")
+    key = "cpu_us_per_unit_p50"
+    return [{**row, "cpu_vs_fsdp2": round(row[key] / fsdp2[key], 3)} for row in rows]
+
+
+def _setting(bench: str, workload: Workload, units: int, rounds: int, group: dist.ProcessGroup) -> Row:
+    """What rows of one run have in common."""
+    return {
+        "bench": bench,
+        "model": workload.name,
+        "words": workload.words,
+        "units": units,
+        "optimizer": OPTIMIZER,
+        "ranks": group.size(),
+        "threads": torch.get_num_threads(),
+        "rounds": rounds,
+        **machine(),
+    }
 
 
 def calls_per_step(trainer: Trainer, batch: Batch) -> float:
@@ -103,7 +152,11 @@ def calls_per_step(trainer: Trainer, batch: Batch) -> float:
 
 
 def render(rows: Sequence[Row]) -> str:
-    """Return a table for people."""
+    """Return a table for people, of one kind of rows."""
+    if rows[0]["bench"] == "host-fake":
+        head = ["system", "ranks", "CPU us per unit", "launches per unit", "/ FSDP2's"]
+        keys = ("system", "ranks", "cpu_us_per_unit_p50", "launches_per_unit", "cpu_vs_fsdp2")
+        return markdown_table([head, *([str(row[key]) for key in keys] for row in rows)])
     head = ["model", "system", "us per unit", "main thread, us", "Python calls per step", "/ FSDP2's"]
     lines = [
         [
@@ -123,20 +176,32 @@ def main(arguments: Sequence[str]) -> int:
     """Measure, as one rank if a launcher started this process, else by starting the ranks."""
     parser = argparse.ArgumentParser(prog="python -m bench.host", description="what the host does per unit and step")
     parser.add_argument("--ranks", type=int, default=2, help="processes on this machine (%(default)s)")
+    parser.add_argument("--fake", type=int, nargs="+", metavar="RANKS", help="ranks of fake groups, instead")
     parser.add_argument("--steps", type=int, default=60, help="timed steps of each system (%(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
     options = parser.parse_args(arguments)
+    if options.fake:
+        torch.set_num_threads(1)
+        torch.set_flush_denormal(True)  # weights mean nothing there
+        every = [row for ranks in options.fake for row in measure_on_fake(WORKLOADS["many"], options.steps, ranks)]
+        _write(every, options.out / "host-fake.jsonl")
+        return 0
     if "RANK" not in os.environ:
         return start_ranks("bench.host", options.ranks, arguments)
     with one_of_them() as group:
         rows = [row for name in ("many", "mlp") for row in measure(WORKLOADS[name], options.steps, group)]
         if group.rank() == 0:
-            options.out.mkdir(parents=True, exist_ok=True)
-            lines = [json.dumps(row) for row in rows]
-            (options.out / f"host-{options.ranks}ranks.jsonl").write_text("\n".join(lines) + "\n")
-            print(*lines, sep="\n")
-            print(f"\n{render(rows)}", flush=True)
+            _write(rows, options.out / f"host-{options.ranks}ranks.jsonl")
     return 0
+
+
+def _write(rows: Sequence[Row], file: Path) -> None:
+    """Write rows to a file, and print them and their table."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(row) for row in rows]
+    file.write_text("\n".join(lines) + "\n")
+    print(*lines, sep="\n")
+    print(f"\n{render(rows)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -109,11 +109,9 @@ def stats_reference(x: Tensor, out: Tensor) -> None:
     out[:, 1] = (~blocks.isfinite()).any(1)
 
 
-def stats_total(stats: Tensor) -> Tensor:
-    """Add rows [P, 2] in order: the sum of all squares, and 1 if any flag is set, else 0; [2] in fp64."""
-    if not stats.numel():
-        return stats.new_zeros(2, dtype=torch.float64)
-    return torch.stack([stats[:, 0].sum(dtype=torch.float64), stats[:, 1].amax().double()])
+def stats_total(stats: Tensor, out: Tensor | None = None) -> Tensor:
+    """Add rows [P, 2] up: the sum of all squares, and the number of blocks with a NaN or an infinity; [2] in fp64."""
+    return torch.sum(stats, 0, dtype=torch.float64, out=out)
 
 
 def check_stats(name: str, x: Tensor, stats: Tensor) -> None:

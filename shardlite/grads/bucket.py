@@ -110,7 +110,7 @@ class Bucket:
 
     def _place_of(self, flat: int, slot: Slot) -> Tensor:
         """View the place of a gradient in the full buffer, in the parameter's shape."""
-        return self.full[flat][slot.start : slot.stop].view(slot.shape)
+        return slot.view(self.full[flat])
 
     def gradient(self, param: nn.Parameter) -> Tensor | None:
         """Return the gradient collected for `param`, or `None`."""

@@ -28,7 +28,7 @@ class GradientFlags:
 
         Args:
             used: 1 for each parameter that this rank has used, else 0.
-            bad: flags of this rank's means, each [] and 1 if it has a NaN or an infinity, else 0.
+            bad: flags of this rank's means, each [] and above 0 if it has a NaN or an infinity, else 0.
         """
         flags = torch.cat([self._row(tuple(used)), torch.stack(list(bad)).sum(0, keepdim=True, dtype=torch.int32)])
         self._add_up(flags, "the census")

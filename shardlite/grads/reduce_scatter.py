@@ -41,7 +41,7 @@ class Mean:
     """The statistics of `own`, block by block, [P, 2]."""
 
     total: Tensor
-    """Those of all of `own`, [2] in fp64: the sum of squares, and 1 if it has a NaN or an infinity, else 0."""
+    """Those of all of `own`, [2] in fp64: the sum of squares, and how many blocks have a NaN or an infinity."""
 
 
 class ShardStep(Protocol):
@@ -111,7 +111,7 @@ class Averager:
             stats(mean.own, mean.stats)
         if self._stage == 0:
             all_gather(mean.whole, shard, operation=operation, cuts=cuts)
-        mean.total.copy_(stats_total(mean.stats))
+        stats_total(mean.stats, out=mean.total)
 
     def step_by(
         self,

@@ -19,8 +19,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
+from operator import mul
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -61,6 +62,15 @@ class Slot:
     def stop(self) -> int:
         """One past the last element."""
         return self.start + self.numel
+
+    @cached_property
+    def _stride(self) -> tuple[int, ...]:
+        behind = accumulate(reversed(self.shape[1:]), mul, initial=1)
+        return tuple(reversed([*behind])) if self.shape else ()
+
+    def view(self, full: Tensor) -> Tensor:
+        """View this parameter's place in a full buffer, in the parameter's shape."""
+        return full.as_strided(self.shape, self._stride, full.storage_offset() + self.start)
 
     def within(self, start: int, stop: int) -> tuple[int, int]:
         """Return the part of this parameter that lies in `[start, stop)`, relative to `start`. It may be empty."""

@@ -96,6 +96,9 @@ class Flat:
     gradients: Layout = field(init=False)
     """Of the gradients: of those slots only."""
 
+    _hidden: Sequence[Tensor] = field(init=False, default=())
+    """The placeholder in the shape of each slot."""
+
     def __post_init__(self) -> None:
         self.follow_requires_grad()
 
@@ -147,13 +150,13 @@ class Flat:
         """Turn the module's parameters into placeholders: their shape, the memory of one NaN."""
         if self.placeholder is None:
             self.placeholder = _placeholder(self.compute, self.local.device)
-        hidden = self.placeholder
-        to_placeholders([(p, hidden.expand(s.shape)) for s, p in zip(self.layout.slots, self.params, strict=True)])
+            self._hidden = [self.placeholder.expand(slot.shape) for slot in self.layout.slots]
+        to_placeholders(zip(self.params, self._hidden, strict=True))
 
     def views(self, full: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
         """Return the module's parameters, each with its view of a full buffer [W*S]."""
         slots = self.layout.slots
-        return [(p, full[s.start : s.stop].view(s.shape)) for s, p in zip(slots, self.params, strict=True)]
+        return [(p, s.view(full)) for s, p in zip(slots, self.params, strict=True)]
 
     def shard_views(self, local: Tensor) -> list[Tensor]:
         """Cut something laid out like `local` into what belongs to each shard."""

@@ -72,7 +72,7 @@ def test_bits_depend_on_no_number_of_threads(dtype):
         assert_same_bits(rows, seen[0])
 
 
-def test_a_total_is_the_sum_and_the_largest_flag():
+def test_a_total_is_the_sum_and_the_number_of_flags():
     rows = torch.tensor([[2.0**25, 0.0], [1.0, 0.0], [1.0, 1.0]])
     total = stats_total(rows)
     assert total.dtype == torch.float64

@@ -1,0 +1,148 @@
+"""Rank 0 of any number of ranks in one process: the others cost nothing, and say what rank 0 says.
+
+The process group is PyTorch's own "fake" one, whose collectives return at once and move nothing, so weights and losses
+mean nothing. ShardLite runs as over NCCL on a GPU that is never behind: collectives and batches of messages do not
+block the host, operations are launched by the program's thread, and each kernel of `shardlite_kernels` is one small
+operator instead. Not in it: what the launches of NCCL and Triton and messages between hosts cost.
+
+Legend: `W` ranks.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from shardlite_kernels import adamw, adamw_cpu, add_rows, add_rows_adamw, hop, reduce_adamw, stats
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardlite.comm import context
+from shardlite.comm.control import store
+from shardlite.comm.streams import Work, _HostWork
+from shardlite.comm.transport.group_collectives import Bounds, GroupCollectives, NcclCollectives
+from shardlite.comm.transport.process_group import NcclTransport
+from shardlite.config import Route
+
+_STORAGE_ONLY = {"detach", "empty", "empty_like", "empty_strided", "new_empty", "resize_", "set_", "_unsafe_view"}
+"""Operators of PyTorch that launch nothing though they return no view."""
+
+
+_KERNELS = (hop, add_rows, stats, adamw, adamw_cpu, add_rows_adamw, reduce_adamw)
+_TOKEN = torch.zeros(1)
+
+
+def _launch(*_: Any, **__: Any) -> None:
+    """Cost the host about as much as an operator does."""
+    _TOKEN.zero_()
+
+
+class _HostMessages(GroupCollectives):
+    """Agreements of the hosts, in which all ranks say the same."""
+
+    blocking = False
+
+    def all_gather(self, full: Tensor, bounds: Bounds) -> None:
+        """Fill every segment of `full` [n] with this rank's."""
+        del bounds
+        rows = full.view(self.world_size, -1)
+        rows.copy_(rows[self.rank].clone())
+
+    def all_reduce(self, numbers: Tensor) -> None:
+        """Sum `numbers` [n] over the ranks in place."""
+        numbers *= self.world_size
+
+
+class _LaunchingQueue:
+    """Runs operations when they are submitted, on the thread of the program."""
+
+    def submit(self, *operations: Callable[[], None]) -> Work:
+        work = _HostWork()
+        with work, torch.no_grad():
+            for operation in operations:
+                operation()
+        return work
+
+
+def _launching_queue(*_: Any, **__: Any) -> _LaunchingQueue:
+    return _LaunchingQueue()
+
+
+@contextmanager
+def fake_group(world_size: int) -> Iterator[dist.ProcessGroup]:
+    """Be rank 0 of a fake default process group of `world_size` ranks."""
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    group = dist.group.WORLD
+    assert group is not None
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def as_over_nccl() -> Iterator[None]:
+    """Within the block, ShardLite runs over a fake group, by the transport "collectives" or "p2p" (rings)."""
+
+    def connect(group: dist.ProcessGroup | None, *_: Any, route: Route, **__: Any) -> NcclTransport:
+        if route.transport == "collectives":
+            return NcclCollectives(group)
+        transport = NcclTransport(group)
+        transport.algorithm = "ring"
+        return transport
+
+    def connect_hosts(group: dist.ProcessGroup | None, *_: Any, **__: Any) -> GroupCollectives:
+        return _HostMessages(group)
+
+    def all_gather_json(group: dist.ProcessGroup | None, mine: Any, what: str, timeout: timedelta) -> list[Any]:
+        del what, timeout
+        return [mine] * dist.get_world_size(group)
+
+    replaced = {id(store.all_gather_json): all_gather_json, **dict.fromkeys(map(id, _KERNELS), _launch)}
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(context, "connect", connect))
+        patches.enter_context(mock.patch.object(context, "connect_hosts", connect_hosts))
+        patches.enter_context(mock.patch.object(context, "make_queue", _launching_queue))
+        for module in [module for path, module in sys.modules.items() if path.startswith("shardlite.")]:
+            for attribute, value in list(vars(module).items()):
+                if id(value) in replaced:
+                    patches.enter_context(mock.patch.object(module, attribute, replaced[id(value)]))
+        yield
+
+
+def all_reduce_bucket(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Reduce a bucket of DDP, as a communication hook: the fake group's own future is without a result."""
+    dist.all_reduce(bucket.buffer(), async_op=True)
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+class _Launches(TorchDispatchMode):
+    """Counts operators that would launch a kernel, a copy or a collective on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        returns = func._schema.returns
+        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+        self.count += not is_view and func._schema.name.split("::")[1] not in _STORAGE_ONLY
+        return func(*args, **(kwargs or {}))
+
+
+def launches(step: Callable[[], object]) -> int:
+    """Return how many kernels, copies and collectives a step would launch on a GPU.
+
+    An operator of PyTorch is one, also a fused optimizer step over all parameters, which launches some more.
+    """
+    with _Launches() as mode:
+        step()
+    return mode.count

@@ -1,0 +1,80 @@
+"""`bench.host` runs, and its rows say what the host does: on real ranks, and on rank 0 of fake groups of any size."""
+
+import json
+
+import pytest
+import torch
+
+from bench import host
+from bench.support.fake_group import launches
+from bench.support.table import read_rows
+from bench.support.workloads import perceptrons
+from tests.support.scripts import run_process
+
+COMMON = set(
+    "bench model words units optimizer ranks threads rounds machine torch python date system".split()  # noqa: SIM905
+)
+TIMED = {f"{what}_p{percent}" for what in ("us_per_unit",) for percent in (20, 50, 80)}
+
+
+FEW = perceptrons("few", blocks=3, width=8, batch=2)
+
+
+def measured(group):
+    return host.measure(FEW, 1, group)
+
+
+def test_real_ranks_are_timed_and_their_calls_counted(cluster):
+    rows, others = cluster.run(measured, 2)
+    assert [row["system"] for row in rows] == [row["system"] for row in others] == list(host.CHOSEN)
+    for row in rows:
+        assert set(row) == COMMON | TIMED | {"main_us_per_unit_p50", "calls_per_step", "us_vs_fsdp2"}
+    calls = {row["system"]: row["calls_per_step"] for row in rows}
+    assert 0 < calls["floor"] < calls["stage0"] < calls["stage3"]
+    assert host.render(rows).count("few") == len(rows)
+
+
+ON_FAKE = """
+import json
+from bench.host import measure_on_fake, render
+from tests.bench.test_bench_host import FEW
+rows = [row for ranks in (2, 16) for row in measure_on_fake(FEW, 1, ranks)]
+print(json.dumps(rows))
+assert render(rows).count("collectives") == 2
+"""
+
+
+def test_launches_of_collectives_do_not_depend_on_the_number_of_ranks():
+    done = run_process("-c", ON_FAKE)
+    assert done.status == 0, done.err
+    rows = json.loads(done.out)
+    assert [(row["ranks"], row["system"]) for row in rows] == [(n, s) for n in (2, 16) for s in host.CHOSEN_ON_FAKE]
+    for row in rows:
+        assert set(row) == COMMON | {f"cpu_{key}" for key in TIMED} | {"launches_per_unit", "cpu_vs_fsdp2"}
+    found = {(row["system"], row["ranks"]): row["launches_per_unit"] for row in rows}
+    for system in ("floor", "ddp", "fsdp2", "collectives"):
+        assert found[system, 2] == found[system, 16], system
+    assert found["p2p", 2] < found["p2p", 16], "a ring has more messages"
+    params = 6
+    assert found["collectives", 16] <= found["fsdp2", 16] + params
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "name"), [(["--ranks", "2"], "host-2ranks"), (["--fake", "4"], "host-fake")])
+def test_the_command_writes_its_rows(tmp_path, options, name):
+    done = run_process("-m", "bench.host", *options, "--steps", "1", "--out", str(tmp_path))
+    assert done.status == 0, done.err
+    rows = read_rows([tmp_path / f"{name}.jsonl"])
+    assert rows
+    assert host.render(rows) in done.out
+
+
+def test_views_and_empty_tensors_are_no_launches():
+    x = torch.ones(4, 4)
+
+    def step() -> None:
+        y = torch.empty_like(x)
+        y.view(2, 8)[0].copy_(x.t().reshape(-1)[:8])  # the reshape copies, too
+        y.detach().add_(x)
+
+    assert launches(step) == 3
