@@ -45,7 +45,7 @@ from bench.support.machine import machine
 from bench.support.measure import WARM_UP, largest, percentile, rotated
 from bench.support.ranks import one_of_them, start_ranks
 from bench.support.systems import OPTIMIZER, SYSTEMS, TRANSPORTS, Trainer
-from bench.support.table import RESULTS, Row, markdown_table
+from bench.support.table import RESULTS, Row, markdown_table, read_rows
 from bench.support.workloads import WORKLOADS, Batch, Workload
 
 CHOSEN = ("floor", "ddp", "fsdp2", "stage0", "stage3")
@@ -178,8 +178,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, default=2, help="processes on this machine (%(default)s)")
     parser.add_argument("--fake", type=int, nargs="+", metavar="RANKS", help="ranks of fake groups, instead")
     parser.add_argument("--steps", type=int, default=60, help="timed steps of each system (%(default)s)")
+    parser.add_argument("--table", nargs="+", type=Path, metavar="FILE", help="only print the table of these rows")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
     options = parser.parse_args(arguments)
+    if options.table:
+        print(render(read_rows(options.table)))
+        return 0
     if options.fake:
         torch.set_num_threads(1)
         torch.set_flush_denormal(True)  # weights mean nothing there

@@ -236,16 +236,14 @@ def all_reduce(
     Raises:
         LayoutError, CommError: as `reduce_scatter`.
     """
+    _check_flat("full", full)
+    _check_arithmetic(full, divisor)
     if isinstance(transport, GroupCollectives) and transport.world_size > 1 and _is_flag(full):
-        _check_flat("full", full)
-        _check_arithmetic(full, divisor)
         with _Named(operation, full):
             operation.count_collective((transport.world_size - 1) * full.nbytes)
             _all_reduce_flags(full, transport, divisor)
         return
     if _is_at_once(full, transport):
-        _check_flat("full", full)
-        _check_arithmetic(full, divisor)
         cut = cut_up("reduce-scatter", full.numel(), full.dtype, transport, cuts, chunk_bytes)
         with _Named(operation, full):
             run_all_reduce(operation.channel(transport, full, cut.offsets, "whole"), full, cut.bounds, divisor)

@@ -14,8 +14,10 @@ from shardlite_kernels import (
     split_reference,
 )
 from shardlite_kernels.adamw_cpu import _CHUNK as CHUNK
+from shardlite_kernels.adamw_cpu import _NARROW_CHUNK as NARROW_CHUNK
 from shardlite_kernels.moments import encode
 
+from shardlite.telemetry.meter import Meter
 from tests.kernels.adamw_cases import (
     FORMS,
     HYPER,
@@ -55,6 +57,20 @@ def test_narrow_states_are_read_stepped_and_written(form, grad_dtype, numel):
     adamw_cpu(state, grad, step)
     assert_same_state(state, expected)
     assert_same_bits(grad, given)
+
+
+@by_form
+def test_a_step_takes_temporaries_of_a_chunk(form):
+    """However long the state is: moments that are decoded and encoded take some sixteen tensors of a shorter chunk."""
+    numel = 5 * CHUNK
+    state, grad, step = random_state(form, numel, 0), random_grad(numel, 0), cpu_step(numel)
+    adamw_cpu(state, grad, step)  # allocates what a thread keeps
+    with Meter() as meter:
+        before = meter.live
+        adamw_cpu(state, grad, step)
+        extra = meter.peak - before
+    narrow = state.exp_avg.dtype != torch.float32
+    assert extra <= 4 * (16 * NARROW_CHUNK if narrow else CHUNK)
 
 
 @by_form

@@ -294,6 +294,7 @@ def _serve(rank: int, size: int, directory: str) -> None:
     warnings.simplefilter("error")
     faulthandler.register(signal.SIGUSR1)  # for ranks that hang
     torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else each group asks for the address of this host's name
     dist.distributed_c10d.default_pg_timeout = GLOO_TIMEOUT  # of groups that a body makes; PyTorch's is half an hour
     store = f"file://{directory}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=GLOO_TIMEOUT)

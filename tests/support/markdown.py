@@ -53,7 +53,7 @@ def with_new_tables(text: str) -> str:
 
 def made(source: str) -> str:
     """Return the table that `COMMAND FILE ...` prints, with some systems only if it ends in `, only: SYSTEM, ...`."""
-    from bench import footprint
+    from bench import footprint, host
     from bench.support import table
 
     command, _, systems = source.partition(", only: ")
@@ -63,6 +63,7 @@ def made(source: str) -> str:
     render = {
         "bench.support.table": table.render,
         "bench.footprint": footprint.render,
+        "bench.host": host.render,
         "tests.support.markdown": collectives,
     }
     return render[command.split()[2]](rows)

@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import Backend
 
 from shardlite.comm.transport.process_group import GlooTransport, GroupTransport, InFlight, NcclTransport, Posted
 from shardlite.errors import CommError
+from shardlite.telemetry import Ledger
 
 ROOM = 64 << 20
 """Maximum bytes of the rows of a reduction. A longer one goes in slices, one after the other."""
@@ -63,6 +64,10 @@ class GroupCollectives(GroupTransport):
     fast = False
     """Whether the process group adds up the rows of a reduction, in an order of its own."""
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.holder = self._books = Ledger()
+
     def all_gather(self, full: Tensor, bounds: Bounds) -> None:
         """Fill `full` [n] in place, given this rank's segment.
 
@@ -75,6 +80,7 @@ class GroupCollectives(GroupTransport):
             self._gather(full, full[start:stop])
             return
         padded = full.new_empty(self.world_size * length)
+        self._books.track("staging", padded)
         padded[self.rank * length :][: stop - start] = full[start:stop]
         self._gather(padded, padded[self.rank * length :][:length])
         for rank, (low, high) in enumerate(bounds):
