@@ -8,13 +8,13 @@ In: gradients of single parameters. Out: full buffers to reduce. Knows nothing o
 Legend: `W` ranks, `S` elements per shard.
 """
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
 from shardlite.errors import PhaseError
-from shardlite.params import Empty, Flat, Gradients, Layout, Slot, Unit, check_move
+from shardlite.params import Empty, Flat, Gradients, Slot, Unit, check_move
 
 
 @dataclass(eq=False)
@@ -150,10 +150,13 @@ class Bucket:
 
     def zero_the_rest(self) -> None:
         """Zero the padding and the places of missing gradients. The buffers were allocated uninitialised."""
+        complete = len(self.used) == len(self._places)
         for flat, full in zip(self.flats, self.full, strict=True):
-            used = {i for i, row in enumerate(flat.rows) if id(flat.params[row]) in self.used}
-            for start, stop in _gaps(flat.gradients, used):
+            for start, stop in flat.gradients.padding if complete else flat.gradients.gaps(self._used_slots(flat)):
                 full[start:stop].zero_()
+
+    def _used_slots(self, flat: Flat) -> set[int]:
+        return {i for i, row in enumerate(flat.rows) if id(flat.params[row]) in self.used}
 
     def flags(self) -> list[int]:
         """Return one flag per parameter that may have a gradient: 1 if the bucket holds one, else 0."""
@@ -187,15 +190,3 @@ class Bucket:
 
 def _slots(flat: Flat) -> Iterator[tuple[int, Slot]]:
     return zip(flat.rows, flat.gradients.slots, strict=True)
-
-
-def _gaps(layout: Layout, used: Set[int]) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of a full buffer that no slot in `used` covers."""
-    end = 0
-    for i, slot in enumerate(layout.slots):
-        if i in used:
-            if slot.start > end:
-                yield end, slot.start
-            end = slot.stop
-    if end < layout.full_numel:
-        yield end, layout.full_numel

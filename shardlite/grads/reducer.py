@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from operator import attrgetter
 from time import monotonic
 from typing import Protocol
@@ -121,6 +121,15 @@ class _Round:
 
     died: bool = False
     """Whether the backward ended in an exception, so that what is reduced now is not all."""
+
+    def is_root_left(self) -> bool:
+        """Whether the units whose reductions have not started are roots, if there are any."""
+        return len(self.started) >= self._beside_root
+
+    @cached_property
+    def _beside_root(self) -> int:
+        """How many reductions start before only roots are left."""
+        return max((place for place, unit in enumerate(self.order, 1) if not unit.is_root), default=0)
 
 
 class Reducer:
@@ -331,7 +340,7 @@ class Reducer:
         bucket.reduced = True
         self._context.trace.emit("reduce", unit.name)
         self._round.started.append(self._launch(bucket))
-        if self.saves_memory() and (len(self._round.started) == 1 or self._is_root_left(len(self._round.started))):
+        if self.saves_memory() and (len(self._round.started) == 1 or self._round.is_root_left()):
             # The backward needs less than the forward did and, from the root on, nothing more.
             self._context.trim(keep=0)
 
@@ -377,7 +386,7 @@ class Reducer:
         now, progress = self._round, self._context.progress
         root = bucket.unit.is_root
         # Behind the last unit before the root there is nothing to compute that a reduction could run beside.
-        waits_for_all = self._is_root_left(len(now.started)) if root else self.saves_memory()
+        waits_for_all = now.is_root_left() if root else self.saves_memory()
         while now.landed < len(now.started) and (waits_for_all or (not root and self._held() >= LIMIT)):
             first = now.started[now.landed]
             with self._context.traffic.waiting("reduce", first.bucket.unit.name):
@@ -410,12 +419,8 @@ class Reducer:
                 reduction.submitted().wait()
             reduction.bucket.clear()
             self._round.landed += 1
-            if self._is_root_left(len(self._round.started)):
+            if self._round.is_root_left():
                 self._context.trim(keep=0 if self.saves_memory() else SPARE)  # here may be the peak of a step
-
-    def _is_root_left(self, count: int) -> bool:
-        """Whether the units after the first `count` are roots, if there are any."""
-        return all(unit.is_root for unit in self._round.order[count:])
 
     def _hand_over(self) -> None:
         """Give the shards their gradients, as far as any rank has used their parameters.

@@ -16,7 +16,7 @@ Legend: `W` ranks, `r` this rank, `S` elements per shard of one unit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -112,6 +112,22 @@ class Layout:
     def shard_range(self, rank: int) -> tuple[int, int]:
         """Return the range `(start, stop)` of the full buffer that `rank` owns."""
         return self.cuts[rank], self.cuts[rank + 1]
+
+    @cached_property
+    def padding(self) -> tuple[tuple[int, int], ...]:
+        """The ranges `[start, stop)` of the full buffer that belong to no parameter."""
+        return tuple(self.gaps(range(len(self.slots))))
+
+    def gaps(self, kept: Collection[int]) -> Iterator[tuple[int, int]]:
+        """Yield the ranges of the full buffer that belong to none of the slots with indices `kept`."""
+        end = 0
+        for i, slot in enumerate(self.slots):
+            if i in kept:
+                if slot.start > end:
+                    yield end, slot.start
+                end = slot.stop
+        if end < self.full_numel:
+            yield end, self.full_numel
 
     def only(self, kept: Collection[int], dtype: torch.dtype) -> Layout:
         """Return a compact layout of the slots with indices `kept`. Every element stays on its rank.
