@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardlite.comm import context
 from shardlite.comm.control import store
 from shardlite.comm.streams import Work, _HostWork
-from shardlite.comm.transport.group_collectives import Bounds, GroupCollectives, NcclCollectives
+from shardlite.comm.transport.group_collectives import GroupCollectives, NcclCollectives, Segments
 from shardlite.comm.transport.process_group import NcclTransport
 from shardlite.config import Route
 
@@ -47,9 +47,9 @@ class _HostMessages(GroupCollectives):
 
     blocking = False
 
-    def all_gather(self, full: Tensor, bounds: Bounds) -> None:
+    def all_gather(self, full: Tensor, cut: Segments) -> None:
         """Fill every segment of `full` [n] with this rank's."""
-        del bounds
+        del cut
         rows = full.view(self.world_size, -1)
         rows.copy_(rows[self.rank].clone())
 

@@ -21,7 +21,7 @@ from shardlite_kernels import stats as write_stats
 from torch import Tensor
 
 from shardlite.comm import schedule
-from shardlite.comm.chunking import CHUNK_BYTES, Cut, chunk_numel, cut_up, segment_bounds, split
+from shardlite.comm.chunking import CHUNK_BYTES, Cut, chunk_numel, cut_up, split
 from shardlite.comm.control.failure_reports import FailureReports
 from shardlite.comm.executor import Channel, Chunk, LastHop, run_all_reduce, run_gather, run_reduce
 from shardlite.comm.schedule import IN_RING_ORDER, Schedule
@@ -102,7 +102,7 @@ def staging_numel(
     """
     cut = cut_up("reduce-scatter", numel, dtype, transport, cuts, chunk_bytes, grain)
     if isinstance(transport, GroupCollectives):
-        return transport.rows_numel(cut.bounds, dtype.itemsize, grain)
+        return transport.rows_numel(cut, dtype.itemsize, grain)
     return cut.slots(_reduction(transport), transport) * cut.slot_numel(transport)
 
 
@@ -140,7 +140,7 @@ def all_gather(
     with _Named(operation, full):
         if isinstance(transport, GroupCollectives):
             operation.count_collective((transport.world_size - 1) * full[slice(*cut.bounds[transport.rank])].nbytes)
-            transport.all_gather(full, cut.bounds)
+            transport.all_gather(full, cut)
             return
         channel = operation.channel(transport, full, cut.offsets, transport.algorithm)
         plan = schedule.all_gather(transport.algorithm, transport.world_size, node=transport.node)
@@ -304,16 +304,16 @@ def _reduction(transport: Transport) -> Schedule:
 
 def _reduce_rows(full: Tensor, transport: GroupCollectives, cut: Cut, finish: LastHop, staging: Tensor | None) -> None:
     """Exchange the parts of this rank's segment and add them all at once, or let the process group do both."""
-    needed = transport.rows_numel(cut.bounds, full.itemsize, cut.grain)
+    needed = transport.rows_numel(cut, full.itemsize, cut.grain)
     if staging is None:
         staging = full.new_empty(needed)
     _check_like(full, staging, (full.dtype,), needed, staging.numel(), "staging")
-    if transport.sums(cut.bounds):
+    if transport.sums(cut):
         finish(0, transport.reduce_scatter(full, staging), None)
         return
     start, stop = cut.bounds[transport.rank]
-    for part in transport.slices(cut.bounds, full.itemsize, cut.grain):
-        rows = transport.exchange_rows(full, cut.bounds, part, staging)
+    for part in transport.slices(cut, full.itemsize, cut.grain):
+        rows = transport.exchange_rows(full, cut, part, staging)
         if part[0] < stop - start:
             finish(part[0], rows, None, (transport.rank + 1) % transport.world_size)
 
@@ -329,7 +329,7 @@ def _all_reduce_flags(full: Tensor, transport: GroupCollectives, divisor: int) -
         transport.all_reduce(full)
         return
     rows = full.repeat(transport.world_size)
-    transport.all_gather(rows, segment_bounds(rows.numel(), transport.world_size))
+    transport.all_gather(rows, cut_up("all-gather", rows.numel(), rows.dtype, transport, None, None))
     add_rows(full, rows.view(-1, 1), 1, divisor)
 
 

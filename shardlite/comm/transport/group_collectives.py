@@ -16,7 +16,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -43,8 +43,21 @@ _EXCHANGE = _synchronous(c10d.AllToAllOptions())
 _SUM_SCATTERED = _synchronous(c10d.ReduceScatterOptions())
 _SUM = _synchronous(c10d.AllreduceOptions())
 
-Bounds = Sequence[tuple[int, int]]
-"""`(start, stop)` of each rank's segment."""
+
+class Segments(Protocol):
+    """Where each rank's segment of a full buffer lies."""
+
+    @property
+    def bounds(self) -> Sequence[tuple[int, int]]:
+        """`(start, stop)` of each."""
+
+    @property
+    def longest(self) -> int:
+        """Number of elements of the longest, `S`."""
+
+    @property
+    def even(self) -> bool:
+        """Whether all have the same length. Nothing in an operation then grows with the number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -68,22 +81,22 @@ class GroupCollectives(GroupTransport):
         super().__init__(*arguments)
         self.holder = self._books = Ledger()
 
-    def all_gather(self, full: Tensor, bounds: Bounds) -> None:
+    def all_gather(self, full: Tensor, cut: Segments) -> None:
         """Fill `full` [n] in place, given this rank's segment.
 
         Raises:
             CommError: a peer failed or is late.
         """
-        start, stop = bounds[self.rank]
-        length = max(high - low for low, high in bounds)
-        if all(high - low == length for low, high in bounds):
+        start, stop = cut.bounds[self.rank]
+        if cut.even:
             self._gather(full, full[start:stop])
             return
+        length = cut.longest
         padded = full.new_empty(self.world_size * length)
         self._books.track("staging", padded)
         padded[self.rank * length :][: stop - start] = full[start:stop]
         self._gather(padded, padded[self.rank * length :][:length])
-        for rank, (low, high) in enumerate(bounds):
+        for rank, (low, high) in enumerate(cut.bounds):
             full[low:high] = padded[rank * length :][: high - low]
 
     def _gather(self, full: Tensor, own: Tensor) -> None:
@@ -92,21 +105,20 @@ class GroupCollectives(GroupTransport):
 
         self._run("all-gather", call, _bytes(full), _bytes(own))
 
-    def slices(self, bounds: Bounds, itemsize: int, grain: int) -> list[tuple[int, int]]:
+    def slices(self, cut: Segments, itemsize: int, grain: int) -> list[tuple[int, int]]:
         """Return the ranges of elements of each segment whose rows fit in `ROOM`: multiples of `grain` but the last."""
-        length = max(stop - start for start, stop in bounds)
         most = max(ROOM // (self.world_size * itemsize) // grain * grain, grain)
-        return [(start, min(start + most, length)) for start in range(0, length, most)]
+        return [(start, min(start + most, cut.longest)) for start in range(0, cut.longest, most)]
 
-    def rows_numel(self, bounds: Bounds, itemsize: int, grain: int) -> int:
+    def rows_numel(self, cut: Segments, itemsize: int, grain: int) -> int:
         """Return how many elements `exchange_rows` needs for its rows, and for what it sends if it goes in slices."""
-        if self.sums(bounds):
-            return bounds[0][1]
-        slices = self.slices(bounds, itemsize, grain)
+        if self.sums(cut):
+            return cut.longest
+        slices = self.slices(cut, itemsize, grain)
         longest = max((stop - start for start, stop in slices), default=0)
         return self.world_size * longest * (1 if len(slices) <= 1 else 2)
 
-    def exchange_rows(self, full: Tensor, bounds: Bounds, part: tuple[int, int], room: Tensor) -> Tensor:
+    def exchange_rows(self, full: Tensor, cut: Segments, part: tuple[int, int], room: Tensor) -> Tensor:
         """Return the elements `part` of this rank's segment as every rank has them in `full` [n]: rows [W, .].
 
         A segment that is shorter than `part` counts as far as it goes. The rows are in `room` [`rows_numel(...)`].
@@ -114,15 +126,17 @@ class GroupCollectives(GroupTransport):
         Raises:
             CommError: a peer failed or is late.
         """
-        ranges = [(min(low + part[0], high), min(low + part[1], high)) for low, high in bounds]
-        sizes = [stop - start for start, stop in ranges]
-        own = sizes[self.rank]
+        sent, own = full, cut.longest
+        splits: tuple[list[int], list[int]] = [], []  # equal ones
+        if not cut.even or part != (0, cut.longest):
+            ranges = [(min(low + part[0], high), min(low + part[1], high)) for low, high in cut.bounds]
+            sizes = [stop - start for start, stop in ranges]
+            own = sizes[self.rank]
+            splits = [own * full.itemsize] * self.world_size, [size * full.itemsize for size in sizes]
+            if sum(sizes) < full.numel():
+                there = room[self.world_size * own :][: sum(sizes)]
+                sent = torch.cat([full[start:stop] for start, stop in ranges], out=there)
         rows = room[: self.world_size * own]
-        sent = full
-        if sum(sizes) < full.numel():
-            sent = torch.cat([full[start:stop] for start, stop in ranges], out=room[rows.numel() :][: sum(sizes)])
-        item = full.itemsize
-        splits = [own * item] * self.world_size, [size * item for size in sizes]
 
         def call(rows: Tensor, sent: Tensor) -> Any:
             return self._group.alltoall_base(rows, sent, *splits, _EXCHANGE)
@@ -130,9 +144,9 @@ class GroupCollectives(GroupTransport):
         self._run("all-to-all", call, _bytes(rows), _bytes(sent))
         return rows.view(self.world_size, own)
 
-    def sums(self, bounds: Bounds) -> bool:
+    def sums(self, cut: Segments) -> bool:
         """Return whether the process group adds up such a buffer: it takes segments of one length."""
-        return self.fast and len({stop - start for start, stop in bounds}) == 1
+        return self.fast and cut.even
 
     def reduce_scatter(self, full: Tensor, room: Tensor) -> Tensor:
         """Return the sum of this rank's segment of `full` [n] over the ranks, a row [1, n/W] in `room`.

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlite import Precision, ShardLite
+from shardlite.comm.chunking import cut_up
 from shardlite.comm.collectives import Operation, all_gather, all_reduce, reduce_scatter, staging_numel
 from shardlite.comm.traffic import Tally
 from shardlite.comm.transport import group_collectives
@@ -131,7 +132,8 @@ def reduce_in_slices(transport, cases, divisor):
         case = max(cases, key=lambda case: case.numel)
         needed = staging_numel(case.numel, transport, case.dtype, cuts=case.cuts)
         assert needed * case.dtype.itemsize <= 2000
-        assert len(transport.slices(case.bounds(transport.world_size), case.dtype.itemsize, 1)) > 1
+        cut = cut_up("reduce-scatter", case.numel, case.dtype, transport, case.cuts, None)
+        assert len(transport.slices(cut, case.dtype.itemsize, 1)) > 1
         return reduce_everything(transport, cases, divisor)
 
 
