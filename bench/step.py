@@ -24,7 +24,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -54,7 +54,7 @@ def measure(workload: Workload, systems: Mapping[str, Build], rounds: int, group
     activations = activation_bytes(workload)
     peaks = {name: peak_bytes(workload, build, group) for name, build in systems.items() if name != "floor"}
     taken = time_steps(workload, systems, rounds, group)
-    common = _common(workload, rounds, group)
+    common = _common(workload, rounds, group) | {"transport": _transports(group, systems)}
     rows = []
     for name, times in taken.items():
         memory = {"peak_bytes": peaks.get(name), "activation_bytes": activations}
@@ -75,14 +75,15 @@ def _common(workload: Workload, rounds: int, group: dist.ProcessGroup) -> Row:
         "optimizer": OPTIMIZER,
         "ranks": group.size(),
         "threads": torch.get_num_threads(),
-        "transport": _transports(group),
         "rounds": rounds,
         **machine(),
     }
 
 
-def _transports(group: dist.ProcessGroup) -> str:
+def _transports(group: dist.ProcessGroup, systems: Collection[str]) -> str:
     """How messages travel: those of PyTorch's systems by the group's backend, ShardLite's by what it chooses."""
+    if not TRANSPORTS.keys().isdisjoint(systems):
+        return str(dist.get_backend(group))
     choice = choose(group, torch.device("cpu"), timedelta(minutes=1), route=Route())
     ours = {"SharedMemoryTransport": "in shared memory"}.get(type(choice.transport).__name__, "by the same way")
     return f"{dist.get_backend(group)}, ShardLite's messages {ours}"

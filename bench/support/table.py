@@ -57,8 +57,8 @@ def _mebibytes(row: Row, less: int) -> str:
     return "" if row["peak_bytes"] is None else f"{(row['peak_bytes'] - less) / 2**20:.0f}"
 
 
-def _run(row: Row) -> tuple[str, int]:
-    return row["model"], row["ranks"]
+def _run(row: Row) -> tuple[str, int, str]:
+    return row["model"], row["ranks"], row["transport"]
 
 
 def _render_run(rows: list[Row], markdown: bool) -> str:
