@@ -26,7 +26,6 @@ them. Systems take steps in turn, and their results are compared before (`bench.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -45,7 +44,7 @@ from bench.support.machine import machine
 from bench.support.measure import WARM_UP, largest, percentile, rotated
 from bench.support.ranks import one_of_them, start_ranks
 from bench.support.systems import OPTIMIZER, SYSTEMS, TRANSPORTS, Trainer
-from bench.support.table import RESULTS, Row, markdown_table, read_rows
+from bench.support.table import RESULTS, Row, markdown_table, read_rows, write_rows
 from bench.support.workloads import WORKLOADS, Batch, Workload
 
 CHOSEN = ("floor", "ddp", "fsdp2", "stage0", "stage3")
@@ -201,10 +200,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _write(rows: Sequence[Row], file: Path) -> None:
     """Write rows to a file, and print them and their table."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(row) for row in rows]
-    file.write_text("\n".join(lines) + "\n")
-    print(*lines, sep="\n")
+    write_rows(rows, file)
     print(f"\n{render(rows)}", flush=True)
 
 

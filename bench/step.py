@@ -36,7 +36,7 @@ from bench.support.machine import machine
 from bench.support.measure import Times, activation_bytes, peak_bytes, percentile, time_steps
 from bench.support.ranks import one_of_them, start_ranks
 from bench.support.systems import OPTIMIZER, SYSTEMS, TRANSPORTS, Build
-from bench.support.table import RESULTS, Row, render
+from bench.support.table import RESULTS, Row, render, write_rows
 from bench.support.workloads import MEASURED, WORKLOADS, Workload
 from shardlite import Route
 from shardlite.comm.transport.select import choose
@@ -117,13 +117,10 @@ def _held(row: Row) -> int:
 
 def _report(rows: list[Row], folder: Path) -> None:
     """Write the rows of one run, and print them for people."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(row) for row in rows]
     transports = "-transports" if any(row["system"] in TRANSPORTS for row in rows) else ""
     file = folder / f"step-{rows[0]['model']}-{rows[0]['ranks']}ranks{transports}.jsonl"
-    file.write_text("\n".join(lines) + "\n")
+    write_rows(rows, file)
     worst = max(rows, key=lambda row: row["tolerance_used"])
-    print(*lines, sep="\n")
     print(f"\n{render(rows, markdown=False)}")
     print(
         f"\nVerified: {worst['system']} needs most of the tolerance, {worst['tolerance_used']:.2f} of it.\n", flush=True

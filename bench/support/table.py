@@ -43,6 +43,14 @@ def read_rows(files: Iterable[Path]) -> list[Row]:
     return [json.loads(line) for file in sorted(files) for line in file.read_text().splitlines() if line.strip()]
 
 
+def write_rows(rows: Sequence[Row], file: Path) -> None:
+    """Write rows to a file, one JSON object a line, and print them."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(row) for row in rows]
+    file.write_text("\n".join(lines) + "\n")
+    print(*lines, sep="\n")
+
+
 def render(rows: Sequence[Row], *, markdown: bool = True) -> str:
     """One table for each model and number of ranks, headed by what was measured and where."""
     return "\n\n".join(_render_run(list(run), markdown) for _, run in groupby(rows, key=_run))

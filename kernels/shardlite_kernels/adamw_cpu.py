@@ -120,7 +120,7 @@ def adamw_cpu(state: State, grad: Tensor, step: CpuStep, *, bad: Tensor | None =
     if state.exact and grad.dtype == weight and step.plain:
         _operator(step, step.grad_scale)(state.param, grad, state.exp_avg, state.exp_avg_sq)
     else:
-        _by_chunks(state, (_unscaled(chunk, weight, step) for chunk in torch.split(grad, chunk_of(state))), step)
+        _by_chunks(state, (_unscaled(chunk, weight, step) for chunk in torch.split(grad, _chunk_of(state))), step)
 
 
 def reduce_adamw_cpu(
@@ -134,7 +134,7 @@ def reduce_adamw_cpu(
         ValueError: as `adamw_cpu`.
     """
     weight = _check("reduce_adamw_cpu", state, step, received, own)
-    pairs = zip(*(torch.split(each, chunk_of(state)) for each in (received, own)), strict=True)
+    pairs = zip(*(torch.split(each, _chunk_of(state)) for each in (received, own)), strict=True)
     hops = (partial(hop, received=partial_sum, own=mine, divisor=divisor) for partial_sum, mine in pairs)
     _by_chunks(state, _sums(hops, state, weight, bad), step)
 
@@ -151,12 +151,12 @@ def add_rows_adamw_cpu(
     """
     check_rows("add_rows_adamw_cpu", rows, first)
     weight = _check("add_rows_adamw_cpu", state, step, rows[0])
-    parts = torch.split(rows, chunk_of(state), dim=1)
+    parts = torch.split(rows, _chunk_of(state), dim=1)
     sums = (partial(add_rows, rows=part, first=first, divisor=divisor) for part in parts)
     _by_chunks(state, _sums(sums, state, weight, bad), step)
 
 
-def chunk_of(state: State) -> int:
+def _chunk_of(state: State) -> int:
     """Return how many elements of a state are stepped at a time."""
     narrow = not state.exact and state.exp_avg.dtype != torch.float32
     return _NARROW_CHUNK if narrow else _CHUNK
@@ -166,7 +166,7 @@ def _sums(
     additions: Iterable[Callable[[Tensor], None]], state: State, weight: torch.dtype, bad: Tensor | None
 ) -> Iterator[Tensor]:
     """Yield the gradient of each chunk of a state, written by the next of `additions` to memory that is reused."""
-    for piece, add in zip(state.split(chunk_of(state)), additions, strict=True):
+    for piece, add in zip(state.split(_chunk_of(state)), additions, strict=True):
         total = _rooms.of("sums", len(piece.param), weight)
         add(total)
         _look(total, bad)
@@ -193,7 +193,7 @@ def _by_chunks(state: State, gradients: Iterable[Tensor], step: CpuStep) -> None
     """Step chunk by chunk, each by its gradient."""
     run = _operator(step) if step.hyper.max_update == inf else _limited(step)
     start = 0
-    for piece, g in zip(state.split(chunk_of(state)), gradients, strict=True):
+    for piece, g in zip(state.split(_chunk_of(state)), gradients, strict=True):
         p, (m, v) = piece.param, piece.moments()
         if piece.low is not None:
             p = _rooms.of("weights", len(g), torch.float32)
