@@ -24,6 +24,34 @@ _CPU_CHUNK = 1 << 16  # elements: a temporary of 256 KB stays in the cache of a 
 
 
 @jit
+def write_mean(
+    out_ptr: tl.tensor,
+    stats_ptr: tl.tensor,
+    total: tl.tensor,
+    divisor: float,
+    offsets: tl.tensor,
+    mask: tl.tensor,
+    NATIVE: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    STATS: tl.constexpr,
+    INTERPRET: tl.constexpr,
+) -> None:
+    """Divide a sum, store it in the dtype of `out_ptr`, and store the statistics of what was stored.
+
+    `NATIVE`: the sum has that dtype; otherwise it is fp32.
+    """
+    if DIVIDE and NATIVE:
+        total = total / divisor  # fp64 only, whose division is correctly rounded
+    elif DIVIDE:
+        total = tl.div_rn(total, divisor)  # a plain `/` is off by up to two units in the last place
+    store_rounded(out_ptr, offsets, total, mask, INTERPRET)
+    if STATS:
+        if not NATIVE:
+            total = widened(rounded(out_ptr, total, INTERPRET), INTERPRET)
+        store_row(stats_ptr, total, mask)
+
+
+@jit
 def _hop_kernel(
     out_ptr: tl.tensor,
     received_ptr: tl.tensor,
@@ -41,18 +69,9 @@ def _hop_kernel(
     mask = offsets < n
     if NATIVE:
         total = tl.load(received_ptr + offsets, mask=mask) + tl.load(own_ptr + offsets, mask=mask)
-        if DIVIDE:
-            total = total / divisor  # fp64 only, whose division is correctly rounded
     else:
         total = load_fp32(received_ptr, offsets, mask, INTERPRET) + load_fp32(own_ptr, offsets, mask, INTERPRET)
-        if DIVIDE:
-            total = tl.div_rn(total, divisor)  # a plain `/` is off by up to two units in the last place
-    store_rounded(out_ptr, offsets, total, mask, INTERPRET)
-    if STATS:
-        if NATIVE:
-            store_row(stats_ptr, total, mask)
-        else:
-            store_row(stats_ptr, widened(rounded(out_ptr, total, INTERPRET), INTERPRET), mask)
+    write_mean(out_ptr, stats_ptr, total, divisor, offsets, mask, NATIVE, DIVIDE, STATS, INTERPRET)
 
 
 def hop(out: Tensor, received: Tensor, own: Tensor, divisor: int = 1, stats: Tensor | None = None) -> None:

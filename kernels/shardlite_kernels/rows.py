@@ -17,10 +17,10 @@ from functools import partial
 
 from torch import Tensor
 
-from .hop import check_hop, dtype_of_sums, hop, hop_is_native
+from .hop import check_hop, dtype_of_sums, hop, hop_is_native, write_mean
 from .launch import INTERPRET, block_size, jit, launch, tl, use_triton
-from .rounding import load_fp32, rounded, store_rounded, widened
-from .stats import stats_block, stats_cpu, stats_reference, store_row
+from .rounding import load_fp32, rounded, widened
+from .stats import stats_block, stats_cpu, stats_reference
 
 _MOST_UNROLLED = 64
 """Up to so many rows the kernel has a load for each, so that all are under way at once. More are added in a loop."""
@@ -92,18 +92,9 @@ def _add_rows_kernel(
             for _ in tl.range(1, count):
                 row = tl.where(row + 1 < count, row + 1, 0)
                 total += tl.load(rows_ptr + row * stride + offsets, mask=mask)
-        if DIVIDE:
-            total = total / divisor  # fp64 only, whose division is correctly rounded
     else:
         total = sum_rows(rows_ptr, offsets, mask, begin, count, stride, UNROLL, INTERPRET)
-        if DIVIDE:
-            total = tl.div_rn(total, divisor)
-    store_rounded(out_ptr, offsets, total, mask, INTERPRET)
-    if STATS:
-        if NATIVE:
-            store_row(stats_ptr, total, mask)
-        else:
-            store_row(stats_ptr, widened(rounded(out_ptr, total, INTERPRET), INTERPRET), mask)
+    write_mean(out_ptr, stats_ptr, total, divisor, offsets, mask, NATIVE, DIVIDE, STATS, INTERPRET)
 
 
 def add_rows(out: Tensor, rows: Tensor, first: int = 0, divisor: int = 1, stats: Tensor | None = None) -> None:
