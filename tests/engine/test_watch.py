@@ -221,7 +221,7 @@ OPTIMIZERS: tuple[Callable[[Any], optim.Optimizer], ...] = (
 
 
 def elementwise_body(group: Any) -> None:
-    """Nothing is said of elementwise optimizers, and what is watched never shows, now or later."""
+    """Elementwise optimizers get no warning, and the watch is invisible to them."""
     for make in OPTIMIZERS:
         model, loss = model_and_loss(group)
         optimizer = make(model.parameters())

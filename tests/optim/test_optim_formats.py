@@ -257,7 +257,7 @@ def test_copies_go_on_with_the_same_bits(state, how, in_backward):
 
 @narrow_states
 def test_a_moment_that_was_replaced_by_hand_counts(state):
-    """In fp32, as somebody who surgically changes a state would."""
+    """In fp32, as a program that edits the state would."""
     params, optimizer = trained_plain(state)
     for param in params:
         optimizer.state[param] = {

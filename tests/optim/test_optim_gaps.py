@@ -114,7 +114,7 @@ def test_what_lies_behind_a_gradient_is_not_its_padding(state, behind):
     assert not buffer[5:32].any()
 
 
-def test_a_scale_divides_no_gradient_of_somebody_else():
+def test_a_scale_divides_no_gradient_of_another_optimizer():
     first, second = nn.Parameter(torch.zeros(64)[:5]), nn.Parameter(torch.zeros(59))
     (torch.cat([first, second]) * 48).sum().backward()
     optimizer = AdamW([first])

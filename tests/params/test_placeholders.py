@@ -1,4 +1,4 @@
-"""Parameters that know that they are sharded: whoever reads them finds their values, or an error."""
+"""Parameters that know that they are sharded: a read returns their values, or raises an error."""
 
 import copy
 import warnings
@@ -410,7 +410,7 @@ def test_a_model_may_be_called_with_other_parameters(cluster, stage):
 
 
 def saves(group: Any, path: str) -> None:
-    """Body of a rank: shards are written and read as plain parameters, whoever has looked at their `.data`."""
+    """Body of a rank: shards are written and read as plain parameters, also after a read of their `.data`."""
     model = ShardLite(net(), group=group)
     shards = dict(model.named_parameters())
     kept = [shard.data for shard in shards.values()]

@@ -229,7 +229,7 @@ def test_a_retained_graph_can_be_used_again_until_a_step(cluster):
 
 
 def looking_body(group):
-    """Somebody looks into the graph outside a backward."""
+    """The graph is read outside a backward."""
     net = Net()
     twin = copy.deepcopy(net)
     model = ShardLite(net, group=group)

@@ -298,7 +298,7 @@ def test_ranks_that_wait_for_each_other_are_told_where_without_a_timeout(cluster
 
 
 def slow_body(world) -> None:
-    """A rank that is late, but comes, is waited for: nothing is said of a standstill."""
+    """A rank that is late, but comes, is waited for, and no deadlock is reported."""
     group = dist.new_group(list(range(world.size())))
     model = ShardLite(Model(), group=group, timeout=timedelta(hours=1))
     with looking_often():

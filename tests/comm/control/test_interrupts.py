@@ -172,7 +172,7 @@ def frame(*files: str) -> FrameType | None:
     return inner
 
 
-LIBRARY, PROGRAM = shardlite.comm.streams.__file__, "/home/somebody/train.py"
+LIBRARY, PROGRAM = shardlite.comm.streams.__file__, "/home/user/train.py"
 
 
 @pytest.mark.parametrize(

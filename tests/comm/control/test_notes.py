@@ -10,7 +10,7 @@ from tests.support.boards import SharedBoard
 
 
 class Clock:
-    """Time that passes only while somebody sleeps; `then` is what another rank does meanwhile."""
+    """Time that passes only in `sleep`; `then` is what another rank does meanwhile."""
 
     def __init__(self):
         self.now = 0.0

@@ -187,7 +187,7 @@ def test_a_heap_keeps_its_size():
             os.ftruncate(heap.descriptor, size)
 
 
-def as_somebody_else(act, *, user=0, namespaces=0):
+def as_another_process(act, *, user=0, namespaces=0):
     """Run `act` in a child, as another user or in namespaces of its own; return what it returned, up to 64 bytes."""
     ours, theirs = os.pipe()
     child = os.fork()
@@ -212,7 +212,7 @@ def as_somebody_else(act, *, user=0, namespaces=0):
     return said
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="takes root, to be somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to change its user")
 @pytest.mark.parametrize(
     "who", [{}, {"user": 65534}, {"namespaces": NEWNS | NEWPID}], ids=["same", "user", "container"]
 )
@@ -224,7 +224,7 @@ def test_other_processes_get_nothing(listening, who):
         heard, descriptors = said_by_a_stranger(address, hello(), bytes(NUMBER))
         return struct.pack("<II", len(heard), len(descriptors))
 
-    said = as_somebody_else(intrude, **who)
+    said = as_another_process(intrude, **who)
     if said == b"not allowed":
         pytest.skip("this system makes no namespaces")
     answered, descriptors = struct.unpack("<II", said)

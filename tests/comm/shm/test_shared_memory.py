@@ -133,10 +133,10 @@ def test_pages_are_kept_for_the_next_block_and_given_back_after_a_step_without_u
     heap.trim(keep=0)
     assert pages() == 3
     del kept
-    assert pages() == 0, "nobody is expected to ask for more"
+    assert pages() == 0, "no further block is expected"
     again = heap.empty(PAGE).fill_(1)
     del again
-    assert pages() == 1, "now somebody is"
+    assert pages() == 1, "the next one is expected again"
 
 
 def test_pieces_that_are_too_short_for_what_comes_give_their_pages_back(small):
@@ -329,7 +329,7 @@ def test_a_message_may_be_kept_while_any_number_of_later_ones_are_taken():
     arrived = [torch.empty(4) for _ in range(count)]
     arriving = [second.irecv(arrived[i], 0, tag=i) for i in range(1, count)]
     with ThreadPoolExecutor(1) as pool:
-        sent = pool.submit(departing[-1].wait)  # whoever waits announces what there was no place for
+        sent = pool.submit(departing[-1].wait)  # a wait announces messages that had no place
         for each in reversed(arriving):
             each.wait()
         sent.result()
