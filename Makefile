@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 # Groups of tests begin in the order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help demo test test-all lint docs bench clean
+.PHONY: help demo test test-all lint docs bench gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -54,6 +54,9 @@ docs: .venv/for-docs  ## build the site into docs/_build; a warning is an error
 
 bench: .venv/for-demo  ## step time and memory beside FSDP2 and DDP; rows go to bench/results
 	$(BIN)/python -m bench.step --ranks $(or $(RANKS),2)
+
+gpu: .venv/for-test  ## correctness and speed on a GPU, in half an hour; rows go to gpu/
+	$(BIN)/python -m bench.gpu $(ARGS)
 
 clean:  ## remove the virtual environment, the site and what the demo wrote
 	rm -rf .venv docs/_build outputs

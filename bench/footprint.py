@@ -180,7 +180,7 @@ def measure(workload: Workload, system: str, group: dist.ProcessGroup) -> Row:
     parameters = workload.parameters()  # on the meta device, so that what this imports is not measured
     gc.collect()
     sampler = Sampler(group)
-    made = workload.make()
+    made = workload.model()
     _, made_bytes = sampler.take()
     del made
     gc.collect()
@@ -188,11 +188,11 @@ def measure(workload: Workload, system: str, group: dist.ProcessGroup) -> Row:
     trainer = FOOTPRINTS[system](workload, group)
     wrap_peak, wrapped = sampler.take()
     for step in range(WARM_UP):
-        trainer.step(workload.draw(group.rank(), step))
+        trainer.step(workload.batch(group.rank(), step))
     sampler.take()
     with Account(trainer.model) as account:
         for step in range(WARM_UP, WARM_UP + STEPS):
-            trainer.step(workload.draw(group.rank(), step))
+            trainer.step(workload.batch(group.rank(), step))
         peak, between = sampler.take()
     sampler.close()
     tensors, purposes = _tensors(trainer, workload, group)
@@ -222,7 +222,7 @@ def measure(workload: Workload, system: str, group: dist.ProcessGroup) -> Row:
 
 def _tensors(trainer: Trainer, workload: Workload, group: dist.ProcessGroup) -> tuple[int, dict[str, int]]:
     """Return the most bytes in tensors during one more step, and at that moment the bytes by purpose."""
-    batch = workload.draw(group.rank(), WARM_UP + STEPS)
+    batch = workload.batch(group.rank(), WARM_UP + STEPS)
     gc.collect()
     with Meter(on_peak=lambda: _purposes(trainer.model)) as meter:
         trainer.step(batch)

@@ -61,14 +61,14 @@ def measure(workload: Workload, rounds: int, group: dist.ProcessGroup) -> list[R
     walls: Mapping[str, list[float]] = {name: [] for name in trainers}
     mains: Mapping[str, list[float]] = {name: [] for name in trainers}
     for turn in range(WARM_UP + rounds):
-        batch = workload.draw(group.rank(), turn)
+        batch = workload.batch(group.rank(), turn)
         for name in rotated(list(trainers), turn):
             dist.barrier(group)
             wall, main = perf_counter(), thread_time()
             trainers[name].step(batch)
             walls[name].append(perf_counter() - wall)
             mains[name].append(thread_time() - main)
-    calls = {name: calls_per_step(trainer, workload.draw(group.rank(), 0)) for name, trainer in trainers.items()}
+    calls = {name: calls_per_step(trainer, workload.batch(group.rank(), 0)) for name, trainer in trainers.items()}
     units = len(list(trainers["floor"].model.get_submodule(workload.blocks).children()))
     rows: list[Row] = []
     for name in trainers:
@@ -95,7 +95,7 @@ def measure_on_fake(workload: Workload, rounds: int, world_size: int) -> list[Ro
         assert isinstance(ddp, DistributedDataParallel)
         ddp.register_comm_hook(None, all_reduce_bucket)
         times: Mapping[str, list[float]] = {name: [] for name in trainers}
-        batch = workload.draw(0, 0)
+        batch = workload.batch(0, 0)
         for turn in range(WARM_UP + rounds):
             for name in rotated(list(trainers), turn):
                 before = process_time()

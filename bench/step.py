@@ -1,14 +1,14 @@
-"""Step time and peak memory of ShardLite, FSDP2, DDP and the floor without communication, on CPU ranks.
+"""Step time and peak memory of ShardLite, FSDP2, DDP and the floor without communication, on CPUs or GPUs.
 
     python -m bench.step --ranks 2 --model all
 
-starts its ranks itself. `--systems floor ddp fsdp2 p2p collectives` compares these; all but `p2p` and `collectives` is
-the default. Each model's rows go to `bench/results/step-MODEL-Nranks.jsonl`, or `...-transports.jsonl` where those two
-are among the systems, one JSON object a system:
+starts its ranks itself: two, or one for each GPU. `--systems floor ddp fsdp2 p2p collectives` compares these; all but
+`p2p` and `collectives` is the default. Each model's rows go to `bench/results/step-MODEL-Nranks.jsonl`, with
+`-transports` where those two are among the systems and `-cuda` on GPUs, one JSON object a system:
 
 | key | what it is |
 |---|---|
-| `ms_p20`, `ms_p50`, `ms_p80` | milliseconds of a step, on the slowest rank |
+| `ms_p20`, `ms_p50`, `ms_p80` | milliseconds of a step, on the slowest rank; on GPUs by events |
 | `cpu_ms_p50` | milliseconds of work in all threads of a process: other programs hardly change it |
 | `ms_above_floor` | `ms_p50` less the floor's: what communication and sharding cost |
 | `above_floor_vs_fsdp2`, `ms_vs_ddp` | that as a part of FSDP2's; `ms_p50` as a part of DDP's |
@@ -34,11 +34,12 @@ import torch.distributed as dist
 from bench.support.check import verify
 from bench.support.machine import machine
 from bench.support.measure import Times, activation_bytes, peak_bytes, percentile, time_steps
-from bench.support.ranks import one_of_them, start_ranks
+from bench.support.ranks import device_of_rank, one_of_them, start_ranks
 from bench.support.systems import OPTIMIZER, SYSTEMS, TRANSPORTS, Build
 from bench.support.table import RESULTS, Row, render, write_rows
 from bench.support.workloads import MEASURED, WORKLOADS, Workload
 from shardlite import Route
+from shardlite.apps.launch import default_ranks
 from shardlite.comm.transport.select import choose
 
 PEERS = ("floor", "fsdp2", "ddp")
@@ -54,7 +55,7 @@ def measure(workload: Workload, systems: Mapping[str, Build], rounds: int, group
     activations = activation_bytes(workload)
     peaks = {name: peak_bytes(workload, build, group) for name, build in systems.items() if name != "floor"}
     taken = time_steps(workload, systems, rounds, group)
-    common = _common(workload, rounds, group) | {"transport": _transports(group, systems)}
+    common = _common(workload, rounds, group) | {"transport": _transports(group, systems, workload.device)}
     rows = []
     for name, times in taken.items():
         memory = {"peak_bytes": peaks.get(name), "activation_bytes": activations}
@@ -76,15 +77,15 @@ def _common(workload: Workload, rounds: int, group: dist.ProcessGroup) -> Row:
         "ranks": group.size(),
         "threads": torch.get_num_threads(),
         "rounds": rounds,
-        **machine(),
+        **machine(workload.device),
     }
 
 
-def _transports(group: dist.ProcessGroup, systems: Collection[str]) -> str:
+def _transports(group: dist.ProcessGroup, systems: Collection[str], device: torch.device) -> str:
     """How messages travel: those of PyTorch's systems by the group's backend, ShardLite's by what it chooses."""
     if not TRANSPORTS.keys().isdisjoint(systems):
         return str(dist.get_backend(group))
-    choice = choose(group, torch.device("cpu"), timedelta(minutes=1), route=Route())
+    choice = choose(group, device, timedelta(minutes=1), route=Route())
     ours = {"SharedMemoryTransport": "in shared memory"}.get(type(choice.transport).__name__, "by the same way")
     return f"{dist.get_backend(group)}, ShardLite's messages {ours}"
 
@@ -115,10 +116,11 @@ def _held(row: Row) -> int:
     return held
 
 
-def _report(rows: list[Row], folder: Path) -> None:
+def _report(rows: list[Row], folder: Path, device: torch.device) -> None:
     """Write the rows of one run, and print them for people."""
     transports = "-transports" if any(row["system"] in TRANSPORTS for row in rows) else ""
-    file = folder / f"step-{rows[0]['model']}-{rows[0]['ranks']}ranks{transports}.jsonl"
+    kind = "" if device.type == "cpu" else f"-{device.type}"
+    file = folder / f"step-{rows[0]['model']}-{rows[0]['ranks']}ranks{transports}{kind}.jsonl"
     write_rows(rows, file)
     worst = max(rows, key=lambda row: row["tolerance_used"])
     print(f"\n{render(rows, markdown=False)}")
@@ -132,11 +134,12 @@ def _run_rank(options: argparse.Namespace) -> None:
     with one_of_them() as group:
         if group.rank() == 0:
             print(json.dumps(machine()), flush=True)
+        device = device_of_rank()
         for name in _chosen(options.model):
             systems = {system: ALL[system] for system in options.systems}
-            rows = measure(WORKLOADS[name], systems, options.steps, group)
+            rows = measure(WORKLOADS[name].on(device), systems, options.steps, group)
             if group.rank() == 0:
-                _report(rows, options.out)
+                _report(rows, options.out, device)
 
 
 def _chosen(model: str) -> Sequence[str]:
@@ -145,7 +148,7 @@ def _chosen(model: str) -> Sequence[str]:
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.step", description="step time and peak memory, side by side")
-    parser.add_argument("--ranks", type=int, default=2, help="processes on this machine (%(default)s)")
+    parser.add_argument("--ranks", type=int, default=default_ranks(), help="processes on this machine (%(default)s)")
     parser.add_argument("--model", choices=["all", *WORKLOADS], default="all", help="(%(default)s)")
     parser.add_argument("--systems", nargs="+", choices=[*ALL], default=[*SYSTEMS], help="(all but transports)")
     parser.add_argument("--steps", type=int, default=30, help="timed steps of each system (%(default)s)")

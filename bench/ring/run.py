@@ -1,18 +1,18 @@
-"""Times of our collectives beside gloo's own, on CPU ranks: verified, then timed in turn.
+"""Times of our collectives beside gloo's own on CPUs, or NCCL's on GPUs: verified, then timed in turn.
 
     python -m bench.ring --ranks 2 4
 
-starts its ranks itself and writes `bench/results/ring-cpu.jsonl`, where it replaces rows of as many ranks. One JSON
-object (`"bench": "ring"`) for each operation, size and system:
+starts its ranks itself and writes `bench/results/ring-DEVICE.jsonl`, where it replaces rows of as many ranks. One JSON
+object (`"bench": "ring"`) for each operation, size and system, where the peer is gloo or NCCL:
 
 | key | what it is |
 |---|---|
 | `nbytes` | the whole buffer, `S`: what a gather ends with, what each rank brings to a sum |
-| `ms_p20`, `ms_p50`, `ms_p80` | milliseconds from the common start until the last rank is done |
+| `ms_p20`, `ms_p50`, `ms_p80` | milliseconds from the common start, on the slowest rank; on GPUs by events |
 | `cpu_ms_p50` | milliseconds of work in all threads of the rank that works most: other programs hardly change it |
 | `algbw_gbps`, `busbw_gbps` | `S/t`, and that times `(W-1)/W`, in an all-reduce `2(W-1)/W`: as nccl-tests define them |
-| `speedup` | the median over rounds of gloo's time for the same in the same round as a multiple of this one |
-| `cpu_speedup` | gloo's `cpu_ms_p50` for the same as a multiple of this one |
+| `speedup` | the median over rounds of the peer's time for the same in the same round as a multiple of this one |
+| `cpu_speedup` | the peer's `cpu_ms_p50` for the same as a multiple of this one |
 | `messages`, `sent_bytes` | by the rank that sends most, if they are ours |
 | `predicted_ms`, `prediction_error` | by the fitted link; how much that is above the measured time, as a part of it |
 | `goal`, `reached` | the `speedup` that we want, and whether it is so |
@@ -32,22 +32,22 @@ from itertools import product
 from pathlib import Path
 from random import Random
 from statistics import median
-from time import perf_counter, process_time
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
 
-from bench.ring.systems import GLOO, OPERATIONS, Case, System, cases
+from bench.ring.systems import GLOO, NCCL, OPERATIONS, Case, System, cases
 from bench.ring.table import render
 from bench.support.machine import machine
-from bench.support.measure import Times, percentile
-from bench.support.ranks import one_of_them, start_ranks
+from bench.support.measure import Times, percentile, seconds
+from bench.support.ranks import device_of_rank, one_of_them, start_ranks
 from bench.support.table import RESULTS, Row, read_rows
 from shardlite.comm.chunking import CHUNK_BYTES
 from shardlite.comm.cost_model import LINKS, fit, predicted
 from shardlite.comm.schedule import ALGORITHMS, IN_RING_ORDER
 from shardlite.comm.shm.transport import SharedMemoryTransport
-from shardlite.config import TransportName
+from shardlite.config import Algorithm, TransportName
 
 SIZES: tuple[int, ...] = tuple(4096 << shift for shift in range(0, 15, 2))
 """4 KiB to 64 MiB."""
@@ -61,7 +61,13 @@ _AHEAD = 300e-6  # seconds from the agreement on a start to the start
 _DIGITS = 4
 
 
-def measure(sizes: Sequence[int], systems: Sequence[System], rounds: int, group: dist.ProcessGroup) -> list[Row]:
+def measure(
+    sizes: Sequence[int],
+    systems: Sequence[System],
+    rounds: int,
+    group: dist.ProcessGroup,
+    device: torch.device = torch.device("cpu"),  # noqa: B008 (immutable)
+) -> list[Row]:
     """Verify and time all systems at all sizes; return a row for each, and one per link. To be called by every rank.
 
     Raises:
@@ -71,7 +77,7 @@ def measure(sizes: Sequence[int], systems: Sequence[System], rounds: int, group:
     for nbytes in sizes:
         numel = -(-nbytes // (4 * group.size())) * group.size()
         load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
-        todo = cases(systems, numel, group)
+        todo = cases(systems, numel, group, device)
         for case in todo:
             case.verify()
         count = rounds * (_MORE if nbytes <= _SHORT else 1)
@@ -90,20 +96,18 @@ def time_cases(todo: Sequence[Case], rounds: int, group: dist.ProcessGroup) -> l
     for turn in range(_WARM_UP + rounds):
         for place in Random(turn).sample(range(len(todo)), len(todo)):
             todo[place].fill()
-            start = _start_together(group)
-            cpu = process_time()
-            todo[place].call()
-            end, worked = perf_counter(), process_time() - cpu
+            _start_together(group)
+            wall, cpu = seconds(todo[place].call, todo[place].full.device)
             if turn >= _WARM_UP:
-                taken[place].wall.append(end - start)
-                taken[place].cpu.append(worked)
+                taken[place].wall.append(wall)
+                taken[place].cpu.append(cpu)
     flat = torch.tensor([[times.wall, times.cpu] for times in taken], dtype=torch.float64)
     dist.all_reduce(flat, dist.ReduceOp.MAX, group=group)
     return [Times(wall, cpu) for wall, cpu in flat.tolist()]
 
 
-def _start_together(group: dist.ProcessGroup) -> float:
-    """Return at the same moment on all ranks, and which it is: they are on one machine, and have one clock.
+def _start_together(group: dist.ProcessGroup) -> None:
+    """Return at the same moment on all ranks: they are on one machine, and have one clock.
 
     After a barrier ranks set out one after the other, and what is measured of a short call would be that.
     """
@@ -112,17 +116,16 @@ def _start_together(group: dist.ProcessGroup) -> float:
     start = moment.item()
     while perf_counter() < start:
         os.sched_yield()
-    return start
 
 
 def _row(case: Case, taken: Sequence[Times], place: int, group: dist.ProcessGroup) -> Row:
-    """Describe one case; gloo's for the same operation is the first one."""
+    """Describe one case; the peer's for the same operation is the first one."""
     world_size, nbytes, wall = group.size(), case.full.nbytes, taken[place].wall
-    gloo = taken[OPERATIONS.index(case.operation)]
-    cpu, gloos_cpu = (1e3 * percentile(times.cpu, 50) for times in (taken[place], gloo))
+    peer = taken[OPERATIONS.index(case.operation)]
+    cpu, peers_cpu = (1e3 * percentile(times.cpu, 50) for times in (taken[place], peer))
     ms = {f"ms_p{percent}": 1e3 * percentile(wall, percent) for percent in (20, 50, 80)}
     algbw = nbytes / ms["ms_p50"] / 1e6
-    speedup = median(theirs / ours for theirs, ours in zip(gloo.wall, wall, strict=True))
+    speedup = median(theirs / ours for theirs, ours in zip(peer.wall, wall, strict=True))
     goal = goal_of(case.operation, case.system, nbytes)
     return {
         "bench": "ring",
@@ -136,13 +139,13 @@ def _row(case: Case, taken: Sequence[Times], place: int, group: dist.ProcessGrou
         **_rounded(ms | {"cpu_ms_p50": cpu}),
         **_rounded({"algbw_gbps": algbw, "busbw_gbps": algbw * _shares_moved(case) * (world_size - 1) / world_size}),
         "speedup": round(speedup, 3),
-        "cpu_speedup": round(gloos_cpu / cpu, 3),
+        "cpu_speedup": round(peers_cpu / cpu, 3),
         **_sent(case, group),
         "predicted_ms": None,
         "prediction_error": None,
         "goal": goal,
         "reached": None if goal is None else speedup >= goal,
-        **machine(),
+        **machine(case.full.device),
     }
 
 
@@ -174,7 +177,7 @@ def _sent(case: Case, group: dist.ProcessGroup) -> Row:
 def _fitted(rows: Sequence[Row]) -> list[Row]:
     """Fit links to the times of each transport, write what they predict to their rows, and return a row per link."""
     links = []
-    for transport in dict.fromkeys(row["transport"] for row in rows if row["transport"] != GLOO):
+    for transport in dict.fromkeys(row["transport"] for row in rows if row["transport"] in LINKS):
         ours = [row for row in rows if row["transport"] == transport and row["algorithm"] in IN_RING_ORDER]
         loads = [row["load"] for row in ours if row["load"] is not None]
         for key in ("ms_p50", "cpu_ms_p50"):
@@ -220,14 +223,20 @@ def _run_rank(options: argparse.Namespace) -> None:
     with one_of_them() as group:
         if group.rank() == 0:
             print(json.dumps(machine()), flush=True)
-        systems = [System(GLOO), *(System(*pair) for pair in product(TRANSPORTS, options.algorithms))]
-        rows = measure(options.sizes, systems, options.rounds, group)
+        device = device_of_rank()
+        rows = measure(options.sizes, systems_on(device, options.algorithms), options.rounds, group, device)
         if group.rank() == 0:
-            _report(rows, options.out / "ring-cpu.jsonl")
+            _report(rows, options.out / f"ring-{device.type}.jsonl")
+
+
+def systems_on(device: torch.device, algorithms: Sequence[Algorithm]) -> list[System]:
+    """Return what is compared on a device, the peer first. Collectives of the process group add in the ring's order."""
+    peer, transports = (GLOO, TRANSPORTS) if device.type == "cpu" else (NCCL, ("p2p",))
+    return [System(peer), *(System(*pair) for pair in product(transports, algorithms)), System("collectives", "ring")]
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.ring", description="collectives beside gloo's own")
+    parser = argparse.ArgumentParser(prog="python -m bench.ring", description="collectives beside gloo's or NCCL's own")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="processes on this machine (%(default)s)")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the whole buffer (%(default)s)")
     parser.add_argument(

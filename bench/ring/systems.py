@@ -1,7 +1,7 @@
-"""Collectives to be compared: gloo's own and ours, each verified against what the sum or the gather must be.
+"""Collectives to be compared: gloo's or NCCL's own and ours, each verified against what the result must be.
 
-A `Case` is one collective of one system on buffers of its own, which are filled anew before each call. Gloo's are
-ordinary tensors, ours are made by the transport, as the library makes them.
+A `Case` is one collective of one system on buffers of its own, which are filled anew before each call. Those of gloo
+and NCCL are ordinary tensors, ours are made by the transport, as the library makes them.
 
 Legend: `W` ranks, `r` this rank, `n` elements in the full buffer, a multiple of `W`.
 """
@@ -30,7 +30,11 @@ Operation = Literal["all-gather", "reduce-scatter", "all-reduce"]
 
 OPERATIONS: tuple[Operation, ...] = ("all-gather", "reduce-scatter", "all-reduce")
 
-GLOO: Literal["gloo"] = "gloo"
+Peer = Literal["gloo", "nccl"]
+
+GLOO: Peer = "gloo"
+NCCL: Peer = "nccl"
+"""What we are compared with: on CPUs and on GPUs."""
 
 _CPU = torch.device("cpu")
 _TIMEOUT = timedelta(seconds=120)
@@ -40,8 +44,13 @@ _TIMEOUT = timedelta(seconds=120)
 class System:
     """Who carries a collective out."""
 
-    transport: TransportName | Literal["gloo"]
+    transport: TransportName | Peer
     algorithm: Algorithm | Literal[""] = ""
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is a transport of this library."""
+        return self.transport not in (GLOO, NCCL)
 
     def __str__(self) -> str:
         return " ".join(filter(None, (self.transport, self.algorithm)))
@@ -61,7 +70,7 @@ class Case:
     """[n], to be reduced or to be filled."""
 
     shard: Tensor
-    """[n/W], what gloo gathers from, and where a reduce-scatter puts the sum."""
+    """[n/W], what a peer gathers from, and where a reduce-scatter puts the sum."""
 
     call: Callable[[], object]
     tally: Tally | None
@@ -74,7 +83,7 @@ class Case:
             segment = self.brought[rank].view(world_size, -1)[rank]
             self.full.fill_(float("nan"))
             self.shard.copy_(segment)
-            if self.system.transport != GLOO:
+            if self.system.is_ours:
                 self.full.view(world_size, -1)[rank].copy_(segment)
         else:
             self.full.copy_(self.brought[rank])
@@ -117,20 +126,20 @@ class Case:
         return "" if near else "the sum is not within the bound of its rounding"
 
 
-def cases(systems: Sequence[System], numel: int, group: dist.ProcessGroup) -> list[Case]:
+def cases(systems: Sequence[System], numel: int, group: dist.ProcessGroup, device: torch.device = _CPU) -> list[Case]:
     """Make all collectives of all systems, for buffers of `numel` elements. Those of a system share their buffers."""
-    brought = [torch.randn(numel, generator=torch.Generator().manual_seed(r)) for r in range(group.size())]
+    brought = [torch.randn(numel, generator=torch.Generator().manual_seed(r)).to(device) for r in range(group.size())]
     made = []
     for system in systems:
-        shard = torch.empty(numel // group.size())
-        if system.transport == GLOO:
-            full = torch.empty(numel)
+        shard = torch.empty(numel // group.size(), device=device)
+        if not system.is_ours:
+            full = torch.empty(numel, device=device)
             for operation in OPERATIONS:
-                call = _of_gloo(operation, full, shard, group)
+                call = _of_peer(operation, full, shard, group)
                 made.append(Case(system, operation, group, brought, full, shard, call, None))
             continue
-        transport = connect(group, _CPU, _TIMEOUT, route=_route(system))
-        full = transport.empty(4 * numel, _CPU).view(torch.float32)
+        transport = connect(group, device, _TIMEOUT, route=_route(system))
+        full = transport.empty(4 * numel, device).view(torch.float32)
         staging = full.new_empty(collectives.staging_numel(numel, transport, full.dtype))
         for operation in OPERATIONS:
             tally = Tally()
@@ -140,12 +149,14 @@ def cases(systems: Sequence[System], numel: int, group: dist.ProcessGroup) -> li
 
 
 def _route(system: System) -> Route:
-    assert system.transport != GLOO, "it has no transport"
+    assert system.transport not in ("gloo", "nccl"), "it has no transport"
     assert system.algorithm, "or it is none of ours"
+    if system.transport == "collectives":
+        return Route(transport=system.transport)
     return Route(transport=system.transport, algorithm=system.algorithm)
 
 
-def _of_gloo(operation: Operation, full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Callable[[], object]:
+def _of_peer(operation: Operation, full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Callable[[], object]:
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name warns
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     match operation:

@@ -15,7 +15,7 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "CPU, ms": lambda row: f"{row['cpu_ms_p50']:.3g}",
     "algbw, GB/s": lambda row: f"{row['algbw_gbps']:.3g}",
     "busbw, GB/s": lambda row: f"{row['busbw_gbps']:.3g}",
-    "gloo's / this": lambda row: f"{row['speedup']:.2f}",
+    "peer's / this": lambda row: f"{row['speedup']:.2f}",
     "of CPU": lambda row: f"{row['cpu_speedup']:.2f}",
     "messages": lambda row: "" if row["messages"] is None else str(row["messages"]),
     "model, ms": lambda row: "" if row["predicted_ms"] is None else f"{row['predicted_ms']:.3g}",

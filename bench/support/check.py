@@ -71,7 +71,7 @@ def verify(workload: Workload, systems: Mapping[str, Build], group: dist.Process
 
 def record(trainer: Trainer, workload: Workload, group: dist.ProcessGroup) -> Record:
     """Take the first steps. The floor's model never moves, so only its first loss means anything."""
-    batches = [workload.draw(group.rank(), step) for step in range(STEPS)]
+    batches = [workload.batch(group.rank(), step) for step in range(STEPS)]
     first = trainer.backward(batches[0])
     if isinstance(trainer, Floor):
         return Record([first])
@@ -90,7 +90,7 @@ def _build_exact(workload: Workload, group: dist.ProcessGroup) -> Trainer:
         dist.all_reduce(param.grad, group=group)
         param.grad /= group.size()
 
-    model = workload.make().double()
+    model = workload.model().double()
     model.register_forward_pre_hook(lambda _, batch: tuple(_widened(tensor) for tensor in batch))
     for param in model.parameters():
         on_gradient: Any = param.register_post_accumulate_grad_hook

@@ -9,7 +9,7 @@ Legend: `W` ranks.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardlite.comm import context
 from shardlite.comm.control import store
 from shardlite.comm.streams import Work, _HostWork
+from shardlite.comm.transport.base import Transport
 from shardlite.comm.transport.group_collectives import GroupCollectives, NcclCollectives, Segments
 from shardlite.comm.transport.process_group import NcclTransport
 from shardlite.config import Route
@@ -42,7 +43,7 @@ def _launch(*_: Any, **__: Any) -> None:
     _TOKEN.zero_()
 
 
-class _HostMessages(GroupCollectives):
+class HostMessages(GroupCollectives):
     """Agreements of the hosts, in which all ranks say the same."""
 
     blocking = False
@@ -89,29 +90,50 @@ def fake_group(world_size: int) -> Iterator[dist.ProcessGroup]:
 def as_over_nccl() -> Iterator[None]:
     """Within the block, ShardLite runs over a fake group, by the transport "collectives" or "p2p" (rings)."""
 
-    def connect(group: dist.ProcessGroup | None, *_: Any, route: Route, **__: Any) -> NcclTransport:
+    def connect(group: dist.ProcessGroup | None, route: Route) -> NcclTransport:
         if route.transport == "collectives":
             return NcclCollectives(group)
         transport = NcclTransport(group)
         transport.algorithm = "ring"
         return transport
 
+    with as_one_rank(connect, _launching_queue), replaced(dict.fromkeys(_KERNELS, _launch)):
+        yield
+
+
+@contextmanager
+def as_one_rank(
+    connect: Callable[[dist.ProcessGroup | None, Route], Transport], make_queue: Callable[..., object]
+) -> Iterator[None]:
+    """Within the block, ShardLite has transports and queues of these functions, and all hosts say what rank 0 says."""
+
+    def connect_by(group: dist.ProcessGroup | None, *_: Any, route: Route, **__: Any) -> Transport:
+        return connect(group, route)
+
     def connect_hosts(group: dist.ProcessGroup | None, *_: Any, **__: Any) -> GroupCollectives:
-        return _HostMessages(group)
+        return HostMessages(group)
 
     def all_gather_json(group: dist.ProcessGroup | None, mine: Any, what: str, timeout: timedelta) -> list[Any]:
         del what, timeout
         return [mine] * dist.get_world_size(group)
 
-    replaced = {id(store.all_gather_json): all_gather_json, **dict.fromkeys(map(id, _KERNELS), _launch)}
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(context, "connect", connect))
+        patches.enter_context(mock.patch.object(context, "connect", connect_by))
         patches.enter_context(mock.patch.object(context, "connect_hosts", connect_hosts))
-        patches.enter_context(mock.patch.object(context, "make_queue", _launching_queue))
+        patches.enter_context(mock.patch.object(context, "make_queue", make_queue))
+        patches.enter_context(replaced({store.all_gather_json: all_gather_json}))
+        yield
+
+
+@contextmanager
+def replaced(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> Iterator[None]:
+    """Within the block, all modules of the library call other functions instead of their own."""
+    by_id = {id(function): other for function, other in functions.items()}
+    with ExitStack() as patches:
         for module in [module for path, module in sys.modules.items() if path.startswith("shardlite.")]:
             for attribute, value in list(vars(module).items()):
-                if id(value) in replaced:
-                    patches.enter_context(mock.patch.object(module, attribute, replaced[id(value)]))
+                if id(value) in by_id:
+                    patches.enter_context(mock.patch.object(module, attribute, by_id[id(value)]))
         yield
 
 

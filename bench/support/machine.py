@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 
 
-def machine() -> dict[str, str]:
-    """Processor, cores, versions and date: what every row carries."""
+def machine(device: torch.device | None = None) -> dict[str, str]:
+    """Processor, cores, versions and date: what every row carries. A `device` that is a GPU comes first."""
+    gpu = f"{torch.cuda.get_device_name(device)}; " if device is not None and device.type == "cuda" else ""
     return {
-        "machine": f"{_processor()}, {_usable_cores()} cores",
+        "machine": f"{gpu}{_processor()}, {_usable_cores()} cores",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),

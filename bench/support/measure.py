@@ -6,8 +6,9 @@ Legend: `W` ranks.
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter, process_time
 
 import torch
@@ -43,40 +44,66 @@ def time_steps(
     trainers = {name: build(workload, group) for name, build in systems.items()}
     taken = {name: Times() for name in trainers}
     for turn in range(WARM_UP + rounds):
-        batch = workload.draw(group.rank(), turn)
+        batch = workload.batch(group.rank(), turn)
         for name in rotated(list(trainers), turn):
             dist.barrier(group)
-            wall, cpu = perf_counter(), process_time()
-            trainers[name].step(batch)
-            taken[name].wall.append(perf_counter() - wall)
-            taken[name].cpu.append(process_time() - cpu)
+            wall, cpu = seconds(partial(trainers[name].step, batch), workload.device)
+            taken[name].wall.append(wall)
+            taken[name].cpu.append(cpu)
     return {
         name: Times(largest(times.wall[WARM_UP:], group), largest(times.cpu[WARM_UP:], group))
         for name, times in taken.items()
     }
 
 
+def seconds(call: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """Return the seconds that a call takes, and those that the threads of this process work in it.
+
+    On a GPU the former are those between two events on the current stream, launches included.
+    """
+    if device.type == "cpu":
+        wall, cpu = perf_counter(), process_time()
+        call()
+        return perf_counter() - wall, process_time() - cpu
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize(device)
+    cpu = process_time()
+    begin.record()
+    call()
+    end.record()
+    cpu = process_time() - cpu
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3, cpu
+
+
 def peak_bytes(workload: Workload, build: Build, group: dist.ProcessGroup) -> int:
-    """Return the most bytes in tensors during a step on the rank that holds most, above those there before."""
-    before = _live_bytes()
+    """Return the most bytes in tensors during a step on the rank that holds most, above those there before.
+
+    On a GPU they are what PyTorch's allocator gave out.
+    """
+    before = _live_bytes(workload.device)
     trainer = build(workload, group)
     for step in range(WARM_UP):
-        trainer.step(workload.draw(group.rank(), step))
-    batch = workload.draw(group.rank(), WARM_UP)
+        trainer.step(workload.batch(group.rank(), step))
+    batch = workload.batch(group.rank(), WARM_UP)
     gc.collect()
-    with Meter[None]() as meter:
+    if workload.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(workload.device)
         trainer.step(batch)
-    return int(largest([meter.peak - before], group)[0])
+        peak = torch.cuda.max_memory_allocated(workload.device)
+    else:
+        with Meter[None]() as meter:
+            trainer.step(batch)
+        peak = meter.peak
+    return int(largest([peak - before], group)[0])
 
 
 def activation_bytes(workload: Workload) -> int:
     """Return what the forward of the plain model leaves behind for its backward."""
-    model, batch = workload.make(), workload.draw(0, 0)
-    gc.collect()
-    with Meter[None]() as meter:
-        before = meter.live
-        loss = model(*batch)
-        after = meter.live
+    model, batch = workload.model(), workload.batch(0, 0)
+    before = _live_bytes(workload.device)
+    loss = model(*batch)
+    after = _live_bytes(workload.device)
     del loss
     return after - before
 
@@ -86,8 +113,10 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return torch.quantile(torch.tensor(values, dtype=torch.float64), percent / 100).item()
 
 
-def _live_bytes() -> int:
+def _live_bytes(device: torch.device) -> int:
     gc.collect()
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
     with Meter[None]() as meter:
         return meter.live
 

@@ -1,4 +1,4 @@
-"""Ranks of a bench: processes on this machine, one thread each."""
+"""Ranks of a bench: processes on this machine, one thread each; on GPUs, one rank for each GPU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+
+from shardlite.apps.launch import place
 
 
 def start_ranks(module: str, ranks: int, arguments: Sequence[str]) -> int:
@@ -23,8 +25,18 @@ def start_ranks(module: str, ranks: int, arguments: Sequence[str]) -> int:
 def one_of_them() -> Iterator[dist.ProcessGroup]:
     """Be a rank that was started so, with the group of all. After an error the others are left to their timeouts."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    device, backend = place(torch.cuda.device_count())
+    if torch.cuda.is_available():
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend)
     group = dist.group.WORLD
     assert group is not None
     yield group
     dist.destroy_process_group()
+
+
+def device_of_rank() -> torch.device:
+    """Return the GPU of this rank, or the CPU without GPUs. Within `one_of_them`."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -88,6 +88,17 @@ class Floor(Trainer):
         self.model.zero_grad()
 
 
+class Autocast(Trainer):
+    """Computes in bf16 where PyTorch deems that safe; weights are in fp32."""
+
+    def backward(self, batch: Batch) -> Tensor:
+        """Forward and backward; returns the loss of this rank's batch, []."""
+        with torch.autocast(batch[0].device.type, torch.bfloat16):
+            loss: Tensor = self.model(*batch)
+        torch.autograd.backward(loss)
+        return loss.detach()
+
+
 class Activations(Trainer):
     """Runs forward and backward, with inputs as the weights are, and does nothing else."""
 
@@ -106,24 +117,25 @@ Build = Callable[[Workload, dist.ProcessGroup], Trainer]
 
 def build_floor(workload: Workload, group: dist.ProcessGroup) -> Trainer:
     """The plain model, and one parameter [n/W] that stands for this rank's part of all."""
-    share = nn.Parameter(torch.full((-(-workload.parameters() // group.size()),), 0.02))
+    share = nn.Parameter(torch.full((-(-workload.parameters() // group.size()),), 0.02, device=workload.device))
     share.grad = torch.full_like(share, 1e-3)
-    return Floor(workload.make(), _torch_adamw([share]), _flat)
+    return Floor(workload.model(), _torch_adamw([share]), _flat)
 
 
 def build_ddp(workload: Workload, group: dist.ProcessGroup) -> Trainer:
     """PyTorch's data parallel: nothing is sharded."""
-    model = DistributedDataParallel(workload.make(), process_group=group, gradient_as_bucket_view=True)
+    model = DistributedDataParallel(workload.model(), process_group=group, gradient_as_bucket_view=True)
     return Trainer(model, _torch_adamw(model.parameters()), _flat)
 
 
-def build_fsdp2(workload: Workload, group: dist.ProcessGroup) -> Trainer:
-    """PyTorch's own full sharding."""
-    mesh = DeviceMesh.from_group(group, "cpu")
-    model = workload.make()
+def build_fsdp2(workload: Workload, group: dist.ProcessGroup, *, compute: torch.dtype | None = None) -> Trainer:
+    """PyTorch's own full sharding. With `compute`, weights are gathered in it and gradients are reduced in fp32."""
+    mesh = DeviceMesh.from_group(group, workload.device.type)
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=None if compute is None else torch.float32)
+    model = workload.model()
     for block in model.get_submodule(workload.blocks).children():
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     return Trainer(model, _torch_adamw(model.parameters()), _whole_of_dtensor)
 
 
@@ -131,7 +143,7 @@ def build_shardlite(
     workload: Workload, group: dist.ProcessGroup, *, stage: int, transport: TransportName = "auto"
 ) -> Trainer:
     """ShardLite at one stage."""
-    model = ShardLite(workload.make(), stage=stage, group=group, transport=transport)
+    model = ShardLite(workload.model(), stage=stage, group=group, transport=transport)
     whole = _flat if stage == 0 else partial(_join, group=group)
     return Trainer(model, AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY), whole)
 
@@ -139,14 +151,21 @@ def build_shardlite(
 def build_plain(workload: Workload, group: dist.ProcessGroup) -> Trainer:
     """The plain model on each rank by itself: what a program holds that has nothing to do with ranks."""
     del group
-    model = workload.make()
+    model = workload.model()
     return Trainer(model, _torch_adamw(model.parameters()), _flat)
+
+
+def build_autocast(workload: Workload, group: dist.ProcessGroup) -> Trainer:
+    """The plain model under autocast."""
+    del group
+    model = workload.model()
+    return Autocast(model, _torch_adamw(model.parameters()), _flat)
 
 
 def build_activations(workload: Workload, group: dist.ProcessGroup, *, dtype: torch.dtype) -> Trainer:
     """The plain model in the dtype that it computes in, of which each gradient is dropped as soon as it is there."""
     del group
-    model = workload.make().to(dtype)
+    model = workload.model().to(dtype)
 
     def drop(param: Tensor) -> None:
         param.grad = None
@@ -162,7 +181,7 @@ def build_zero(workload: Workload, group: dist.ProcessGroup) -> Trainer:
         warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch 2.13 compiles a part of it by `torch.jit`
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    model = DistributedDataParallel(workload.make(), process_group=group, gradient_as_bucket_view=True)
+    model = DistributedDataParallel(workload.model(), process_group=group, gradient_as_bucket_view=True)
     options = {"lr": LR, "betas": BETAS, "weight_decay": WEIGHT_DECAY, "fused": True}
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, process_group=group, **options)
     return Trainer(model, optimizer, _flat)
@@ -170,13 +189,13 @@ def build_zero(workload: Workload, group: dist.ProcessGroup) -> Trainer:
 
 def build_fsdp1(workload: Workload, group: dist.ProcessGroup) -> Trainer:
     """PyTorch's older full sharding, which has flat parameters, too."""
-    model = workload.make()
+    model = workload.model()
     kinds = {type(block) for block in model.get_submodule(workload.blocks).children()}
     model = FullyShardedDataParallel(
         model,
         process_group=group,
         auto_wrap_policy=ModuleWrapPolicy(kinds),
-        device_id=torch.device("cpu"),
+        device_id=workload.device,
         use_orig_params=True,
     )
     return Trainer(model, _torch_adamw(model.parameters()), _flat)
@@ -192,7 +211,7 @@ def build_format(
     prefetch: int = 1,
 ) -> Trainer:
     """ShardLite at stage 3 in another format than the standard one."""
-    model = ShardLite(workload.make(), precision=precision, prefetch=prefetch, group=group)
+    model = ShardLite(workload.model(), precision=precision, prefetch=prefetch, group=group)
     options = {"lr": LR, "betas": BETAS, "weight_decay": WEIGHT_DECAY}
     return Trainer(model, AdamW(model.parameters(), state=state, in_backward=in_backward, **options), _flat)
 
@@ -220,6 +239,15 @@ FOOTPRINTS: dict[str, Build] = {
 
 `activations` are forward and backward alone: beside its weights such a model holds what every system has to.
 """
+
+MIXED: dict[str, Build] = {
+    "fsdp2": partial(build_fsdp2, compute=torch.bfloat16),
+    "plain": build_autocast,
+    "standard": partial(build_format, precision=_BF16),
+    "in_backward": partial(build_format, precision=_BF16, in_backward=True),
+    "compact": FOOTPRINTS["compact"],
+}
+"""What `bench.gpu` compares: all compute in bf16 and reduce in fp32. FSDP2 comes first, for the others' ratios."""
 
 SYSTEMS: dict[str, Build] = {
     "floor": build_floor,

@@ -6,7 +6,7 @@ Legend: `b` sequences or examples per rank, `t` bytes in a sequence, `c` width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -29,16 +29,33 @@ class Workload:
     """Model and batch, for the reader of a table."""
 
     make: Callable[[], nn.Module]
-    """Builds the model, with the same weights each time."""
+    """Builds the model on the default device, with the same weights each time."""
 
     draw: Callable[[int, int], Batch]
-    """`draw(rank, step)` is a batch, the same each time."""
+    """`draw(rank, step)` is a batch on the CPU, the same each time."""
 
     terms: int
     """How many numbers the loss is a mean of."""
 
     blocks: str = "blocks"
     """The path of the module whose children are the units."""
+
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
+    """Where the model and its batches are."""
+
+    def on(self, device: torch.device) -> Workload:
+        """Return the same workload on another device."""
+        return replace(self, device=device)
+
+    def model(self) -> nn.Module:
+        """Build the model on the device, with the same weights each time."""
+        with self.device:
+            return self.make()
+
+    def batch(self, rank: int, step: int) -> Batch:
+        """Return a batch on the device, the same each time."""
+        x, y = self.draw(rank, step)
+        return x.to(self.device), y.to(self.device)
 
     def parameters(self) -> int:
         """Elements in all parameters."""
@@ -158,8 +175,11 @@ WORKLOADS = {
         perceptrons("tiny", blocks=2, width=32, batch=4),
         perceptrons("many", blocks=48, width=8, batch=2),
         transformers_gpt2("gpt2", layers=12, width=768, vocabulary=8192, context=128, batch=1),
+        transformers_gpt2("gpt2-xl", layers=48, width=1600, vocabulary=50257, context=1024, batch=8),
         transformers_gpt2("gpt2-6", layers=6, width=768, vocabulary=8192, context=128, batch=1),
     )
 }
-"""By name. `deep`, `gpt2` and `gpt2-6` have many parameters and few tokens, to compare memory; `gpt2` needs the package
-transformers. `tiny` is for trying out, `many` for what the host does around blocks that cost next to nothing."""
+"""By name. `deep`, `gpt2` and `gpt2-6` have many parameters and few tokens, to compare memory; `gpt2-xl` is for GPUs.
+Those of transformers need that package. `tiny` is for trying out, `many` for what the host does around blocks that cost
+next to nothing.
+"""

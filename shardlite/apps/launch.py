@@ -36,7 +36,7 @@ def process_group() -> Iterator[torch.device]:
     import torch.distributed as dist
 
     gpus = torch.cuda.device_count()
-    device, backend = _place(gpus)
+    device, backend = place(gpus)
     if gpus:
         torch.cuda.set_device(device)
     dist.init_process_group(backend)
@@ -46,7 +46,7 @@ def process_group() -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
-def _place(gpus: int, environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
+def place(gpus: int, environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
     """Return the device of this rank, and the backends of its process group."""
     if gpus == 0:
         return "cpu", "gloo"

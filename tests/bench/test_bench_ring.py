@@ -8,7 +8,7 @@ import torch
 
 import bench.ring.run
 from bench.ring import systems as ring_systems
-from bench.ring.run import goal_of, main, measure
+from bench.ring.run import goal_of, main, measure, systems_on
 from bench.ring.systems import GLOO, OPERATIONS, System, cases
 from bench.ring.table import render, size_words
 from bench.support.table import read_rows
@@ -18,7 +18,7 @@ from shardlite.comm.cost_model import LINKS, LinkCost, fit, predicted
 from tests.support.scripts import run_command, run_process
 
 ROOT = Path(__file__).parents[2]
-SYSTEMS = [System(GLOO), *(System(t, a) for t in ("shared_memory", "p2p") for a in ("ring", "direct", "bidirectional"))]
+SYSTEMS = systems_on(torch.device("cpu"), ["ring", "direct", "bidirectional"])
 KEYS = set(
     """
     bench operation transport algorithm ranks threads nbytes chunk_bytes rounds ms_p20 ms_p50 ms_p80 cpu_ms_p50
@@ -56,7 +56,8 @@ def test_a_row_for_each_system_operation_and_size_and_for_each_link(cluster, wor
         assert row["sent_bytes"] == (None if row["transport"] == GLOO else goes_out * row["nbytes"])
         assert (row["messages"] is None) == (row["transport"] == GLOO)
         assert row["transport"] != GLOO or row["speedup"] == row["cpu_speedup"] == 1
-        assert (row["predicted_ms"] is None) == (row["algorithm"] not in ("ring", "direct"))
+        is_fitted = row["transport"] in LINKS and row["algorithm"] in ("ring", "direct")
+        assert (row["predicted_ms"] is None) == (not is_fitted)
     for link in links:
         ours = [row for row in times if row["transport"] == link["transport"] and row["predicted_ms"]]
         fitted = LinkCost(**{key: link[key] for key in ("alpha", "beta", "gamma", "overhead", "overlaps")})
@@ -90,8 +91,8 @@ def _measure_wrong(group, wrong):
             real = ring_systems.connect
             patch.setattr(ring_systems, "connect", lambda *args, **route: _bidirectional(real(*args, **route)))
         elif wrong == "gloo":
-            real_of_gloo = ring_systems._of_gloo
-            patch.setattr(ring_systems, "_of_gloo", lambda *args: _twice(real_of_gloo(*args), args[2]))
+            real_of_peer = ring_systems._of_peer
+            patch.setattr(ring_systems, "_of_peer", lambda *args: _twice(real_of_peer(*args), args[2]))
         elif group.rank() == 1:
             nudge = torch.tensor(float("inf"))
             patch.setattr(
@@ -172,6 +173,13 @@ def test_a_world_of_one_is_refused(capsys):
     assert "one rank sends nothing" in capsys.readouterr().err
 
 
+def test_what_is_compared_on_which_device():
+    on_cpu, on_gpu = (systems_on(torch.device(kind), ["ring"]) for kind in ("cpu", "cuda"))
+    assert [str(system) for system in on_cpu] == ["gloo", "shared_memory ring", "p2p ring", "collectives ring"]
+    assert [str(system) for system in on_gpu] == ["nccl", "p2p ring", "collectives ring"]
+    assert [system.is_ours for system in on_gpu] == [False, True, True]
+
+
 def test_goals_are_for_the_default_of_each_transport():
     shared, ours = System("shared_memory", "direct"), System("p2p", "ring")
     assert goal_of("reduce-scatter", shared, 16 << 20) == 8
@@ -185,7 +193,7 @@ def test_tables_of_the_rows_that_are_kept():
     results = sorted((ROOT / "bench" / "results").glob("ring-*.jsonl"))
     rows = read_rows(results)
     assert rows, "the bench has been run"
-    assert render(rows).count("gloo's / this") == len({(r["ranks"], r["operation"]) for r in rows if "operation" in r})
+    assert render(rows).count("peer's / this") == len({(r["ranks"], r["operation"]) for r in rows if "operation" in r})
     assert all(set(row) == (KEYS if row["bench"] == "ring" else FIT_KEYS) for row in rows)
 
 
