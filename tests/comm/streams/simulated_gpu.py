@@ -1,0 +1,324 @@
+"""A GPU as far as order goes: streams, events, an allocator and NCCL, played on the CPU, which finds races.
+
+The streams of a GPU run beside each other, and only events order them. Here every operation is carried out at once, by
+the CPU, and noted: on which stream, and which bytes it reads and writes. Each stream has a vector clock, which tells
+what it is behind. Two accesses of the same bytes, one of them a write, are a race unless one is behind the other. So is
+memory that is freed while the stream that it was allocated on is not behind all accesses: the allocator may hand it out
+again at once. That is how the race detectors of threads work (Flanagan and Freund, FastTrack, 2009, PLDI).
+
+The operators of PyTorch come by a dispatch mode, messages and collectives by the transports below. The other ranks do
+not exist: they send zeros. The host counts what it waits for.
+"""
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from bench.support.fake_group import as_one_rank, fake_group
+from shardlite.comm.streams import CudaStreamQueue
+from shardlite.comm.transport.base import Message, Pending
+from shardlite.comm.transport.group_collectives import NcclCollectives
+from shardlite.comm.transport.process_group import MOST_IN_BATCH, NcclTransport
+from shardlite.config import Route
+
+Clock = Counter[int]
+
+_ONLY_VIEWS = ("aten.detach", "aten.set_", "aten.alias", "aten._unsafe_view")
+
+
+@dataclass(eq=False)
+class Stream:
+    """Operations in order."""
+
+    gpu: "Gpu"
+    name: str
+    number: int
+    clock: Clock = field(default_factory=Counter)
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        event = event or Event(self.gpu)
+        event.record(self)
+        return event
+
+    def wait_event(self, event: "Event") -> None:
+        assert event.clock is not None, "it was not recorded, so a wait for it is none"
+        self.clock |= event.clock
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.clock |= other.clock
+
+    def launch(self) -> int:
+        """Begin the next operation, which is behind all that the host has waited for; return its number."""
+        self.clock |= self.gpu.host
+        self.clock[self.number] += 1
+        return self.clock[self.number]
+
+
+@dataclass(eq=False)
+class Event:
+    """A moment of a stream."""
+
+    gpu: "Gpu"
+    clock: Clock | None = None
+    asked: int = 0
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.clock = Counter((stream or self.gpu.current()).clock)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or self.gpu.current()).wait_event(self)
+
+    def query(self) -> bool:
+        """Return whether it is over: so it is when it has been asked for `Gpu.lag` times."""
+        self.gpu.waits["query"] += 1
+        self.asked += 1
+        if self.asked <= self.gpu.lag:
+            return False
+        self.gpu.host |= self.clock or Counter()
+        return True
+
+    def synchronize(self) -> None:
+        self.gpu.waits["synchronize"] += 1
+        self.gpu.host |= self.clock or Counter()
+
+
+@dataclass
+class _Access:
+    start: int
+    stop: int
+    stream: Stream
+    tick: int
+    writes: bool
+    what: str
+    recorded: bool
+    """Whether the allocator knows of the stream (`record_stream`), and frees the memory only behind it."""
+
+    def is_before(self, stream: Stream) -> bool:
+        return stream.clock[self.stream.number] >= self.tick
+
+    def __str__(self) -> str:
+        return f"{self.what} {'writes' if self.writes else 'reads'} on {self.stream.name}"
+
+
+@dataclass
+class _Memory:
+    allocated_on: Stream
+    accesses: list[_Access] = field(default_factory=list)
+
+
+class Gpu:
+    """Streams, memory, and what was found; `lag` is how often an event is asked for before it is over."""
+
+    def __init__(self, lag: int = 0) -> None:
+        self.lag = lag
+        self.races: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
+        """How often the host has waited: `query`, `synchronize`, `item`."""
+
+        self.launched: Counter[str] = Counter()
+        """Batches and operations of messages, and collectives."""
+
+        self.largest_batch = 0
+        self.host: Clock = Counter()
+        self._streams = 0
+        self.compute = self.stream("compute")
+        self._thread = threading.local()
+        self._memory: dict[int, _Memory] = {}
+
+    def stream(self, name: str = "") -> Stream:
+        self._streams += 1
+        return Stream(self, name or f"stream {self._streams}", self._streams)
+
+    def current(self, _: Any = None) -> Stream:
+        return getattr(self._thread, "stream", self.compute)
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before = self.current()
+        self._thread.stream = stream
+        try:
+            yield
+        finally:
+            self._thread.stream = before
+
+    def queue(self, name: str, *_: Any, **__: Any) -> CudaStreamQueue:
+        """Make a queue of the library whose operations the program's thread launches, as over NCCL."""
+        queue = CudaStreamQueue(torch.device("cuda"), None)
+        queue._stream.name = name
+        return queue
+
+    def access(
+        self, tensor: Tensor, what: str, *, writes: bool, stream: Stream | None = None, recorded: bool = False
+    ) -> None:
+        """Note that the operation that `stream` has begun last reads or writes a tensor."""
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.numel() == 0:
+            return
+        stream = stream or self.current()
+        start, stop = _span(tensor)
+        now = _Access(start, stop, stream, stream.clock[stream.number], writes, what, recorded)
+        memory = self.memory_of(tensor)
+        for before in memory.accesses:
+            overlap = before.start < stop and start < before.stop
+            if overlap and (writes or before.writes) and not before.is_before(stream):
+                self.races[f"{now}, but is not behind: {before}"] += 1
+        memory.accesses = [
+            each
+            for each in memory.accesses
+            if not (
+                start <= each.start and each.stop <= stop and each.is_before(stream) and (writes or not each.writes)
+            )
+        ]
+        memory.accesses.append(now)
+
+    def memory_of(self, tensor: Tensor) -> _Memory:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._memory:
+            self._memory[key] = _Memory(self.current())
+            weakref.finalize(storage, self._free, key).atexit = False
+        return self._memory[key]
+
+    def _free(self, key: int) -> None:
+        memory = self._memory.pop(key, None)
+        for each in [] if memory is None else memory.accesses:
+            if not each.recorded and not each.is_before(memory.allocated_on):
+                self.races[f"{each}, but is freed for {memory.allocated_on.name}"] += 1
+
+    @contextmanager
+    def ranks(self, world_size: int) -> Iterator[None]:
+        """Be rank 0 of so many, with this GPU."""
+
+        def connect(group: dist.ProcessGroup | None, route: Route) -> NcclTransport:
+            if route.transport == "p2p" or route.algorithm != "auto":
+                transport = _Messages(self, group)
+                transport.algorithm = "ring" if route.algorithm == "auto" else route.algorithm
+                return transport
+            return _Collectives(self, group)
+
+        cuda = {
+            "Stream": lambda *_, **__: self.stream(),
+            "Event": lambda *_, **__: Event(self),
+            "current_stream": self.current,
+            "stream": self.on,
+            "device": lambda _: nullcontext(),
+        }
+        with ExitStack() as stack:
+            for name, value in cuda.items():
+                stack.enter_context(mock.patch.object(torch.cuda, name, value))
+            stack.enter_context(fake_group(world_size))
+            stack.enter_context(as_one_rank(connect, self.queue))
+            stack.enter_context(_Operators(self))
+            yield
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return which bytes of its storage a tensor may touch."""
+    start = tensor.storage_offset() * tensor.element_size()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
+class _Operators(TorchDispatchMode):
+    """Notes what each operator of PyTorch reads and writes."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        super().__init__()
+        self._gpu = gpu
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name, schema = str(func), func._schema
+        self._gpu.waits["item"] += name == "aten._local_scalar_dense.default"
+        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
+        if is_view or name.startswith(_ONLY_VIEWS):
+            return out
+        self._gpu.current().launch()
+        for i, argument in enumerate(schema.arguments):
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            for each in tree_leaves(value):
+                if isinstance(each, Tensor):
+                    self._gpu.access(each, name, writes=writes)
+        for each in tree_leaves(out):
+            if isinstance(each, Tensor):
+                if "empty" in name:
+                    self._gpu.memory_of(each)
+                else:
+                    self._gpu.access(each, name, writes=True)
+        return out
+
+
+class _Messages(NcclTransport):
+    """Batches of messages on NCCL's own stream, which the allocator knows of (`ProcessGroupNCCL::pointToPoint`)."""
+
+    def __init__(self, gpu: Gpu, group: dist.ProcessGroup | None) -> None:
+        super().__init__(group)
+        self._gpu = gpu
+        self._stream = gpu.stream("nccl")
+
+    def exchange(self, messages: Sequence[Message], tag: int) -> Pending:
+        del tag
+        gpu, stream = self._gpu, self._stream
+        assert len(messages) <= MOST_IN_BATCH
+        gpu.launched["batches"] += 1
+        gpu.launched["messages"] += len(messages)
+        gpu.largest_batch = max(gpu.largest_batch, len(messages))
+        stream.wait_stream(gpu.current())
+        stream.launch()
+        for each in messages:
+            what = "a send" if each.outgoing else "a receive"
+            gpu.access(each.tensor, what, writes=not each.outgoing, stream=stream, recorded=True)
+        with _disable_current_modes(), torch.no_grad():
+            for each in messages:
+                if not each.outgoing:
+                    each.tensor.zero_()
+        return _Sent(gpu, stream.record_event())
+
+
+@dataclass
+class _Sent:
+    gpu: Gpu
+    end: Event
+
+    def wait(self) -> None:
+        self.end.wait()
+
+
+class _Collectives(NcclCollectives):
+    """Whole collectives on the current stream."""
+
+    def __init__(self, gpu: Gpu, group: dist.ProcessGroup | None) -> None:
+        super().__init__(group)
+        self._gpu = gpu
+
+    def _run(self, what: str, call: Any, *tensors: Tensor) -> None:
+        del call
+        self._gpu.launched["collectives"] += 1
+        self._gpu.current().launch()
+        written, *read = tensors
+        for each in read or [written] * (what == "all-reduce"):
+            self._gpu.access(each, what, writes=False)
+        if what == "broadcast":  # rank 0 is the source
+            return self._gpu.access(written, what, writes=False)
+        self._gpu.access(written, what, writes=True)
+        if what == "all-reduce":
+            return None
+        with _disable_current_modes(), torch.no_grad():
+            kept = [each.clone() for each in read]
+            written.zero_()
+            for each, values in zip(read, kept, strict=True):
+                each.copy_(values)  # a gather finds this rank's part in its place
+        return None
