@@ -557,7 +557,7 @@ class ShardLite(nn.Module):
         self._in_backward = InBackwardOptimizer(shards, gatherer)
         reduced = [] if single_rank else units
         self._reducer = Reducer(reduced, context, self._in_backward, stage=self.stage, diagnose=diagnose)
-        self._backward = Backward(self._reducer, gatherer, units)
+        self._backward = Backward(self._reducer, gatherer, units, context.streams)
         self._full = FullParameters(self.module, units, context, gatherer, self._backward.calls)
         self._hooks = ModuleHooks(self._backward, gatherer)
         solo = SoloGradientFlags(flats, context.device, diagnose=diagnose) if single_rank else None

@@ -17,9 +17,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from shardlite_kernels import adamw, adamw_cpu, add_rows, add_rows_adamw, hop, reduce_adamw, stats
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlite.comm import context
@@ -77,7 +77,7 @@ def _launching_queue(*_: Any, **__: Any) -> _LaunchingQueue:
 @contextmanager
 def fake_group(world_size: int) -> Iterator[dist.ProcessGroup]:
     """Be rank 0 of a fake default process group of `world_size` ranks."""
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=dist.HashStore())
     group = dist.group.WORLD
     assert group is not None
     try:

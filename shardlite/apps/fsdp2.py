@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from shardlite.comm import (
     SUMMABLE,
     Operation,
+    ProgramStreams,
     Ranks,
     StreamQueue,
     Transport,
@@ -235,7 +236,8 @@ class Connections:
             operation()
             return None
         if device not in self._queues:
-            self._queues[device] = make_queue(f"fsdp2-{self._name}", device, blocking=transport.blocking)
+            streams = ProgramStreams(device)
+            self._queues[device] = make_queue(f"fsdp2-{self._name}", device, streams, blocking=transport.blocking)
         return _Work(self._queues[device].submit(operation))
 
 

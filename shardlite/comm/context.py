@@ -21,7 +21,7 @@ from shardlite.comm.control.interrupts import defer_interrupts
 from shardlite.comm.control.process import Owner
 from shardlite.comm.control.progress import Progress
 from shardlite.comm.control.uncaught import report_uncaught
-from shardlite.comm.streams import StreamQueue, make_queue
+from shardlite.comm.streams import ProgramStreams, StreamQueue, make_queue
 from shardlite.comm.traffic import NO_UNIT, Traffic
 from shardlite.comm.transport.base import Transport
 from shardlite.comm.transport.group_collectives import GroupCollectives
@@ -82,6 +82,7 @@ class Context:
     standings: ReportBoard
     """Where ranks report their progress in a backward."""
 
+    streams: ProgramStreams
     trace: Trace
     ledger: Ledger
     traffic: Traffic
@@ -207,7 +208,7 @@ class Context:
     def queue(self, name: str) -> StreamQueue:
         """Return a new queue for operations over these transports."""
         blocking = any(transport.blocking for transport in self.transports)
-        return make_queue(name, self.device, blocking=blocking, watch=self.reports)
+        return make_queue(name, self.device, self.streams, blocking=blocking, watch=self.reports)
 
 
 def share(groups: Ranks, device: torch.device, timeout: timedelta, route: Route) -> Context:
@@ -237,6 +238,7 @@ def share(groups: Ranks, device: torch.device, timeout: timedelta, route: Route)
         board=StoreReports(name),
         waits=StoreReports(f"{name}, waits") if device.type == "cpu" and replicas is None else None,
         standings=StoreReports(f"{name}, standings"),
+        streams=ProgramStreams(device),
         trace=Trace(),
         ledger=Ledger(),
         traffic=Traffic(device),

@@ -6,12 +6,14 @@ reductions have separate queues, so that neither waits for the other. Only this 
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import SimpleQueue
 from threading import Lock, Thread, current_thread, main_thread
 from time import monotonic, sleep
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from shardlite.comm.control.failure_reports import FailureReports
 from shardlite.comm.control.interrupts import SLOW
@@ -52,18 +54,26 @@ class StreamQueue(Protocol):
         """Queue `operations`. They start after those before them and the caller's computation so far."""
 
 
-def make_queue(name: str, device: torch.device, *, blocking: bool, watch: FailureReports | None = None) -> StreamQueue:
+def make_queue(
+    name: str,
+    device: torch.device,
+    program: "ProgramStreams",
+    *,
+    blocking: bool,
+    watch: FailureReports | None = None,
+) -> StreamQueue:
     """Return a queue for tensors on `device`.
 
     Args:
         name: name of its thread.
         device: where the tensors are.
+        program: the streams on which the program computes.
         blocking: whether operations block the host for messages.
         watch: asked during long waits of the host whether they are hopeless.
     """
     if device.type != "cuda":
         return ThreadQueue(name, watch)
-    return CudaStreamQueue(device, ThreadQueue(name, watch) if blocking else None)
+    return CudaStreamQueue(device, ThreadQueue(name, watch) if blocking else None, program)
 
 
 class _HostWork:
@@ -192,18 +202,75 @@ def _work_off(queue: "SimpleQueue[_Job | None]") -> None:
             del work, operation, operations, job  # or the last operation's buffers would live until the next one
 
 
+class ProgramStreams:
+    """The streams on which the program computes: one in most programs.
+
+    The library works on one of them, the home stream: there it allocates and frees memory, and starts operations. It is
+    the stream that called the model last. Where the program calls from another stream, within a forward or a backward,
+    both wait for each other. On the CPU there are none.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._on_gpu = device.type == "cuda"
+        self._home: torch.cuda.Stream | None = None
+
+    def move_home(self) -> torch.cuda.Stream | None:
+        """Let the current stream be the home stream, and return it if another one was. To be called between passes."""
+        other = self.other()
+        self._home = other or self._home
+        return other
+
+    def other(self) -> torch.cuda.Stream | None:
+        """Return the current stream, or `None` if it is the home stream."""
+        if not self._on_gpu:
+            return None
+        current = torch.cuda.current_stream(self._device)
+        if self._home is None:
+            self._home = current
+        return None if current == self._home else current
+
+    def at_home(self) -> AbstractContextManager[None]:
+        """Work on the home stream, behind the current stream. The current stream is behind that work afterwards."""
+        other = self.other()
+        return _IS_HOME if other is None else self._across(other)
+
+    @contextmanager
+    def _across(self, other: torch.cuda.Stream) -> Iterator[None]:
+        home = self._home
+        assert home is not None, "there is another one"
+        home.wait_stream(other)
+        with torch.cuda.stream(home):
+            yield
+        other.wait_stream(home)
+
+    def wait_for(self, other: torch.cuda.Stream) -> None:
+        """Put the home stream behind another one."""
+        if self._home is not None:
+            self._home.wait_stream(other)
+
+    def take(self, tensor: Tensor) -> None:
+        """Let the home stream use a tensor of another stream, whose memory is freed only behind both then."""
+        if self._home is not None:
+            tensor.record_stream(self._home)
+
+
+_IS_HOME = nullcontext()
+
+
 class CudaStreamQueue:
     """Runs operations on a separate stream. `thread` launches them if that has to wait for messages.
 
     Memory is safe without `record_stream`. A tensor that an operation uses was allocated on the caller's stream, whose
     work so far the operation waits for; and the caller frees or reuses it only after `wait()`, when its stream is
-    behind the operation.
+    behind the operation. A caller that is gone, with operations in flight, is put behind them when the queue is freed.
     """
 
-    def __init__(self, device: torch.device, thread: ThreadQueue | None) -> None:
+    def __init__(self, device: torch.device, thread: ThreadQueue | None, program: ProgramStreams) -> None:
         self._device = device
         self._thread = thread
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        weakref.finalize(self, program.wait_for, self._stream).atexit = False  # before any memory of the model is freed
 
     def submit(self, *operations: Callable[[], None]) -> Work:
         """Queue `operations` behind the work submitted to the current stream so far."""

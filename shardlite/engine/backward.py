@@ -14,8 +14,9 @@ from enum import Enum
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from shardlite.comm import ProgramStreams
 from shardlite.errors import PhaseError
 from shardlite.grads import Bucket, Reducer
 from shardlite.params import Unit, take_grad
@@ -38,9 +39,11 @@ class Mode(Enum):
 class Backward:
     """Follows the backwards of one wrapped model, one outermost backward at a time."""
 
-    def __init__(self, reducer: Reducer, gatherer: Gathering, units: Sequence[Unit]) -> None:
+    def __init__(self, reducer: Reducer, gatherer: Gathering, units: Sequence[Unit], streams: ProgramStreams) -> None:
         self._reducer = reducer
         self._gatherer = gatherer
+        self._units = units
+        self._streams = streams
         self.calls = Calls(gatherer, units, on_use=self.open) if isinstance(gatherer, Gatherer) else None
         """Where handles of weights are saved for a backward; `None` where weights are always there."""
 
@@ -79,8 +82,18 @@ class Backward:
         well come while gradients are accumulated, and freezing everything for its time must do no harm.
         """
         self.repair()
+        if (stream := self._streams.move_home()) is not None:
+            for memory in self._kept():
+                memory.record_stream(stream)
         if not (evaluating and self._reducer.accumulates):
             self.follow_requires_grad()
+
+    def _kept(self) -> Iterator[Tensor]:
+        """Yield the memory that passes leave to later ones: weights in a cache, and accumulated gradients."""
+        for unit in self._units:
+            if unit.buffer is not None:
+                yield unit.buffer.bytes
+        yield from self._reducer.accumulated()
 
     def follow_requires_grad(self) -> None:
         """Expect gradients of those parameters that require them now."""
@@ -102,9 +115,15 @@ class Backward:
                     self._caught.add(param)
 
     def _take_gradient(self, unit: Unit, param: nn.Parameter) -> None:
-        """Take the gradient that autograd has just put into `param.grad`."""
+        """Take the gradient that autograd has just put into `param.grad`, on whichever stream."""
         grad, is_watched = take_grad(param)
         assert grad is not None
+        if self._streams.other() is not None:
+            self._streams.take(grad)
+        with self._streams.at_home():
+            self._add_gradient(unit, param, grad, is_watched=is_watched)
+
+    def _add_gradient(self, unit: Unit, param: nn.Parameter, grad: Tensor, *, is_watched: bool) -> None:
         self.open()
         if not self._got_gradients:
             self._reducer.begin(steps=self._mode is Mode.STEP, reduces=self._mode is not Mode.LOCAL)
@@ -211,12 +230,13 @@ class Backward:
 
         If the reductions fail, this backward has died like any other.
         """
-        self._gatherer.end_pass()  # others may need weights yet before they can reduce
-        if self._got_gradients and self._mode is not Mode.LOCAL:
-            self._reducer.flush()
-        else:
-            self._reducer.start_over()
-        self._end()
+        with self._streams.at_home():
+            self._gatherer.end_pass()  # others may need weights yet before they can reduce
+            if self._got_gradients and self._mode is not Mode.LOCAL:
+                self._reducer.flush()
+            else:
+                self._reducer.start_over()
+            self._end()
 
     def _end(self) -> None:
         final = self._got_gradients and self._mode is Mode.STEP

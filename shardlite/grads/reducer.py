@@ -171,6 +171,11 @@ class Reducer:
         """Whether there are gradients that are not reduced yet."""
         return any(bucket.phase is Gradients.FILLING for bucket in self._buckets.values())
 
+    def accumulated(self) -> Iterator[Tensor]:
+        """Yield the memory of gradients that are not reduced yet."""
+        for bucket in self._buckets.values():
+            yield from (*bucket.full, *bucket.early.values())
+
     def follow_requires_grad(self) -> bool:
         """Have buckets for those parameters that require gradients now; return whether that changed anything.
 

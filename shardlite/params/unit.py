@@ -211,6 +211,14 @@ class Unit:
     users: int = 0
     buffer: Buffer | None = None
     work: Work | None = None
+    """The gather in flight."""
+
+    gathered: Work | None = None
+    """The latest gather that was waited for."""
+
+    others: set[torch.cuda.Stream] = field(default_factory=set)
+    """Streams beside the home stream that use the full weights."""
+
     gathered_version: int = -1
     needs_regather: bool = False
     """Whether the full weights may have been written to, so that the next use gathers them again."""

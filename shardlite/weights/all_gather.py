@@ -196,7 +196,7 @@ class GatherQueue:
             self._context.trace.emit("wait", unit.name)
             with self._context.traffic.waiting("gather", unit.name):
                 unit.work.wait(self._context.progress.publish)
-            unit.work = None
+            unit.gathered, unit.work = unit.work, None
 
 
 def is_fresh(unit: Unit) -> bool:

@@ -27,6 +27,7 @@ class ResidentWeights:
         self._units = [unit for unit in units if unit.needs_gather]
         self._queue = GatherQueue(context)
         self._trace = context.trace
+        self._streams = context.streams
         self._left: dict[Unit, int] = {}  # how often copies of shards were written to when their last use ended
 
     def unshard(self, unit: Unit) -> None:
@@ -34,7 +35,7 @@ class ResidentWeights:
         if unit.needs_gather and unit.users == 0:
             # Inside a `torch.func` transform the new views would be of its kind, and outlive it.
             self._take_over(unit)
-            with isolated(), torch._C._DisableFuncTorch():
+            with isolated(), torch._C._DisableFuncTorch(), self._streams.at_home():
                 self._request(unit)
                 self._land(unit)
         elif unit.needs_gather and not is_fresh(unit):

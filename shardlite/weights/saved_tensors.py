@@ -107,6 +107,8 @@ class Handle:
         if not self.call.uses:
             self.call.calls.on_use()
             self.call.unshard()
+        else:
+            self.call.calls.gatherer.follow(self.call.unit)
         if self.call.unit.overwritten:
             self.call.unit.check_not_overwritten(int(self.offset) * self.dtype.itemsize)
         if torch.is_grad_enabled():

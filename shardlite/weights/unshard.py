@@ -42,6 +42,7 @@ class Gatherer:
         self._units = units
         self._empty = context.empty
         self._trim = context.trim
+        self._streams = context.streams
         self._trace = context.trace
         self._ledger = context.ledger
         self._prefetch = prefetch
@@ -57,7 +58,7 @@ class Gatherer:
             CommError: a peer failed, is late, or does something else.
         """
         if unit.users == 0:
-            with isolated():
+            with isolated(), self._streams.at_home():
                 if self._prepare(unit):
                     self._coordinator.gather(unit)
                 self._idle.pop(unit, None)
@@ -65,14 +66,24 @@ class Gatherer:
                 self.order.need(unit.index)
                 self._prefetch_next()
                 self._land(unit)
+        self.follow(unit)
         unit.users += 1
+
+    def follow(self, unit: Unit) -> None:
+        """Let the current stream use a unit, behind its gather: another stream may have waited for that."""
+        other = self._streams.other()
+        if other is not None and unit.gathered is not None:
+            unit.gathered.wait()
+            unit.others.add(other)
 
     def reshard(self, unit: Unit) -> None:
         """End one use. After the last one the unit is idle and may be evicted."""
         unit.users -= 1
         if unit.users == 0:
             self._trace.emit("reshard", unit.name)
-            with isolated():
+            with isolated(), self._streams.at_home():
+                while unit.others:
+                    self._streams.wait_for(unit.others.pop())
                 self._let_idle(unit)
                 self._keep_idle(unit)
 

@@ -324,9 +324,9 @@ def test_ranks_share_the_cores_unless_told_otherwise():
 
 def test_each_rank_has_a_gpu_of_its_own_or_a_share_of_one():
     def place(gpus, local_rank, local_ranks):
-        return launch._place(gpus, {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(local_ranks)})
+        return launch.place(gpus, {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(local_ranks)})
 
-    assert launch._place(0, {}) == ("cpu", "gloo")
+    assert launch.place(0, {}) == ("cpu", "gloo")
     assert place(4, 3, 4) == ("cuda:3", "cpu:gloo,cuda:nccl")
     assert place(8, 1, 2) == ("cuda:1", "cpu:gloo,cuda:nccl")
     assert [place(2, local_rank, 4) for local_rank in range(4)] == [

@@ -12,7 +12,7 @@ from torch import nn
 
 import shardlite.comm.context
 from shardlite import AdamW, CommError, ShardLite
-from shardlite.comm.streams import CudaStreamQueue, ThreadQueue, make_queue
+from shardlite.comm.streams import CudaStreamQueue, ProgramStreams, ThreadQueue, make_queue
 from shardlite.comm.transport.process_group import NcclTransport, StagedTransport
 from tests.support.patience import seconds
 from tests.support.sharded import WIDE
@@ -38,8 +38,8 @@ def test_a_thread_lane_works_in_order_and_hands_errors_on():
 
 
 def test_the_cpu_has_thread_lanes_only():
-    assert isinstance(make_queue("test", CPU, blocking=False), ThreadQueue)
-    assert isinstance(make_queue("test", CPU, blocking=True), ThreadQueue)
+    assert isinstance(make_queue("test", CPU, ProgramStreams(CPU), blocking=False), ThreadQueue)
+    assert isinstance(make_queue("test", CPU, ProgramStreams(CPU), blocking=True), ThreadQueue)
 
 
 @dataclass
@@ -121,7 +121,7 @@ def cuda(monkeypatch):
 
 @pytest.mark.parametrize("blocking", [False, True])
 def test_a_stream_lane_is_behind_its_caller_and_its_caller_behind_it(cuda, blocking):
-    lane = make_queue("test", CUDA, blocking=blocking)
+    lane = make_queue("test", CUDA, ProgramStreams(CUDA), blocking=blocking)
     cuda.run("make gradient")
     work = lane.submit(lambda: cuda.run("reduce"))
     work.wait()
@@ -141,14 +141,14 @@ def test_a_stream_lane_is_behind_its_caller_and_its_caller_behind_it(cuda, block
 def test_only_messages_that_block_take_a_thread(cuda):
     threads = []
     for blocking in (False, True):
-        lane = make_queue("test", CUDA, blocking=blocking)
+        lane = make_queue("test", CUDA, ProgramStreams(CUDA), blocking=blocking)
         lane.submit(lambda: threads.append(threading.current_thread())).wait()
     assert threads[0] is threading.current_thread()
     assert threads[1] is not threading.current_thread()
 
 
 def test_the_host_goes_on_while_a_thread_waits_for_messages(cuda):
-    lane = CudaStreamQueue(CUDA, ThreadQueue("test"))
+    lane = CudaStreamQueue(CUDA, ThreadQueue("test"), ProgramStreams(CUDA))
     gate = threading.Event()
     work = lane.submit(lambda: (gate.wait(seconds(10)), cuda.run("reduce")))
     cuda.run("compute on")
@@ -160,7 +160,7 @@ def test_the_host_goes_on_while_a_thread_waits_for_messages(cuda):
 
 
 def test_an_error_on_a_stream_lane_is_the_callers(cuda):
-    lane = CudaStreamQueue(CUDA, ThreadQueue("test"))
+    lane = CudaStreamQueue(CUDA, ThreadQueue("test"), ProgramStreams(CUDA))
     with pytest.raises(ZeroDivisionError):
         lane.submit(lambda: 1 / 0).wait()
 

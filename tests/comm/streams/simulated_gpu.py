@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from bench.support.fake_group import as_one_rank, fake_group
-from shardlite.comm.streams import CudaStreamQueue
+from shardlite.comm import context
+from shardlite.comm.streams import CudaStreamQueue, ProgramStreams
 from shardlite.comm.transport.base import Message, Pending
 from shardlite.comm.transport.group_collectives import NcclCollectives
 from shardlite.comm.transport.process_group import MOST_IN_BATCH, NcclTransport
@@ -101,8 +102,6 @@ class _Access:
     tick: int
     writes: bool
     what: str
-    recorded: bool
-    """Whether the allocator knows of the stream (`record_stream`), and frees the memory only behind it."""
 
     def is_before(self, stream: Stream) -> bool:
         return stream.clock[self.stream.number] >= self.tick
@@ -115,6 +114,11 @@ class _Access:
 class _Memory:
     allocated_on: Stream
     accesses: list[_Access] = field(default_factory=list)
+    recorded: list[Stream] = field(default_factory=list)
+    """Streams that the allocator knows of (`record_stream`): it frees the memory only behind them."""
+
+    handed_over: Event | None = None
+    """Behind which streams are that read it, because autograd's engine sees to it."""
 
 
 class Gpu:
@@ -152,21 +156,19 @@ class Gpu:
         finally:
             self._thread.stream = before
 
-    def queue(self, name: str, *_: Any, **__: Any) -> CudaStreamQueue:
+    def queue(self, name: str, _: torch.device, program: ProgramStreams, **__: Any) -> CudaStreamQueue:
         """Make a queue of the library whose operations the program's thread launches, as over NCCL."""
-        queue = CudaStreamQueue(torch.device("cuda"), None)
+        queue = CudaStreamQueue(torch.device("cuda"), None, program)
         queue._stream.name = name
         return queue
 
-    def access(
-        self, tensor: Tensor, what: str, *, writes: bool, stream: Stream | None = None, recorded: bool = False
-    ) -> None:
+    def access(self, tensor: Tensor, what: str, *, writes: bool, stream: Stream | None = None) -> None:
         """Note that the operation that `stream` has begun last reads or writes a tensor."""
         if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.numel() == 0:
             return
         stream = stream or self.current()
         start, stop = _span(tensor)
-        now = _Access(start, stop, stream, stream.clock[stream.number], writes, what, recorded)
+        now = _Access(start, stop, stream, stream.clock[stream.number], writes, what)
         memory = self.memory_of(tensor)
         for before in memory.accesses:
             overlap = before.start < stop and start < before.stop
@@ -181,6 +183,16 @@ class Gpu:
         ]
         memory.accesses.append(now)
 
+    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
+        """Let the memory of a tensor be freed only behind all that a stream does with it."""
+        self.memory_of(tensor).recorded.append(stream)
+
+    def hand_over(self, *gradients: Tensor) -> None:
+        """Have streams that read these be behind the current one, as autograd's engine does with gradients."""
+        for each in gradients:
+            self.memory_of(each).handed_over = self.current().record_event()
+            self.record_stream(each, self.compute)
+
     def memory_of(self, tensor: Tensor) -> _Memory:
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -192,7 +204,7 @@ class Gpu:
     def _free(self, key: int) -> None:
         memory = self._memory.pop(key, None)
         for each in [] if memory is None else memory.accesses:
-            if not each.recorded and not each.is_before(memory.allocated_on):
+            if each.stream not in memory.recorded and not each.is_before(memory.allocated_on):
                 self.races[f"{each}, but is freed for {memory.allocated_on.name}"] += 1
 
     @contextmanager
@@ -216,8 +228,11 @@ class Gpu:
         with ExitStack() as stack:
             for name, value in cuda.items():
                 stack.enter_context(mock.patch.object(torch.cuda, name, value))
+            stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda *it: self.record_stream(*it)))
             stack.enter_context(fake_group(world_size))
             stack.enter_context(as_one_rank(connect, self.queue))
+            streams = ProgramStreams(torch.device("cuda"))
+            stack.enter_context(mock.patch.object(context, "ProgramStreams", return_value=streams))
             stack.enter_context(_Operators(self))
             yield
 
@@ -245,6 +260,9 @@ class _Operators(TorchDispatchMode):
         is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
         if is_view or name.startswith(_ONLY_VIEWS):
             return out
+        for each in tree_leaves((args, kwargs)):
+            if isinstance(each, Tensor) and (event := self._gpu.memory_of(each).handed_over) is not None:
+                event.wait()
         self._gpu.current().launch()
         for i, argument in enumerate(schema.arguments):
             value = args[i] if i < len(args) else kwargs.get(argument.name)
@@ -280,7 +298,8 @@ class _Messages(NcclTransport):
         stream.launch()
         for each in messages:
             what = "a send" if each.outgoing else "a receive"
-            gpu.access(each.tensor, what, writes=not each.outgoing, stream=stream, recorded=True)
+            gpu.access(each.tensor, what, writes=not each.outgoing, stream=stream)
+            gpu.record_stream(each.tensor, stream)
         with _disable_current_modes(), torch.no_grad():
             for each in messages:
                 if not each.outgoing:

@@ -1,0 +1,149 @@
+"""The simulated GPU finds each wait that the library forgets, so a training without a race says something."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from shardlite.comm.streams import CudaStreamQueue, ProgramStreams, _HostWork, _StreamWork
+from shardlite.engine.backward import Backward
+from shardlite.grads.reducer import Reducer
+from shardlite.params import Weights
+from shardlite.weights.all_gather import GatherQueue
+from shardlite.weights.coordination import PassCoordinator
+from shardlite.weights.unshard import Gatherer
+from tests.comm.streams import simulated_gpu
+from tests.comm.streams.programs import (
+    TwoStreams,
+    accumulates_elsewhere,
+    has_two_streams,
+    is_dropped,
+    is_interrupted,
+    moves,
+)
+from tests.comm.streams.programs import trains as training
+from tests.comm.streams.simulated_gpu import Gpu
+
+
+class Mutant(NamedTuple):
+    """One method without one of its waits."""
+
+    owner: Any
+    method: str
+    without: Callable[..., Any]
+    program: Callable[[Gpu], None]
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """Wait for nothing."""
+
+
+def wait_of_the_host_alone(work, meanwhile=None):
+    work._host.wait(meanwhile)
+
+
+def submit(queue, *operations, begins=True, ends_late=True):
+    begin, end = torch.cuda.current_stream().record_event(), torch.cuda.Event()
+    host = _HostWork()
+    with host, torch.cuda.stream(queue._stream), torch.no_grad():
+        if begins:
+            queue._stream.wait_event(begin)
+        if not ends_late:
+            end.record(queue._stream)
+        for operation in operations:
+            operation()
+        if ends_late:
+            end.record(queue._stream)
+    return _StreamWork(queue._device, end, host)
+
+
+def bind_at_once(_, unit):
+    unit.gathered, unit.work = unit.work, None
+    unit.bind()
+    unit.move(Weights.FULL)
+
+
+def forget_the_gather(_, unit):
+    unit.gathered, unit.work = unit.work, None
+
+
+def clear_at_once(reducer, count):
+    for reduction in reducer._round.started[reducer._round.landed : count]:
+        reduction.bucket.clear()
+        reducer._round.landed += 1
+
+
+def end_passes_at_once(coordinator):
+    while coordinator._ended:
+        coordinator._ended.pop(0).revise()
+
+
+def step_at_once(reducer, unit, flat):
+    unit.stepped.add(flat)
+    return reducer._stepper.step(flat)
+
+
+NOT_NEEDED = "a unit whose weights the backward does not need"
+FROZEN = partial(has_two_streams, block=TwoStreams, trains_both=False)
+
+MUTANTS = {
+    "the program waits for no operation": Mutant(
+        _StreamWork, "wait", wait_of_the_host_alone, partial(training, name="stage 3")
+    ),
+    "an operation does not wait for the program": Mutant(
+        CudaStreamQueue, "submit", partial(submit, begins=False), partial(training, name="stage 3")
+    ),
+    "the end of an operation is recorded at its start": Mutant(
+        CudaStreamQueue, "submit", partial(submit, ends_late=False), partial(training, name="stage 2")
+    ),
+    "weights are used before they are gathered": Mutant(
+        Gatherer, "_land", bind_at_once, partial(training, name="stage 3")
+    ),
+    "weights that stay are used before they are gathered": Mutant(
+        GatherQueue, "wait", forget_the_gather, partial(training, name="stage 2")
+    ),
+    "a bucket is freed before it is reduced": Mutant(
+        Reducer, "_land", clear_at_once, partial(training, name="stage 3")
+    ),
+    "gradients are used before they are reduced": Mutant(
+        Reducer, "_land", clear_at_once, partial(training, name="stage 0")
+    ),
+    "a step does not wait for gathers": Mutant(
+        PassCoordinator, "settle", end_passes_at_once, partial(is_interrupted, event=NOT_NEEDED)
+    ),
+    "a step in the backward does not wait for a gather": Mutant(
+        Reducer, "_prepare_step", step_at_once, partial(is_interrupted, event=NOT_NEEDED, in_backward=True)
+    ),
+    "messages are not waited for": Mutant(
+        simulated_gpu._Sent, "wait", nothing, partial(training, name="stage 3, ring")
+    ),
+    "another stream does not wait for a gather": Mutant(Gatherer, "follow", nothing, FROZEN),
+    "a buffer is given away while another stream reads it": Mutant(ProgramStreams, "wait_for", nothing, FROZEN),
+    "a gradient of another stream is freed while it is read": Mutant(
+        ProgramStreams, "take", nothing, accumulates_elsewhere
+    ),
+    "a model is freed with operations in flight": Mutant(
+        ProgramStreams, "wait_for", nothing, partial(is_dropped, where="forward")
+    ),
+    "a cache moves to another stream": Mutant(
+        Backward, "_kept", lambda _: iter(()), partial(moves, event="an evaluation")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_it_is_found(name, monkeypatch):
+    owner, method, without, program = MUTANTS[name]
+    before = Gpu(1)
+    program(before)
+    assert not before.races
+    monkeypatch.setattr(owner, method, _method(without))
+    program(gpu := Gpu(1))
+    assert gpu.races
+
+
+def _method(function):
+    """Return a function that becomes a method, which a `partial` does not."""
+    return lambda *arguments, **options: function(*arguments, **options)
