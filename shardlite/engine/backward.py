@@ -118,8 +118,10 @@ class Backward:
         """Take the gradient that autograd has just put into `param.grad`, on whichever stream."""
         grad, is_watched = take_grad(param)
         assert grad is not None
-        if self._streams.other() is not None:
-            self._streams.take(grad)
+        if self._streams.other() is None:
+            self._add_gradient(unit, param, grad, is_watched=is_watched)
+            return
+        self._streams.take(grad)
         with self._streams.at_home():
             self._add_gradient(unit, param, grad, is_watched=is_watched)
 

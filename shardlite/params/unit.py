@@ -9,7 +9,7 @@ shape if this rank has all of the parameter, else `[k, 1, ...]`.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import attrgetter
@@ -38,6 +38,22 @@ class Buffer:
         self.bytes = memory
         self.key = storage_key(self.bytes)
         self._own_uses = torch._C._storage_Use_Count(self.key)
+        self._views: dict[object, list[Tensor]] = {}
+
+    def views(self, owner: object, make: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
+        """Return the views that `make` has made of the memory for `owner`. They are kept, and not made again.
+
+        Not within a mode of the program, or a `torch.func` transform, in which tensors may be of another kind.
+        """
+        kept = self._views.get(owner)
+        if kept is not None:
+            return kept
+        if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+            return make(self.bytes)
+        before = torch._C._storage_Use_Count(self.key)
+        kept = self._views[owner] = make(self.bytes)
+        self._own_uses += torch._C._storage_Use_Count(self.key) - before
+        return kept
 
     def escaped(self) -> bool:
         """Whether tensors outside the library still view this buffer. Call it after our own views are gone."""
@@ -281,17 +297,22 @@ class Unit:
     def fulls(self) -> list[Tensor]:
         """Return the memory of the full weights, one tensor [W*S] per flat."""
         if self.buffer is not None:
-            return self.full_views(self.buffer)
+            return self.buffer.views(self, self._cut_fulls)
         fulls = [flat.full for flat in self.flats if flat.full is not None]
         assert len(fulls) == len(self.flats), "a unit in use has memory for its full weights"
         return fulls
 
-    def full_views(self, buffer: Buffer) -> list[Tensor]:
-        """View a buffer as one full tensor [W*S] per flat."""
+    def _cut_fulls(self, memory: Tensor) -> list[Tensor]:
+        """View bytes [nbytes] as one full tensor [W*S] per flat."""
         return [
-            buffer.bytes[start : start + _full_nbytes(flat)].view(flat.compute)
+            memory[start : start + _full_nbytes(flat)].view(flat.compute)
             for flat, start in zip(self.flats, self._starts, strict=True)
         ]
+
+    def _cut_params(self, memory: Tensor) -> list[Tensor]:
+        """View bytes [nbytes] as the module's own parameters, in their order."""
+        fulls = self._cut_fulls(memory)
+        return [slot.view(full) for flat, full in zip(self.flats, fulls, strict=True) for slot in flat.layout.slots]
 
     def check_not_overwritten(self, offset: int) -> None:
         """Check that the full weights at this byte of the buffer are those of before the backward's own steps.
@@ -310,6 +331,9 @@ class Unit:
 
     def bind(self) -> None:
         """Turn the module's parameters into views of the full weights."""
+        if self.buffer is not None:
+            to_full(zip(self._params, self.buffer.views(self.index, self._cut_params), strict=True))
+            return
         for flat, full in zip(self.flats, self.fulls(), strict=True):
             to_full(flat.views(full))
 

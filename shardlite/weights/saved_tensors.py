@@ -132,8 +132,11 @@ class Handle:
         buffer = self.call.unit.buffer
         assert buffer is not None, "a unit in use has a buffer"
         with isolated():
-            view = torch.empty(0, dtype=self.dtype, device=buffer.bytes.device)
-            return view.set_(buffer.bytes.untyped_storage(), self.offset, self.size, self.stride)
+            (whole,) = buffer.views(self.dtype, self._as_dtype)
+            return whole.as_strided(self.size, self.stride, self.offset)
+
+    def _as_dtype(self, memory: Tensor) -> list[Tensor]:
+        return [memory.view(self.dtype)]
 
 
 @dataclass(slots=True)

@@ -193,7 +193,7 @@ class GroupCollectives(GroupTransport):
 
 def _bytes(tensor: Tensor) -> Tensor:
     """Return what is moved: not every backend knows every dtype."""
-    return tensor.detach().view(torch.uint8)
+    return tensor.view(torch.uint8)
 
 
 def _on_same_memory(tensor: Tensor) -> Tensor:
