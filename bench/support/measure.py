@@ -101,9 +101,16 @@ def peak_bytes(workload: Workload, build: Build, group: dist.ProcessGroup) -> in
 def activation_bytes(workload: Workload) -> int:
     """Return what the forward of the plain model leaves behind for its backward."""
     model, batch = workload.model(), workload.batch(0, 0)
-    before = _live_bytes(workload.device)
-    loss = model(*batch)
-    after = _live_bytes(workload.device)
+    gc.collect()
+    if workload.device.type == "cuda":
+        before = torch.cuda.memory_allocated(workload.device)
+        loss = model(*batch)
+        after = torch.cuda.memory_allocated(workload.device)
+    else:
+        with Meter[None]() as meter:  # what the graph alone holds is seen as it is made
+            before = meter.live
+            loss = model(*batch)
+            after = meter.live
     del loss
     return after - before
 

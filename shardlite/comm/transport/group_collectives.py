@@ -1,6 +1,6 @@
 """Whole collectives of a process group, for transports that do not go message by message.
 
-    gather     `all_gather_into_tensor`, in place
+    gather     `all_gather_into_tensor`, in place; over gloo by messages
     reduction  `all_to_all_single`: rank `k` receives segment `k` of every rank, a row each; one kernel then adds the
                rows in the order of the ring (`shardlite_kernels.add_rows`)
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import Backend
 
+from shardlite.comm.transport.base import Message
 from shardlite.comm.transport.process_group import GlooTransport, GroupTransport, InFlight, NcclTransport, Posted
 from shardlite.errors import CommError
 from shardlite.telemetry import Ledger
@@ -207,6 +208,9 @@ def _on_same_memory(tensor: Tensor) -> Tensor:
 class GlooCollectives(GroupCollectives, GlooTransport):
     """Collectives of CPU tensors over `group`, each completed within `timeout`. A queue blocks its thread in them.
 
+    A gather goes by messages, each rank's segment to all others: gloo's own all-gather takes two to four times as long
+    (`bench/results/ring-cpu.jsonl`).
+
     Gloo's threads keep the tensors of a collective for a while after its end, so that memory would seem to be in use
     still. They are given other tensors on the same memory.
     """
@@ -215,6 +219,18 @@ class GlooCollectives(GroupCollectives, GlooTransport):
         super().__init__(group, timeout)
         self._lost: list[Sequence[Tensor]] = []
         """Memory of collectives that failed: gloo may still write to it."""
+
+    def all_gather(self, full: Tensor, cut: Segments) -> None:
+        """Fill `full` [n] in place, given this rank's segment.
+
+        Raises:
+            CommError: a peer failed or is late.
+        """
+        segments = [_bytes(full[start:stop]) for start, stop in cut.bounds]
+        others = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
+        messages = [Message(segments[peer], peer, outgoing=False) for peer in reversed(others)]
+        messages += [Message(segments[self.rank], peer, outgoing=True) for peer in others]
+        self.exchange(messages, tag=0).wait()
 
     def _run(self, what: str, call: Callable[..., dist.Work | None], *tensors: Tensor) -> None:
         try:
