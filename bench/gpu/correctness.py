@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 import triton
 
 from bench.support.check import verify
-from bench.support.ranks import start_ranks
+from bench.support.ranks import only_rank, start_ranks
 from bench.support.systems import FOOTPRINTS, SYSTEMS, Trainer
 from bench.support.table import read_rows
 from bench.support.workloads import WORKLOADS, Workload
@@ -87,12 +86,8 @@ def memcheck(report: Report, *, dry: bool) -> None:
 
 def twins(report: Report, *, dry: bool) -> None:
     """All stages beside DDP and an exact twin, and losses of all formats beside those of the plain model."""
-    with tempfile.NamedTemporaryFile() as store:
-        device = torch.device("cpu" if dry else "cuda")
-        backend = "gloo" if dry else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, init_method=f"file://{store.name}", rank=0, world_size=1)
-        group = dist.group.WORLD
-        assert group is not None
+    device = torch.device("cpu" if dry else "cuda")
+    with only_rank(device) as group:
         workload = WORKLOADS["tiny" if dry else "mlp"].on(device)
         for system, share in verify(workload, SYSTEMS, group).items():
             report(system=system, tolerance_used=round(share, 3))
@@ -102,7 +97,6 @@ def twins(report: Report, *, dry: bool) -> None:
             off = max(abs(got - want) / want for got, want in zip(losses, expected, strict=True))
             report(format=name, first_loss=losses[0], last_loss=losses[-1], plain_last_loss=expected[-1], off=off)
             _demand(off < 0.05, f"{name}: a loss is {100 * off:.1f} % off the plain model's")
-        dist.destroy_process_group()
 
 
 def ranks_on_one_card(report: Report, *, dry: bool) -> None:

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.correctness import ROOT, Report
 from bench.support.fake_group import fake_group
 from bench.support.measure import WARM_UP, peak_bytes, percentile, seconds
+from bench.support.ranks import only_rank
 from bench.support.systems import MIXED, Trainer
 from bench.support.table import read_rows
 from bench.support.workloads import WORKLOADS, Workload
@@ -35,7 +35,7 @@ _WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchroniz
 
 def steps(report: Report, *, dry: bool) -> None:
     """Steps of GPT-2 XL in bf16: time, time of the host, peak of memory. One system after the other."""
-    with _one_rank(dry) as group:
+    with only_rank(_device(dry)) as group:
         workload = _workload("gpt2-xl", dry)
         reference: dict[str, float] = {}
         for name, build in MIXED.items():
@@ -50,7 +50,7 @@ def steps(report: Report, *, dry: bool) -> None:
 
 def host_waits(report: Report, *, dry: bool) -> None:
     """How often the host waits for the GPU in a steady step: never, if all is well."""
-    with _one_rank(dry) as group:
+    with only_rank(_device(dry)) as group:
         workload = _workload("mlp", dry)
         for name, build in MIXED.items():
             trainer, batch = build(workload, group), workload.batch(0, 0)
@@ -66,7 +66,7 @@ def host_waits(report: Report, *, dry: bool) -> None:
 def compiled(report: Report, *, dry: bool) -> None:
     """Steps with blocks that `torch.compile` has compiled, in both of its modes."""
     ways: dict[str, dict[str, Any]] = {"no": {}, "default": {}, "reduce-overhead": {"mode": "reduce-overhead"}}
-    with _one_rank(dry) as group:
+    with only_rank(_device(dry)) as group:
         for way, options in ways.items():
             workload = _workload("mlp", dry)
             if way != "no":
@@ -78,8 +78,8 @@ def compiled(report: Report, *, dry: bool) -> None:
 
 def messages_to_itself(report: Report, *, dry: bool) -> None:
     """What a batch of two messages costs the host and the GPU, sent by a rank to itself."""
-    with fake_group(1) if dry else _one_rank(dry) as group:
-        transport, device = NcclTransport(group), torch.device("cpu" if dry else "cuda")
+    with fake_group(1) if dry else only_rank(_device(dry)) as group:
+        transport, device = NcclTransport(group), _device(dry)
         for nbytes in (1 << 10,) if dry else (1 << 12, 1 << 20, 1 << 26):
             sent, received = (torch.zeros(nbytes // 4, device=device) for _ in range(2))
             batch = [Message(sent, 0, outgoing=True), Message(received, 0, outgoing=False)]
@@ -102,22 +102,12 @@ def _exchange(transport: NcclTransport, batch: Sequence[Message]) -> None:
     transport.exchange(batch, tag=0).wait()
 
 
-@contextmanager
-def _one_rank(dry: bool) -> Iterator[dist.ProcessGroup]:
-    """Be the only rank of a process group."""
-    with tempfile.NamedTemporaryFile() as store:
-        backend = "gloo" if dry else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, init_method=f"file://{store.name}", rank=0, world_size=1)
-        group = dist.group.WORLD
-        assert group is not None
-        try:
-            yield group
-        finally:
-            dist.destroy_process_group()
+def _device(dry: bool) -> torch.device:
+    return torch.device("cpu" if dry else "cuda")
 
 
 def _workload(name: str, dry: bool) -> Workload:
-    return WORKLOADS["tiny"] if dry else WORKLOADS[name].on(torch.device("cuda"))
+    return WORKLOADS["tiny" if dry else name].on(_device(dry))
 
 
 def _timed(trainer: Trainer, workload: Workload) -> dict[str, float]:

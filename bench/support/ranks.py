@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -33,6 +34,22 @@ def one_of_them() -> Iterator[dist.ProcessGroup]:
     assert group is not None
     yield group
     dist.destroy_process_group()
+
+
+@contextmanager
+def only_rank(device: torch.device) -> Iterator[dist.ProcessGroup]:
+    """Be the only rank of a process group for tensors on a device, without a launcher."""
+    _, backend = place(torch.cuda.device_count(), {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
+    with tempfile.NamedTemporaryFile() as store:
+        dist.init_process_group(
+            backend if device.type == "cuda" else "gloo", init_method=f"file://{store.name}", rank=0, world_size=1
+        )
+        group = dist.group.WORLD
+        assert group is not None
+        try:
+            yield group
+        finally:
+            dist.destroy_process_group()
 
 
 def device_of_rank() -> torch.device:

@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 import traceback
 import warnings
@@ -42,10 +41,6 @@ GLOO_TIMEOUT = timedelta(seconds=seconds(60))
 GRACE = seconds(20)  # that the other ranks get once one has failed
 CLOSING = seconds(10)  # that idle ranks get to end by themselves
 STARTING = seconds(60)
-
-_THREADS = 20
-"""Of a rank, from which on models of earlier bodies are collected between two bodies, and not within one: their threads
-are joined one by one."""
 
 HANG = "Hang"
 """The kind of failure of a rank that gave no answer."""
@@ -311,9 +306,7 @@ def _serve(rank: int, size: int, directory: str) -> None:
             if made := set(dist.distributed_c10d._world.pg_map) - own:
                 _destroy(made)
                 del made
-                gc.collect()
-            elif threading.active_count() > _THREADS:
-                gc.collect()
+            gc.collect()  # models of the last body: their ends take time, and tensors, which another body may measure
             connection.send_bytes(_answer(request, groups))
     os._exit(0)  # gloo's threads may still be waiting
 

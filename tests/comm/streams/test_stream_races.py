@@ -11,22 +11,33 @@ def assert_no_race(gpu):
     assert not gpu.races, "\n".join(f"{count} x {race}" for race, count in gpu.races.most_common(8))
 
 
-@pytest.mark.parametrize("lag", [0, 3])
-@pytest.mark.parametrize("name", RUNS)
+def by_lag():
+    """Yield every run with a GPU that is never behind, and one that is: by turns one of the two is slow."""
+    for place, name in enumerate(RUNS):
+        for lag in (0, 3):
+            slow = place % 2 == (lag > 0)
+            yield pytest.param(name, lag, id=f"{name}-{lag}", marks=pytest.mark.slow if slow else ())
+
+
+@pytest.mark.parametrize(("name", "lag"), [*by_lag()])
 def test_training(name, lag):
     programs.trains(gpu := Gpu(lag), name)
     assert_no_race(gpu)
 
 
 PLAIN = [{"stage": 2}, {"stage": 3}]
+OTHERS = [{"stage": 3}, {"in_backward": True}]
 NOT_IN_BACKWARD = {"no_sync", "no_sync, sharded", "an exception in a forward", "an exception in a backward"}
 """Steps in the backward cannot be taken back, and take one backward each."""
 
 
 @pytest.mark.parametrize(
     ("event", "options"),
-    [(event, each) for event in EVENTS for each in (*PLAIN, *[{"in_backward": True}] * (event not in NOT_IN_BACKWARD))],
-    ids=str,
+    [
+        pytest.param(event, each, id=f"{event}-{each}", marks=pytest.mark.slow if each == PLAIN[0] else ())
+        for event in EVENTS
+        for each in (*PLAIN, *[{"in_backward": True}] * (event not in NOT_IN_BACKWARD))
+    ],
 )
 def test_between_steps(event, options):
     programs.is_interrupted(gpu := Gpu(1), event, **options)
@@ -40,8 +51,10 @@ def test_a_model_that_is_dropped_with_operations_in_flight(where, transport):
     assert_no_race(gpu)
 
 
-@pytest.mark.parametrize("options", [{"stage": 2}, {"stage": 3}, {"in_backward": True}, {"transport": "p2p"}], ids=str)
-@pytest.mark.parametrize("trains_both", [True, False])
+@pytest.mark.parametrize(
+    "options", [pytest.param({"stage": 2}, marks=pytest.mark.slow), *OTHERS, {"transport": "p2p"}], ids=str
+)
+@pytest.mark.parametrize("trains_both", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize("block", [TwoStreams, CalledOnSide])
 def test_a_model_on_two_streams(block, trains_both, options):
     programs.has_two_streams(gpu := Gpu(1), block, trains_both=trains_both, **options)
