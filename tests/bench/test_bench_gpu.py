@@ -9,7 +9,7 @@ from bench.gpu import run
 from bench.gpu.run import PARTS, Probe, be_probe, main, render, run_part
 from bench.support.table import read_rows
 
-SLOW = {"gpu_tests", "ranks_on_one_card", "all_kernels", "steps", "compiled", "largest_model"}
+SLOW = {"gpu_tests", "host_waits", "ranks_on_one_card", "all_kernels", "steps", "compiled", "largest_model"}
 EXPECTED = {
     "environment": {"triton", "kernel"},
     "gpu_tests": {"failures"},
