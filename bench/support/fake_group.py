@@ -22,6 +22,7 @@ from shardlite_kernels import adamw, adamw_cpu, add_rows, add_rows_adamw, hop, r
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.support.ranks import default_group
 from shardlite.comm import context
 from shardlite.comm.control import store
 from shardlite.comm.streams import Work, _HostWork
@@ -77,13 +78,8 @@ def _launching_queue(*_: Any, **__: Any) -> _LaunchingQueue:
 @contextmanager
 def fake_group(world_size: int) -> Iterator[dist.ProcessGroup]:
     """Be rank 0 of a fake default process group of `world_size` ranks."""
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=dist.HashStore())
-    group = dist.group.WORLD
-    assert group is not None
-    try:
+    with default_group("fake", rank=0, world_size=world_size, store=dist.HashStore()) as group:
         yield group
-    finally:
-        dist.destroy_process_group()
 
 
 @contextmanager

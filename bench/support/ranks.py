@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,19 +38,26 @@ def one_of_them() -> Iterator[dist.ProcessGroup]:
 
 
 @contextmanager
+def default_group(backend: str, **where: Any) -> Iterator[dist.ProcessGroup]:
+    """Make the default process group, and destroy it at the end. `where` is for `init_process_group`."""
+    dist.init_process_group(backend, **where)
+    group = dist.group.WORLD
+    assert group is not None
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
 def only_rank(device: torch.device) -> Iterator[dist.ProcessGroup]:
     """Be the only rank of a process group for tensors on a device, without a launcher."""
-    _, backend = place(torch.cuda.device_count(), {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
-    with tempfile.NamedTemporaryFile() as store:
-        dist.init_process_group(
-            backend if device.type == "cuda" else "gloo", init_method=f"file://{store.name}", rank=0, world_size=1
-        )
-        group = dist.group.WORLD
-        assert group is not None
-        try:
-            yield group
-        finally:
-            dist.destroy_process_group()
+    _, backend = place(int(device.type == "cuda"), {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
+    with (
+        tempfile.NamedTemporaryFile() as store,
+        default_group(backend, init_method=f"file://{store.name}", rank=0, world_size=1) as group,
+    ):
+        yield group
 
 
 def device_of_rank() -> torch.device:

@@ -208,8 +208,8 @@ def _on_same_memory(tensor: Tensor) -> Tensor:
 class GlooCollectives(GroupCollectives, GlooTransport):
     """Collectives of CPU tensors over `group`, each completed within `timeout`. A queue blocks its thread in them.
 
-    A gather goes by messages, each rank's segment to all others: gloo's own all-gather takes two to four times as long
-    (`bench/results/ring-cpu.jsonl`).
+    A gather goes by messages, each rank's segment to all others: gloo's own all-gather takes up to three times as long
+    as messages (`bench/results/ring-cpu.jsonl`).
 
     Gloo's threads keep the tensors of a collective for a while after its end, so that memory would seem to be in use
     still. They are given other tensors on the same memory.
