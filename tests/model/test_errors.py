@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardlite import LayoutError, ShardLite
+from tests.support.patience import seconds
 
 
 def block() -> nn.Module:
@@ -193,7 +194,9 @@ def test_a_refused_state_dict_changes_nothing(cluster):
 
 
 def never_comes_body(group):
-    model = ShardLite(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), group=group, timeout=timedelta(seconds=5))
+    model = ShardLite(
+        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), group=group, timeout=timedelta(seconds=seconds(2))
+    )
     if group.rank() == 0:
         model(torch.ones(1, 8))
 

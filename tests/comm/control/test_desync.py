@@ -171,6 +171,7 @@ def test_a_step_that_one_rank_left_out(cluster, stage):
     assert "at step 2" in second.split("Meanwhile rank 0:")[1]
 
 
+@pytest.mark.slow  # four ranks do the same in the next test
 def test_a_loop_that_one_rank_left_early(cluster):
     first, second = errors(cluster, loop_left_early)
     assert "all-gather of unit '(root)', flat 0 of model" in first

@@ -27,7 +27,8 @@ def expected(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("whole") / "run", "shared_memory", -1)
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("p2p", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shared_memory", "p2p"])
 def test_a_run_that_is_started_again_has_the_same_bits(expected, tmp_path, monkeypatch, transport):
     monkeypatch.setenv(OWN_STORE, "1")
     got = trained(tmp_path / "interrupted", transport, 3)
