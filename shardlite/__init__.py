@@ -1,9 +1,11 @@
 """ShardLite: train a PyTorch model that does not fit beside its optimizer on one device."""
 
+from shardlite.apps.checkpoint import load, save
 from shardlite.apps.verify.verify import verify
 from shardlite.config import Precision, Route
 from shardlite.ema import EMA
 from shardlite.errors import (
+    CheckpointError,
     CommError,
     DesyncError,
     EscapedViewWarning,
@@ -19,6 +21,7 @@ from shardlite.optim import AdamW
 
 __all__ = [
     "AdamW",
+    "CheckpointError",
     "CommError",
     "DesyncError",
     "EMA",
@@ -32,6 +35,8 @@ __all__ = [
     "ShardLite",
     "ShardLiteError",
     "ShardWarning",
+    "load",
+    "save",
     "verify",
 ]
 __version__ = "0.1.0"

@@ -25,6 +25,10 @@ class DesyncError(CommError):
     """Ranks run different passes or numbers of steps. Detected by comparison, before any data were mixed."""
 
 
+class CheckpointError(ShardLiteError, RuntimeError):
+    """A checkpoint is missing, damaged, or of something else, or could not be written. Names the file."""
+
+
 class EscapedViewWarning(UserWarning):
     """A view of gathered weights outlived their use. Results are right, but the memory cannot be reused."""
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from shardlite_kernels import chunk_memory
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -499,13 +500,42 @@ class ShardLite(nn.Module):
         self._context.trim(keep=0)
         self._bridge.mark_changed()
 
-    def state_dict(self, *_: Any, **__: Any) -> Any:
-        """Raise: the module's own parameters are placeholders. Use `full_state_dict()`."""
-        raise LayoutError("state_dict() would hold placeholders: use full_state_dict(), which gathers the parameters")
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:  # type: ignore[override]
+        """Return the sharded state: original names and shapes, of which this rank holds a part. Nothing is gathered.
 
-    def load_state_dict(self, *_: Any, **__: Any) -> Any:
-        """Raise: the module's own parameters are placeholders. Use `load_full_state_dict()`."""
-        raise LayoutError("load_state_dict() would fill placeholders: use load_full_state_dict()")
+        Each parameter is a `ShardTensor`, which `torch.distributed.checkpoint` saves and loads at any world size; what
+        this rank keeps whole (buffers, all parameters at stage 0) is a plain tensor. As in PyTorch, they are no copies:
+        what DCP loads into them is in the model, and `load_state_dict()` makes it known. Pickling (`torch.save`) writes
+        this rank's elements only. For whole tensors call `full_state_dict()`; to save a run, `shardlite.save`.
+        """
+        self._recover()
+        return self._full.sharded_state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a sharded state. To be called by every rank.
+
+        Args:
+            state_dict: what `state_dict()` of a model with the same ranks, stage and units returned; or, on each rank,
+                whole tensors, of which the rank takes its part.
+            strict: whether names must be those of the model.
+            assign: must be `False`: shards are views of arenas.
+
+        Returns:
+            What `nn.Module.load_state_dict` returns: the names that are missing and unexpected.
+
+        Raises:
+            LayoutError: on every rank, if names, shapes or shards do not fit; nothing is changed then.
+        """
+        self._recover()
+        problem = self._full.misfit(state_dict, strict=strict) or self._full.shard_misfit(state_dict)
+        if assign:
+            problem = LayoutError("load_state_dict(assign=True): shards are views of arenas, which keep their place")
+        agree(self._groups, [], problem, what="load_state_dict", timeout=self._context.timeout)
+        self._bridge.gatherer.settle()
+        self._full.take_sharded(state_dict)
+        self._bridge.mark_changed()
+        ours = self._full.entries().keys()
+        return _IncompatibleKeys([*(ours - state_dict.keys())], [*(state_dict.keys() - ours)])
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:

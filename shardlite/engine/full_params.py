@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardlite.comm import Context, all_gather
 from shardlite.errors import LayoutError, PhaseError
-from shardlite.params import Flat, Unit, is_dtensor, scripts
+from shardlite.params import Flat, ShardTensor, Unit, is_dtensor, scripts
 from shardlite.weights import Calls, Gathering, differs, places, pop_hooks, push_hooks, take_over
 
 NO_COPY = (
@@ -110,6 +110,33 @@ class FullParameters:
         all_gather(whole, self._context.inline[0], operation=operation)
         return whole
 
+    def sharded_state_dict(self) -> dict[str, Tensor]:
+        """Return this rank's part of all parameters, and the persistent buffers, by all of their names. No copies."""
+        mine: dict[Tensor, Tensor] = {param: flat.shard_tensor(row) for flat, row, param in self._rows()}
+        return {name: mine[entry] if entry in mine else entry.detach() for name, entry in self.entries().items()}
+
+    @torch.no_grad()
+    def take_sharded(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Overwrite this rank's part of the parameters, and buffers. Values are shards like ours, or whole tensors."""
+        rows: dict[Tensor, tuple[Flat, int]] = {param: (flat, row) for flat, row, param in self._rows()}
+        for name, entry in self.entries().items():
+            if name not in state_dict:
+                continue
+            value = state_dict[name]
+            if entry not in rows:
+                entry.copy_(value)
+                continue
+            flat, row = rows[entry]
+            given = value.read() if isinstance(value, ShardTensor) else flat.part_of(row, value.detach())
+            if flat.low is not None or given.data_ptr() != flat.shards[row].data_ptr():
+                flat.keep_row(row, given)
+
+    def _rows(self) -> Iterator[tuple[Flat, int, nn.Parameter]]:
+        """Yield each parameter with its flat and its row there."""
+        for unit in self._units:
+            for flat in unit.flats:
+                yield from ((flat, row, param) for row, param in enumerate(flat.params))
+
     def __deepcopy__(self, _: object) -> "FullParameters":
         """Raise: hooks of the module hold this object, so copying the module copies it."""
         raise LayoutError(NO_COPY)
@@ -123,19 +150,33 @@ class FullParameters:
             self._reading = False
         return {name: entry for name, entry in entries.items() if isinstance(entry, Tensor)}
 
-    def misfit(self, state_dict: Mapping[str, Tensor]) -> LayoutError | None:
-        """Return what is wrong with a state dict for this model."""
+    def misfit(self, state_dict: Mapping[str, Tensor], *, strict: bool = True) -> LayoutError | None:
+        """Return what is wrong with a state dict for this model; if `strict`, names too."""
         if not isinstance(state_dict, Mapping):
             return LayoutError(f"a state dict is a mapping from names to tensors, got {type(state_dict).__name__}")
         entries = self.entries()
         missing, unknown = entries.keys() - state_dict.keys(), state_dict.keys() - entries.keys()
-        if missing or unknown:
+        if strict and (missing or unknown):
             return LayoutError(
                 f"the state dict lacks {_some(missing)} and has unknown {_some(unknown)}: was it saved from another "
                 "model, or from a wrapped one by something else than full_state_dict()?"
             )
-        wrong = (_misfit(name, state_dict[name], entry) for name, entry in entries.items())
+        shared = {name: entry for name, entry in entries.items() if name in state_dict}
+        wrong = (_misfit(name, state_dict[name], entry) for name, entry in shared.items())
         return next((LayoutError(why) for why in wrong if why), None)
+
+    def shard_misfit(self, state_dict: Mapping[str, Tensor]) -> LayoutError | None:
+        """Return which shard of a state dict is not this rank's."""
+        ranges: dict[Tensor, tuple[int, int]] = {param: flat.range_of(row) for flat, row, param in self._rows()}
+        for name, entry in self.entries().items():
+            value, own = state_dict.get(name), ranges.get(entry, (0, entry.numel()))
+            if isinstance(value, ShardTensor) and (value.start, value.stop) != own:
+                return LayoutError(
+                    f"{name!r} is elements {value.start} to {value.stop} of {entry.numel()}, and this rank keeps "
+                    f"{own[0]} to {own[1]}: a sharded state dict fits models with the same ranks, stage and units. "
+                    "shardlite.save and shardlite.load go from any to any"
+                )
+        return None
 
     def _refuse(self, *_: object) -> None:
         """Make `state_dict()` of the module itself raise: it would hold placeholders."""

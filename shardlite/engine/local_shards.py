@@ -1,14 +1,15 @@
 """The shards of one wrapped model, as optimizers see them, and what must not be done to them."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from shardlite.engine.watch import watch
 from shardlite.errors import LayoutError
-from shardlite.params import Placeholder, Unit, as_they_are
+from shardlite.params import Placeholder, ShardTensor, Unit, as_they_are
 from shardlite.telemetry import Trace
 
 ShardRange = tuple[str, int, int, int]
@@ -82,6 +83,16 @@ class Shards:
         """Return what part of which parameter each shard is."""
         return {
             shard: (slot.name, *flat.range_of(row), slot.numel)
+            for flat in self._flats
+            for row, (slot, shard) in enumerate(zip(flat.layout.slots, flat.shards, strict=True))
+        }
+
+    def shard_tensors(self) -> dict[Tensor, Callable[..., ShardTensor]]:
+        """Return for each shard what makes a `ShardTensor` of a tensor like it. None of them are parts: nothing."""
+        if not self.are_parts:
+            return {}
+        return {
+            shard: partial(ShardTensor, shape=slot.shape, start=flat.range_of(row)[0])
             for flat in self._flats
             for row, (slot, shard) in enumerate(zip(flat.layout.slots, flat.shards, strict=True))
         }

@@ -1,17 +1,20 @@
-"""The `state_dict()` of an optimizer says which shards it is of, so that no other shards take it over.
+"""The `state_dict()` of an optimizer: which shards it is of, and its tensors as shards of whole ones.
 
 Such a state is this rank's: moments have the shapes of shards. PyTorch puts them beside the parameters by position and
 looks at no shape, so the state of another rank would be trained with, in silence. A state that does not say (of an
 unsharded program) is refused if its tensors are of whole parameters.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from shardlite.engine.local_shards import ShardRange
+from shardlite.params import ShardTensor
 
 KEY = "shardlite"
 """Under which a `state_dict()` says it, beside `state` and `param_groups`."""
@@ -29,6 +32,54 @@ def describe(optimizer: Optimizer, parts: Mapping[Tensor, ShardRange], where: st
     """
     params = enumerate(params_of(optimizer))
     return {"of": where, "parts": [parts.get(p) or (str(i), 0, p.numel(), p.numel()) for i, p in params]}
+
+
+def as_shards(
+    optimizer: Optimizer, state_dict: Mapping[str, Any], makers: Mapping[Tensor, Callable[..., ShardTensor]]
+) -> dict[str, Any]:
+    """Return a state with a `ShardTensor` for each tensor that is like its parameter, a shard."""
+    positions = [index for group in state_dict["param_groups"] for index in group["params"]]
+    state = dict(state_dict["state"])
+    for param, index in zip(params_of(optimizer), positions, strict=True):
+        if param in makers and state.get(index):
+            state[index] = _entry(optimizer, param, state[index], makers[param])
+    return {**state_dict, "state": state}
+
+
+def _entry(optimizer: Optimizer, param: Tensor, entry: Mapping[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
+    decode_each = getattr(optimizer, "decoders", None)
+    if decode_each is not None and (decoders := decode_each(entry)):
+        facts = {"numel": param.numel(), "dtype": torch.float32, "device": param.device}
+        return {"step": entry["step"], **{key: make(decode, **facts) for key, decode in decoders.items()}}
+    return {key: make(value) if is_like(value, param) and key != "step" else value for key, value in entry.items()}
+
+
+def is_like(value: object, param: Tensor) -> bool:
+    """Return whether a value of a state has one element for each element of its parameter."""
+    return isinstance(value, Tensor) and value.numel() == param.numel() and value.ndim == param.ndim
+
+
+def as_local(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[Mapping[str, Any], str | None]:
+    """Return a state with this rank's elements for each `ShardTensor`, and why one is not of its parameter, if so.
+
+    If all fit, what the state says that it is of is replaced by `own`, a description: DCP gives all ranks the first's.
+    """
+    positions = [index for group in state_dict["param_groups"] for index in group["params"]]
+    state, found = dict(state_dict["state"]), False
+    for index, (name, start, stop, _) in zip(positions, own["parts"], strict=False):
+        for key, given in state.get(index, {}).items():
+            value = getattr(given, "value", given)
+            if not isinstance(value, ShardTensor):
+                continue
+            if (value.start, value.stop) != (start, stop):
+                return state_dict, (
+                    f"{key!r} of {name!r} is elements {value.start} to {value.stop}, here it must be {start} to {stop}"
+                )
+            local = value.to_local().detach()
+            state[index] = {**state[index], key: local if value is given else replace(given, value=local)}
+            found = True
+    fits = found and len(positions) == len(own["parts"])
+    return {**state_dict, "state": state, **({KEY: own} if fits else {})}, None
 
 
 def misfit(optimizer: Optimizer, state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:

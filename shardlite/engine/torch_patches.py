@@ -203,7 +203,10 @@ def _state_dict(original: Callable[[Optimizer], dict[str, Any]]) -> Callable[[Op
         """Return the state as ever, and which shards it is of."""
         saved = original(optimizer)
         models = _models_with(params_of(optimizer))
-        return {**saved, state_dicts.KEY: _describe(optimizer, models)} if models else saved
+        if not models:
+            return saved
+        makers = {shard: make for model in models for shard, make in model.shards.shard_tensors().items()}
+        return {**state_dicts.as_shards(optimizer, saved, makers), state_dicts.KEY: _describe(optimizer, models)}
 
     return state_dict
 
@@ -215,7 +218,9 @@ def _load_state_dict(original: Callable[..., None]) -> Callable[..., None]:
         models = _models_with(params_of(optimizer))
         if models:
             name = f"load_state_dict of {type(optimizer).__name__}"
-            wrong = state_dicts.misfit(optimizer, state_dict, _describe(optimizer, models))
+            own = _describe(optimizer, models)
+            state_dict, why = state_dicts.as_local(state_dict, own)
+            wrong = state_dicts.misfit(optimizer, state_dict, own) or why
             told = models[0].context.all_gather_int(-1 if wrong else state_dicts.latest_step(state_dict), name)
             if wrong:
                 raise LayoutError(f"{name}: {wrong}. {_RESUME}")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardlite.errors import LayoutError, PhaseError
-from shardlite.optim.arena_slots import StateSlot, canonical, check_state
+from shardlite.optim.arena_slots import StateSlot, canonical, check_state, decoders
 from shardlite.optim.in_backward import InBackwardStep, InBackwardSteps
 from shardlite.optim.plan import OptimizerLayout, active, by_counts, update
 from shardlite.optim.step_counts import Amp, Group, StepCounts
@@ -140,6 +140,19 @@ class AdamW(Optimizer):
         saved: dict[str, Any] = super().state_dict()
         saved["state"] = {key: canonical(entry, torch.device("cpu")) for key, entry in saved["state"].items()}
         return saved
+
+    @staticmethod
+    def decoders(entry: Mapping[str, Any]) -> Mapping[str, Callable[[], Tensor]]:
+        """Return functions that decode the narrow moments of one parameter to fp32, by name."""
+        return decoders(entry) if entry else {}
+
+    def load_entry(self, param: Tensor, entry: dict[str, Any]) -> None:
+        """Load the state of one parameter as `state_dict()` holds it: `step`, and moments in the shape of `param`."""
+        check_state(param, entry)
+        slot = self._current_plan().by_param.get(param)
+        self.state[param] = entry
+        if slot is not None:
+            slot.adopt(self.state)
 
     def tables(self) -> list[Tensor]:
         """Return the tensors held beside the state: the row of scalars of each group of 32 elements."""

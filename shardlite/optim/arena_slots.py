@@ -14,7 +14,7 @@ cut between ranks, which is at a multiple of 32, so the content of a group does 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from operator import is_
 from typing import Any
@@ -154,7 +154,7 @@ class Arena:
         return State(flat(first.param, start, stop), self.avg[here], self.sq[here], low, *exponents)
 
 
-def canonical(entry: dict[str, Any], device: torch.device | None = None) -> dict[str, Any]:
+def canonical(entry: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
     """Return the state of one parameter with moments decoded to fp32, which is exact.
 
     Decoded moments are on `device`, or on their own device. A state that is not narrow is returned unchanged.
@@ -164,7 +164,14 @@ def canonical(entry: dict[str, Any], device: torch.device | None = None) -> dict
         flats = decode(avg.reshape(-1), sq.reshape(-1), *(entry.get(name) for name in _EXPONENTS))
         entry = {"step": entry["step"]}
         entry |= {name: m.view(avg.shape).to(device or m.device) for name, m in zip(_MOMENTS, flats, strict=True)}
-    return entry
+    return dict(entry)
+
+
+def decoders(entry: Mapping[str, Any]) -> dict[str, Callable[[], Tensor]]:
+    """Return functions that decode the moments of `canonical`, by name. None if the state is not narrow."""
+    if entry[_MOMENTS[0]].dtype not in (torch.bfloat16, torch.int8):
+        return {}
+    return {name: lambda name=name: canonical(entry)[name] for name in _MOMENTS}  # type: ignore[misc]
 
 
 def assign_arenas(slots: Sequence[StateSlot], moments: str) -> None:

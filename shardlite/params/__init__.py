@@ -36,5 +36,6 @@ from shardlite.params.partition import (
     partition_module,
     scripts,
 )
+from shardlite.params.shard_tensor import ShardTensor
 from shardlite.params.states import Gradients, Weights, check_move
 from shardlite.params.unit import Buffer, Flat, Unit, storage_key

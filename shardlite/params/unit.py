@@ -11,6 +11,7 @@ shape if this rank has all of the parameter, else `[k, 1, ...]`.
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from operator import attrgetter
 
@@ -22,6 +23,7 @@ from shardlite.comm import Work
 from shardlite.errors import LayoutError
 from shardlite.params.layout import Layout, Slot, mark_padded, round_up
 from shardlite.params.parameters import as_they_are, to_full, to_placeholders
+from shardlite.params.shard_tensor import ShardTensor
 from shardlite.params.states import Weights, check_move
 
 _FLAT_ALIGN = 128
@@ -135,19 +137,38 @@ class Flat:
 
     def weights(self) -> Tensor:
         """Return what this rank keeps with all digits: `local` itself or, if it is split, a copy in fp32."""
-        if self.low is None:
-            return self.local
-        whole = torch.empty_like(self.local, dtype=torch.float32)
-        join(whole, self.local, self.low)
-        return whole
+        return self.local if self.low is None else _joined(self.local, self.low)
 
-    def keep(self, weights: Tensor) -> None:
-        """Overwrite this rank's shard with `weights` (same numel as `local`, any float dtype)."""
+    def keep(self, weights: Tensor, begin: int = 0) -> None:
+        """Overwrite elements of `local` from `begin` on with `weights` [n] (any float dtype)."""
+        part = slice(begin, begin + weights.numel())
         if self.low is None:
-            self.local.copy_(weights)
+            self.local[part].copy_(weights)
         else:
-            split(self.local, self.low, weights.to(torch.float32).contiguous())
+            split(self.local[part], self.low[part], weights.to(self.local.device, torch.float32).contiguous())
             torch.autograd.graph.increment_version(self.local)  # kernels do not
+
+    def keep_row(self, row: int, weights: Tensor) -> None:
+        """Overwrite this rank's elements of the parameter of a slot (same numel, any float dtype)."""
+        self.keep(weights.reshape(-1), self.layout.slots[row].within(*self.own_range(self.layout))[0])
+
+    def shard_tensor(self, row: int) -> Tensor:
+        """Return this rank's elements of the parameter of a slot with all digits: a plain tensor if it keeps all."""
+        slot, own = self.layout.slots[row], self.own_range(self.layout)
+        start, stop = slot.within(*own)
+        if self.low is None:
+            local = _cut(self.local, slot, start, stop)
+            return local if self.rank is None else ShardTensor(local, slot.shape, self.range_of(row)[0])
+        high, low, shape = self.local[start:stop], self.low[start:stop], self.shards[row].shape
+        return ShardTensor(
+            lambda: _joined(high, low).view(shape),
+            slot.shape,
+            self.range_of(row)[0],
+            numel=stop - start,
+            dtype=torch.float32,
+            device=high.device,
+            encode=partial(self.keep_row, row),
+        )
 
     @property
     def in_place(self) -> bool:
@@ -192,6 +213,13 @@ class Flat:
     def gradient_views(self, mean: Tensor) -> list[Tensor]:
         """Cut a gradient shard into what belongs to each shard that has a gradient, in the order of `rows`."""
         return [mark_padded(view) for view in _cut_all(mean, self.gradients, self.own_range(self.gradients))]
+
+
+def _joined(high: Tensor, low: Tensor) -> Tensor:
+    """Return split weights in fp32."""
+    whole = torch.empty_like(high, dtype=torch.float32)
+    join(whole, high, low)
+    return whole
 
 
 def _cut_all(local: Tensor, layout: Layout, own: tuple[int, int]) -> list[Tensor]:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardlite import LayoutError, ShardLite
+from shardlite.params import ShardTensor
 from tests.support.patience import seconds
 
 
@@ -111,8 +112,23 @@ def convert_body(group):
     ShardLite(net(), group=group).half()
 
 
-def state_dict_body(group):
-    ShardLite(net(), group=group).state_dict()
+def assigned_state_dict_body(group):
+    model = ShardLite(net(), group=group)
+    model.load_state_dict(model.state_dict(), assign=True)
+
+
+def state_dict_of_other_shards_body(group):
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size(group))][dist.get_rank(group)]
+    saved = ShardLite(net(), group=alone, units=nn.Sequential).state_dict()
+    model = ShardLite(net(), group=group)
+    ours = model.state_dict()
+    shards = {name: ShardTensor(torch.zeros(3), value.shape, 5) for name, value in ours.items()}
+    assert model.load_state_dict(saved) == ([], [])  # whole tensors are cut
+    model.load_state_dict(shards)
+
+
+def sum_of_a_shard_body(group):
+    ShardLite(net(), group=group).state_dict()["0.0.weight"].sum()
 
 
 def inner_state_dict_body(group):
@@ -162,7 +178,9 @@ def missing_body(group):
         (frozen_on_one_rank_body, "ranks wrapped different models: rank 0 has"),
         (gradient_body, "parameter '0.0.weight' has a gradient, which would be lost: call zero_grad() before wrapping"),
         (convert_body, "before wrapping"),
-        (state_dict_body, "use full_state_dict()"),
+        (assigned_state_dict_body, "shards are views of arenas, which keep their place"),
+        (state_dict_of_other_shards_body, "is elements 5 to 8 of 64, and this rank keeps"),
+        (sum_of_a_shard_body, "take to_local() for this rank's elements"),
         (inner_state_dict_body, "use full_state_dict()"),
         (submodule_state_dict_body, "use full_state_dict()"),
         (unknown_name_body, "there is no parameter '0.0.wieght'; there are 0.0.bias, 0.0.weight"),

@@ -397,7 +397,7 @@ def wrong_size_body(group: Any, states: list[Any]) -> bool:
         run.optimizer.load_state_dict(states[dist.get_rank(group)])
     after = run.optimizer.state_dict()
     return all(
-        torch.equal(after["state"][i][name], value)
+        torch.equal(*(getattr(each, "to_local", lambda each=each: each)() for each in (after["state"][i][name], value)))
         for i, each in before["state"].items()
         for name, value in each.items()
     )

@@ -1,0 +1,150 @@
+"""What a checkpoint holds, by name: the model, the optimizer, and what each rank adds.
+
+    model.<name>                            weights and buffers
+    optimizer.state.<name>.<key>            moments and step counts
+    optimizer.param_groups.<i>.<option>     hyper-parameters, and `params`: names
+    ranks.<r>.extra, ranks.<r>.generators   what rank r was given as `extra`, and the states of its generators
+
+The first three are the names that FSDP2 programs get from `torch.distributed.checkpoint.state_dict`.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.optim import Optimizer
+
+from shardlite.errors import CheckpointError
+from shardlite.model import ShardLite
+
+Paths = dict[str, tuple[str | int, ...]]
+"""The keys on the way to each entry, by its name."""
+
+
+def contents(
+    model: ShardLite, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, rank: int
+) -> tuple[dict[str, Any], Paths]:
+    """Return what this rank knows of a checkpoint, by name: tensors, and objects that are pickled."""
+    state: dict[str, Any] = {"model": model.state_dict()}
+    if optimizer is not None:
+        state["optimizer"] = named_state(model, optimizer)
+    flat, paths = flatten_state_dict(state)
+    for name, value in flat.items():
+        if isinstance(value, Tensor) and value.numel() == 0:  # a shard of it would be on no rank
+            flat[name] = torch.empty(value.shape, dtype=value.dtype)
+    for key, value in (("extra", _stateless(extra or {})), ("generators", generators())):
+        name = f"ranks.{rank}.{key}"
+        flat[name], paths[name] = value, ("ranks", str(rank), key)
+    return flat, paths
+
+
+def named_state(model: ShardLite, optimizer: Optimizer) -> dict[str, Any]:
+    """Return `optimizer.state_dict()` with names of parameters in the place of their numbers.
+
+    Raises:
+        CheckpointError: the optimizer holds a parameter that is not the model's.
+    """
+    saved = optimizer.state_dict()
+    names = names_of(model, optimizer)
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    by_number = dict(zip(numbers, names, strict=True))
+    groups = [{**group, "params": [by_number[i] for i in group["params"]]} for group in saved["param_groups"]]
+    return {"state": {by_number[i]: entry for i, entry in saved["state"].items()}, "param_groups": groups}
+
+
+def names_of(model: ShardLite, optimizer: Optimizer) -> list[str]:
+    """Return the names of an optimizer's parameters, in its order."""
+    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in params:
+        if param not in names:
+            raise CheckpointError(
+                f"{type(optimizer).__name__} holds a parameter of shape {list(param.shape)} that is not one of "
+                "`model.parameters()`: a checkpoint has the state of one model. Save the other one by itself"
+            )
+    return [names[param] for param in params]
+
+
+def _stateless(extra: Any) -> Any:
+    """Return `extra` with the `state_dict()` of what has one (schedulers, samplers, averages)."""
+    if isinstance(extra, Mapping):
+        return {key: _stateless(value) for key, value in extra.items()}
+    return extra.state_dict() if is_stateful(extra) else extra
+
+
+def is_stateful(value: object) -> bool:
+    """Return whether a value saves and loads its state by itself."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def restore(extra: Any, saved: Any) -> Any:
+    """Load saved states into what has one, and return the rest as it was saved."""
+    if is_stateful(extra):
+        extra.load_state_dict(saved)
+        return extra
+    if isinstance(extra, Mapping) and isinstance(saved, Mapping):
+        return {key: restore(extra[key], value) if key in extra else value for key, value in saved.items()}
+    return saved
+
+
+def pickled(name: str, value: object) -> io.BytesIO:
+    """Pickle an object as `torch.save` does, if loading it will execute no code.
+
+    Raises:
+        CheckpointError: it holds something that is neither a tensor nor a plain value or container.
+    """
+    content = io.BytesIO()
+    torch.save(value, content)
+    content.seek(0)
+    unpickled(name, content)
+    content.seek(0)
+    return content
+
+
+def unpickled(name: str, content: io.BytesIO) -> Any:
+    """Unpickle an object that consists of tensors, plain values and containers.
+
+    Raises:
+        CheckpointError: it holds something else.
+    """
+    try:
+        return torch.load(content, weights_only=True, map_location="cpu")
+    except pickle.UnpicklingError as error:
+        why = str(error).splitlines()[0]
+        raise CheckpointError(
+            f"{name!r} holds something that is neither a tensor, a number, a string, nor a dict, list or tuple of "
+            f"these, so that loading it could execute code: {why}"
+        ) from None
+
+
+# ---- random numbers -------------------------------------------------------------------------------------------------
+
+
+def generators() -> dict[str, Any]:
+    """Return the states of this process's random number generators."""
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    if numpy := sys.modules.get("numpy"):
+        kind, keys, *rest = numpy.random.get_state()
+        states["numpy"] = (kind, keys.tolist(), *rest)
+    return states
+
+
+def restore_generators(states: Mapping[str, Any]) -> None:
+    """Set the generators of this process to what `generators` returned."""
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    numpy = sys.modules.get("numpy")
+    if "numpy" in states and numpy:
+        numpy.random.set_state(states["numpy"])

@@ -1,0 +1,225 @@
+"""The folder of a run's checkpoints: names, publication, checksums.
+
+A checkpoint is written beside its place and published by one rename, so it is absent or whole whenever a process dies.
+Each file has one CRC-32 per 4 MiB, computed as the file is written; a reader checks the blocks that it needs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+from zlib import crc32
+
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from shardlite.errors import CheckpointError
+
+METADATA = ".metadata"
+MANIFEST = "shardlite.json"
+BLOCK = 1 << 22
+"""Bytes that share a checksum."""
+
+_NAME = re.compile(r"(\.old-)?step-(\d+)")
+
+
+def name_of(step: int) -> str:
+    """Return the name of the checkpoint of a step. Names sort like steps."""
+    return f"step-{step:08}"
+
+
+def checkpoints_in(root: Path) -> dict[int, Path]:
+    """Return the checkpoints in a folder by step, in ascending order.
+
+    A crash while a checkpoint was replaced may have left the old one under another name.
+    """
+    found: dict[int, Path] = {}
+    for each in sorted(root.iterdir() if root.is_dir() else (), key=lambda path: path.name):
+        match = _NAME.fullmatch(each.name)
+        if match and (each / METADATA).is_file():
+            found[int(match[2])] = each  # `.old-` sorts first
+    return dict(sorted(found.items()))
+
+
+def latest(path: str | os.PathLike[str]) -> Path | None:
+    """Return the newest checkpoint in the folder of a run, or `None` if there is none."""
+    return next(reversed(checkpoints_in(Path(path)).values()), None)
+
+
+def begin(root: Path, step: int) -> Path:
+    """Make the folder in which the checkpoint of `step` is written. What a crash has left is put in order."""
+    folder = root / f".saving-{name_of(step)}"
+    root.mkdir(parents=True, exist_ok=True)
+    whole = checkpoints_in(root)
+    for number, place in whole.items():
+        if place.name != name_of(number):
+            place.rename(root / name_of(number))
+    for left in (*root.glob(".saving-*"), *root.glob(".old-*")):
+        shutil.rmtree(left)
+    folder.mkdir()
+    return folder
+
+
+def publish(folder: Path, root: Path, step: int, keep: int | None) -> Path:
+    """Give a finished checkpoint its name in the place of one that had it, and leave `keep` of them: the newest."""
+    place, old = root / name_of(step), root / f".old-{name_of(step)}"
+    _sync(folder)
+    if place.exists():
+        place.rename(old)
+    folder.rename(place)
+    _sync(root)
+    if old.exists():
+        _remove(old)
+    others = [path for number, path in checkpoints_in(root).items() if number != step]
+    for path in others[: len(others) + 1 - keep] if keep is not None else ():
+        _remove(path)
+    return place
+
+
+def _remove(checkpoint: Path) -> None:
+    """Remove a checkpoint. One that is removed in part is no checkpoint: it loses its name first."""
+    doomed = checkpoint.with_name(f".saving-{checkpoint.name}-removed")
+    checkpoint.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a file, and wait until it is on the disk."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# ---- checksums ------------------------------------------------------------------------------------------------------
+
+
+class _Summing:
+    """A file that is written from beginning to end, and the checksums of its blocks."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._room = BLOCK  # left in the block that is being written
+        self.size = 0
+        self.crc32 = [0]
+
+    def write(self, content: Any) -> int:
+        view = memoryview(content).cast("B")
+        begin = 0
+        while begin < len(view):
+            if self._room == 0:
+                self.crc32.append(0)
+                self._room = BLOCK
+            part = view[begin : begin + self._room]
+            self.crc32[-1] = crc32(part, self.crc32[-1])
+            self._room -= len(part)
+            begin += len(part)
+        self.size += len(view)
+        self._file.write(view)
+        return len(view)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+class SummingFileSystem(FileSystem):
+    """DCP's file system that remembers the checksums of the files that it writes."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, dict[str, Any]] = {}
+        """By the name of a file: its size and the checksums of its blocks."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
+        """Open a file. One that is written must be new."""
+        with Path(path).open("xb" if mode == "wb" else mode) as file:
+            if mode != "wb":
+                yield file
+                return
+            summing = _Summing(file)
+            yield summing
+            self.sums[Path(path).name] = {"size": summing.size, "crc32": summing.crc32}
+
+
+def sums_of(path: Path) -> dict[str, Any]:
+    """Return the size of a file and the checksums of its blocks."""
+    with path.open("rb") as file:
+        sums = [crc32(block) for block in iter(lambda: file.read(BLOCK), b"")]
+    return {"size": path.stat().st_size, "crc32": sums or [0]}
+
+
+def write_manifest(folder: Path, facts: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write `shardlite.json`: `facts`, and the checksums of all files of a checkpoint."""
+    told = {"format": 1, **facts, "block": BLOCK, "files": dict(files)}
+    text = json.dumps({**told, "crc32": _crc_of(told)}, indent=1)
+    write_synced(folder / MANIFEST, text.encode())
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Return what `shardlite.json` says, or `None` for a checkpoint that something else has written.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    path = folder / MANIFEST
+    if not path.exists():
+        return None
+    try:
+        told = json.loads(path.read_bytes())
+        if not isinstance(told, dict) or told.pop("crc32", None) != _crc_of(told):
+            raise ValueError("its checksum is another")
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}. {REMEDY}") from None
+    return cast("dict[str, Any]", told)
+
+
+def _crc_of(told: Mapping[str, Any]) -> int:
+    return crc32(json.dumps(told, sort_keys=True).encode())
+
+
+REMEDY = "Nothing was loaded; take another checkpoint of the run"
+
+
+def check(folder: Path, manifest: Mapping[str, Any], wanted: Mapping[str, Iterable[tuple[int, int]]]) -> None:
+    """Check the blocks that hold `wanted`: byte ranges [begin, end) by file name.
+
+    Raises:
+        CheckpointError: a file is missing, has another size, or a block has another checksum.
+    """
+    size = int(manifest["block"])
+    for name, ranges in wanted.items():
+        path, told = folder / name, manifest["files"].get(name)
+        if told is None:
+            raise CheckpointError(f"{path} is not a file of this checkpoint. {REMEDY}")
+        check_size(path, told["size"])
+        blocks = {block for begin, end in ranges for block in range(begin // size, -(-end // size))}
+        with path.open("rb") as file:
+            for block in sorted(blocks):
+                file.seek(block * size)
+                if crc32(file.read(size)) != told["crc32"][block]:
+                    raise CheckpointError(
+                        f"{path} is damaged: bytes {block * size} to {(block + 1) * size} have another checksum than "
+                        f"when they were written. {REMEDY}"
+                    )
+
+
+def check_size(path: Path, least: int, *, exact: bool = True) -> None:
+    """Raise `CheckpointError` unless a file exists and has (at least, if not `exact`) that many bytes."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing. {REMEDY}")
+    found = path.stat().st_size
+    if found < least or (exact and found != least):
+        raise CheckpointError(f"{path} has {found} bytes, and had {least} when it was written. {REMEDY}")

@@ -1,0 +1,245 @@
+"""`load`: each rank reads its part of every tensor, whatever parts they were written in.
+
+    find the checkpoint    agree    plan, compare shapes, check sums    agree    read    agree
+                                    (nothing has changed so far)
+
+Reads go from file to shard, one tensor at a time. A weight or moment that is kept in another form is decoded in full
+precision first, and encoded when all of its elements are there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardlite.apps.checkpoint import files
+from shardlite.apps.checkpoint.contents import names_of, restore, restore_generators
+from shardlite.apps.checkpoint.reading import Checkpoint
+from shardlite.apps.checkpoint.saving import Talk
+from shardlite.errors import CheckpointError
+from shardlite.model import ShardLite
+from shardlite.optim import AdamW
+from shardlite.params import ShardTensor
+
+
+@torch.no_grad()
+def load(
+    path: str | os.PathLike[str],
+    model: ShardLite,
+    optimizer: Optimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Load the newest checkpoint of a run, or one checkpoint, into a wrapped model and its optimizer.
+
+    The number of ranks, stage, units and formats may be others than those that it was saved with. With the same ones
+    the run goes on with the same bits. A checkpoint that `torch.distributed.checkpoint` has written (of an FSDP2 or an
+    unsharded program) is loaded, too. No code is executed by loading. To be called by every rank.
+
+    Args:
+        path: the folder of a run, as `save` was given it, or of one checkpoint.
+        model: a wrapped model with the names and shapes of the saved one.
+        optimizer: its optimizer; without one, a saved state is left alone.
+        extra: objects with `load_state_dict()`, under the keys under which `save` was given them: their states are
+            loaded.
+
+    Returns:
+        What `save` was given as `extra`, with the objects of this call's `extra` in their places. Each rank gets its
+        own, and its random number generators are set, if there are as many ranks as then; otherwise all get rank 0's,
+        and generators stay as they are.
+
+    Raises:
+        CheckpointError: on every rank, if there is no checkpoint, or it is damaged, or of another model on any rank;
+            nothing was changed then.
+        CommError: a rank did not come to the call.
+    """
+    talk = Talk(model)
+    folder, told = talk.agree(lambda: _find(Path(path)), "load", tell=str)
+    if talk.rank > 0:
+        folder = Path(told[0])
+
+    def prepare() -> _Plan:
+        plan = _Plan(Checkpoint(folder), model, optimizer, talk)
+        plan.check()
+        return plan
+
+    plan, _ = talk.agree(prepare, "load", tell=lambda _: None)
+    added = plan.added("extra")
+    generators = plan.added("generators")
+    model._bridge.gatherer.settle()
+    try:
+        talk.agree(plan.execute, "load", tell=lambda _: None)
+    finally:
+        model._bridge.mark_changed()
+    restored: dict[str, Any] = restore(extra or {}, added or {})
+    if generators is not None:
+        restore_generators(generators)
+    return restored
+
+
+def _find(path: Path) -> Path:
+    if (path / files.METADATA).is_file():
+        return path
+    found = files.latest(path)
+    if found is None:
+        raise CheckpointError(f"there is no checkpoint in {path}")
+    return found
+
+
+class _Plan:
+    """What is read into what on this rank. Making it changes nothing."""
+
+    def __init__(self, checkpoint: Checkpoint, model: ShardLite, optimizer: Optimizer | None, talk: Talk) -> None:
+        self._checkpoint = checkpoint
+        self._optimizer = optimizer
+        self._params: dict[str, Tensor] = dict(model.named_parameters())
+        self._makers = model._bridge.shards.shard_tensors()
+        ours = model.state_dict()
+        self._prefix = self._find_prefix(list(ours))
+        self._targets = {f"{self._prefix}{name}": value for name, value in ours.items()}
+        self._compare()
+        self._moments: dict[str, dict[str, str]] = {}  # names in the checkpoint by parameter and key
+        self._groups: list[dict[str, Any]] = []
+        if optimizer is not None:
+            self._find_state(names_of(model, optimizer))
+        manifest = checkpoint.manifest
+        same = manifest is not None and manifest["ranks"] == talk.size
+        added = {kind: f"ranks.{talk.rank if same else 0}.{kind}" for kind in ("extra", "generators")[: 1 + same]}
+        self._added = {kind: name for kind, name in added.items() if name in checkpoint.entries}
+
+    def _find_prefix(self, names: Sequence[str]) -> str:
+        """Return what precedes the model's names in the checkpoint: `model.` in ours, anything in others'."""
+        entries = self._checkpoint.entries
+        found = {entry.removesuffix(names[0]) for entry in entries if entry.endswith(names[0])}
+        fits = sorted((each for each in found if all(f"{each}{name}" in entries for name in names)), key=len)
+        return "model." if not fits or "model." in fits else fits[0]
+
+    def _compare(self) -> None:
+        """Raise unless the model has the names and shapes of the checkpoint."""
+        folder, entries = self._checkpoint.folder, self._checkpoint.entries
+        missing = self._targets.keys() - entries.keys()
+        unknown = {name for name in entries if name.startswith("model.")} - self._targets.keys()
+        if missing or (unknown and self._prefix == "model."):
+            raise CheckpointError(
+                f"{folder} is of another model: it lacks {_some(missing)} and has unknown {_some(unknown)}"
+            )
+        for name, target in self._targets.items():
+            size = self._checkpoint.size_of(name)
+            if size != target.shape:
+                shape = "is no tensor" if size is None else f"has shape {list(size)}"
+                raise CheckpointError(f"{folder}: {name!r} {shape}, the model's has {list(target.shape)}")
+
+    def _find_state(self, names: Sequence[str]) -> None:
+        """Find the state of the optimizer by the keys on the way to each entry: `..., state, name, key`."""
+        known, groups = set(names), dict[int, dict[str, str]]()
+        for entry in self._checkpoint.entries:
+            path = self._checkpoint.path_of(entry)
+            if len(path) >= 3 and path[-3] == "state" and path[-2] in known:
+                self._moments.setdefault(str(path[-2]), {})[str(path[-1])] = entry
+            elif len(path) >= 3 and path[-3] == "param_groups" and isinstance(path[-2], int):
+                groups.setdefault(path[-2], {})[str(path[-1])] = entry
+        if not self._moments and not groups:
+            raise CheckpointError(f"{self._checkpoint.folder} has no state of an optimizer: call load without one")
+        self._checkpoint.check(
+            self._checkpoint.object_items(name for group in groups.values() for name in group.values())
+        )
+        self._groups = [
+            {option: self._checkpoint.object(name) for option, name in groups[i].items()} for i in sorted(groups)
+        ]
+        assert self._optimizer is not None
+        left = iter(names)
+        ours = [[next(left) for _ in group["params"]] for group in self._optimizer.param_groups]
+        if self._groups and [group.get("params") for group in self._groups] != ours:
+            raise CheckpointError(
+                f"{self._checkpoint.folder}: the optimizer's groups of parameters are others than the saved ones: "
+                f"{[len(group.get('params', ())) for group in self._groups]} parameters in each there, "
+                f"{[len(group) for group in ours]} here; group them alike, in the same order"
+            )
+
+    def check(self) -> None:
+        """Raise unless all that will be read is there and undamaged."""
+        checkpoint = self._checkpoint
+        whole, items = [], []
+        for name, target in self._all_targets():
+            reads = checkpoint.items(name, target)
+            found, needed = sum(prod(item.lengths) for item in reads), _local_numel(target)
+            if found != needed:
+                raise CheckpointError(f"{checkpoint.folder} has {found} of {needed} elements of {name!r}")
+            items += reads
+        for name, entries in self._moments.items():
+            whole += [entry for key, entry in entries.items() if not self._is_like(name, key, entry)]
+        checkpoint.check([*items, *checkpoint.object_items([*whole, *self._added.values()])])
+
+    def _all_targets(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors to fill, moments without memory."""
+        yield from self._targets.items()
+        for name, entries in self._moments.items():
+            for key, entry in entries.items():
+                if self._is_like(name, key, entry):
+                    yield entry, self._target(name, torch.empty(self._params[name].shape, device="meta"))
+
+    def _is_like(self, name: str, key: str, entry: str) -> bool:
+        """Return whether an entry of a state has one element for each of its parameter's."""
+        return key != "step" and self._checkpoint.size_of(entry) == self._targets[self._prefix + name].shape
+
+    def _target(self, name: str, local: Tensor) -> Tensor:
+        """Return this rank's part of a tensor like a parameter, with the memory `local`."""
+        make = self._makers.get(self._params[name])
+        return make(local) if make is not None else local
+
+    def execute(self) -> None:
+        """Read everything: weights, options, moments."""
+        done: set[int] = set()
+        for name, target in self._targets.items():
+            if id(target) not in done:  # tied weights have several names
+                self._checkpoint.read(name, target)
+                done.add(id(target))
+            if isinstance(target, ShardTensor):
+                target.commit()
+        if self._optimizer is not None:
+            self._load_state(self._optimizer)
+
+    def _load_state(self, optimizer: Optimizer) -> None:
+        own = optimizer.state_dict()["param_groups"]
+        saved = self._groups or [{} for _ in own]
+        groups = [{**mine, **each, "params": mine["params"]} for mine, each in zip(own, saved, strict=True)]
+        optimizer.load_state_dict({"state": {}, "param_groups": groups})
+        by_param = {param: group for group in optimizer.param_groups for param in group["params"]}
+        for name, entries in self._moments.items():
+            param = self._params[name]
+            state = {key: self._state(name, key, entry) for key, entry in entries.items()}
+            if isinstance(optimizer, AdamW):
+                optimizer.load_entry(param, state)
+                continue
+            if isinstance(step := state.get("step"), Tensor) and (
+                by_param[param].get("fused") or by_param[param].get("capturable")
+            ):
+                state["step"] = step.to(param.device)  # as PyTorch keeps it
+            optimizer.state[param] = state
+
+    def _state(self, name: str, key: str, entry: str) -> Any:
+        """Read one entry of the state of a parameter."""
+        if not self._is_like(name, key, entry):
+            return self._checkpoint.object(entry)
+        param, dtype = self._params[name], self._checkpoint.entries[entry].properties.dtype
+        local = torch.empty(param.shape, dtype=dtype, device=param.device)
+        self._checkpoint.read(entry, self._target(name, local))
+        return local
+
+    def added(self, kind: str) -> Any:
+        """Return what this rank (or rank 0) has added to the checkpoint, or `None`."""
+        return self._checkpoint.object(self._added[kind]) if kind in self._added else None
+
+
+def _local_numel(target: Tensor) -> int:
+    return target.stop - target.start if isinstance(target, ShardTensor) else target.numel()
+
+
+def _some(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") or "nothing"

@@ -1,0 +1,231 @@
+"""A checkpoint folder, read without executing code.
+
+DCP's own reader unpickles `.metadata`, and its planner unpickles objects, whatever they are: a file of unknown origin
+can run anything. Here `.metadata` is unpickled with the few classes that it consists of, and objects as PyTorch does
+with `weights_only=True`. `SafeReader` and `SafeLoadPlanner` do so for calls of `torch.distributed.checkpoint`:
+
+    dcp.load(state, storage_reader=SafeReader(path), planner=SafeLoadPlanner())
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import filesystem as dcp_files
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import _create_read_items
+
+from shardlite.apps.checkpoint import files
+from shardlite.apps.checkpoint.contents import unpickled
+from shardlite.errors import CheckpointError
+
+_CLASSES: dict[tuple[str, str], Any] = {
+    (each.__module__, each.__qualname__): each
+    for each in (
+        dcp_metadata.BytesStorageMetadata,
+        dcp_metadata.ChunkStorageMetadata,
+        dcp_metadata.Metadata,
+        dcp_metadata.MetadataIndex,
+        dcp_metadata.StorageMeta,
+        dcp_metadata.TensorProperties,
+        dcp_metadata.TensorStorageMetadata,
+        dcp_metadata._MEM_FORMAT_ENCODING,
+        dcp_files._StorageInfo,
+        torch.Size,
+    )
+}
+_CLASSES |= {("torch.serialization", "_get_layout"): torch.serialization._get_layout}
+_CLASSES |= {("pathlib", name): str for name in ("PosixPath", "WindowsPath", "PurePosixPath", "Path")}  # where it was
+_CLASSES |= {("pathlib._local", name): str for name in ("PosixPath", "WindowsPath", "Path")}
+_CLASSES |= {("collections", "OrderedDict"): dict, ("builtins", "set"): set}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the classes of DCP's metadata, and dtypes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if (found := _CLASSES.get((module, name))) is not None:
+            return found
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of metadata")
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Return DCP's metadata of a checkpoint.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or holds something else.
+    """
+    path = folder / files.METADATA
+    files.check_size(path, 1, exact=False)
+    try:
+        found = _Unpickler(io.BytesIO(path.read_bytes())).load()
+    except Exception as error:  # unpickling a damaged file raises anything
+        raise CheckpointError(f"{path} is not the metadata of a checkpoint: {error}. {files.REMEDY}") from None
+    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+        raise CheckpointError(f"{path} holds a {type(found).__name__}, not the metadata of a checkpoint")
+    return found
+
+
+class SafeReader(FileSystemReader):
+    """DCP's `FileSystemReader` that executes no code from the checkpoint.
+
+    Args:
+        path: folder of one checkpoint.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the metadata.
+
+        Raises:
+            CheckpointError: the file is missing, damaged, or holds something else.
+        """
+        metadata = read_metadata(Path(self.path))
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+
+class SafeLoadPlanner(DefaultLoadPlanner):
+    """DCP's `DefaultLoadPlanner` that loads objects of plain values and tensors only."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put an object into the state dict.
+
+        Raises:
+            CheckpointError: it holds something else.
+        """
+        name = read_item.dest_index.fqn
+        loaded = unpickled(name, value)
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], loaded)
+        else:
+            self.state_dict[name] = loaded
+
+
+class Checkpoint:
+    """One checkpoint on the disk.
+
+    Args:
+        folder: where it is.
+
+    Raises:
+        CheckpointError: it is damaged, or no checkpoint.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manifest = files.read_manifest(folder)
+        if self.manifest is not None:
+            size = self.manifest["files"].get(files.METADATA, {}).get("size", 0)
+            files.check_size(folder / files.METADATA, size)
+            files.check(folder, self.manifest, {files.METADATA: [(0, size)]})
+        self._metadata = read_metadata(folder)
+        self._reader = SafeReader(folder)
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
+
+    @property
+    def entries(self) -> dict[str, Any]:
+        """DCP's metadata of each entry, by name."""
+        return self._metadata.state_dict_metadata
+
+    def path_of(self, name: str) -> tuple[str | int, ...]:
+        """Return the keys on the way to an entry."""
+        return (self._metadata.planner_data or {}).get(name) or tuple(name.split("."))
+
+    def size_of(self, name: str) -> torch.Size | None:
+        """Return the shape of a tensor, `None` for what is no tensor or not there."""
+        found = self.entries.get(name)
+        return found.size if isinstance(found, TensorStorageMetadata) else None
+
+    def items(self, name: str, target: object) -> list[ReadItem]:
+        """Return the reads that fill `target`, a tensor or a `ShardTensor`, or find an object."""
+        return _create_read_items(name, self.entries[name], target)
+
+    def check(self, items: Iterable[ReadItem]) -> None:
+        """Check what will be read.
+
+        Raises:
+            CheckpointError: a file is missing, shorter than it was, or (if ShardLite has written it) damaged.
+        """
+        wanted: dict[str, list[tuple[int, int]]] = {}
+        for item in items:
+            place = self._place_of(item.storage_index)
+            wanted.setdefault(place.relative_path, []).append((place.offset, place.offset + place.length))
+        for name, ranges in wanted.items():
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise CheckpointError(f"{self.folder / files.METADATA} names a file outside of the checkpoint: {name}")
+            told = self.manifest["files"].get(name) if self.manifest else None
+            if told is None:
+                files.check_size(self.folder / name, max(end for _, end in ranges), exact=False)
+            else:
+                files.check_size(self.folder / name, told["size"])
+        if self.manifest is not None:
+            files.check(self.folder, self.manifest, wanted)
+
+    def _place_of(self, index: MetadataIndex) -> Any:
+        place = self._reader.storage_data.get(index)
+        if place is None:
+            raise CheckpointError(f"{self.folder / files.METADATA} does not say where {index.fqn!r} lies")
+        return place
+
+    def read(self, name: str, target: Tensor) -> None:
+        """Fill a tensor, or this rank's part of a `ShardTensor`."""
+        self._read(self.items(name, target), _Fill(name, target))
+
+    def object(self, name: str) -> Any:
+        """Return an object, or a tensor as it was saved.
+
+        Raises:
+            CheckpointError: loading it could execute code.
+        """
+        size = self.size_of(name)
+        if size is not None:
+            whole = torch.empty(size, dtype=self.entries[name].properties.dtype)
+            self.read(name, whole)
+            return whole
+        found = _Fill(name, None)
+        self._read(self.items(name, None), found)
+        return found.loaded
+
+    def _read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
+        try:
+            self._reader.read_data(LoadPlan(items), planner)
+        except CheckpointError:
+            raise
+        except Exception as error:  # a damaged file makes PyTorch raise anything
+            names = sorted({self._place_of(item.storage_index).relative_path for item in items})
+            raise CheckpointError(f"{self.folder / names[0]} cannot be read: {error!r}") from error
+
+    def object_items(self, names: Iterable[str]) -> Iterator[ReadItem]:
+        """Return the reads that `object` of each name needs."""
+        for name in names:
+            size = self.size_of(name)
+            yield from self.items(name, None if size is None else torch.empty(size, device="meta"))
+
+
+class _Fill(DefaultLoadPlanner):
+    """Fills one tensor, or takes one object."""
+
+    def __init__(self, name: str, target: Tensor | None) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.state_dict = {name: target}
+        self.loaded: Any = None
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.loaded = unpickled(read_item.dest_index.fqn, value)

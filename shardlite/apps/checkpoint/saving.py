@@ -1,0 +1,283 @@
+"""`save`: each rank writes what it holds, and rank 0 publishes the checkpoint.
+
+    rank 0    agree    write its part    agree    .metadata, shardlite.json, rename    agree
+    rank 1    agree    write its part    agree                                         agree
+
+Ranks agree through the store of the process group. No tensor travels: nothing is gathered, and one tensor at a time is
+decoded or copied from a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import _create_write_items
+from torch.optim import Optimizer
+
+from shardlite.apps.checkpoint import files
+from shardlite.apps.checkpoint.contents import Paths, contents, pickled
+from shardlite.comm import Ranks, all_gather_json
+from shardlite.errors import CheckpointError
+from shardlite.model import ShardLite
+from shardlite.params import ShardTensor
+
+T = TypeVar("T")
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: ShardLite,
+    optimizer: Optimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    step: int | None = None,
+    keep: int | None = None,
+) -> Path:
+    """Save a run into a new checkpoint in the folder `path`, which is then the newest one there.
+
+    The checkpoint has the weights and buffers, the optimizer's state in fp32 whatever its format, the states of each
+    rank's random number generators, and `extra`. `load` takes it at any number of ranks, stage, units and format;
+    `torch.distributed.checkpoint` reads it, too. It is written beside its place and published by one rename when all
+    of it is on the disk: a crash leaves the earlier checkpoints whole. To be called by every rank, with a folder that
+    all of them see.
+
+    Args:
+        path: folder of the run's checkpoints. This one becomes `step-<step>` in it.
+        model: the wrapped model.
+        optimizer: the model's optimizer, ShardLite's or one of PyTorch's.
+        extra: what else is to be saved, of this rank: tensors, numbers, strings, and dicts, lists and tuples of these.
+            Of objects with `state_dict()` and `load_state_dict()` (schedulers, samplers, `EMA`) the state is saved.
+        step: number of the checkpoint; by default one above the newest.
+        keep: how many checkpoints stay: this one, and the newest others. `None`: all.
+
+    Returns:
+        The path of the checkpoint.
+
+    Raises:
+        CheckpointError: on every rank, if any rank cannot write its part, or has something in `extra` that loading
+            could execute code for. The earlier checkpoints are as they were.
+        CommError: a rank did not come to the call.
+    """
+    if keep is not None and keep < 1:
+        raise ValueError(f"save: keep must be at least 1, got {keep}")
+    talk = Talk(model)
+    root = Path(path)
+
+    def prepare() -> tuple[int, dict[str, Any], Paths]:
+        entries, paths = contents(model, optimizer, extra, talk.rank)
+        chosen = step if step is not None else max(files.checkpoints_in(root), default=-1) + 1
+        if talk.rank == 0:
+            files.begin(root, chosen)
+        return chosen, entries, paths
+
+    (_, entries, paths), steps = talk.agree(prepare, "save", tell=lambda prepared: prepared[0])
+    folder = root / f".saving-{files.name_of(steps[0])}"
+    try:
+        if step is not None and len(set(steps)) > 1:
+            raise CheckpointError(f"save: ranks were given different steps, {steps} by rank")
+        _, parts = talk.agree(lambda: _write(folder, entries, paths, model, talk), "save", tell=lambda part: part)
+        facts = {"step": steps[0], "ranks": talk.size, "stage": model.stage}
+        finish = _finisher(folder, root, facts, parts, keep) if talk.rank == 0 else (lambda: None)
+        talk.agree(finish, "save", tell=lambda _: None)
+    except BaseException:
+        if talk.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return root / files.name_of(steps[0])
+
+
+class Talk:
+    """How the ranks of a model agree on checkpoints. They are numbered from 0, those of the first replica first."""
+
+    def __init__(self, model: ShardLite) -> None:
+        self._groups: Ranks = model._groups
+        self._timeout = model._context.timeout
+        sizes = [dist.get_world_size(group) for group in self._groups.all]
+        numbers = [dist.get_rank(group) for group in self._groups.all]
+        self.shards, self.shard = sizes[0], numbers[0]
+        self.replica = numbers[1] if len(numbers) > 1 else 0
+        self.size = self.shards * (sizes[1] if len(sizes) > 1 else 1)
+        self.rank = self.replica * self.shards + self.shard
+
+    def agree(self, act: Callable[[], T], what: str, *, tell: Callable[[T], Any]) -> tuple[T, list[Any]]:
+        """Let every rank `act`. Return this rank's result, and what all ranks `tell` of theirs, in JSON types.
+
+        Raises:
+            CheckpointError: on every rank, if one of them could not act.
+        """
+        result, problem, error = None, None, None
+        try:
+            result = act()
+        except Exception as caught:
+            problem, error = f"{caught}" if isinstance(caught, CheckpointError) else f"{caught!r}", caught
+        rows = [[problem, None if error is not None else tell(result)]]  # type: ignore[arg-type]
+        for group in self._groups.all:
+            rows = [row for part in all_gather_json(group, rows, what, self._timeout) for row in part]
+        if isinstance(error, CheckpointError):
+            raise error
+        troubled = next(((rank, why) for rank, (why, _) in enumerate(rows) if why is not None), None)
+        if troubled is not None:
+            raise CheckpointError(f"{what}: rank {troubled[0]}: {troubled[1]}") from error
+        return result, [told for _, told in rows]  # type: ignore[return-value]
+
+
+def _write(folder: Path, entries: dict[str, Any], paths: Paths, model: ShardLite, talk: Talk) -> dict[str, Any]:
+    """Write this rank's part, and return what rank 0 has to know of it."""
+    equal = {f"model.{name}" for name, param in model.named_parameters() if param not in model._ignored}
+    items, aliases = _own_items(entries, paths, talk, equal, sharded=model._placement.rank is not None)
+    writer = _Writer(folder)
+    plan = SavePlan(items, storage_data=_StoragePrefix(f"__{talk.rank}_"))
+    written = writer.write_data(plan, _Planner(entries)).value()
+    sizes = {item.index: item.tensor_data for item in items}
+    rows = []
+    for result in written:
+        place, data = result.storage_data, sizes[result.index]
+        where = [place.relative_path, place.offset, place.length]
+        if data is None:
+            rows.append([result.index.fqn, where])
+        else:
+            dtype = str(data.properties.dtype).removeprefix("torch.")
+            rows.append([result.index.fqn, where, dtype, [*data.size], [*data.chunk.offsets], [*data.chunk.sizes]])
+    told = {name: path for name, path in paths.items() if talk.rank == 0 or name.startswith("ranks.")}
+    return {"rows": rows, "aliases": aliases, "paths": told, "files": writer.fs.sums}
+
+
+def _own_items(
+    entries: Mapping[str, Any], paths: Paths, talk: Talk, equal: Collection[str], *, sharded: bool
+) -> tuple[list[WriteItem], dict[str, str]]:
+    """Return what this rank writes, and names that stand for the same tensor as another one.
+
+    The first replica's ranks write their shards; a step count is written by the rank with the parameter's first
+    element. Of what every rank has whole, parameters (`equal`) and their states are divided among the ranks by size,
+    and the rest, of which ranks may have different values, is rank 0's.
+    """
+    items: list[WriteItem] = []
+    seen: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    loads = [0] * talk.shards
+    for name, value in entries.items():
+        if isinstance(value, Tensor) and seen.setdefault(_key(value), name) != name:
+            aliases[name] = seen[_key(value)]
+            continue
+        is_state = name.startswith("optimizer.state.")
+        if isinstance(value, ShardTensor) and sharded:
+            mine = True
+        elif is_state and sharded:
+            shard = entries[f"model.{paths[name][2]}"]
+            mine = shard.stop > 0 == shard.start if isinstance(shard, ShardTensor) else talk.shard == 0
+        elif isinstance(value, Tensor) and (is_state or name in equal):
+            writer = min(range(talk.shards), key=loads.__getitem__)
+            loads[writer] += value.nbytes
+            mine = talk.shard == writer
+        else:
+            mine = talk.shard == 0
+        if (mine and talk.replica == 0) or name.startswith("ranks."):
+            items += _create_write_items(name, value)
+    return items, aliases
+
+
+def _key(value: Tensor) -> int:
+    """Return what two names of one tensor have in common: tied weights."""
+    return id(value) if isinstance(value, ShardTensor) or value.numel() == 0 else value.data_ptr()
+
+
+class _Writer(FileSystemWriter):
+    """DCP's writer of one file per rank, with checksums."""
+
+    fs: files.SummingFileSystem
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.fs = files.SummingFileSystem()
+
+
+class _Planner(SavePlanner):
+    """Gives the writer what is to be written, decoded piece by piece."""
+
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        self._entries = entries
+        self._latest: tuple[str, Tensor | None] = ("", None)
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        name = write_item.index.fqn
+        value = self._entries[name]
+        if write_item.type == WriteItemType.BYTE_IO:
+            return pickled(name, value)
+        if not isinstance(value, ShardTensor):
+            return value.detach()
+        if self._latest[0] != name:
+            self._latest = ("", None)  # before the next one is decoded
+            self._latest = (name, value.read())
+        assert self._latest[1] is not None
+        assert write_item.index.offset is not None
+        return value.box(write_item.index.offset, self._latest[1])
+
+    def set_up_planner(self, *_: Any, **__: Any) -> None: ...
+    def create_local_plan(self) -> SavePlan:
+        raise NotImplementedError
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        raise NotImplementedError
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        raise NotImplementedError
+
+
+def _finisher(
+    folder: Path, root: Path, facts: Mapping[str, Any], parts: list[dict[str, Any]], keep: int | None
+) -> Callable[[], object]:
+    def finish() -> None:
+        files.write_synced(folder / files.METADATA, pickle.dumps(_metadata(parts)))
+        sums = {name: told for part in parts for name, told in part["files"].items()}
+        files.write_manifest(folder, facts, {**sums, files.METADATA: files.sums_of(folder / files.METADATA)})
+        files.publish(folder, root, facts["step"], keep)
+
+    return finish
+
+
+def _metadata(parts: list[dict[str, Any]]) -> Metadata:
+    """Return DCP's metadata of what all ranks have written."""
+    tensors: dict[str, Any] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for name, where, *data in _rows(parts):
+        if not data:
+            tensors[name] = BytesStorageMetadata()
+            places[MetadataIndex(name)] = _StorageInfo(*where)
+            continue
+        dtype, size, offsets, sizes = data
+        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        properties = TensorProperties(dtype=getattr(torch, dtype))
+        tensors.setdefault(name, TensorStorageMetadata(properties, torch.Size(size), [])).chunks.append(chunk)
+        places[MetadataIndex(name, chunk.offsets)] = _StorageInfo(*where)
+    paths = {name: tuple(path) for part in parts for name, path in part["paths"].items()}
+    return Metadata(tensors, planner_data=paths, storage_data=places, storage_meta=StorageMeta(), version="1.0.0")
+
+
+def _rows(parts: list[dict[str, Any]]) -> Iterator[list[Any]]:
+    """Yield what was written, once more for each other name of a tensor."""
+    others: dict[str, list[str]] = {}
+    for alias, name in parts[0]["aliases"].items():
+        others.setdefault(name, []).append(alias)
+    for part in parts:
+        for name, *row in part["rows"]:
+            yield from ([each, *row] for each in (name, *others.get(name, ())))

@@ -1,0 +1,207 @@
+"""`ShardTensor`: a sharded tensor in a state dict, which `torch.distributed.checkpoint` saves and loads.
+
+A shard is a range of elements of the whole tensor in row-major order. DCP describes what a rank holds by boxes, so a
+range is cut into boxes, at most `2 * ndim - 1` of them:
+
+    shape [4, 5], elements [3, 17)      . . . # #       box at (0, 3) of [1, 2]
+                                        # # # # #       box at (1, 0) of [2, 5]
+                                        # # # # #
+                                        # # . . .       box at (3, 0) of [1, 2]
+
+The elements of a box are contiguous in the shard: saving and loading copy nothing in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from shardlite.errors import LayoutError
+
+if TYPE_CHECKING:  # importing DCP takes time, and most programs do not need it
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes, one of each per dimension."""
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Yield the boxes of elements `[start, stop)` of a row-major tensor of `shape`, in the order of the elements."""
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row  # the whole rows
+    if first > last:  # inside one row
+        yield from _in_row(shape, last, start, stop)
+        return
+    yield from _in_row(shape, first - 1, start, first * row)
+    if first < last:
+        yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
+    yield from _in_row(shape, last, last * row, stop)
+
+
+def _in_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator[Box]:
+    begin = index * prod(shape[1:])
+    for offsets, sizes in boxes(shape[1:], start - begin, stop - begin):
+        yield (index, *offsets), (1, *sizes)
+
+
+class ShardTensor(Tensor):
+    """Elements `[start, stop)` of a tensor that is sharded over ranks. Has the shape of the whole tensor.
+
+    `state_dict()` of a wrapped model and of its optimizer holds such tensors. DCP saves and loads them at any world
+    size, into plain tensors and DTensors and back. `to_local()` returns this rank's elements. Other computations raise,
+    for their result would be that of a shard.
+
+    Pickling writes this rank's elements as a plain tensor.
+
+    Args:
+        local: this rank's elements where they are kept, in the shape in which `to_local()` shall return them; or, for
+            elements that are kept in another form (8-bit moments, split weights), a function that decodes them.
+        shape: of the whole tensor.
+        start: index of the first element of this rank, in row-major order.
+        numel, dtype, device: of this rank's elements, if `local` is a function.
+        encode: keeps elements that were written into a decoded copy.
+    """
+
+    start: int
+    stop: int
+    _local: Tensor | None
+    _decode: Callable[[], Tensor] | None
+    _encode: Callable[[Tensor], object] | None
+
+    @staticmethod
+    def __new__(
+        cls: type[ShardTensor],
+        local: Tensor | Callable[[], Tensor],
+        shape: Sequence[int],
+        start: int,
+        *,
+        numel: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        encode: Callable[[Tensor], object] | None = None,
+    ) -> ShardTensor:
+        """Make a tensor of `shape` that has no memory beside `local`."""
+        if isinstance(local, Tensor):
+            numel, dtype, device = local.numel(), local.dtype, local.device
+        assert numel is not None, "what is decoded has a known length"
+        self: ShardTensor = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+        self.start, self.stop = start, start + numel
+        self._local = local if isinstance(local, Tensor) else None
+        self._decode = None if isinstance(local, Tensor) else local
+        self._encode = encode
+        return self
+
+    def to_local(self) -> Tensor:
+        """Return this rank's elements: a view of where they are kept, or a decoded copy, which `commit()` drops."""
+        if self._local is None:
+            assert self._decode is not None
+            self._local = self._decode()
+        return self._local
+
+    def read(self) -> Tensor:
+        """Return this rank's elements, [stop - start], without keeping a decoded copy."""
+        return self._value().reshape(-1)
+
+    def commit(self) -> None:
+        """Keep what was written into `to_local()`. No-op for elements that are kept as they are."""
+        if self._decode is not None and self._local is not None:
+            if self._encode is not None:
+                self._encode(self._local)
+            self._local = None
+
+    def boxes(self) -> Iterator[Box]:
+        """Yield the boxes that this rank holds, in the order of its elements."""
+        return boxes(self.shape, self.start, self.stop)
+
+    def box(self, offsets: Sequence[int], local: Tensor) -> Tensor:
+        """View the elements of the box at `offsets` in this rank's elements `local`, [stop - start]."""
+        begin = 0
+        for its, sizes in self.boxes():
+            numel = prod(sizes)
+            if its == tuple(offsets):
+                return local[begin : begin + numel].view(sizes)
+            begin += numel
+        raise LayoutError(f"this rank has no part of the tensor at {tuple(offsets)}, only {list(self.boxes())}")
+
+    # ---- the protocol of torch.distributed.checkpoint (torch/distributed/_checkpointable.py) ------------------------
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in self.boxes()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None, "a shard is one of many"
+        return self.box(index.offset, self.to_local().detach().reshape(-1))
+
+    # ---- what else may be done with it ------------------------------------------------------------------------------
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Copy and convert; refuse all else."""
+        if func in _COPIES:
+            whole: ShardTensor = args[0]
+            return whole._like(func(whole._value(), *args[1:], **(kwargs or {})))
+        _refuse(func)
+
+    def _value(self) -> Tensor:
+        if self._local is not None:
+            return self._local.detach()
+        assert self._decode is not None
+        return self._decode()
+
+    def _like(self, local: Tensor) -> ShardTensor:
+        return ShardTensor(local, self.shape, self.start)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
+        memo[id(self)] = copied = self._like(self._value().clone())
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._value().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"ShardTensor(elements {self.start} to {self.stop} of {list(self.shape)}, {self.dtype})"
+
+
+_COPIES = {
+    torch.ops.aten.detach.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.clone.default,
+    torch.ops.aten._to_copy.default,
+}
+
+
+def _refuse(func: Any) -> NoReturn:
+    raise LayoutError(
+        f"{func} of a tensor of which this rank has a part only: take to_local() for this rank's elements, or "
+        "full_state_dict() of the model for whole tensors"
+    )

@@ -1,0 +1,362 @@
+"""A run that is saved and loaded: with as many ranks it goes on with the same bits, with others from the same state."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardlite import EMA, AdamW, CheckpointError, LayoutError, Precision, ShardLite, load, save
+from shardlite.apps.checkpoint import latest
+from shardlite.apps.checkpoint.reading import read_metadata
+from tests.support.sharded import same_bits
+
+WIDTH = 24
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 40)
+        self.outer = nn.Linear(40, WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.outer(torch.tanh(self.inner(x)))
+
+
+class Net(nn.Module):
+    """Tied weights, a scalar, a frozen parameter, running statistics, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(37, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.frozen = nn.Parameter(torch.randn(5, 7), requires_grad=False)
+        self.norm = nn.BatchNorm1d(WIDTH, affine=False)
+        self.drop = nn.Dropout(0.2)
+        self.head = nn.Linear(WIDTH, 37, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.drop(self.norm(x.float()).to(x.dtype)))
+
+
+class Run:
+    """A model in training, with a schedule."""
+
+    def __init__(self, group: Any, state: str = "fp32", make: Any = None, seed: int = 0, **options: Any) -> None:
+        torch.manual_seed(seed)
+        precision = Precision(master="split24", compute=torch.bfloat16) if state == "int8" else Precision()
+        self.rank = dist.get_rank()
+        self.model = ShardLite(Net(), **{"group": group, "precision": precision, "units": Block, **options})
+        make = make or (lambda params: AdamW(params, lr=0.02, state=state))
+        names = dict(self.model.named_parameters())
+        decayed = [param for name, param in names.items() if "inner" in name]
+        others = [param for name, param in names.items() if "inner" not in name and param.requires_grad]
+        self.optimizer = make([{"params": decayed, "weight_decay": 0.2}, {"params": others}])
+        self.schedule = optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        torch.manual_seed(100 + self.rank)  # of dropout
+
+    def train(self, steps: range) -> "Run":
+        for step in steps:
+            seed = torch.Generator().manual_seed(1000 * step + self.rank)
+            self.model(torch.randint(0, 37, (6,), generator=seed)).float().square().mean().backward()
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
+        return self
+
+    def extra(self) -> dict[str, Any]:
+        return {"schedule": self.schedule, "rank": self.rank, "nested": {"data": [1, (2.5, "x")], "t": torch.ones(2)}}
+
+    def save(self, path: str | Path, **options: Any) -> Path:
+        return save(path, self.model, self.optimizer, self.extra(), **options)
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        return load(path, self.model, self.optimizer, self.extra())
+
+    def moments(self) -> dict[str, Any]:
+        """The state of the optimizer as this rank has it, by name."""
+        names = {param: name for name, param in self.model.named_parameters()}
+        saved = self.optimizer.state_dict()
+        order = [names[param] for group in self.optimizer.param_groups for param in group["params"]]
+        return {
+            f"{order[i]}.{key}": getattr(value, "to_local", lambda value=value: value)()
+            for i, entry in saved["state"].items()
+            for key, value in entry.items()
+        }
+
+    def assert_like(self, other: "Run") -> None:
+        ours, theirs = self.model.full_state_dict(), other.model.full_state_dict()
+        assert ours.keys() == theirs.keys()
+        for name, value in ours.items():
+            if self.rank == 0 or not name.startswith("norm."):  # the next forward gives all ranks the first one's
+                same_bits(name, value, theirs[name])
+        mine, its = self.moments(), other.moments()
+        assert mine.keys() == its.keys()
+        for name, value in mine.items():
+            same_bits(name, value, its[name])
+        for one, another in zip(self.optimizer.param_groups, other.optimizer.param_groups, strict=True):
+            assert {**one, "params": 0} == {**another, "params": 0}
+
+
+# ---- as many ranks ---------------------------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Any] = {
+    "ours": None,
+    "in_backward": lambda params: AdamW(params, lr=0.02, in_backward=True),
+    "fused": lambda params: optim.AdamW(params, lr=0.02, fused=True),
+    "foreach": lambda params: optim.Adam(params, lr=0.02),
+    "momentum": lambda params: optim.SGD(params, lr=0.02, momentum=0.9),
+}
+
+
+def resumes_body(group: Any, path: Path, state: str, optimizer: str, options: dict[str, Any]) -> None:
+    """20 steps straight are 10 steps, a checkpoint, and 10 more."""
+    straight = Run(group, state, OPTIMIZERS[optimizer], **options).train(range(10))
+    place = straight.save(path, step=10)
+    assert place == path / "step-00000010" == latest(path)
+    straight.train(range(10, 20))
+    resumed = Run(group, state, OPTIMIZERS[optimizer], seed=1, **options)
+    random.seed(3)
+    found = resumed.load(path)
+    assert found["rank"] == resumed.rank
+    assert found["nested"]["data"] == [1, (2.5, "x")]
+    assert found["nested"]["t"].tolist() == [1, 1]
+    assert found["schedule"] is resumed.schedule
+    resumed.train(range(10, 20)).assert_like(straight)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "state", "optimizer", "options"),
+    [
+        (2, "fp32", "ours", {}),
+        (2, "int8", "ours", {}),
+        (2, "bf16", "ours", {"stage": 1}),
+        (2, "int8", "ours", {"stage": 0}),
+        (3, "int8", "ours", {"stage": 2}),
+        (2, "fp32", "in_backward", {}),
+        (2, "fp32", "fused", {"stage": 1}),
+        (2, "fp32", "momentum", {"stage": 0}),
+        (1, "fp32", "foreach", {}),
+        pytest.param(4, "bf16", "ours", {}, marks=pytest.mark.slow),
+        pytest.param(3, "fp32", "foreach", {}, marks=pytest.mark.slow),
+        pytest.param(2, "fp32", "ours", {"quantized_gather": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_goes_on_with_the_same_bits(cluster, tmp_path, world_size, state, optimizer, options):
+    cluster.check(resumes_body, world_size, tmp_path, state, optimizer, options)
+
+
+def hybrid_body(group: Any, path: Path) -> None:
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
+    straight = Run(mesh).train(range(2))
+    straight.save(path)
+    straight.train(range(2, 4))
+    resumed = Run(mesh, seed=1)
+    assert resumed.load(path)["rank"] == dist.get_rank(group)
+    resumed.train(range(2, 4)).assert_like(straight)
+
+
+def test_replicas_are_saved_once_and_loaded_by_all(cluster, tmp_path):
+    cluster.check(hybrid_body, 4, tmp_path)
+
+
+# ---- others ----------------------------------------------------------------------------------------------------------
+
+
+def saved_body(group: Any, path: Path, state: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Train and save; return the whole model, and whole moments as one rank has them."""
+    run = Run(group, state, **options).train(range(3))
+    run.save(path)
+    return run.model.full_state_dict(), {}
+
+
+def loaded_body(group: Any, path: Path, again: Path, state: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    run = Run(group, state, seed=1, **options)
+    before = torch.get_rng_state()
+    assert run.load(path)["rank"] == 0
+    assert torch.equal(torch.get_rng_state(), before)
+    run.save(again)
+    return run.model.full_state_dict()
+
+
+def whole_moments_body(group: Any, path: Path) -> dict[str, Any]:
+    run = Run(group, stage=0, seed=2)
+    run.load(path)
+    run.model(torch.arange(6))
+    return run.moments()
+
+
+def by_twos(name: str, module: nn.Module) -> bool:
+    return name in ("blocks", "table")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "state", "options", "others"),
+    [
+        (4, "fp32", {}, [(1, "fp32", {}), (2, "fp32", {"stage": 0}), (3, "fp32", {"units": by_twos, "stage": 2})]),
+        (3, "int8", {"stage": 0}, [(2, "int8", {"stage": 3}), (1, "int8", {"stage": 1})]),
+        (1, "fp32", {}, [(2, "fp32", {"stage": 1}), (4, "fp32", {"units": by_twos})]),
+    ],
+)
+def test_any_number_of_ranks_stage_and_units_loads_it(cluster, tmp_path, ranks, state, options, others):
+    """Going through another layout and back changes no bit of weights or moments."""
+    expected, _ = cluster.run(saved_body, ranks, tmp_path / "first", state, options)[0]
+    moments = cluster.run(whole_moments_body, 1, tmp_path / "first")[0]
+    for number, (world_size, other, changed) in enumerate(others):
+        again = tmp_path / str(number)
+        for got in cluster.run(loaded_body, world_size, tmp_path / "first", again, other, changed):
+            for name, value in expected.items():
+                same_bits(name, got[name], value)
+        for name, value in cluster.run(whole_moments_body, 1, again)[0].items():
+            same_bits(name, value, moments[name])
+
+
+def formats_body(group: Any, path: Path, state: str) -> dict[str, Any]:
+    run = Run(group, state, seed=1)
+    run.load(path)
+    run.save(path.parent / state)
+    return {}
+
+
+@pytest.mark.parametrize("state", ["bf16", "int8"])
+def test_a_state_goes_into_another_format_rounded_once(cluster, tmp_path, state):
+    """fp32 to a narrow format and back: each moment is the nearest that the format has, and the second time itself."""
+    cluster.run(saved_body, 2, tmp_path / "first", "fp32", {})
+    cluster.run(formats_body, 2, tmp_path / "first", state)
+    cluster.run(formats_body, 2, tmp_path / state, "fp32")
+    first = cluster.run(whole_moments_body, 1, tmp_path / "first")[0]
+    once = cluster.run(whole_moments_body, 1, tmp_path / state)[0]
+    for name, value in once.items():
+        if name.endswith("exp_avg"):
+            assert (value - first[name]).abs().max() <= first[name].abs().max() / 64, name
+    cluster.run(formats_body, 2, tmp_path / "fp32", state)
+    for name, value in cluster.run(whole_moments_body, 1, tmp_path / state)[0].items():
+        same_bits(name, value, once[name])
+
+
+def averages_body(group: Any, path: Path) -> None:
+    """Averages are each rank's own extra."""
+    run = Run(group).train(range(1))
+    average = EMA(run.model, decay=0.5)
+    run.train(range(1, 2))
+    average.update()
+    save(path, run.model, extra={"ema": average})
+    expected = average.full_state_dict()
+    other = Run(group, seed=1)
+    fresh = EMA(other.model, decay=0.5)
+    load(path, other.model, extra={"ema": fresh})
+    for name, value in fresh.full_state_dict().items():
+        if not name.startswith("norm."):
+            same_bits(name, value, expected[name])
+
+
+def test_averages_go_with_a_run(cluster, tmp_path):
+    cluster.check(averages_body, 2, tmp_path)
+
+
+# ---- the folder of a run ---------------------------------------------------------------------------------------------
+
+
+def folder_body(group: Any, path: Path) -> None:
+    run = Run(group)
+    assert latest(path) is None
+    assert run.save(path).name == "step-00000000"
+    assert run.save(path, step=7).name == "step-00000007"
+    run.train(range(1))
+    assert run.save(path, keep=2).name == "step-00000008"
+    assert sorted(each.name for each in path.iterdir()) == ["step-00000007", "step-00000008"]
+    other = Run(group, seed=1)
+    other.load(path / "step-00000008")
+    other.assert_like(run)
+    other.load(path / "step-00000007")
+    assert not torch.equal(other.model.full_state_dict()["norm.running_mean"], torch.zeros(0))
+    run.save(path, step=7, keep=1)  # an older one is written anew
+    assert sorted(each.name for each in path.iterdir()) == ["step-00000007"]
+    dist.barrier()
+    with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
+        run.save(path, keep=0)
+    with pytest.raises(CheckpointError, match=r"ranks were given different steps, \[0, 1\]"):
+        run.save(path, step=dist.get_rank(group))
+    dist.barrier()
+    assert [each.name for each in path.iterdir()] == ["step-00000007"]
+
+
+def test_steps_are_numbered_and_the_newest_are_kept(cluster, tmp_path):
+    cluster.check(folder_body, 2, tmp_path / "run")
+
+
+def bytes_body(group: Any, path: Path) -> int:
+    run = Run(group).train(range(1))
+    place = run.save(path)
+    return (place / f"__{dist.get_rank(group)}_0.distcp").stat().st_size
+
+
+def test_each_rank_writes_what_it_holds_and_tied_weights_once(cluster, tmp_path):
+    numel = sum(param.numel() for param in Net().parameters())  # tied ones count once
+    for ranks in (1, 3):
+        sizes = cluster.run(bytes_body, ranks, tmp_path / str(ranks))
+        assert max(sizes) < 2 * min(sizes)  # rank 0 has hyper-parameters and buffers, too
+        assert 12 * numel < sum(sizes) < 12 * numel + 300_000  # what PyTorch's format adds to each box
+        places = read_metadata(tmp_path / str(ranks) / "step-00000000").storage_data
+        tied = [{i.offset: p for i, p in places.items() if i.fqn == f"model.{n}.weight"} for n in ("table", "head")]
+        assert tied[0] == tied[1] != {}
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------------
+
+
+class Custom:
+    pass
+
+
+def mistakes_body(group: Any, path: Path) -> None:
+    run = Run(group).train(range(1))
+    with pytest.raises(CheckpointError, match=f"there is no checkpoint in {path}"):
+        run.load(path)
+    with pytest.raises(CheckpointError, match=r"'ranks.1.extra' holds something that is neither a tensor"):
+        save(path, run.model, extra={"bad": Custom()} if dist.get_rank(group) else {})
+    dist.barrier()
+    assert list(path.iterdir()) == []
+    dist.barrier()
+    save(path, run.model)
+    with pytest.raises(CheckpointError, match="has no state of an optimizer: call load without one"):
+        run.load(path)
+    foreign = optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    with pytest.raises(CheckpointError, match=r"holds a parameter of shape \[2\] that is not one of"):
+        save(path, run.model, foreign)
+    run.save(path)
+    before = run.model.full_state_dict()
+    other = ShardLite(nn.Sequential(nn.Linear(3, 3)), group=group)
+    with pytest.raises(CheckpointError, match=r"is of another model: it lacks model.0.bias, model.0.weight and has"):
+        load(path, other)
+    regrouped = AdamW(run.model.parameters())
+    with pytest.raises(CheckpointError, match=r"groups of parameters are others than the saved ones"):
+        load(path, run.model, regrouped)
+    for name, value in run.model.full_state_dict().items():
+        same_bits(name, value, before[name])
+
+
+def test_mistakes_are_named_on_every_rank_and_change_nothing(cluster, tmp_path):
+    cluster.check(mistakes_body, 2, tmp_path)
+
+
+def shapes_body(group: Any, path: Path) -> None:
+    save(path, ShardLite(nn.Linear(4, 4), group=group))
+    with pytest.raises(CheckpointError, match=r"'model.weight' has shape \[4, 4\], the model's has \[4, 5\]"):
+        load(path, ShardLite(nn.Linear(5, 4), group=group))
+    with pytest.raises(LayoutError, match="state dict lacks"):
+        ShardLite(nn.Linear(5, 4), group=group).load_state_dict({})
+
+
+def test_another_shape(cluster, tmp_path):
+    cluster.check(shapes_body, 2, tmp_path)

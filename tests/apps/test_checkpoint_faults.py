@@ -1,0 +1,319 @@
+"""Damaged checkpoints, and ranks that die while they save: an error that names the file, and never a part of a state."""
+
+import io
+import os
+import pickle
+import random
+import resource
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from shardlite import AdamW, CheckpointError, ShardLite, load, save
+from shardlite.apps.checkpoint import SafeLoadPlanner, SafeReader, files, latest, saving
+from tests.support.patience import seconds
+from tests.support.sharded import same_bits
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 300), nn.Tanh(), nn.Linear(300, 64))
+
+
+def run_on(group: Any, seed: int = 0, **options: Any) -> tuple[ShardLite, AdamW]:
+    torch.manual_seed(seed)
+    model = ShardLite(net(), group=group, units=nn.Linear, **options)
+    return model, AdamW(model.parameters())
+
+
+def train(model: ShardLite, optimizer: AdamW, steps: int = 1) -> None:
+    for _ in range(steps):
+        model(torch.ones(2, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------------
+
+Harm = Callable[[Path], str]
+"""Damages a checkpoint, and returns the name of the file that the error has to name."""
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def flipped_bit(place: Path) -> str:
+    file = place / "__1_0.distcp"
+    flip(file, file.stat().st_size // 2)
+    return file.name
+
+
+def truncated(place: Path) -> str:
+    file = place / "__0_0.distcp"
+    os.truncate(file, file.stat().st_size - 1)
+    return file.name
+
+
+def missing(place: Path) -> str:
+    (place / "__1_0.distcp").unlink()
+    return "__1_0.distcp"
+
+
+def of_another_run(place: Path) -> str:
+    other = place.with_name("step-00000000") / "__1_0.distcp"
+    (place / "__1_0.distcp").write_bytes(other.read_bytes())
+    return "__1_0.distcp"
+
+
+def flipped_metadata(place: Path) -> str:
+    flip(place / files.METADATA, 200)
+    return files.METADATA
+
+
+def empty_metadata(place: Path) -> str:
+    (place / files.METADATA).write_bytes(b"")
+    return files.METADATA
+
+
+def flipped_manifest(place: Path) -> str:
+    flip(place / files.MANIFEST, 20)
+    return files.MANIFEST
+
+
+def no_json(place: Path) -> str:
+    (place / files.MANIFEST).write_text("steps: 3")
+    return files.MANIFEST
+
+
+HARMS: tuple[Harm, ...] = (
+    *(flipped_bit, truncated, missing, of_another_run),
+    *(flipped_metadata, empty_metadata, flipped_manifest, no_json),
+)
+
+
+def damaged_body(group: Any, path: Path, harm: Harm) -> None:
+    model, optimizer = run_on(group)
+    train(model, optimizer)
+    whole = save(path, model, optimizer, step=0)
+    train(model, optimizer)
+    place = save(path, model, optimizer, step=1)
+    told = [harm(place) if dist.get_rank(group) == 0 else ""]
+    dist.broadcast_object_list(told, group=group)
+    other, its = run_on(group, seed=1)
+    train(other, its)
+    before = (other.full_state_dict(), [value.to_local().clone() for value in _moments(its)])
+    with pytest.raises(CheckpointError, match=rf"{place}/{told[0]}"):
+        load(path, other, its)
+    for name, value in other.full_state_dict().items():
+        same_bits(name, value, before[0][name])
+    for value, expected in zip(_moments(its), before[1], strict=True):
+        same_bits("moments", value.to_local(), expected)
+    load(whole, other, its)
+    train(other, its)
+    for name, value in other.full_state_dict().items():
+        same_bits(name, value, model.full_state_dict()[name])
+
+
+def _moments(optimizer: AdamW) -> list[Any]:
+    return [entry[key] for entry in optimizer.state_dict()["state"].values() for key in ("exp_avg", "exp_avg_sq")]
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_damage_is_found_before_anything_is_loaded(cluster, tmp_path, harm):
+    cluster.check(damaged_body, 2, tmp_path, harm)
+
+
+def test_each_block_of_a_file_has_a_checksum(tmp_path):
+    path = tmp_path / "file"
+    system = files.SummingFileSystem()
+    content = random.Random(0).randbytes(2 * files.BLOCK + 5)
+    with system.create_stream(path, "wb") as stream:
+        for begin in range(0, len(content), 1_000_003):
+            stream.write(content[begin : begin + 1_000_003])
+    assert path.read_bytes() == content
+    told = system.sums["file"]
+    assert told == files.sums_of(path)
+    assert len(told["crc32"]) == 3
+    manifest = {"block": files.BLOCK, "files": {"file": told}}
+    flip(path, files.BLOCK + 7)
+    files.check(tmp_path, manifest, {"file": [(0, files.BLOCK), (2 * files.BLOCK, 2 * files.BLOCK + 1)]})
+    for begin, end in ((files.BLOCK, files.BLOCK + 1), (0, files.BLOCK + 1), (2 * files.BLOCK - 1, len(content))):
+        with pytest.raises(CheckpointError, match=f"{path} is damaged: bytes 4194304 to 8388608"):
+            files.check(tmp_path, manifest, {"file": [(begin, end)]})
+    with pytest.raises(CheckpointError, match="other is not a file of this checkpoint"):
+        files.check(tmp_path, manifest, {"other": [(0, 1)]})
+
+
+# ---- malice ----------------------------------------------------------------------------------------------------------
+
+
+class Malice:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.mark}",)
+
+
+def malicious_body(group: Any, path: Path) -> None:
+    model, optimizer = run_on(group)
+    place, mark = save(path, model, optimizer), path / "executed"
+    (place / files.MANIFEST).unlink(missing_ok=True)
+    dist.barrier(group)
+    metadata = (place / files.METADATA).read_bytes()
+    dist.barrier(group)
+    if dist.get_rank(group) == 0:
+        (place / files.METADATA).write_bytes(pickle.dumps(Malice(mark)))
+    dist.barrier(group)
+    with pytest.raises(CheckpointError, match="names posix.system, which is not part of metadata"):
+        load(path, model, optimizer)
+    with pytest.raises(CheckpointError, match="names posix.system"):
+        SafeReader(place).read_metadata()
+    dist.barrier(group)
+    if dist.get_rank(group) == 0:
+        (place / files.METADATA).write_bytes(metadata)
+        content = pickle.loads(metadata)
+        where = next(each for index, each in content.storage_data.items() if index.fqn.endswith("param_groups.0.lr"))
+        evil = pickle.dumps(Malice(mark))
+        with (place / where.relative_path).open("r+b") as file:
+            file.seek(where.offset)
+            file.write(evil)
+    dist.barrier(group)
+    with pytest.raises(CheckpointError, match=r"'optimizer.param_groups.0.lr' holds something|cannot be read"):
+        load(path, model, optimizer)
+    assert not mark.exists()
+
+
+def test_loading_executes_no_code(cluster, tmp_path):
+    cluster.check(malicious_body, 2, tmp_path)
+
+
+def test_the_planner_loads_plain_objects_only():
+    planner = SafeLoadPlanner(flatten_state_dict=False)
+    planner.state_dict = {"a": None}
+    for value, fails in (({"x": [1, 2.5, "y", None, (True, torch.ones(2))]}, False), (Malice(Path("/nowhere")), True)):
+        content = io.BytesIO()
+        torch.save(value, content)
+        content.seek(0)
+        nothing = torch.Size([0])
+        index = MetadataIndex("a")
+        item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
+        if fails:
+            with pytest.raises(CheckpointError, match="'a' holds something that is neither a tensor"):
+                planner.load_bytes(item, content)
+        else:
+            planner.load_bytes(item, content)
+            assert planner.state_dict["a"]["x"][:4] == [1, 2.5, "y", None]
+
+
+def outside_body(group: Any, path: Path) -> None:
+    model, _ = run_on(group)
+    place = save(path, model)
+    dist.barrier(group)
+    if dist.get_rank(group) == 0:
+        (place / files.MANIFEST).unlink()
+        metadata = pickle.loads((place / files.METADATA).read_bytes())
+        for where in metadata.storage_data.values():
+            where.relative_path = "../../secret"
+        (place / files.METADATA).write_bytes(pickle.dumps(metadata))
+    dist.barrier(group)
+    with pytest.raises(CheckpointError, match=r"names a file outside of the checkpoint: \.\./\.\./secret"):
+        load(path, model)
+
+
+def test_no_file_outside_of_the_checkpoint_is_read(cluster, tmp_path):
+    cluster.check(outside_body, 2, tmp_path)
+
+
+# ---- failures while saving -------------------------------------------------------------------------------------------
+
+
+def full_body(group: Any, path: Path) -> None:
+    """No rank can write more than a few kilobytes into a file, as on a full disk."""
+    model, optimizer = run_on(group)
+    train(model, optimizer)
+    whole = save(path, model, optimizer)
+    expected = model.full_state_dict()
+    train(model, optimizer)
+    write, (soft, hard) = saving._write, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limited(*args: Any) -> Any:
+        if dist.get_rank(group) == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+        try:
+            return write(*args)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError, match=r"save: rank 1: .*File too large"):
+        patch.setattr(saving, "_write", limited)
+        save(path, model, optimizer)
+    signal.signal(signal.SIGXFSZ, handler)
+    dist.barrier(group)
+    assert [each.name for each in path.iterdir()] == [whole.name]
+    dist.barrier(group)
+    other, its = run_on(group, seed=1)
+    load(path, other, its)
+    for name, value in other.full_state_dict().items():
+        same_bits(name, value, expected[name])
+    assert save(path, model, optimizer).name == "step-00000001"
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint(cluster, tmp_path):
+    cluster.check(full_body, 2, tmp_path)
+
+
+def killed_body(group: Any, path: str, seed: int, everyone: bool) -> None:
+    """Train and save again and again, until rank 1, or both at their own time, are killed at a random moment."""
+    rank = dist.get_rank(group)
+    model, optimizer = run_on(group, timeout=timedelta(seconds=seconds(2)))
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    for step in range(1000):
+        if step == 2 and (everyone or rank == 1):
+            signal.setitimer(signal.ITIMER_REAL, random.Random(2 * seed + rank).uniform(0.001, 0.15))
+        train(model, optimizer)
+        save(path, model, optimizer, {"step": step}, step=step, keep=3)
+
+
+def resumed_body(group: Any, path: Path) -> int:
+    """Load the newest checkpoint, and check that it is what training for as many steps gives."""
+    newest = latest(path)
+    assert newest is not None
+    model, optimizer = run_on(group, seed=1)
+    step: int = load(path, model, optimizer)["step"]
+    assert newest.name == files.name_of(step)
+    straight, its = run_on(group)
+    train(straight, its, step + 1)
+    for name, value in model.full_state_dict().items():
+        same_bits(name, value, straight.full_state_dict()[name])
+    save(path, model, optimizer, {"step": step + 1}, step=step + 1)
+    assert not [each for each in path.iterdir() if each.name.startswith(".")]
+    return step
+
+
+@pytest.mark.parametrize(
+    ("seed", "everyone"),
+    [
+        pytest.param(seed, everyone, marks=() if seed == 0 else pytest.mark.slow)
+        for seed in range(25)
+        for everyone in (False, True)
+    ],
+)
+def test_a_rank_killed_while_it_saves_leaves_whole_checkpoints(cluster, doomed, tmp_path, seed, everyone):
+    first, second = doomed.run(killed_body, 2, str(tmp_path / "run"), seed, everyone, directory=tmp_path)
+    assert second.status == -signal.SIGKILL
+    assert first.status == -signal.SIGKILL if everyone else first.kind == "CommError", first
+    steps = cluster.run(resumed_body, 2, tmp_path / "run")
+    assert steps[0] == steps[1] >= 1
