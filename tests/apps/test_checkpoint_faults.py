@@ -1,4 +1,4 @@
-"""Damaged checkpoints, and ranks that die while they save: an error that names the file, and never a part of a state."""
+"""Damaged checkpoints, and ranks that die while they save: errors name the file, and nothing is loaded in part."""
 
 import io
 import os
@@ -176,9 +176,9 @@ def malicious_body(group: Any, path: Path) -> None:
     if dist.get_rank(group) == 0:
         (place / files.METADATA).write_bytes(pickle.dumps(Malice(mark)))
     dist.barrier(group)
-    with pytest.raises(CheckpointError, match="names posix.system, which is not part of metadata"):
+    with pytest.raises(CheckpointError, match=r"names posix\.system, which is not part of metadata"):
         load(path, model, optimizer)
-    with pytest.raises(CheckpointError, match="names posix.system"):
+    with pytest.raises(CheckpointError, match=r"names posix\.system"):
         SafeReader(place).read_metadata()
     dist.barrier(group)
     if dist.get_rank(group) == 0:
@@ -257,9 +257,11 @@ def full_body(group: Any, path: Path) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError, match=r"save: rank 1: .*File too large"):
+    words = r"__1_0.distcp cannot be written: \[Errno 27\] File too large"
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saving, "_write", limited)
-        save(path, model, optimizer)
+        with pytest.raises(CheckpointError, match=words):
+            save(path, model, optimizer)
     signal.signal(signal.SIGXFSZ, handler)
     dist.barrier(group)
     assert [each.name for each in path.iterdir()] == [whole.name]

@@ -11,7 +11,10 @@ In: a wrapped model, its optimizer, and what the program adds. Out: a folder in 
       .saving-step-00000200/        one that is being written, or was when the run died
 """
 
+from shardlite.apps.checkpoint.distributed_state_dict import teach
 from shardlite.apps.checkpoint.files import latest
 from shardlite.apps.checkpoint.loading import load
 from shardlite.apps.checkpoint.reading import SafeLoadPlanner, SafeReader
 from shardlite.apps.checkpoint.saving import save
+
+teach()

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from shardlite.errors import CheckpointError
 from shardlite.model import ShardLite
+from shardlite.optim import AdamW
 
 Paths = dict[str, tuple[str | int, ...]]
 """The keys on the way to each entry, by its name."""
@@ -56,8 +57,16 @@ def named_state(model: ShardLite, optimizer: Optimizer) -> dict[str, Any]:
     names = names_of(model, optimizer)
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     by_number = dict(zip(numbers, names, strict=True))
-    groups = [{**group, "params": [by_number[i] for i in group["params"]]} for group in saved["param_groups"]]
+    groups = [
+        {**_others(optimizer), **group, "params": [by_number[i] for i in group["params"]]}
+        for group in saved["param_groups"]
+    ]
     return {"state": {by_number[i]: entry for i, entry in saved["state"].items()}, "param_groups": groups}
+
+
+def _others(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the options of PyTorch's AdamW that ours does not have: DCP loads no group with other options."""
+    return torch.optim.AdamW([torch.zeros(0)]).defaults if isinstance(optimizer, AdamW) else {}
 
 
 def names_of(model: ShardLite, optimizer: Optimizer) -> list[str]:

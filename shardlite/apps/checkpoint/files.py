@@ -115,6 +115,7 @@ class _Summing:
         self._room = BLOCK  # left in the block that is being written
         self.size = 0
         self.crc32 = [0]
+        self.failed: OSError | None = None
 
     def write(self, content: Any) -> int:
         view = memoryview(content).cast("B")
@@ -128,7 +129,12 @@ class _Summing:
             self._room -= len(part)
             begin += len(part)
         self.size += len(view)
-        self._file.write(view)
+        try:
+            while begin > 0:  # a file without a buffer may take a part
+                begin -= self._file.write(view[len(view) - begin :])
+        except OSError as error:  # PyTorch's writer would raise something else that does not say why
+            self.failed = error
+            raise
         return len(view)
 
     def __getattr__(self, name: str) -> Any:
@@ -144,13 +150,17 @@ class SummingFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
-        """Open a file. One that is written must be new."""
-        with Path(path).open("xb" if mode == "wb" else mode) as file:
-            if mode != "wb":
-                yield file
-                return
+        """Open a file. One that is written must be new, and has no buffer, which DCP would not flush before `fsync`."""
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with Path(path).open("xb", buffering=0) as file:
             summing = _Summing(file)
-            yield summing
+            try:
+                yield summing
+            except Exception as error:
+                raise CheckpointError(f"{path} cannot be written: {summing.failed or error}") from error
             self.sums[Path(path).name] = {"size": summing.size, "crc32": summing.crc32}
 
 

@@ -13,7 +13,7 @@ import io
 import os
 import pickle
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -47,8 +47,11 @@ _CLASSES: dict[tuple[str, str], Any] = {
     )
 }
 _CLASSES |= {("torch.serialization", "_get_layout"): torch.serialization._get_layout}
-_CLASSES |= {("pathlib", name): str for name in ("PosixPath", "WindowsPath", "PurePosixPath", "Path")}  # where it was
-_CLASSES |= {("pathlib._local", name): str for name in ("PosixPath", "WindowsPath", "Path")}
+_CLASSES |= {  # where it was written
+    (module, name): PurePath
+    for module in ("pathlib", "pathlib._local")
+    for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+}
 _CLASSES |= {("collections", "OrderedDict"): dict, ("builtins", "set"): set}
 
 

@@ -1,0 +1,195 @@
+"""Checkpoints go to and from FSDP2 and unsharded programs through plain `torch.distributed.checkpoint`."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn, optim
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from shardlite import AdamW, LayoutError, ShardLite, load, save
+from shardlite.apps.checkpoint import SafeLoadPlanner, SafeReader
+from tests.support.sharded import same_bits
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 10), nn.Sequential(nn.Linear(10, 10), nn.Tanh()), nn.LayerNorm(10))
+
+
+def train(model: nn.Module, optimizer: optim.Optimizer, steps: int = 2) -> None:
+    for step in range(steps):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def ours(group: Any, seed: int = 0, **options: Any) -> tuple[ShardLite, AdamW]:
+    model = ShardLite(net(seed), group=group, units=nn.Linear, **options)
+    return model, AdamW(model.parameters(), lr=0.01)
+
+
+def theirs(seed: int = 0) -> tuple[nn.Module, optim.AdamW]:
+    model = net(seed)
+    fully_shard(model[1])
+    fully_shard(model)
+    return model, optim.AdamW(model.parameters(), lr=0.01)
+
+
+def whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def assert_same_run(group: Any, model: ShardLite, optimizer: AdamW, other: nn.Module, its: optim.Optimizer) -> None:
+    """Compare with a model whose parameters are DTensors or plain, names and moments."""
+    expected = {name: whole(value.detach()) for name, value in other.named_parameters()}
+    for name, value in model.full_state_dict().items():
+        same_bits(name, value, expected[name])
+    shards = dict(model.named_parameters())
+    parts = model._bridge.shards.parts()
+    for name, param in other.named_parameters():
+        _, start, stop, _ = parts[shards[name]]
+        assert float(optimizer.state[shards[name]]["step"]) == float(its.state[param]["step"])
+        for key in ("exp_avg", "exp_avg_sq"):
+            mine, full = optimizer.state[shards[name]][key], whole(its.state[param][key])
+            same_bits(f"{name}.{key}", mine.reshape(-1), full.reshape(-1)[start:stop])
+
+
+def quietly(call: Any, *args: Any, **kwargs: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of DCP, on itself
+        return call(*args, **kwargs)
+
+
+def to_fsdp2_body(group: Any, path: Path) -> None:
+    model, optimizer = ours(group)
+    train(model, optimizer)
+    place = save(path, model, optimizer)
+    other, its = theirs(seed=1)
+    state = dict(zip(("model", "optimizer"), get_state_dict(other, its), strict=True))
+    quietly(dcp.load, state, checkpoint_id=place)
+    set_state_dict(other, its, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    assert_same_run(group, model, optimizer, other, its)
+
+
+def test_fsdp2_loads_ours(cluster, tmp_path):
+    cluster.check(to_fsdp2_body, 2, tmp_path)
+
+
+@pytest.mark.parametrize("keys", [("model", "optimizer"), ("model", "optim"), ("net", "opt")])
+def test_we_load_that_of_fsdp2(cluster, tmp_path, keys):
+    cluster.check(from_fsdp2_body, 2, tmp_path, keys)
+
+
+def from_fsdp2_body(group: Any, path: Path, keys: tuple[str, str]) -> None:
+    other, its = theirs()
+    train(other, its)
+    quietly(dcp.save, dict(zip(keys, get_state_dict(other, its), strict=True)), checkpoint_id=path)
+    model, optimizer = ours(group, seed=1)
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert load(path, model, optimizer) == {}
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    assert_same_run(group, model, optimizer, other, its)
+    train(model, optimizer, 1)
+
+
+def unsharded_body(group: Any, path: Path) -> None:
+    """One process without sharding saves and loads; all ranks do the same, each with files of its own."""
+    mine = path / str(dist.get_rank(group))
+    plain = net()
+    its = optim.AdamW(plain.parameters(), lr=0.01)
+    plain(torch.ones(2, 6)).square().mean().backward()
+    its.step()
+    state = {"model": get_model_state_dict(plain), "optimizer": get_optimizer_state_dict(plain, its)}
+    quietly(dcp.save, state, checkpoint_id=mine, no_dist=True)
+    model, optimizer = ours(group, seed=1, stage=2)
+    load(path / "0", model, optimizer)
+    assert_same_run(group, model, optimizer, plain, its)
+    place = save(path / "ours", model, optimizer)
+    fresh = net(seed=2)
+    again = optim.AdamW(fresh.parameters(), lr=0.3)
+    for options in ({"checkpoint_id": place}, {"storage_reader": SafeReader(place), "planner": SafeLoadPlanner()}):
+        state = {"model": get_model_state_dict(fresh), "optimizer": get_optimizer_state_dict(fresh, again)}
+        quietly(dcp.load, state, no_dist=True, **options)
+        set_model_state_dict(fresh, state["model"])
+        set_optimizer_state_dict(fresh, again, state["optimizer"])
+        assert_same_run(group, model, optimizer, fresh, again)
+        assert again.param_groups[0]["lr"] == 0.01
+
+
+def test_an_unsharded_program(cluster, tmp_path):
+    cluster.check(unsharded_body, 2, tmp_path)
+
+
+def plain_dcp_body(group: Any, path: Path, stage: int, state: str) -> None:
+    """A program that knows only `state_dict()` and DCP, as one of FSDP2's would be written."""
+    model, _ = ours(group, stage=stage)
+    optimizer = AdamW(model.parameters(), state=state)
+    train(model, optimizer)
+    saved = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    assert {name: value.shape for name, value in saved["model"].items()} == {
+        name: value.shape for name, value in net().state_dict().items()
+    }
+    quietly(dcp.save, saved, checkpoint_id=path)
+    straight = model.full_state_dict()
+    other, _ = ours(group, seed=1, stage=stage)
+    resumed = AdamW(other.parameters(), state=state)
+    train(other, resumed, 1)  # so that there are moments to load into
+    loaded = {"model": other.state_dict(), "optim": resumed.state_dict()}
+    quietly(dcp.load, loaded, checkpoint_id=path)
+    other.load_state_dict(loaded["model"])
+    resumed.load_state_dict(loaded["optim"])
+    for name, value in other.full_state_dict().items():
+        same_bits(name, value, straight[name])
+    train(model, optimizer)
+    train(other, resumed)
+    for name, value in other.full_state_dict().items():
+        same_bits(name, value, model.full_state_dict()[name])
+
+
+@pytest.mark.parametrize(("stage", "state"), [(3, "fp32"), (3, "int8"), (1, "bf16"), (0, "fp32")])
+def test_plain_dcp(cluster, tmp_path, stage, state):
+    cluster.check(plain_dcp_body, 2, tmp_path, stage, state)
+
+
+def siblings_body(group: Any, path: Path) -> None:
+    """PyTorch's functions for state dicts of distributed models."""
+    model, optimizer = ours(group)
+    train(model, optimizer)
+    weights, moments = get_state_dict(model, optimizer)
+    assert weights.keys() == net().state_dict().keys()
+    assert moments["state"]["0.weight"]["exp_avg"].shape == (10, 6)
+    other, its = ours(group, seed=1)
+    set_state_dict(other, its, model_state_dict=weights, optim_state_dict=moments)
+    train(model, optimizer)
+    train(other, its)
+    for name, value in other.full_state_dict().items():
+        same_bits(name, value, model.full_state_dict()[name])
+    full = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    for value in get_model_state_dict(model, options=full).values():
+        assert isinstance(value, Tensor)
+        with pytest.raises(LayoutError, match=r"full_state_dict\(\) of the model for whole tensors"):
+            value.sum()
+    whole_again = model.full_state_dict()
+    set_model_state_dict(other, whole_again, options=StateDictOptions(full_state_dict=True))
+    for name, value in other.full_state_dict().items():
+        same_bits(name, value, whole_again[name])
+
+
+def test_the_siblings_of_get_model_state_dict_work_or_refuse(cluster, tmp_path):
+    cluster.check(siblings_body, 2, tmp_path)
