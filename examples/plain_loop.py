@@ -1,7 +1,7 @@
 """A whole training script: join the other ranks, wrap, train, validate, save, and go on from what was saved.
 
     torchrun --nproc-per-node 2 examples/plain_loop.py --steps 100
-    torchrun --nproc-per-node 2 examples/plain_loop.py --steps 100 --resume runs/plain/step-50
+    torchrun --nproc-per-node 2 examples/plain_loop.py --steps 100 --resume runs/plain
 
 Model and loop are ordinary ones. Comments say where sharding asks for something.
 """
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from shardlite import AdamW, ShardLite
+from shardlite import AdamW, ShardLite, load, save
 from shardlite.apps.demo.gpt import GPT, GPTConfig
 from shardlite.apps.demo.text import Bytes, draw_batch, read_corpus
 
@@ -38,14 +38,15 @@ def main() -> None:
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = AdamW(groups, lr=2e-3, betas=(0.9, 0.95))
     schedule = LambdaLR(optimizer, lambda step: min((step + 1) / WARMUP, 1 - step / (options.steps + 1)))
-    first = load(options.resume, model, optimizer, schedule) if options.resume else 0
+    if options.resume:
+        load(options.resume, model, optimizer, {"schedule": schedule})  # saved by any number of ranks, at any stage
 
-    for step in range(first, options.steps):
+    for step in range(schedule.last_epoch, options.steps):
         train_loss = take_step(model, optimizer, text.train, device, key=(options.seed, step))
         schedule.step()
         if (step + 1) % options.every == 0 or step + 1 == options.steps:
             loss = validate(model, text.validation, device)
-            save(options.out / f"step-{step + 1}", model, optimizer, schedule)
+            save(options.out, model, optimizer, {"schedule": schedule}, step=step + 1)  # each rank writes its part
             if dist.get_rank() == 0:
                 print(f"step {step + 1}  loss {train_loss:.4f}  validation {loss:.4f}", flush=True)
     dist.destroy_process_group()
@@ -90,25 +91,6 @@ def validate(model: ShardLite, text: Bytes, device: torch.device, batches: int =
     return mean_over_ranks(total)
 
 
-def save(folder: Path, model: ShardLite, optimizer: AdamW, schedule: LambdaLR) -> None:
-    """Write the weights as an unsharded model has them, and beside them what each rank's optimizer keeps."""
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = model.full_state_dict(rank=0)  # all ranks give, rank 0 gets
-    if dist.get_rank() == 0:
-        torch.save(weights, folder / "model.pt")
-    own = {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
-    torch.save(own, folder / f"rank-{dist.get_rank()}.pt")
-
-
-def load(folder: Path, model: ShardLite, optimizer: AdamW, schedule: LambdaLR) -> int:
-    """Go on from a folder written by as many ranks at the same stage; returns the number of steps taken so far."""
-    model.load_full_state_dict(torch.load(folder / "model.pt") if dist.get_rank() == 0 else None)
-    own = torch.load(folder / f"rank-{dist.get_rank()}.pt")
-    optimizer.load_state_dict(own["optimizer"])
-    schedule.load_state_dict(own["schedule"])
-    return schedule.last_epoch
-
-
 def mean_over_ranks(value: Tensor) -> float:
     """Return the mean of a number that each rank has, [], on every rank."""
     dist.all_reduce(value)
@@ -123,7 +105,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stage", type=int, default=3, choices=range(4))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/plain"), help="folder for what is saved")
-    parser.add_argument("--resume", type=Path, help="folder of a step to go on from")
+    parser.add_argument("--resume", type=Path, help="folder of a run to go on from, or of one of its steps")
     return parser.parse_args()
 
 

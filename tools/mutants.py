@@ -991,8 +991,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/model.py",
         "call",
-        "        self._bridge.mark_changed()\n",
-        "        pass\n",
+        "        self._context.trim(keep=0)\n        self._bridge.mark_changed()\n",
+        "        self._context.trim(keep=0)\n",
         "a forward after load_full_state_dict() reads the weights of before",
     ),
     (

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardlite import EMA, AdamW, CheckpointError, LayoutError, Precision, ShardLite, load, save
 from shardlite.apps.checkpoint import latest
-from shardlite.apps.checkpoint.reading import read_metadata
+from shardlite.apps.checkpoint.reading import Checkpoint, read_metadata
+from shardlite.telemetry import Meter
 from tests.support.sharded import same_bits
 
 WIDTH = 24
@@ -360,3 +361,59 @@ def shapes_body(group: Any, path: Path) -> None:
 
 def test_another_shape(cluster, tmp_path):
     cluster.check(shapes_body, 2, tmp_path)
+
+
+# ---- cost ------------------------------------------------------------------------------------------------------------
+
+SIDE, DEPTH = 64, 16
+TENSOR = 4 * SIDE * SIDE
+"""Bytes of one weight of `deep` in fp32."""
+
+
+def deep(group: Any, state: str) -> tuple[ShardLite, AdamW]:
+    precision = Precision(compute=torch.bfloat16, master="split24") if state == "int8" else Precision()
+    layers = nn.Sequential(*[nn.Linear(SIDE, SIDE, bias=False) for _ in range(DEPTH)])
+    model = ShardLite(layers, group=group, precision=precision)
+    optimizer = AdamW(model.parameters(), state=state)
+    model(torch.randn(2, SIDE).to(torch.bfloat16 if state == "int8" else None)).float().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def peaks_body(group: Any, path: Path, state: str) -> list[int]:
+    """Return how many bytes of tensors saving and loading take at most above those before."""
+    model, optimizer = deep(group, state)
+    peaks = []
+    for act in (save, load):
+        with Meter() as meter:
+            before = meter.live
+            act(path, model, optimizer)
+            peaks.append(meter.peak - before)
+    return peaks
+
+
+@pytest.mark.parametrize("state", ["fp32", "int8"])
+def test_saving_and_loading_take_memory_for_one_tensor(cluster, tmp_path, state):
+    """At most its two decoded moments, a copy for the file or from it, and the states of generators."""
+    for peaks in cluster.run(peaks_body, 2, tmp_path, state):
+        assert max(peaks) <= 3 * TENSOR // 2 + 40_000 < DEPTH * TENSOR // 2
+
+
+def bytes_read_body(group: Any, path: Path, again: bool) -> tuple[int, int]:
+    """Return how many bytes a rank reads of other ranks' files, and how many there are."""
+    model, optimizer = deep(group, "fp32")
+    if not again:
+        save(path, model, optimizer)
+    checkpoint, size = Checkpoint(latest(path) or path), 0
+    for name, target in model.state_dict().items():
+        for item in checkpoint.items(f"model.{name}", target):
+            place = checkpoint.place_of(item.storage_index)
+            size += place.length if f"__{dist.get_rank(group)}_" not in place.relative_path else 0
+    return size, DEPTH * TENSOR
+
+
+def test_a_rank_reads_only_what_overlaps_its_part(cluster, tmp_path):
+    assert [read for read, _ in cluster.run(bytes_read_body, 2, tmp_path, False)] == [0, 0]
+    for read, whole in cluster.run(bytes_read_body, 4, tmp_path, True):
+        assert 0 < read + 1 <= 0.6 * whole

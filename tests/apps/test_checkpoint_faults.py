@@ -136,13 +136,12 @@ def test_damage_is_found_before_anything_is_loaded(cluster, tmp_path, harm):
 
 def test_each_block_of_a_file_has_a_checksum(tmp_path):
     path = tmp_path / "file"
-    system = files.SummingFileSystem()
     content = random.Random(0).randbytes(2 * files.BLOCK + 5)
-    with system.create_stream(path, "wb") as stream:
+    with files.summed(path) as stream:
         for begin in range(0, len(content), 1_000_003):
             stream.write(content[begin : begin + 1_000_003])
     assert path.read_bytes() == content
-    told = system.sums["file"]
+    told = stream.sums()
     assert told == files.sums_of(path)
     assert len(told["crc32"]) == 3
     manifest = {"block": files.BLOCK, "files": {"file": told}}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler
 
+from shardlite.apps.checkpoint.reading import Checkpoint
 from shardlite.apps.demo.gpt import GPT
 from shardlite.apps.demo.text import draw_batch, read_corpus
 from tests.support.scripts import run_script, torchrun
@@ -98,10 +99,10 @@ def test_the_plain_loop_learns_and_goes_on_from_what_it_saved(run, tmp_path):
     output = run(EXAMPLES / "plain_loop.py", "--steps", 2, "--every", 1, "--out", tmp_path / "first")
     losses = printed("validation", output)
     assert float(losses[1]) < float(losses[0]) < 5.6  # a model that has not begun has 5.55
-    resumed = ["--steps", 2, "--resume", tmp_path / "first" / "step-1", "--out", tmp_path / "second"]
+    resumed = ["--steps", 2, "--resume", tmp_path / "first" / "step-00000001", "--out", tmp_path / "second"]
     assert printed("validation", run(EXAMPLES / "plain_loop.py", *resumed)) == losses[1:]
-    weights, again = (torch.load(tmp_path / folder / "step-2" / "model.pt") for folder in ("first", "second"))
-    assert weights.keys() == again.keys()
+    weights, again = (saved_weights(tmp_path / folder / "step-00000002") for folder in ("first", "second"))
+    assert weights.keys() == again.keys() == GPT(plain_loop.CONFIG).state_dict().keys()
     for name, value in weights.items():
         same_bits(name, value, again[name])
 
@@ -116,6 +117,13 @@ def test_the_plain_loop_learns_and_goes_on_from_what_it_saved(run, tmp_path):
         plain.step(lambda rank, b=batches: [lambda m, x=b[rank, i]: m(*x) / 2 for i in range(2)])
         schedule.step()
     plain.assert_same(weights)
+
+
+def saved_weights(folder: Path) -> dict[str, Tensor]:
+    """Read the weights of a checkpoint as an unsharded program does."""
+    checkpoint = Checkpoint(folder)
+    names = [name for name in checkpoint.entries if name.startswith("model.")]
+    return {name.removeprefix("model."): checkpoint.object(name) for name in names}
 
 
 def _decayed(example: Any, masters: Mapping[str, nn.Parameter]) -> PaddedAdamW:

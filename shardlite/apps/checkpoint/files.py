@@ -10,13 +10,11 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 from zlib import crc32
-
-from torch.distributed.checkpoint.filesystem import FileSystem
 
 from shardlite.errors import CheckpointError
 
@@ -107,61 +105,62 @@ def _sync(folder: Path) -> None:
 # ---- checksums ------------------------------------------------------------------------------------------------------
 
 
-class _Summing:
+class SummedFile:
     """A file that is written from beginning to end, and the checksums of its blocks."""
 
     def __init__(self, file: Any) -> None:
-        self._file = file
-        self._room = BLOCK  # left in the block that is being written
         self.size = 0
-        self.crc32 = [0]
         self.failed: OSError | None = None
+        self._file = file
+        self._crc32 = [0]
+        self._room = BLOCK  # left in the block that is being written
 
     def write(self, content: Any) -> int:
+        """Write bytes, and add them to the checksums."""
         view = memoryview(content).cast("B")
         begin = 0
         while begin < len(view):
             if self._room == 0:
-                self.crc32.append(0)
+                self._crc32.append(0)
                 self._room = BLOCK
             part = view[begin : begin + self._room]
-            self.crc32[-1] = crc32(part, self.crc32[-1])
+            self._crc32[-1] = crc32(part, self._crc32[-1])
             self._room -= len(part)
             begin += len(part)
         self.size += len(view)
         try:
             while begin > 0:  # a file without a buffer may take a part
                 begin -= self._file.write(view[len(view) - begin :])
-        except OSError as error:  # PyTorch's writer would raise something else that does not say why
+        except OSError as error:  # `torch.save` would raise something else that does not say why
             self.failed = error
             raise
         return len(view)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
+    def flush(self) -> None:
+        """No-op, for `torch.save`: nothing is held back."""
+
+    def sums(self) -> dict[str, Any]:
+        """Return the size of the file and the checksums of its blocks."""
+        return {"size": self.size, "crc32": self._crc32}
 
 
-class SummingFileSystem(FileSystem):
-    """DCP's file system that remembers the checksums of the files that it writes."""
+@contextmanager
+def summed(path: Path) -> Iterator[SummedFile]:
+    """Write a new file. At the end it is on the disk.
 
-    def __init__(self) -> None:
-        self.sums: dict[str, dict[str, Any]] = {}
-        """By the name of a file: its size and the checksums of its blocks."""
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
-        """Open a file. One that is written must be new, and has no buffer, which DCP would not flush before `fsync`."""
-        if mode != "wb":
-            with super().create_stream(path, mode) as stream:
-                yield stream
-            return
-        with Path(path).open("xb", buffering=0) as file:
-            summing = _Summing(file)
-            try:
-                yield summing
-            except Exception as error:
-                raise CheckpointError(f"{path} cannot be written: {summing.failed or error}") from error
-            self.sums[Path(path).name] = {"size": summing.size, "crc32": summing.crc32}
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    file = None
+    try:
+        with path.open("xb", buffering=0) as raw:
+            file = SummedFile(raw)
+            yield file
+            os.fsync(raw.fileno())
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be written: {(file and file.failed) or error}") from error
 
 
 def sums_of(path: Path) -> dict[str, Any]:

@@ -168,7 +168,7 @@ class Checkpoint:
         """
         wanted: dict[str, list[tuple[int, int]]] = {}
         for item in items:
-            place = self._place_of(item.storage_index)
+            place = self.place_of(item.storage_index)
             wanted.setdefault(place.relative_path, []).append((place.offset, place.offset + place.length))
         for name, ranges in wanted.items():
             if Path(name).is_absolute() or ".." in Path(name).parts:
@@ -181,7 +181,8 @@ class Checkpoint:
         if self.manifest is not None:
             files.check(self.folder, self.manifest, wanted)
 
-    def _place_of(self, index: MetadataIndex) -> Any:
+    def place_of(self, index: MetadataIndex) -> Any:
+        """Return in which file a part of an entry lies, from which byte on, and how long it is."""
         place = self._reader.storage_data.get(index)
         if place is None:
             raise CheckpointError(f"{self.folder / files.METADATA} does not say where {index.fqn!r} lies")
@@ -212,7 +213,7 @@ class Checkpoint:
         except CheckpointError:
             raise
         except Exception as error:  # a damaged file makes PyTorch raise anything
-            names = sorted({self._place_of(item.storage_index).relative_path for item in items})
+            names = sorted({self.place_of(item.storage_index).relative_path for item in items})
             raise CheckpointError(f"{self.folder / names[0]} cannot be read: {error!r}") from error
 
     def object_items(self, names: Iterable[str]) -> Iterator[ReadItem]:

@@ -9,18 +9,18 @@ decoded or copied from a GPU.
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.optim import Optimizer
 
@@ -142,24 +142,33 @@ class Talk:
 
 
 def _write(folder: Path, entries: dict[str, Any], paths: Paths, model: ShardLite, talk: Talk) -> dict[str, Any]:
-    """Write this rank's part, and return what rank 0 has to know of it."""
+    """Write this rank's part as DCP does, and return what rank 0 has to know of it.
+
+    DCP's own writer would keep a copy of every tensor until the file is finished.
+    """
     equal = {f"model.{name}" for name, param in model.named_parameters() if param not in model._ignored}
     items, aliases = _own_items(entries, paths, talk, equal, sharded=model._placement.rank is not None)
-    writer = _Writer(folder)
-    plan = SavePlan(items, storage_data=_StoragePrefix(f"__{talk.rank}_"))
-    written = writer.write_data(plan, _Planner(entries)).value()
-    sizes = {item.index: item.tensor_data for item in items}
-    rows = []
-    for result in written:
-        place, data = result.storage_data, sizes[result.index]
-        where = [place.relative_path, place.offset, place.length]
-        if data is None:
-            rows.append([result.index.fqn, where])
-        else:
-            dtype = str(data.properties.dtype).removeprefix("torch.")
-            rows.append([result.index.fqn, where, dtype, [*data.size], [*data.chunk.offsets], [*data.chunk.sizes]])
+    read = _Reader(entries)
+    file, rows = f"__{talk.rank}_0.distcp", []
+    with files.summed(folder / file) as stream:
+        for item in items:
+            begin = stream.size
+            content = read(item)
+            stream.write(content.getbuffer()) if isinstance(content, io.BytesIO) else torch.save(
+                content, cast("IO[bytes]", stream)
+            )
+            rows.append([item.index.fqn, [file, begin, stream.size - begin], *_described(item)])
     told = {name: path for name, path in paths.items() if talk.rank == 0 or name.startswith("ranks.")}
-    return {"rows": rows, "aliases": aliases, "paths": told, "files": writer.fs.sums}
+    return {"rows": rows, "aliases": aliases, "paths": told, "files": {file: stream.sums()}}
+
+
+def _described(item: WriteItem) -> list[Any]:
+    """Return dtype and shape of a tensor, and which part of it an item is, in JSON types. Nothing for an object."""
+    data = item.tensor_data
+    if data is None:
+        return []
+    dtype = str(data.properties.dtype).removeprefix("torch.")
+    return [dtype, [*data.size], [*data.chunk.offsets], [*data.chunk.sizes]]
 
 
 def _own_items(
@@ -201,46 +210,27 @@ def _key(value: Tensor) -> int:
     return id(value) if isinstance(value, ShardTensor) or value.numel() == 0 else value.data_ptr()
 
 
-class _Writer(FileSystemWriter):
-    """DCP's writer of one file per rank, with checksums."""
-
-    fs: files.SummingFileSystem
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.fs = files.SummingFileSystem()
-
-
-class _Planner(SavePlanner):
-    """Gives the writer what is to be written, decoded piece by piece."""
+class _Reader:
+    """Returns what is to be written: a tensor in host memory that owns all of its memory, or a pickled object."""
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
         self._entries = entries
-        self._latest: tuple[str, Tensor | None] = ("", None)
+        self._latest: tuple[str, Tensor | None] = ("", None)  # a decoded one has several boxes
 
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        name = write_item.index.fqn
+    def __call__(self, item: WriteItem) -> Tensor | io.BytesIO:
+        name = item.index.fqn
         value = self._entries[name]
-        if write_item.type == WriteItemType.BYTE_IO:
+        if not isinstance(value, Tensor):
             return pickled(name, value)
-        if not isinstance(value, ShardTensor):
-            return value.detach()
-        if self._latest[0] != name:
-            self._latest = ("", None)  # before the next one is decoded
-            self._latest = (name, value.read())
-        assert self._latest[1] is not None
-        assert write_item.index.offset is not None
-        return value.box(write_item.index.offset, self._latest[1])
-
-    def set_up_planner(self, *_: Any, **__: Any) -> None: ...
-    def create_local_plan(self) -> SavePlan:
-        raise NotImplementedError
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        raise NotImplementedError
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        raise NotImplementedError
+        if isinstance(value, ShardTensor):
+            if self._latest[0] != name:
+                self._latest = ("", None)  # before the next one is decoded
+                self._latest = (name, value.read())
+            assert self._latest[1] is not None
+            assert item.index.offset is not None
+            value = value.box(item.index.offset, self._latest[1])
+        here = value.detach().cpu()
+        return here.clone() if here.untyped_storage().nbytes() != here.nbytes else here
 
 
 def _finisher(
