@@ -667,6 +667,13 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "the last elements of a gradient stay scaled after the step",
     ),
     (
+        "shardlite/comm/transfers.py",
+        "condition",
+        "elif departures and departures[-1][0] == piece:",
+        "elif departures:",
+        "a rank sends one piece at once to the targets of all its pieces",
+    ),
+    (
         "shardlite/comm/schedule.py",
         "index",
         "((_Flow(world_size, hop, hop * t),)",

@@ -32,7 +32,8 @@ from itertools import combinations
 from typing import Any, Literal, NamedTuple
 
 from shardlite.comm import schedule
-from shardlite.comm.schedule import IN_RING_ORDER, Schedule
+from shardlite.comm.schedule import IN_RING_ORDER
+from shardlite.comm.transfers import Schedule
 from shardlite.config import ALGORITHMS, Algorithm
 
 Operation = Literal["all-gather", "reduce-scatter"]

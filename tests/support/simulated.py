@@ -13,7 +13,8 @@ from random import Random
 
 import pytest
 
-from shardlite.comm.schedule import ALGORITHMS, Order, Program, Schedule, all_gather, reduce_scatter
+from shardlite.comm.schedule import ALGORITHMS, Order, all_gather, reduce_scatter
+from shardlite.comm.transfers import Program, Schedule
 
 Piece = tuple[int, int]  # segment, part
 Chunk = tuple[int, int, int]  # segment, part, and a number
