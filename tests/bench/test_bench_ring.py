@@ -128,9 +128,8 @@ def test_buffers_are_made_by_the_transport(cluster):
 
 def _lies_in_the_heap(group):
     made = cases([System("shared_memory", "ring")], 1024, group)
-    neighbours = ring_systems.connect(
-        group, torch.device("cpu"), ring_systems._TIMEOUT, route=ring_systems._route(made[0].system)
-    )._neighbours
+    transport = ring_systems.connect(group, torch.device("cpu"), ring_systems._TIMEOUT, route=made[0].system.route)
+    neighbours = transport._neighbours
     return all(neighbours.heap.offset_of(case.full) is not None for case in made)
 
 
