@@ -233,10 +233,11 @@ class ProgramStreams:
     def at_home(self) -> AbstractContextManager[None]:
         """Work on the home stream, behind the current stream. The current stream is behind that work afterwards."""
         other = self.other()
-        return _IS_HOME if other is None else self._across(other)
+        return _IS_HOME if other is None else self.across(other)
 
     @contextmanager
-    def _across(self, other: torch.cuda.Stream) -> Iterator[None]:
+    def across(self, other: torch.cuda.Stream) -> Iterator[None]:
+        """Work on the home stream, behind `other`, which is behind that work afterwards."""
         home = self._home
         assert home is not None, "there is another one"
         home.wait_stream(other)

@@ -118,11 +118,11 @@ class Backward:
         """Take the gradient that autograd has just put into `param.grad`, on whichever stream."""
         grad, is_watched = take_grad(param)
         assert grad is not None
-        if self._streams.other() is None:
+        if (other := self._streams.other()) is None:
             self._add_gradient(unit, param, grad, is_watched=is_watched)
             return
         self._streams.take(grad)
-        with self._streams.at_home():
+        with self._streams.across(other):
             self._add_gradient(unit, param, grad, is_watched=is_watched)
 
     def _add_gradient(self, unit: Unit, param: nn.Parameter, grad: Tensor, *, is_watched: bool) -> None:
