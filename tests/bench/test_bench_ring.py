@@ -15,7 +15,7 @@ from bench.support.table import read_rows
 from shardlite.comm import collectives
 from shardlite.comm.collectives import SHORT
 from shardlite.comm.cost_model import LINKS, LinkCost, fit, predicted
-from tests.support.scripts import run_command, run_process
+from tests.support.ranks.scripts import run_command, run_process
 
 ROOT = Path(__file__).parents[2]
 SYSTEMS = systems_on(torch.device("cpu"), ["ring", "direct", "bidirectional"])

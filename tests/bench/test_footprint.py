@@ -16,7 +16,7 @@ from bench.support.table import read_rows
 from bench.support.workloads import perceptrons
 from shardlite import AdamW, ShardLite
 from shardlite.comm.shm.rendezvous import rendezvous
-from tests.support.scripts import run_process
+from tests.support.ranks.scripts import run_process
 
 ROOT = Path(__file__).parents[2]
 WIDTH = 128

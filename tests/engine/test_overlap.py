@@ -19,8 +19,8 @@ from shardlite import AdamW, ShardLite
 from shardlite.comm import context
 from shardlite.params.states import Weights
 from shardlite.telemetry import clock
-from tests.support.delays import Delayed
 from tests.support.patience import seconds, until
+from tests.support.transports.delays import Delayed
 
 WIDTH, BLOCKS = 16, 5
 DELAY = 0.004  # seconds before each message

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.support.models import LanguageModel, Residual
-from tests.support.sharded import WIDE, Pair, Turn, accumulating
+from tests.support.models.small import LanguageModel, Residual
+from tests.support.twins.sharded import WIDE, Pair, Turn, accumulating
 
 WIDTH = 12
 

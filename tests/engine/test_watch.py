@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from shardlite import AdamW, LayoutError, ShardLite, ShardWarning
 from shardlite.engine.watch import STEPS
-from tests.support.sharded import number_of
+from tests.support.twins.sharded import number_of
 
 WIDTH = 40
 

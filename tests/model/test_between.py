@@ -10,7 +10,7 @@ from torch import nn, optim
 from torch.utils.checkpoint import checkpoint
 
 from shardlite import AdamW, LayoutError, PhaseError, Precision, ShardLite
-from tests.support.sharded import some_stages, without_warnings
+from tests.support.twins.sharded import some_stages, without_warnings
 
 
 def net() -> nn.Sequential:

@@ -24,9 +24,9 @@ from torch.utils.checkpoint import (
 )
 
 from shardlite import EscapedViewWarning
-from tests.support.models import VOCABULARY, LanguageModel, run_all
-from tests.support.residual import WIDTH, Block, net
-from tests.support.sharded import Pair, Turn, accumulating, gathers, trained
+from tests.support.models.residual import WIDTH, Block, net
+from tests.support.models.small import VOCABULARY, LanguageModel, run_all
+from tests.support.twins.sharded import Pair, Turn, accumulating, gathers, trained
 
 Model = Callable[..., Any]
 

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlite import EMA, AdamW, LayoutError, PhaseError, Precision, ShardLite, ema
 from shardlite.telemetry.meter import Meter
-from tests.support.models import VOCABULARY, LanguageModel, MixedDtypes, with_lora
-from tests.support.residual import WIDTH, net, square
-from tests.support.sharded import Loss, Pair, Turn, local_parts, same_bits, some_stages
+from tests.support.models.residual import WIDTH, net, square
+from tests.support.models.small import VOCABULARY, LanguageModel, MixedDtypes, with_lora
+from tests.support.twins.sharded import Loss, Pair, Turn, local_parts, same_bits, some_stages
 
 BF16 = Precision(compute=torch.bfloat16)
 

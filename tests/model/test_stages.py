@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from shardlite import AdamW, LayoutError, Precision, ShardLite
-from tests.support.models import MLP, VOCABULARY, WIDTH, LanguageModel, Residual
-from tests.support.sharded import WIDE, Loss, Pair, Turn, gathers, same_bits
+from tests.support.models.small import MLP, VOCABULARY, WIDTH, LanguageModel, Residual
+from tests.support.twins.sharded import WIDE, Loss, Pair, Turn, gathers, same_bits
 
 WORLDS = (2, WIDE)
 STAGES = (0, 1, 2, 3)

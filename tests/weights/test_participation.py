@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from shardlite import AdamW, Precision, ShardLite
 from shardlite.comm.traffic import NO_UNIT
 from shardlite.weights.gather_order import MEMORY
-from tests.support.models import Residual
-from tests.support.sharded import WIDE, Pair, Turn, local_parts
+from tests.support.models.small import Residual
+from tests.support.twins.sharded import WIDE, Pair, Turn, local_parts
 
 WIDTH = 12
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardlite import AdamW, ShardLite
-from tests.support.sharded import assert_gradients_equal, compare
+from tests.support.twins.sharded import assert_gradients_equal, compare
 
 WIDTH = 16
 

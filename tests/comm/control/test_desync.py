@@ -19,9 +19,9 @@ from shardlite import AdamW, ShardLite
 from shardlite.comm import streams
 from shardlite.comm.shm import transport
 from shardlite.errors import ShardLiteError
-from tests.support.models import Residual
+from tests.support.models.small import Residual
 from tests.support.patience import seconds
-from tests.support.sharded import slow
+from tests.support.twins.sharded import slow
 
 WIDTH = 8
 TIMEOUT = timedelta(seconds=seconds(4))

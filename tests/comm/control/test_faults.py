@@ -18,11 +18,11 @@ from shardlite import ShardLite
 from shardlite.comm.collectives import Operation, all_gather, reduce_scatter
 from shardlite.comm.transport.select import connect
 from shardlite.config import Route
-from tests.support.delegating import Delegating
-from tests.support.doomed import JOIN
-from tests.support.models import Residual
+from tests.support.models.small import Residual
 from tests.support.patience import seconds, until
-from tests.support.sharded import slow
+from tests.support.ranks.doomed import JOIN
+from tests.support.transports.delegating import Delegating
+from tests.support.twins.sharded import slow
 
 LONG, SHORT = JOIN + seconds(75), seconds(1.5)  # timeouts: longer than a test may take; to be waited for
 WIDTH, CHUNK = 16, 1 << 16

@@ -22,8 +22,14 @@ from shardlite.errors import CommError, LayoutError
 from tests.comm.test_lanes import Simulated
 from tests.comm.transport import test_symmetric_cuda as on_cuda
 from tests.support.patience import seconds
-from tests.support.played_symmetric import CPU, PATIENCE, Drained, run_memories, run_played
-from tests.support.ring_cases import Case, assert_gathered_and_summed, cases_for, gather_everything, reduce_everything
+from tests.support.transports.played_symmetric import CPU, PATIENCE, Drained, run_memories, run_played
+from tests.support.transports.ring_cases import (
+    Case,
+    assert_gathered_and_summed,
+    cases_for,
+    gather_everything,
+    reduce_everything,
+)
 
 CUDA = torch.device("cuda", 0)
 SOON = timedelta(milliseconds=200)

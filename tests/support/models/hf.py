@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.support.models import CausalLM
-from tests.support.sharded import Loss, Turn
+from tests.support.models.small import CausalLM
+from tests.support.twins.sharded import Loss, Turn
 
 VOCABULARY = 53
 WIDTH = 12

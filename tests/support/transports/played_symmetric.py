@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shardlite.comm.transport.base import Message, Pending, Transport
 from shardlite.comm.transport.symmetric import SymmetricMemoryTransport
-from tests.support.delegating import Delegating
+from tests.support.transports.delegating import Delegating
 
 CPU = torch.device("cpu")
 PATIENCE = timedelta(seconds=20)
