@@ -205,7 +205,7 @@ class EMA:
             self._split = [(a, flat.local, flat.low) for flat, a in self._averages.items() if flat.low is not None]
 
     def _settle(self) -> None:
-        """Wait until no rank needs the weights of now any more."""
+        """Wait until no rank needs the current weights."""
         self._bridge.gatherer.end_pass()
         self._bridge.gatherer.settle()
 

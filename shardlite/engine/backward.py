@@ -103,7 +103,7 @@ class Backward:
     def catch_gradients(self) -> None:
         """Have the gradients of all parameters that require them sent here.
 
-        The hooks hold everything weakly, for the garbage collector cannot look into those of a tensor.
+        The hooks hold everything weakly: the garbage collector does not traverse the hooks of a tensor.
         """
         deliver = weakref.WeakMethod(self._take_gradient)
         for unit in self._reducer.units:
@@ -115,7 +115,7 @@ class Backward:
                     self._caught.add(param)
 
     def _take_gradient(self, unit: Unit, param: nn.Parameter) -> None:
-        """Take the gradient that autograd has just put into `param.grad`, on whichever stream."""
+        """Take the gradient that autograd has just put into `param.grad`, on any stream."""
         grad, is_watched = take_grad(param)
         assert grad is not None
         if (other := self._streams.other()) is None:
@@ -156,7 +156,7 @@ class Backward:
             self._recomputed[unit] += 1
 
     def forget_forwards(self) -> None:
-        """Expect no more gradients of earlier forwards: a step has made their weights old."""
+        """Expect no gradients of earlier forwards: a step has replaced their weights."""
         self._recorded.clear()
         self._hidden.clear()
         self._outstanding.clear()
@@ -215,7 +215,7 @@ class Backward:
             self._end()
 
     def _is_complete(self, bucket: Bucket) -> bool:
-        """Whether no more gradients of a unit are to be expected in this backward.
+        """Whether all gradients that a unit gets in this backward have come.
 
         Autograd adds up the gradients of all recorded forwards and delivers each parameter's once. A hidden forward
         brings its own after its recomputation. Where these cannot be distinguished (a unit that was called in both

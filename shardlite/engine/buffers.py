@@ -142,5 +142,5 @@ def _is_looked_at(buffer: Tensor) -> bool:
 
 def _sums(buffer: Tensor) -> tuple[float, float]:
     """Return a fingerprint of a buffer: the sums of all elements, and of every second."""
-    flat = buffer.detach().reshape(-1)  # a view, for it is not expanded
+    flat = buffer.detach().reshape(-1)  # a view: it is not expanded
     return flat.sum(dtype=torch.float64).item(), flat[::2].sum(dtype=torch.float64).item()

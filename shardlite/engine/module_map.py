@@ -38,7 +38,7 @@ def param_locations(module: nn.Module, units: Sequence[Unit]) -> dict[Unit, list
 def needs(module: nn.Module, plans: Sequence[UnitPlan], units: Sequence[Unit]) -> dict[nn.Module, list[Unit]]:
     """Return which units each module's forward needs: the one that starts at it, and those of parameters that it reads.
 
-    The whole model is always among them, for a pass starts with it.
+    The whole model is always among them: a pass starts with it.
     """
     by_name = {unit.name: unit for unit in units}
     home = {param: unit for unit in units for param in unit.params()}

@@ -1,9 +1,9 @@
-"""Programs that take a shard, or its gradient, for the whole parameter are warned at the first use that can be seen.
+"""Warn programs that use a shard, or its gradient, as if it were the whole parameter.
 
 A norm, a mean or a random fill of a shard is one of this rank's part: optimizers like LAMB, norms made by hand and
 `xavier_uniform_` would go on with it in silence. So in a model's first steps its shards are of a class that sees what
 functions are called with them, and so are their gradients and views of both. Later they are not: it would cost time in
-every step, and who computes such a thing does so from the beginning.
+every step, and a program that computes such a thing does so from the first step on.
 """
 
 import copy
@@ -65,7 +65,7 @@ _PASSED_ON: frozenset[Any] = frozenset(
         Tensor.data.__get__,  # type: ignore[attr-defined]
     ]
 )
-"""What gives something of which a norm is just as wrong."""
+"""Functions whose results have a wrong norm, too, given a shard."""
 
 
 _ARITHMETIC: frozenset[Any] = frozenset(
@@ -133,7 +133,7 @@ class _Part:
 
 
 def watch(flats: Iterable[Flat]) -> Watch:
-    """Begin to look at shards, of which some are not whole parameters."""
+    """Watch the shards of `flats` that are parts of parameters."""
     look = Watch()
     for flat in flats:
         for row, (slot, shard) in enumerate(zip(flat.layout.slots, flat.shards, strict=True)):

@@ -86,7 +86,7 @@ def documented_sends(operation, algorithm, world_size, node, r):
     [pytest.param(n, marks=() if n <= 12 or n in (16, 33, 64) else pytest.mark.slow) for n in range(1, 65)],
 )
 def test_up_to_64_ranks(world_size):
-    """Everybody ends with everything, each sum holds each rank once, in the order and the steps that are documented."""
+    """Every rank ends with everything; each sum holds each rank once, in the documented order and number of steps."""
     for param, schedule in cases(world_size):
         operation, algorithm, _, node = param.values
         held = by_steps(schedule)

@@ -143,7 +143,7 @@ def test_stage_0_sends_nothing_in_a_forward(cluster):
 
 
 def story_body(everyone: Any) -> list[str]:
-    group = dist.new_group(list(range(everyone.size())))  # connections of its own, for they break
+    group = dist.new_group(list(range(everyone.size())))  # connections of its own: they break
     model = ShardLite(net(), units=nn.Linear, group=group, timeout=timedelta(seconds=seconds(2)))
     model(torch.ones(2, 4)).sum().backward()
     if group.rank() == 1:

@@ -88,7 +88,7 @@ class Way:
 
 @contextmanager
 def infinity(module: nn.Module, name: str) -> Iterator[None]:
-    """Let the last element of a gradient be infinite."""
+    """Make the last element of a gradient infinite."""
 
     def spoil(grad: Tensor) -> Tensor:
         grad = grad.clone()

@@ -23,7 +23,7 @@ def ones(rows: int = 3) -> torch.Tensor:
 
 
 class Scaled(nn.Module):
-    """Has a parameter of one element, which PyTorch lets anybody write to even while it is a placeholder."""
+    """Has a parameter of one element, which PyTorch allows to be written even while it is a placeholder."""
 
     def __init__(self) -> None:
         super().__init__()

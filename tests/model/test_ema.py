@@ -188,7 +188,7 @@ def cost_body(group, stage):
     gc.collect()
     assert model.memory()["averages"].now == 0
     model.zero_grad()
-    AdamW(model.parameters()).step()  # nobody is told of it any more
+    AdamW(model.parameters()).step()  # there is no average to update any more
     return result
 
 

@@ -146,7 +146,7 @@ def test_replicas_add_up_after_the_ranks_that_share_a_model(cluster, stage):
 
 
 def cannot_be_read_until_gathered(group: Any, stage: int, precision: Precision) -> None:
-    """Body of a rank: after a step a rank has new weights in its own shard only, and nobody may read a mixture."""
+    """Body of a rank: after a step a rank has new weights in its own shard only, and a mixture must not be read."""
     pair = Pair(lambda: MLP([12, 20, 7]), group, stage=stage, units=nn.Linear, precision=precision)
     own = dict(pair.model.module.named_parameters())
     for _ in range(2):

@@ -169,7 +169,7 @@ def test_two_models_with_one_loss_and_one_optimizer(cluster, world_size, stages)
 
 
 def distil(models: Models, turn: Turn) -> Tensor:
-    """Let the student have the teacher's logits."""
+    """Return the loss of the student on the teacher's logits."""
     tokens = torch.randint(0, VOCABULARY, (2, 6), generator=turn.generator())
     with torch.no_grad():
         target = models["teacher"](tokens).float().softmax(-1)

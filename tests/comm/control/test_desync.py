@@ -58,7 +58,7 @@ class Trained:
         reports._patience, reports._waits = patience, None  # a standstill would be found before the timeout
 
     def expect_silence(self) -> None:
-        """Let this rank give up on notes that will never come."""
+        """Make this rank give up soon on failure reports that will never come."""
         self._wait_for_notes(0.1)
 
     def backward(self) -> None:

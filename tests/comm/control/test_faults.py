@@ -177,7 +177,7 @@ class UnreadError(Exception):
 
 
 def raises_body(group, name, place):
-    """Train; rank 1 ends by an exception that nobody catches, in its third step."""
+    """Train; rank 1 ends by an uncaught exception, in its third step."""
     model = ShardLite(Model(), group=group, transport=name, timeout=timedelta(seconds=LONG))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -200,7 +200,7 @@ def raises_body(group, name, place):
 
 
 def ends_by(call):
-    """Call it; with an `UnreadError` do what Python does with what nobody catches, but end late."""
+    """Call it; treat an `UnreadError` as Python treats an uncaught exception, but end late."""
     try:
         call()
     except UnreadError:

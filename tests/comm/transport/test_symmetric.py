@@ -143,7 +143,7 @@ def test_two_slots_would_not_be_enough(monkeypatch):
                 sent.set()
 
     # The stream fails while the host still sends, or after that.
-    with pytest.raises((CommError, AssertionError), match="rank 0 overwrites what nobody has read"):
+    with pytest.raises((CommError, AssertionError), match="rank 0 overwrites what no rank has read"):
         run_memories(body, 2)
 
 

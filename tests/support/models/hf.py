@@ -174,7 +174,7 @@ class Architecture:
     make: Callable[..., nn.Module]
     loss: Loss
     units: Sequence[str]
-    """That are found when nobody says which."""
+    """Units that are found by default."""
 
 
 def numbered(*lists: str, count: int = 2) -> list[str]:

@@ -119,7 +119,7 @@ class Cluster:
         """Like `run`, for a body that should fail: return `(type name, message)` by rank, `None` where it did not.
 
         Raises:
-            RemoteError: some rank hung, which nobody expects.
+            RemoteError: some rank hung, which is never expected.
         """
         answers = self._call(_Task("group", body, args, kwargs), world_size)
         if any(isinstance(answer, Failure) and answer.kind == HANG for answer in answers):
