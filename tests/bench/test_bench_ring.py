@@ -8,13 +8,14 @@ import torch
 
 import bench.ring.run
 from bench.ring import systems as ring_systems
+from bench.ring.fit import fit, predicted
 from bench.ring.run import goal_of, main, measure, systems_on
 from bench.ring.systems import GLOO, OPERATIONS, System, cases
 from bench.ring.table import render, size_words
 from bench.support.table import read_rows
 from shardlite.comm import collectives
 from shardlite.comm.collectives import SHORT
-from shardlite.comm.cost_model import LINKS, LinkCost, fit, predicted
+from shardlite.comm.cost_model import LINKS, LinkCost
 from tests.support.ranks.scripts import run_command, run_process
 
 ROOT = Path(__file__).parents[2]
