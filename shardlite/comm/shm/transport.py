@@ -28,9 +28,9 @@ from shardlite.comm.control.failure_reports import watching
 from shardlite.comm.control.interrupts import SLOW
 from shardlite.comm.shm.heap import Heap, Mapping
 from shardlite.comm.shm.mailbox import PLACES, Announcement, Control, Receipts
-from shardlite.comm.transport.base import Completed, Loan, Pending, Transport
+from shardlite.comm.transport.base import Completed, Loan, Pending, Transport, check_on_host
 from shardlite.config import Algorithm
-from shardlite.errors import CommError, LayoutError
+from shardlite.errors import CommError
 from shardlite.telemetry import Held, Ledger
 
 _T = TypeVar("_T")
@@ -315,12 +315,12 @@ class SharedMemoryTransport(Transport):
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Announce `tensor` to rank `peer`."""
-        _check(tensor)
+        check_on_host("SharedMemoryTransport", tensor)
         return self._neighbours.send(tensor, peer, tag, self._limit) if tensor.numel() else Completed()
 
     def irecv(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Expect the next message with `tag` from rank `peer`, and copy it into `tensor`."""
-        _check(tensor)
+        check_on_host("SharedMemoryTransport", tensor)
         if not tensor.numel():
             return Completed()
         arriving = _Arriving(self._neighbours, peer, tag, tensor.numel(), tensor.dtype, self._limit, tensor.detach())
@@ -439,10 +439,3 @@ def _next(queues: dict[_Route, deque[_T]], route: _Route) -> _T | None:
 @cache
 def _kind(dtype: torch.dtype) -> int:
     return crc32(str(dtype).encode())
-
-
-def _check(tensor: Tensor) -> None:
-    assert tensor.dim() == 1, f"a message is 1-D, got {tuple(tensor.shape)}"
-    assert tensor.is_contiguous(), "a message is contiguous"
-    if tensor.device.type != "cpu":
-        raise LayoutError(f"SharedMemoryTransport sends CPU tensors, got one on {tensor.device}")
