@@ -134,8 +134,10 @@ def _room_for(form: Any) -> list[Tensor]:
     ((kind, content),) = form.items()
     if kind == "tensor":
         return [torch.empty(content[1], dtype=getattr(torch, content[0]))]
-    inside = {"list": content, "tuple": content, "dict": [each for _, each in content] if kind == "dict" else []}
-    return [tensor for each in inside.get(kind, []) for tensor in _room_for(each)]
+    if kind == "value":
+        return []
+    inside = [each for _, each in content] if kind == "dict" else content
+    return [tensor for each in inside for tensor in _room_for(each)]
 
 
 def _put_together(form: Any, tensors: Iterator[Tensor], device: torch.device) -> Any:
