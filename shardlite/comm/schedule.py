@@ -136,7 +136,7 @@ def order_of_addition(schedule: Schedule, segment: int, part: int = 0) -> Order:
             if (each.segment, each.part) == (segment, part):
                 received.setdefault(each.target, []).append(sums[each.source])
         for rank, parcels in received.items():
-            sums[rank] = (reduce(_plus, parcels), sums[rank])
+            sums[rank] = (reduce(lambda first, second: (first, second), parcels), sums[rank])
     return sums[segment]
 
 
@@ -147,10 +147,6 @@ def formula(order: Order) -> str:
         order, last = order
         terms.append(formula(last) if isinstance(last, int) else f"({formula(last)})")
     return "+".join([str(order), *reversed(terms)])
-
-
-def _plus(first: Order, second: Order) -> Order:
-    return first, second
 
 
 @dataclass(frozen=True)

@@ -238,9 +238,8 @@ class FailureReports:
         standstill = f"{_STANDSTILL}{''.join(each)}"
         with suppress(RuntimeError):
             self._waits.put(self._rank, standstill)
-        self.fail(
-            f"{' and '.join(inside)}{self.call_site()}"
-        )  # after publishing the standstill, which ranks that see the failure read
+        # After publishing the standstill, which ranks that see the failure read.
+        self.fail(f"{' and '.join(inside)}{self.call_site()}")
         return standstill
 
     def record_progress(self) -> None:
