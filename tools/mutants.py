@@ -865,8 +865,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/comm/shm/transport.py",
         "condition",
-        "return (message.nbytes, message.kind) == (self._numel * self._dtype.itemsize, _kind(self._dtype))",
-        "return message.nbytes == self._numel * self._dtype.itemsize",
+        "return (message.nbytes, message.kind) == (self.numel * self.dtype.itemsize, _kind(self.dtype))",
+        "return message.nbytes == self.numel * self.dtype.itemsize",
         "a message of another dtype is taken for the one expected",
     ),
     (
