@@ -71,7 +71,7 @@ class EMA:
                 "torch.optim.swa_utils.AveragedModel"
             )
         self.updates = 0
-        """How many there have been."""
+        """Number of updates so far."""
         self._decay = decay if callable(decay) else _checked(decay)
         self._model = model
         self._bridge = model._bridge

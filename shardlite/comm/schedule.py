@@ -214,7 +214,7 @@ class _Flows(Steps):
 
     world_size: int
     flows: tuple[tuple[_Flow, ...], ...]
-    """Those of each step, in the order in which a rank sends."""
+    """The flows of each step, in the order in which a rank sends."""
 
     def __len__(self) -> int:
         return len(self.flows)

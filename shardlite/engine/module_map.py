@@ -30,8 +30,8 @@ def param_locations(module: nn.Module, units: Sequence[Unit]) -> dict[Unit, list
     for path, owner in module.named_modules():
         for attribute, param in owner._parameters.items() if owner not in never else ():
             if param is not None and param in home:
-                site = ParamLocation(f"{path}.{attribute}".lstrip("."), owner, attribute, param)
-                found[home[param]].append(site)
+                location = ParamLocation(f"{path}.{attribute}".lstrip("."), owner, attribute, param)
+                found[home[param]].append(location)
     return found
 
 
