@@ -36,7 +36,7 @@ import sys
 import threading
 import time
 from bisect import bisect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from operator import itemgetter
@@ -50,7 +50,7 @@ from bench.support.machine import machine
 from bench.support.measure import WARM_UP
 from bench.support.ranks import one_of_them, start_ranks
 from bench.support.systems import FOOTPRINTS, OPTIMIZER, Trainer
-from bench.support.table import RESULTS, Row, markdown_table, read_rows
+from bench.support.table import RESULTS, Columns, Row, cells_of, markdown_table, read_rows
 from bench.support.workloads import WORKLOADS, Workload
 from shardlite import ShardLite
 from shardlite.telemetry.meter import Meter
@@ -75,7 +75,7 @@ _NO_TENSORS = ("mailboxes", "idle shared memory")
 _VISIBLE = 0.005
 """The least part of the longest bar that has a color of its own."""
 
-_COLUMNS: dict[str, Callable[[Row], str]] = {
+_COLUMNS: Columns = {
     "system": lambda row: str(row["system"]),
     "step, MiB": lambda row: _mib(row["pss_bytes"]),
     "/ FSDP2's": lambda row: f"{row['pss_vs_fsdp2']:.2f}" if "pss_vs_fsdp2" in row else "",
@@ -262,8 +262,7 @@ def render(rows: Sequence[Row]) -> str:
 
 
 def _render_run(rows: list[Row]) -> str:
-    cells = [list(_COLUMNS), *([cell(row) for cell in _COLUMNS.values()] for row in rows)]
-    return f"{_heading(rows[0])}\n\n{markdown_table(cells)}"
+    return f"{_heading(rows[0])}\n\n{markdown_table(cells_of(_COLUMNS, rows))}"
 
 
 def _heading(row: Row) -> str:

@@ -69,7 +69,7 @@ def measure(workload: Workload, rounds: int, group: dist.ProcessGroup) -> list[R
             walls[name].append(perf_counter() - wall)
             mains[name].append(thread_time() - main)
     calls = {name: calls_per_step(trainer, workload.batch(group.rank(), 0)) for name, trainer in trainers.items()}
-    units = len(list(trainers["floor"].model.get_submodule(workload.blocks).children()))
+    units = _units(trainers["floor"], workload)
     rows: list[Row] = []
     for name in trainers:
         wall = [1e6 * each / units for each in largest(walls[name][WARM_UP:], group)]
@@ -83,8 +83,7 @@ def measure(workload: Workload, rounds: int, group: dist.ProcessGroup) -> list[R
                 "calls_per_step": round(calls[name]),
             }
         )
-    fsdp2 = next(row for row in rows if row["system"] == "fsdp2")
-    return [{**row, "us_vs_fsdp2": round(row["us_per_unit_p50"] / fsdp2["us_per_unit_p50"], 3)} for row in rows]
+    return _beside_fsdp2(rows, "us_per_unit_p50", "us_vs_fsdp2")
 
 
 def measure_on_fake(workload: Workload, rounds: int, world_size: int) -> list[Row]:
@@ -101,7 +100,7 @@ def measure_on_fake(workload: Workload, rounds: int, world_size: int) -> list[Ro
                 before = process_time()
                 trainers[name].step(batch)
                 times[name].append(process_time() - before)
-        units = len(list(trainers["floor"].model.get_submodule(workload.blocks).children()))
+        units = _units(trainers["floor"], workload)
         rows: list[Row] = []
         for name, trainer in trainers.items():
             spent = [1e6 * each / units for each in times[name][WARM_UP:]]
@@ -113,9 +112,18 @@ def measure_on_fake(workload: Workload, rounds: int, world_size: int) -> list[Ro
                     "launches_per_unit": round(launches(lambda trainer=trainer: trainer.step(batch)) / units, 2),
                 }
             )
+    return _beside_fsdp2(rows, "cpu_us_per_unit_p50", "cpu_vs_fsdp2")
+
+
+def _beside_fsdp2(rows: Sequence[Row], key: str, ratio: str) -> list[Row]:
+    """Add to each row its `key` as a part of FSDP2's, under the name `ratio`."""
     fsdp2 = next(row for row in rows if row["system"] == "fsdp2")
-    key = "cpu_us_per_unit_p50"
-    return [{**row, "cpu_vs_fsdp2": round(row[key] / fsdp2[key], 3)} for row in rows]
+    return [{**row, ratio: round(row[key] / fsdp2[key], 3)} for row in rows]
+
+
+def _units(trainer: Trainer, workload: Workload) -> int:
+    """Return the number of blocks of the model."""
+    return len(list(trainer.model.get_submodule(workload.blocks).children()))
 
 
 def _setting(bench: str, workload: Workload, units: int, rounds: int, group: dist.ProcessGroup) -> Row:

@@ -216,7 +216,7 @@ def run_trial(trial: Trial, ranks: int) -> Outcome:
 
 
 def _worst(outcomes: Sequence[Outcome], ended: Sequence[int]) -> Outcome:
-    """One for all ranks: that of one that ran out of memory, for the errors of others follow from it."""
+    """Return one outcome for all ranks: that of a rank that ran out of memory, from which other errors follow."""
     bad = [outcome for outcome in outcomes if not outcome.fits]
     if bad:
         return min(bad, key=lambda outcome: outcome.error is not None)

@@ -2,7 +2,7 @@
 
 An average lies in memory laid out like what this rank keeps of the weights, so an update is one call for each arena:
 
-    arena     [ unit 0 | unit 1 | unit 2 | ... ]     weights of now
+    arena     [ unit 0 | unit 1 | unit 2 | ... ]     current weights
     averages  [ unit 0 | unit 1 | unit 2 | ... ]     += (1 - decay) * (weights - averages)
 
 Only at stages 1 and 2, where this rank's shard is a part of the full weights, is it one call per unit. For an
@@ -42,7 +42,7 @@ class EMA:
         with ema.swapped():
             validate(model)
 
-    They start as the weights of now, have the precision in which weights are kept (fp32 at least) and, to the bit, the
+    They start as the current weights, have the precision in which weights are kept (fp32 at least) and, to the bit, the
     values that `torch.optim.swa_utils.get_ema_multi_avg_fn` gives whole parameters, at any stage and number of ranks.
     Each rank averages what it keeps of the weights, without communication: 1/W of the model from stage 1 on, all of it
     at stage 0.
@@ -71,7 +71,7 @@ class EMA:
                 "torch.optim.swa_utils.AveragedModel"
             )
         self.updates = 0
-        """How many there have been."""
+        """Number of updates so far."""
         self._decay = decay if callable(decay) else _checked(decay)
         self._model = model
         self._bridge = model._bridge
@@ -85,7 +85,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the weights of now into the averages. To be called after each step of the optimizer, by every rank.
+        """Add the current weights to the averages. To be called after each step of the optimizer, by every rank.
 
         Raises:
             PhaseError: inside `swapped()`.
@@ -95,9 +95,8 @@ class EMA:
         decay = _checked(self._decay(self.updates), self.updates) if callable(self._decay) else self._decay
         for average, weights in self._runs:
             average.lerp_(weights, 1 - decay)
-        for average, *parts in self._split:
-            for chunk, high, low in zip(*(torch.split(each, _CHUNK) for each in (average, *parts)), strict=True):
-                chunk.lerp_(_joined(high, low), 1 - decay)
+        for chunk, high, low in self._split_chunks():
+            chunk.lerp_(_joined(high, low), 1 - decay)
         self.updates += 1
 
     @contextmanager
@@ -205,7 +204,7 @@ class EMA:
             self._split = [(a, flat.local, flat.low) for flat, a in self._averages.items() if flat.low is not None]
 
     def _settle(self) -> None:
-        """Wait until no rank needs the weights of now any more."""
+        """Wait until no rank needs the current weights."""
         self._bridge.gatherer.end_pass()
         self._bridge.gatherer.settle()
 
@@ -214,13 +213,17 @@ class EMA:
         """Swap weights and averages."""
         for average, weights in self._runs:
             _exchange(average, weights)
-        for average, *parts in self._split:
-            for chunk, high, low in zip(*(torch.split(each, _CHUNK) for each in (average, *parts)), strict=True):
-                weights = _joined(high, low)
-                split(high, low, chunk)
-                chunk.copy_(weights)
+        for chunk, high, low in self._split_chunks():
+            weights = _joined(high, low)
+            split(high, low, chunk)
+            chunk.copy_(weights)
         self._swapped = not self._swapped
         self._bridge.mark_changed()
+
+    def _split_chunks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield averages of split weights, with both parts of the weights, chunk by chunk."""
+        for average, high, low in self._split:
+            yield from zip(*(torch.split(each, _CHUNK) for each in (average, high, low)), strict=True)
 
     def _part(self) -> str:
         """Return in words which part of the weights this rank keeps."""

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.cluster import SEED, Cluster, run_local
-from tests.support.doomed import Doomed
-from tests.support.forkserver import ForkServer
-from tests.support.sharded import EVERY_STAGE, STAGES, number_of
+from tests.support.ranks.cluster import SEED, Cluster, run_local
+from tests.support.ranks.doomed import Doomed
+from tests.support.ranks.forkserver import ForkServer
+from tests.support.twins.sharded import EVERY_STAGE, STAGES, number_of
 
 torch.set_num_threads(1)  # the workers use one thread: a matmul has the same bits here and there
 

@@ -667,6 +667,13 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "the last elements of a gradient stay scaled after the step",
     ),
     (
+        "shardlite/comm/transfers.py",
+        "condition",
+        "elif departures and departures[-1][0] == piece:",
+        "elif departures:",
+        "a rank sends one piece at once to the targets of all its pieces",
+    ),
+    (
         "shardlite/comm/schedule.py",
         "index",
         "((_Flow(world_size, hop, hop * t),)",
@@ -858,8 +865,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/comm/shm/transport.py",
         "condition",
-        "return (message.nbytes, message.kind) == (self._numel * self._dtype.itemsize, _kind(self._dtype))",
-        "return message.nbytes == self._numel * self._dtype.itemsize",
+        "return (message.nbytes, message.kind) == (self.numel * self.dtype.itemsize, _kind(self.dtype))",
+        "return message.nbytes == self.numel * self.dtype.itemsize",
         "a message of another dtype is taken for the one expected",
     ),
     (

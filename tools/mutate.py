@@ -430,5 +430,5 @@ def _interrupt(*_: object) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _interrupt)  # so that whoever ends the script ends its commands too
+    signal.signal(signal.SIGTERM, _interrupt)  # a signal that ends the script ends its commands, too
     sys.exit(main())

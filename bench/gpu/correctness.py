@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 import triton
 
+from bench.gpu.run import device_of
 from bench.support.check import verify
 from bench.support.ranks import only_rank, start_ranks
 from bench.support.systems import FOOTPRINTS, SYSTEMS, Trainer
@@ -86,7 +87,7 @@ def memcheck(report: Report, *, dry: bool) -> None:
 
 def twins(report: Report, *, dry: bool) -> None:
     """All stages beside DDP and an exact twin, and losses of all formats beside those of the plain model."""
-    device = torch.device("cpu" if dry else "cuda")
+    device = device_of(dry)
     with only_rank(device) as group:
         workload = WORKLOADS["tiny" if dry else "mlp"].on(device)
         for system, share in verify(workload, SYSTEMS, group).items():

@@ -15,6 +15,7 @@ from shardlite_kernels import add_rows, hop
 
 import bench.kernels.run
 from bench.gpu.correctness import Report
+from bench.gpu.run import device_of
 from bench.support.measure import percentile, seconds
 from bench.support.table import read_rows
 
@@ -24,7 +25,7 @@ _WARM_UP = 3
 
 def copies(report: Report, *, dry: bool) -> None:
     """The bandwidth of a copy, which is what kernels can reach."""
-    device = torch.device("cpu" if dry else "cuda")
+    device = device_of(dry)
     for nbytes in (1 << 16,) if dry else (1 << 24, 1 << 28, 1 << 32):
         source = torch.randn(nbytes // 4, device=device)
         target = torch.empty_like(source)
@@ -46,7 +47,7 @@ def all_kernels(report: Report, *, dry: bool) -> None:
 
 def beside_a_matrix_product(report: Report, *, dry: bool) -> None:
     """One hop of a ring, and the sum of `W` rows, alone and while a matrix product runs on another stream."""
-    device = torch.device("cpu" if dry else "cuda")
+    device = device_of(dry)
     numel, width = (1 << 10, 32) if dry else (1 << 24, 8192)
     factor = torch.randn(width, width, device=device, dtype=torch.bfloat16)
     product = torch.empty_like(factor)

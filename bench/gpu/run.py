@@ -119,13 +119,17 @@ def _append(file: Path, row: Row) -> None:
         rows.write(json.dumps(row) + "\n")
 
 
+def device_of(dry: bool) -> torch.device:
+    """Return the device of a probe: the GPU, or the CPU if it runs dry."""
+    return torch.device("cpu" if dry else "cuda")
+
+
 def be_probe(name: str, file: Path, *, dry: bool) -> None:
     """Be the process of one probe."""
-    device = torch.device("cpu") if dry else torch.device("cuda")
     probe = next(probe for probes in PARTS.values() for probe in probes if probe.name == name)
 
     def report(**found: object) -> None:
-        row = {"bench": "gpu", "probe": name, "dry": dry, **found, **machine(device)}
+        row = {"bench": "gpu", "probe": name, "dry": dry, **found, **machine(device_of(dry))}
         _append(file, row)
         print(json.dumps(row), flush=True)
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.correctness import ROOT, Report
+from bench.gpu.run import device_of
 from bench.support.fake_group import fake_group
 from bench.support.measure import WARM_UP, peak_bytes, percentile, seconds
 from bench.support.ranks import only_rank
@@ -35,7 +36,7 @@ _WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchroniz
 
 def steps(report: Report, *, dry: bool) -> None:
     """Steps of GPT-2 XL in bf16: time, time of the host, peak of memory. One system after the other."""
-    with only_rank(_device(dry)) as group:
+    with only_rank(device_of(dry)) as group:
         workload = _workload("gpt2-xl", dry)
         reference: dict[str, float] = {}
         for name, build in MIXED.items():
@@ -50,7 +51,7 @@ def steps(report: Report, *, dry: bool) -> None:
 
 def host_waits(report: Report, *, dry: bool) -> None:
     """How often the host waits for the GPU in a steady step: never, if all is well."""
-    with only_rank(_device(dry)) as group:
+    with only_rank(device_of(dry)) as group:
         workload = _workload("mlp", dry)
         for name, build in MIXED.items():
             trainer, batch = build(workload, group), workload.batch(0, 0)
@@ -66,7 +67,7 @@ def host_waits(report: Report, *, dry: bool) -> None:
 def compiled(report: Report, *, dry: bool) -> None:
     """Steps with blocks that `torch.compile` has compiled, in both of its modes."""
     ways: dict[str, dict[str, Any]] = {"no": {}, "default": {}, "reduce-overhead": {"mode": "reduce-overhead"}}
-    with only_rank(_device(dry)) as group:
+    with only_rank(device_of(dry)) as group:
         for way, options in ways.items():
             workload = _workload("mlp", dry)
             if way != "no":
@@ -78,8 +79,8 @@ def compiled(report: Report, *, dry: bool) -> None:
 
 def messages_to_itself(report: Report, *, dry: bool) -> None:
     """What a batch of two messages costs the host and the GPU, sent by a rank to itself."""
-    with fake_group(1) if dry else only_rank(_device(dry)) as group:
-        transport, device = NcclTransport(group), _device(dry)
+    with fake_group(1) if dry else only_rank(device_of(dry)) as group:
+        transport, device = NcclTransport(group), device_of(dry)
         for nbytes in (1 << 10,) if dry else (1 << 12, 1 << 20, 1 << 26):
             sent, received = (torch.zeros(nbytes // 4, device=device) for _ in range(2))
             batch = [Message(sent, 0, outgoing=True), Message(received, 0, outgoing=False)]
@@ -102,12 +103,8 @@ def _exchange(transport: NcclTransport, batch: Sequence[Message]) -> None:
     transport.exchange(batch, tag=0).wait()
 
 
-def _device(dry: bool) -> torch.device:
-    return torch.device("cpu" if dry else "cuda")
-
-
 def _workload(name: str, dry: bool) -> Workload:
-    return WORKLOADS["tiny" if dry else name].on(_device(dry))
+    return WORKLOADS["tiny" if dry else name].on(device_of(dry))
 
 
 def _timed(trainer: Trainer, workload: Workload) -> dict[str, float]:

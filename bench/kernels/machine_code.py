@@ -303,9 +303,8 @@ def _amd_step(name: str, text: str, registers: _Registers, arguments: _Arguments
         for i, register in enumerate(written):
             registers[register] = arguments.at(int(operands[2], 16) + 4 * i)
     else:
-        loaded = _amd_bits(name) or name.startswith(
-            ("s_load", "ds_read", "global_atomic")
-        )  # which is no address, but from a table
+        # What was loaded is no address, unless it is from a table.
+        loaded = _amd_bits(name) or name.startswith(("s_load", "ds_read", "global_atomic"))
         registers |= dict.fromkeys(written, _behind(address or sources) if loaded else sources)
     return address
 

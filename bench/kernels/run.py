@@ -88,7 +88,7 @@ class Plan:
 
 
 def plan_for(device: torch.device, rounds: int, budget: float, numels: Sequence[int] | None = None) -> Plan:
-    """What is measured on a device; `numels` are those that suit it if nobody names any."""
+    """What is measured on a device; `numels` are those that suit it unless given."""
     if device.type == "cpu":
         sizes, ceiling, room = _CPU_NUMELS, 1 << 27, _CPU_ROOM
     else:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-from bench.support.table import RESULTS, Row, read_rows
+from bench.support.table import RESULTS, Columns, Row, cells_of, markdown_table, read_rows
 
-_COLUMNS: dict[str, Callable[[Row], str]] = {
+_COLUMNS: Columns = {
     "kernel": lambda row: f"{row['system']}: {row['operation']}",
     "format": lambda row: str(row["format"]),
     "B": lambda row: _number(row["bytes_per_element"]),
@@ -34,9 +34,7 @@ def _run(row: Row) -> tuple[str, int, int]:
 
 
 def _render_run(rows: Sequence[Row]) -> str:
-    lines = [list(_COLUMNS), ["---", "---", *["---:"] * (len(_COLUMNS) - 2)]]
-    lines += [[cell(row) for cell in _COLUMNS.values()] for row in rows]
-    return "\n".join([_heading(rows[0]), "", *(f"| {' | '.join(line)} |" for line in lines)])
+    return f"{_heading(rows[0])}\n\n{markdown_table(cells_of(_COLUMNS, rows), words=2)}"
 
 
 def _heading(row: Row) -> str:

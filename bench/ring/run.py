@@ -37,6 +37,7 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
+from bench.ring.fit import fit, predicted
 from bench.ring.systems import GLOO, NCCL, OPERATIONS, Case, System, cases
 from bench.ring.table import render
 from bench.support.machine import machine
@@ -44,7 +45,7 @@ from bench.support.measure import Times, percentile, seconds
 from bench.support.ranks import device_of_rank, one_of_them, start_ranks
 from bench.support.table import RESULTS, Row, read_rows
 from shardlite.comm.chunking import CHUNK_BYTES
-from shardlite.comm.cost_model import LINKS, fit, predicted
+from shardlite.comm.cost_model import LINKS
 from shardlite.comm.schedule import ALGORITHMS, IN_RING_ORDER
 from shardlite.comm.shm.transport import SharedMemoryTransport
 from shardlite.config import Algorithm, TransportName

@@ -52,6 +52,14 @@ class System:
         """Whether it is a transport of this library."""
         return self.transport not in (GLOO, NCCL)
 
+    @property
+    def route(self) -> Route:
+        """The route of a system that is ours."""
+        assert self.is_ours, "a peer has none"
+        if self.transport == "collectives":  # their schedule is the process group's
+            return Route(transport=self.transport)
+        return Route(transport=self.transport, algorithm=self.algorithm)
+
     def __str__(self) -> str:
         return " ".join(filter(None, (self.transport, self.algorithm)))
 
@@ -138,7 +146,7 @@ def cases(systems: Sequence[System], numel: int, group: dist.ProcessGroup, devic
                 call = _of_peer(operation, full, shard, group)
                 made.append(Case(system, operation, group, brought, full, shard, call, None))
             continue
-        transport = connect(group, device, _TIMEOUT, route=_route(system))
+        transport = connect(group, device, _TIMEOUT, route=system.route)
         full = transport.empty(4 * numel, device).view(torch.float32)
         staging = full.new_empty(collectives.staging_numel(numel, transport, full.dtype))
         for operation in OPERATIONS:
@@ -146,14 +154,6 @@ def cases(systems: Sequence[System], numel: int, group: dist.ProcessGroup, devic
             call = _of_ours(operation, full, shard, staging, transport, tally)
             made.append(Case(system, operation, group, brought, full, shard, call, tally))
     return made
-
-
-def _route(system: System) -> Route:
-    assert system.transport not in ("gloo", "nccl"), "it has no transport"
-    assert system.algorithm, "or it is none of ours"
-    if system.transport == "collectives":
-        return Route(transport=system.transport)
-    return Route(transport=system.transport, algorithm=system.algorithm)
 
 
 def _of_peer(operation: Operation, full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Callable[[], object]:

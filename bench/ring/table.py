@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
-from bench.support.table import Row, print_tables
+from bench.support.table import Columns, Row, cells_of, markdown_table, print_tables
 
-_COLUMNS: dict[str, Callable[[Row], str]] = {
+_COLUMNS: Columns = {
     "buffer": lambda row: size_words(row["nbytes"]),
     "by": lambda row: f"{row['transport']} {row['algorithm']}".strip(),
     "ms": lambda row: f"{row['ms_p50']:.3g}",
@@ -41,9 +41,7 @@ def size_words(nbytes: int) -> str:
 
 
 def _render_run(rows: Sequence[Row]) -> str:
-    lines = [list(_COLUMNS), ["---", "---", *["---:"] * (len(_COLUMNS) - 2)]]
-    lines += [[cell(row) for cell in _COLUMNS.values()] for row in rows]
-    return "\n".join([_heading(rows[0]), "", *(f"| {' | '.join(line)} |" for line in lines)])
+    return f"{_heading(rows[0])}\n\n{markdown_table(cells_of(_COLUMNS, rows), words=2)}"
 
 
 def _heading(row: Row) -> str:

@@ -24,10 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.support.ranks import default_group
 from shardlite.comm import context
+from shardlite.comm.chunking import Cut
 from shardlite.comm.control import store
 from shardlite.comm.streams import Work, _HostWork
 from shardlite.comm.transport.base import Transport
-from shardlite.comm.transport.group_collectives import GroupCollectives, NcclCollectives, Segments
+from shardlite.comm.transport.group_collectives import GroupCollectives, NcclCollectives
 from shardlite.comm.transport.process_group import NcclTransport
 from shardlite.config import Route
 
@@ -49,7 +50,7 @@ class HostMessages(GroupCollectives):
 
     blocking = False
 
-    def all_gather(self, full: Tensor, cut: Segments) -> None:
+    def all_gather(self, full: Tensor, cut: Cut) -> None:
         """Fill every segment of `full` [n] with this rank's."""
         del cut
         rows = full.view(self.world_size, -1)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 
+from shardlite.apps.launch import usable_cores
+
 
 def machine(device: torch.device | None = None) -> dict[str, str]:
     """Processor, cores, versions and date: what every row carries. A `device` that is a GPU comes first."""
     gpu = f"{torch.cuda.get_device_name(device)}; " if device is not None and device.type == "cuda" else ""
     return {
-        "machine": f"{gpu}{_processor()}, {_usable_cores()} cores",
+        "machine": f"{gpu}{_processor()}, {usable_cores()} cores",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
@@ -27,10 +28,3 @@ def _processor() -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _usable_cores() -> int:
-    """The cores that this process may use: in a container fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

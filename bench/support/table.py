@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+Columns = Mapping[str, Callable[[Row], str]]
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -24,7 +25,7 @@ _NAMES = {
     **{name: f"ShardLite, {name}" for name in ("p2p", "collectives")},
 }
 
-_COLUMNS: dict[str, Callable[[Row], str]] = {
+_COLUMNS: Columns = {
     "system": lambda row: _NAMES.get(row["system"], str(row["system"])),
     "step, ms": lambda row: f"{row['ms_p50']:.0f}",
     "p20 to p80": lambda row: f"{row['ms_p20']:.0f} to {row['ms_p80']:.0f}",
@@ -70,7 +71,7 @@ def _run(row: Row) -> tuple[str, int, str]:
 
 
 def _render_run(rows: list[Row], markdown: bool) -> str:
-    cells = [list(_COLUMNS), *([cell(row) for cell in _COLUMNS.values()] for row in rows)]
+    cells = cells_of(_COLUMNS, rows)
     return f"{_heading(rows[0])}\n\n{markdown_table(cells) if markdown else _aligned(cells)}"
 
 
@@ -83,10 +84,15 @@ def _heading(row: Row) -> str:
     )
 
 
-def markdown_table(cells: Sequence[Sequence[str]]) -> str:
-    """A table of which the first line of cells is the header; columns of numbers are all but the first."""
+def cells_of(columns: Columns, rows: Sequence[Row]) -> list[list[str]]:
+    """The names of the columns, and the cells of each row."""
+    return [list(columns), *([cell(row) for cell in columns.values()] for row in rows)]
+
+
+def markdown_table(cells: Sequence[Sequence[str]], *, words: int = 1) -> str:
+    """A table of which the first line of cells is the header; the first columns have words, the others numbers."""
     header, *body = cells
-    rule = ["---", *["---:"] * (len(header) - 1)]
+    rule = [*["---"] * words, *["---:"] * (len(header) - words)]
     return "\n".join("| " + " | ".join(line) + " |" for line in [header, rule, *body])
 
 

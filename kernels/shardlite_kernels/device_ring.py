@@ -57,13 +57,8 @@ from .state import State, check_flat
 
 _WIRES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _AMD = torch.version.hip is not None
-_UNSPECIALISED = (
-    "rank",
-    "world",
-    "epoch",
-    "limit",
-    "blocks",
-)  # otherwise a rank would recompile while its neighbours wait
+_UNSPECIALISED = ("rank", "world", "epoch", "limit", "blocks")
+"""Arguments of which any value runs the same code. Otherwise a rank would recompile while its neighbours wait."""
 
 
 @jit
@@ -257,7 +252,8 @@ def ring_reduce_scatter(
     if out.dtype not in _WIRES:
         raise ValueError(f"{who}: out must be fp32, bf16 or fp16, got {out.dtype}")
     block = block_size(out, full, torch.empty(0, dtype=wire))
-    _launch_reduce(who, full, peers, out, None, None, None, epoch, divisor, wire, out.numel(), block)
+    last = out, *(None,) * 10, 0  # no state, table or flag
+    _launch_reduce(who, full, peers, last, block, epoch=epoch, divisor=divisor, wire=wire)
 
 
 def ring_reduce_adamw(
@@ -284,7 +280,8 @@ def ring_reduce_adamw(
     _check_sum(who, full, divisor, wire)
     check_step(who, state, table)
     block = block_size(torch.empty(0))  # with more elements in each thread registers are spilled
-    _launch_reduce(who, full, peers, None, state, table, bad, epoch, divisor, wire, state.param.numel(), block)
+    last = None, *state, table.scalars, table.keys, table.rows, bad, table.first
+    _launch_reduce(who, full, peers, last, block, epoch=epoch, divisor=divisor, wire=wire)
 
 
 def ring_all_gather(full: Tensor, peers: Peers, *, epoch: int) -> None:
@@ -358,28 +355,28 @@ def _launch_reduce(
     who: str,
     full: Tensor,
     peers: Peers,
-    out: Tensor | None,
-    state: State | None,
-    table: Table | None,
-    bad: Tensor | None,
+    last: tuple[Any, ...],
+    block: int,
+    *,
     epoch: int,
     divisor: int,
     wire: torch.dtype,
-    n: int,
-    block: int,
 ) -> None:
+    """Launch the reduction. `last` are the kernel's arguments from `out_ptr` to `first`: what the last step needs."""
+    n = full.numel() // peers.world_size
     blocks, programs = _cut(who, peers, n, block, wire.itemsize)
-    tables = (None, None, None) if table is None else (table.scalars, table.keys, table.rows)
-    tensors = full, peers.slots, peers.flags, peers.error, out, *(state or (None,) * 6), *tables, bad
-    first = 0 if table is None else table.first
-    numbers = first, float(divisor), peers.rank, peers.world_size, epoch, peers.limit, blocks
-    flags: dict[str, Any] = {
-        "WIRE": getattr(tl, _WIRES[wire], None),
-        "DEPTH": peers.depth,
-        "AMD": _AMD,
-        "INTERPRET": INTERPRET,
-    }
-    launch(_ring_reduce_scatter_kernel, *tensors, *numbers, n=n, block=block, together=programs, **flags)
+    launch(
+        _ring_reduce_scatter_kernel,
+        *(full, peers.slots, peers.flags, peers.error, *last, float(divisor)),
+        *(peers.rank, peers.world_size, epoch, peers.limit, blocks),
+        n=n,
+        block=block,
+        together=programs,
+        WIRE=getattr(tl, _WIRES[wire], None),
+        DEPTH=peers.depth,
+        AMD=_AMD,
+        INTERPRET=INTERPRET,
+    )
 
 
 def _cut(who: str, peers: Peers, n: int, block: int, itemsize: int) -> tuple[int, int]:

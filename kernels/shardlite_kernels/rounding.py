@@ -80,7 +80,7 @@ def fp32_by_odd_reference(x: Tensor) -> Tensor:
 
 
 def round_to_odd(near: Tensor, *, inexact: Tensor, outwards: Tensor) -> Tensor:
-    """Of an exact number's two neighbours return the one whose last bit is set, or `near` where it is not `inexact`.
+    """Return that of an exact number's two neighbours whose last bit is set, or `near` where it is not `inexact`.
 
     `near` is one of the neighbours, in fp32 or fp64. A second rounding, to a narrower format, then never meets a false
     tie (Boldo and Melquiond 2008). `outwards` tells where the exact number is further from zero than `near`.

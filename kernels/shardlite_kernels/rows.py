@@ -60,7 +60,7 @@ def sum_rows(
 
 
 UNSPECIALISED = ("begin",)
-"""Of the kernels that add rows: ranks differ in it, and would otherwise compile different code."""
+"""Argument of the kernels that add rows in which ranks differ: otherwise they would compile different code."""
 
 
 @partial(jit, unspecialised=UNSPECIALISED)

@@ -59,7 +59,7 @@ class Scalars(NamedTuple):
     """Gradients are multiplied by it, in registers."""
 
     grad_scale: float
-    """Gradients are first divided by it, also in memory if the kernel is told to."""
+    """Gradients are divided by it first, with `unscale` in memory, too."""
 
     active: float
     """0 if the row is not stepped."""

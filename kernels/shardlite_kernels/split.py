@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .launch import INTERPRET, block_size, jit, launch, tl, use_triton
+from .launch import block_size, jit, launch, tl, use_triton
 
 _CPU_CHUNK = 1 << 16  # elements: temporaries of 256 KB stay in the cache of a core
 
@@ -71,7 +71,6 @@ def _split_kernel(
     low_ptr: tl.tensor,
     source_ptr: tl.tensor,
     n: tl.tensor,
-    INTERPRET: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -86,7 +85,6 @@ def _join_kernel(
     high_ptr: tl.tensor,
     low_ptr: tl.tensor,
     n: tl.tensor,
-    INTERPRET: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -159,7 +157,7 @@ def split_on_cpu(high: Tensor, low: Tensor, source: Tensor) -> None:
 
 
 def _launch(kernel: object, tensors: tuple[Tensor, ...]) -> None:
-    launch(kernel, *tensors, n=tensors[0].numel(), block=block_size(*tensors), INTERPRET=INTERPRET)
+    launch(kernel, *tensors, n=tensors[0].numel(), block=block_size(*tensors))
 
 
 def _check(who: str, whole: Tensor, high: Tensor, low: Tensor) -> None:

@@ -76,11 +76,11 @@ which gloo finds the addresses of dead processes (PyTorch 2.13).
 
 def environment_for(ranks: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return `environment` with cores divided among ranks, and a store per attempt, unless it already sets them."""
-    threads = max(1, _usable_cores() // ranks)
+    threads = max(1, usable_cores() // ranks)
     return {"OMP_NUM_THREADS": str(threads), OWN_STORE: "1", **environment}
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
     """Return the number of cores that this process may use: in a container fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

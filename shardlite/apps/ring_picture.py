@@ -64,7 +64,7 @@ def frames(schedule: Schedule) -> list[Frame]:
             coming.setdefault((each.target, piece), []).append(before[each.source][piece])
         for (rank, piece), parcels in coming.items():
             parcels += [held[rank][piece]] if adds else []
-            held[rank][piece] = reduce(_plus, parcels)
+            held[rank][piece] = reduce(lambda first, second: (first, second), parcels)
     return [*shown, Frame(tuple(held), ())]
 
 
@@ -116,10 +116,6 @@ def brief(order: Order, world_size: int, most: int) -> str:
     return "+".join(written)
 
 
-def _plus(first: Order, second: Order) -> Order:
-    return first, second
-
-
 def _runs(terms: Sequence[Order], world_size: int) -> Iterator[list[Order]]:
     """Split a sum into runs of neighbouring ranks, in one direction."""
     run, ways = [terms[0]], {1, world_size - 1}
@@ -143,11 +139,8 @@ def _fitting(schedule: Schedule, told: Sequence[Frame]) -> list[str] | None:
         lines = _tables(schedule, told, most)
         if max(map(len, lines)) <= WIDTH:
             return lines
-        lines = [
-            *_tables(schedule, told[:-1], most),
-            "",
-            "end: the sums that are told below",
-        ]  # sums at the end are the longest
+        # Sums at the end are the longest.
+        lines = [*_tables(schedule, told[:-1], most), "", "end: the sums that are told below"]
         if max(map(len, lines)) <= WIDTH:
             return lines
     return None

@@ -1,8 +1,8 @@
 """Collectives on flat tensors, and the context that the units of one model share to run them.
 
 In: a 1-D tensor, a `Transport`, and the name of the operation. Out: the tensor gathered, or reduced in the order of the
-ring, with the same bits on every rank. `schedule.py` writes an algorithm as transfers, `executor.py` executes them,
-`streams.py` runs operations beside the computation. Read `collectives.py` first.
+ring, with the same bits on every rank. `schedule.py` writes an algorithm as the data of `transfers.py`, `executor.py`
+executes them, `streams.py` runs operations beside the computation. Read `collectives.py` first.
 """
 
 from shardlite.comm import schedule
@@ -19,10 +19,11 @@ from shardlite.comm.collectives import (
 from shardlite.comm.consensus import agree, identify
 from shardlite.comm.context import SPARE, Context, WeightVersion, share
 from shardlite.comm.control.store import all_gather_json
-from shardlite.comm.schedule import Order, Schedule, Transfer, order_of_addition
+from shardlite.comm.schedule import Order, order_of_addition
 from shardlite.comm.shm.heap import lazy_zeros
 from shardlite.comm.streams import ProgramStreams, StreamQueue, Work, make_queue
 from shardlite.comm.traffic import Sent, Traffic
+from shardlite.comm.transfers import Schedule, Transfer
 from shardlite.comm.transport.base import Transport
 from shardlite.comm.transport.groups import GroupLike, Ranks, ranks_of
 from shardlite.comm.transport.select import choose, connect

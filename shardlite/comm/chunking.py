@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardlite.comm import cost_model
 from shardlite.comm.executor import BLOCK, Chunk
-from shardlite.comm.schedule import Schedule
+from shardlite.comm.transfers import Schedule
 from shardlite.comm.transport.base import Transport
 from shardlite.config import Algorithm
 from shardlite.errors import LayoutError

@@ -24,8 +24,9 @@ from shardlite.comm import schedule
 from shardlite.comm.chunking import CHUNK_BYTES, Cut, chunk_numel, cut_up, split
 from shardlite.comm.control.failure_reports import FailureReports
 from shardlite.comm.executor import Channel, Chunk, LastHop, run_all_reduce, run_gather, run_reduce
-from shardlite.comm.schedule import IN_RING_ORDER, Schedule
+from shardlite.comm.schedule import IN_RING_ORDER
 from shardlite.comm.traffic import Tally
+from shardlite.comm.transfers import Schedule
 from shardlite.comm.transport.base import Transport
 from shardlite.comm.transport.group_collectives import GroupCollectives
 from shardlite.errors import CommError, LayoutError

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardlite.comm.collectives import Operation, all_reduce
 from shardlite.comm.consensus import identify
-from shardlite.comm.control.failure_reports import FailureReports, ReportBoard, StoreReports
+from shardlite.comm.control.failure_reports import FailureReports, StoreReports
 from shardlite.comm.control.interrupts import defer_interrupts
 from shardlite.comm.control.process import Owner
 from shardlite.comm.control.progress import Progress
@@ -73,13 +73,13 @@ class Context:
     """Maximum time that a rank waits for a message."""
 
     version: WeightVersion
-    board: ReportBoard
-    waits: ReportBoard | None
+    board: StoreReports
+    waits: StoreReports | None
     """Where ranks report the operation they wait in. `None` where that does not show whether they will continue: the
     host does not see what a GPU waits for, and with replicas not all ranks are in every operation.
     """
 
-    standings: ReportBoard
+    standings: StoreReports
     """Where ranks report their progress in a backward."""
 
     streams: ProgramStreams

@@ -26,13 +26,13 @@ Not in the model: ranks that share a processor, links that share a wire, and cac
 Legend: `W` ranks, `M` bytes in the whole buffer.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
-from itertools import combinations
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from shardlite.comm import schedule
-from shardlite.comm.schedule import IN_RING_ORDER, Schedule
+from shardlite.comm.schedule import IN_RING_ORDER
+from shardlite.comm.transfers import Schedule
 from shardlite.config import ALGORITHMS, Algorithm
 
 Operation = Literal["all-gather", "reduce-scatter"]
@@ -71,9 +71,9 @@ LINKS: Mapping[str, LinkCost] = {
 }
 """Links between CPU ranks, by the name of the transport.
 
-Fitted to the processor time of 4 ranks on 2 cores of an AMD EPYC, which other programs hardly change: the rows
-`"ring-fit"` of `cpu_ms_p50` in `bench/results/ring-cpu.jsonl`. Over gloo a step of several messages was no faster than
-as many steps, so all latency is in `overhead`, and `ring` and `direct` take the same time by the model.
+Fitted by `bench/ring/fit.py` to the processor time of 4 ranks on 2 cores of an AMD EPYC, which other programs hardly
+change: rows `"ring-fit"` of `cpu_ms_p50` in `bench/results/ring-cpu.jsonl`. Over gloo a step of several messages was no
+faster than as many steps, so all latency is in `overhead`, and `ring` and `direct` take the same time by the model.
 """
 
 
@@ -105,72 +105,40 @@ def time(plan: Schedule, nbytes: int, chunk: int, link: LinkCost) -> float:
     return max((moment for done in complete.values() for moment in done), default=0.0)
 
 
-def best_chunk(
-    plan: Schedule, nbytes: int, link: LinkCost, *, least: int = LEAST_CHUNK, most: int | None = None
-) -> int:
+def best_chunk(plan: Schedule, nbytes: int, link: LinkCost, *, most: int | None = None) -> int:
     """Return the bytes per message with which a schedule is fastest: a whole piece, or a piece halved several times.
 
-    Twice as many messages must save at least a hundredth of the time. No message is shorter than `least`, unless the
-    piece is, or longer than `most`, which bounds the staging of a reduction. Chunks must be equal on all ranks, so all
-    ranks must pass the same numbers.
+    Twice as many messages must save at least a hundredth of the time. No message is shorter than `LEAST_CHUNK`, unless
+    the piece is, or longer than `most`, which bounds the staging of a reduction. Chunks must be equal on all ranks, so
+    all ranks must pass the same numbers.
 
     If additions do not overlap, `ring` and `direct` keep their links busy with whole pieces. Then nothing is simulated,
     which would take W^2 steps.
     """
     if not link.overlaps and plan.algorithm in IN_RING_ORDER:
         return _longest_chunk(plan, nbytes, most)
-    return _best_chunk(plan, nbytes, link, least, most)[0]
+    return _best_chunk(plan, nbytes, link, most)[0]
 
 
-def best_algorithm(
-    nbytes: int,
-    world_size: int,
-    link: LinkCost,
-    *,
-    among: Collection[Algorithm] = IN_RING_ORDER,
-    operations: tuple[Operation, ...] = ("all-gather", "reduce-scatter"),
-    chunk: int | None = None,
-    node: int = 1,
-) -> Algorithm:
-    """Return the algorithm that takes the least time for `operations` on a buffer of `nbytes`, one after the other.
+@cache
+def best_algorithm(nbytes: int, world_size: int, link: LinkCost) -> Algorithm:
+    """Return the algorithm of `IN_RING_ORDER` that takes the least time to gather and to reduce a buffer of `nbytes`.
 
-    By default `among` holds algorithms that add in the same order and so give the same bits: the choice changes no
-    result. Worlds of more than 64 ranks are taken for one of 64. Messages have up to `chunk` bytes; without it, each
-    algorithm has its best chunks. Of equally fast algorithms the first in the order of `config.ALGORITHMS` is returned.
-    `node` is for `"hierarchical"` only.
+    These give the same bits, so the choice changes no result. Worlds of more than 64 ranks are taken for one of 64. Of
+    equally fast algorithms the first in the order of `config.ALGORITHMS` is returned.
 
     Raises:
-        LayoutError: no ranks, or nodes that do not divide the world.
-        ValueError: `among` is empty.
+        LayoutError: no ranks.
     """
-    simulated = min(world_size, max(node, _MOST_SIMULATED // max(1, node) * node))
-    return _best_algorithm(nbytes, simulated, link, frozenset(among), operations, chunk, node)
+    simulated = min(world_size, _MOST_SIMULATED)
 
+    def seconds(algorithm: Algorithm) -> float:
+        plans = [plan_of(operation, algorithm, simulated) for operation in get_args(Operation)]
+        return sum(_best_chunk(plan, nbytes, link)[1] for plan in plans)
 
-def fit(rows: Sequence[Mapping[str, Any]], *, key: str = "ms_p50", overlaps: bool | None = None) -> LinkCost:
-    """Return the link that fits measured times best: least squares of relative errors, no cost negative.
-
-    A row has `operation` (one of `Operation`, or `"all-reduce"`), `algorithm`, `ranks`, `nbytes`, `chunk_bytes`, and
-    milliseconds under `key`; one of an all-reduce also `messages`, the number that a rank sends: `W-1` if it was one
-    round.
-
-    Times are linear in the four costs as long as the same messages are on the critical path, so a few rounds of linear
-    fits suffice. Costs that cannot be separated are put into one number: separating `alpha` and `overhead` needs a
-    schedule with several messages per step, or different numbers of chunks. Without `overlaps` both ways are tried.
-
-    Raises:
-        ValueError: no rows.
-    """
-    if not rows:
-        raise ValueError("a link cannot be fitted to no rows")
-    measured = [(row, float(row[key]) / 1e3) for row in rows]
-    found = [_fit(measured, how) for how in ((False, True) if overlaps is None else (overlaps,))]
-    return min(found, key=lambda link: sum((predicted(row, link) / seconds - 1) ** 2 for row, seconds in measured))
-
-
-def predicted(row: Mapping[str, Any], link: LinkCost) -> float:
-    """Return the seconds that the model predicts for a row of measurements, as for `fit`."""
-    return sum(time(plan, nbytes, row["chunk_bytes"], link) for plan, nbytes in _plans(row))
+    taken = {algorithm: seconds(algorithm) for algorithm in ALGORITHMS if algorithm in IN_RING_ORDER}
+    least = min(taken.values())
+    return next(algorithm for algorithm, total in taken.items() if total <= least * _EQUAL)
 
 
 def plan_of(operation: Operation, algorithm: Algorithm, world_size: int, node: int = 1) -> Schedule:
@@ -199,118 +167,14 @@ def _longest_chunk(plan: Schedule, nbytes: int, most: int | None) -> int:
     return piece if most is None else -(-piece // -(-piece // max(1, most)))
 
 
-def _best_chunk(
-    plan: Schedule, nbytes: int, link: LinkCost, least: int = LEAST_CHUNK, most: int | None = None
-) -> tuple[int, float]:
+def _best_chunk(plan: Schedule, nbytes: int, link: LinkCost, most: int | None = None) -> tuple[int, float]:
     """Return the best chunk and its time. More chunks first save time, then cost it: the search ends at the minimum."""
     piece, best = max(1, _piece(plan, nbytes)), _longest_chunk(plan, nbytes, most)
     count = -(-piece // best)
     shortest = time(plan, nbytes, best, link)
-    while 2 * count <= _MOST_CHUNKS and (chunk := -(-piece // (2 * count))) >= least:
+    while 2 * count <= _MOST_CHUNKS and (chunk := -(-piece // (2 * count))) >= LEAST_CHUNK:
         seconds = time(plan, nbytes, chunk, link)
         if seconds >= _WORTH * shortest:
             break
         best, shortest, count = chunk, seconds, 2 * count
     return best, shortest
-
-
-@cache
-def _best_algorithm(
-    nbytes: int,
-    world_size: int,
-    link: LinkCost,
-    among: frozenset[Algorithm],
-    operations: tuple[Operation, ...],
-    chunk: int | None,
-    node: int,
-) -> Algorithm:
-    def seconds(algorithm: Algorithm) -> float:
-        plans = [plan_of(operation, algorithm, world_size, node) for operation in operations]
-        if chunk is None:
-            return sum(_best_chunk(plan, nbytes, link)[1] for plan in plans)
-        return sum(time(plan, nbytes, chunk, link) for plan in plans)
-
-    taken = {algorithm: seconds(algorithm) for algorithm in ALGORITHMS if algorithm in among}
-    least = min(taken.values())
-    return next(algorithm for algorithm, total in taken.items() if total <= least * _EQUAL)
-
-
-# ---- fitting --------------------------------------------------------------------------------------------------------
-
-_COSTS = ("alpha", "beta", "gamma", "overhead")
-_ROUNDS = 20
-
-
-def _plans(row: Mapping[str, Any]) -> Iterator[tuple[Schedule, int]]:
-    """Yield the schedules of an operation one after the other, each with the bytes of its whole buffer."""
-    ranks, nbytes = row["ranks"], row["nbytes"]
-    if row["operation"] == "all-reduce" and row.get("messages") == ranks - 1:
-        yield plan_of("all-gather", "direct", ranks), ranks * nbytes  # a short one: every rank sends all to every other
-        return
-    operations: dict[str, tuple[Operation, ...]] = {"all-reduce": ("reduce-scatter", "all-gather")}
-    for operation in operations.get(row["operation"], (row["operation"],)):
-        yield plan_of(operation, row["algorithm"], ranks, row.get("node", 1)), nbytes
-
-
-def _fit(measured: Sequence[tuple[Mapping[str, Any], float]], overlaps: bool) -> LinkCost:
-    link = LinkCost(1e-4, 1e-9, 1e-10, 1e-5, overlaps)
-    for _ in range(_ROUNDS):
-        costs = _least_squares([[share / seconds for share in _shares(row, link)] for row, seconds in measured])
-        fitted = LinkCost(**dict(zip(_COSTS, costs, strict=True)), overlaps=overlaps)
-        if fitted == link:
-            break
-        link = fitted
-    return link
-
-
-def _shares(row: Mapping[str, Any], link: LinkCost) -> list[float]:
-    """Return the derivatives of a row's time by each cost. The time is their sum of products with the costs."""
-    now = predicted(row, link)
-    shares = []
-    for name in _COSTS:
-        step = 1e-7 * now / (row["nbytes"] if name in ("beta", "gamma") else row["ranks"])
-        more = predicted(row, link._replace(**{name: getattr(link, name) + step}))
-        shares.append((more - now) / step)
-    return shares
-
-
-def _least_squares(terms: Sequence[Sequence[float]]) -> list[float]:
-    """Return the costs, none negative, for which the products with all rows of `terms` are closest to 1.
-
-    Each set of costs that are not zero is tried, small sets first: a cost without effect stays zero.
-    """
-    width = len(terms[0])
-    best, least = [0.0] * width, float(len(terms))
-    for count in range(1, width + 1):
-        for used in combinations(range(width), count):
-            costs = _solve([[row[i] for i in used] for row in terms])
-            if costs is None or min(costs) < 0:
-                continue
-            full = [0.0] * width
-            for i, cost in zip(used, costs, strict=True):
-                full[i] = cost
-            error = sum((sum(t * c for t, c in zip(row, full, strict=True)) - 1) ** 2 for row in terms)
-            if error < least * (1 - 1e-6) - 1e-12:
-                best, least = full, error
-    return best
-
-
-def _solve(terms: Sequence[Sequence[float]]) -> list[float] | None:
-    """Return the least-squares solution of `terms @ x = 1` by its normal equations, or `None` if it is not unique."""
-    width = range(len(terms[0]))
-    scale = [sum(row[i] ** 2 for row in terms) ** 0.5 for i in width]
-    if min(scale) == 0:
-        return None
-    table = [
-        [sum(row[i] * row[j] for row in terms) / (scale[i] * scale[j]) for j in width]
-        + [sum(row[i] for row in terms) / scale[i]]
-        for i in width
-    ]
-    for i in width:  # the matrix is positive definite: no pivots are needed
-        if table[i][i] < 1e-9:
-            return None
-        for j in width:
-            if j != i:
-                factor = table[j][i] / table[i][i]
-                table[j] = [a - factor * b for a, b in zip(table[j], table[i], strict=True)]
-    return [table[i][-1] / table[i][i] / scale[i] for i in width]

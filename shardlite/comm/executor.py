@@ -14,8 +14,8 @@ import torch
 from shardlite_kernels import hop
 from torch import Tensor
 
-from shardlite.comm.schedule import Arrival, Program, Schedule
 from shardlite.comm.traffic import Tally
+from shardlite.comm.transfers import Arrival, Program, Schedule
 from shardlite.comm.transport.base import Loan, Message, Pending, Transport
 
 BLOCK = 1 << 17

@@ -1,7 +1,8 @@
-"""Schedules of collectives as data: which rank sends which piece to which, and in which order sums are added.
+"""The algorithms that write schedules: which rank sends which piece to which, and in which order sums are added.
 
-Knows integers and names only; nothing of tensors, links or time. A buffer has one segment per rank, and rank `k` owns
-segment `k`: it holds the segment before an all-gather and after a reduce-scatter.
+In: an algorithm and a number of ranks. Out: a `Schedule` (`transfers.py`), equal on all ranks. Knows integers and names
+only; nothing of tensors, links or time. A buffer has one segment per rank, and rank `k` owns segment `k`: it holds the
+segment before an all-gather and after a reduce-scatter.
 
     algorithm        steps           messages sent by a rank    segment k is added in the order
     ring             W-1             W-1                        k+1, k+2, ..., k-1, k
@@ -17,12 +18,12 @@ which costs a latency, and in the links that carry the bytes.
 Legend: `W` ranks, `r` and `k` ranks (modulo `W`), `t` a step, `g` ranks per node, `n = W/g` nodes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache, reduce
-from itertools import zip_longest
-from typing import Any, NamedTuple, TypeAlias, Union
+from functools import cache, lru_cache, reduce
+from typing import NamedTuple, TypeAlias, Union
 
+from shardlite.comm.transfers import Exchange, Schedule, Steps, Transfer
 from shardlite.config import ALGORITHMS, Algorithm
 from shardlite.errors import LayoutError
 
@@ -31,136 +32,6 @@ IN_RING_ORDER: frozenset[Algorithm] = frozenset({"ring", "direct"})
 
 Order: TypeAlias = Union[int, tuple["Order", "Order"]]  # noqa: UP007  (a string cannot stand beside `|`)
 """Tree of additions: `((1, 2), 0)` is (rank 1's + rank 2's) + rank 0's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """Part `part` of segment `segment` goes from rank `source` to rank `target`."""
-
-    source: int
-    target: int
-    segment: int
-    part: int
-
-
-class Exchange(NamedTuple):
-    """The transfers of one rank in a step."""
-
-    sent: tuple[Transfer, ...]
-    received: tuple[Transfer, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Departure:
-    """A piece that a rank sends at once, before anything has arrived, to each of `targets`.
-
-    In a reduction it is the rank's own summand. A piece may depart twice, with another one between.
-    """
-
-    segment: int
-    part: int
-    targets: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A piece that a rank receives at `step`, and its targets.
-
-    In a reduction with `sources` (a, b, c) the rank's sum of this piece becomes ((from a + from b) + from c) + own sum.
-    """
-
-    step: int
-    segment: int
-    part: int
-
-    sources: tuple[int, ...]
-    """Sending ranks, in the order of addition. A gather has one."""
-
-    targets: tuple[int, ...]
-    """Ranks that it is sent on to, after it was received and, in a reduction, added."""
-
-
-@dataclass(frozen=True)
-class Program:
-    """The departures and arrivals of one rank. Arrivals are in the order in which it takes them.
-
-    On each link, pieces are sent in the order in which they are taken. So a rank whose sends are queued while it
-    receives needs no more than one free slot per link, and no two ranks deadlock. A rank whose sends block until the
-    target has room needs `Schedule.turns` instead.
-    """
-
-    departures: tuple[Departure, ...]
-    arrivals: tuple[Arrival, ...]
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """A collective, written out for all ranks."""
-
-    operation: str
-    """`"all-gather"`, `"reduce-scatter"` or `"broadcast"`."""
-
-    algorithm: str
-    """One of `ALGORITHMS`; `"chain"` for a broadcast."""
-
-    world_size: int
-    """Number of ranks, `W`."""
-
-    parts: int
-    """Number of parts per segment."""
-
-    steps: Sequence[tuple[Transfer, ...]]
-    """Transfers of each step. A piece sent in a step was complete at its source before the step.
-
-    Those of the collectives here are written out when they are asked for: all of them are `O(W^2)`.
-    """
-
-    @property
-    def segments(self) -> int:
-        """Number of segments of the buffer: one per rank, or one in all for a broadcast."""
-        return 1 if self.operation == "broadcast" else self.world_size
-
-    def program(self, rank: int) -> Program:
-        """Return the program of `rank`, cached.
-
-        Raises:
-            LayoutError: there is no such rank.
-        """
-        if not 0 <= rank < self.world_size:
-            raise LayoutError(f"{self.operation}: no rank {rank} in a world of {self.world_size}")
-        if rank not in self._programs:
-            self._programs[rank] = _program(self, rank)
-        return self._programs[rank]
-
-    def steps_of(self, rank: int) -> Sequence[Exchange]:
-        """Return what `rank` sends and receives in each step, cached. It takes time for these transfers only."""
-        if rank not in self._exchanges:
-            of_rank = self.steps.of_rank if isinstance(self.steps, _Steps) else self._selected
-            self._exchanges[rank] = [of_rank(t, rank) for t in range(len(self.steps))]
-        return self._exchanges[rank]
-
-    def _selected(self, t: int, rank: int) -> Exchange:
-        sent = tuple(each for each in self.steps[t] if each.source == rank)
-        return Exchange(sent, tuple(each for each in self.steps[t] if each.target == rank))
-
-    @cached_property
-    def _programs(self) -> dict[int, Program]:
-        return {}
-
-    @cached_property
-    def _exchanges(self) -> dict[int, Sequence[Exchange]]:
-        return {}
-
-    def turns(self, rank: int) -> Iterator[tuple[int, Transfer | None, Transfer | None]]:
-        """Yield `(step, sent, received)`, of which one may be `None`: the turns that `rank` takes, in order.
-
-        A piece sent in the i-th turn of a step is received in the i-th turn of that step by its target. So a rank that
-        finishes one turn before the next, and within a turn sends each chunk before it receives one, can only wait for
-        ranks that are behind it: waits form no cycle, however little room there is for received chunks.
-        """
-        for step, exchange in enumerate(self.steps_of(rank)):
-            for pair in zip_longest(*exchange):
-                yield step, *pair
 
 
 def all_gather(algorithm: Algorithm, world_size: int, *, node: int = 1) -> Schedule:
@@ -265,7 +136,7 @@ def order_of_addition(schedule: Schedule, segment: int, part: int = 0) -> Order:
             if (each.segment, each.part) == (segment, part):
                 received.setdefault(each.target, []).append(sums[each.source])
         for rank, parcels in received.items():
-            sums[rank] = (reduce(_plus, parcels), sums[rank])
+            sums[rank] = (reduce(lambda first, second: (first, second), parcels), sums[rank])
     return sums[segment]
 
 
@@ -278,36 +149,8 @@ def formula(order: Order) -> str:
     return "+".join([str(order), *reversed(terms)])
 
 
-def _plus(first: Order, second: Order) -> Order:
-    return first, second
-
-
-_Piece: TypeAlias = tuple[int, int]  # a segment's number, and which part of it
-
-
-class _Steps(Sequence[tuple[Transfer, ...]]):
-    """Steps that are written out when they are asked for: all transfers of a step, or those of one rank."""
-
-    def __getitem__(self, t: Any) -> Any:
-        if t not in self._written:
-            self._written[t] = self._write(t)
-        return self._written[t]
-
-    @cached_property
-    def _written(self) -> dict[Any, tuple[Transfer, ...]]:
-        return {}
-
-    def _write(self, t: int) -> tuple[Transfer, ...]:
-        """Return the transfers of all ranks in step `t`."""
-        raise NotImplementedError
-
-    def of_rank(self, t: int, rank: int) -> Exchange:
-        """Return the transfers of `rank` in step `t`."""
-        raise NotImplementedError
-
-
 @dataclass(frozen=True)
-class _Chain(_Steps):
+class _Chain(Steps):
     """Steps of a broadcast."""
 
     world_size: int
@@ -317,7 +160,7 @@ class _Chain(_Steps):
     def __len__(self) -> int:
         return self.world_size - 2 + self.parts if self.world_size > 1 and self.parts else 0
 
-    def _write(self, t: int) -> tuple[Transfer, ...]:
+    def write(self, t: int) -> tuple[Transfer, ...]:
         if not 0 <= t < len(self):
             raise IndexError(t)
         first, last = max(0, t - self.parts + 1), min(t, self.world_size - 2)
@@ -366,17 +209,17 @@ class _Flow(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Flows(_Steps):
+class _Flows(Steps):
     """Steps in which all ranks do the same."""
 
     world_size: int
     flows: tuple[tuple[_Flow, ...], ...]
-    """Those of each step, in the order in which a rank sends."""
+    """The flows of each step, in the order in which a rank sends."""
 
     def __len__(self) -> int:
         return len(self.flows)
 
-    def _write(self, t: int) -> tuple[Transfer, ...]:
+    def write(self, t: int) -> tuple[Transfer, ...]:
         return tuple(flow.sent_by(r, self.world_size) for flow in self.flows[t] for r in range(self.world_size))
 
     def of_rank(self, t: int, rank: int) -> Exchange:
@@ -452,27 +295,3 @@ def _inside(world_size: int, node: int, way: int) -> Iterator[tuple[_Flow, ...]]
     """
     nodes = range(world_size // node)
     return (tuple(_Flow(node, way, way * t, -way * node * j) for j in nodes) for t in range(node - 1))
-
-
-def _program(schedule: Schedule, rank: int) -> Program:
-    """Select what `rank` sends and receives. A piece is sent on after its last arrival before that step."""
-    departures: list[tuple[_Piece, list[int]]] = []
-    arrivals: dict[tuple[int, _Piece], tuple[list[int], list[int]]] = {}
-    onward: dict[_Piece, list[int]] = {}  # the targets of a piece's last arrival so far
-    for step, exchange in enumerate(schedule.steps_of(rank)):
-        for each in exchange.sent:
-            piece = each.segment, each.part
-            if piece in onward:
-                onward[piece].append(each.target)
-            elif departures and departures[-1][0] == piece:
-                departures[-1][1].append(each.target)
-            else:
-                departures.append((piece, [each.target]))
-        for each in exchange.received:  # after all sends, which are of pieces from earlier steps
-            piece = each.segment, each.part
-            sources, onward[piece] = arrivals.setdefault((step, piece), ([], []))
-            sources.append(each.source)
-    return Program(
-        tuple(Departure(*piece, tuple(targets)) for piece, targets in departures),
-        tuple(Arrival(step, *piece, tuple(a), tuple(b)) for (step, piece), (a, b) in arrivals.items()),
-    )

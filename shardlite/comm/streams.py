@@ -216,7 +216,7 @@ class ProgramStreams:
         self._home: torch.cuda.Stream | None = None
 
     def move_home(self) -> torch.cuda.Stream | None:
-        """Let the current stream be the home stream, and return it if another one was. To be called between passes."""
+        """Make the current stream the home stream; return it if it was not before. To be called between passes."""
         other = self.other()
         self._home = other or self._home
         return other
@@ -233,10 +233,11 @@ class ProgramStreams:
     def at_home(self) -> AbstractContextManager[None]:
         """Work on the home stream, behind the current stream. The current stream is behind that work afterwards."""
         other = self.other()
-        return _IS_HOME if other is None else self._across(other)
+        return _IS_HOME if other is None else self.across(other)
 
     @contextmanager
-    def _across(self, other: torch.cuda.Stream) -> Iterator[None]:
+    def across(self, other: torch.cuda.Stream) -> Iterator[None]:
+        """Work on the home stream, behind `other`, which is behind that work afterwards."""
         home = self._home
         assert home is not None, "there is another one"
         home.wait_stream(other)
@@ -250,7 +251,7 @@ class ProgramStreams:
             self._home.wait_stream(other)
 
     def take(self, tensor: Tensor) -> None:
-        """Let the home stream use a tensor of another stream, whose memory is freed only behind both then."""
+        """Record that the home stream uses a tensor of another stream: its memory is freed only behind both."""
         if self._home is not None:
             tensor.record_stream(self._home)
 

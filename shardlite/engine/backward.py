@@ -103,7 +103,7 @@ class Backward:
     def catch_gradients(self) -> None:
         """Have the gradients of all parameters that require them sent here.
 
-        The hooks hold everything weakly, for the garbage collector cannot look into those of a tensor.
+        The hooks hold everything weakly: the garbage collector does not traverse the hooks of a tensor.
         """
         deliver = weakref.WeakMethod(self._take_gradient)
         for unit in self._reducer.units:
@@ -115,14 +115,14 @@ class Backward:
                     self._caught.add(param)
 
     def _take_gradient(self, unit: Unit, param: nn.Parameter) -> None:
-        """Take the gradient that autograd has just put into `param.grad`, on whichever stream."""
+        """Take the gradient that autograd has just put into `param.grad`, on any stream."""
         grad, is_watched = take_grad(param)
         assert grad is not None
-        if self._streams.other() is None:
+        if (other := self._streams.other()) is None:
             self._add_gradient(unit, param, grad, is_watched=is_watched)
             return
         self._streams.take(grad)
-        with self._streams.at_home():
+        with self._streams.across(other):
             self._add_gradient(unit, param, grad, is_watched=is_watched)
 
     def _add_gradient(self, unit: Unit, param: nn.Parameter, grad: Tensor, *, is_watched: bool) -> None:
@@ -156,7 +156,7 @@ class Backward:
             self._recomputed[unit] += 1
 
     def forget_forwards(self) -> None:
-        """Expect no more gradients of earlier forwards: a step has made their weights old."""
+        """Expect no gradients of earlier forwards: a step has replaced their weights."""
         self._recorded.clear()
         self._hidden.clear()
         self._outstanding.clear()
@@ -215,7 +215,7 @@ class Backward:
             self._end()
 
     def _is_complete(self, bucket: Bucket) -> bool:
-        """Whether no more gradients of a unit are to be expected in this backward.
+        """Whether all gradients that a unit gets in this backward have come.
 
         Autograd adds up the gradients of all recorded forwards and delivers each parameter's once. A hidden forward
         brings its own after its recomputation. Where these cannot be distinguished (a unit that was called in both

@@ -17,12 +17,12 @@ from shardlite.comm import Context, broadcast
 from shardlite.errors import LayoutError
 
 LARGE = 65536
-"""Elements of a buffer above which it is looked at, on the CPU, before it is sent."""
+"""Elements of a buffer above which it is compared, on the CPU, before it is sent."""
 
 
 @dataclass(eq=False)
 class _Place:
-    """Where a module has a buffer, and what it was when it was looked at."""
+    """The place of a buffer in its module, and its state when it was last recorded."""
 
     name: str
     module: nn.Module
@@ -33,40 +33,40 @@ class _Place:
     """Whether the module was in training mode."""
 
     sums: tuple[float, float] | None = None
-    """Of its elements, if it is large."""
+    """Fingerprint of its elements, if it is large."""
 
     @property
     def buffer(self) -> Tensor | None:
-        """What is there now."""
+        """The buffer that is there now."""
         return self.module._buffers.get(self.key)
 
     def changed(self) -> bool:
-        """Whether it may have been written to or replaced since `look`.
+        """Whether it may have been written to or replaced since `record`.
 
         PyTorch does not count what batch normalisation writes, nor writes through `.data`. So numbers of modules that
-        train may always have changed, but for large ones, which are looked at.
+        train may always have changed, except large ones, which are compared.
         """
         buffer = self.buffer
         if buffer is None:
             return self.seen is not None
         trains = (self.trained or self.module.training) and _is_number(buffer)
-        unseen = trains and (not _is_looked_at(buffer) or self.sums != _sums(buffer))
+        unseen = trains and (not _is_compared(buffer) or self.sums != _sums(buffer))
         return unseen or self.seen is None or self.seen() is not buffer or buffer._version != self.version
 
-    def look(self) -> None:
-        """Take what is there for what it ought to be."""
+    def record(self) -> None:
+        """Record the buffer as it is: changes count from here."""
         buffer = self.buffer
         self.seen = None if buffer is None else weakref.ref(buffer)
         self.version = -1 if buffer is None else buffer._version
         self.trained = self.module.training
-        self.sums = None if buffer is None or not _is_looked_at(buffer) else _sums(buffer)
+        self.sums = None if buffer is None or not _is_compared(buffer) else _sums(buffer)
 
 
 class Buffers:
     """The buffers of one wrapped model that its ranks share."""
 
     def __init__(self, module: nn.Module, context: Context, ignored: Collection[nn.Module]) -> None:
-        """Those of `ignored` modules are each rank's own."""
+        """Buffers of `ignored` modules stay each rank's own."""
         self._context = context
         own = {id(buffer) for each in ignored for buffer in each.buffers()}
         places = {
@@ -78,7 +78,7 @@ class Buffers:
         self._places = list(places.values())
         self._due = context.world_size > 1 and bool(self._places)
         for place in self._places:
-            place.look()
+            place.record()
 
     def before_forward(self, *, trains: bool) -> None:
         """Send what has changed, if the last forward may have changed something; `trains` if the coming one may.
@@ -126,7 +126,7 @@ class Buffers:
                     # What autograd has saved of statistics no backward reads: their version stays (as DDP's does).
                     buffers[name].data.copy_(part.view(buffers[name].shape))
         for place in self._places:
-            place.look()
+            place.record()
 
 
 def _is_number(buffer: Tensor) -> bool:
@@ -135,12 +135,12 @@ def _is_number(buffer: Tensor) -> bool:
     return buffer.is_floating_point() and not spread
 
 
-def _is_looked_at(buffer: Tensor) -> bool:
-    """Whether sending it costs more than looking whether it has changed."""
+def _is_compared(buffer: Tensor) -> bool:
+    """Whether sending it costs more than comparing it."""
     return buffer.numel() > LARGE and buffer.device.type == "cpu" and _is_number(buffer)
 
 
 def _sums(buffer: Tensor) -> tuple[float, float]:
     """Return a fingerprint of a buffer: the sums of all elements, and of every second."""
-    flat = buffer.detach().reshape(-1)  # a view, for it is not expanded
+    flat = buffer.detach().reshape(-1)  # a view: it is not expanded
     return flat.sum(dtype=torch.float64).item(), flat[::2].sum(dtype=torch.float64).item()

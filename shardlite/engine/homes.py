@@ -1,4 +1,4 @@
-"""What the parameters of a wrapped model know of it: who gathers their values, and where their gradients are."""
+"""Records that link the parameters of a wrapped model to it: who gathers their values, where their gradients are."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from shardlite.params import Unit, attach
 
 @dataclass(frozen=True)
 class _Owner:
-    """That of one parameter. It keeps nothing alive."""
+    """The record of one parameter. It keeps nothing alive."""
 
     name: str
     hooks: "ref[ModuleHooks]"
@@ -24,7 +24,7 @@ class _Owner:
     shard: "ref[nn.Parameter]"
 
     def use(self) -> None:
-        """Have the values gathered.
+        """Gather the values.
 
         Raises:
             LayoutError: nothing is running that all ranks do alike.
@@ -38,7 +38,7 @@ class _Owner:
             )
 
     def gradient(self) -> Tensor | None:
-        """Return the gradient: not yet reduced, that of this rank, else that of the shard."""
+        """Return the gradient: this rank's own one until it is reduced, then that of the shard."""
         reducer, unit, param, shard = self.reducer(), self.unit(), self.param(), self.shard()
         waiting = None if reducer is None or unit is None or param is None else reducer.waiting(unit, param)
         if waiting is not None or shard is None:
@@ -46,7 +46,7 @@ class _Owner:
         return shard.grad
 
     def touch(self) -> None:
-        """Note that the memory of the values is handed out.
+        """Record that the program gets the memory of the values.
 
         Raises:
             LayoutError: nothing is running, and the shard is other memory, so that writes would be lost.
@@ -70,7 +70,7 @@ class _Owner:
         return param is not None and shard is not None and param.numel() > shard.numel()
 
     def drop_gradient(self) -> None:
-        """Forget it."""
+        """Drop the gradient."""
         reducer, unit, param, shard = self.reducer(), self.unit(), self.param(), self.shard()
         if reducer is not None and unit is not None and param is not None:
             reducer.drop(unit, param)

@@ -41,7 +41,7 @@ class ModuleHooks:
         self._gatherer = gatherer
         self._calls = backward.calls
         self._needs: Mapping[nn.Module, Sequence[Unit]] = {}
-        self._sites: Mapping[Unit, Sequence[ParamLocation]] = {}
+        self._locations: Mapping[Unit, Sequence[ParamLocation]] = {}
         self._names: Mapping[nn.Module, str] = {}
         self._frames: list[_Frame] = []
         self._depth: dict[Unit, int] = {}
@@ -65,7 +65,7 @@ class ModuleHooks:
         A compiled function is traced through its modules' hooks. At the root of a unit the graph is broken, since the
         gather must happen before what follows; below it the unit is unsharded already and the hooks vanish.
         """
-        self._needs, self._sites, self._root, self._keeps = needs, param_locations, roots[0], keeps
+        self._needs, self._locations, self._root, self._keeps = needs, param_locations, roots[0], keeps
         self._names = {module: name for root in roots[:1] for name, module in root.named_modules()}
         for module in needs:
             around = _breaking_graphs if module in roots else _unless_compiling
@@ -74,7 +74,7 @@ class ModuleHooks:
             module.register_forward_hook(around(self._leave), always_call=True)
 
     def use(self, unit: Unit) -> bool:
-        """Have a unit's weights there for code outside of the modules that own them, until the pass in progress ends.
+        """Unshard a unit for code outside of the modules that own its weights, until the pass in progress ends.
 
         Returns:
             Whether there is a pass.
@@ -107,7 +107,7 @@ class ModuleHooks:
                 pop_hooks()
 
     def running(self) -> bool:
-        """Whether a forward or a backward is."""
+        """Whether a forward or a backward is running."""
         return bool(self._frames or self._around) or in_backward()
 
     def reset(self) -> None:
@@ -176,7 +176,7 @@ class ModuleHooks:
     def _enter_unit(self, unit: Unit) -> None:
         depth = self._depth.get(unit, 0)
         if depth == 0:
-            self._check_sites(unit)
+            self._check_locations(unit)
             unit.check_memory()
             if in_backward():
                 self._backward.open()
@@ -193,10 +193,8 @@ class ModuleHooks:
 
     def _leave_unit(self, unit: Unit) -> None:
         self._depth[unit] -= 1
-        if self._depth[unit] == 0:
-            self._release(unit)
-
-    def _release(self, unit: Unit) -> None:
+        if self._depth[unit]:
+            return
         if unit.writes() != self._written.pop(unit) or unit.touched:
             unit.touched = False
             take_over_all(unit)
@@ -208,15 +206,15 @@ class ModuleHooks:
                 self._calls.expect_backward(call)
         self._gatherer.reshard(unit)
 
-    def _check_sites(self, unit: Unit) -> None:
+    def _check_locations(self, unit: Unit) -> None:
         """Raise if the model no longer holds the parameters that were wrapped."""
-        for site in self._sites[unit]:
-            there = site.module._parameters.get(site.attribute)
-            if there is not site.param and (
+        for location in self._locations[unit]:
+            there = location.module._parameters.get(location.attribute)
+            if there is not location.param and (
                 not isinstance(there, Tensor) or isinstance(there, nn.Parameter) or _of_shards(there)
             ):
                 raise LayoutError(
-                    f"parameter {site.name!r} was replaced after wrapping, so the sharded one would never be used. "
+                    f"parameter {location.name!r} was replaced after wrapping, so the sharded one would never be used. "
                     "Write into it inside `gathered()` or with `load_full_state_dict()`, or change the module "
                     "before wrapping it"
                 )

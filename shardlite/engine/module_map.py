@@ -30,15 +30,15 @@ def param_locations(module: nn.Module, units: Sequence[Unit]) -> dict[Unit, list
     for path, owner in module.named_modules():
         for attribute, param in owner._parameters.items() if owner not in never else ():
             if param is not None and param in home:
-                site = ParamLocation(f"{path}.{attribute}".lstrip("."), owner, attribute, param)
-                found[home[param]].append(site)
+                location = ParamLocation(f"{path}.{attribute}".lstrip("."), owner, attribute, param)
+                found[home[param]].append(location)
     return found
 
 
 def needs(module: nn.Module, plans: Sequence[UnitPlan], units: Sequence[Unit]) -> dict[nn.Module, list[Unit]]:
     """Return which units each module's forward needs: the one that starts at it, and those of parameters that it reads.
 
-    The whole model is always among them, for a pass starts with it.
+    The whole model is always among them: a pass starts with it.
     """
     by_name = {unit.name: unit for unit in units}
     home = {param: unit for unit in units for param in unit.params()}

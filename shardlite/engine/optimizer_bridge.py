@@ -1,4 +1,4 @@
-"""What a wrapped model does when an optimizer steps its shards or clips their gradients, after or inside a backward."""
+"""The bridge from optimizers to a wrapped model: its reactions to steps and to clipping, after or inside a backward."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,10 +20,10 @@ from shardlite.weights import Gathering
 
 
 class Follower(Protocol):
-    """Keeps something beside the weights (an average of them), and has to know before they change."""
+    """Keeps an average of the weights, or the like, and is called before they change."""
 
     def before_change(self) -> None:
-        """Look at the trained weights. Raises if the model has others now."""
+        """Prepare for a change of the trained weights. Raise if the model has other weights now."""
 
 
 class InBackwardOptimizer:
@@ -97,7 +97,7 @@ class InBackwardOptimizer:
         return optimizer
 
     def refuse(self, what: str) -> None:
-        """Raise if there is such an optimizer: `what` would come too late, or not at all.
+        """Raise if an optimizer steps inside the backward: `what` would come too late, or not at all.
 
         Raises:
             PhaseError: there is.
@@ -111,7 +111,7 @@ class InBackwardOptimizer:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class OptimizerBridge:
-    """What optimizers touch of one wrapped model."""
+    """The parts of one wrapped model that optimizers use."""
 
     shards: Shards
     skips: Skips
@@ -122,10 +122,10 @@ class OptimizerBridge:
     hooks: ModuleHooks
     gatherer: Gathering
     place: str
-    """Which rank of how many this is, and at which stage."""
+    """This rank, the number of ranks and the stage, in words."""
 
     optimizers: WeakSet[Optimizer] = field(default_factory=WeakSet)
-    """Those that have stepped the model."""
+    """Optimizers that have stepped the model."""
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Raise if a step would be a wrong one, and make it change nothing if gradients are not finite.

@@ -1,12 +1,12 @@
-"""Where PyTorch's own tools meet shards: what every optimizer's step, gradient scaler and norm has to be told.
+"""Hooks and replacements in PyTorch's own tools: optimizer steps, gradient scalers, norms and state dicts.
 
 - An optimizer that was built before wrapping, and is not ours, holds the module's own parameters, which have no
   gradients: it would train nothing, in silence. So its first step is an error.
-- Wrapped models hear of the steps that change them, and may have to leave one out.
+- Wrapped models are notified of the steps that change them, and may have to leave one out.
 - `torch.nn.utils.clip_grad_norm_` would take the norm of this rank's shards for that of all, and `GradScaler` would
   decide on each rank by itself whether to step. Both look up a function when they are called: that one is replaced.
 - `state_dict()` of an optimizer is of the shards of one rank, and `load_state_dict()` would take those of any other.
-  (`get_total_norm` is that function itself: who imported it by name before ShardLite has the old one.)
+  (`get_total_norm` is that function itself: a program that imported it by name before ShardLite has the old one.)
 """
 
 import warnings

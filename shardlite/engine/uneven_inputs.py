@@ -23,13 +23,13 @@ _NOTHING = object()
 
 
 class Join:
-    """The loops of one wrapped model over batches of which ranks have different numbers."""
+    """Loops of one wrapped model over batches, where ranks have different numbers of them."""
 
     def __init__(self, context: Context, groups: Ranks) -> None:
         self._context = context
         self._groups = groups
         self.joined = False
-        """Whether this rank has run out, and only keeps the others company."""
+        """Whether this rank has run out of batches and only takes part in the steps of the others."""
 
     def over(
         self, batches: Iterable[Batch], reducers: Sequence[Reducer], mends: Sequence[Callable[[], None]]
@@ -67,7 +67,7 @@ class Join:
     def _count(self, active: bool, without: bool) -> tuple[int, int]:
         """Return how many ranks have a batch, and how many have never had any."""
         numbers = torch.tensor([active, without], dtype=torch.int32)
-        # Ranks meet here whatever steps they have taken: what follows tells.
+        # The name has no step number: ranks that are out of step still meet here.
         self._context.all_reduce_host(numbers, self._context.operation("who has a batch", "join"))
         have, have_not = numbers.tolist()
         return have, have_not
@@ -134,8 +134,10 @@ def _room_for(form: Any) -> list[Tensor]:
     ((kind, content),) = form.items()
     if kind == "tensor":
         return [torch.empty(content[1], dtype=getattr(torch, content[0]))]
-    inside = {"list": content, "tuple": content, "dict": [each for _, each in content] if kind == "dict" else []}
-    return [tensor for each in inside.get(kind, []) for tensor in _room_for(each)]
+    if kind == "value":
+        return []
+    inside = [each for _, each in content] if kind == "dict" else content
+    return [tensor for each in inside for tensor in _room_for(each)]
 
 
 def _put_together(form: Any, tensors: Iterator[Tensor], device: torch.device) -> Any:

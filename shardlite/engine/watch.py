@@ -1,9 +1,9 @@
-"""Programs that take a shard, or its gradient, for the whole parameter are warned at the first use that can be seen.
+"""Warn programs that use a shard, or its gradient, as if it were the whole parameter.
 
 A norm, a mean or a random fill of a shard is one of this rank's part: optimizers like LAMB, norms made by hand and
 `xavier_uniform_` would go on with it in silence. So in a model's first steps its shards are of a class that sees what
 functions are called with them, and so are their gradients and views of both. Later they are not: it would cost time in
-every step, and who computes such a thing does so from the beginning.
+every step, and a program that computes such a thing does so from the first step on.
 """
 
 import copy
@@ -20,7 +20,7 @@ from shardlite.errors import LayoutError, ShardWarning
 from shardlite.params import Flat, Shard, Sharded, as_they_are
 
 STEPS = 3
-"""In which a model is watched."""
+"""Number of steps in which a model is watched."""
 
 _linalg: Any = torch.linalg
 _REDUCTIONS: frozenset[Any] = frozenset(
@@ -43,13 +43,13 @@ _EXTREMES: frozenset[Any] = frozenset(
     for where in (Tensor, torch)
     for name in ("max", "min", "amax", "amin", "argmax", "argmin", "aminmax", "median", "mode")
 )
-"""What fails on a rank that has no element."""
+"""Functions that fail on a rank without elements."""
 
 _ELEMENTS: frozenset[Any] = frozenset([Tensor.__getitem__, Tensor.item])
-"""So does this, if single ones are asked for."""
+"""Functions that also fail there, if they select single elements."""
 
 _NORMS: frozenset[Any] = frozenset([Tensor.norm, torch.norm, _linalg.norm, _linalg.vector_norm])
-"""Which do so with an infinite exponent."""
+"""Functions that also fail there, if the exponent is infinite."""
 
 _PASSED_ON: frozenset[Any] = frozenset(
     [
@@ -65,7 +65,7 @@ _PASSED_ON: frozenset[Any] = frozenset(
         Tensor.data.__get__,  # type: ignore[attr-defined]
     ]
 )
-"""What gives something of which a norm is just as wrong."""
+"""Functions whose results have a wrong norm, too, given a shard."""
 
 
 _ARITHMETIC: frozenset[Any] = frozenset(
@@ -78,20 +78,20 @@ _ARITHMETIC: frozenset[Any] = frozenset(
     )
     if hasattr(where, name)
 )
-"""What computes with elements that belong together."""
+"""Elementwise functions of several tensors."""
 
 
 @dataclass(eq=False)
 class Watch:
-    """The looking at the shards of one wrapped model."""
+    """The watch over the shards of one wrapped model."""
 
     warned: bool = False
     steps: int = 0
     seen: Any = field(default_factory=WeakTensorKeyDictionary)
-    """What is looked at."""
+    """The watched tensors."""
 
     def after_step(self) -> None:
-        """Look no longer, after so many steps."""
+        """End after `STEPS` steps."""
         self.steps += 1
         if self.steps == STEPS:
             self.end()
@@ -104,7 +104,7 @@ class Watch:
         self.seen.clear()
 
     def warn(self, what: str) -> None:
-        """Say so, once."""
+        """Warn once."""
         if not self.warned:
             self.warned = True
             warnings.warn(what, ShardWarning, stacklevel=5)
@@ -112,20 +112,20 @@ class Watch:
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """What a shard is of its parameter."""
+    """The part of a parameter that a shard is."""
 
     name: str
     start: int
     stop: int
     numel: int
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
 
     without: Sequence[int]
     """The ranks that have no element of it."""
 
     def is_whole(self) -> bool:
-        """Whether no element is elsewhere."""
+        """Whether the shard has all elements."""
         return self.stop - self.start == self.numel
 
     def range(self) -> str:
@@ -133,7 +133,7 @@ class _Part:
 
 
 def watch(flats: Iterable[Flat]) -> Watch:
-    """Begin to look at shards, of which some are not whole parameters."""
+    """Watch the shards of `flats` that are parts of parameters."""
     look = Watch()
     for flat in flats:
         for row, (slot, shard) in enumerate(zip(flat.layout.slots, flat.shards, strict=True)):
@@ -145,7 +145,7 @@ def watch(flats: Iterable[Flat]) -> Watch:
 
 
 _known: Any = WeakTensorKeyDictionary()
-"""For what is looked at: by whom, what part it is of what, and whether it is the shard or its gradient."""
+"""For each watched tensor: its watch, its part, and whether it is the shard or its gradient."""
 
 
 _Known = tuple[Watch, _Part, str]
@@ -234,7 +234,7 @@ def _infinite(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 class _Watched:
-    """What sees functions."""
+    """Mixin class of tensors that see the functions called with them."""
 
     @classmethod
     def __torch_function__(
@@ -267,16 +267,16 @@ class _Seen(_Watched, Tensor):
     """A gradient, or a view of a gradient or a shard."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Be saved as an ordinary tensor."""
+        """Pickle as an ordinary tensor."""
         with as_they_are():
             return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """Be copied as one."""
+        """Copy as an ordinary tensor."""
         return _copied(self, memo, Tensor)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Look like an ordinary tensor."""
+        """Format as an ordinary tensor."""
         with as_they_are():
             return repr(self.as_subclass(Tensor))
 
@@ -285,7 +285,7 @@ class SeenShard(_Watched, Shard):
     """A shard, and with it its gradient."""
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """Be copied as an ordinary shard."""
+        """Copy as an ordinary shard."""
         return _copied(self, memo, Shard)
 
     @property

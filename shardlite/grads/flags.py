@@ -17,7 +17,7 @@ from shardlite.params import Flat, as_they_are
 
 
 class GradientFlags:
-    """Takes the censuses of one wrapped model."""
+    """Exchanges the gradient flags of one wrapped model."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -31,7 +31,7 @@ class GradientFlags:
             bad: flags of this rank's means, each [] and above 0 if it has a NaN or an infinity, else 0.
         """
         flags = torch.cat([self._row(tuple(used)), torch.stack(list(bad)).sum(0, keepdim=True, dtype=torch.int32)])
-        self._add_up(flags, "the census")
+        self._add_up(flags, "gradient flags")
         anything = (flags[-1] > 0).to(torch.float32)
         return (used if all(used) else flags[:-1].tolist()), anything
 
@@ -57,7 +57,7 @@ class GradientFlags:
 
 
 class SoloGradientFlags:
-    """What a census would find on the only rank, whose gradients are autograd's own: looked at when a step comes."""
+    """The gradient flags of the only rank, whose gradients are autograd's own: read when a step comes."""
 
     def __init__(self, flats: Iterable[Flat], device: torch.device, *, diagnose: bool) -> None:
         self._device = device

@@ -82,7 +82,7 @@ def _span(parts: Sequence[Tensor]) -> Tensor:
 
 
 _EPSILON = 1e-6
-"""As in `torch.nn.utils.clip_grad_norm_`."""
+"""Added to the norm, as in `torch.nn.utils.clip_grad_norm_`."""
 
 _SCALABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -28,11 +28,11 @@ from shardlite.params import Flat, storage_key
 
 @dataclass(frozen=True)
 class Mean:
-    """Where the mean of one flat's gradients will be."""
+    """Memory for the mean of one flat's gradients."""
 
     flat: Flat
     whole: Tensor
-    """What this rank will have of the mean: its shard [S], or all of it [W*S] at stage 0."""
+    """This rank's part of the mean: its shard [S], or all of it [W*S] at stage 0."""
 
     own: Tensor
     """The part of `whole` that this rank adds up, [S]."""
@@ -41,7 +41,7 @@ class Mean:
     """The statistics of `own`, block by block, [P, 2]."""
 
     total: Tensor
-    """Those of all of `own`, [2] in fp64: the sum of squares, and how many blocks have a NaN or an infinity."""
+    """Statistics of all of `own`, [2] in fp64: the sum of squares, and how many blocks have a NaN or an infinity."""
 
 
 class ShardStep(Protocol):
@@ -69,7 +69,7 @@ class Averager:
         self._context = context
         self._stage = stage
         self.divisor = context.world_size
-        """How many ranks' gradients count: by it their sum is divided."""
+        """Number of ranks whose gradients count: the divisor of their sum."""
         self._staging = torch.empty(0, dtype=torch.uint8, device=context.device)
 
     def place(self, flat: Flat, full: Tensor) -> Mean:

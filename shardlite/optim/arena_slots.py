@@ -115,9 +115,8 @@ class Arena:
             return
         rows = torch.zeros(self.avg.numel() // SCALE_BLOCK, dtype=torch.int64)
         for slot in self._slots:
-            rows[slot.arena_offset // SCALE_BLOCK : -(-(slot.arena_offset + slot.stop - slot.start) // SCALE_BLOCK)] = (
-                slot.row
-            )
+            stop = slot.arena_offset + slot.stop - slot.start
+            rows[slot.arena_offset // SCALE_BLOCK : -(-stop // SCALE_BLOCK)] = slot.row
         narrow = len(self._slots[0].counts.steps) <= torch.iinfo(torch.int16).max
         self.rows = rows.to(self.avg.device, torch.int16 if narrow else torch.int32)
 
@@ -143,10 +142,8 @@ class Arena:
     def state(self, first: StateSlot, start: int, stop: int) -> State:
         """Return the flat tensors to step from `start` to `stop` in a contiguous run that begins with `first`."""
         begin = first.arena_offset + start - first.start
-        here, groups = (
-            slice(begin, begin + stop - start),
-            slice(begin // SCALE_BLOCK, -(-(begin + stop - start) // SCALE_BLOCK)),
-        )
+        end = begin + stop - start
+        here, groups = slice(begin, end), slice(begin // SCALE_BLOCK, -(-end // SCALE_BLOCK))
         low = first.part.low
         if low is not None:
             low = flat(low, first.low_start + start - first.start, first.low_start + stop - first.start)

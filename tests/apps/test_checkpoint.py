@@ -14,7 +14,7 @@ from shardlite import EMA, AdamW, CheckpointError, LayoutError, Precision, Shard
 from shardlite.apps.checkpoint import latest
 from shardlite.apps.checkpoint.reading import Checkpoint, read_metadata
 from shardlite.telemetry import Meter
-from tests.support.sharded import same_bits
+from tests.support.twins.sharded import same_bits
 
 WIDTH = 24
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from shardlite import AdamW, CheckpointError, ShardLite, load, save
 from shardlite.apps.checkpoint import SafeLoadPlanner, SafeReader, files, latest, saving
 from tests.support.patience import seconds
-from tests.support.sharded import same_bits
+from tests.support.twins.sharded import same_bits
 
 
 def net() -> nn.Sequential:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from shardlite import AdamW, LayoutError, ShardLite, load, save
 from shardlite.apps.checkpoint import SafeLoadPlanner, SafeReader
-from tests.support.sharded import same_bits
+from tests.support.twins.sharded import same_bits
 
 
 def net(seed: int = 0) -> nn.Sequential:

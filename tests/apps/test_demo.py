@@ -19,7 +19,7 @@ from shardlite.apps.demo.report import LossCurve, Point, describe_result, footpr
 from shardlite.apps.demo.settings import GPTConfig, Settings
 from shardlite.apps.demo.text import draw_batch, read_corpus, unigram_entropy
 from shardlite.apps.demo.train import learning_rate
-from tests.support.scripts import run_command, run_process
+from tests.support.ranks.scripts import run_command, run_process
 
 SMALL = GPTConfig(layers=2, width=16, heads=2, context=8)
 CURVE = [Point(1, 5.5, None), Point(2, 5.0, 5.1), Point(3, 4.5, 4.75)]

@@ -7,7 +7,7 @@ from shardlite.apps import cli, doctor, launch
 from shardlite.apps.doctor import Finding, machine, report
 from shardlite.comm.shm.transport import SharedMemoryTransport
 from shardlite.config import Route
-from tests.support.scripts import run_command, run_process
+from tests.support.ranks.scripts import run_command, run_process
 
 
 def assert_says_what_there_is_and_why(out):

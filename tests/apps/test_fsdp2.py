@@ -21,10 +21,10 @@ from torch.nn import functional
 
 from shardlite import LayoutError, Precision, Route, ShardLite
 from shardlite.apps.fsdp2 import Connections, RingAllGather, RingReduceScatter, install
-from tests.support.cluster import GLOO_TIMEOUT
-from tests.support.models import VOCABULARY, LanguageModel
-from tests.support.sharded import WIDE, Turn, local_parts, same_bits
-from tests.support.twins import add_round
+from tests.support.models.small import VOCABULARY, LanguageModel
+from tests.support.ranks.cluster import GLOO_TIMEOUT
+from tests.support.twins.plain import add_round
+from tests.support.twins.sharded import WIDE, Turn, local_parts, same_bits
 
 COLLECTIVES = (  # by which FSDP2 gathers and reduces itself; some versions of PyTorch have only some of them
     "all_gather_single",

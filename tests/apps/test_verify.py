@@ -18,9 +18,9 @@ from shardlite.apps.verify import twins
 from shardlite.apps.verify.task import Task
 from shardlite.apps.verify.verify import Report
 from shardlite.grads import reduce_scatter
-from tests.support.models import MLP, VOCABULARY, Branches, Branching, Context, LanguageModel, MixedDtypes
-from tests.support.scripts import run_command, run_process
-from tests.support.sharded import slow, without_warnings
+from tests.support.models.small import MLP, VOCABULARY, Branches, Branching, Context, LanguageModel, MixedDtypes
+from tests.support.ranks.scripts import run_command, run_process
+from tests.support.twins.sharded import slow, without_warnings
 
 EQUAL = "equal to the bit"
 STAGES = ("stage 0", "stage 1", "stage 2")

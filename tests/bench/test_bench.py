@@ -12,7 +12,7 @@ from bench.support.systems import SYSTEMS, Floor, build_ddp
 from bench.support.table import read_rows, render
 from bench.support.workloads import WORKLOADS, gpt, perceptrons
 from shardlite.apps.demo.settings import GPTConfig
-from tests.support.scripts import run_command, run_process
+from tests.support.ranks.scripts import run_command, run_process
 
 TINY = perceptrons("tiny", blocks=2, width=32, batch=4)
 TINY_GPT = gpt("tiny gpt", GPTConfig(layers=2, width=32, heads=2, context=8), batch=2)

@@ -9,7 +9,7 @@ from bench import host
 from bench.support.fake_group import launches
 from bench.support.table import read_rows
 from bench.support.workloads import perceptrons
-from tests.support.scripts import run_process
+from tests.support.ranks.scripts import run_process
 
 COMMON = set(
     "bench model words units optimizer ranks threads rounds machine torch python date system".split()  # noqa: SIM905

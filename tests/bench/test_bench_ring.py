@@ -8,14 +8,15 @@ import torch
 
 import bench.ring.run
 from bench.ring import systems as ring_systems
+from bench.ring.fit import fit, predicted
 from bench.ring.run import goal_of, main, measure, systems_on
 from bench.ring.systems import GLOO, OPERATIONS, System, cases
 from bench.ring.table import render, size_words
 from bench.support.table import read_rows
 from shardlite.comm import collectives
 from shardlite.comm.collectives import SHORT
-from shardlite.comm.cost_model import LINKS, LinkCost, fit, predicted
-from tests.support.scripts import run_command, run_process
+from shardlite.comm.cost_model import LINKS, LinkCost
+from tests.support.ranks.scripts import run_command, run_process
 
 ROOT = Path(__file__).parents[2]
 SYSTEMS = systems_on(torch.device("cpu"), ["ring", "direct", "bidirectional"])
@@ -128,9 +129,8 @@ def test_buffers_are_made_by_the_transport(cluster):
 
 def _lies_in_the_heap(group):
     made = cases([System("shared_memory", "ring")], 1024, group)
-    neighbours = ring_systems.connect(
-        group, torch.device("cpu"), ring_systems._TIMEOUT, route=ring_systems._route(made[0].system)
-    )._neighbours
+    transport = ring_systems.connect(group, torch.device("cpu"), ring_systems._TIMEOUT, route=made[0].system.route)
+    neighbours = transport._neighbours
     return all(neighbours.heap.offset_of(case.full) is not None for case in made)
 
 

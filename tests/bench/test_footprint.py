@@ -16,7 +16,7 @@ from bench.support.table import read_rows
 from bench.support.workloads import perceptrons
 from shardlite import AdamW, ShardLite
 from shardlite.comm.shm.rendezvous import rendezvous
-from tests.support.scripts import run_process
+from tests.support.ranks.scripts import run_process
 
 ROOT = Path(__file__).parents[2]
 WIDTH = 128
@@ -113,7 +113,7 @@ def test_there_are_no_more_buffers_than_the_documentation_says(cluster, prefetch
 
 
 def idle_body(group: Any) -> list[int]:
-    """Return how many bytes of shared memory are kept for nobody after each backward."""
+    """Return how many bytes of shared memory are kept unused after each backward."""
     model = ShardLite(Tied(), group=group, units=nn.Sequential)
     optimizer = AdamW(model.parameters(), in_backward=True)
     idle = []

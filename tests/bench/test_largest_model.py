@@ -18,7 +18,7 @@ import largest_model as example
 from largest_systems import BASE, SYSTEMS, Shape
 
 from shardlite.apps.launch import process_group
-from tests.support.scripts import launched
+from tests.support.ranks.scripts import launched
 
 ROOT = Path(__file__).parents[2]
 MB = 10**6

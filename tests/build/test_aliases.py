@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlite import LayoutError, ShardLite
-from tests.support.sharded import Turn, trained
+from tests.support.twins.sharded import Turn, trained
 
 WORDS, WIDTH = 40, 8
 

@@ -14,9 +14,9 @@ from torch import nn
 
 from shardlite import ShardLite
 from shardlite.build.meta_init import children_first
-from tests.support.hf_models import ARCHITECTURES, case
-from tests.support.sharded import Pair, Turn, same_bits
-from tests.support.twins import RECIPES
+from tests.support.models.hf import ARCHITECTURES, case
+from tests.support.twins.plain import RECIPES
+from tests.support.twins.sharded import Pair, Turn, same_bits
 
 PRETRAINED = [name for name in ARCHITECTURES if name != "nn.Transformer"]
 

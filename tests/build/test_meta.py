@@ -280,7 +280,7 @@ def must_not_run(module: nn.Module) -> None:
 
 
 def received_body(group, stage, init):
-    """Rank 0 has values, the others have none: nobody initialises."""
+    """Rank 0 has values, the others have none: no rank initialises."""
     twin = seeded(Zoo)
     model = copy.deepcopy(twin) if dist.get_rank(group) == 0 else on_meta(Zoo)
     model = ShardLite(model, group=group, stage=stage, units=Block, init=init)

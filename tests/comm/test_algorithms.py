@@ -6,8 +6,8 @@ import torch
 from shardlite.comm import schedule
 from shardlite.comm.collectives import Operation, reduce_scatter, staging_numel
 from shardlite.comm.executor import BLOCK
-from tests.support.ring_cases import assert_equal_bits, cases_for, gather_everything, tensor_of
-from tests.support.worlds import run
+from tests.support.transports.ring_cases import assert_equal_bits, cases_for, gather_everything, tensor_of
+from tests.support.transports.worlds import run
 
 BY_ALGORITHM = [
     *((algorithm, size, 1) for algorithm in ("direct", "bidirectional") for size in (1, 2, 3, 4)),

@@ -7,7 +7,7 @@ from shardlite.comm.chunking import CHUNK_BYTES, cut_up
 from shardlite.comm.collectives import Operation, reduce_scatter, staging_numel
 from shardlite.comm.cost_model import LINKS, LinkCost, best_chunk, plan_of
 from shardlite.comm.traffic import Tally
-from tests.support.cluster import run_local
+from tests.support.ranks.cluster import run_local
 
 MIB = 1 << 20
 HIDES = LinkCost(alpha=0.0, beta=1e-9, gamma=1e-9, overhead=1e-6, overlaps=True)

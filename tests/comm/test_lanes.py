@@ -15,7 +15,7 @@ from shardlite import AdamW, CommError, ShardLite
 from shardlite.comm.streams import CudaStreamQueue, ProgramStreams, ThreadQueue, make_queue
 from shardlite.comm.transport.process_group import NcclTransport, StagedTransport
 from tests.support.patience import seconds
-from tests.support.sharded import WIDE
+from tests.support.twins.sharded import WIDE
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda:0")

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from shardlite import Precision
 from shardlite.comm import collectives, context
-from tests.support.delays import Delayed
-from tests.support.models import Residual
-from tests.support.sharded import Pair, Turn
+from tests.support.models.small import Residual
+from tests.support.transports.delays import Delayed
+from tests.support.twins.sharded import Pair, Turn
 
 WIDTH, HIDDEN = 512, 1024
 UNITS = 3

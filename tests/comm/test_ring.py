@@ -8,9 +8,9 @@ import torch
 from shardlite.comm.chunking import segment_bounds
 from shardlite.comm.collectives import Operation, all_gather, all_reduce, broadcast, reduce_scatter, staging_numel
 from shardlite.errors import CommError, LayoutError
-from tests.support.cluster import LARGE, Cluster, run_local
-from tests.support.local_world import local_world
-from tests.support.ring_cases import (
+from tests.support.ranks.cluster import LARGE, Cluster, run_local
+from tests.support.ranks.local_world import local_world
+from tests.support.transports.ring_cases import (
     EVERY_DTYPE,
     FLOATS,
     INTEGERS,
@@ -28,7 +28,7 @@ from tests.support.ring_cases import (
     tensor_of,
     two_at_once,
 )
-from tests.support.worlds import IN_PROCESS, PLAYED, Batched, run
+from tests.support.transports.worlds import IN_PROCESS, PLAYED, Batched, run
 
 SIZES = {
     "threads": range(1, 9),

@@ -5,8 +5,8 @@ import torch
 
 from shardlite.comm.collectives import Operation, all_gather, all_reduce, broadcast, reduce_scatter
 from shardlite.comm.traffic import Tally
-from tests.support.cluster import run_local
-from tests.support.worlds import IN_PROCESS, Batched, run
+from tests.support.ranks.cluster import run_local
+from tests.support.transports.worlds import IN_PROCESS, Batched, run
 
 
 def counts_by_step(transport):

@@ -16,8 +16,8 @@ from shardlite.comm.shm.mailbox import PLACES
 from shardlite.comm.shm.rendezvous import rendezvous
 from shardlite.comm.transport.select import connect
 from shardlite.config import Route
-from tests.support.delays import Delayed
 from tests.support.patience import seconds
+from tests.support.transports.delays import Delayed
 
 RANKS = 3
 LANES = 2

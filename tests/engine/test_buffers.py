@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardlite import LayoutError, ShardLite
 from shardlite.engine.buffers import LARGE
-from tests.support.residual import WIDTH, Block
-from tests.support.sharded import Turn, number_of, same_bits
+from tests.support.models.residual import WIDTH, Block
+from tests.support.twins.sharded import Turn, number_of, same_bits
 
 
 class Counting(nn.Module):

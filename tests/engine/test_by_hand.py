@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from shardlite import AdamW, LayoutError, Precision, ShardLite, ShardWarning
-from tests.support.residual import WIDTH, Block, net
-from tests.support.sharded import Pair, Turn
+from tests.support.models.residual import WIDTH, Block, net
+from tests.support.twins.sharded import Pair, Turn
 
 UNITS = Block
 

@@ -72,9 +72,8 @@ STORY = [
 def calls() -> list[str]:
     """Return the running functions of the library, the innermost last, from a module's hook or a thread's start on."""
     frames = traceback.extract_stack(sys._getframe(1))
-    ours = [
-        each for each in frames if each.filename.startswith(HOUSE) and each.name != "<listcomp>"
-    ]  # none from 3.12 on
+    # A list comprehension has no frame of its own from Python 3.12 on.
+    ours = [each for each in frames if each.filename.startswith(HOUSE) and each.name != "<listcomp>"]
     names = [f"{each.filename.removeprefix(HOUSE)}: {each.name}" for each in ours]
     hook = "engine/module_hooks.py: _enter"
     return names[names.index(hook) :] if hook in names else names
@@ -143,7 +142,7 @@ def test_stage_0_sends_nothing_in_a_forward(cluster):
 
 
 def story_body(everyone: Any) -> list[str]:
-    group = dist.new_group(list(range(everyone.size())))  # connections of its own, for they break
+    group = dist.new_group(list(range(everyone.size())))  # connections of its own: they break
     model = ShardLite(net(), units=nn.Linear, group=group, timeout=timedelta(seconds=seconds(2)))
     model(torch.ones(2, 4)).sum().backward()
     if group.rank() == 1:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from tests.support.models import VOCABULARY, LanguageModel
-from tests.support.sharded import Pair, Turn, most_buffers
+from tests.support.models.small import VOCABULARY, LanguageModel
+from tests.support.twins.sharded import Pair, Turn, most_buffers
 
 Model = Callable[..., Any]
 Graph = Callable[..., Any]

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from shardlite import AdamW, LayoutError, ShardLite
-from tests.support.residual import WIDTH, Block, net
-from tests.support.sharded import Turn, same_bits
+from tests.support.models.residual import WIDTH, Block, net
+from tests.support.twins.sharded import Turn, same_bits
 
 WORDS = 200
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn, optim
 
 from shardlite import AdamW, LayoutError, PhaseError, ShardLite
-from tests.support.sharded import WIDE, local_parts, some_stages
-from tests.support.twins import PaddedAdamW, Twin
+from tests.support.twins.plain import PaddedAdamW, Twin
+from tests.support.twins.sharded import WIDE, local_parts, some_stages
 
 
 def net(width: int = 24) -> nn.Sequential:

@@ -23,11 +23,11 @@ from tests.grads.test_unused import loss as on_routes
 from tests.model.test_composition import Nested
 from tests.model.test_composition import on_rows as on_residual_rows
 from tests.model.test_precision import MODELS, on_rows, on_tokens
-from tests.support.duos import Duo, alike
-from tests.support.models import MLP, LanguageModel, Residual, frozen, with_lora
-from tests.support.models import Context as CalledTwice
-from tests.support.sharded import Turn, same_bits, some_stages
-from tests.support.twins import decayed_by_ndim
+from tests.support.models.small import MLP, LanguageModel, Residual, frozen, with_lora
+from tests.support.models.small import Context as CalledTwice
+from tests.support.twins.duos import Duo, alike
+from tests.support.twins.plain import decayed_by_ndim
+from tests.support.twins.sharded import Turn, same_bits, some_stages
 from tests.weights.test_participation import Branching, layer_drop, loss_on, one_rank_alone, other_orders
 
 SPLIT = Precision(compute=torch.bfloat16, master="split24")

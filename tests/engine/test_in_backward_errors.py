@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from shardlite import AdamW, LayoutError, NonFiniteError, PhaseError, Precision, ShardLite
 from tests.engine.test_recovery import AnyError, Trapped, loss_of
 from tests.model.test_precision import on_rows, on_tokens
-from tests.support.duos import Duo
-from tests.support.models import MLP, LanguageModel
-from tests.support.models import Context as CalledTwice
-from tests.support.sharded import Turn, accumulating, same_bits
+from tests.support.models.small import MLP, LanguageModel
+from tests.support.models.small import Context as CalledTwice
+from tests.support.twins.duos import Duo
+from tests.support.twins.sharded import Turn, accumulating, same_bits
 
 EVERY_STAGE = pytest.mark.parametrize(
     ("world_size", "stage"), [(1, 3), (2, 0), (2, 1), (2, 2), (2, 3)], ids=lambda x: str(x)

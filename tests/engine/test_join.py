@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardlite import AdamW, ShardLite
-from tests.support.models import Residual
-from tests.support.sharded import WIDE, local_parts, same_bits
-from tests.support.twins import PaddedAdamW, Twin, ring_mean
+from tests.support.models.small import Residual
+from tests.support.twins.plain import PaddedAdamW, Twin, ring_mean
+from tests.support.twins.sharded import WIDE, local_parts, same_bits
 
 WIDTH = 10
 BATCHES = [3, 5, 0, 4]

@@ -1,6 +1,6 @@
 """Optimizers of sharded models: when they may be built, which ones, with which groups and schedulers.
 
-Every rank trains a twin of its own (see `twins.py`) on the batches of all ranks, and compares to the bit.
+Every rank trains a twin of its own (see `plain.py`) on the batches of all ranks, and compares to the bit.
 
 Legend: `W` ranks.
 """
@@ -17,8 +17,8 @@ from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 from shardlite import AdamW, LayoutError, ShardLite
-from tests.support.sharded import WIDE, same_bits, some_stages
-from tests.support.twins import PaddedAdamW, Twin
+from tests.support.twins.plain import PaddedAdamW, Twin
+from tests.support.twins.sharded import WIDE, same_bits, some_stages
 
 STAGES = (0, 1, 2, 3)
 Make = Callable[..., optim.Optimizer]

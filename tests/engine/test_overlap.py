@@ -19,8 +19,8 @@ from shardlite import AdamW, ShardLite
 from shardlite.comm import context
 from shardlite.params.states import Weights
 from shardlite.telemetry import clock
-from tests.support.delays import Delayed
 from tests.support.patience import seconds, until
+from tests.support.transports.delays import Delayed
 
 WIDTH, BLOCKS = 16, 5
 DELAY = 0.004  # seconds before each message
@@ -81,7 +81,7 @@ def step(model, optimizer):
 
 
 def in_flight_or_there(unit):
-    """What a block waits for: that the weights of another one have come, though nobody has asked for them yet."""
+    """What a block waits for: that the weights of another one have come, although no module has asked for them yet."""
     return unit.phase is not Weights.SHARDED and (unit.work is None or unit.work.done())
 
 
@@ -186,7 +186,7 @@ def times(group, prefetch):
 
 
 def change(model):
-    """Let the weights be others, so that each forward gathers anew."""
+    """Change the weights, so that each forward gathers anew."""
     for shard in model.parameters():
         shard.add_(0.001)
 

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.support.models import LanguageModel, Residual
-from tests.support.sharded import WIDE, Pair, Turn, accumulating
+from tests.support.models.small import LanguageModel, Residual
+from tests.support.twins.sharded import WIDE, Pair, Turn, accumulating
 
 WIDTH = 12
 
@@ -121,7 +121,7 @@ FIRST = {"full-state": lambda model: model.full_state_dict(), "load": load, "gat
 
 
 def first_thing_body(group, error, backwards, first):
-    """Rank 0 fails early, and does something else while rank 1 has not failed yet, for it waits for rank 0."""
+    """Rank 0 fails early, and does something else while rank 1 has not failed yet: it waits for rank 0."""
     pair = Pair(Trapped, group)
     pair.step(loss_of)
     trap = pair.model.module.traps[3 if (pair.rank == 0) == backwards else 0]

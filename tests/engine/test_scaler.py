@@ -1,6 +1,6 @@
 """`torch.amp.GradScaler`: the ranks agree on what to skip and on the scale, and make the steps of a plain twin.
 
-Every rank trains a twin of its own (see `twins.py`) with a scaler of its own on the batches of all ranks.
+Every rank trains a twin of its own (see `plain.py`) with a scaler of its own on the batches of all ranks.
 """
 
 import math
@@ -16,8 +16,8 @@ from torch import Tensor, nn, optim
 from torch.amp.grad_scaler import GradScaler
 
 from shardlite import AdamW, Precision, ShardLite
-from tests.support.sharded import same_bits, some_stages, without_warnings
-from tests.support.twins import PaddedAdamW, Twin
+from tests.support.twins.plain import PaddedAdamW, Twin
+from tests.support.twins.sharded import same_bits, some_stages, without_warnings
 
 Make = Callable[..., optim.Optimizer]
 
@@ -88,7 +88,7 @@ class Way:
 
 @contextmanager
 def infinity(module: nn.Module, name: str) -> Iterator[None]:
-    """Let the last element of a gradient be infinite."""
+    """Make the last element of a gradient infinite."""
 
     def spoil(grad: Tensor) -> Tensor:
         grad = grad.clone()

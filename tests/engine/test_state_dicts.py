@@ -12,8 +12,8 @@ from torch import nn, optim
 
 from shardlite import AdamW, LayoutError, ShardLite
 from shardlite.params import ShardTensor
-from tests.support.residual import WIDTH, Block, net
-from tests.support.sharded import Turn, same_bits
+from tests.support.models.residual import WIDTH, Block, net
+from tests.support.twins.sharded import Turn, same_bits
 
 Make = Callable[..., optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {

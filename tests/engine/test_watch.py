@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from shardlite import AdamW, LayoutError, ShardLite, ShardWarning
 from shardlite.engine.watch import STEPS
-from tests.support.sharded import number_of
+from tests.support.twins.sharded import number_of
 
 WIDTH = 40
 
@@ -166,7 +166,7 @@ def test_penalties_in_the_loss_are_right(cluster, stage):
 
 
 def whole_body(group: Any, stage: int) -> None:
-    """Whole parameters are nobody's part."""
+    """Whole parameters are not watched."""
     model, loss = model_and_loss(group, stage=stage)
     loss().backward()
     assert heard(lambda: [use(list(model.parameters())) for use in USES]) == []

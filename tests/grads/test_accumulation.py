@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from shardlite import ShardLite
-from tests.support.models import WIDTH, Branches, Branching, LanguageModel, Residual
-from tests.support.residual import net, square
-from tests.support.sharded import Pair, Turn, accumulating, local_parts
+from tests.support.models.residual import net, square
+from tests.support.models.small import WIDTH, Branches, Branching, LanguageModel, Residual
+from tests.support.twins.sharded import Pair, Turn, accumulating, local_parts
 
 STAGES = (0, 1, 2, 3)
 

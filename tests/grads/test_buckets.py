@@ -21,7 +21,7 @@ from shardlite.comm import streams
 from shardlite.grads.bucket import Bucket
 from shardlite.params.states import Gradients
 from tests.support.patience import seconds
-from tests.support.sharded import number_of
+from tests.support.twins.sharded import number_of
 
 WIDTH = 16
 BLOCKS = 6

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad, clip_grad_norm_
 
 from shardlite import LayoutError, ShardLite
-from tests.support.models import LanguageModel, MixedDtypes, frozen
+from tests.support.models.small import LanguageModel, MixedDtypes, frozen
 from tests.support.patience import seconds
-from tests.support.sharded import WIDE, Turn, same_bits, some_stages
+from tests.support.twins.sharded import WIDE, Turn, same_bits, some_stages
 
 STAGES = (0, 1, 2, 3)
 NORMS = (1.0, 2.0, 3.5, math.inf)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from shardlite import AdamW, LayoutError, ShardLite
-from tests.support.sharded import WIDE, same_bits, some_stages
+from tests.support.twins.sharded import WIDE, same_bits, some_stages
 
 LIMIT = 0.5
 

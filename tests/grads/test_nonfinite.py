@@ -16,7 +16,7 @@ from torch import Tensor, nn, optim
 
 from shardlite import AdamW, NonFiniteError, NonFiniteWarning, ShardLite
 from shardlite.grads.skip_step import LIMIT
-from tests.support.sharded import WIDE, number_of, same_bits, some_stages, without_warnings
+from tests.support.twins.sharded import WIDE, number_of, same_bits, some_stages, without_warnings
 
 WORLDS = (1, 2, WIDE)
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {

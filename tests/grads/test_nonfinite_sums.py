@@ -7,7 +7,7 @@ import torch
 from torch import nn, optim
 
 from shardlite import ShardLite
-from tests.support.sharded import without_warnings
+from tests.support.twins.sharded import without_warnings
 
 
 def net() -> nn.Sequential:

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardlite import ShardLite
 from shardlite.comm.collectives import reduce_scatter, staging_numel
 from shardlite.params.parameters import as_they_are
-from tests.support.sharded import WIDE, same_bits, some_stages
-from tests.support.worlds import run
+from tests.support.transports.worlds import run
+from tests.support.twins.sharded import WIDE, same_bits, some_stages
 
 WIDTH = 48  # two slots of 2304 elements: nothing else is as long
 

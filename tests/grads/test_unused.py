@@ -9,7 +9,7 @@ from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 from shardlite import AdamW, ShardLite
-from tests.support.sharded import WIDE, Pair, Turn, some_stages
+from tests.support.twins.sharded import WIDE, Pair, Turn, some_stages
 
 WIDTH = 18
 EXPERTS = 5

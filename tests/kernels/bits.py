@@ -20,7 +20,7 @@ def pairs(numel: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def assert_same_bits(got: Tensor, expected: Tensor) -> None:
-    """Equal to the bit, except that any NaN is as good as any other."""
+    """Equal to the bit. NaNs are equal, whatever their bits."""
     assert got.dtype == expected.dtype
     assert got.shape == expected.shape
     if not got.is_floating_point():

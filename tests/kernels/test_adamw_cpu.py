@@ -28,8 +28,8 @@ from tests.kernels.adamw_cases import (
     random_state,
     state_of,
 )
+from tests.kernels.all_pairs import all_pairs
 from tests.kernels.bits import assert_same_bits, pairs
-from tests.support.all_pairs import all_pairs
 
 LENGTHS = [0, 1, 1027, CHUNK, CHUNK + 1, 2 * CHUNK + 37]
 by_form = pytest.mark.parametrize("form", FORMS, ids="-".join)

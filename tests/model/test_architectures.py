@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from shardlite import Precision
 from shardlite.params.partition import ROOT, partition_module
-from tests.support.hf_models import ARCHITECTURES, WIDTH, case, drawn_tokens, numbered
-from tests.support.sharded import WIDE, Loss, Pair, Turn, same_bits, trained
+from tests.support.models.hf import ARCHITECTURES, WIDTH, case, drawn_tokens, numbered
+from tests.support.twins.sharded import WIDE, Loss, Pair, Turn, same_bits, trained
 
 SIZES = (2, WIDE)
 

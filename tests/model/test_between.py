@@ -10,7 +10,7 @@ from torch import nn, optim
 from torch.utils.checkpoint import checkpoint
 
 from shardlite import AdamW, LayoutError, PhaseError, Precision, ShardLite
-from tests.support.sharded import some_stages, without_warnings
+from tests.support.twins.sharded import some_stages, without_warnings
 
 
 def net() -> nn.Sequential:
@@ -23,7 +23,7 @@ def ones(rows: int = 3) -> torch.Tensor:
 
 
 class Scaled(nn.Module):
-    """Has a parameter of one element, which PyTorch lets anybody write to even while it is a placeholder."""
+    """Has a parameter of one element, which PyTorch allows to be written even while it is a placeholder."""
 
     def __init__(self) -> None:
         super().__init__()

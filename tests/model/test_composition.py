@@ -24,9 +24,9 @@ from torch.utils.checkpoint import (
 )
 
 from shardlite import EscapedViewWarning
-from tests.support.models import VOCABULARY, LanguageModel, run_all
-from tests.support.residual import WIDTH, Block, net
-from tests.support.sharded import Pair, Turn, accumulating, gathers, trained
+from tests.support.models.residual import WIDTH, Block, net
+from tests.support.models.small import VOCABULARY, LanguageModel, run_all
+from tests.support.twins.sharded import Pair, Turn, accumulating, gathers, trained
 
 Model = Callable[..., Any]
 
@@ -281,7 +281,7 @@ def costs_of_two_forwards(group: Any, stage: int) -> tuple[dict[str, int], dict[
 def test_two_forwards_before_one_backward(cluster, world_size, stage):
     """Each forward and each backward gathers, but the last unit is still there when the backward begins.
 
-    The backward of the first layer needs no weights, for nobody asks for the gradient of its input.
+    The backward of the first layer needs no weights: its input requires no gradient.
     """
     for once, twice in cluster.run(costs_of_two_forwards, world_size, stage):
         if stage == 3:

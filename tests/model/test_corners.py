@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from shardlite import LayoutError, ShardLite
-from tests.support.residual import WIDTH, Block, batch, net, square
-from tests.support.sharded import assert_gradients_equal, compare
+from tests.support.models.residual import WIDTH, Block, batch, net, square
+from tests.support.twins.sharded import assert_gradients_equal, compare
 
 
 class SparseInput(nn.Module):

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlite import EMA, AdamW, LayoutError, PhaseError, Precision, ShardLite, ema
 from shardlite.telemetry.meter import Meter
-from tests.support.models import VOCABULARY, LanguageModel, MixedDtypes, with_lora
-from tests.support.residual import WIDTH, net, square
-from tests.support.sharded import Loss, Pair, Turn, local_parts, same_bits, some_stages
+from tests.support.models.residual import WIDTH, net, square
+from tests.support.models.small import VOCABULARY, LanguageModel, MixedDtypes, with_lora
+from tests.support.twins.sharded import Loss, Pair, Turn, local_parts, same_bits, some_stages
 
 BF16 = Precision(compute=torch.bfloat16)
 
@@ -188,7 +188,7 @@ def cost_body(group, stage):
     gc.collect()
     assert model.memory()["averages"].now == 0
     model.zero_grad()
-    AdamW(model.parameters()).step()  # nobody is told of it any more
+    AdamW(model.parameters()).step()  # there is no average to update any more
     return result
 
 

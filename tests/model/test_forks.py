@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from shardlite import AdamW, ShardLite
 from shardlite.errors import CommError
-from tests.support.sharded import number_of
+from tests.support.twins.sharded import number_of
 
 WIDTH = 64
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.hf_models import ARCHITECTURES, case, drawn_tokens
-from tests.support.sharded import WIDE, Pair, Turn, same_bits
+from tests.support.models.hf import ARCHITECTURES, case, drawn_tokens
+from tests.support.twins.sharded import WIDE, Pair, Turn, same_bits
 
 GUARDS = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 

@@ -9,8 +9,8 @@ from torch import nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardlite import AdamW, LayoutError, Precision, ShardLite
-from tests.support.sharded import local_parts
-from tests.support.twins import PaddedAdamW, Twin
+from tests.support.twins.plain import PaddedAdamW, Twin
+from tests.support.twins.sharded import local_parts
 
 WIDTH = 20
 

@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from shardlite import AdamW, LayoutError, ShardLite
-from tests.support.residual import WIDTH, Block, net, square
-from tests.support.sharded import assert_gradients_equal, compare
+from tests.support.models.residual import WIDTH, Block, net, square
+from tests.support.twins.sharded import assert_gradients_equal, compare
 
 
 def idle_body(group):

@@ -17,8 +17,8 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.residual import WIDTH, Block
-from tests.support.sharded import Pair, Turn, trained
+from tests.support.models.residual import WIDTH, Block
+from tests.support.twins.sharded import Pair, Turn, trained
 
 Run = Callable[[Callable[..., Any], Turn], Tensor]
 

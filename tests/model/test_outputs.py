@@ -16,10 +16,10 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from shardlite import Precision
 from shardlite.engine.input_casts import cast_floats
-from tests.support.hf_models import FOREIGN
-from tests.support.residual import WIDTH, net
-from tests.support.sharded import Pair, Turn
-from tests.support.twins import Twin
+from tests.support.models.hf import FOREIGN
+from tests.support.models.residual import WIDTH, net
+from tests.support.twins.plain import Twin
+from tests.support.twins.sharded import Pair, Turn
 
 BF16 = Precision(compute=torch.bfloat16, output=torch.float32)
 

@@ -1,6 +1,6 @@
 """Sharded training gives the bits of plain data parallel: losses, gradients, norms and weights, step after step.
 
-A plain twin (see `twins.py`) is trained once on the batches of all ranks, in one process. Then every rank trains a
+A plain twin (see `plain.py`) is trained once on the batches of all ranks, in one process. Then every rank trains a
 sharded model on its own batches, at every stage, and compares it with what the twin was at each step.
 
 Legend: `W` ranks.
@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 
 from shardlite import ShardLite
 from shardlite.params.partition import UnitPolicy
-from tests.support.cluster import Cluster
-from tests.support.models import (
+from tests.support.models.small import (
     MLP,
     VOCABULARY,
     Branches,
@@ -36,8 +35,9 @@ from tests.support.models import (
     frozen,
     with_lora,
 )
-from tests.support.sharded import Loss, Turn, same_bits, slow
-from tests.support.twins import RECIPES, Mean, Recipe, Twin, ring_mean, simple_mean
+from tests.support.ranks.cluster import Cluster
+from tests.support.twins.plain import RECIPES, Mean, Recipe, Twin, ring_mean, simple_mean
+from tests.support.twins.sharded import Loss, Turn, same_bits, slow
 
 STAGES = (0, 1, 2, 3)
 WORLDS = (1, 2, 3, 4)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardlite import LayoutError, Precision, ShardLite
-from tests.support.models import MLP, VOCABULARY, LanguageModel, MixedDtypes, frozen
-from tests.support.sharded import Pair, Turn, local_parts, same_bits, some_stages
+from tests.support.models.small import MLP, VOCABULARY, LanguageModel, MixedDtypes, frozen
+from tests.support.twins.sharded import Pair, Turn, local_parts, same_bits, some_stages
 
 BF16 = Precision(compute=torch.bfloat16)
 BF16_WIRE = Precision(compute=torch.bfloat16, reduce=torch.bfloat16)

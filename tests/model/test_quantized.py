@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlite import EscapedViewWarning, ShardLite
-from tests.support.sharded import compare, same_bits
+from tests.support.twins.sharded import compare, same_bits
 
 WIDTH, RANK, BLOCKS = 16, 2, 4
 

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardlite import AdamW, LayoutError, Precision, ShardLite
 from shardlite.params.layout import ARENA_ALIGN, round_up
 from tests.model.test_precision import BF16, on_rows, on_tokens
-from tests.support.models import MLP, LanguageModel, MixedDtypes, frozen
-from tests.support.sharded import Pair, Turn, _seeded, same_bits, some_stages, without_warnings
-from tests.support.twins import PaddedAdamW, Twin
+from tests.support.models.small import MLP, LanguageModel, MixedDtypes, frozen
+from tests.support.twins.plain import PaddedAdamW, Twin
+from tests.support.twins.sharded import Pair, Turn, _seeded, same_bits, some_stages, without_warnings
 
 SPLIT = Precision(compute=torch.bfloat16, master="split24")
 

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from shardlite import AdamW, LayoutError, Precision, ShardLite
-from tests.support.models import MLP, VOCABULARY, WIDTH, LanguageModel, Residual
-from tests.support.sharded import WIDE, Loss, Pair, Turn, gathers, same_bits
+from tests.support.models.small import MLP, VOCABULARY, WIDTH, LanguageModel, Residual
+from tests.support.twins.sharded import WIDE, Loss, Pair, Turn, gathers, same_bits
 
 WORLDS = (2, WIDE)
 STAGES = (0, 1, 2, 3)
@@ -146,7 +146,7 @@ def test_replicas_add_up_after_the_ranks_that_share_a_model(cluster, stage):
 
 
 def cannot_be_read_until_gathered(group: Any, stage: int, precision: Precision) -> None:
-    """Body of a rank: after a step a rank has new weights in its own shard only, and nobody may read a mixture."""
+    """Body of a rank: after a step a rank has new weights in its own shard only, and a mixture must not be read."""
     pair = Pair(lambda: MLP([12, 20, 7]), group, stage=stage, units=nn.Linear, precision=precision)
     own = dict(pair.model.module.named_parameters())
     for _ in range(2):

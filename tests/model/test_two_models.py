@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardlite import EMA, AdamW, LayoutError, Precision, ShardLite
-from tests.support.models import MLP, VOCABULARY, LanguageModel, Residual
-from tests.support.residual import net, square
-from tests.support.sharded import Pair, Turn, local_parts, same_bits
-from tests.support.twins import PaddedAdamW
+from tests.support.models.residual import net, square
+from tests.support.models.small import MLP, VOCABULARY, LanguageModel, Residual
+from tests.support.twins.plain import PaddedAdamW
+from tests.support.twins.sharded import Pair, Turn, local_parts, same_bits
 
 Models = Mapping[str, Callable[..., Any]]
 Loss = Callable[[Models, Turn], Tensor]
@@ -169,7 +169,7 @@ def test_two_models_with_one_loss_and_one_optimizer(cluster, world_size, stages)
 
 
 def distil(models: Models, turn: Turn) -> Tensor:
-    """Let the student have the teacher's logits."""
+    """Return the loss of the student on the teacher's logits."""
     tokens = torch.randint(0, VOCABULARY, (2, 6), generator=turn.generator())
     with torch.no_grad():
         target = models["teacher"](tokens).float().softmax(-1)

@@ -17,8 +17,8 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 
 from shardlite import EscapedViewWarning, LayoutError, ShardLite
-from tests.support.residual import WIDTH, Block, net
-from tests.support.sharded import Pair, Turn, same_bits, trained
+from tests.support.models.residual import WIDTH, Block, net
+from tests.support.twins.sharded import Pair, Turn, same_bits, trained
 
 Model = Callable[..., Any]
 

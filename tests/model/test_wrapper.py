@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardlite import AdamW, LayoutError, PhaseError, ShardLite
 from tests.support.patience import until
-from tests.support.sharded import assert_gradients_equal, local_parts
+from tests.support.twins.sharded import assert_gradients_equal, local_parts
 
 WIDTH = 12
 

@@ -19,7 +19,7 @@ from tests.support.optim_cases import (
     run,
     set_grads,
 )
-from tests.support.sharded import WIDE
+from tests.support.twins.sharded import WIDE
 
 
 @pytest.fixture

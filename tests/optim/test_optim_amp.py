@@ -1,4 +1,4 @@
-"""`AdamW` with loss scaling: the flag and the scale that `torch.amp.GradScaler`, or anybody, sets for a step."""
+"""`AdamW` with loss scaling: the flag and the scale that `torch.amp.GradScaler`, or a program, sets for a step."""
 
 import pytest
 import torch

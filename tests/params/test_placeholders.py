@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardlite import AdamW, LayoutError, ShardLite
-from tests.support.residual import WIDTH, Block, net, square
-from tests.support.sharded import Turn, same_bits, trained
+from tests.support.models.residual import WIDTH, Block, net, square
+from tests.support.twins.sharded import Turn, same_bits, trained
 
 WORDS = 1000
 

@@ -20,11 +20,11 @@ from shardlite import AdamW, LayoutError, ShardLite
 from shardlite.telemetry.meter import Meter
 from tests.comm.test_races import HIDDEN, block_sizes, late_messages, on_rows, pressed_allocator, short_messages
 from tests.comm.test_races import WIDTH as LARGE
-from tests.support.cluster import Cluster
-from tests.support.forkserver import ForkServer
-from tests.support.models import VOCABULARY, LanguageModel, Residual
-from tests.support.residual import WIDTH, net, square
-from tests.support.sharded import WIDE, Pair, Turn, same_bits, some_stages
+from tests.support.models.residual import WIDTH, net, square
+from tests.support.models.small import VOCABULARY, LanguageModel, Residual
+from tests.support.ranks.cluster import Cluster
+from tests.support.ranks.forkserver import ForkServer
+from tests.support.twins.sharded import WIDE, Pair, Turn, same_bits, some_stages
 
 
 def on_tokens(model: Callable[..., Any], turn: Turn) -> Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.markdown import PAGES, ROOT, assert_links_lead_somewhere, blocks, made, tables
-from tests.support.scripts import run_script
+from tests.support.ranks.scripts import run_script
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 COMPARED = (ROOT / "docs" / "compared.md").read_text()

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 from shardlite.apps.checkpoint.reading import Checkpoint
 from shardlite.apps.demo.gpt import GPT
 from shardlite.apps.demo.text import draw_batch, read_corpus
-from tests.support.scripts import run_script, torchrun
-from tests.support.sharded import same_bits
-from tests.support.twins import PaddedAdamW, Twin
+from tests.support.ranks.scripts import run_script, torchrun
+from tests.support.twins.plain import PaddedAdamW, Twin
+from tests.support.twins.sharded import same_bits
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

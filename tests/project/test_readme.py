@@ -6,7 +6,7 @@ import pytest
 
 from shardlite.apps.cli import main
 from tests.support.markdown import ROOT, assert_links_lead_somewhere, blocks, made, tables
-from tests.support.scripts import run_script, torchrun
+from tests.support.ranks.scripts import run_script, torchrun
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = blocks(README, "python")

@@ -13,7 +13,8 @@ from random import Random
 
 import pytest
 
-from shardlite.comm.schedule import ALGORITHMS, Order, Program, Schedule, all_gather, reduce_scatter
+from shardlite.comm.schedule import ALGORITHMS, Order, all_gather, reduce_scatter
+from shardlite.comm.transfers import Program, Schedule
 
 Piece = tuple[int, int]  # segment, part
 Chunk = tuple[int, int, int]  # segment, part, and a number
@@ -78,7 +79,7 @@ def start(schedule: Schedule, rank: int, chunks: int | None = None) -> dict:
 
 
 def check_end(schedule: Schedule, held: Held) -> None:
-    """Check that everybody has everything, or of its own segment a sum in which each rank is once."""
+    """Check that each rank has all segments, or of its own one a sum in which each rank is once."""
     world = list(range(schedule.world_size))
     parts = range(schedule.parts)
     for rank in world:
@@ -217,7 +218,7 @@ class Race:
         ]
 
     def run(self) -> Held:
-        """Let everybody move until nobody can, check the end, and return what each rank has then."""
+        """Move ranks until none can, check the end, and return what each rank has then."""
         awake: list[int | tuple[int, int]] = list(range(self.schedule.world_size))  # ranks, and links by their ends
         known = set(awake)
         while awake:
@@ -230,9 +231,9 @@ class Race:
             known.update(moved)
         waiting = {rank: self.todo[rank][0] for rank in range(self.schedule.world_size) if self.todo[rank]}
         if waiting:
-            raise WrongError(f"everybody waits: {waiting}")
+            raise WrongError(f"all ranks wait: {waiting}")
         if any(link.queue or link.written != link.read for link in self.links.values()):
-            raise WrongError("something was sent that nobody took")
+            raise WrongError("something was sent that no rank took")
         check_end(self.schedule, self.held)
         return self.held
 

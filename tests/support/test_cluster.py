@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.support.cluster import Cluster, RemoteError, without_repetition
 from tests.support.patience import seconds
+from tests.support.ranks.cluster import Cluster, RemoteError, without_repetition
 
 
 def waits_for_good(group: Any) -> None:

@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardlite import AdamW, CommError, ShardLite
 from shardlite.optim.adamw import accumulating, adopt
-from tests.support import in_process
-from tests.support.in_process import RankError, check_in_process, failures_in_process, run_in_process
-from tests.support.models import MLP, VOCABULARY, LanguageModel
-from tests.support.sharded import Pair, Turn
+from tests.support.models.small import MLP, VOCABULARY, LanguageModel
+from tests.support.ranks import in_process
+from tests.support.ranks.in_process import RankError, check_in_process, failures_in_process, run_in_process
+from tests.support.twins.sharded import Pair, Turn
 
 # ---- whole models ---------------------------------------------------------------------------------------------------
 

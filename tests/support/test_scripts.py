@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.cluster import RemoteError
-from tests.support.scripts import _as_script, run_command, run_script
+from tests.support.ranks.cluster import RemoteError
+from tests.support.ranks.scripts import _as_script, run_command, run_script
 
 LOOKS = """
 import logging, os, pickle, random, sys, warnings

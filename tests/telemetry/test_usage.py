@@ -10,8 +10,8 @@ import shardlite.comm.context
 from shardlite import AdamW, Precision, ShardLite
 from shardlite.comm.traffic import Tally
 from shardlite.params.layout import ARENA_ALIGN, round_up
-from tests.support.delegating import Counted
-from tests.support.new_objects import looking_at_new_objects
+from tests.support.ranks.new_objects import looking_at_new_objects
+from tests.support.transports.delegating import Counted
 
 WIDTH = 128
 UNITS = 6

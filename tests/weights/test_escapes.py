@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlite import EscapedViewWarning, ShardLite
-from tests.support.sharded import WIDE, assert_gradients_equal, compare
+from tests.support.twins.sharded import WIDE, assert_gradients_equal, compare
 
 WIDTH = 16
 

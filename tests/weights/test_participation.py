@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from shardlite import AdamW, Precision, ShardLite
 from shardlite.comm.traffic import NO_UNIT
 from shardlite.weights.gather_order import MEMORY
-from tests.support.models import Residual
-from tests.support.sharded import WIDE, Pair, Turn, local_parts
+from tests.support.models.small import Residual
+from tests.support.twins.sharded import WIDE, Pair, Turn, local_parts
 
 WIDTH = 12
 
@@ -194,7 +194,7 @@ def test_what_nobody_needs_any_more_is_gathered_no_more(cluster):
 
 
 def steady_body(group):
-    """Return the messages of one step that ranks only talk by."""
+    """Return the messages of one step that carry no weights or gradients."""
     model = ShardLite(Branching(), group=group)
     optimizer = AdamW(model.parameters())
     counts = []
@@ -209,13 +209,13 @@ def steady_body(group):
 
 
 def test_ranks_that_do_the_same_talk_twice_per_step(cluster):
-    """At the end of the forward and of the backward, four integers each, once the agendas have settled."""
+    """At the end of the forward and of the backward, four integers each, once the gather order has settled."""
     for counts in cluster.run(steady_body, 2):
         assert counts[2:] == [(2, 2 * 16)] * 3
 
 
 def lengths_body(group):
-    """Ranks generate answers of different lengths: inside `gathered()` nobody waits for anybody."""
+    """Ranks generate answers of different lengths: inside `gathered()` no rank waits for another."""
     model = ShardLite(Branching(), group=group)
     with model.gathered(writeback=False), torch.no_grad():
         for _ in range(1 + 3 * group.rank()):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.support.hf_models import ARCHITECTURES, case, drawn_tokens, drawn_vectors
-from tests.support.sharded import Loss, Pair, Turn
+from tests.support.models.hf import ARCHITECTURES, case, drawn_tokens, drawn_vectors
+from tests.support.twins.sharded import Loss, Pair, Turn
 
 
 def blocks(model: nn.Module) -> nn.ModuleList:

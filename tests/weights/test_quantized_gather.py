@@ -17,8 +17,8 @@ from bench.quantized import RUNS, Task, measure
 from shardlite import EMA, AdamW, Precision, ShardLite
 from shardlite.apps.demo.settings import GPTConfig
 from shardlite.apps.demo.text import read_corpus
-from tests.support.models import VOCABULARY, LanguageModel, MixedDtypes, frozen, with_lora
-from tests.support.sharded import WIDE, Pair, Turn, same_bits
+from tests.support.models.small import VOCABULARY, LanguageModel, MixedDtypes, frozen, with_lora
+from tests.support.twins.sharded import WIDE, Pair, Turn, same_bits
 from tests.weights.test_participation import WIDTH, Branching, layer_drop, loss_on, other_orders
 
 BF16 = Precision(compute=torch.bfloat16)

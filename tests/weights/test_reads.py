@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
 
-from tests.support.residual import WIDTH, Block
-from tests.support.sharded import Pair, Turn, trained
+from tests.support.models.residual import WIDTH, Block
+from tests.support.twins.sharded import Pair, Turn, trained
 
 WORDS = 200
 UNITS = (Block, nn.Embedding, nn.Linear)

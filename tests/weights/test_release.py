@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardlite import ShardLite
-from tests.support.sharded import assert_gradients_equal, compare, gathers, most_buffers
+from tests.support.twins.sharded import assert_gradients_equal, compare, gathers, most_buffers
 
 DEPTH = 6
 WIDTH = 24

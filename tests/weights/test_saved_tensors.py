@@ -1,4 +1,4 @@
-"""Saved-tensor hooks: entered around everything that uses a weight, and nobody else's loss.
+"""Saved-tensor hooks: entered around everything that uses a weight, and not around the user's loss.
 
 Every rank computes the same here, so the mean of the gradients is the gradient of one plain copy, to the bit.
 """
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardlite import AdamW, ShardLite
-from tests.support.sharded import assert_gradients_equal, compare
+from tests.support.twins.sharded import assert_gradients_equal, compare
 
 WIDTH = 16
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from shardlite import LayoutError, Precision, ShardLite
-from tests.support.residual import WIDTH, Block
-from tests.support.sharded import same_bits
+from tests.support.models.residual import WIDTH, Block
+from tests.support.twins.sharded import same_bits
 
 
 class ActNorm(nn.Module):

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from threading import get_ident
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -43,14 +43,32 @@ _FAILED = -1
 _OWN = LIBRARIES[0]
 
 
-class ReportBoard(Protocol):
-    """Where reports are published."""
+class StoreReports:
+    """A board in the store of the default process group, under a name that is equal on all its ranks."""
+
+    def __init__(self, name: str) -> None:
+        self._store = bounded_store()
+        self._name = name
 
     def put(self, rank: int, note: str) -> None:
-        """Replace the report of `rank`."""
+        """Replace the report of `rank`.
+
+        Raises:
+            CommError: the store does not answer.
+        """
+        self._store.ask(lambda store: store.set(self._key(rank), note), PATIENCE)
 
     def read(self, rank: int) -> str:
-        """Return the report of `rank`, or `""`."""
+        """Return the report of `rank`, or `""`.
+
+        Raises:
+            CommError: the store does not answer.
+        """
+        key = self._key(rank)
+        return self._store.ask(lambda store: store.get(key).decode() if store.check([key]) else "", PATIENCE)
+
+    def _key(self, rank: int) -> str:
+        return f"shardlite/{self._name}/{rank}"
 
 
 class FailureReports:
@@ -58,11 +76,11 @@ class FailureReports:
 
     def __init__(
         self,
-        board: ReportBoard,
+        board: StoreReports,
         rank: int,
         world_size: int,
         patience: float = PATIENCE,
-        waits: ReportBoard | None = None,
+        waits: StoreReports | None = None,
         is_gone: Callable[[int], bool] = lambda rank: False,
     ) -> None:
         """Create the reports of `rank`. The program must run on the calling thread.
@@ -220,9 +238,8 @@ class FailureReports:
         standstill = f"{_STANDSTILL}{''.join(each)}"
         with suppress(RuntimeError):
             self._waits.put(self._rank, standstill)
-        self.fail(
-            f"{' and '.join(inside)}{self.call_site()}"
-        )  # after publishing the standstill, which ranks that see the failure read
+        # After publishing the standstill, which ranks that see the failure read.
+        self.fail(f"{' and '.join(inside)}{self.call_site()}")
         return standstill
 
     def record_progress(self) -> None:
@@ -260,9 +277,10 @@ class FailureReports:
         if _STANDSTILL in why:
             return ""  # it says what each rank does
         told: dict[int, str] = {}
+        read = self._board.read
         try:
             while len(told) < len(self._others):
-                told |= {other: said for other in self._others if other not in told and (said := self._read(other))}
+                told |= {other: said for other in self._others if other not in told and (said := read(other))}
                 told |= {other: _GONE for other in self._others if other not in told and self._is_gone(other)}
                 if time.monotonic() > deadline:
                     break
@@ -270,9 +288,6 @@ class FailureReports:
         except RuntimeError as error:
             return f" (What other ranks were doing is not known: {error})"
         return "".join(f"\n  Meanwhile rank {other}: {told.get(other, _SILENT)}" for other in self._others)
-
-    def _read(self, other: int) -> str:
-        return self._board.read(other)
 
 
 _watching: dict[int, FailureReports] = {}
@@ -287,31 +302,3 @@ def watching() -> FailureReports | None:
 _STANDSTILL = "ranks wait for each other in different operations, and none will ever go on:"
 _GONE = "has said nothing; its process has ended"
 _SILENT = "has said nothing; it computes, waits for something else, or is gone"
-
-
-class StoreReports:
-    """A board in the store of the default process group, under a name that is equal on all its ranks."""
-
-    def __init__(self, name: str) -> None:
-        self._store = bounded_store()
-        self._name = name
-
-    def put(self, rank: int, note: str) -> None:
-        """Replace the report of `rank`.
-
-        Raises:
-            CommError: the store does not answer.
-        """
-        self._store.ask(lambda store: store.set(self._key(rank), note), PATIENCE)
-
-    def read(self, rank: int) -> str:
-        """Return the report of `rank`, or `""`.
-
-        Raises:
-            CommError: the store does not answer.
-        """
-        key = self._key(rank)
-        return self._store.ask(lambda store: store.get(key).decode() if store.check([key]) else "", PATIENCE)
-
-    def _key(self, rank: int) -> str:
-        return f"shardlite/{self._name}/{rank}"

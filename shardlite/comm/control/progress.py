@@ -22,7 +22,7 @@ from threading import Lock
 
 import torch
 
-from shardlite.comm.control.failure_reports import ReportBoard
+from shardlite.comm.control.failure_reports import StoreReports
 
 _ANY = -1
 """Board entry for the number of the backward in which any rank has published something."""
@@ -50,7 +50,7 @@ class Progress:
     """Publishes this rank's progress, and reads that of others."""
 
     def __init__(
-        self, board: ReportBoard, rank: int, world_size: int, gathering: Collection[int], *, ahead: bool, limit: float
+        self, board: StoreReports, rank: int, world_size: int, gathering: Collection[int], *, ahead: bool, limit: float
     ) -> None:
         """Create the progress of `rank`.
 

@@ -189,9 +189,7 @@ class Heap(Mapping):
 
         `keep=0` also applies to blocks that are freed later, until the next allocation or the next call.
         """
-        if (
-            not self._returns.owner.is_here
-        ):  # in a forked child the lock may be held by a thread that does not exist there
+        if not self._returns.owner.is_here:  # the lock may be held by a thread that does not exist in a forked child
             return
         with self._change() as possible:
             self._returns.for_good = keep == 0

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from typing import NoReturn, TypeVar
@@ -28,9 +29,9 @@ from shardlite.comm.control.failure_reports import watching
 from shardlite.comm.control.interrupts import SLOW
 from shardlite.comm.shm.heap import Heap, Mapping
 from shardlite.comm.shm.mailbox import PLACES, Announcement, Control, Receipts
-from shardlite.comm.transport.base import Completed, Loan, Pending, Transport
+from shardlite.comm.transport.base import Completed, Loan, Pending, Transport, check_on_host
 from shardlite.config import Algorithm
-from shardlite.errors import CommError, LayoutError
+from shardlite.errors import CommError
 from shardlite.telemetry import Held, Ledger
 
 _T = TypeVar("_T")
@@ -315,12 +316,12 @@ class SharedMemoryTransport(Transport):
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Announce `tensor` to rank `peer`."""
-        _check(tensor)
+        check_on_host("SharedMemoryTransport", tensor)
         return self._neighbours.send(tensor, peer, tag, self._limit) if tensor.numel() else Completed()
 
     def irecv(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Expect the next message with `tag` from rank `peer`, and copy it into `tensor`."""
-        _check(tensor)
+        check_on_host("SharedMemoryTransport", tensor)
         if not tensor.numel():
             return Completed()
         arriving = _Arriving(self._neighbours, peer, tag, tensor.numel(), tensor.dtype, self._limit, tensor.detach())
@@ -334,94 +335,85 @@ class SharedMemoryTransport(Transport):
         return arriving
 
 
+@dataclass(eq=False)
 class _Departing:
     """A message from this rank."""
 
-    def __init__(self, neighbours: Neighbours, peer: int, message: Announcement, tensor: Tensor, limit: float) -> None:
-        self._neighbours = neighbours
-        self._peer = peer
-        self._message = message
-        self._tensor = tensor
-        self._limit = limit
-        self._over = False
+    neighbours: Neighbours
+    peer: int
+    message: Announcement
+    tensor: Tensor
+    limit: float
+    over: bool = False
 
     def wait(self) -> None:
         """Wait until the peer has taken the message."""
-        if not self._over:
-            self._neighbours.wait(self._done, self.words, self._peer, self._limit)
-            self._over = True
-            self._neighbours.drop(self._peer, self._message)
+        if not self.over:
+            self.neighbours.wait(self._done, self.words, self.peer, self.limit)
+            self.over = True
+            self.neighbours.drop(self.peer, self.message)
 
     def _done(self) -> bool:
-        return self._neighbours.was_taken(self._message)
+        return self.neighbours.was_taken(self.message)
 
     def words(self) -> str:
         return (
-            f"rank {self._neighbours.rank} sending to rank {self._peer} "
-            f"({self._tensor.numel()} elements of {self._tensor.dtype}, {self._tensor.nbytes} bytes, "
-            f"tag {self._message.tag})"
+            f"rank {self.neighbours.rank} sending to rank {self.peer} "
+            f"({self.tensor.numel()} elements of {self.tensor.dtype}, {self.tensor.nbytes} bytes, "
+            f"tag {self.message.tag})"
         )
 
 
+@dataclass(eq=False)
 class _Arriving:
     """A message to this rank: copied into `tensor`, or read in place."""
 
-    def __init__(
-        self,
-        neighbours: Neighbours,
-        peer: int,
-        tag: int,
-        numel: int,
-        dtype: torch.dtype,
-        limit: float,
-        tensor: Tensor | None,
-    ) -> None:
-        self._neighbours = neighbours
-        self.peer = peer
-        self.tag = tag
-        self._numel = numel
-        self._dtype = dtype
-        self._limit = limit
-        self.tensor = tensor
-        self.message: Announcement | None = None
-        self.taken = False
+    neighbours: Neighbours
+    peer: int
+    tag: int
+    numel: int
+    dtype: torch.dtype
+    limit: float
+    tensor: Tensor | None
+    message: Announcement | None = None
+    taken: bool = False
 
     def wait(self) -> None:
         """Wait until the message was copied to `tensor`."""
-        self._neighbours.wait(self._is_taken, self.words, self.peer, self._limit)
+        self.neighbours.wait(self._is_taken, self.words, self.peer, self.limit)
 
     def look(self) -> Tensor:
         """Wait for the message, and view it in the sender's memory until `give_back()`."""
-        self._neighbours.wait(self._has_come, self.words, self.peer, self._limit)
+        self.neighbours.wait(self._has_come, self.words, self.peer, self.limit)
         assert self.message is not None, "waited for"
-        return self._neighbours.view(self.peer, self.message, self._dtype)
+        return self.neighbours.view(self.peer, self.message, self.dtype)
 
     def give_back(self) -> None:
         """Allow the sender to overwrite the message."""
-        self._neighbours.take(self)
+        self.neighbours.take(self)
 
     def copy(self) -> None:
         """Copy the message to `tensor`."""
         assert self.tensor is not None, "it is not to be lent"
         assert self.message is not None, "it has come"
-        self._neighbours.copy(self.peer, self.message, self.tensor)
+        self.neighbours.copy(self.peer, self.message, self.tensor)
 
     def fits(self, message: Announcement) -> bool:
         """Return whether a message has the expected size and dtype."""
-        return (message.nbytes, message.kind) == (self._numel * self._dtype.itemsize, _kind(self._dtype))
+        return (message.nbytes, message.kind) == (self.numel * self.dtype.itemsize, _kind(self.dtype))
 
     def _is_taken(self) -> bool:
         return self._has_come() and self.taken
 
     def _has_come(self) -> bool:
         if self.message is not None and not self.fits(self.message):
-            self._neighbours.fail(self.words, f"the peer sent {self.message.nbytes} bytes of another kind.")
+            self.neighbours.fail(self.words, f"the peer sent {self.message.nbytes} bytes of another kind.")
         return self.message is not None
 
     def words(self) -> str:
         return (
-            f"rank {self._neighbours.rank} receiving from rank {self.peer} "
-            f"({self._numel} elements of {self._dtype}, {self._numel * self._dtype.itemsize} bytes, tag {self.tag})"
+            f"rank {self.neighbours.rank} receiving from rank {self.peer} "
+            f"({self.numel} elements of {self.dtype}, {self.numel * self.dtype.itemsize} bytes, tag {self.tag})"
         )
 
 
@@ -439,10 +431,3 @@ def _next(queues: dict[_Route, deque[_T]], route: _Route) -> _T | None:
 @cache
 def _kind(dtype: torch.dtype) -> int:
     return crc32(str(dtype).encode())
-
-
-def _check(tensor: Tensor) -> None:
-    assert tensor.dim() == 1, f"a message is 1-D, got {tuple(tensor.shape)}"
-    assert tensor.is_contiguous(), "a message is contiguous"
-    if tensor.device.type != "cpu":
-        raise LayoutError(f"SharedMemoryTransport sends CPU tensors, got one on {tensor.device}")

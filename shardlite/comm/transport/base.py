@@ -10,6 +10,7 @@ from torch import Tensor
 from shardlite.comm.cost_model import LinkCost
 from shardlite.comm.shm.heap import lazy_zeros
 from shardlite.config import Algorithm
+from shardlite.errors import LayoutError
 from shardlite.telemetry import Held
 
 
@@ -145,11 +146,38 @@ class Transport:
         return _PendingGroup([*arriving, *departing])
 
 
+class BatchedTransport(Transport):
+    """A transport whose messages are exchanges on the device's current stream. Subclasses have `exchange`."""
+
+    batched = True
+    blocking = False
+
+    def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
+        """Start sending `tensor` to rank `peer`: an exchange of one message."""
+        return self.exchange([Message(tensor, peer, outgoing=True)], tag)
+
+    def irecv(self, tensor: Tensor, peer: int, tag: int) -> Pending:
+        """Start receiving from rank `peer` into `tensor`: an exchange of one message."""
+        return self.exchange([Message(tensor, peer, outgoing=False)], tag)
+
+
 class Completed:
     """A `Pending` with nothing to wait for."""
 
     def wait(self) -> None:
         """Return at once."""
+
+
+def check_on_host(who: str, tensor: Tensor) -> None:
+    """Check that transport `who`, which reads host memory, can send a tensor or receive into it.
+
+    Raises:
+        LayoutError: the tensor is on a device.
+    """
+    assert tensor.dim() == 1, f"a message is 1-D, got {tuple(tensor.shape)}"
+    assert tensor.is_contiguous(), "a message is contiguous"
+    if tensor.device.type != "cpu":  # its address would be "bad" at best, and a crash at worst
+        raise LayoutError(f"{who} sends CPU tensors, got one on {tensor.device}")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import Backend
 
+from shardlite.comm.chunking import Cut
 from shardlite.comm.transport.base import Message
 from shardlite.comm.transport.process_group import GlooTransport, GroupTransport, InFlight, NcclTransport, Posted
 from shardlite.errors import CommError
@@ -43,22 +44,6 @@ _GATHER = _synchronous(c10d.AllgatherOptions())
 _EXCHANGE = _synchronous(c10d.AllToAllOptions())
 _SUM_SCATTERED = _synchronous(c10d.ReduceScatterOptions())
 _SUM = _synchronous(c10d.AllreduceOptions())
-
-
-class Segments(Protocol):
-    """Where each rank's segment of a full buffer lies."""
-
-    @property
-    def bounds(self) -> Sequence[tuple[int, int]]:
-        """`(start, stop)` of each."""
-
-    @property
-    def longest(self) -> int:
-        """Number of elements of the longest, `S`."""
-
-    @property
-    def even(self) -> bool:
-        """Whether all have the same length. Nothing in an operation then grows with the number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +67,7 @@ class GroupCollectives(GroupTransport):
         super().__init__(*arguments)
         self.holder = self._books = Ledger()
 
-    def all_gather(self, full: Tensor, cut: Segments) -> None:
+    def all_gather(self, full: Tensor, cut: Cut) -> None:
         """Fill `full` [n] in place, given this rank's segment.
 
         Raises:
@@ -106,12 +91,12 @@ class GroupCollectives(GroupTransport):
 
         self._run("all-gather", call, _bytes(full), _bytes(own))
 
-    def slices(self, cut: Segments, itemsize: int, grain: int) -> list[tuple[int, int]]:
+    def slices(self, cut: Cut, itemsize: int, grain: int) -> list[tuple[int, int]]:
         """Return the ranges of elements of each segment whose rows fit in `ROOM`: multiples of `grain` but the last."""
         most = max(ROOM // (self.world_size * itemsize) // grain * grain, grain)
         return [(start, min(start + most, cut.longest)) for start in range(0, cut.longest, most)]
 
-    def rows_numel(self, cut: Segments, itemsize: int, grain: int) -> int:
+    def rows_numel(self, cut: Cut, itemsize: int, grain: int) -> int:
         """Return how many elements `exchange_rows` needs for its rows, and for what it sends if it goes in slices."""
         if self.sums(cut):
             return cut.longest
@@ -119,7 +104,7 @@ class GroupCollectives(GroupTransport):
         longest = max((stop - start for start, stop in slices), default=0)
         return self.world_size * longest * (1 if len(slices) <= 1 else 2)
 
-    def exchange_rows(self, full: Tensor, cut: Segments, part: tuple[int, int], room: Tensor) -> Tensor:
+    def exchange_rows(self, full: Tensor, cut: Cut, part: tuple[int, int], room: Tensor) -> Tensor:
         """Return the elements `part` of this rank's segment as every rank has them in `full` [n]: rows [W, .].
 
         A segment that is shorter than `part` counts as far as it goes. The rows are in `room` [`rows_numel(...)`].
@@ -145,7 +130,7 @@ class GroupCollectives(GroupTransport):
         self._run("all-to-all", call, _bytes(rows), _bytes(sent))
         return rows.view(self.world_size, own)
 
-    def sums(self, cut: Segments) -> bool:
+    def sums(self, cut: Cut) -> bool:
         """Return whether the process group adds up such a buffer: it takes segments of one length."""
         return self.fast and cut.even
 
@@ -220,7 +205,7 @@ class GlooCollectives(GroupCollectives, GlooTransport):
         self._lost: list[Sequence[Tensor]] = []
         """Memory of collectives that failed: gloo may still write to it."""
 
-    def all_gather(self, full: Tensor, cut: Segments) -> None:
+    def all_gather(self, full: Tensor, cut: Cut) -> None:
         """Fill `full` [n] in place, given this rank's segment.
 
         Raises:

@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import Backend
 from shardlite.comm.control.failure_reports import FailureReports, watching
 from shardlite.comm.control.interrupts import SLOW
 from shardlite.comm.control.worker import Worker
-from shardlite.comm.transport.base import Completed, Message, Pending, Transport
+from shardlite.comm.transport.base import BatchedTransport, Completed, Message, Pending, Transport, check_on_host
 from shardlite.errors import CommError, LayoutError
 from shardlite.telemetry import Ledger
 
@@ -206,7 +206,7 @@ class GlooTransport(GroupTransport):
 
     def _start(self, message: Message, tag: int) -> Pending:
         """Post a message by the group's own methods: `dist.isend` costs twice as much Python time."""
-        _check(message.tensor)
+        check_on_host("GlooTransport", message.tensor)
         if message.tensor.numel() == 0:
             return Completed()
         posted = Posted(self.rank, (message,), tag, self._timeout)
@@ -228,15 +228,7 @@ _NEVER_SENT = 0x7FFFFFFF
 """A tag that messages have with probability 2^-31. At the end of a program a collision is harmless."""
 
 
-def _check(tensor: Tensor) -> None:
-    assert tensor.dim() == 1, f"a message is 1-D, got {tuple(tensor.shape)}"
-    assert tensor.is_contiguous(), "a message is contiguous"
-    if tensor.device.type != "cpu":
-        # Gloo would hand the device address to a socket: "Bad address" at best, a crash at worst.
-        raise LayoutError(f"GlooTransport sends CPU tensors, got one on {tensor.device}")
-
-
-class NcclTransport(GroupTransport):
+class NcclTransport(GroupTransport, BatchedTransport):
     """Messages over `group` (`None`: the default group), whose backend for the tensors' device is NCCL.
 
     It guarantees less than other transports. NCCL has no tags: it matches messages by their order alone. So all ranks
@@ -248,19 +240,8 @@ class NcclTransport(GroupTransport):
     only for immediate failures.
     """
 
-    batched = True
-    blocking = False
-
     def _backend(self, device: torch.device) -> Any:
         return self._group if isinstance(self._group, Backend) else self._group._get_backend(device)
-
-    def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
-        """Start sending `tensor` to rank `peer` of the group: a batch of one."""
-        return self.exchange([Message(tensor, peer, outgoing=True)], tag)
-
-    def irecv(self, tensor: Tensor, peer: int, tag: int) -> Pending:
-        """Start receiving from rank `peer` of the group into `tensor`: a batch of one."""
-        return self.exchange([Message(tensor, peer, outgoing=False)], tag)
 
     def exchange(self, messages: Sequence[Message], tag: int) -> Pending:
         """Start all `messages` in one batch.

@@ -27,7 +27,7 @@ Legend: `W` ranks; a slot and an area are counted in bytes.
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 from shardlite.comm.control.store import TIMEOUT, all_gather_json
 from shardlite.comm.shm.rendezvous import nodes_of
-from shardlite.comm.transport.base import Completed, Message, Pending, Transport
+from shardlite.comm.transport.base import BatchedTransport, Completed, Message, Pending
 from shardlite.comm.transport.process_group import Posted
 from shardlite.config import Algorithm, devices_may_overlap
 from shardlite.errors import LayoutError
@@ -50,35 +50,6 @@ SLOTS = 3
 _ALIGNMENT = 128  # bytes: the size of a GPU's cache line, so no two messages share one
 
 _CHANNEL = 0  # each transport has its own allocation, which has its own signals
-
-
-class Memory(Protocol):
-    """The part of PyTorch's handle on symmetric memory that is used, after the rendezvous."""
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-
-    @property
-    def buffer_size(self) -> int:
-        """Bytes of the area of each rank."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device of this rank's area."""
-
-    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the area of `rank`, mapped into this process."""
-
-    def put_signal(self, dst_rank: int, channel: int, timeout_ms: int) -> None:
-        """Enqueue on the current stream: wait until the bit of this rank at `dst_rank` is 0, and set it to 1."""
-
-    def wait_signal(self, src_rank: int, channel: int, timeout_ms: int) -> None:
-        """Enqueue on the current stream: wait until the bit of `src_rank` here is 1, and set it to 0."""
 
 
 class Piece(NamedTuple):
@@ -110,7 +81,7 @@ def parcels(sizes: Sequence[int], slot: int) -> list[list[Piece]]:
     return packed
 
 
-class SymmetricMemoryTransport(Transport):
+class SymmetricMemoryTransport(BatchedTransport):
     """Messages through `memory`, which no other transport uses. **It has not run on a GPU yet.**
 
     Like NCCL it has no tags, and matches messages by their order alone. So all ranks must start their exchanges in one
@@ -127,11 +98,9 @@ class SymmetricMemoryTransport(Transport):
         LayoutError: the areas are too small for this number of ranks.
     """
 
-    batched = True
-    blocking = False
     algorithm: Algorithm = "direct"
 
-    def __init__(self, memory: Memory, timeout: timedelta, area: Tensor | None = None) -> None:
+    def __init__(self, memory: _SymmetricMemory, timeout: timedelta, area: Tensor | None = None) -> None:
         self.rank, self.world_size = memory.rank, memory.world_size
         self._memory = memory
         self._area = area
@@ -152,14 +121,6 @@ class SymmetricMemoryTransport(Transport):
         self.holder = books = Ledger()
         if isinstance(area, Tensor):
             books.track("mailboxes", area)
-
-    def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
-        """Start sending `tensor` to rank `peer`: an exchange of one message."""
-        return self.exchange([Message(tensor, peer, outgoing=True)], tag)
-
-    def irecv(self, tensor: Tensor, peer: int, tag: int) -> Pending:
-        """Start receiving from rank `peer` into `tensor`: an exchange of one message."""
-        return self.exchange([Message(tensor, peer, outgoing=False)], tag)
 
     def exchange(self, messages: Sequence[Message], tag: int) -> Pending:
         """Enqueue all `messages` on the current stream, in as many rounds as the fullest link has parcels.

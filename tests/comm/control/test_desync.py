@@ -19,9 +19,9 @@ from shardlite import AdamW, ShardLite
 from shardlite.comm import streams
 from shardlite.comm.shm import transport
 from shardlite.errors import ShardLiteError
-from tests.support.models import Residual
+from tests.support.models.small import Residual
 from tests.support.patience import seconds
-from tests.support.sharded import slow
+from tests.support.twins.sharded import slow
 
 WIDTH = 8
 TIMEOUT = timedelta(seconds=seconds(4))
@@ -58,7 +58,7 @@ class Trained:
         reports._patience, reports._waits = patience, None  # a standstill would be found before the timeout
 
     def expect_silence(self) -> None:
-        """Let this rank give up on notes that will never come."""
+        """Make this rank give up soon on failure reports that will never come."""
         self._wait_for_notes(0.1)
 
     def backward(self) -> None:

@@ -18,11 +18,11 @@ from shardlite import ShardLite
 from shardlite.comm.collectives import Operation, all_gather, reduce_scatter
 from shardlite.comm.transport.select import connect
 from shardlite.config import Route
-from tests.support.delegating import Delegating
-from tests.support.doomed import JOIN
-from tests.support.models import Residual
+from tests.support.models.small import Residual
 from tests.support.patience import seconds, until
-from tests.support.sharded import slow
+from tests.support.ranks.doomed import JOIN
+from tests.support.transports.delegating import Delegating
+from tests.support.twins.sharded import slow
 
 LONG, SHORT = JOIN + seconds(75), seconds(1.5)  # timeouts: longer than a test may take; to be waited for
 WIDTH, CHUNK = 16, 1 << 16
@@ -177,7 +177,7 @@ class UnreadError(Exception):
 
 
 def raises_body(group, name, place):
-    """Train; rank 1 ends by an exception that nobody catches, in its third step."""
+    """Train; rank 1 ends by an uncaught exception, in its third step."""
     model = ShardLite(Model(), group=group, transport=name, timeout=timedelta(seconds=LONG))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -200,7 +200,7 @@ def raises_body(group, name, place):
 
 
 def ends_by(call):
-    """Call it; with an `UnreadError` do what Python does with what nobody catches, but end late."""
+    """Call it; treat an `UnreadError` as Python treats an uncaught exception, but end late."""
     try:
         call()
     except UnreadError:

@@ -29,10 +29,10 @@ from shardlite.comm.control.failure_reports import FailureReports
 from shardlite.comm.control.worker import Worker
 from shardlite.comm.streams import _HostWork, _work_off
 from shardlite.errors import CommError
-from tests.support.boards import SharedBoard
-from tests.support.doomed import JOIN
-from tests.support.models import Residual
+from tests.comm.control.boards import SharedBoard
+from tests.support.models.small import Residual
 from tests.support.patience import until
+from tests.support.ranks.doomed import JOIN
 
 WIDTH, STEPS = 8, 12
 LONG = JOIN + 60

@@ -6,7 +6,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from shardlite.comm.control import failure_reports
 from shardlite.comm.control.failure_reports import FailureReports
 from shardlite.errors import CommError
-from tests.support.boards import SharedBoard
+from tests.comm.control.boards import SharedBoard
 
 
 class Clock:

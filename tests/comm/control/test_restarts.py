@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from shardlite.apps.launch import OWN_STORE
-from tests.support.scripts import run_process
+from tests.support.ranks.scripts import run_process
 
-PROGRAM = Path(__file__).parents[2] / "support" / "restarted.py"
+PROGRAM = Path(__file__).with_name("restarted.py")
 
 
 def trained(folder: Path, transport: str, fatal: int) -> dict[str, torch.Tensor]:

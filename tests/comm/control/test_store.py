@@ -1,4 +1,4 @@
-"""The store where ranks meet: what they tell each other there, and that nobody waits for it longer than it says."""
+"""The store where ranks meet: what they tell each other there, and that no wait for it exceeds its timeout."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Who gets a rank's memory: the ranks of its group, and nobody else, whatever they say."""
+"""Who gets a rank's memory: the ranks of its group and no other process, whatever it sends."""
 
 import ctypes
 import fcntl

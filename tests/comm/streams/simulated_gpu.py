@@ -184,7 +184,7 @@ class Gpu:
         memory.accesses.append(now)
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
-        """Let the memory of a tensor be freed only behind all that a stream does with it."""
+        """Free the memory of a tensor only behind all that a stream does with it."""
         self.memory_of(tensor).recorded.append(stream)
 
     def hand_over(self, *gradients: Tensor) -> None:

@@ -22,13 +22,13 @@ from shardlite.comm.transport.group_collectives import GlooCollectives, GroupCol
 from shardlite.comm.transport.select import connect, connect_hosts
 from shardlite.config import Route
 from tests.model.test_precision import MODELS, on_tokens
-from tests.support.cluster import Cluster
-from tests.support.duos import Side
-from tests.support.models import LanguageModel
+from tests.support.models.small import LanguageModel
 from tests.support.patience import seconds
-from tests.support.ring_cases import FLOATS, Case, assert_equal_bits, cases_for, reduce_everything, ring_sum
-from tests.support.sharded import STAGES, Pair, Turn, _seeded, same_bits, slow, trained
-from tests.support.worlds import run
+from tests.support.ranks.cluster import Cluster
+from tests.support.transports.ring_cases import FLOATS, Case, assert_equal_bits, cases_for, reduce_everything, ring_sum
+from tests.support.transports.worlds import run
+from tests.support.twins.duos import Side
+from tests.support.twins.sharded import STAGES, Pair, Turn, _seeded, same_bits, slow, trained
 
 CPU = torch.device("cpu")
 AMPLE = timedelta(seconds=seconds(30))  # for what ends at once

@@ -22,8 +22,14 @@ from shardlite.errors import CommError, LayoutError
 from tests.comm.test_lanes import Simulated
 from tests.comm.transport import test_symmetric_cuda as on_cuda
 from tests.support.patience import seconds
-from tests.support.played_symmetric import CPU, PATIENCE, Drained, run_memories, run_played
-from tests.support.ring_cases import Case, assert_gathered_and_summed, cases_for, gather_everything, reduce_everything
+from tests.support.transports.played_symmetric import CPU, PATIENCE, Drained, run_memories, run_played
+from tests.support.transports.ring_cases import (
+    Case,
+    assert_gathered_and_summed,
+    cases_for,
+    gather_everything,
+    reduce_everything,
+)
 
 CUDA = torch.device("cuda", 0)
 SOON = timedelta(milliseconds=200)
@@ -137,7 +143,7 @@ def test_two_slots_would_not_be_enough(monkeypatch):
                 sent.set()
 
     # The stream fails while the host still sends, or after that.
-    with pytest.raises((CommError, AssertionError), match="rank 0 overwrites what nobody has read"):
+    with pytest.raises((CommError, AssertionError), match="rank 0 overwrites what no rank has read"):
         run_memories(body, 2)
 
 

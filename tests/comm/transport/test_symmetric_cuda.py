@@ -17,9 +17,9 @@ from shardlite.comm.transport.base import Message
 from shardlite.comm.transport.select import connect
 from shardlite.comm.transport.symmetric import SymmetricMemoryTransport, symmetric_memory
 from shardlite.config import Route
-from tests.support.cluster import Cluster
-from tests.support.forkserver import ForkServer
-from tests.support.ring_cases import Case, assert_equal_bits, ring_sum, tensor_of
+from tests.support.ranks.cluster import Cluster
+from tests.support.ranks.forkserver import ForkServer
+from tests.support.transports.ring_cases import Case, assert_equal_bits, ring_sum, tensor_of
 
 TIMEOUT = timedelta(seconds=30)
 SMALL = 3 * 3 * 1024  # bytes of an area in which most steps take several rounds

@@ -22,12 +22,12 @@ from shardlite.comm.transport.reconnect import reconnect
 from shardlite.comm.transport.select import connect
 from shardlite.config import Route
 from shardlite.errors import CommError, LayoutError
-from tests.support.cluster import Cluster, RemoteError, run_local
-from tests.support.delays import Delayed
-from tests.support.delegating import Counted, Delegating
-from tests.support.local_world import local_world
 from tests.support.patience import seconds, until
-from tests.support.worlds import Batched, run
+from tests.support.ranks.cluster import Cluster, RemoteError, run_local
+from tests.support.ranks.local_world import local_world
+from tests.support.transports.delays import Delayed
+from tests.support.transports.delegating import Counted, Delegating
+from tests.support.transports.worlds import Batched, run
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 AMPLE = timedelta(seconds=seconds(30))  # for what ends at once
@@ -412,7 +412,7 @@ def test_what_is_around_a_transport_has_its_properties(blocking):
 def test_delays_are_random_and_the_same_for_the_same_seed():
     def pauses(rank, seed):
         slept = []
-        with patch("tests.support.delays.time.sleep", slept.append):
+        with patch("tests.support.transports.delays.time.sleep", slept.append):
             delayed = Delayed(local_world(2)[rank], seed, longest=0.5)
             for _ in range(4):
                 delayed.isend(torch.zeros(1), 1 - rank, tag=0)

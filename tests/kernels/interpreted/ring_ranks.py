@@ -201,5 +201,5 @@ def launches_of_a_process(group, folder, cases, late):
             time.sleep(REST)
         with interpreted():
             LAUNCH[kind](peers, 3 * epoch, case)
-    dist.barrier(group)  # nobody unmaps what another one still writes to
+    dist.barrier(group)  # no rank unmaps what another one still writes to
     del memory

@@ -213,7 +213,7 @@ class _Server:
         return "", "", ""
 
     def _receive(self) -> None:
-        """Receive beside the item that runs, and interrupt it if nobody waits for it any more."""
+        """Receive beside the item that runs, and interrupt it once its result is not awaited any more."""
         with suppress(EOFError, OSError):
             while True:
                 self._requests.put(self._connection.recv())

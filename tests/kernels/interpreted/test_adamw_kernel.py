@@ -18,8 +18,8 @@ from tests.kernels.adamw_cases import (
     random_state,
     state_of,
 )
+from tests.kernels.all_pairs import all_pairs
 from tests.kernels.bits import assert_same_bits, pairs
-from tests.support.all_pairs import all_pairs
 
 # The interpreter computes with numpy, which warns where a GPU just makes an infinity or a NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")

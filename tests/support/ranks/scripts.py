@@ -25,11 +25,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tests.support.cluster import Cluster
-from tests.support.new_objects import looking_at_new_objects
 from tests.support.patience import seconds
+from tests.support.ranks.cluster import Cluster
+from tests.support.ranks.new_objects import looking_at_new_objects
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 IMPORTED_FROM = (ROOT, ROOT / "kernels", ROOT / "examples")
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from shardlite import AdamW, ShardLite
-from tests.support.sharded import Loss, Turn, _seeded, accumulating, same_bits
+from tests.support.twins.sharded import Loss, Turn, _seeded, accumulating, same_bits
 
 Schedule = Callable[[optim.Optimizer], Any]
 Ranks = Callable[[Iterable[nn.Parameter]], Any]
@@ -84,7 +84,7 @@ class Duo:
         self.ordinary, self.inside = self.sides
 
     def step(self, loss: Loss, modes: Sequence[str] = ("step",)) -> None:
-        """One step of both, with backwards in these modes; see `tests.support.sharded.Pair`."""
+        """One step of both, with backwards in these modes; see `tests.support.twins.sharded.Pair`."""
         self.backward(loss, modes)
         self.finish()
 

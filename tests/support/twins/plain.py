@@ -144,7 +144,7 @@ class Twin:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Let the module compute with the masters of now."""
+        """Copy the masters into the parameters that the module computes with."""
         for name, param in self._own.items():
             param.copy_(self.masters[name])
 
@@ -172,7 +172,7 @@ class Twin:
 
     @contextmanager
     def as_rank(self, rank: int) -> Iterator[None]:
-        """Let the module have a rank's buffers inside."""
+        """Context in which the module has a rank's buffers."""
         with torch.no_grad():
             for name, buffer in self.module.named_buffers():
                 buffer.copy_(self._buffers[rank][name])
@@ -180,7 +180,7 @@ class Twin:
         self._buffers[rank] = _copies(self.module)
 
     def share_buffers(self) -> None:
-        """Let those of the first rank be those of all, as `DistributedDataParallel` does before a forward."""
+        """Give all ranks the buffers of the first, as `DistributedDataParallel` does before a forward."""
         if self._group is None:
             self._buffers = [self._buffers[0]] * self.world_size
         else:

@@ -20,9 +20,9 @@ from shardlite.comm.shm.transport import SharedMemoryTransport
 from shardlite.comm.transport.base import Message, Pending, Transport
 from shardlite.comm.transport.group_collectives import GlooCollectives
 from shardlite.comm.transport.process_group import GlooTransport, NcclTransport, StagedTransport
-from tests.support.cluster import GLOO_TIMEOUT, Cluster, run_local
-from tests.support.delegating import Delegating
-from tests.support.played_symmetric import run_played
+from tests.support.ranks.cluster import GLOO_TIMEOUT, Cluster, run_local
+from tests.support.transports.delegating import Delegating
+from tests.support.transports.played_symmetric import run_played
 
 IN_PROCESS = ("threads", "steps")
 PLAYED = ("symmetric",)

@@ -2,7 +2,7 @@
 
 from itertools import combinations, product
 
-from tests.support.all_pairs import all_pairs
+from tests.kernels.all_pairs import all_pairs
 
 FACTORS = ("whole", "split"), ("fp32", "bf16", "int8"), (False, True), (1, 3, 4)
 

@@ -4,7 +4,7 @@ A stream is a thread that does in order what it was given, so the host runs ahea
 area, and signals, are put on the stream of the memory's rank; `drain` waits for it, as a synchronisation would. Signals
 are bits: `put_signal` waits for a 0 and makes it 1, `wait_signal` waits for a 1 and makes it 0.
 
-The areas know what nobody has read yet. Writing there, or reading elsewhere, is an error, whatever the values are.
+The areas know what no rank has read yet. Writing there, or reading elsewhere, is an error, whatever the values are.
 """
 
 import threading
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shardlite.comm.transport.base import Message, Pending, Transport
 from shardlite.comm.transport.symmetric import SymmetricMemoryTransport
-from tests.support.delegating import Delegating
+from tests.support.transports.delegating import Delegating
 
 CPU = torch.device("cpu")
 PATIENCE = timedelta(seconds=20)
@@ -116,7 +116,7 @@ class PlayedMemory:
         assert owner == self.rank, f"rank {self.rank} writes to the area of rank {owner}"
         assert where.start % 128 == 0, f"a message lies at {where.start}"
         unread = self._world.unread[owner][where]
-        assert not unread.any(), f"rank {owner} overwrites what nobody has read"
+        assert not unread.any(), f"rank {owner} overwrites what no rank has read"
         self._world.areas[owner][where].copy_(source)
         unread.fill_(True)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardlite.comm.transport.base import Loan, Message, Pending, Transport
-from tests.support.delegating import Delegating
+from tests.support.transports.delegating import Delegating
 
 
 class Delayed(Delegating):

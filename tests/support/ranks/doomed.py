@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from shardlite.comm.shm import rendezvous
-from tests.support.cluster import SEED
-from tests.support.forkserver import ForkServer, find, name_of
 from tests.support.patience import seconds, until
+from tests.support.ranks.cluster import SEED
+from tests.support.ranks.forkserver import ForkServer, find, name_of
 
 JOIN = seconds(45)  # that ranks have to end
 

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from shardlite.comm.chunking import segment_bounds
 from shardlite.comm.collectives import Operation, all_gather, all_reduce, broadcast, reduce_scatter, staging_numel
-from tests.support.delays import Delayed
+from tests.support.transports.delays import Delayed
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 INTEGERS = [torch.int32, torch.int64, torch.uint8]

@@ -11,7 +11,7 @@ and catch warnings as on a process of its own, and most interleavings are the sa
     rank 0   init --- agree          forward --- wait for a gather        ...
     rank 1                init --- agree         ------           forward ...
 
-What a body may not do, for it has no process of its own: replace attributes of modules or classes, change the
+A body has no process of its own, so it may not: replace attributes of modules or classes, change the
 environment, set PyTorch's global modes (default dtype, deterministic algorithms), register global hooks, expect a
 warning that C++ gives once per process, count objects or memory of the whole process, or wait for another rank in any
 other way than those above. Such bodies, and the parity of every subject over real processes, are the cluster's.
@@ -142,7 +142,7 @@ class _World:
             self.changed.notify_all()
 
     def fail(self, rank: int, error: BaseException) -> None:
-        """Note that a rank has failed, and let those that wait for it fail."""
+        """Note that a rank has failed; those that wait for it fail, too."""
         with self.changed:
             self.failed.append((rank, error))
         self._end(f"rank {rank} has failed")

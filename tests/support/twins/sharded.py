@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardlite import NonFiniteWarning, Precision, ShardLite
 from shardlite.params.partition import UnitPolicy
-from tests.support.twins import RECIPES, Twin
+from tests.support.twins.plain import RECIPES, Twin
 
 
 @dataclass(frozen=True)

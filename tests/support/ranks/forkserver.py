@@ -22,7 +22,7 @@ from typing import Any
 
 from tests.support.patience import seconds
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 _POLL = 0.01
 
@@ -115,7 +115,7 @@ def _module(name: str, path: str) -> ModuleType:
 def _start(environment: dict[str, str]) -> "subprocess.Popen[bytes]":
     paths = os.pathsep.join(path for path in sys.path if path)  # arguments may name what pytest has made importable
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.support.forkserver"],
+        [sys.executable, "-m", "tests.support.ranks.forkserver"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
@@ -128,7 +128,7 @@ def _import_everything() -> None:
     import torch
 
     import shardlite  # noqa: F401
-    import tests.support.sharded  # noqa: F401
+    import tests.support.twins.sharded  # noqa: F401
 
     torch.set_num_threads(1)
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports much

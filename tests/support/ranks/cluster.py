@@ -30,8 +30,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.support.forkserver import ForkServer, find, name_of
 from tests.support.patience import seconds
+from tests.support.ranks.forkserver import ForkServer, find, name_of
 
 SMALL, LARGE = 2, 4
 SEED = 0
@@ -77,7 +77,7 @@ def run_local(
     **kwargs: Any,
 ) -> list[Any]:
     """Run `body(transport, *args, **kwargs)` on in-process ranks and return their results, or raise the first error."""
-    from tests.support.local_world import local_world
+    from tests.support.ranks.local_world import local_world
 
     with ThreadPoolExecutor(world_size) as pool:
         ranks = local_world(world_size, timeout=timeout or timedelta(seconds=seconds(20)), delays=delays)
@@ -119,7 +119,7 @@ class Cluster:
         """Like `run`, for a body that should fail: return `(type name, message)` by rank, `None` where it did not.
 
         Raises:
-            RemoteError: some rank hung, which nobody expects.
+            RemoteError: some rank hung, which is never expected.
         """
         answers = self._call(_Task("group", body, args, kwargs), world_size)
         if any(isinstance(answer, Failure) and answer.kind == HANG for answer in answers):

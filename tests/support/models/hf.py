@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.support.models import CausalLM
-from tests.support.sharded import Loss, Turn
+from tests.support.models.small import CausalLM
+from tests.support.twins.sharded import Loss, Turn
 
 VOCABULARY = 53
 WIDTH = 12
@@ -174,7 +174,7 @@ class Architecture:
     make: Callable[..., nn.Module]
     loss: Loss
     units: Sequence[str]
-    """That are found when nobody says which."""
+    """Units that are found by default."""
 
 
 def numbered(*lists: str, count: int = 2) -> list[str]:

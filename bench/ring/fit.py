@@ -1,0 +1,114 @@
+"""The link that explains measured times best: least squares with the cost model of the library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+from shardlite.comm.cost_model import LinkCost, Operation, plan_of, time
+from shardlite.comm.transfers import Schedule
+
+_COSTS = ("alpha", "beta", "gamma", "overhead")
+_ROUNDS = 20
+
+
+def fit(rows: Sequence[Mapping[str, Any]], *, key: str = "ms_p50", overlaps: bool | None = None) -> LinkCost:
+    """Return the link that fits measured times best: least squares of relative errors, no cost negative.
+
+    A row has `operation` (one of `Operation`, or `"all-reduce"`), `algorithm`, `ranks`, `nbytes`, `chunk_bytes`, and
+    milliseconds under `key`; one of an all-reduce also `messages`, the number that a rank sends: `W-1` if it was one
+    round.
+
+    Times are linear in the four costs as long as the same messages are on the critical path, so a few rounds of linear
+    fits suffice. Costs that cannot be separated are put into one number: separating `alpha` and `overhead` needs a
+    schedule with several messages per step, or different numbers of chunks. Without `overlaps` both ways are tried.
+
+    Raises:
+        ValueError: no rows.
+    """
+    if not rows:
+        raise ValueError("a link cannot be fitted to no rows")
+    measured = [(row, float(row[key]) / 1e3) for row in rows]
+    found = [_fit(measured, how) for how in ((False, True) if overlaps is None else (overlaps,))]
+    return min(found, key=lambda link: sum((predicted(row, link) / seconds - 1) ** 2 for row, seconds in measured))
+
+
+def predicted(row: Mapping[str, Any], link: LinkCost) -> float:
+    """Return the seconds that the model predicts for a row of measurements, as for `fit`."""
+    return sum(time(plan, nbytes, row["chunk_bytes"], link) for plan, nbytes in _plans(row))
+
+
+def _plans(row: Mapping[str, Any]) -> Iterator[tuple[Schedule, int]]:
+    """Yield the schedules of an operation one after the other, each with the bytes of its whole buffer."""
+    ranks, nbytes = row["ranks"], row["nbytes"]
+    if row["operation"] == "all-reduce" and row.get("messages") == ranks - 1:
+        yield plan_of("all-gather", "direct", ranks), ranks * nbytes  # a short one: every rank sends all to every other
+        return
+    operations: dict[str, tuple[Operation, ...]] = {"all-reduce": ("reduce-scatter", "all-gather")}
+    for operation in operations.get(row["operation"], (row["operation"],)):
+        yield plan_of(operation, row["algorithm"], ranks, row.get("node", 1)), nbytes
+
+
+def _fit(measured: Sequence[tuple[Mapping[str, Any], float]], overlaps: bool) -> LinkCost:
+    link = LinkCost(1e-4, 1e-9, 1e-10, 1e-5, overlaps)
+    for _ in range(_ROUNDS):
+        costs = _least_squares([[share / seconds for share in _shares(row, link)] for row, seconds in measured])
+        fitted = LinkCost(**dict(zip(_COSTS, costs, strict=True)), overlaps=overlaps)
+        if fitted == link:
+            break
+        link = fitted
+    return link
+
+
+def _shares(row: Mapping[str, Any], link: LinkCost) -> list[float]:
+    """Return the derivatives of a row's time by each cost. The time is their sum of products with the costs."""
+    now = predicted(row, link)
+    shares = []
+    for name in _COSTS:
+        step = 1e-7 * now / (row["nbytes"] if name in ("beta", "gamma") else row["ranks"])
+        more = predicted(row, link._replace(**{name: getattr(link, name) + step}))
+        shares.append((more - now) / step)
+    return shares
+
+
+def _least_squares(terms: Sequence[Sequence[float]]) -> list[float]:
+    """Return the costs, none negative, for which the products with all rows of `terms` are closest to 1.
+
+    Each set of costs that are not zero is tried, small sets first: a cost without effect stays zero.
+    """
+    width = len(terms[0])
+    best, least = [0.0] * width, float(len(terms))
+    for count in range(1, width + 1):
+        for used in combinations(range(width), count):
+            costs = _solve([[row[i] for i in used] for row in terms])
+            if costs is None or min(costs) < 0:
+                continue
+            full = [0.0] * width
+            for i, cost in zip(used, costs, strict=True):
+                full[i] = cost
+            error = sum((sum(t * c for t, c in zip(row, full, strict=True)) - 1) ** 2 for row in terms)
+            if error < least * (1 - 1e-6) - 1e-12:
+                best, least = full, error
+    return best
+
+
+def _solve(terms: Sequence[Sequence[float]]) -> list[float] | None:
+    """Return the least-squares solution of `terms @ x = 1` by its normal equations, or `None` if it is not unique."""
+    width = range(len(terms[0]))
+    scale = [sum(row[i] ** 2 for row in terms) ** 0.5 for i in width]
+    if min(scale) == 0:
+        return None
+    table = [
+        [sum(row[i] * row[j] for row in terms) / (scale[i] * scale[j]) for j in width]
+        + [sum(row[i] for row in terms) / scale[i]]
+        for i in width
+    ]
+    for i in width:  # the matrix is positive definite: no pivots are needed
+        if table[i][i] < 1e-9:
+            return None
+        for j in width:
+            if j != i:
+                factor = table[j][i] / table[i][i]
+                table[j] = [a - factor * b for a, b in zip(table[j], table[i], strict=True)]
+    return [table[i][-1] / table[i][i] / scale[i] for i in width]

@@ -1,0 +1,194 @@
+"""A collective as data: the transfers of all ranks, step by step, and of these what one rank sends and receives.
+
+In: steps, which `schedule.py` writes for each algorithm. Out: the `Exchange` of a rank in each step, for transports
+that take a step as a whole; its `Program`, for messages that are sent on as they arrive; its `turns`, for sends that
+block. Knows integers and names only; nothing of tensors, links or time.
+
+Legend: `W` ranks, `t` a step. A buffer has one segment per rank, and a segment one or more parts: a piece is
+`(segment, part)`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
+from typing import Any, NamedTuple, TypeAlias
+
+from shardlite.errors import LayoutError
+
+_Piece: TypeAlias = tuple[int, int]  # a segment's number, and which part of it
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Part `part` of segment `segment` goes from rank `source` to rank `target`."""
+
+    source: int
+    target: int
+    segment: int
+    part: int
+
+
+class Exchange(NamedTuple):
+    """The transfers of one rank in a step."""
+
+    sent: tuple[Transfer, ...]
+    received: tuple[Transfer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """A piece that a rank sends at once, before anything has arrived, to each of `targets`.
+
+    In a reduction it is the rank's own summand. A piece may depart twice, with another one between.
+    """
+
+    segment: int
+    part: int
+    targets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A piece that a rank receives at `step`, and its targets.
+
+    In a reduction with `sources` (a, b, c) the rank's sum of this piece becomes ((from a + from b) + from c) + own sum.
+    """
+
+    step: int
+    segment: int
+    part: int
+
+    sources: tuple[int, ...]
+    """Sending ranks, in the order of addition. A gather has one."""
+
+    targets: tuple[int, ...]
+    """Ranks that it is sent on to, after it was received and, in a reduction, added."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """The departures and arrivals of one rank. Arrivals are in the order in which it takes them.
+
+    On each link, pieces are sent in the order in which they are taken. So a rank whose sends are queued while it
+    receives needs no more than one free slot per link, and no two ranks deadlock. A rank whose sends block until the
+    target has room needs `Schedule.turns` instead.
+    """
+
+    departures: tuple[Departure, ...]
+    arrivals: tuple[Arrival, ...]
+
+
+class Steps(Sequence[tuple[Transfer, ...]]):
+    """Steps that are written out when they are asked for: all transfers of a step, or those of one rank."""
+
+    def __getitem__(self, t: Any) -> Any:
+        if t not in self._written:
+            self._written[t] = self.write(t)
+        return self._written[t]
+
+    @cached_property
+    def _written(self) -> dict[Any, tuple[Transfer, ...]]:
+        return {}
+
+    def write(self, t: int) -> tuple[Transfer, ...]:
+        """Return the transfers of all ranks in step `t`."""
+        raise NotImplementedError
+
+    def of_rank(self, t: int, rank: int) -> Exchange:
+        """Return the transfers of `rank` in step `t`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A collective, written out for all ranks."""
+
+    operation: str
+    """`"all-gather"`, `"reduce-scatter"` or `"broadcast"`."""
+
+    algorithm: str
+    """One of `ALGORITHMS`; `"chain"` for a broadcast."""
+
+    world_size: int
+    """Number of ranks, `W`."""
+
+    parts: int
+    """Number of parts per segment."""
+
+    steps: Sequence[tuple[Transfer, ...]]
+    """Transfers of each step. A piece sent in a step was complete at its source before the step.
+
+    Those of the collectives here are written out when they are asked for: all of them are `O(W^2)`.
+    """
+
+    @property
+    def segments(self) -> int:
+        """Number of segments of the buffer: one per rank, or one in all for a broadcast."""
+        return 1 if self.operation == "broadcast" else self.world_size
+
+    def program(self, rank: int) -> Program:
+        """Return the program of `rank`, cached.
+
+        Raises:
+            LayoutError: there is no such rank.
+        """
+        if not 0 <= rank < self.world_size:
+            raise LayoutError(f"{self.operation}: no rank {rank} in a world of {self.world_size}")
+        if rank not in self._programs:
+            self._programs[rank] = _program(self, rank)
+        return self._programs[rank]
+
+    def steps_of(self, rank: int) -> Sequence[Exchange]:
+        """Return what `rank` sends and receives in each step, cached. It takes time for these transfers only."""
+        if rank not in self._exchanges:
+            of_rank = self.steps.of_rank if isinstance(self.steps, Steps) else self._selected
+            self._exchanges[rank] = [of_rank(t, rank) for t in range(len(self.steps))]
+        return self._exchanges[rank]
+
+    def _selected(self, t: int, rank: int) -> Exchange:
+        sent = tuple(each for each in self.steps[t] if each.source == rank)
+        return Exchange(sent, tuple(each for each in self.steps[t] if each.target == rank))
+
+    @cached_property
+    def _programs(self) -> dict[int, Program]:
+        return {}
+
+    @cached_property
+    def _exchanges(self) -> dict[int, Sequence[Exchange]]:
+        return {}
+
+    def turns(self, rank: int) -> Iterator[tuple[int, Transfer | None, Transfer | None]]:
+        """Yield `(step, sent, received)`, of which one may be `None`: the turns that `rank` takes, in order.
+
+        A piece sent in the i-th turn of a step is received in the i-th turn of that step by its target. So a rank that
+        finishes one turn before the next, and within a turn sends each chunk before it receives one, can only wait for
+        ranks that are behind it: waits form no cycle, however little room there is for received chunks.
+        """
+        for step, exchange in enumerate(self.steps_of(rank)):
+            for pair in zip_longest(*exchange):
+                yield step, *pair
+
+
+def _program(schedule: Schedule, rank: int) -> Program:
+    """Select what `rank` sends and receives. A piece is sent on after its last arrival before that step."""
+    departures: list[tuple[_Piece, list[int]]] = []
+    arrivals: dict[tuple[int, _Piece], tuple[list[int], list[int]]] = {}
+    onward: dict[_Piece, list[int]] = {}  # the targets of a piece's last arrival so far
+    for step, exchange in enumerate(schedule.steps_of(rank)):
+        for each in exchange.sent:
+            piece = each.segment, each.part
+            if piece in onward:
+                onward[piece].append(each.target)
+            elif departures and departures[-1][0] == piece:
+                departures[-1][1].append(each.target)
+            else:
+                departures.append((piece, [each.target]))
+        for each in exchange.received:  # after all sends, which are of pieces from earlier steps
+            piece = each.segment, each.part
+            sources, onward[piece] = arrivals.setdefault((step, piece), ([], []))
+            sources.append(each.source)
+    return Program(
+        tuple(Departure(*piece, tuple(targets)) for piece, targets in departures),
+        tuple(Arrival(step, *piece, tuple(a), tuple(b)) for (step, piece), (a, b) in arrivals.items()),
+    )

@@ -1,0 +1,248 @@
+"""What one rank sends and receives: programs and turns, ranks that run by themselves, schedules broken on purpose."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import chain, combinations
+
+import pytest
+
+from shardlite.comm.schedule import all_gather, broadcast, order_of_addition, reduce_scatter
+from shardlite.comm.transfers import Arrival, Departure, Program, Schedule, Transfer
+from tests.support.simulated import MAKERS, Race, WrongError, by_steps, cases, every
+
+# ---- programs and turns ---------------------------------------------------------------------------------------------
+
+
+def test_what_one_rank_of_a_ring_does():
+    assert reduce_scatter("ring", 3).program(1) == Program(
+        (Departure(0, 0, (2,)),), (Arrival(0, 2, 0, (0,), (2,)), Arrival(1, 1, 0, (0,), ()))
+    )
+    assert all_gather("ring", 3).program(1) == Program(
+        (Departure(1, 0, (2,)),), (Arrival(0, 0, 0, (0,), (2,)), Arrival(1, 2, 0, (0,), ()))
+    )
+
+
+def test_what_one_rank_does_with_direct_links():
+    assert reduce_scatter("direct", 4).program(2) == Program(
+        tuple(Departure(k, 0, (k,)) for k in (1, 0, 3)), (Arrival(0, 2, 0, (3, 0, 1), ()),)
+    )
+    assert all_gather("direct", 4).program(2) == Program(
+        (Departure(2, 0, (3, 0, 1)),), tuple(Arrival(0, k, 0, (k,), ()) for k in (1, 0, 3))
+    )
+
+
+def test_what_one_rank_does_between_nodes():
+    """Node 0 is ranks 0 and 1: inside first, then across, and back."""
+    assert reduce_scatter("hierarchical", 4, node=2).program(0) == Program(
+        (Departure(3, 0, (1,)), Departure(1, 0, (1,))),
+        (Arrival(0, 2, 0, (1,), (2,)), Arrival(0, 0, 0, (1,), ()), Arrival(1, 0, 0, (2,), ())),
+    )
+    assert all_gather("hierarchical", 4, node=2).program(0) == Program(
+        (Departure(0, 0, (2, 1)),),
+        (Arrival(0, 2, 0, (2,), (1,)), Arrival(1, 1, 0, (1,), ()), Arrival(1, 3, 0, (1,), ())),
+    )
+
+
+@every(1, 2, 3, 4, 5, 6, 8, 12, 16)
+def test_each_link_carries_pieces_in_the_order_in_which_they_are_taken(operation, algorithm, world_size, node):
+    schedule = MAKERS[operation](algorithm, world_size, node=node)
+    sent, taken = {}, {}
+    for r in range(world_size):
+        program = schedule.program(r)
+        for each in (*program.departures, *program.arrivals):
+            for target in each.targets:
+                sent.setdefault((r, target), []).append((each.segment, each.part))
+        for each in program.arrivals:
+            for source in each.sources:
+                taken.setdefault((source, r), []).append((each.segment, each.part))
+    assert sent == taken
+
+
+@every(2, 3, 4, 5, 6, 8, 12, 16)
+def test_what_is_sent_in_a_turn_is_received_in_that_turn(operation, algorithm, world_size, node):
+    """And in every turn of a step every rank sends one piece and receives one."""
+    schedule = MAKERS[operation](algorithm, world_size, node=node)
+    turns = [list(schedule.turns(r)) for r in range(world_size)]
+    for at_once in zip(*turns, strict=True):
+        steps, sent, received = (list(column) for column in zip(*at_once, strict=True))
+        assert len(set(steps)) == 1
+        assert {each.target: each for each in sent} == dict(enumerate(received))
+    assert sum(len(step) for step in schedule.steps) == sum(map(len, turns))
+
+
+# ---- each rank by itself, over links with few slots -----------------------------------------------------------------
+
+
+def race(schedule, chunks, slots, *, blocking, turns, seed=0):
+    """Return the sums or owners of all pieces of all ranks, each chunk of which must have got the same."""
+    held = Race(schedule, chunks=chunks, slots=slots, blocking=blocking, turns=turns, seed=seed).run()
+    for values in held:
+        for segment, part, chunk in values:
+            assert values[segment, part, chunk] == values[segment, part, 0]
+    return [{place[:2]: value for place, value in values.items()} for values in held]
+
+
+def same_end(schedule, held):
+    """Return whether ranks end as they do in step: in a reduction with the same sums of their own, else with all."""
+    own = [
+        {piece: value for piece, value in each.items() if schedule.operation != "reduce-scatter" or piece[0] == r}
+        for r, each in enumerate(held)
+    ]
+    return own == by_steps(schedule)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("chunks", [1, 2, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6, 8])
+def test_ranks_that_run_by_themselves(world_size, chunks, slots):
+    """Sends that are queued, with ranks that take what comes; and ranks that take turns, with both kinds of sends."""
+    schedules = [schedule for _, schedule in cases(world_size)]
+    chains = [broadcast(world_size, k, parts=1 + k % 3) for k in range(world_size)]
+    for seed, schedule in enumerate([*schedules, *chains]):
+        assert same_end(schedule, race(schedule, chunks, slots, blocking=False, turns=False, seed=seed))
+        assert same_end(schedule, race(schedule, chunks, slots, blocking=True, turns=True, seed=seed))
+        assert same_end(schedule, race(schedule, chunks, slots, blocking=False, turns=True, seed=seed))
+
+
+@pytest.mark.parametrize("world_size", [12, 16, 64])
+def test_many_ranks_that_run_by_themselves(world_size):
+    for param, schedule in cases(world_size):
+        if param.values[-1] in (1, 8):
+            assert same_end(schedule, race(schedule, 1, 1, blocking=False, turns=False))
+            assert same_end(schedule, race(schedule, 1, 1, blocking=True, turns=True))
+
+
+@every(2, 3, 4, 6)
+def test_sends_that_block_out_of_turn_wait_in_a_circle(operation, algorithm, world_size, node):
+    """All ranks begin with a send of two chunks to a rank with one slot that does the same."""
+    schedule = MAKERS[operation](algorithm, world_size, node=node)
+    with pytest.raises(WrongError, match="all ranks wait"):
+        race(schedule, 2, 1, blocking=True, turns=False)
+    enough = 2 * max(Counter((each.source, each.target) for each in chain(*schedule.steps)).values())
+    race(schedule, 2, enough, blocking=True, turns=False)
+
+
+# ---- broken on purpose ----------------------------------------------------------------------------------------------
+
+
+def flat(schedule):
+    return [(t, i) for t, step in enumerate(schedule.steps) for i in range(len(step))]
+
+
+def changed(schedule, changes):
+    """Return the schedule with other transfers at some places `(step, index)`: a tuple of any number of them."""
+    steps = [
+        tuple(chain(*(changes.get((t, i), (each,)) for i, each in enumerate(step))))
+        for t, step in enumerate(schedule.steps)
+    ]
+    return replace(schedule, steps=tuple(steps))
+
+
+def noticed(schedule, original):
+    """Return whether the steps, and two races, fail or end otherwise than those of the schedule that was changed."""
+    found = []
+    for simulate in (
+        lambda: by_steps(schedule) == by_steps(original),
+        lambda: same_end(original, race(schedule, 2, 1, blocking=False, turns=False)),
+        lambda: same_end(original, race(schedule, 2, 1, blocking=True, turns=True)),
+    ):
+        try:
+            found.append(not simulate())
+        except WrongError:
+            found.append(True)
+    return found
+
+
+BREAKABLE = [
+    pytest.param(operation, algorithm, world_size, node, id=f"{operation}-{algorithm}-{world_size}-{node}")
+    for operation in MAKERS
+    for algorithm, world_size, node in [
+        ("ring", 4, 1),
+        ("direct", 4, 1),
+        ("bidirectional", 4, 1),
+        ("bidirectional", 5, 1),
+        ("hierarchical", 6, 2),
+        ("hierarchical", 6, 3),
+    ]
+]
+breakable = pytest.mark.parametrize(("operation", "algorithm", "world_size", "node"), BREAKABLE)
+
+
+@breakable
+def test_a_transfer_that_is_missing_is_noticed(operation, algorithm, world_size, node):
+    schedule = MAKERS[operation](algorithm, world_size, node=node)
+    for place in flat(schedule):
+        assert all(noticed(changed(schedule, {place: ()}), schedule))
+
+
+@breakable
+def test_a_transfer_that_happens_twice_is_noticed(operation, algorithm, world_size, node):
+    schedule = MAKERS[operation](algorithm, world_size, node=node)
+    for t, i in flat(schedule):
+        each = schedule.steps[t][i]
+        assert all(noticed(changed(schedule, {(t, i): (each, each)}), schedule))
+
+
+@breakable
+def test_a_transfer_to_another_rank_is_noticed(operation, algorithm, world_size, node):
+    """Step by step; a race may by chance bring a part that takes another way in the same order."""
+    schedule = MAKERS[operation](algorithm, world_size, node=node)
+    for t, i in flat(schedule):
+        each = schedule.steps[t][i]
+        for target in set(range(world_size)) - {each.target}:
+            assert noticed(changed(schedule, {(t, i): (replace(each, target=target),)}), schedule)[0]
+
+
+@breakable
+def test_a_transfer_of_another_segment_is_noticed(operation, algorithm, world_size, node):
+    schedule = MAKERS[operation](algorithm, world_size, node=node)
+    for t, i in flat(schedule):
+        each = schedule.steps[t][i]
+        for segment in set(range(world_size)) - {each.segment}:
+            assert all(noticed(changed(schedule, {(t, i): (replace(each, segment=segment),)}), schedule))
+
+
+@breakable
+def test_transfers_that_change_places_are_noticed(operation, algorithm, world_size, node):
+    """Two of one piece, of which the second sends what the first has brought."""
+    schedule = MAKERS[operation](algorithm, world_size, node=node)
+    swapped = 0
+    for (t, i), (u, j) in combinations(flat(schedule), 2):
+        first, second = schedule.steps[t][i], schedule.steps[u][j]
+        one_piece = (first.segment, first.part) == (second.segment, second.part)
+        if one_piece and first.target == second.source and t < u:
+            swapped += 1
+            assert all(noticed(changed(schedule, {(t, i): (second,), (u, j): (first,)}), schedule))
+    assert swapped or len(schedule.steps) == 1
+
+
+def test_another_order_of_sources_is_another_sum():
+    """No data are lost then, only the promise about bits: the order is compared."""
+    schedule = reduce_scatter("direct", 4)
+    swapped = replace(schedule, steps=(schedule.steps[0][::-1],))
+    by_steps(swapped)
+    assert order_of_addition(schedule, 0) == (((1, 2), 3), 0)
+    assert order_of_addition(swapped, 0) == (((3, 2), 1), 0)
+
+
+def test_a_link_out_of_order_is_noticed():
+    """Two pieces that travel together change places in one step only: their receiver passes them on in that order."""
+    schedule = reduce_scatter("hierarchical", 6, node=3)
+    places = [i for i, each in enumerate(schedule.steps[1]) if each.target == 0]
+    first, second = (schedule.steps[1][i] for i in places)
+    swapped = changed(schedule, {(1, places[0]): (second,), (1, places[1]): (first,)})
+    by_steps(swapped)
+    with pytest.raises(WrongError, match=r"rank 0 takes .* from 2 for "):
+        race(swapped, 1, 1, blocking=False, turns=False)
+
+
+def test_what_is_changed_while_it_waits_to_be_sent_is_noticed():
+    """Rank 1 sends its part of segment 0 while rank 2's is added to it: with queued sends that may go wrong."""
+    steps = ((Transfer(1, 0, 0, 0), Transfer(2, 1, 0, 0)), (Transfer(1, 0, 1, 0),))
+    wrong = Schedule("reduce-scatter", "ring", 3, 1, steps)
+    messages = set()
+    for seed in range(20):
+        with pytest.raises(WrongError) as found:
+            race(wrong, 1, 1, blocking=False, turns=False, seed=seed)
+        messages.add(str(found.value)[:28])
+    assert "rank 1 changed (0, 0, 0) bef" in messages
