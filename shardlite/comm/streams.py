@@ -212,7 +212,9 @@ class ProgramStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._on_gpu = device.type == "cuda"
+        self.on_gpu = device.type == "cuda"
+        """Whether there are any."""
+
         self._home: torch.cuda.Stream | None = None
 
     def move_home(self) -> torch.cuda.Stream | None:
@@ -223,7 +225,7 @@ class ProgramStreams:
 
     def other(self) -> torch.cuda.Stream | None:
         """Return the current stream, or `None` if it is the home stream."""
-        if not self._on_gpu:
+        if not self.on_gpu:
             return None
         current = torch.cuda.current_stream(self._device)
         if self._home is None:

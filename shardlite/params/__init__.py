@@ -3,6 +3,7 @@
 In: a module. Out: `Unit`s of `Flat`s, with layouts that every rank works out alike. Read `layout.py` first.
 """
 
+from shardlite.params.buffers import Buffer, BufferPool, storage_key
 from shardlite.params.layout import (
     ALIGN,
     Empty,
@@ -37,4 +38,4 @@ from shardlite.params.partition import (
     scripts,
 )
 from shardlite.params.states import Gradients, Weights, check_move
-from shardlite.params.unit import Buffer, Flat, Unit, storage_key
+from shardlite.params.unit import Flat, Unit
