@@ -166,7 +166,7 @@ class Bucket:
         """
         complete = len(self.used) == len(self._places)
         for flat, full, buffer in zip(self.flats, self.full, self.buffers, strict=True):
-            if complete and buffer.padding == _padding(flat):
+            if complete and buffer.padding is not None:
                 continue
             for start, stop in flat.gradients.padding if complete else flat.gradients.gaps(self._used_slots(flat)):
                 full[start:stop].zero_()

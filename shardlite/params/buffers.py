@@ -23,7 +23,7 @@ class Buffer:
     """Memory for one unit's full weights or gradients, which can tell whether other tensors still view it."""
 
     padding: Hashable = None
-    """What describes the ranges that are known to be zero, for those who write gradients."""
+    """Which ranges are known to be zero, in the words of those who write gradients."""
 
     def __init__(self, memory: Tensor) -> None:
         self.bytes = memory

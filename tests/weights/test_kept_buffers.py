@@ -165,9 +165,12 @@ class _Zeros(TorchDispatchMode):
 
 @contextmanager
 def zeros_of_buckets() -> Iterator[Counter[str]]:
-    """Count by unit the ranges that are filled with zeros before a reduction, and check that all of them are zero."""
+    """Count by unit the ranges that are filled with zeros before a reduction, and check that all of them are zero.
+
+    Buckets are given back with ones where their gradients were, most of which are zero here.
+    """
     noted: Counter[str] = Counter()
-    zero = Bucket.zero_the_rest
+    zero, clear = Bucket.zero_the_rest, Bucket.clear
 
     def counting(bucket: Bucket) -> None:
         with _Zeros() as zeros:
@@ -177,7 +180,13 @@ def zeros_of_buckets() -> Iterator[Counter[str]]:
             for start, stop in flat.gradients.gaps(bucket._used_slots(flat)):
                 assert not full[start:stop].any()
 
-    with mock.patch.object(Bucket, "zero_the_rest", counting):
+    def clearing(bucket: Bucket) -> None:
+        for i, flat in enumerate(bucket.flats[: len(bucket.full)]):
+            for slot in flat.gradients.slots:
+                bucket.full[i][slot.start : slot.stop].fill_(1)
+        clear(bucket)
+
+    with mock.patch.object(Bucket, "zero_the_rest", counting), mock.patch.object(Bucket, "clear", clearing):
         yield noted
 
 
