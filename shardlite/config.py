@@ -179,6 +179,11 @@ def devices_may_overlap() -> bool:
     return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "0") == "1"
 
 
+def streams_share_a_queue() -> bool:
+    """Return whether all streams of a GPU go through one queue of the hardware (`CUDA_DEVICE_MAX_CONNECTIONS=1`)."""
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+
+
 def poison_evicted_buffers() -> bool:
     """Return whether buffers are filled with NaN when their unit is evicted (`SHARDLITE_POISON=1`).
 

@@ -439,11 +439,11 @@ class ShardLite(nn.Module):
     def traffic(self) -> Mapping[str, Mapping[str, Sent]]:
         """Return what this rank has sent since it was wrapped: calls, messages and bytes by unit and purpose.
 
-        Gathers and reductions also have how long they ran, and how long computation waited for them. Purposes of a unit
-        are `gather`, `take part` (a gather that only other ranks need), `reduce`, `reduce over replicas` (hybrid
-        sharding), `used` (in-backward steps) and `full state`. `"(no unit)"` has those of the whole model: `order
-        negotiation`, `gradient flags`, `norm` and others. Control messages, by which ranks compare what they wrap, are
-        not counted.
+        Gathers and reductions also have how long they ran, and how long computation waited for them; on a GPU since the
+        first call of this method, because timing takes events. Purposes of a unit are `gather`, `take part` (a gather
+        that only other ranks need), `reduce`, `reduce over replicas` (hybrid sharding), `used` (in-backward steps) and
+        `full state`. `"(no unit)"` has those of the whole model: `order negotiation`, `gradient flags`, `norm` and
+        others. Control messages, by which ranks compare what they wrap, are not counted.
         """
         return self._context.traffic.by_unit()
 

@@ -21,7 +21,7 @@ from shardlite.comm.control.interrupts import defer_interrupts
 from shardlite.comm.control.process import Owner
 from shardlite.comm.control.progress import Progress
 from shardlite.comm.control.uncaught import report_uncaught
-from shardlite.comm.streams import ProgramStreams, StreamQueue, make_queue
+from shardlite.comm.streams import ProgramStreams, StreamQueue, check_connections, make_queue
 from shardlite.comm.traffic import NO_UNIT, Traffic
 from shardlite.comm.transport.base import Transport
 from shardlite.comm.transport.group_collectives import GroupCollectives
@@ -218,6 +218,7 @@ def share(groups: Ranks, device: torch.device, timeout: timedelta, route: Route)
         LayoutError: the route is not available.
         CommError: a rank did not arrive.
     """
+    check_connections(device)
     model = identify(groups, timeout)
     inline = transport, replicas = _connect(groups, device, timeout, route, apart=False)
     if isinstance(transport, GroupCollectives):

@@ -4,6 +4,7 @@ On the CPU it is a thread. On a GPU it is a stream, plus a thread if messages bl
 reductions have separate queues, so that neither waits for the other. Only this file orders streams.
 """
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,6 +20,7 @@ from shardlite.comm.control.failure_reports import FailureReports
 from shardlite.comm.control.interrupts import SLOW
 from shardlite.comm.control.process import Owner
 from shardlite.comm.transport.process_group import end_waits
+from shardlite.config import streams_share_a_queue
 
 _FAREWELL = 2.0
 """Seconds that the end of a queue waits for its last operation, which may be waiting for a peer that is gone."""
@@ -29,6 +31,17 @@ _POLL = 5e-5
 
 _MOMENT, _LONGEST = 2e-3, 5e-2
 """Seconds between the first checks of a wait, and between later ones."""
+
+
+def check_connections(device: torch.device) -> None:
+    """Warn if streams of a GPU cannot run beside each other. Python shows the warning once."""
+    if device.type == "cuda" and streams_share_a_queue():
+        warnings.warn(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts the work of all streams into one queue, in which a gather that is "
+            "started ahead stands before the computation that it should run beside. Unset it: ShardLite orders its "
+            "streams itself",
+            stacklevel=1,  # so that all models have one place
+        )
 
 
 class Work(Protocol):
@@ -212,7 +225,9 @@ class ProgramStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._on_gpu = device.type == "cuda"
+        self.on_gpu = device.type == "cuda"
+        """Whether there are any."""
+
         self._home: torch.cuda.Stream | None = None
 
     def move_home(self) -> torch.cuda.Stream | None:
@@ -223,7 +238,7 @@ class ProgramStreams:
 
     def other(self) -> torch.cuda.Stream | None:
         """Return the current stream, or `None` if it is the home stream."""
-        if not self._on_gpu:
+        if not self.on_gpu:
             return None
         current = torch.cuda.current_stream(self._device)
         if self._home is None:

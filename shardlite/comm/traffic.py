@@ -1,9 +1,11 @@
 """Traffic by unit and purpose: bytes sent by this rank, time spent, and time that computation waited for it.
 
-Every operation of a model carries a tally, to which `executor.py` adds each message where it is sent.
+Every operation of a model carries a tally, to which `executor.py` adds each message where it is sent. On a GPU an
+interval takes two events, so time counts there from the first question for it.
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -40,10 +42,12 @@ class Sent:
     nbytes: int
 
     seconds: float
-    """Duration of gathers and reductions, from start to end on this rank; 0 for other purposes."""
+    """Duration of gathers and reductions, from start to end on this rank; 0 for other purposes. On a GPU since the
+    first call of `traffic()`.
+    """
 
     exposed: float
-    """Seconds that computation waited for them, so that were not overlapped."""
+    """Seconds that computation waited for them, so that were not overlapped, counted like `seconds`."""
 
 
 @dataclass
@@ -54,11 +58,15 @@ class _Entry:
     tally: Tally = field(default_factory=Tally)
 
 
+_UNTIMED = nullcontext()
+
+
 class Traffic:
     """Counts of one wrapped model on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._is_timed = device.type != "cuda"
         self._entries: dict[str, dict[str, _Entry]] = {}
 
     def tally(self, purpose: str, unit: str = NO_UNIT) -> Tally:
@@ -67,16 +75,17 @@ class Traffic:
         entry.calls += 1
         return entry.tally
 
-    def running(self, purpose: str, unit: str) -> Clock:
-        """Return the clock for the duration of operations."""
-        return self._entry(purpose, unit).ran
+    def running(self, purpose: str, unit: str) -> AbstractContextManager[object]:
+        """Time a block, in which an operation runs."""
+        return self._entry(purpose, unit).ran if self._is_timed else _UNTIMED
 
-    def waiting(self, purpose: str, unit: str) -> Clock:
-        """Return the clock for the time that computation waits for operations."""
-        return self._entry(purpose, unit).waited
+    def waiting(self, purpose: str, unit: str) -> AbstractContextManager[object]:
+        """Time a block, in which computation waits for operations."""
+        return self._entry(purpose, unit).waited if self._is_timed else _UNTIMED
 
     def by_unit(self) -> Mapping[str, Mapping[str, Sent]]:
-        """Return all counts so far. On a GPU the host waits for open intervals."""
+        """Return all counts so far. On a GPU the host waits for open intervals, and blocks are timed from now on."""
+        self._is_timed = True
         return {
             unit: {purpose: _sent(each) for purpose, each in list(mine.items()) if each.calls}
             for unit, mine in list(self._entries.items())

@@ -89,11 +89,12 @@ class Backward:
             self.follow_requires_grad()
 
     def _kept(self) -> Iterator[Tensor]:
-        """Yield the memory that passes leave to later ones: weights in a cache, and accumulated gradients."""
+        """Yield the memory that passes leave to later ones: cached weights, accumulated gradients, spare buffers."""
         for unit in self._units:
             if unit.buffer is not None:
                 yield unit.buffer.bytes
-        yield from self._reducer.accumulated()
+        yield from self._gatherer.spare()
+        yield from self._reducer.kept()
 
     def follow_requires_grad(self) -> None:
         """Expect gradients of those parameters that require them now."""

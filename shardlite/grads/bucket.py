@@ -3,18 +3,19 @@
 The root's gradients arrive first and last in a backward (for example those of a head and of an embedding). So the
 root's bucket allocates memory only for its last gradient: until then it keeps the tensors that autograd made.
 
-In: gradients of single parameters. Out: full buffers to reduce. Knows nothing of communication.
+In: gradients of single parameters. Out: full buffers to reduce. Starts no communication.
 
 Legend: `W` ranks, `S` elements per shard.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from shardlite.errors import PhaseError
-from shardlite.params import Empty, Flat, Gradients, Slot, Unit, check_move
+from shardlite.params import Buffer, BufferPool, Flat, Gradients, Slot, Unit, check_move
 
 
 @dataclass(eq=False)
@@ -22,12 +23,18 @@ class Bucket:
     """One unit's gradients before they are reduced."""
 
     unit: Unit
+    pools: Sequence[BufferPool]
+    """Where memory is from, a pool for each flat."""
+
     phase: Gradients = Gradients.EMPTY
     flats: list[Flat] = field(init=False)
     """The unit's flats that have gradients."""
 
     full: list[Tensor] = field(default_factory=list)
     """One full buffer per flat, in the layout and dtype of its gradients."""
+
+    buffers: list[Buffer] = field(default_factory=list)
+    """The memory of `full`."""
 
     early: dict[int, Tensor] = field(default_factory=dict)
     """Gradients that arrived before `full` was allocated, as autograd made them, by `id` of their parameters.
@@ -67,9 +74,13 @@ class Bucket:
         """
         return not (waits and self.unit.is_root and id(param) not in self.early)
 
-    def fill(self, empty: Empty) -> None:
-        """Allocate the full buffers with `empty`, and copy early gradients into them."""
-        self.full = [empty(flat.gradients.full_numel, flat.reduce) for flat in self.flats]
+    def fill(self) -> None:
+        """Take memory for the full buffers, and copy early gradients into them."""
+        self.buffers = [
+            pool.take(self.unit, flat.gradients.full_numel * flat.reduce.itemsize)
+            for pool, flat in zip(self.pools, self.flats, strict=False)
+        ]
+        self.full = [_whole(buffer, flat) for buffer, flat in zip(self.buffers, self.flats, strict=True)]
         if self.phase is Gradients.EMPTY:
             self.move(Gradients.FILLING)
         while self.early:
@@ -149,11 +160,17 @@ class Bucket:
         return next(slot.name for each, slot in members if each is param)
 
     def zero_the_rest(self) -> None:
-        """Zero the padding and the places of missing gradients. The buffers were allocated uninitialised."""
+        """Zero the padding and the places of missing gradients. The buffers were allocated uninitialised.
+
+        Padding stays zero: a reduction writes sums of zeros there.
+        """
         complete = len(self.used) == len(self._places)
-        for flat, full in zip(self.flats, self.full, strict=True):
+        for flat, full, buffer in zip(self.flats, self.full, self.buffers, strict=True):
+            if complete and buffer.padding is not None:
+                continue
             for start, stop in flat.gradients.padding if complete else flat.gradients.gaps(self._used_slots(flat)):
                 full[start:stop].zero_()
+            buffer.padding = _padding(flat)
 
     def _used_slots(self, flat: Flat) -> set[int]:
         return {i for i, row in enumerate(flat.rows) if id(flat.params[row]) in self.used}
@@ -180,12 +197,28 @@ class Bucket:
         }
 
     def clear(self) -> None:
-        """Empty the bucket, and free its memory."""
+        """Empty the bucket, and give its memory back, if no gradient is a view of it."""
         self.full = []
+        for pool in self.pools[: len(self.buffers)]:
+            pool.give_back(self.buffers.pop(0))
         self.early.clear()
         self.used.clear()
         if self.phase is not Gradients.EMPTY:
             self.move(Gradients.EMPTY)
+
+
+def _padding(flat: Flat) -> tuple[torch.dtype, tuple[tuple[int, int], ...]]:
+    """Return what says which bytes of a full buffer are padding."""
+    return flat.reduce, flat.gradients.padding
+
+
+def _whole(buffer: Buffer, flat: Flat) -> Tensor:
+    """View a buffer as the full gradients [W*S] of a flat, which are going to be written."""
+    if buffer.padding != _padding(flat):
+        buffer.padding = None  # gradients may be written where it was zero
+    numel, dtype = flat.gradients.full_numel, flat.reduce
+    (view,) = buffer.views((numel, dtype), lambda memory: [memory[: numel * dtype.itemsize].view(dtype)])
+    return view
 
 
 def _slots(flat: Flat) -> Iterator[tuple[int, Slot]]:

@@ -31,7 +31,7 @@ from shardlite.grads.bucket import Bucket
 from shardlite.grads.flags import GradientFlags, any_bad, warn_of
 from shardlite.grads.norm import ReducedNorm
 from shardlite.grads.reduce_scatter import Averager, Mean, ShardStep
-from shardlite.params import Flat, Gradients, Unit
+from shardlite.params import BufferPool, Flat, Gradients, Unit
 
 LIMIT = 2
 """Buckets that exist at once beside the root's, while ranks follow one order: one is reduced while another fills.
@@ -40,6 +40,8 @@ It is one where shards are stepped in the backward on CPUs: such a program asks 
 the cores that would fill the next bucket. A backward waits for a reduction rather than take more. It must not wait for
 one that a peer starts only after a gather that takes this rank: `progress.py`.
 """
+
+_PURPOSE = "gradient buckets"
 
 _phase_of = attrgetter("phase")  # by `map` it is read of all buckets without a call in Python each
 
@@ -153,7 +155,8 @@ class Reducer:
         self._averager = Averager(context, stage=stage)
         self._gradient_flags = GradientFlags(context)
         self._diagnose = diagnose
-        self._buckets = {unit: Bucket(unit) for unit in units}
+        self._pools = _pools(units, context)
+        self._buckets = {unit: Bucket(unit, pools) for unit, pools in self._pools.items()}
         self._beside_root = [bucket for unit, bucket in self._buckets.items() if not unit.is_root]
         self._order = list(reversed(units))  # a guess, until the first backward has shown how gradients come
         self._observed: list[Unit] | None = []
@@ -171,10 +174,12 @@ class Reducer:
         """Whether there are gradients that are not reduced yet."""
         return any(bucket.phase is Gradients.FILLING for bucket in self._buckets.values())
 
-    def accumulated(self) -> Iterator[Tensor]:
-        """Yield the memory of gradients that are not reduced yet."""
+    def kept(self) -> Iterator[Tensor]:
+        """Yield the memory that later backwards use: of gradients that are not reduced yet, and of spare buckets."""
         for bucket in self._buckets.values():
             yield from (*bucket.full, *bucket.early.values())
+        for pool in {pool for pools in self._pools.values() for pool in pools}:
+            yield from pool.spare()
 
     def follow_requires_grad(self) -> bool:
         """Have buckets for those parameters that require gradients now; return whether that changed anything.
@@ -238,7 +243,7 @@ class Reducer:
             self._fill(bucket)
         bucket.add(param, grad if self._counts else None, is_watched=is_watched)
         if not bucket.full and (early := bucket.early_gradient(param)) is not None:
-            self._context.ledger.track("gradient buckets", early)
+            self._context.ledger.track(_PURPOSE, early)
         return bucket
 
     def set_participation(self, *, counts: bool, ranks: int) -> None:
@@ -399,9 +404,7 @@ class Reducer:
                     break
             self._land(now.landed + 1)
         progress.filled(beyond=not root and self._held() >= LIMIT and now.reduces)
-        bucket.fill(self._context.empty)
-        for memory in bucket.full:
-            self._context.ledger.track("gradient buckets", memory)
+        bucket.fill()
 
     def saves_memory(self) -> bool:
         """Whether little memory is worth more than reductions beside the backward, or pages that are kept for later."""
@@ -500,6 +503,18 @@ class Reducer:
             broadcast(order, transport, operation=operation)
         self._order = [units[i] for i in order.tolist()]
         self._observed = None
+
+
+def _pools(units: Sequence[Unit], context: Context) -> dict[Unit, Sequence[BufferPool]]:
+    """Return where each unit has its bucket from: a pool for each of its flats.
+
+    They keep no bucket of the root. It exists at the end of a backward only, where there are no activations any more;
+    kept, it would add to what they take at their peak. The others are in use there already.
+    """
+    flats = range(max((len(unit.flats) for unit in units), default=0))
+    kept = [BufferPool(context, _PURPOSE, most=LIMIT) for _ in flats]
+    none = [BufferPool(context, _PURPOSE, most=0) for _ in flats]
+    return {unit: none if unit.is_root or len(units) == 1 else kept for unit in units}
 
 
 def _check_precision(flats: Iterable[Flat]) -> None:

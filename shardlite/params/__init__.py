@@ -3,6 +3,7 @@
 In: a module. Out: `Unit`s of `Flat`s, with layouts that every rank works out alike. Read `layout.py` first.
 """
 
+from shardlite.params.buffers import Buffer, BufferPool, storage_key
 from shardlite.params.layout import (
     ALIGN,
     Empty,
@@ -38,4 +39,4 @@ from shardlite.params.partition import (
 )
 from shardlite.params.shard_tensor import ShardTensor
 from shardlite.params.states import Gradients, Weights, check_move
-from shardlite.params.unit import Buffer, Flat, Unit, storage_key
+from shardlite.params.unit import Flat, Unit

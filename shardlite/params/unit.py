@@ -9,7 +9,7 @@ shape if this rank has all of the parameter, else `[k, 1, ...]`.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from shardlite.comm import Work
 from shardlite.errors import LayoutError
+from shardlite.params.buffers import Buffer, storage_key
 from shardlite.params.layout import Layout, Slot, mark_padded, round_up
 from shardlite.params.parameters import as_they_are, to_full, to_placeholders
 from shardlite.params.shard_tensor import ShardTensor
@@ -31,44 +32,6 @@ _FLAT_ALIGN = 128
 
 _version_of = attrgetter("_version")  # by `map` it is read of many tensors without a call in Python
 _local_version_of = attrgetter("local._version")
-
-
-class Buffer:
-    """Memory for one unit's full weights, which can tell whether other tensors still view it."""
-
-    def __init__(self, memory: Tensor) -> None:
-        self.bytes = memory
-        self.key = storage_key(self.bytes)
-        self._own_uses = torch._C._storage_Use_Count(self.key)
-        self._views: dict[object, list[Tensor]] = {}
-
-    def views(self, owner: object, make: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
-        """Return the views that `make` has made of the memory for `owner`. They are kept, and not made again.
-
-        Not within a mode of the program, or a `torch.func` transform, in which tensors may be of another kind.
-        """
-        kept = self._views.get(owner)
-        if kept is not None:
-            return kept
-        if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
-            return make(self.bytes)
-        before = torch._C._storage_Use_Count(self.key)
-        kept = self._views[owner] = make(self.bytes)
-        self._own_uses += torch._C._storage_Use_Count(self.key) - before
-        return kept
-
-    def escaped(self) -> bool:
-        """Whether tensors outside the library still view this buffer. Call it after our own views are gone."""
-        return bool(torch._C._storage_Use_Count(self.key) > self._own_uses)
-
-    def poison(self) -> None:
-        """Fill with NaN: all bits set is a NaN in every floating-point dtype."""
-        self.bytes.fill_(0xFF)
-
-
-def storage_key(tensor: Tensor) -> int:
-    """Return what all views of one storage, and only they, have in common."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 @dataclass(eq=False, kw_only=True)

@@ -124,6 +124,9 @@ class Gathering(Protocol):
     def settle(self) -> None:
         """Wait until no other rank needs this rank's part of the weights of now."""
 
+    def spare(self) -> Iterable[Tensor]:
+        """Return memory that is kept for later gathers."""
+
 
 class Gather:
     """One gather of a unit, for the queue to run: into the unit's memory, or into memory that is dropped."""

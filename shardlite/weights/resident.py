@@ -8,10 +8,11 @@ ranks whose forwards take different branches still do the same. Where every rank
 ever gathered, and nothing but a cast from the master weights, if they have another dtype, is ever due.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor
 
 from shardlite.comm import Context
 from shardlite.errors import PhaseError
@@ -88,6 +89,10 @@ class ResidentWeights:
         for unit in units:
             unit.needs_regather = True
         self.expire()
+
+    def spare(self) -> Iterable[Tensor]:
+        """Return nothing: all memory belongs to some unit."""
+        return ()
 
     def expire(self) -> None:
         """Make parameters whose shards have changed read as NaN until they are gathered, not as a mixture."""

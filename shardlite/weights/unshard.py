@@ -4,27 +4,31 @@
                                                  -> evicted: the buffer serves another unit
 
 Buffers are a cache. An idle unit keeps its buffer until another unit needs it, and a model of any depth runs through
-`1 + prefetch` of them, besides the root's; more where more units are in use at once. Each rank decides for itself what
-it needs to gather and what it keeps; `PassCoordinator` has all ranks gather the same units in one order.
+`1 + prefetch` of them, besides the root's; more where more units are in use at once. On a GPU these are always the
+same, and a unit gets the one that it had before, unless that costs another gather: its weights keep their addresses.
+Each rank decides for itself what it needs to gather and what it keeps; `PassCoordinator` has all ranks gather the same
+units in one order.
 
 Legend: `W` ranks, `S` elements per shard; a full buffer has `W*S` elements per flat.
 """
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
 
-import torch
+from torch import Tensor
 
 from shardlite.comm import SPARE, Context
 from shardlite.config import poison_evicted_buffers
 from shardlite.errors import EscapedViewWarning
-from shardlite.params import Buffer, Unit, Weights
+from shardlite.params import Buffer, BufferPool, Unit, Weights
 from shardlite.weights.all_gather import is_fresh, isolated
 from shardlite.weights.coordination import PassCoordinator
 from shardlite.weights.gather_order import UseOrder
+
+_PURPOSE = "gather buffers"
 
 _is_kept_unsharded = attrgetter("keep_unsharded")
 
@@ -40,15 +44,14 @@ class Gatherer:
         self._coordinator = PassCoordinator(units, context)
         self._backwards = 0
         self._units = units
-        self._empty = context.empty
         self._trim = context.trim
         self._streams = context.streams
         self._trace = context.trace
-        self._ledger = context.ledger
         self._prefetch = prefetch
         self._ahead = prefetch  # in the pass in progress
         self._poison = poison_evicted_buffers()
         self._idle: dict[Unit, None] = {}  # least recently used first
+        self._pools = _pools_of(units, context, prefetch)
         self._warned = False
 
     def unshard(self, unit: Unit) -> None:
@@ -136,6 +139,11 @@ class Gatherer:
     def expire(self) -> None:
         """No-op. Outdated weights are detected by version at the next unshard."""
 
+    def spare(self) -> Iterator[Tensor]:
+        """Yield memory that is kept for later gathers."""
+        for pool in set(self._pools.values()):
+            yield from pool.spare()
+
     def stop_prefetching(self) -> None:
         """Gather nothing ahead in the rest of the pass in progress, and keep one idle unit at most."""
         self._ahead = 0
@@ -195,6 +203,10 @@ class Gatherer:
 
     def _keep_idle(self, unit: Unit) -> None:
         """Keep an idle unit's weights for the next use, if there is room, and a next use before they change."""
+        assert unit.buffer is not None
+        if self._pools[unit].is_surplus(unit.buffer):
+            self._evict(unit)
+            return
         self._idle[unit] = None
         self._drop_if_done(unit)
         if self._held() > 1 + self._ahead and (victim := self._victim(unit)):
@@ -214,9 +226,16 @@ class Gatherer:
         return len(self.owners) - list(map(_is_kept_unsharded, self.owners.values())).count(True)
 
     def _victim(self, unit: Unit) -> Unit | None:
-        """Choose the idle unit to evict: one of the same size if possible, for its buffer can be used as it is."""
+        """Choose the idle unit to evict: one whose buffer can be used as it is, if possible.
+
+        Best is the buffer that `unit` had last, unless it holds what will be used next.
+        """
         candidates = [idle for idle in self._idle if not idle.keep_unsharded]
-        alike = [idle for idle in candidates if idle.nbytes == unit.nbytes]
+        pool = self._pools[unit]
+        alike = [idle for idle in candidates if idle.buffer is not None and pool.fits(idle.buffer, unit.nbytes)]
+        if (last := pool.last(unit)) is not None:
+            soon = self.order.upcoming(self._ahead)
+            alike.sort(key=lambda idle: idle.buffer is not last or idle is unit or idle.index in soon)
         return next(iter(alike or candidates), None)
 
     def _buffer_for(self, unit: Unit) -> Buffer:
@@ -225,14 +244,13 @@ class Gatherer:
         if victim is None and not unit.keep_unsharded and self._held() >= 1 + self._ahead:
             victim = self._victim(unit)
         buffer = self._evict(victim) if victim else None
-        if buffer is None or buffer.bytes.numel() != unit.nbytes:
+        if buffer is None or not self._pools[unit].fits(buffer, unit.nbytes):
             del buffer  # before, not after, there is another one
-            buffer = Buffer(self._empty(unit.nbytes, torch.uint8))
-            self._ledger.track("gather buffers", buffer.bytes)
+            buffer = self._pools[unit].take(unit, unit.nbytes)
         return buffer
 
     def _evict(self, unit: Unit) -> Buffer | None:
-        """Take an idle unit's buffer away. Return it if no other tensor views it."""
+        """Take an idle unit's buffer away. Return it if no other tensor views it, and no pool keeps it."""
         assert unit.buffer is not None
         buffer, unit.buffer = unit.buffer, None
         self._idle.pop(unit, None)
@@ -244,7 +262,10 @@ class Gatherer:
             return None
         if self._poison:
             buffer.poison()
-        return buffer
+        if not self._pools[unit].give_back(buffer):
+            return buffer
+        unit.escapes = [each for each in unit.escapes if each() is not buffer.bytes.untyped_storage()]
+        return None
 
     @staticmethod
     def _outdate(unit: Unit) -> None:
@@ -268,3 +289,15 @@ class Gatherer:
                 EscapedViewWarning,
                 stacklevel=2,
             )
+
+
+def _pools_of(units: Sequence[Unit], context: Context, prefetch: int) -> dict[Unit, BufferPool]:
+    """Return where each unit has its buffer from.
+
+    The root has a pool of its own. None keeps buffers for other units that stay gathered until their backward, nor for
+    a model of one unit: these would be the full weights of the model.
+    """
+    shared = BufferPool(context, _PURPOSE, most=1 + prefetch)
+    root = BufferPool(context, _PURPOSE, most=1)
+    none = BufferPool(context, _PURPOSE, most=0)
+    return {unit: root if unit.is_root else none if unit.keep_unsharded else shared for unit in units}

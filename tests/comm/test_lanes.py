@@ -12,7 +12,7 @@ from torch import nn
 
 import shardlite.comm.context
 from shardlite import AdamW, CommError, ShardLite
-from shardlite.comm.streams import CudaStreamQueue, ProgramStreams, ThreadQueue, make_queue
+from shardlite.comm.streams import CudaStreamQueue, ProgramStreams, ThreadQueue, check_connections, make_queue
 from shardlite.comm.transport.process_group import NcclTransport, StagedTransport
 from tests.support.patience import seconds
 from tests.support.twins.sharded import WIDE
@@ -35,6 +35,15 @@ def test_a_thread_lane_works_in_order_and_hands_errors_on():
     assert first.done()
     with pytest.raises(ZeroDivisionError):
         failing.wait()
+
+
+def test_one_queue_for_all_streams_is_warned_of(monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    check_connections(CUDA)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    check_connections(CPU)
+    with pytest.warns(UserWarning, match="one queue"):
+        check_connections(CUDA)
 
 
 def test_the_cpu_has_thread_lanes_only():

@@ -102,8 +102,8 @@ def counted(model: ShardLite) -> Iterator[list[int]]:
     counts: list[int] = []
     fill = Bucket.fill
 
-    def counting(self: Bucket, empty: Any) -> None:
-        fill(self, empty)
+    def counting(self: Bucket) -> None:
+        fill(self)
         buckets = model._reducer._buckets.values()
         if not self.unit.is_root:
             counts.append(sum(b.phase is not Gradients.EMPTY for b in buckets if not b.unit.is_root))

@@ -1,6 +1,7 @@
 """`traffic()` and `memory()`: exact, against what the transport was given and what tensors there are."""
 
 import gc
+from unittest import mock
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 import shardlite.comm.context
 from shardlite import AdamW, Precision, ShardLite
-from shardlite.comm.traffic import Tally
+from shardlite.comm.traffic import Tally, Traffic
 from shardlite.params.layout import ARENA_ALIGN, round_up
 from tests.support.ranks.new_objects import looking_at_new_objects
 from tests.support.transports.delegating import Counted
@@ -140,3 +141,17 @@ def test_memory_is_what_there_is_and_as_zero_has_it(cluster, world_size, stage):
         assert held["optimizer state"] == 2 * stepped + counts
         assert held.get("gradient buckets", 0) == 0
         assert held.get("gather buffers", 0) == 0
+
+
+def test_on_a_gpu_time_counts_from_the_first_question():
+    gpu = torch.device("cuda")
+    traffic = Traffic(gpu)
+    traffic.tally("reduce", "a unit")
+    event = mock.Mock(**{"query.return_value": True, "elapsed_time.return_value": 250.0})
+    cuda = {"Event": mock.Mock(return_value=event), "is_current_stream_capturing": mock.Mock(return_value=False)}
+    with mock.patch.multiple(torch.cuda, **cuda):
+        for counted in (0.0, 0.25):
+            with traffic.running("reduce", "a unit"), traffic.waiting("reduce", "a unit"):
+                assert event.record.called == bool(counted)
+            sent = traffic.by_unit()["a unit"]["reduce"]
+            assert (sent.calls, sent.seconds, sent.exposed) == (1, counted, counted)

@@ -95,6 +95,7 @@ def _learn(run: Run) -> tuple[list[Point], Footprint]:
     steps = run.settings.steps
     progress = LossCurve(steps, _tokens_per_step(run.settings))
     curve: list[Point] = []
+    run.model.traffic()  # on a GPU time counts from here
     for step in range(steps):
         if step == min(_MEASURED_STEP, steps - 1):
             loss, footprint = _measured_step(run, step)

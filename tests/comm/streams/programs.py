@@ -1,6 +1,7 @@
 """Programs that train on a simulated GPU, in all the ways in which streams, memory and passes can meet."""
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardlite import AdamW, Precision, ShardLite
+from shardlite import AdamW, EscapedViewWarning, Precision, ShardLite
 from shardlite.engine import backward
 from shardlite.params import Weights
 from tests.comm.streams.simulated_gpu import Gpu
@@ -179,6 +180,10 @@ EVENTS: dict[str, Callable[[Training], None]] = {
 }
 
 
+NOT_IN_BACKWARD = {"no_sync", "no_sync, sharded", "an exception in a forward", "an exception in a backward"}
+"""Steps in the backward cannot be taken back, and take one backward each."""
+
+
 class OnSide(torch.autograd.Function):
     """A linear layer on another stream. The order that PyTorch's engine keeps in a backward is kept by hand."""
 
@@ -291,21 +296,51 @@ def has_two_streams(gpu: Gpu, block: type[TwoStreams], *, trains_both: bool, **o
         gc.collect()
 
 
-def moves(gpu: Gpu, event: str) -> None:
-    """Go on with a run on another stream, and come back; before that `event` leaves something in a cache."""
-    with gpu.ranks(WORLD_SIZE):
-        training = Training()
+KEPT = "a view that is kept"
+
+
+def keeps_a_view(training):
+    kept = []
+    handle = training.model.module[2].register_forward_hook(lambda block, *_: kept.append(block.rise.weight.view(-1)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EscapedViewWarning)
         training.step()
-        EVENTS[event](training)
-        loss(training.model)
+    handle.remove()
+
+
+def moves(gpu: Gpu, event: str, **options) -> None:
+    """Go on with a run on another stream, and come back; before that, or there, `event` leaves something in a cache."""
+    with gpu.ranks(WORLD_SIZE):
+        training = Training(**options)
+        training.step()
+        if event != KEPT:  # else no unit has a buffer when the run moves
+            EVENTS[event](training)
+            loss(training.model)
         own = gpu.stream("own")
         own.wait_stream(gpu.current())
         with gpu.on(own):
             for _ in range(2):
                 training.step()
+            if event == KEPT:
+                keeps_a_view(training)
             loss(training.model)
         gpu.current().wait_stream(own)
         training.step()
+        del training
+        gc.collect()
+
+
+def alternates(gpu: Gpu, **options) -> None:
+    """Evaluate on two streams by turns. No stream waits for the other: only weights are read, of a step before both."""
+    with gpu.ranks(WORLD_SIZE):
+        training = Training(**options)
+        training.step()
+        own = gpu.stream("own")
+        own.wait_stream(gpu.current())
+        for turn in range(6):
+            with gpu.on(own if turn % 2 else gpu.current()):
+                evaluates(training)
+        gpu.current().wait_stream(own)
         del training
         gc.collect()
 

@@ -204,7 +204,7 @@ class Gpu:
     def _free(self, key: int) -> None:
         memory = self._memory.pop(key, None)
         for each in [] if memory is None else memory.accesses:
-            if each.stream not in memory.recorded and not each.is_before(memory.allocated_on):
+            if not any(each.is_before(stream) for stream in (memory.allocated_on, *memory.recorded)):
                 self.races[f"{each}, but is freed for {memory.allocated_on.name}"] += 1
 
     @contextmanager

@@ -19,6 +19,7 @@ from shardlite.weights.coordination import PassCoordinator
 from shardlite.weights.unshard import Gatherer
 from tests.comm.streams import simulated_gpu
 from tests.comm.streams.programs import (
+    KEPT,
     TwoStreams,
     accumulates_elsewhere,
     has_two_streams,
@@ -131,7 +132,11 @@ MUTANTS = {
         ProgramStreams, "wait_for", nothing, partial(is_dropped, where="forward")
     ),
     "a cache moves to another stream": Mutant(
-        Backward, "_kept", lambda _: iter(()), partial(moves, event="an evaluation")
+        Backward, "_kept", lambda _: iter(()), partial(moves, event="an evaluation", reshard_after_forward=False)
+    ),
+    "a spare buffer moves to another stream": Mutant(Gatherer, "spare", lambda _: iter(()), partial(moves, event=KEPT)),
+    "a bucket is used again before it is reduced": Mutant(
+        Reducer, "_land", clear_at_once, partial(training, name="in_backward, stage 3")
     ),
 }
 

@@ -3,7 +3,15 @@
 import pytest
 
 from tests.comm.streams import programs
-from tests.comm.streams.programs import EVENTS, RUNS, WORLD_SIZE, CalledOnSide, Training, TwoStreams
+from tests.comm.streams.programs import (
+    EVENTS,
+    NOT_IN_BACKWARD,
+    RUNS,
+    WORLD_SIZE,
+    CalledOnSide,
+    Training,
+    TwoStreams,
+)
 from tests.comm.streams.simulated_gpu import Gpu
 
 
@@ -27,8 +35,6 @@ def test_training(name, lag):
 
 PLAIN = [{"stage": 2}, {"stage": 3}]
 OTHERS = [{"stage": 3}, {"in_backward": True}]
-NOT_IN_BACKWARD = {"no_sync", "no_sync, sharded", "an exception in a forward", "an exception in a backward"}
-"""Steps in the backward cannot be taken back, and take one backward each."""
 
 
 @pytest.mark.parametrize(
@@ -64,6 +70,22 @@ def test_a_model_on_two_streams(block, trains_both, options):
 @pytest.mark.parametrize("event", ["an evaluation", "no_sync", "gathered()"])
 def test_a_run_that_moves_to_another_stream(event):
     programs.moves(gpu := Gpu(1), event)
+    assert_no_race(gpu)
+
+
+def test_a_run_that_moves_with_weights_that_stay():
+    programs.moves(gpu := Gpu(1), "an evaluation", reshard_after_forward=False)
+    assert_no_race(gpu)
+
+
+def test_a_run_that_gives_up_a_buffer_on_another_stream():
+    programs.moves(gpu := Gpu(1), programs.KEPT)
+    assert_no_race(gpu)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_evaluations_on_two_streams_by_turns(prefetch):
+    programs.alternates(gpu := Gpu(1), prefetch=prefetch)
     assert_no_race(gpu)
 
 

@@ -1,0 +1,409 @@
+"""On a GPU gather buffers and buckets are kept: weights lie where they lay in the last step, and none is allocated.
+
+The GPU is simulated (`tests/comm/streams/`), which shows addresses, allocations and operators. That the bits are right
+is shown over gloo, by pools that believe to be on a GPU.
+"""
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardlite import AdamW, EscapedViewWarning, ShardLite
+from shardlite.comm import Context
+from shardlite.grads import Bucket
+from shardlite.grads.reducer import LIMIT
+from shardlite.params import ROOT, BufferPool, Unit
+from shardlite.weights.gather_order import MEMORY
+from tests.comm.streams.programs import EVENTS, NOT_IN_BACKWARD, RUNS, WIDTH, WORLD_SIZE, Block, Training
+from tests.comm.streams.simulated_gpu import Gpu
+from tests.support.models import VOCABULARY, LanguageModel
+from tests.support.sharded import Pair, Turn, slow
+
+Place = tuple[str, int]
+"""A unit, and the address of its buffer."""
+
+
+@contextmanager
+def places() -> Iterator[list[Place]]:
+    """Note where the weights of a unit lie whenever its parameters become full."""
+    noted: list[Place] = []
+    bind = Unit.bind
+
+    def noting(unit: Unit) -> None:
+        bind(unit)
+        assert unit.buffer is not None
+        noted.append((unit.name, unit.buffer.bytes.data_ptr()))
+
+    with mock.patch.object(Unit, "bind", noting):
+        yield noted
+
+
+@contextmanager
+def allocations() -> Iterator[list[int]]:
+    """Note the bytes of memory for buffers. To be entered before a model is wrapped."""
+    noted: list[int] = []
+    empty = Context.empty
+
+    def noting(context: Context, numel: int, dtype: torch.dtype) -> Tensor:
+        noted.append(numel * dtype.itemsize)
+        return empty(context, numel, dtype)
+
+    with mock.patch.object(Context, "empty", noting):
+        yield noted
+
+
+def pools_of(model: ShardLite) -> set[BufferPool]:
+    buckets = {pool for pools in model._reducer._pools.values() for pool in pools}
+    return buckets | set(getattr(model._hooks._gatherer, "_pools", {}).values())
+
+
+def held(model: ShardLite, purpose: str) -> int:
+    return model.memory()[purpose].now
+
+
+def bucket_nbytes(training: Training) -> int:
+    (flat,) = next(unit for unit in training.model._units if not unit.is_root).flats
+    return flat.gradients.full_numel * flat.reduce.itemsize
+
+
+def block_of(training: Training, index: int = 2) -> nn.Module:
+    return training.model.module[index]
+
+
+STEADY = [name for name, options in RUNS.items() if options.get("stage", 3) == 3 and name != "kept until backward"]
+
+
+@pytest.mark.parametrize("name", STEADY)
+def test_weights_lie_in_each_step_where_they_lay_in_the_second(name):
+    with Gpu().ranks(WORLD_SIZE), places() as now:
+        training, steps = Training(**RUNS[name]), []
+        for _ in range(5):
+            training.step()
+            steps.append(list(now))
+            now.clear()
+    assert steps[1] == steps[2] == steps[3] == steps[4]
+    by_unit = dict(steps[1])
+    assert set(steps[1]) == set(by_unit.items())  # in the forward and in the backward
+    blocks = {place for unit, place in by_unit.items() if unit != ROOT}
+    assert len(blocks) <= 1 + RUNS[name].get("prefetch", 1)
+
+
+class Sized(Block):
+    """A block of one of several sizes."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.rise, self.fall = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+
+
+def mixed(*sizes: int, **options: Any) -> Training:
+    blocks = map(Sized, sizes)
+    return Training(partial(next, blocks), units=Sized, **options)
+
+
+SIZES = [(16, 64, 32, 48), (64, 16, 16, 16), (16, 16, 16, 64), (16, 64, 16, 64), (64, 48, 32, 16), (16, 32, 48, 64)]
+
+
+@pytest.mark.parametrize("prefetch", [slow(0), 1, slow(2)])
+@pytest.mark.parametrize("sizes", [*SIZES[:2], *map(slow, SIZES[2:])], ids=str)
+def test_blocks_of_several_sizes_find_their_places(sizes, prefetch):
+    with Gpu().ranks(WORLD_SIZE), places() as now, allocations() as allocated:
+        training = mixed(*sizes, prefetch=prefetch)
+        steps = []
+        for _ in range(2 * MEMORY):
+            now.clear()
+            allocated.clear()
+            training.step()
+            steps.append(list(now))
+        assert all(step == steps[2] for step in steps[3:])  # in the second one, units are gathered ahead first
+        assert len(allocated) == 1  # the root's bucket
+        largest = max(unit.nbytes for unit in training.model._units if not unit.is_root)
+        root = next(unit.nbytes for unit in training.model._units if unit.is_root)
+        assert held(training.model, "gather buffers") <= (1 + prefetch) * largest + root
+
+
+ALLOCATED = {
+    **{f"stage {stage}": 5 for stage in (0, 1)},  # buckets become gradients
+    **dict.fromkeys(("stage 2", "stage 3", "stage 3, ring", "bf16", "far prefetch", "no prefetch"), 1),
+    **{f"in_backward, stage {stage}": 1 for stage in range(4)},
+    **dict.fromkeys(("checkpointed", "compact", "direct", "fast"), 1),
+}
+
+
+@pytest.mark.parametrize("name", ALLOCATED)
+def test_a_steady_step_allocates_the_roots_bucket_alone(name):
+    with Gpu().ranks(WORLD_SIZE), allocations() as allocated:
+        training = Training(**RUNS[name])
+        for _ in range(4):
+            allocated.clear()
+            training.step()
+        assert len(allocated) == ALLOCATED[name]
+
+
+class _Zeros(TorchDispatchMode):
+    """Counts tensors that are filled with zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += str(func) == "aten.zero_.default"
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def zeros_of_buckets() -> Iterator[Counter[str]]:
+    """Count by unit the ranges that are filled with zeros before a reduction, and check that all of them are zero.
+
+    Buckets are given back with ones where their gradients were, most of which are zero here.
+    """
+    noted: Counter[str] = Counter()
+    zero, clear = Bucket.zero_the_rest, Bucket.clear
+
+    def counting(bucket: Bucket) -> None:
+        with _Zeros() as zeros:
+            zero(bucket)
+        noted[bucket.unit.name] += zeros.count
+        for flat, full in zip(bucket.flats, bucket.full, strict=True):
+            for start, stop in flat.gradients.gaps(bucket._used_slots(flat)):
+                assert not full[start:stop].any()
+
+    def clearing(bucket: Bucket) -> None:
+        for i, flat in enumerate(bucket.flats[: len(bucket.full)]):
+            for slot in flat.gradients.slots:
+                bucket.full[i][slot.start : slot.stop].fill_(1)
+        clear(bucket)
+
+    with mock.patch.object(Bucket, "zero_the_rest", counting), mock.patch.object(Bucket, "clear", clearing):
+        yield noted
+
+
+def test_padding_is_zeroed_once():
+    with Gpu().ranks(WORLD_SIZE), zeros_of_buckets() as zeros:
+        training = Training()
+        assert all(flat.gradients.padding for unit in training.model._units for flat in unit.flats)
+        training.step()
+        assert sum(zeros.values()) - zeros[ROOT] == 1  # on a GPU that is never behind one bucket is enough
+        zeros.clear()
+        training.step()
+        training.step()
+        assert zeros[ROOT] > 0
+        assert sum(zeros.values()) == zeros[ROOT]
+
+
+def test_padding_is_zeroed_again_after_gradients_of_another_layout():
+    with Gpu().ranks(WORLD_SIZE), zeros_of_buckets() as zeros:
+        training = mixed(16, 48, 16, 48, 16)
+        for _ in range(3):
+            training.step()
+        block_of(training).rise.weight.requires_grad_(False)
+        for _ in range(2):
+            training.step()
+        block_of(training).rise.weight.requires_grad_(True)
+        for _ in range(2):
+            training.step()
+        block_of(training).fall.forward = lambda x: x[:, :WIDTH]  # unused: zeros where its gradients were
+        training.step()
+        assert zeros
+
+
+def test_a_bucket_that_is_dropped_before_it_is_zeroed_leaves_no_trace():
+    with Gpu().ranks(WORLD_SIZE), zeros_of_buckets():
+        training = mixed(16, 48, 16, 48)
+        for _ in range(2):
+            training.step()
+            with training.model.no_sync():
+                training.model(torch.randn(2, WIDTH)).square().mean().backward()
+            training.model.zero_grad()
+        training.step()
+
+
+@pytest.mark.parametrize(
+    ("event", "options"),
+    [
+        pytest.param(event, options, id=f"{event}-{options}", marks=pytest.mark.slow if "prefetch" in options else ())
+        for event in EVENTS
+        for options in ({}, {"prefetch": 2}, *[{"in_backward": True}] * (event not in NOT_IN_BACKWARD))
+    ],
+)
+def test_weights_come_to_rest_again_after_anything_else(event, options):
+    with Gpu().ranks(WORLD_SIZE), places() as now:
+        training = Training(**options)
+        for _ in range(2):
+            training.step()
+        before = held(training.model, "gather buffers")
+        EVENTS[event](training)
+        training.step()
+        steps = []
+        for _ in range(3):
+            now.clear()
+            training.step()
+            steps.append(list(now))
+        assert steps[0] == steps[1] == steps[2]
+        assert held(training.model, "gather buffers") == before
+        assert held(training.model, "gradient buckets") <= LIMIT * bucket_nbytes(training)
+
+
+@pytest.mark.parametrize("event", ["gathered()", "an evaluation", "a save", "a load", "no_sync"])
+def test_weights_lie_after_it_where_they_lay_before(event):
+    with Gpu().ranks(WORLD_SIZE), places() as now:
+        training = Training()
+        steps = []
+        for _ in range(3):
+            now.clear()
+            training.step()
+            steps.append(list(now))
+        EVENTS[event](training)
+        for _ in range(2):
+            now.clear()
+            training.step()
+            steps.append(list(now))
+        assert steps[-1] == steps[2]
+
+
+def test_a_buffer_that_is_viewed_is_not_used_again():
+    with Gpu().ranks(WORLD_SIZE), places() as now:
+        training, kept = Training(), []
+        for _ in range(2):
+            training.step()
+        handle = block_of(training).register_forward_hook(lambda module, *_: kept.append(module.rise.weight.view(-1)))
+        with pytest.warns(EscapedViewWarning):
+            training.step()
+        handle.remove()
+        value, ours = kept[0].clone(), kept[0].untyped_storage().data_ptr()
+        now.clear()
+        for _ in range(3):
+            training.step()
+        assert ours not in {place for _, place in now}
+        assert torch.equal(kept[0], value)
+        with_it = held(training.model, "gather buffers")
+        block = next(unit.nbytes for unit in training.model._units if not unit.is_root)
+        kept.clear()
+        assert held(training.model, "gather buffers") == with_it - block
+
+
+def test_saved_weights_are_checked_again_once_no_view_of_a_kept_buffer_is_left():
+    with Gpu().ranks(WORLD_SIZE):
+        training, kept = Training(prefetch=0), []
+        handle = block_of(training).register_forward_hook(lambda module, *_: kept.append(module.rise.weight.view(-1)))
+        following = block_of(training, 3).register_forward_pre_hook(lambda *_: kept.clear())
+        training.step()  # the view is gone before its buffer is given to the next block
+        handle.remove()
+        following.remove()
+        assert not any(unit.escapes for unit in training.model._units)
+
+
+def test_units_that_stay_until_their_backward_are_not_kept_afterwards():
+    with Gpu().ranks(WORLD_SIZE):
+        training = Training(reshard_after_forward=False)
+        for _ in range(2):
+            training.step()
+        root = next(unit.nbytes for unit in training.model._units if unit.is_root)
+        assert held(training.model, "gather buffers") == root
+
+
+def test_a_model_of_one_unit_keeps_nothing():
+    with Gpu().ranks(WORLD_SIZE):
+        model = ShardLite(nn.Linear(WIDTH, WIDTH))
+        optimizer = AdamW(model.parameters())
+        model(torch.randn(2, WIDTH)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert held(model, "gather buffers") == held(model, "gradient buckets") == 0
+
+
+def test_what_is_kept_is_counted():
+    with Gpu().ranks(WORLD_SIZE):
+        training = Training(prefetch=2)
+        training.step()
+        blocks = [unit for unit in training.model._units if not unit.is_root]
+        root = next(unit.nbytes for unit in training.model._units if unit.is_root)
+        assert held(training.model, "gather buffers") == 3 * blocks[0].nbytes + root
+        assert held(training.model, "gradient buckets") == bucket_nbytes(training)  # one, if reductions are fast
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_model_that_is_deleted_frees_what_it_kept(stage):
+    with Gpu().ranks(WORLD_SIZE):
+        training = Training(stage=stage)
+        training.step()
+        ledger = training.model.ledger
+        memory = [weakref.ref(free.untyped_storage()) for pool in pools_of(training.model) for free in pool.spare()]
+        assert memory or stage < 2
+        del training
+        gc.collect()
+        assert not [each for each in memory if each() is not None]
+        assert not {purpose: nbytes for purpose, nbytes in ledger.current().items() if "bu" in purpose and nbytes}
+
+
+def test_two_models_have_buffers_of_their_own():
+    with Gpu().ranks(WORLD_SIZE):
+        first, second = Training(), Training()
+        for training in (first, second, first, second):
+            training.step()
+        ours, theirs = (
+            {free.data_ptr() for pool in pools_of(each.model) for free in pool.spare()} for each in (first, second)
+        )
+        assert ours
+        assert not ours & theirs
+
+
+# ---- bits -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Let pools keep buffers on a CPU. For transports that send from any memory."""
+    init = BufferPool.__init__
+
+    def keeping(self: BufferPool, context: Context, purpose: str, *, most: int) -> None:
+        on_gpu = SimpleNamespace(empty=context.empty, ledger=context.ledger, streams=SimpleNamespace(on_gpu=True))
+        init(self, on_gpu, purpose, most=most)  # type: ignore[arg-type]
+
+    with mock.patch.object(BufferPool, "__init__", keeping):
+        yield
+
+
+def on_tokens(model: Callable[..., Any], turn: Turn) -> Tensor:
+    return model(torch.randint(0, VOCABULARY, (2, 5), generator=turn.generator())).float().square().mean()
+
+
+def untied() -> LanguageModel:
+    return LanguageModel(blocks=4, tied=False)
+
+
+BITS: dict[str, dict[str, Any]] = {
+    **{f"stage {stage}": {"stage": stage, "transport": "p2p"} for stage in (2, 3)},
+    "collectives": {"transport": "collectives"},
+    "no prefetch": {"transport": "p2p", "prefetch": 0},
+    "direct": {"transport": "p2p", "prefetch": 2, "algorithm": "direct"},
+}
+
+
+def bits_body(group: Any, name: str) -> None:
+    with as_on_a_gpu():
+        pair = Pair(untied, group, **BITS[name])
+    assert any(pool._most for pool in pools_of(pair.model))
+    for step in range(4):
+        pair.step(on_tokens, ("local", "step") if step == 2 else ("step",), clip=0.1 if step == 3 else None)
+    with pair.model.gathered():
+        pass
+    pair.evaluate(on_tokens)
+    pair.step(on_tokens)
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_bits_are_those_of_the_twin(cluster, name):
+    cluster.check(bits_body, 2, name)
