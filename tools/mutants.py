@@ -1051,6 +1051,70 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "        if ours[2] != theirs[2]:\n",
         "moments of another rank's elements are trained with",
     ),
+    # Checkpoints.
+    (
+        "shardlite/params/shard_tensor.py",
+        "index",
+        "first, last = -(-start // row), stop // row  # the whole rows",
+        "first, last = start // row, stop // row",
+        "a row of which a rank has a part is saved as if it had all of it",
+    ),
+    (
+        "shardlite/apps/checkpoint/saving.py",
+        "condition",
+        'if (mine and talk.replica == 0) or name.startswith("ranks."):',
+        "if mine and talk.replica == 0:",
+        "what the other replicas' ranks have added is lost",
+    ),
+    (
+        "shardlite/apps/checkpoint/saving.py",
+        "condition",
+        "mine = shard.stop > 0 == shard.start if isinstance(shard, ShardTensor) else talk.shard == 0",
+        "mine = talk.shard == 0",
+        "the step count of a parameter of which rank 0 has no part is lost",
+    ),
+    (
+        "shardlite/apps/checkpoint/loading.py",
+        "call",
+        "                target.commit()\n",
+        "                pass\n",
+        "weights that are split are read, and dropped",
+    ),
+    (
+        "shardlite/apps/checkpoint/loading.py",
+        "call",
+        "        model._bridge.mark_changed()\n",
+        "        pass\n",
+        "a forward after load() reads the weights of before",
+    ),
+    (
+        "shardlite/apps/checkpoint/reading.py",
+        "call",
+        "            files.check(self.folder, self.manifest, wanted)\n",
+        "            pass\n",
+        "a flipped bit is loaded",
+    ),
+    (
+        "shardlite/apps/checkpoint/files.py",
+        "index",
+        "for block in range(begin // size, -(-end // size))}",
+        "for block in range(begin // size, end // size)}",
+        "the last block of a range is not checked",
+    ),
+    (
+        "shardlite/apps/checkpoint/contents.py",
+        "call",
+        '    torch.set_rng_state(states["torch"])\n',
+        "",
+        "a resumed run draws other dropout masks",
+    ),
+    (
+        "shardlite/engine/state_dicts.py",
+        "condition",
+        "            if (value.start, value.stop) != (start, stop):\n",
+        "            if value.stop - value.start != stop - start:\n",
+        "moments of another rank are loaded from memory",
+    ),
 ]
 
 # Test files that are likely to notice a mutant of a module, beside those named after it or importing it. They only run

@@ -27,8 +27,8 @@ from shardlite.params import ROOT, BufferPool, Unit
 from shardlite.weights.gather_order import MEMORY
 from tests.comm.streams.programs import EVENTS, NOT_IN_BACKWARD, RUNS, WIDTH, WORLD_SIZE, Block, Training
 from tests.comm.streams.simulated_gpu import Gpu
-from tests.support.models import VOCABULARY, LanguageModel
-from tests.support.sharded import Pair, Turn, slow
+from tests.support.models.small import VOCABULARY, LanguageModel
+from tests.support.twins.sharded import Pair, Turn, slow
 
 Place = tuple[str, int]
 """A unit, and the address of its buffer."""

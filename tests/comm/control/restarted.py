@@ -1,4 +1,4 @@
-"""A program that `torchrun --max-restarts` starts again: it goes on from its last checkpoint.
+"""A program that `torchrun --max-restarts` starts again: it goes on from its newest checkpoint.
 
     torchrun --nproc-per-node 2 --max-restarts 1 restarted.py FOLDER TRANSPORT FATAL
 
@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardlite import AdamW, ShardLite
+from shardlite import AdamW, ShardLite, load, save
+from shardlite.apps.checkpoint import latest
 
 STEPS = 5
 
@@ -29,13 +30,7 @@ def main(folder: Path, transport: str, fatal: int) -> None:
     model = ShardLite(net, transport=transport, timeout=timedelta(seconds=60))
     optimizer = AdamW(model.parameters(), lr=0.1)
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    begin, saved = 0, folder / f"rank-{rank}.pt"
-    done = [int(each.read_text()) for each in sorted(folder.glob("done-*"))]
-    if len(done) == 2:
-        begin = min(done)
-        state = torch.load(f"{saved}.{begin}")
-        model.load_full_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+    begin = load(folder / "run", model, optimizer)["step"] if latest(folder / "run") else 0
     for step in range(begin, STEPS):
         if step == fatal and rank == 1 and attempt == "0":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -43,9 +38,7 @@ def main(folder: Path, transport: str, fatal: int) -> None:
         model(x).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        state = {"model": model.full_state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save(state, f"{saved}.{step + 1}")
-        (folder / f"done-{rank}").write_text(str(step + 1))
+        save(folder / "run", model, optimizer, {"step": step + 1}, step=step + 1, keep=2)
     if rank == 0:
         torch.save(model.full_state_dict(rank=0), folder / "final.pt")
         (folder / "attempt").write_text(attempt)
