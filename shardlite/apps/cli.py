@@ -26,6 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_verify(commands)
     _add_doctor(commands)
     _add_ring(commands)
+    _add_inspect(commands)
+    _add_export(commands)
+    _add_import(commands)
     options = parser.parse_args(arguments)
     status: int = options.run(options, arguments)
     return status
@@ -94,6 +97,68 @@ def _add_doctor(commands: Any) -> None:
     )
     parser.set_defaults(run=lambda options, arguments: _doctor(parser, options, arguments))
     parser.add_argument("--ranks", type=int, metavar="N", help="processes (one per GPU, 2 without any)")
+
+
+def _add_inspect(commands: Any) -> None:
+    parser: ArgumentParser = commands.add_parser(
+        "inspect",
+        help="list what a checkpoint holds, and check its files",
+        description="Print the step, the number of ranks, and each tensor of a checkpoint, and compare all files with"
+        " their checksums. The exit status is 1 if a file is missing or damaged. Executes no code of the checkpoint.",
+    )
+    parser.set_defaults(run=lambda options, arguments: _inspect(options))
+    parser.add_argument("path", type=Path, metavar="PATH", help="folder of a run, or of one checkpoint")
+    parser.add_argument("--no-check", action="store_true", help="do not read the files")
+
+
+def _inspect(options: Namespace) -> int:
+    from shardlite.apps.checkpoint.inspection import print_report
+
+    return print_report(options.path, check=not options.no_check)
+
+
+def _add_export(commands: Any) -> None:
+    parser: ArgumentParser = commands.add_parser(
+        "export",
+        help="write the weights of a checkpoint as safetensors",
+        description="Write the weights of a checkpoint into safetensors files with an index, as from_pretrained of"
+        " Hugging Face reads them. Needs the package safetensors.",
+    )
+    parser.set_defaults(run=lambda options, arguments: _convert(options))
+    parser.add_argument("path", type=Path, metavar="PATH", help="folder of a run, or of one checkpoint")
+    parser.add_argument("out", type=Path, metavar="FOLDER", help="where the files go")
+    parser.add_argument("--dtype", choices=_DTYPES, help="convert weights to it (as they are kept)")
+
+
+def _add_import(commands: Any) -> None:
+    parser: ArgumentParser = commands.add_parser(
+        "import",
+        help="make a checkpoint of weights in safetensors files",
+        description="Write a checkpoint with the weights of a folder of safetensors files, as save_pretrained of"
+        " Hugging Face writes them. Needs the package safetensors.",
+    )
+    parser.set_defaults(run=lambda options, arguments: _convert(options))
+    parser.add_argument("path", type=Path, metavar="FOLDER", help="with the files")
+    parser.add_argument("out", type=Path, metavar="PATH", help="folder of a run: the checkpoint becomes its newest")
+
+
+def _convert(options: Namespace) -> int:
+    """Run `export`, which has an option, or `import`."""
+    import torch
+
+    from shardlite.apps.checkpoint.safetensors import export_weights, import_weights
+    from shardlite.errors import CheckpointError
+
+    try:
+        if "dtype" in options:
+            dtype = getattr(torch, _DTYPES[options.dtype]) if options.dtype else None
+            print(*export_weights(options.path, options.out, dtype=dtype), sep="\n")
+        else:
+            print(import_weights(options.path, options.out))
+    except CheckpointError as error:
+        print(f"shardlite: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _doctor(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> int:

@@ -1,5 +1,6 @@
 """Checkpoints go to and from FSDP2 and unsharded programs through plain `torch.distributed.checkpoint`."""
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -21,8 +23,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from shardlite import AdamW, LayoutError, ShardLite, load, save
+from shardlite import AdamW, CheckpointError, LayoutError, ShardLite, load, save
+from shardlite.apps import cli
 from shardlite.apps.checkpoint import SafeLoadPlanner, SafeReader
+from shardlite.apps.checkpoint.safetensors import export_weights
 from tests.support.twins.sharded import same_bits
 
 
@@ -193,3 +197,135 @@ def siblings_body(group: Any, path: Path) -> None:
 
 def test_the_siblings_of_get_model_state_dict_work_or_refuse(cluster, tmp_path):
     cluster.check(siblings_body, 2, tmp_path)
+
+
+# ---- safetensors -----------------------------------------------------------------------------------------------------
+
+
+def exported_body(group: Any, path: Path) -> dict[str, Tensor]:
+    model, optimizer = ours(group)
+    train(model, optimizer)
+    save(path, model, optimizer, step=3)
+    return model.full_state_dict()
+
+
+def test_weights_go_to_safetensors_files_and_back(cluster, tmp_path, capsys):
+    expected = cluster.run(exported_body, 3, tmp_path / "run")[0]
+    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "one")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'one' / 'model.safetensors'}\n"
+    found = load_file(tmp_path / "one" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        same_bits(name, found[name], value)
+    written = export_weights(tmp_path / "run" / "step-00000003", tmp_path / "many", largest=150, dtype=torch.bfloat16)
+    assert [path.name for path in written][-2:] == ["model-00003-of-00003.safetensors", "model.safetensors.index.json"]
+    index = json.loads(written[-1].read_text())
+    assert index["metadata"]["total_size"] == 2 * sum(value.numel() for value in expected.values())
+    for name, file in index["weight_map"].items():
+        same_bits(name, load_file(tmp_path / "many" / file)[name], expected[name].to(torch.bfloat16))
+    assert cli.main(["import", str(tmp_path / "many"), str(tmp_path / "again")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'again' / 'step-00000000'}\n"
+    for folder in ("one", "many", "again"):
+        for got in cluster.run(imported_body, 2, tmp_path / folder):
+            for name, value in expected.items():
+                rounded = value if folder == "one" else value.to(torch.bfloat16).float()
+                same_bits(name, got[name], rounded)
+
+
+def imported_body(group: Any, path: Path) -> dict[str, Tensor]:
+    model, _ = ours(group, seed=1)
+    load(path, model)
+    return model.full_state_dict()
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 4)
+        self.head = nn.Linear(4, 9, bias=False)
+        self.head.weight = self.table.weight
+        self.scale = nn.Parameter(torch.tensor(3.0))
+
+
+def tied_body(group: Any, path: Path) -> None:
+    """Of tied weights one name is enough."""
+    model = ShardLite(Tied(), group=group)
+    expected = {"table.weight": torch.randn(9, 4), "scale": torch.tensor(2.0)}
+    mine = path / str(dist.get_rank(group))
+    mine.mkdir()
+    save_file(expected, mine / "model.safetensors")
+    dist.barrier(group)
+    load(path / "0", model)
+    got = model.full_state_dict()
+    same_bits("head.weight", got["head.weight"], load_file(path / "0" / "model.safetensors")["table.weight"])
+    same_bits("scale", got["scale"], torch.tensor(2.0))
+    dist.barrier(group)
+    (mine / "model.safetensors").write_bytes(b"12345678 not a header")
+    dist.barrier(group)
+    with pytest.raises(CheckpointError, match=r"model.safetensors is damaged: "):
+        load(path / "0", model)
+
+
+def test_tied_weights_and_damaged_files(cluster, tmp_path):
+    cluster.check(tied_body, 2, tmp_path)
+
+
+@pytest.mark.slow
+def test_transformers_reads_what_is_exported_and_we_read_what_it_saves(cluster, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs the package transformers")
+    config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, n_positions=8, vocab_size=31)
+    cluster.check(pretrained_body, 2, tmp_path, config)
+    config.save_pretrained(tmp_path / "exported")
+    export_weights(tmp_path / "run", tmp_path / "exported")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    for name, value in expected.state_dict().items():
+        same_bits(name, model.state_dict()[name], value + 1)
+
+
+def pretrained_body(group: Any, path: Path, config: Any) -> None:
+    from transformers import GPT2LMHeadModel
+
+    if dist.get_rank(group) == 0:
+        GPT2LMHeadModel(config).save_pretrained(path / "saved")
+    dist.barrier(group)
+    model = ShardLite(GPT2LMHeadModel(config), group=group)
+    load(path / "saved", model)
+    with model.gathered(), torch.no_grad():
+        for param in model.module.parameters():
+            param.add_(1)
+    save(path / "run", model)
+
+
+# ---- inspect ---------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_lists_tensors_and_checks_files(cluster, tmp_path, capsys):
+    cluster.run(exported_body, 2, tmp_path)
+    place = tmp_path / "step-00000003"
+    assert cli.main(["inspect", str(tmp_path)]) == 0
+    first, *lines, last = capsys.readouterr().out.splitlines()
+    numel = sum(value.numel() for value in net().state_dict().values())
+    size = f"{(12 * numel + 4 * 6) / 1024:.1f} KiB"  # six step counts
+    assert first == f"{place}: step 3, saved by 2 ranks at stage 3, 24 tensors, {size}"
+    assert len(lines) == 24
+    assert [line.split() for line in lines if line.split()[0] in ("model.0.weight", "model.1.0.weight")] == [
+        ["model.0.weight", "[10,", "6]", "float32", "240", "B", "1", "part"],
+        ["model.1.0.weight", "[10,", "10]", "float32", "400", "B", "4", "parts"],
+    ]
+    assert last == "all 3 files have the checksums with which they were written"
+    content = bytearray((place / "__0_0.distcp").read_bytes())
+    content[-1] ^= 1
+    (place / "__0_0.distcp").write_bytes(content)
+    assert cli.main(["inspect", str(place), "--no-check"]) == 0
+    assert capsys.readouterr().out.splitlines() == [first, *lines]
+    assert cli.main(["inspect", str(place)]) == 1
+    assert f"{place}/__0_0.distcp is damaged" in capsys.readouterr().out
+    quietly(dcp.save, {"model": net().state_dict()}, checkpoint_id=tmp_path / "foreign", no_dist=True)
+    assert cli.main(["inspect", str(tmp_path / "foreign")]) == 0
+    foreign = capsys.readouterr().out.splitlines()
+    assert "written by torch.distributed.checkpoint, 6 tensors" in foreign[0]
+    assert foreign[-1] == "all files have their lengths; there are no checksums"
+    assert cli.main(["inspect", str(tmp_path / "nothing")]) == 1
+    assert cli.main(["export", str(tmp_path / "nothing"), str(tmp_path / "out")]) == 1
+    assert "there is no checkpoint in" in capsys.readouterr().err

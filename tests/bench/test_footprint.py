@@ -2,7 +2,6 @@
 
 import gc
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 
 from bench import footprint
 from bench.support.systems import FOOTPRINTS
-from bench.support.table import read_rows
 from bench.support.workloads import perceptrons
 from shardlite import AdamW, ShardLite
 from shardlite.comm.shm.rendezvous import rendezvous
@@ -159,15 +157,6 @@ def test_what_nothing_explains_is_beside_purposes_and_activations():
     assert [each["pss_vs_fsdp2"] for each in rows] == [0.25, 1.0, 0.5, 0.5]
     assert ["unexplained" in each for each in rows] == [False, False, True, False]
     assert row["unexplained"] == 0.2  # 1000 - 600 - (500 - 300)
-
-
-def test_the_page_shows_the_rows():
-    page = (ROOT / "docs/memory.md").read_text()
-    command = "<!-- rows: python -m bench.footprint --table "
-    shown = re.findall(rf"{command}(.*?) -->\n\n(.*?)\n\n<!-- end of rows -->", page, re.DOTALL)
-    assert shown
-    for files, tables in shown:
-        assert tables == footprint.render(read_rows([ROOT / file for file in files.split()]))
 
 
 @pytest.mark.slow

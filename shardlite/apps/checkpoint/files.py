@@ -49,6 +49,18 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
     return next(reversed(checkpoints_in(Path(path)).values()), None)
 
 
+def find(path: Path) -> Path:
+    """Return `path` if it is a checkpoint, else the newest one in it.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found = path if (path / METADATA).is_file() else latest(path)
+    if found is None:
+        raise CheckpointError(f"there is no checkpoint in {path}")
+    return found
+
+
 def begin(root: Path, step: int) -> Path:
     """Make the folder in which the checkpoint of `step` is written. What a crash has left is put in order."""
     folder = root / f".saving-{name_of(step)}"

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from shardlite.apps.checkpoint import files
 from shardlite.apps.checkpoint.contents import names_of, restore, restore_generators
 from shardlite.apps.checkpoint.reading import Checkpoint
+from shardlite.apps.checkpoint.safetensors import SafetensorsFolder, is_safetensors
 from shardlite.apps.checkpoint.saving import Talk
 from shardlite.errors import CheckpointError
 from shardlite.model import ShardLite
@@ -40,7 +41,8 @@ def load(
 
     The number of ranks, stage, units and formats may be others than those that it was saved with. With the same ones
     the run goes on with the same bits. A checkpoint that `torch.distributed.checkpoint` has written (of an FSDP2 or an
-    unsharded program) is loaded, too. No code is executed by loading. To be called by every rank.
+    unsharded program) is loaded, too, and so are the weights in a folder of safetensors files, as Hugging Face has
+    them. No code is executed by loading. To be called by every rank.
 
     Args:
         path: the folder of a run, as `save` was given it, or of one checkpoint.
@@ -65,7 +67,8 @@ def load(
         folder = Path(told[0])
 
     def prepare() -> _Plan:
-        plan = _Plan(Checkpoint(folder), model, optimizer, talk)
+        source = SafetensorsFolder(folder) if is_safetensors(folder) else Checkpoint(folder)
+        plan = _Plan(source, model, optimizer, talk)
         plan.check()
         return plan
 
@@ -84,25 +87,25 @@ def load(
 
 
 def _find(path: Path) -> Path:
-    if (path / files.METADATA).is_file():
-        return path
-    found = files.latest(path)
-    if found is None:
-        raise CheckpointError(f"there is no checkpoint in {path}")
-    return found
+    return path if is_safetensors(path) else files.find(path)
 
 
 class _Plan:
     """What is read into what on this rank. Making it changes nothing."""
 
-    def __init__(self, checkpoint: Checkpoint, model: ShardLite, optimizer: Optimizer | None, talk: Talk) -> None:
-        self._checkpoint = checkpoint
+    def __init__(
+        self, checkpoint: Checkpoint | SafetensorsFolder, model: ShardLite, optimizer: Optimizer | None, talk: Talk
+    ) -> None:
+        self._checkpoint: Any = checkpoint
         self._optimizer = optimizer
         self._params: dict[str, Tensor] = dict(model.named_parameters())
         self._makers = model._bridge.shards.shard_tensors()
         ours = model.state_dict()
-        self._prefix = self._find_prefix(list(ours))
-        self._targets = {f"{self._prefix}{name}": value for name, value in ours.items()}
+        self._prefix = self._find_prefix(ours)
+        named = {f"{self._prefix}{name}": value for name, value in ours.items()}
+        found = {id(value) for name, value in named.items() if name in checkpoint.entries}
+        # Of tied weights others save one name only.
+        self._targets = {n: value for n, value in named.items() if n in checkpoint.entries or id(value) not in found}
         self._compare()
         self._moments: dict[str, dict[str, str]] = {}  # names in the checkpoint by parameter and key
         self._groups: list[dict[str, Any]] = []
@@ -113,11 +116,16 @@ class _Plan:
         added = {kind: f"ranks.{talk.rank if same else 0}.{kind}" for kind in ("extra", "generators")[: 1 + same]}
         self._added = {kind: name for kind, name in added.items() if name in checkpoint.entries}
 
-    def _find_prefix(self, names: Sequence[str]) -> str:
+    def _find_prefix(self, ours: Mapping[str, Tensor]) -> str:
         """Return what precedes the model's names in the checkpoint: `model.` in ours, anything in others'."""
-        entries = self._checkpoint.entries
-        found = {entry.removesuffix(names[0]) for entry in entries if entry.endswith(names[0])}
-        fits = sorted((each for each in found if all(f"{each}{name}" in entries for name in names)), key=len)
+        entries, first = self._checkpoint.entries, next(iter(ours))
+        tensors = {id(value) for value in ours.values()}
+
+        def fits_with(prefix: str) -> bool:
+            return {id(value) for name, value in ours.items() if f"{prefix}{name}" in entries} == tensors
+
+        found = {entry.removesuffix(first) for entry in entries if entry.endswith(first)}
+        fits = sorted(filter(fits_with, found), key=len)
         return "model." if not fits or "model." in fits else fits[0]
 
     def _compare(self) -> None:

@@ -13,7 +13,8 @@ import io
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
 
@@ -97,8 +98,8 @@ def save(
             raise CheckpointError(f"save: ranks were given different steps, {steps} by rank")
         _, parts = talk.agree(lambda: _write(folder, entries, paths, model, talk), "save", tell=lambda part: part)
         facts = {"step": steps[0], "ranks": talk.size, "stage": model.stage}
-        finish = _finisher(folder, root, facts, parts, keep) if talk.rank == 0 else (lambda: None)
-        talk.agree(finish, "save", tell=lambda _: None)
+        publish = partial(finish, folder, root, facts, parts, keep) if talk.rank == 0 else (lambda: None)
+        talk.agree(publish, "save", tell=lambda _: None)
     except BaseException:
         if talk.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -148,18 +149,24 @@ def _write(folder: Path, entries: dict[str, Any], paths: Paths, model: ShardLite
     """
     equal = {f"model.{name}" for name, param in model.named_parameters() if param not in model._ignored}
     items, aliases = _own_items(entries, paths, talk, equal, sharded=model._placement.rank is not None)
+    told = {name: path for name, path in paths.items() if talk.rank == 0 or name.startswith("ranks.")}
+    return {**write_part(folder, talk.rank, items, entries), "aliases": aliases, "paths": told}
+
+
+def write_part(folder: Path, rank: int, items: Iterable[WriteItem], entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the file of a rank. Return where each item lies, and the checksums of the file."""
     read = _Reader(entries)
-    file, rows = f"__{talk.rank}_0.distcp", []
+    file, rows = f"__{rank}_0.distcp", []
     with files.summed(folder / file) as stream:
         for item in items:
             begin = stream.size
             content = read(item)
-            stream.write(content.getbuffer()) if isinstance(content, io.BytesIO) else torch.save(
-                content, cast("IO[bytes]", stream)
-            )
+            if isinstance(content, io.BytesIO):
+                stream.write(content.getbuffer())
+            else:
+                torch.save(content, cast("IO[bytes]", stream))
             rows.append([item.index.fqn, [file, begin, stream.size - begin], *_described(item)])
-    told = {name: path for name, path in paths.items() if talk.rank == 0 or name.startswith("ranks.")}
-    return {"rows": rows, "aliases": aliases, "paths": told, "files": {file: stream.sums()}}
+    return {"rows": rows, "files": {file: stream.sums()}}
 
 
 def _described(item: WriteItem) -> list[Any]:
@@ -233,19 +240,17 @@ class _Reader:
         return here.clone() if here.untyped_storage().nbytes() != here.nbytes else here
 
 
-def _finisher(
-    folder: Path, root: Path, facts: Mapping[str, Any], parts: list[dict[str, Any]], keep: int | None
-) -> Callable[[], object]:
-    def finish() -> None:
-        files.write_synced(folder / files.METADATA, pickle.dumps(_metadata(parts)))
-        sums = {name: told for part in parts for name, told in part["files"].items()}
-        files.write_manifest(folder, facts, {**sums, files.METADATA: files.sums_of(folder / files.METADATA)})
-        files.publish(folder, root, facts["step"], keep)
-
-    return finish
+def finish(
+    folder: Path, root: Path, facts: Mapping[str, Any], parts: Sequence[dict[str, Any]], keep: int | None
+) -> None:
+    """Write what describes the parts of all ranks, and publish the checkpoint. `facts` are those of the manifest."""
+    files.write_synced(folder / files.METADATA, pickle.dumps(_metadata(parts)))
+    sums = {name: told for part in parts for name, told in part["files"].items()}
+    files.write_manifest(folder, facts, {**sums, files.METADATA: files.sums_of(folder / files.METADATA)})
+    files.publish(folder, root, facts["step"], keep)
 
 
-def _metadata(parts: list[dict[str, Any]]) -> Metadata:
+def _metadata(parts: Sequence[dict[str, Any]]) -> Metadata:
     """Return DCP's metadata of what all ranks have written."""
     tensors: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
@@ -263,7 +268,7 @@ def _metadata(parts: list[dict[str, Any]]) -> Metadata:
     return Metadata(tensors, planner_data=paths, storage_data=places, storage_meta=StorageMeta(), version="1.0.0")
 
 
-def _rows(parts: list[dict[str, Any]]) -> Iterator[list[Any]]:
+def _rows(parts: Sequence[dict[str, Any]]) -> Iterator[list[Any]]:
     """Yield what was written, once more for each other name of a tensor."""
     others: dict[str, list[str]] = {}
     for alias, name in parts[0]["aliases"].items():
