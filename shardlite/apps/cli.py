@@ -186,6 +186,13 @@ def _add_run_options(parser: ArgumentParser) -> None:
     ):
         default = getattr(Settings, name)
         group.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=f"{meaning} ({default})")
+    group.add_argument(
+        "--checkpoints", type=Path, metavar="FOLDER", help="save the run there, and go on from the newest checkpoint"
+    )
+    group.add_argument(
+        "--save-every", type=int, default=Settings.save_every, metavar="N", help=f"steps ({Settings.save_every})"
+    )
+    group.add_argument("--restarts", type=int, default=0, metavar="N", help="how often failed ranks start again (0)")
     group.add_argument("--data", type=Path, metavar="PATH", help="text file or folder (the source of Python itself)")
     group.add_argument(
         "--stage", type=int, choices=(0, 1, 2, 3), default=3, help="of ZeRO: 0 shards nothing, 3 all (3)"
@@ -211,7 +218,7 @@ def _train(parser: ArgumentParser, options: Namespace, arguments: Sequence[str])
     except (ValueError, OSError) as wrong:
         parser.error(str(wrong))
     if started is None:
-        return launch(options.ranks or default_ranks(), arguments)
+        return launch(options.ranks or default_ranks(), arguments, restarts=options.restarts)
 
     from shardlite.apps.demo.train import train
 
@@ -233,6 +240,8 @@ def _train_settings(options: Namespace) -> Settings:
         seed=options.seed,
         data=options.data,
         out=options.out,
+        checkpoints=options.checkpoints,
+        save_every=options.save_every,
     )
     read_corpus(settings.data, context=settings.gpt.context)
     settings.out.mkdir(parents=True, exist_ok=True)

@@ -54,17 +54,23 @@ def place(gpus: int, environment: Mapping[str, str] = os.environ) -> tuple[str, 
     return f"cuda:{local_rank % gpus}", "cpu:gloo,cuda:nccl" if local_ranks <= gpus else "gloo"
 
 
-def launch(ranks: int, arguments: Sequence[str]) -> int:
-    """Run `shardlite ARGUMENTS` on `ranks` processes of this machine and return the exit status."""
+def launch(ranks: int, arguments: Sequence[str], *, restarts: int = 0) -> int:
+    """Run `shardlite ARGUMENTS` on `ranks` processes of this machine and return the exit status.
+
+    If one of them fails, all are started again, `restarts` times at most.
+    """
     try:
-        return subprocess.run(torchrun(ranks, arguments), env=environment_for(ranks), check=False).returncode
+        return subprocess.run(
+            torchrun(ranks, arguments, restarts=restarts), env=environment_for(ranks), check=False
+        ).returncode
     except KeyboardInterrupt:  # the terminal interrupts the ranks as well
         return 130
 
 
-def torchrun(ranks: int, arguments: Sequence[str]) -> list[str]:
+def torchrun(ranks: int, arguments: Sequence[str], *, restarts: int = 0) -> list[str]:
     """Return the command that starts `shardlite ARGUMENTS` on `ranks` processes."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    launcher += ["--max-restarts", str(restarts)] if restarts else []
     return [*launcher, "-m", "shardlite", *arguments]
 
 

@@ -295,10 +295,10 @@ def test_wrong_usage_is_refused_before_any_rank_starts(capsys, monkeypatch, argu
 
 def test_train_starts_itself_once_per_rank(monkeypatch, tmp_path):
     started = []
-    monkeypatch.setattr(launch, "launch", lambda ranks, arguments: started.append((ranks, arguments)) or 7)
+    monkeypatch.setattr(launch, "launch", lambda *args, **options: started.append((args, options)) or 7)
     arguments = ["train", "--ranks", "3", "--out", str(tmp_path)]
     assert cli.main(arguments) == 7
-    assert started == [(3, arguments)]
+    assert started == [((3, arguments), {"restarts": 0})]
     assert launch.torchrun(3, arguments)[1:] == [
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m", "shardlite"),
         *arguments,

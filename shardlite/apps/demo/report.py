@@ -27,10 +27,17 @@ class Point:
 
 
 class LossCurve:
-    """A progress line: rewritten in place on a terminal, otherwise printed ten times per run."""
+    """A progress line: rewritten in place on a terminal, otherwise printed ten times per run.
 
-    def __init__(self, steps: int, bytes_per_step: int, out: TextIO = sys.stdout) -> None:
-        self._steps, self._bytes_per_step, self._out = steps, bytes_per_step, out
+    Args:
+        steps: of the run.
+        bytes_per_step: of text.
+        out: where lines go.
+        first: steps that were taken before this process began.
+    """
+
+    def __init__(self, steps: int, bytes_per_step: int, out: TextIO = sys.stdout, *, first: int = 0) -> None:
+        self._steps, self._bytes_per_step, self._out, self._first = steps, bytes_per_step, out, first
         self._begin = time.perf_counter()
         self._validation = ""
 
@@ -38,7 +45,7 @@ class LossCurve:
         """Show `point`, the training speed since the start, and the bytes `held` by the library on a rank."""
         if point.validation is not None:
             self._validation = f"  validation {point.validation:.3f}"
-        speed = point.step * self._bytes_per_step / (time.perf_counter() - self._begin)
+        speed = (point.step - self._first) * self._bytes_per_step / (time.perf_counter() - self._begin)
         line = (
             f"step {point.step:>{len(str(self._steps))}}/{self._steps}  loss {point.train:.3f}"
             f"{self._validation}  {speed:,.0f} tokens/s  {format_bytes(held)} held per rank"

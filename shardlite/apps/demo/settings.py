@@ -77,8 +77,14 @@ class Settings:
     out: Path = Path("outputs")
     """The folder for the loss curve."""
 
+    checkpoints: Path | None = None
+    """The folder for checkpoints. The run goes on from the newest one there; `None` saves nothing."""
+
+    save_every: int = 20
+    """Steps between two checkpoints."""
+
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "accumulate", "lr"):
+        for name in ("steps", "batch", "accumulate", "lr", "save_every"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.seed < 0:

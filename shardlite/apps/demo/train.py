@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
 
-from shardlite import AdamW, ShardLite
+from shardlite import AdamW, ShardLite, load, save
+from shardlite.apps.checkpoint import latest
 from shardlite.apps.demo.footprint import Batch, Footprint, book_state, measure, measure_plain
 from shardlite.apps.demo.gpt import GPT
 from shardlite.apps.demo.report import (
@@ -61,8 +63,10 @@ def train(settings: Settings) -> None:
         plain = _measure_data_parallel(settings, corpus, device)
         run = _set_up(settings, corpus, device)
         _announce(run)
-        curve, sharded = _learn(run)
-        _report(run, curve, sharded, plain)
+        curve = _resume(run)
+        sharded = _learn(run, curve)
+        if sharded is not None:
+            _report(run, curve, sharded, plain)
         _show_sample(run)
 
 
@@ -90,23 +94,42 @@ def _announce(run: Run) -> None:
         print(f"{run.corpus.source} ({len(run.corpus.train):,} bytes).", flush=True)
 
 
-def _learn(run: Run) -> tuple[list[Point], Footprint]:
-    """Take all steps. One of the first runs under a meter."""
-    steps = run.settings.steps
-    progress = LossCurve(steps, _tokens_per_step(run.settings))
-    curve: list[Point] = []
+def _resume(run: Run) -> list[Point]:
+    """Load the newest checkpoint, if there is one, and return the curve so far."""
+    folder = run.settings.checkpoints
+    if folder is None or latest(folder) is None:
+        return []
+    curve = [Point(*each) for each in load(folder, run.model, run.optimizer)["curve"]]
+    if run.rank == 0:
+        print(f"The run goes on after step {len(curve)} of {run.settings.steps}, from {folder}.", flush=True)
+    return curve
+
+
+def _save(run: Run, curve: Sequence[Point]) -> None:
+    """Save a checkpoint, if one is due."""
+    settings, step = run.settings, len(curve)
+    if settings.checkpoints is not None and (step % settings.save_every == 0 or step == settings.steps):
+        extra = {"curve": [(each.step, each.train, each.validation) for each in curve]}
+        save(settings.checkpoints, run.model, run.optimizer, extra, step=step, keep=2)
+
+
+def _learn(run: Run, curve: list[Point]) -> Footprint | None:
+    """Take the steps that are left, and extend the curve. One of the first runs under a meter."""
+    first, steps, footprint = len(curve), run.settings.steps, None
+    progress = LossCurve(steps, _tokens_per_step(run.settings), first=first)
     run.model.traffic()  # on a GPU time counts from here
-    for step in range(steps):
-        if step == min(_MEASURED_STEP, steps - 1):
+    for step in range(first, steps):
+        if step == min(first + _MEASURED_STEP, steps - 1):
             loss, footprint = _measured_step(run, step)
         else:
             loss = _step(run, step)
-        if step == 0:
+        if step == first:
             book_state(run.model.ledger, run.optimizer)
         curve.append(Point(step + 1, loss, _validate(run) if _is_validation_due(step, steps) else None))
         if run.rank == 0:
             progress.show(curve[-1], sum(run.model.ledger.current().values()))
-    return curve, footprint
+        _save(run, curve)
+    return footprint
 
 
 def _step(run: Run, step: int) -> float:

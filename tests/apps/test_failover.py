@@ -1,0 +1,115 @@
+"""`shardlite train` goes on by itself from its newest checkpoint, with the bits of a run without interruptions."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardlite.apps import cli
+from shardlite.apps.checkpoint import latest
+from shardlite.apps.checkpoint.files import checkpoints_in
+from shardlite.apps.checkpoint.reading import Checkpoint
+from tests.support.patience import seconds, until
+from tests.support.ranks.scripts import run_command
+from tests.support.twins.sharded import same_bits
+
+TINY = [*("--size", "tiny", "--layers", "2", "--width", "16", "--heads", "2", "--context", "16", "--batch", "1")]
+TINY += ["--lr", "0.01", "--stage", "3"]
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights and moments of the newest checkpoint."""
+    newest = latest(folder)
+    assert newest is not None
+    checkpoint = Checkpoint(newest)
+    return {name: checkpoint.object(name) for name in checkpoint.entries if checkpoint.size_of(name) is not None}
+
+
+def assert_same_weights(folder: Path, other: Path) -> None:
+    expected = weights_in(other)
+    for name, value in weights_in(folder).items():
+        if not name.startswith("ranks."):
+            same_bits(name, value, expected[name])
+
+
+def test_a_run_that_ended_early_goes_on(cluster, tmp_path):
+    options = ["train", *TINY, "--steps", "5", "--out", str(tmp_path)]
+    whole = run_command(cluster, cli.main, *options, "--checkpoints", str(tmp_path / "whole"), "--save-every", 2)
+    assert whole[0].status == 0
+    assert "goes on" not in whole[0].out
+    assert list(checkpoints_in(tmp_path / "whole")) == [4, 5]
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "whole" / "step-00000004").rename(tmp_path / "parts" / "step-00000004")
+    first, second = run_command(cluster, cli.main, *options, "--checkpoints", str(tmp_path / "parts"))
+    assert first.status == second.status == 0
+    assert f"The run goes on after step 4 of 5, from {tmp_path / 'parts'}." in first.out
+    assert_same_weights(tmp_path / "parts", tmp_path / "whole")
+    rows = (tmp_path / "loss.csv").read_text().splitlines()
+    assert len(rows) == 6  # a header, and all steps
+    again, _ = run_command(cluster, cli.main, *options, "--checkpoints", str(tmp_path / "parts"))
+    assert again.status == 0
+    assert "The run goes on after step 5 of 5" in again.out
+    assert "The model writes:" in again.out
+
+
+def ranks_of(agent: int) -> list[int]:
+    """Return the processes that an agent of torchrun has started."""
+    try:
+        children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+    except OSError:
+        return []
+    return [int(child) for child in children]
+
+
+def trained(folder: Path, kills: int, seed: int = 0) -> int:
+    """Train on three ranks; kill a random one at a random moment, again and again. Return how many were killed."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    options = ["--steps", "40", "--out", str(folder), "--checkpoints", str(folder / "run"), "--save-every", "1"]
+    command = [*launcher, "--max-restarts", str(kills), "-m", "shardlite", "train", *TINY, *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    dice, killed = random.Random(seed), 0
+    folder.mkdir()
+    with (folder / "log").open("w") as log:
+        agent = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+
+        def newest() -> int:
+            return max(checkpoints_in(folder / "run"), default=0)
+
+        for _ in range(kills):
+            goal = newest() + dice.randint(1, 3)
+            until(lambda goal=goal: newest() >= goal or agent.poll() is not None)
+            ranks = ranks_of(agent.pid)
+            if agent.poll() is not None or not ranks:
+                break
+            os.kill(dice.choice(ranks), signal.SIGKILL)
+            killed += 1
+        status = agent.wait(seconds(240))
+    assert status == 0, (folder / "log").read_text()[-4000:]
+    return killed
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks /proc for children")
+def test_a_run_whose_ranks_are_killed_ten_times_has_the_same_bits(tmp_path):
+    trained(tmp_path / "straight", 0)
+    assert trained(tmp_path / "killed", 10) == 10
+    assert_same_weights(tmp_path / "killed" / "run", tmp_path / "straight" / "run")
+
+
+def test_restarts_are_passed_to_torchrun(monkeypatch: Any) -> None:
+    from shardlite.apps import launch
+
+    started = []
+    monkeypatch.setattr(launch, "launch", lambda *args, **options: started.append((args, options)) or 0)
+    arguments = ["train", "--ranks", "3", "--restarts", "7", *TINY]
+    assert cli.main(arguments) == 0
+    assert started == [((3, arguments), {"restarts": 7})]
+    command = launch.torchrun(3, arguments, restarts=7)
+    assert command[command.index("--max-restarts") + 1] == "7"
+    assert "--max-restarts" not in launch.torchrun(3, arguments)
