@@ -1,6 +1,6 @@
 """ShardLite: train a PyTorch model that does not fit beside its optimizer on one device."""
 
-from shardlite.apps.checkpoint import load, save
+from shardlite.apps.checkpoint import async_save, load, save
 from shardlite.apps.verify.verify import verify
 from shardlite.config import Precision, Route
 from shardlite.ema import EMA
@@ -35,6 +35,7 @@ __all__ = [
     "ShardLite",
     "ShardLiteError",
     "ShardWarning",
+    "async_save",
     "load",
     "save",
     "verify",

@@ -50,7 +50,8 @@ def _entry(optimizer: Optimizer, param: Tensor, entry: Mapping[str, Any], make: 
     decode_each = getattr(optimizer, "decoders", None)
     if decode_each is not None and (decoders := decode_each(entry)):
         facts = {"numel": param.numel(), "dtype": torch.float32, "device": param.device}
-        return {"step": entry["step"], **{key: make(decode, **facts) for key, decode in decoders.items()}}
+        moments = {key: make(decode, sources=codes, **facts) for key, (decode, codes) in decoders.items()}
+        return {"step": entry["step"], **moments}
     return {key: make(value) if is_like(value, param) and key != "step" else value for key, value in entry.items()}
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardlite.errors import LayoutError, PhaseError
-from shardlite.optim.arena_slots import StateSlot, canonical, check_state, decoders
+from shardlite.optim.arena_slots import Decoder, StateSlot, canonical, check_state, decoders
 from shardlite.optim.in_backward import InBackwardStep, InBackwardSteps
 from shardlite.optim.plan import OptimizerLayout, active, by_counts, update
 from shardlite.optim.step_counts import Amp, Group, StepCounts
@@ -142,8 +142,8 @@ class AdamW(Optimizer):
         return saved
 
     @staticmethod
-    def decoders(entry: Mapping[str, Any]) -> Mapping[str, Callable[[], Tensor]]:
-        """Return functions that decode the narrow moments of one parameter to fp32, by name."""
+    def decoders(entry: Mapping[str, Any]) -> Mapping[str, Decoder]:
+        """Return what decodes the narrow moments of one parameter to fp32, by name: functions with their tensors."""
         return decoders(entry) if entry else {}
 
     def load_entry(self, param: Tensor, entry: dict[str, Any]) -> None:

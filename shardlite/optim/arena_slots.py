@@ -15,6 +15,7 @@ cut between ranks, which is at a multiple of 32, so the content of a group does 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from operator import is_
 from typing import Any
@@ -164,11 +165,21 @@ def canonical(entry: Mapping[str, Any], device: torch.device | None = None) -> d
     return dict(entry)
 
 
-def decoders(entry: Mapping[str, Any]) -> dict[str, Callable[[], Tensor]]:
-    """Return functions that decode the moments of `canonical`, by name. None if the state is not narrow."""
+Decoder = tuple[Callable[..., Tensor], Sequence[Tensor]]
+"""A function, and the tensors that it decodes."""
+
+
+def decoders(entry: Mapping[str, Any]) -> dict[str, Decoder]:
+    """Return what decodes each moment as `canonical` does, by name. Nothing if the state is not narrow."""
     if entry[_MOMENTS[0]].dtype not in (torch.bfloat16, torch.int8):
         return {}
-    return {name: lambda name=name: canonical(entry)[name] for name in _MOMENTS}  # type: ignore[misc]
+    codes = {name: value for name, value in entry.items() if name != "step"}
+
+    def decode(name: str, *given: Tensor) -> Tensor:
+        moment: Tensor = canonical({"step": None, **dict(zip(codes, given, strict=True))})[name]
+        return moment
+
+    return {name: (partial(decode, name), list(codes.values())) for name in _MOMENTS}
 
 
 def assign_arenas(slots: Sequence[StateSlot], moments: str) -> None:

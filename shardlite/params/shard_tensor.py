@@ -65,9 +65,10 @@ class ShardTensor(Tensor):
 
     Args:
         local: this rank's elements where they are kept, in the shape in which `to_local()` shall return them; or, for
-            elements that are kept in another form (8-bit moments, split weights), a function that decodes them.
+            elements that are kept in another form (8-bit moments, split weights), a function that decodes `sources`.
         shape: of the whole tensor.
         start: index of the first element of this rank, in row-major order.
+        sources: what `local` decodes, if it is a function.
         numel, dtype, device: of this rank's elements, if `local` is a function.
         encode: keeps elements that were written into a decoded copy.
     """
@@ -75,16 +76,18 @@ class ShardTensor(Tensor):
     start: int
     stop: int
     _local: Tensor | None
-    _decode: Callable[[], Tensor] | None
+    _decode: Callable[..., Tensor] | None
+    _sources: Sequence[Tensor]
     _encode: Callable[[Tensor], object] | None
 
     @staticmethod
     def __new__(
         cls: type[ShardTensor],
-        local: Tensor | Callable[[], Tensor],
+        local: Tensor | Callable[..., Tensor],
         shape: Sequence[int],
         start: int,
         *,
+        sources: Sequence[Tensor] = (),
         numel: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
@@ -98,14 +101,14 @@ class ShardTensor(Tensor):
         self.start, self.stop = start, start + numel
         self._local = local if isinstance(local, Tensor) else None
         self._decode = None if isinstance(local, Tensor) else local
+        self._sources = sources
         self._encode = encode
         return self
 
     def to_local(self) -> Tensor:
         """Return this rank's elements: a view of where they are kept, or a decoded copy, which `commit()` drops."""
         if self._local is None:
-            assert self._decode is not None
-            self._local = self._decode()
+            self._local = self._value()
         return self._local
 
     def read(self) -> Tensor:
@@ -118,6 +121,13 @@ class ShardTensor(Tensor):
             if self._encode is not None:
                 self._encode(self._local)
             self._local = None
+
+    def snapshot(self, copy: Callable[[Tensor], Tensor]) -> ShardTensor:
+        """Return a tensor of the elements of now. `copy` copies them in the form in which they are kept."""
+        if self._decode is None:
+            return self._like(copy(self.to_local().detach()))
+        facts = {"numel": self.stop - self.start, "dtype": self.dtype, "device": torch.device("cpu")}
+        return ShardTensor(self._decode, self.shape, self.start, sources=[*map(copy, self._sources)], **facts)  # type: ignore[arg-type]
 
     def boxes(self) -> Iterator[Box]:
         """Yield the boxes that this rank holds, in the order of its elements."""
@@ -176,7 +186,7 @@ class ShardTensor(Tensor):
         if self._local is not None:
             return self._local.detach()
         assert self._decode is not None
-        return self._decode()
+        return self._decode(*self._sources)
 
     def _like(self, local: Tensor) -> ShardTensor:
         return ShardTensor(local, self.shape, self.start)

@@ -124,9 +124,10 @@ class Flat:
             return local if self.rank is None else ShardTensor(local, slot.shape, self.range_of(row)[0])
         high, low, shape = self.local[start:stop], self.low[start:stop], self.shards[row].shape
         return ShardTensor(
-            lambda: _joined(high, low).view(shape),
+            lambda high, low: _joined(high, low).view(shape),
             slot.shape,
             self.range_of(row)[0],
+            sources=(high, low),
             numel=stop - start,
             dtype=torch.float32,
             device=high.device,

@@ -245,7 +245,7 @@ def full_body(group: Any, path: Path) -> None:
     whole = save(path, model, optimizer)
     expected = model.full_state_dict()
     train(model, optimizer)
-    write, (soft, hard) = saving._write, resource.getrlimit(resource.RLIMIT_FSIZE)
+    write, (soft, hard) = saving.write_part, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limited(*args: Any) -> Any:
         if dist.get_rank(group) == 1:
@@ -258,7 +258,7 @@ def full_body(group: Any, path: Path) -> None:
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     words = r"__1_0.distcp cannot be written: \[Errno 27\] File too large"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "_write", limited)
+        patch.setattr(saving, "write_part", limited)
         with pytest.raises(CheckpointError, match=words):
             save(path, model, optimizer)
     signal.signal(signal.SIGXFSZ, handler)

@@ -15,6 +15,6 @@ from shardlite.apps.checkpoint.distributed_state_dict import teach
 from shardlite.apps.checkpoint.files import latest
 from shardlite.apps.checkpoint.loading import load
 from shardlite.apps.checkpoint.reading import SafeLoadPlanner, SafeReader
-from shardlite.apps.checkpoint.saving import save
+from shardlite.apps.checkpoint.saving import async_save, save
 
 teach()

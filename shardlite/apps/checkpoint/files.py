@@ -69,10 +69,15 @@ def begin(root: Path, step: int) -> Path:
     for number, place in whole.items():
         if place.name != name_of(number):
             place.rename(root / name_of(number))
-    for left in (*root.glob(".saving-*"), *root.glob(".old-*")):
-        shutil.rmtree(left)
+    clear(root)
     folder.mkdir()
     return folder
+
+
+def clear(root: Path) -> None:
+    """Remove what saves that failed have left."""
+    for left in (*root.glob(".saving-*"), *root.glob(".old-*")):
+        shutil.rmtree(left)
 
 
 def publish(folder: Path, root: Path, step: int, keep: int | None) -> Path:

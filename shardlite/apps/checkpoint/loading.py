@@ -23,7 +23,7 @@ from shardlite.apps.checkpoint import files
 from shardlite.apps.checkpoint.contents import names_of, restore, restore_generators
 from shardlite.apps.checkpoint.reading import Checkpoint
 from shardlite.apps.checkpoint.safetensors import SafetensorsFolder, is_safetensors
-from shardlite.apps.checkpoint.saving import Talk
+from shardlite.apps.checkpoint.saving import Talk, wait_for_save
 from shardlite.errors import CheckpointError
 from shardlite.model import ShardLite
 from shardlite.optim import AdamW
@@ -61,6 +61,7 @@ def load(
             nothing was changed then.
         CommError: a rank did not come to the call.
     """
+    wait_for_save(model)
     talk = Talk(model)
     folder, told = talk.agree(lambda: _find(Path(path)), "load", tell=str)
     if talk.rank > 0:

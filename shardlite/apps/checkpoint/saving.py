@@ -13,10 +13,15 @@ import io
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import IO, Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -79,32 +84,172 @@ def save(
             could execute code for. The earlier checkpoints are as they were.
         CommError: a rank did not come to the call.
     """
+    return _begin(path, model, optimizer, extra, step, keep, snapshot=False).run()
+
+
+def async_save(
+    path: str | os.PathLike[str],
+    model: ShardLite,
+    optimizer: Optimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    step: int | None = None,
+    keep: int | None = None,
+) -> Future[Path]:
+    """Save a run like `save` while the training goes on.
+
+    The call copies what this rank writes into host memory, in the form in which it is kept, and returns. A thread
+    decodes and writes the copy. The next `save`, `async_save` or `load` of the model waits for it, and raises if it
+    has failed. A process does not end before it is written. To be called by every rank.
+
+    Args:
+        path, model, optimizer, extra, step, keep: as for `save`.
+
+    Returns:
+        A future of the path of the checkpoint. Its `result()` waits, and raises what `save` would raise.
+
+    Raises:
+        CheckpointError: on every rank, if the copy cannot be made on any rank, or the save before has failed.
+        CommError: a rank did not come to the call.
+    """
+    job, future = _begin(path, model, optimizer, extra, step, keep, snapshot=True), Future[Path]()
+
+    def run() -> None:
+        try:
+            with torch.no_grad():
+                future.set_result(job.run())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=run, name="shardlite-save").start()
+    _running[model] = future
+    return future
+
+
+_running: WeakKeyDictionary[ShardLite, Future[Path]] = WeakKeyDictionary()
+"""The save of each model that a thread runs, or ran last."""
+
+
+def wait_for_save(model: ShardLite) -> None:
+    """Wait until the model's save in a thread has ended.
+
+    Raises:
+        CheckpointError: it has failed.
+    """
+    if (future := _running.pop(model, None)) is not None:
+        future.result()
+
+
+@torch.no_grad()
+def _begin(
+    path: str | os.PathLike[str],
+    model: ShardLite,
+    optimizer: Optimizer | None,
+    extra: Mapping[str, Any] | None,
+    step: int | None,
+    keep: int | None,
+    *,
+    snapshot: bool,
+) -> _Save:
+    """Agree on the step, and find out what this rank writes, or copy it."""
     if keep is not None and keep < 1:
         raise ValueError(f"save: keep must be at least 1, got {keep}")
-    talk = Talk(model)
-    root = Path(path)
+    wait_for_save(model)
+    talk, root = Talk(model), Path(path)
 
-    def prepare() -> tuple[int, dict[str, Any], Paths]:
-        entries, paths = contents(model, optimizer, extra, talk.rank)
+    def prepare() -> tuple[int, _Part]:
+        part = _part_of(model, optimizer, extra, talk)
+        if snapshot:
+            part = part.copied()
         chosen = step if step is not None else max(files.checkpoints_in(root), default=-1) + 1
         if talk.rank == 0:
             files.begin(root, chosen)
-        return chosen, entries, paths
+        return chosen, part
 
-    (_, entries, paths), steps = talk.agree(prepare, "save", tell=lambda prepared: prepared[0])
-    folder = root / f".saving-{files.name_of(steps[0])}"
     try:
+        (_, part), steps = talk.agree(prepare, "save", tell=lambda prepared: prepared[0])
         if step is not None and len(set(steps)) > 1:
             raise CheckpointError(f"save: ranks were given different steps, {steps} by rank")
-        _, parts = talk.agree(lambda: _write(folder, entries, paths, model, talk), "save", tell=lambda part: part)
-        facts = {"step": steps[0], "ranks": talk.size, "stage": model.stage}
-        publish = partial(finish, folder, root, facts, parts, keep) if talk.rank == 0 else (lambda: None)
-        talk.agree(publish, "save", tell=lambda _: None)
-    except BaseException:
+    except CheckpointError:
         if talk.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+            files.clear(root)
         raise
-    return root / files.name_of(steps[0])
+    folder = root / f".saving-{files.name_of(steps[0])}"
+    facts = {"step": steps[0], "ranks": talk.size, "stage": model.stage}
+    return _Save(folder, root, facts, keep, part, talk if not snapshot else talk.on_thread("save"))
+
+
+@dataclass(frozen=True)
+class _Save:
+    """A save whose ranks have agreed to begin. It knows no model, which may train on."""
+
+    folder: Path
+    root: Path
+    facts: Mapping[str, Any]
+    keep: int | None
+    part: _Part
+    talk: Talk
+
+    def run(self) -> Path:
+        """Write this rank's part and, on rank 0, publish the checkpoint. Return its path."""
+        talk = self.talk
+        try:
+            _, parts = talk.agree(lambda: self.part.write(self.folder, talk.rank), "save", tell=lambda part: part)
+            publish = partial(finish, self.folder, self.root, self.facts, parts, self.keep)
+            talk.agree(publish if talk.rank == 0 else lambda: None, "save", tell=lambda _: None)
+        except BaseException:
+            if talk.rank == 0:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+        return self.root / files.name_of(self.facts["step"])
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one rank writes."""
+
+    items: Sequence[WriteItem]
+    entries: Mapping[str, Any]
+    aliases: Mapping[str, str]
+    """Names that stand for the same tensor as another one."""
+
+    paths: Paths
+
+    def copied(self) -> _Part:
+        """Return a copy in host memory of what is written, in the form in which it is kept."""
+        copies: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # both moments of a parameter may be decoded from the same tensors
+
+        def copy(tensor: Tensor) -> Tensor:
+            if id(tensor) not in copies:
+                copies[id(tensor)] = tensor, tensor.detach().to("cpu", copy=True)
+            return copies[id(tensor)][1]
+
+        entries: dict[str, Any] = {}
+        for item in self.items:
+            name = item.index.fqn
+            value = self.entries[name]
+            if name not in entries and isinstance(value, ShardTensor):
+                entries[name] = value.snapshot(copy)
+            elif name not in entries:
+                entries[name] = copy(value) if isinstance(value, Tensor) else pickled(name, value)
+        return replace(self, entries=entries)
+
+    def write(self, folder: Path, rank: int) -> dict[str, Any]:
+        """Write the file of a rank as DCP does, and return what rank 0 has to know of it.
+
+        DCP's own writer would keep a copy of every tensor until the file is finished.
+        """
+        told = {name: path for name, path in self.paths.items() if rank == 0 or name.startswith("ranks.")}
+        return {**write_part(folder, rank, self.items, self.entries), "aliases": self.aliases, "paths": told}
+
+
+def _part_of(model: ShardLite, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, talk: Talk) -> _Part:
+    entries, paths = contents(model, optimizer, extra, talk.rank)
+    equal = {f"model.{name}" for name, param in model.named_parameters() if param not in model._ignored}
+    items, aliases = _own_items(entries, paths, talk, equal, sharded=model._placement.rank is not None)
+    return _Part(items, entries, aliases, paths)
 
 
 class Talk:
@@ -119,6 +264,13 @@ class Talk:
         self.replica = numbers[1] if len(numbers) > 1 else 0
         self.size = self.shards * (sizes[1] if len(sizes) > 1 else 1)
         self.rank = self.replica * self.shards + self.shard
+        self._thread = ""
+
+    def on_thread(self, name: str) -> Talk:
+        """Return one for calls from another thread, which all ranks name alike."""
+        other = copy(self)
+        other._thread = name
+        return other
 
     def agree(self, act: Callable[[], T], what: str, *, tell: Callable[[T], Any]) -> tuple[T, list[Any]]:
         """Let every rank `act`. Return this rank's result, and what all ranks `tell` of theirs, in JSON types.
@@ -133,24 +285,14 @@ class Talk:
             problem, error = f"{caught}" if isinstance(caught, CheckpointError) else f"{caught!r}", caught
         rows = [[problem, None if error is not None else tell(result)]]  # type: ignore[arg-type]
         for group in self._groups.all:
-            rows = [row for part in all_gather_json(group, rows, what, self._timeout) for row in part]
+            told = all_gather_json(group, rows, what, self._timeout, thread=self._thread)
+            rows = [row for part in told for row in part]
         if isinstance(error, CheckpointError):
             raise error
         troubled = next(((rank, why) for rank, (why, _) in enumerate(rows) if why is not None), None)
         if troubled is not None:
             raise CheckpointError(f"{what}: rank {troubled[0]}: {troubled[1]}") from error
         return result, [told for _, told in rows]  # type: ignore[return-value]
-
-
-def _write(folder: Path, entries: dict[str, Any], paths: Paths, model: ShardLite, talk: Talk) -> dict[str, Any]:
-    """Write this rank's part as DCP does, and return what rank 0 has to know of it.
-
-    DCP's own writer would keep a copy of every tensor until the file is finished.
-    """
-    equal = {f"model.{name}" for name, param in model.named_parameters() if param not in model._ignored}
-    items, aliases = _own_items(entries, paths, talk, equal, sharded=model._placement.rank is not None)
-    told = {name: path for name, path in paths.items() if talk.rank == 0 or name.startswith("ranks.")}
-    return {**write_part(folder, talk.rank, items, entries), "aliases": aliases, "paths": told}
 
 
 def write_part(folder: Path, rank: int, items: Iterable[WriteItem], entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,7 +330,7 @@ def _own_items(
     and the rest, of which ranks may have different values, is rank 0's.
     """
     items: list[WriteItem] = []
-    seen: dict[int, str] = {}
+    seen: dict[Hashable, str] = {}
     aliases: dict[str, str] = {}
     loads = [0] * talk.shards
     for name, value in entries.items():
@@ -212,9 +354,11 @@ def _own_items(
     return items, aliases
 
 
-def _key(value: Tensor) -> int:
+def _key(value: Tensor) -> Hashable:
     """Return what two names of one tensor have in common: tied weights."""
-    return id(value) if isinstance(value, ShardTensor) or value.numel() == 0 else value.data_ptr()
+    if isinstance(value, ShardTensor) or value.numel() == 0:
+        return id(value)
+    return value.data_ptr(), value.dtype, value.shape, value.stride()
 
 
 class _Reader:
@@ -228,7 +372,7 @@ class _Reader:
         name = item.index.fqn
         value = self._entries[name]
         if not isinstance(value, Tensor):
-            return pickled(name, value)
+            return value if isinstance(value, io.BytesIO) else pickled(name, value)
         if isinstance(value, ShardTensor):
             if self._latest[0] != name:
                 self._latest = ("", None)  # before the next one is decoded

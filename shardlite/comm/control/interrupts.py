@@ -95,7 +95,7 @@ def raise_pending_interrupt(during: str) -> None:
     Raises:
         KeyboardInterrupt: Ctrl-C is pending.
     """
-    if interrupt_pending():
+    if current_thread() is main_thread() and interrupt_pending():
         for reporter in reporters():
             reporter.fail(f"Ctrl-C came while it waited in {during}")
         _deferring.is_pending = False

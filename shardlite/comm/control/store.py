@@ -44,7 +44,7 @@ class BoundedStore:
 
     def __init__(self, store: Store) -> None:
         self.told: Counter[str] = Counter()
-        """By the name of a group: number of `all_gather_json` calls."""
+        """By the name of a group, and of a thread: number of `all_gather_json` calls."""
 
         self._owner = Owner()
         self._store = store
@@ -84,8 +84,12 @@ def bounded_store() -> BoundedStore:
     return _stores[world]
 
 
-def all_gather_json(group: dist.ProcessGroup | None, mine: Any, what: str, timeout: timedelta = TIMEOUT) -> list[Any]:
+def all_gather_json(
+    group: dist.ProcessGroup | None, mine: Any, what: str, timeout: timedelta = TIMEOUT, *, thread: str = ""
+) -> list[Any]:
     """Return what every rank of `group` passes as `mine`, in JSON types. Collective; errors name it by `what`.
+
+    Calls that different threads of a rank make at the same time have different names for their `thread`.
 
     Raises:
         CommError: a rank did not arrive within `timeout`, or the store does not answer.
@@ -98,8 +102,8 @@ def all_gather_json(group: dist.ProcessGroup | None, mine: Any, what: str, timeo
     everyone = dist.group.WORLD if group is None else group
     assert everyone is not None, "it has ranks"
     store, limit = bounded_store(), timeout.total_seconds()
-    number = store.told[everyone.group_name] = store.told[everyone.group_name] + 1
-    where = f"shardlite/{everyone.group_name}"
+    where = f"shardlite/{everyone.group_name}{thread and f'/{thread}'}"
+    number = store.told[where] = store.told[where] + 1
     entries = [f"{where}/{number}/{each}" for each in range(world_size)]
     deadline = time.monotonic() + limit
     try:

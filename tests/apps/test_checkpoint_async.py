@@ -1,0 +1,150 @@
+"""Saves in a thread: what is saved is the state at the call, whatever the training does meanwhile."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardlite import AdamW, CheckpointError, Precision, ShardLite, async_save, load, save
+from shardlite.apps.checkpoint import files, latest, saving
+from tests.support.patience import seconds
+from tests.support.twins.sharded import same_bits
+
+
+def run_on(group: Any, state: str, seed: int = 0, **options: Any) -> tuple[ShardLite, AdamW]:
+    torch.manual_seed(seed)
+    layers = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 12), nn.BatchNorm1d(12, affine=False))
+    precision = Precision(master="split24", compute=torch.bfloat16) if state == "int8" else Precision()
+    model = ShardLite(layers, group=group, units=nn.Linear, precision=precision, **options)
+    return model, AdamW(model.parameters(), lr=0.05, state=state)
+
+
+def train(model: ShardLite, optimizer: AdamW, steps: range) -> None:
+    for step in steps:
+        x = torch.randn(4, 12, generator=torch.Generator().manual_seed(step))
+        model(x.to(model.precision.compute)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@contextmanager
+def slow_disk() -> Iterator[threading.Event]:
+    """Let no rank write before the event is set."""
+    written, go = files.summed, threading.Event()
+
+    @contextmanager
+    def late(path: Path) -> Iterator[Any]:
+        assert go.wait(seconds(60))
+        with written(path) as stream:
+            yield stream
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "summed", late)
+        yield go
+
+
+def beside_body(group: Any, path: Path, state: str, stage: int) -> None:
+    model, optimizer = run_on(group, state, stage=stage)
+    train(model, optimizer, range(2))
+    with slow_disk() as go:
+        saved = async_save(path, model, optimizer, {"step": 2}, step=2)
+        train(model, optimizer, range(2, 4))  # while nothing of it is written
+        optimizer.load_state_dict(optimizer.state_dict())  # ranks talk here, as they do in the thread
+        assert not saved.done()
+        assert latest(path) is None
+        go.set()
+        assert saved.result() == path / "step-00000002"
+    train(model, optimizer, range(4, 6))
+    other, its = run_on(group, state, seed=1, stage=stage)
+    assert load(path, other, its) == {"step": 2}
+    train(other, its, range(2, 6))
+    for name, value in other.full_state_dict().items():
+        same_bits(name, value, model.full_state_dict()[name])
+
+
+@pytest.mark.parametrize(("state", "stage"), [("fp32", 3), ("int8", 3), ("bf16", 1), ("fp32", 0)])
+def test_training_goes_on_while_the_state_of_the_call_is_written(cluster, tmp_path, state, stage):
+    cluster.check(beside_body, 2, tmp_path, state, stage)
+
+
+def queue_body(group: Any, path: Path) -> None:
+    """The next call waits for the save before; a save that is not waited for is there in the end."""
+    model, optimizer = run_on(group, "fp32")
+    train(model, optimizer, range(1))
+    with slow_disk() as go:
+        first = async_save(path, model, optimizer)
+        threading.Timer(0.05, go.set).start()
+        second = async_save(path, model, optimizer)
+        assert first.done()
+        train(model, optimizer, range(1, 2))
+        assert save(path, model, optimizer).name == "step-00000002"
+        assert second.done()
+        third = async_save(path, model, optimizer, keep=2)
+        load(path, model, optimizer)
+        assert third.done()
+    dist.barrier(group)
+    assert sorted(each.name for each in path.iterdir()) == ["step-00000002", "step-00000003"]
+
+
+def test_a_second_save_waits(cluster, tmp_path):
+    cluster.check(queue_body, 2, tmp_path)
+
+
+class Bad:
+    pass
+
+
+def failed_body(group: Any, path: Path) -> None:
+    model, optimizer = run_on(group, "fp32")
+    train(model, optimizer, range(1))
+    whole = async_save(path, model, optimizer).result()
+    with pytest.raises(CheckpointError, match=r"'ranks\.1\.extra' holds something that is neither"):
+        async_save(path, model, extra={"bad": Bad()} if dist.get_rank(group) else {})
+    dist.barrier(group)
+    assert [each.name for each in path.iterdir()] == [whole.name]
+    dist.barrier(group)
+
+    def fails(*args: Any) -> Any:
+        raise OSError("no disk")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank(group) == 1:
+            patch.setattr(saving, "write_part", fails)
+        failed = async_save(path, model, optimizer)
+        with pytest.raises(CheckpointError, match=r"save: rank 1: OSError\('no disk'\)"):
+            failed.result()
+        train(model, optimizer, range(1, 2))
+        with pytest.raises(CheckpointError, match=r"save: rank 1: OSError\('no disk'\)"):
+            save(path, model, optimizer)  # says so once
+    dist.barrier(group)
+    assert [each.name for each in path.iterdir()] == [whole.name]
+    dist.barrier(group)
+    assert save(path, model, optimizer).name == "step-00000001"
+
+
+def test_a_save_that_fails_is_an_error_of_its_result_and_of_the_next_call(cluster, tmp_path):
+    cluster.check(failed_body, 2, tmp_path)
+
+
+def copied_body(group: Any, path: Path) -> tuple[int, int]:
+    """Return how many bytes are copied for a save, and how many this rank keeps."""
+    model, optimizer = run_on(group, "int8")
+    train(model, optimizer, range(1))
+    part = saving._part_of(model, optimizer, {}, saving.Talk(model)).copied()
+    copied: dict[int, int] = {}
+    for value in part.entries.values():
+        for tensor in getattr(value, "_sources", ()):
+            copied[id(tensor)] = tensor.nbytes
+    kept = sum(flat.local.numel() for unit in model._units for flat in unit.flats)
+    return sum(copied.values()), kept
+
+
+def test_the_copy_is_in_the_form_in_which_the_state_is_kept(cluster, tmp_path):
+    for copied, numel in cluster.run(copied_body, 2, tmp_path):
+        assert 0 < copied <= 5.2 * numel  # 3 bytes of a weight, 2 of its moments, and their scales
