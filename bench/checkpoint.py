@@ -1,0 +1,216 @@
+"""Saving a run: how long a step is held up, and how fast bytes go to the disk.
+
+    python -m bench.checkpoint --ranks 2
+
+starts its ranks itself. The rows go to `bench/results/checkpoint-MODEL-Nranks.jsonl`, one JSON object a system.
+
+| system | what each rank does |
+|---|---|
+| `raw` | writes as many bytes as its shard and moments have, from memory, into a file of its own |
+| `torch.save` | writes its shards and moments by `torch.save`, which no other number of ranks can load |
+| `fsdp2` | `torch.distributed.checkpoint.save` of an FSDP2 model and its optimizer |
+| `save` | `shardlite.save` |
+| `async_save` | `shardlite.async_save`, and waits for its result |
+
+Every file is new, and on the disk (`fsync`) when a system is done. What `save` has written is loaded into another model
+first, and compared. Systems take turns.
+
+| key | what it is |
+|---|---|
+| `bytes` | of weights and moments, of all ranks |
+| `seconds_p20`, `_p50`, `_p80` | until the checkpoint is on the disk, on the slowest rank |
+| `stall_p50` | seconds until the call returns, on the slowest rank |
+| `mb_per_s` | `bytes` by `seconds_p50`, of all ranks together |
+| `vs_raw` | `mb_per_s` as a part of that of `raw` |
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from bench.support.machine import machine
+from bench.support.measure import largest, percentile, rotated
+from bench.support.ranks import one_of_them, start_ranks
+from bench.support.systems import SYSTEMS
+from bench.support.table import RESULTS, Row, markdown_table, read_rows, write_rows
+from bench.support.workloads import WORKLOADS, Workload
+from shardlite import AdamW, ShardLite, async_save, load, save
+
+Save = Callable[[Path], "Future[Path] | None"]
+"""Saves into a folder that is not there yet. What goes on after the call is in the future."""
+
+WARM_UP = 1
+
+
+def measure(workload: Workload, rounds: int, folder: Path, group: dist.ProcessGroup) -> list[Row]:
+    """Verify and time the systems; return a row for each. To be called by every rank, with the same folder."""
+    ours, theirs = (SYSTEMS[name](workload, group) for name in ("stage3", "fsdp2"))
+    for trainer in (ours, theirs):
+        trainer.step(workload.batch(group.rank(), 0))
+    model, optimizer = ours.model, ours.optimizer
+    assert isinstance(model, ShardLite)
+    assert isinstance(optimizer, AdamW)
+    verify(workload, model, optimizer, folder / "verified", group)
+    shards = [*(param.detach() for param in model.parameters()), *_moments(model, optimizer)]
+    nbytes = sum(shard.nbytes for shard in shards)
+    told = torch.tensor(nbytes)
+    dist.all_reduce(told, group=group)
+    systems: dict[str, Save] = {
+        "raw": lambda path: _write(path, group.rank(), torch.cat([shard.reshape(-1) for shard in shards])),
+        "torch.save": lambda path: _torch_save(path, group.rank(), {str(i): s for i, s in enumerate(shards)}),
+        "fsdp2": lambda path: _dcp_save(path, theirs),
+        "save": lambda path: _nothing(save(path, model, optimizer)),
+        "async_save": lambda path: async_save(path, model, optimizer),
+    }
+    stalls: Mapping[str, list[float]] = {name: [] for name in systems}
+    ends: Mapping[str, list[float]] = {name: [] for name in systems}
+    for turn in range(WARM_UP + rounds):
+        for name in rotated(list(systems), turn):
+            place = folder / f"{name}-{turn}"
+            dist.barrier(group)
+            begin = perf_counter()
+            running = systems[name](place)
+            stalls[name].append(perf_counter() - begin)
+            if running is not None:
+                running.result()
+            ends[name].append(perf_counter() - begin)
+            dist.barrier(group)
+            if group.rank() == 0:
+                shutil.rmtree(place)
+    rows: list[Row] = []
+    for name in systems:
+        spent = largest(ends[name][WARM_UP:], group)
+        rows.append(
+            {
+                "bench": "checkpoint",
+                "model": workload.name,
+                "words": workload.words,
+                "ranks": group.size(),
+                "rounds": rounds,
+                **machine(),
+                "system": name,
+                "bytes": int(told),
+                **{f"seconds_p{percent}": round(percentile(spent, percent), 4) for percent in (20, 50, 80)},
+                "stall_p50": round(percentile(largest(stalls[name][WARM_UP:], group), 50), 4),
+                "mb_per_s": round(int(told) / 1e6 / percentile(spent, 50), 1),
+            }
+        )
+    raw = rows[0]["mb_per_s"]
+    return [{**row, "vs_raw": round(row["mb_per_s"] / raw, 3)} for row in rows]
+
+
+def verify(workload: Workload, model: ShardLite, optimizer: AdamW, path: Path, group: dist.ProcessGroup) -> None:
+    """Save, load into another model, and compare.
+
+    Raises:
+        AssertionError: a weight or a moment is another one.
+    """
+    save(path, model, optimizer)
+    other = SYSTEMS["stage3"](workload, group)
+    assert isinstance(other.model, ShardLite)
+    load(path, other.model, other.optimizer)
+    for mine, its in zip(model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(mine, its)
+    for mine, its in zip(_moments(model, optimizer), _moments(other.model, other.optimizer), strict=True):
+        assert torch.equal(mine, its)
+
+
+def _moments(model: ShardLite, optimizer: Any) -> list[torch.Tensor]:
+    return [optimizer.state[param][key] for param in model.parameters() for key in ("exp_avg", "exp_avg_sq")]
+
+
+def _write(path: Path, rank: int, elements: torch.Tensor) -> None:
+    path.mkdir(exist_ok=True)
+    with (path / str(rank)).open("xb", buffering=0) as file:
+        view = memoryview(elements.numpy()).cast("B")
+        while view:
+            view = view[file.write(view) :]
+        os.fsync(file.fileno())
+
+
+def _torch_save(path: Path, rank: int, state: Mapping[str, torch.Tensor]) -> None:
+    path.mkdir(exist_ok=True)
+    with (path / str(rank)).open("xb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _dcp_save(path: Path, trainer: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+
+
+def _nothing(_: object) -> None:
+    """Drop what `save` returns: it is done."""
+
+
+def render(rows: Sequence[Row]) -> str:
+    """Return a table for people."""
+    first = rows[0]
+    head = ["system", "seconds", "MB/s", "/ raw", "the step waits, s"]
+    lines = [
+        [
+            row["system"],
+            f"{row['seconds_p50']:.3f}",
+            f"{row['mb_per_s']:.0f}",
+            f"{row['vs_raw']:.2f}",
+            f"{row['stall_p50']:.3f}",
+        ]
+        for row in rows
+    ]
+    words = f"{first['words']}; {first['bytes'] / 1e6:.0f} MB of weights and moments, {first['ranks']} ranks"
+    return f"{words}; {first['machine']}, torch {first['torch']}, {first['date']}.\n\n{markdown_table([head, *lines])}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, as one rank if a launcher started this process, else by starting the ranks."""
+    parser = argparse.ArgumentParser(prog="python -m bench.checkpoint", description="saving a run, by system")
+    parser.add_argument("--ranks", type=int, default=2, help="processes on this machine (%(default)s)")
+    parser.add_argument("--model", choices=WORKLOADS, default="mlp", help="(%(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="saves of each system (%(default)s)")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()), help="disk to write to (%(default)s)"
+    )
+    parser.add_argument("--table", nargs="+", type=Path, metavar="FILE", help="only print the table of these rows")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
+    options = parser.parse_args(arguments)
+    if options.table:
+        print(render(read_rows(options.table)))
+        return 0
+    if "RANK" not in os.environ:
+        return start_ranks("bench.checkpoint", options.ranks, arguments)
+    with one_of_them() as group:
+        folder = options.folder / f"shardlite-bench-{os.getppid()}"
+        folder.mkdir(parents=True, exist_ok=True)
+        dist.barrier(group)
+        try:
+            rows = measure(WORKLOADS[options.model], options.rounds, folder, group)
+        finally:
+            if group.rank() == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+        if group.rank() == 0:
+            write_rows(rows, options.out / f"checkpoint-{options.model}-{options.ranks}ranks.jsonl")
+            print(f"\n{render(rows)}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

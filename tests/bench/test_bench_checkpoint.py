@@ -1,0 +1,45 @@
+"""`bench.checkpoint` saves in every way, compares what was saved, and its rows say how fast."""
+
+import pytest
+
+from bench import checkpoint
+from bench.support.table import read_rows
+from bench.support.workloads import perceptrons
+from tests.support.ranks.scripts import run_process
+
+FEW = perceptrons("few", blocks=2, width=16, batch=2)
+
+
+def measured(group, folder):
+    return checkpoint.measure(FEW, 1, folder, group)
+
+
+def test_each_system_saves_the_same_bytes_and_is_timed(cluster, tmp_path):
+    rows, others = cluster.run(measured, 2, tmp_path)
+    assert [row["system"] for row in rows] == ["raw", "torch.save", "fsdp2", "save", "async_save"]
+    assert [row["system"] for row in others] == [row["system"] for row in rows]
+    assert {row["bytes"] for row in rows} == {12 * FEW.parameters()}
+    assert rows[0]["vs_raw"] == 1
+    assert all(0 < row["stall_p50"] <= row["seconds_p80"] for row in rows)
+    assert checkpoint.render(rows).count("\n") == 8
+    assert [each.name for each in tmp_path.iterdir()] == ["verified"]
+
+
+def damaged(group, folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "load", lambda *_: None)
+        measured(group, folder)
+
+
+def test_what_is_not_loaded_as_it_was_saved_is_not_timed(cluster, tmp_path):
+    for kind, _ in cluster.failures(damaged, 2, tmp_path):
+        assert kind == "AssertionError"
+
+
+@pytest.mark.slow
+def test_the_command_writes_its_rows(tmp_path):
+    options = ["--rounds", "1", "--out", str(tmp_path), "--folder", str(tmp_path)]
+    done = run_process("-m", "bench.checkpoint", *options)
+    assert done.status == 0, done.err
+    assert checkpoint.render(read_rows([tmp_path / "checkpoint-mlp-2ranks.jsonl"])) in done.out
+    assert [each.name for each in tmp_path.iterdir()] == ["checkpoint-mlp-2ranks.jsonl"]
