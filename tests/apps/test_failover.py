@@ -5,6 +5,8 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +71,8 @@ def ranks_of(agent: int) -> list[int]:
 
 def trained(folder: Path, kills: int, seed: int = 0) -> int:
     """Train on three ranks; kill a random one at a random moment, again and again. Return how many were killed."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    options = ["--steps", "40", "--out", str(folder), "--checkpoints", str(folder / "run"), "--save-every", "1"]
-    command = [*launcher, "--max-restarts", str(kills), "-m", "shardlite", "train", *TINY, *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    dice, killed = random.Random(seed), 0
-    folder.mkdir()
-    with (folder / "log").open("w") as log:
-        agent = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    killed, dice = 0, random.Random(seed)
+    with started(folder, restarts=kills) as agent:
 
         def newest() -> int:
             return max(checkpoints_in(folder / "run"), default=0)
@@ -94,12 +90,50 @@ def trained(folder: Path, kills: int, seed: int = 0) -> int:
     return killed
 
 
+@contextmanager
+def started(folder: Path, *, restarts: int = 0, steps: int = 40) -> Iterator[subprocess.Popen[bytes]]:
+    """Start `shardlite train` on three ranks, saving each step into `folder / "run"`."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    options = ["--steps", str(steps), "--out", str(folder), "--checkpoints", str(folder / "run"), "--save-every", "1"]
+    command = [*launcher, "--max-restarts", str(restarts), "-m", "shardlite", "train", *TINY, *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    folder.mkdir(exist_ok=True)
+    with (folder / "log").open("a") as log:
+        agent = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        try:
+            yield agent
+        finally:
+            agent.kill()
+            agent.wait()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks /proc for children")
 def test_a_run_whose_ranks_are_killed_ten_times_has_the_same_bits(tmp_path):
     trained(tmp_path / "straight", 0)
     assert trained(tmp_path / "killed", 10) == 10
     assert_same_weights(tmp_path / "killed" / "run", tmp_path / "straight" / "run")
+
+
+@pytest.mark.slow
+def test_a_run_that_is_told_to_end_saves_and_goes_on(tmp_path):
+    """SIGTERM, a scheduler's notice: the step is finished and saved, and nothing stays behind."""
+    before = set(Path("/dev/shm").iterdir())
+    folder = tmp_path / "ended"
+    with started(folder, steps=200) as agent:
+        until(lambda: latest(folder / "run") is not None or agent.poll() is not None)
+        ranks = ranks_of(agent.pid)
+        agent.send_signal(signal.SIGTERM)
+        agent.wait(seconds(60))
+    log = (folder / "log").read_text()
+    step = max(checkpoints_in(folder / "run"))
+    assert f"Stopped by SIGTERM. The run goes on after step {step}, from {folder / 'run'}." in log
+    assert 0 < step < 200
+    assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
+    assert set(Path("/dev/shm").iterdir()) == before
+    with started(folder, steps=step + 2) as agent:
+        assert agent.wait(seconds(240)) == 0, (folder / "log").read_text()[-4000:]
+    assert f"The run goes on after step {step} of {step + 2}" in (folder / "log").read_text()
 
 
 def test_restarts_are_passed_to_torchrun(monkeypatch: Any) -> None:

@@ -258,6 +258,7 @@ class Talk:
     def __init__(self, model: ShardLite) -> None:
         self._groups: Ranks = model._groups
         self._timeout = model._context.timeout
+        self._missing = model._context.reports.missing_rank
         sizes = [dist.get_world_size(group) for group in self._groups.all]
         numbers = [dist.get_rank(group) for group in self._groups.all]
         self.shards, self.shard = sizes[0], numbers[0]
@@ -285,7 +286,7 @@ class Talk:
             problem, error = f"{caught}" if isinstance(caught, CheckpointError) else f"{caught!r}", caught
         rows = [[problem, None if error is not None else tell(result)]]  # type: ignore[arg-type]
         for group in self._groups.all:
-            told = all_gather_json(group, rows, what, self._timeout, thread=self._thread)
+            told = all_gather_json(group, rows, what, self._timeout, thread=self._thread, missing=self._missing)
             rows = [row for part in told for row in part]
         if isinstance(error, CheckpointError):
             raise error

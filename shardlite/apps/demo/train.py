@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from threading import Event, current_thread, main_thread
 
 import torch
 import torch.distributed as dist
@@ -65,6 +67,10 @@ def train(settings: Settings) -> None:
         _announce(run)
         curve = _resume(run)
         sharded = _learn(run, curve)
+        if len(curve) < settings.steps:
+            if run.rank == 0:
+                print(f"Stopped by SIGTERM. The run goes on after step {len(curve)}, from {settings.checkpoints}.")
+            return
         if sharded is not None:
             _report(run, curve, sharded, plain)
         _show_sample(run)
@@ -105,16 +111,35 @@ def _resume(run: Run) -> list[Point]:
     return curve
 
 
-def _save(run: Run, curve: Sequence[Point]) -> None:
-    """Save a checkpoint, if one is due."""
+@contextmanager
+def _notice_of_the_end(run: Run) -> Iterator[Event]:
+    """Yield an event that SIGTERM sets, by which schedulers announce the end, if the run can be saved then."""
+    asked = Event()
+    if run.settings.checkpoints is None or current_thread() is not main_thread():
+        yield asked
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _save(run: Run, curve: Sequence[Point], *, ends: bool) -> None:
+    """Save a checkpoint, if one is due or the run `ends`."""
     settings, step = run.settings, len(curve)
-    if settings.checkpoints is not None and (step % settings.save_every == 0 or step == settings.steps):
+    if settings.checkpoints is not None and (ends or step % settings.save_every == 0 or step == settings.steps):
         extra = {"curve": [(each.step, each.train, each.validation) for each in curve]}
         save(settings.checkpoints, run.model, run.optimizer, extra, step=step, keep=2)
 
 
 def _learn(run: Run, curve: list[Point]) -> Footprint | None:
     """Take the steps that are left, and extend the curve. One of the first runs under a meter."""
+    with _notice_of_the_end(run) as asked:
+        return _take_steps(run, curve, asked)
+
+
+def _take_steps(run: Run, curve: list[Point], asked: Event) -> Footprint | None:
     first, steps, footprint = len(curve), run.settings.steps, None
     progress = LossCurve(steps, _tokens_per_step(run.settings), first=first)
     run.model.traffic()  # on a GPU time counts from here
@@ -128,7 +153,10 @@ def _learn(run: Run, curve: list[Point]) -> Footprint | None:
         curve.append(Point(step + 1, loss, _validate(run) if _is_validation_due(step, steps) else None))
         if run.rank == 0:
             progress.show(curve[-1], sum(run.model.ledger.current().values()))
-        _save(run, curve)
+        ends = run.settings.checkpoints is not None and _mean_over_ranks(asked.is_set()) > 0
+        _save(run, curve, ends=ends)
+        if ends:
+            break
     return footprint
 
 

@@ -169,6 +169,11 @@ class FailureReports:
             self._deadlock_reason = self._failure() or (self._standstill() if get_ident() == self._thread else "")
         return self._deadlock_reason
 
+    def missing_rank(self) -> str:
+        """Return which other rank will come to nothing more, and why, or `""`. May be called on any thread."""
+        gone = next((other for other in self._others if self._is_gone(other)), None)
+        return self._failure() or ("" if gone is None else f"rank {gone} is gone: its process has ended")
+
     def abort_wait(self, why: str) -> NoReturn:
         """End a hopeless wait.
 

@@ -85,11 +85,18 @@ def bounded_store() -> BoundedStore:
 
 
 def all_gather_json(
-    group: dist.ProcessGroup | None, mine: Any, what: str, timeout: timedelta = TIMEOUT, *, thread: str = ""
+    group: dist.ProcessGroup | None,
+    mine: Any,
+    what: str,
+    timeout: timedelta = TIMEOUT,
+    *,
+    thread: str = "",
+    missing: Callable[[], str] = str,
 ) -> list[Any]:
     """Return what every rank of `group` passes as `mine`, in JSON types. Collective; errors name it by `what`.
 
-    Calls that different threads of a rank make at the same time have different names for their `thread`.
+    Calls that different threads of a rank make at the same time have different names for their `thread`. In long waits
+    `missing` is asked which rank will not come, and the wait ends if it says so.
 
     Raises:
         CommError: a rank did not arrive within `timeout`, or the store does not answer.
@@ -102,16 +109,17 @@ def all_gather_json(
     everyone = dist.group.WORLD if group is None else group
     assert everyone is not None, "it has ranks"
     store, limit = bounded_store(), timeout.total_seconds()
-    where = f"shardlite/{everyone.group_name}{thread and f'/{thread}'}"
-    number = store.told[where] = store.told[where] + 1
+    lane = f"{everyone.group_name}/{thread}" if thread else everyone.group_name
+    number = store.told[lane] = store.told[lane] + 1
+    where = f"shardlite/{lane}"
     entries = [f"{where}/{number}/{each}" for each in range(world_size)]
     deadline = time.monotonic() + limit
     try:
         store.ask(lambda given: given.set(entries[rank], said), limit)
         if rank > 0:
-            rows = _await(store, lambda given: _list_with(given, f"{where}/{number}", rank, said), deadline)
+            rows = _await(store, lambda given: _list_with(given, f"{where}/{number}", rank, said), deadline, missing)
         else:
-            rows = _await(store, lambda given: _all_of(given, entries), deadline)
+            rows = _await(store, lambda given: _all_of(given, entries), deadline, missing)
             store.ask(lambda given: given.set(f"{where}/{number}", json.dumps(rows)), limit)
             # A rank that has set its entry now has read the last list.
             store.ask(lambda given: [given.delete_key(key) for key in (*entries, f"{where}/{number - 1}")], limit)
@@ -127,10 +135,13 @@ def all_gather_json(
         raise CommError(f"{what}: rank {rank}: {error}") from error
 
 
-def _await(store: BoundedStore, look: Callable[[Store], Sequence[str]], deadline: float) -> Sequence[str]:
+def _await(
+    store: BoundedStore, look: Callable[[Store], Sequence[str]], deadline: float, missing: Callable[[], str] = str
+) -> Sequence[str]:
     """Call `look` repeatedly, and return its first result that is not empty.
 
     Raises:
+        CommError: `missing` has said why there will be none.
         TimeoutError: there is none before the deadline.
         KeyboardInterrupt: Ctrl-C is pending.
     """
@@ -140,6 +151,11 @@ def _await(store: BoundedStore, look: Callable[[Store], Sequence[str]], deadline
             raise TimeoutError
         if time.monotonic() > slow:
             raise_pending_interrupt("what all ranks tell each other")
+            slow = time.monotonic() + SLOW
+            if (why := missing()) and not (rows := store.ask(look, _ANSWER)):
+                raise CommError(why)
+            if rows:
+                break
         time.sleep(pause)
         pause = min(2 * pause, _LAST_LOOK)
     return rows
