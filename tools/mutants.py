@@ -1115,11 +1115,68 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "            if value.stop - value.start != stop - start:\n",
         "moments of another rank are loaded from memory",
     ),
+    (
+        "shardlite/apps/checkpoint/safetensors.py",
+        "condition",
+        "if parts[-1] and sum(sizes[each] for each in parts[-1]) + sizes[name] > largest:",
+        "if parts[-1] and sizes[name] > largest:",
+        "a file of exported weights grows beyond its limit",
+    ),
+    (
+        "shardlite/apps/checkpoint/saving.py",
+        "call",
+        "            part = part.copied()\n",
+        "            pass\n",
+        "async_save writes what the training has changed meanwhile",
+    ),
+    (
+        "shardlite/apps/checkpoint/saving.py",
+        "condition",
+        'talk if not snapshot else talk.on_thread("save")',
+        "talk",
+        "ranks mix up what they tell each other in the thread of a save and beside it",
+    ),
 ]
 
 # Test files that are likely to notice a mutant of a module, beside those named after it or importing it. They only run
 # first.
 FIRST: dict[str, tuple[str, ...]] = {
+    "shardlite/apps/checkpoint/contents.py": (
+        "test_checkpoint",
+        "test_checkpoint_interchange",
+        "test_checkpoint_faults",
+        "test_checkpoint_async",
+    ),
+    "shardlite/apps/checkpoint/files.py": (
+        "test_checkpoint",
+        "test_checkpoint_interchange",
+        "test_checkpoint_faults",
+        "test_checkpoint_async",
+    ),
+    "shardlite/apps/checkpoint/loading.py": (
+        "test_checkpoint",
+        "test_checkpoint_interchange",
+        "test_checkpoint_faults",
+        "test_checkpoint_async",
+    ),
+    "shardlite/apps/checkpoint/reading.py": (
+        "test_checkpoint",
+        "test_checkpoint_interchange",
+        "test_checkpoint_faults",
+        "test_checkpoint_async",
+    ),
+    "shardlite/apps/checkpoint/safetensors.py": (
+        "test_checkpoint",
+        "test_checkpoint_interchange",
+        "test_checkpoint_faults",
+        "test_checkpoint_async",
+    ),
+    "shardlite/apps/checkpoint/saving.py": (
+        "test_checkpoint",
+        "test_checkpoint_interchange",
+        "test_checkpoint_faults",
+        "test_checkpoint_async",
+    ),
     f"{_KERNELS}/adamw.py": ("test_interpreter",),
     f"{_KERNELS}/adamw_cpu.py": ("test_adamw_cpu", "test_optim_formats", "test_alarm"),
     f"{_KERNELS}/device_ring.py": ("test_interpreter",),
