@@ -67,15 +67,13 @@ def load(
     if talk.rank > 0:
         folder = Path(told[0])
 
-    def prepare() -> _Plan:
+    def prepare() -> tuple[_Plan, Any, Any]:
         source = SafetensorsFolder(folder) if is_safetensors(folder) else Checkpoint(folder)
         plan = _Plan(source, model, optimizer, talk)
         plan.check()
-        return plan
+        return plan, plan.added("extra"), plan.added("generators")
 
-    plan, _ = talk.agree(prepare, "load", tell=lambda _: None)
-    added = plan.added("extra")
-    generators = plan.added("generators")
+    (plan, added, generators), _ = talk.agree(prepare, "load", tell=lambda _: None)
     model._bridge.gatherer.settle()
     try:
         talk.agree(plan.execute, "load", tell=lambda _: None)
