@@ -70,8 +70,9 @@ def measure(workload: Workload, rounds: int, folder: Path, group: dist.ProcessGr
     nbytes = sum(shard.nbytes for shard in shards)
     told = torch.tensor(nbytes)
     dist.all_reduce(told, group=group)
+    elements = torch.cat([shard.reshape(-1) for shard in shards])
     systems: dict[str, Save] = {
-        "raw": lambda path: _write(path, group.rank(), torch.cat([shard.reshape(-1) for shard in shards])),
+        "raw": lambda path: _write(path, group.rank(), elements),
         "torch.save": lambda path: _torch_save(path, group.rank(), {str(i): s for i, s in enumerate(shards)}),
         "fsdp2": lambda path: _dcp_save(path, theirs),
         "save": lambda path: _nothing(save(path, model, optimizer)),

@@ -16,6 +16,9 @@ from torch.optim import Optimizer
 from shardlite.engine.local_shards import ShardRange
 from shardlite.params import ShardTensor
 
+NUMBERS = {"step", "mu_product", "eta", "mu"}
+"""What PyTorch's optimizers keep once for a parameter, and not for each of its elements."""
+
 KEY = "shardlite"
 """Under which a `state_dict()` says it, beside `state` and `param_groups`."""
 
@@ -52,7 +55,7 @@ def _entry(optimizer: Optimizer, param: Tensor, entry: Mapping[str, Any], make: 
         facts = {"numel": param.numel(), "dtype": torch.float32, "device": param.device}
         moments = {key: make(decode, sources=codes, **facts) for key, (decode, codes) in decoders.items()}
         return {"step": entry["step"], **moments}
-    return {key: make(value) if is_like(value, param) and key != "step" else value for key, value in entry.items()}
+    return {key: make(value) if is_like(value, param) and key not in NUMBERS else value for key, value in entry.items()}
 
 
 def is_like(value: object, param: Tensor) -> bool:

@@ -4,3 +4,4 @@ In: shards with gradients, or gradients from the last hop of a reduction. Out: s
 """
 
 from shardlite.optim.adamw import AdamW, accumulating, adopt, steps_in_backward
+from shardlite.optim.validate import check_loaded

@@ -119,6 +119,8 @@ class Flat:
         """Return this rank's elements of the parameter of a slot with all digits: a plain tensor if it keeps all."""
         slot, own = self.layout.slots[row], self.own_range(self.layout)
         start, stop = slot.within(*own)
+        if slot.numel == 0:  # a shard of it would be on no rank
+            return torch.empty(slot.shape, dtype=self.master, device=self.local.device)
         if self.low is None:
             local = _cut(self.local, slot, start, stop)
             return local if self.rank is None else ShardTensor(local, slot.shape, self.range_of(row)[0])

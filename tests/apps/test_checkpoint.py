@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -284,12 +285,22 @@ def folder_body(group: Any, path: Path) -> None:
     run.save(path, step=7, keep=1)  # an older one is written anew
     assert sorted(each.name for each in path.iterdir()) == ["step-00000007"]
     dist.barrier()
+    for number in range(10, 16):
+        run.save(path, step=number, keep=4)
+    assert sorted(each.name for each in path.iterdir()) == [f"step-000000{number}" for number in range(12, 16)]
+    dist.barrier()
     with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
         run.save(path, keep=0)
+    with pytest.raises(ValueError, match="step must be at least 0, got -1"):
+        run.save(path, step=-1)
+    with pytest.raises(TypeError, match="integer"):
+        run.save(path, step="5")
     with pytest.raises(CheckpointError, match=r"ranks were given different steps, \[0, 1\]"):
         run.save(path, step=dist.get_rank(group))
     dist.barrier()
-    assert [each.name for each in path.iterdir()] == ["step-00000007"]
+    assert sorted(each.name for each in path.iterdir())[-1] == "step-00000015"
+    dist.barrier()
+    assert not list(path.glob(".*"))
 
 
 def test_steps_are_numbered_and_the_newest_are_kept(cluster, tmp_path):
@@ -332,6 +343,12 @@ def mistakes_body(group: Any, path: Path) -> None:
     save(path, run.model)
     with pytest.raises(CheckpointError, match="has no state of an optimizer: call load without one"):
         run.load(path)
+    with pytest.raises(CheckpointError, match="some ranks were given an optimizer, and others none"):
+        save(path, run.model, run.optimizer if dist.get_rank(group) else None)
+    with pytest.raises(TypeError, match="a checkpoint is of a ShardLite model, got Linear"):
+        save(path, nn.Linear(2, 2))
+    with pytest.raises(CheckpointError, match=r"\(numpy\S+\), so that loading it could execute code: convert it"):
+        save(path, run.model, extra={"x": numpy.float64(2.0)})
     foreign = optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     with pytest.raises(CheckpointError, match=r"holds a parameter of shape \[2\] that is not one of"):
         save(path, run.model, foreign)
@@ -343,8 +360,20 @@ def mistakes_body(group: Any, path: Path) -> None:
     regrouped = AdamW(run.model.parameters())
     with pytest.raises(CheckpointError, match=r"groups of parameters are others than the saved ones"):
         load(path, run.model, regrouped)
+    with pytest.raises(CheckpointError, match="has no state for 'scheduler' of extra, only 'schedule', 'rank', 'nes"):
+        load(path, run.model, run.optimizer, {"scheduler": run.schedule})
+    with pytest.raises(CheckpointError, match="is of another optimizer: SGD has dampening, momentum, nesterov, it has"):
+        load(path, run.model, optim.SGD(run.model.parameters(), lr=0.1, momentum=0.9))
+    amsgrad = optim.AdamW(run.model.parameters(), amsgrad=True)
     for name, value in run.model.full_state_dict().items():
         same_bits(name, value, before[name])
+    run.model(torch.arange(6)).sum().backward()
+    amsgrad.step()
+    save(path, run.model, amsgrad)
+    with pytest.raises(
+        CheckpointError, match="is of another optimizer than AdamW: it has exp_avg, exp_avg_sq, max_exp"
+    ):
+        load(path, run.model, regrouped)
 
 
 def test_mistakes_are_named_on_every_rank_and_change_nothing(cluster, tmp_path):
@@ -361,6 +390,49 @@ def shapes_body(group: Any, path: Path) -> None:
 
 def test_another_shape(cluster, tmp_path):
     cluster.check(shapes_body, 2, tmp_path)
+
+
+class Views(nn.Module):
+    """Buffers that share memory, an empty parameter, and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mask = torch.arange(16.0).view(4, 4)
+        for name, value in (("mask", mask), ("turned", mask.t()), ("first", mask[:1])):
+            self.register_buffer(name, value)
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.scale = nn.Parameter(torch.ones(()))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.weight * self.scale) + self.mask + self.empty.sum()
+
+
+def views_body(group: Any, path: Path, optimizer: str) -> None:
+    def make(seed: int) -> tuple[ShardLite, optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = ShardLite(Views(), group=group)
+        return model, getattr(optim, optimizer)(model.parameters(), lr=0.05)
+
+    def train(model: ShardLite, its: optim.Optimizer) -> dict[str, Tensor]:
+        model(torch.ones(4, 4)).square().sum().backward()
+        its.step()
+        its.zero_grad()
+        return model.full_state_dict()
+
+    straight = make(0)
+    train(*straight)
+    save(path, *straight)
+    other = make(1)
+    load(path, *other)
+    expected, got = train(*straight), train(*other)
+    for name, value in expected.items():
+        same_bits(name, got[name], value)
+
+
+@pytest.mark.parametrize("optimizer", ["NAdam", "ASGD", "Adagrad", "Rprop"])
+def test_buffers_that_share_memory_empty_parameters_and_scalars(cluster, tmp_path, optimizer):
+    cluster.check(views_body, 3, tmp_path, optimizer)
 
 
 # ---- cost ------------------------------------------------------------------------------------------------------------

@@ -199,6 +199,27 @@ def test_the_siblings_of_get_model_state_dict_work_or_refuse(cluster, tmp_path):
     cluster.check(siblings_body, 2, tmp_path)
 
 
+def two_models_body(group: Any, path: Path) -> None:
+    """Which of two models is meant, is not guessed."""
+    mine = path / str(dist.get_rank(group))
+    quietly(dcp.save, {"net": net(1).state_dict(), "ema": net(2).state_dict()}, checkpoint_id=mine, no_dist=True)
+    model, optimizer = ours(group)
+    with pytest.raises(CheckpointError, match=r"several models with these names, under ema\., net\."):
+        load(path / "0", model)
+    train(model, optimizer)
+    place = save(path / "ours", model, optimizer)
+    with pytest.raises(CheckpointError, match=r"is of another model: it lacks model\.bias"):
+        load(place, ShardLite(nn.Linear(10, 10), group=group))
+    raw = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    quietly(dcp.save, raw, checkpoint_id=path / "raw")
+    with pytest.raises(CheckpointError, match="has an optimizer's parameters by number"):
+        load(path / "raw", model, optimizer)
+
+
+def test_what_is_not_clear_is_an_error(cluster, tmp_path):
+    cluster.check(two_models_body, 2, tmp_path)
+
+
 # ---- safetensors -----------------------------------------------------------------------------------------------------
 
 
@@ -223,6 +244,10 @@ def test_weights_go_to_safetensors_files_and_back(cluster, tmp_path, capsys):
     assert index["metadata"]["total_size"] == 2 * sum(value.numel() for value in expected.values())
     for name, file in index["weight_map"].items():
         same_bits(name, load_file(tmp_path / "many" / file)[name], expected[name].to(torch.bfloat16))
+    with pytest.raises(CheckpointError, match="has weights already: choose another folder"):
+        export_weights(tmp_path / "run", tmp_path / "many")
+    assert cli.main(["import", str(tmp_path / "run"), str(tmp_path / "out")]) == 1
+    assert "there is no model.safetensors, and no model.safetensors.index.json" in capsys.readouterr().err
     assert cli.main(["import", str(tmp_path / "many"), str(tmp_path / "again")]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'again' / 'step-00000000'}\n"
     for folder in ("one", "many", "again"):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import pickle
 import random
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -86,6 +87,8 @@ def _stateless(extra: Any) -> Any:
     """Return `extra` with the `state_dict()` of what has one (schedulers, samplers, averages)."""
     if isinstance(extra, Mapping):
         return {key: _stateless(value) for key, value in extra.items()}
+    if type(extra) in (list, tuple):
+        return type(extra)(map(_stateless, extra))
     return extra.state_dict() if is_stateful(extra) else extra
 
 
@@ -101,7 +104,24 @@ def restore(extra: Any, saved: Any) -> Any:
         return extra
     if isinstance(extra, Mapping) and isinstance(saved, Mapping):
         return {key: restore(extra[key], value) if key in extra else value for key, value in saved.items()}
+    if type(extra) in (list, tuple) and type(extra) is type(saved) and len(extra) == len(saved):
+        return type(saved)(map(restore, extra, saved))
     return saved
+
+
+def check_keys(extra: Any, saved: Any, folder: object) -> None:
+    """Raise if there is nothing to load for an object with a state.
+
+    Raises:
+        CheckpointError: a key of `extra` was not saved.
+    """
+    for key, value in extra.items() if isinstance(extra, Mapping) else ():
+        there = isinstance(saved, Mapping) and key in saved
+        if there:
+            check_keys(value, saved[key], folder)
+        elif is_stateful(value):
+            known = ", ".join(map(repr, saved)) if isinstance(saved, Mapping) and saved else "nothing"
+            raise CheckpointError(f"{folder} has no state for {key!r} of extra, only {known}")
 
 
 def pickled(name: str, value: object) -> io.BytesIO:
@@ -127,10 +147,11 @@ def unpickled(name: str, content: io.BytesIO) -> Any:
     try:
         return torch.load(content, weights_only=True, map_location="cpu")
     except pickle.UnpicklingError as error:
-        why = str(error).splitlines()[0]
+        found = re.search(r"GLOBAL (\S+)", str(error))
         raise CheckpointError(
-            f"{name!r} holds something that is neither a tensor, a number, a string, nor a dict, list or tuple of "
-            f"these, so that loading it could execute code: {why}"
+            f"{name!r} holds something that is neither a tensor, a number, a string, nor a dict, list or tuple of these"
+            f"{f' ({found[1]})' if found else ''}, so that loading it could execute code: convert it (`float(x)`, "
+            "`x.tolist()`, `vars(x)`), or give an object with state_dict() and load_state_dict()"
         ) from None
 
 

@@ -91,7 +91,7 @@ def publish(folder: Path, root: Path, step: int, keep: int | None) -> Path:
     if old.exists():
         _remove(old)
     others = [path for number, path in checkpoints_in(root).items() if number != step]
-    for path in others[: len(others) + 1 - keep] if keep is not None else ():
+    for path in others[: max(0, len(others) + 1 - keep)] if keep is not None else ():
         _remove(path)
     return place
 

@@ -20,13 +20,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardlite.apps.checkpoint import files
-from shardlite.apps.checkpoint.contents import names_of, restore, restore_generators
+from shardlite.apps.checkpoint.contents import check_keys, names_of, restore, restore_generators
 from shardlite.apps.checkpoint.reading import Checkpoint
 from shardlite.apps.checkpoint.safetensors import SafetensorsFolder, is_safetensors
 from shardlite.apps.checkpoint.saving import Talk, wait_for_save
+from shardlite.engine import NUMBERS
 from shardlite.errors import CheckpointError
 from shardlite.model import ShardLite
-from shardlite.optim import AdamW
+from shardlite.optim import AdamW, check_loaded
 from shardlite.params import ShardTensor
 
 
@@ -71,22 +72,31 @@ def load(
         source = SafetensorsFolder(folder) if is_safetensors(folder) else Checkpoint(folder)
         plan = _Plan(source, model, optimizer, talk)
         plan.check()
-        return plan, plan.added("extra"), plan.added("generators")
+        added = plan.added("extra") or {}
+        check_keys(extra or {}, added, folder)
+        return plan, added, plan.added("generators")
 
-    (plan, added, generators), _ = talk.agree(prepare, "load", tell=lambda _: None)
+    (plan, added, generators), has = talk.agree(prepare, "load", tell=lambda _: optimizer is not None)
+    if len(set(has)) > 1:
+        raise CheckpointError("load: some ranks were given an optimizer, and others none")
+    model._bridge.in_backward.announce_change()
     model._bridge.gatherer.settle()
     try:
-        talk.agree(plan.execute, "load", tell=lambda _: None)
+        talk.agree(plan.load_weights, "load", tell=lambda _: None)
+        plan.load_groups()
+        talk.agree(plan.load_moments, "load", tell=lambda _: None)
     finally:
         model._bridge.mark_changed()
-    restored: dict[str, Any] = restore(extra or {}, added or {})
+    restored: dict[str, Any]
+    restored, _ = talk.agree(lambda: restore(extra or {}, added), "load: extra", tell=lambda _: None)
     if generators is not None:
         restore_generators(generators)
     return restored
 
 
 def _find(path: Path) -> Path:
-    return path if is_safetensors(path) else files.find(path)
+    is_run = files.latest(path) is not None or (path / files.METADATA).is_file()
+    return path if is_safetensors(path) and not is_run else files.find(path)
 
 
 class _Plan:
@@ -124,7 +134,12 @@ class _Plan:
             return {id(value) for name, value in ours.items() if f"{prefix}{name}" in entries} == tensors
 
         found = {entry.removesuffix(first) for entry in entries if entry.endswith(first)}
-        fits = sorted(filter(fits_with, found), key=len)
+        fits = ["model."] if self._checkpoint.manifest is not None else sorted(filter(fits_with, found))
+        if len(fits) > 1 and "model." not in fits:
+            raise CheckpointError(
+                f"{self._checkpoint.folder} has several models with these names, under {', '.join(fits)}: load the "
+                "right one by torch.distributed.checkpoint, into model.state_dict()"
+            )
         return "model." if not fits or "model." in fits else fits[0]
 
     def _compare(self) -> None:
@@ -159,7 +174,29 @@ class _Plan:
         self._groups = [
             {option: self._checkpoint.object(name) for option, name in groups[i].items()} for i in sorted(groups)
         ]
+        self._compare_groups(names)
+
+    def _compare_groups(self, names: Sequence[str]) -> None:
+        """Raise unless the saved groups are those of this optimizer, or of one of its kind."""
         assert self._optimizer is not None
+        kind, folder = type(self._optimizer).__name__, self._checkpoint.folder
+        for saved, group in zip(self._groups, self._optimizer.param_groups, strict=False):
+            lacking = group.keys() - saved.keys() - {"params", "initial_lr", "max_update"}
+            if lacking:
+                raise CheckpointError(f"{folder} is of another optimizer: {kind} has {_some(lacking)}, it has not")
+        keys = {key for entries in self._moments.values() for key in entries}
+        if isinstance(self._optimizer, AdamW):
+            if keys - {"step", "exp_avg", "exp_avg_sq"}:
+                raise CheckpointError(f"{folder} is of another optimizer than AdamW: it has {_some(keys)}")
+            try:
+                check_loaded({"state": {}, "param_groups": self._groups})
+            except ValueError as error:
+                raise CheckpointError(f"{folder}: {error}") from error
+        if any(isinstance(name, int) for group in self._groups for name in group.get("params", ())):
+            raise CheckpointError(
+                f"{folder} has an optimizer's parameters by number, as optimizer.state_dict() gives them: save "
+                "get_optimizer_state_dict(model, optimizer) of torch.distributed.checkpoint.state_dict"
+            )
         left = iter(names)
         ours = [[next(left) for _ in group["params"]] for group in self._optimizer.param_groups]
         if self._groups and [group.get("params") for group in self._groups] != ours:
@@ -193,15 +230,15 @@ class _Plan:
 
     def _is_like(self, name: str, key: str, entry: str) -> bool:
         """Return whether an entry of a state has one element for each of its parameter's."""
-        return key != "step" and self._checkpoint.size_of(entry) == self._targets[self._prefix + name].shape
+        return key not in NUMBERS and self._checkpoint.size_of(entry) == self._targets[self._prefix + name].shape
 
     def _target(self, name: str, local: Tensor) -> Tensor:
         """Return this rank's part of a tensor like a parameter, with the memory `local`."""
         make = self._makers.get(self._params[name])
         return make(local) if make is not None else local
 
-    def execute(self) -> None:
-        """Read everything: weights, options, moments."""
+    def load_weights(self) -> None:
+        """Read weights and buffers."""
         done: set[int] = set()
         for name, target in self._targets.items():
             if id(target) not in done:  # tied weights have several names
@@ -209,14 +246,22 @@ class _Plan:
                 done.add(id(target))
             if isinstance(target, ShardTensor):
                 target.commit()
-        if self._optimizer is not None:
-            self._load_state(self._optimizer)
 
-    def _load_state(self, optimizer: Optimizer) -> None:
+    def load_groups(self) -> None:
+        """Replace the options of the optimizer, and drop its state. Collective."""
+        optimizer = self._optimizer
+        if optimizer is None:
+            return
         own = optimizer.state_dict()["param_groups"]
         saved = self._groups or [{} for _ in own]
         groups = [{**mine, **each, "params": mine["params"]} for mine, each in zip(own, saved, strict=True)]
         optimizer.load_state_dict({"state": {}, "param_groups": groups})
+
+    def load_moments(self) -> None:
+        """Read the state of the optimizer, parameter by parameter."""
+        optimizer = self._optimizer
+        if optimizer is None:
+            return
         by_param = {param: group for group in optimizer.param_groups for param in group["params"]}
         for name, entries in self._moments.items():
             param = self._params[name]

@@ -72,6 +72,8 @@ class SafetensorsFolder:
         self.folder = folder
         self._open = _package().safe_open
         index = folder / _INDEX
+        if not is_safetensors(folder):
+            raise CheckpointError(f"there is no {_ONE}, and no {_INDEX}, in {folder}")
         try:
             names = {_ONE} if not index.is_file() else set(json.loads(index.read_bytes())["weight_map"].values())
         except (ValueError, KeyError, AttributeError, TypeError) as error:
@@ -164,6 +166,8 @@ def export_weights(
         CheckpointError: the checkpoint is damaged or has no weights, or the package is missing.
     """
     package, folder = _package(), Path(out)
+    if is_safetensors(folder) or any(folder.glob("model-*.safetensors")):
+        raise CheckpointError(f"{folder} has weights already: choose another folder, or remove model*.safetensors*")
     checkpoint = Checkpoint(files.find(Path(path)))
     names = [name for name in checkpoint.entries if name.startswith("model.") and checkpoint.size_of(name) is not None]
     if not names:

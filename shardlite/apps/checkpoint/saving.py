@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import index
 from pathlib import Path
 from threading import Thread
 from typing import IO, Any, TypeVar, cast
@@ -59,7 +60,7 @@ def save(
     step: int | None = None,
     keep: int | None = None,
 ) -> Path:
-    """Save a run into a new checkpoint in the folder `path`, which is then the newest one there.
+    """Save a run into a new checkpoint in the folder `path`. The newest one there is that with the highest step.
 
     The checkpoint has the weights and buffers, the optimizer's state in fp32 whatever its format, the states of each
     rank's random number generators, and `extra`. `load` takes it at any number of ranks, stage, units and format;
@@ -154,6 +155,8 @@ def _begin(
     """Agree on the step, and find out what this rank writes, or copy it."""
     if keep is not None and keep < 1:
         raise ValueError(f"save: keep must be at least 1, got {keep}")
+    if step is not None and (step := index(step)) < 0:
+        raise ValueError(f"save: step must be at least 0, got {step}")
     wait_for_save(model)
     talk, root = Talk(model), Path(path)
 
@@ -167,7 +170,10 @@ def _begin(
         return chosen, part
 
     try:
-        (_, part), steps = talk.agree(prepare, "save", tell=lambda prepared: prepared[0])
+        (_, part), told = talk.agree(prepare, "save", tell=lambda prepared: [prepared[0], optimizer is not None])
+        steps = [each for each, _ in told]
+        if len({has for _, has in told}) > 1:
+            raise CheckpointError("save: some ranks were given an optimizer, and others none")
         if step is not None and len(set(steps)) > 1:
             raise CheckpointError(f"save: ranks were given different steps, {steps} by rank")
     except CheckpointError:
@@ -256,6 +262,8 @@ class Talk:
     """How the ranks of a model agree on checkpoints. They are numbered from 0, those of the first replica first."""
 
     def __init__(self, model: ShardLite) -> None:
+        if not isinstance(model, ShardLite):
+            raise TypeError(f"a checkpoint is of a ShardLite model, got {type(model).__name__}: wrap it first")
         self._groups: Ranks = model._groups
         self._timeout = model._context.timeout
         self._missing = model._context.reports.missing_rank
@@ -283,7 +291,7 @@ class Talk:
         try:
             result = act()
         except Exception as caught:
-            problem, error = f"{caught}" if isinstance(caught, CheckpointError) else f"{caught!r}", caught
+            problem, error = f"{caught}" if isinstance(caught, CheckpointError) else _words(caught), caught
         rows = [[problem, None if error is not None else tell(result)]]  # type: ignore[arg-type]
         for group in self._groups.all:
             told = all_gather_json(group, rows, what, self._timeout, thread=self._thread, missing=self._missing)
@@ -294,6 +302,10 @@ class Talk:
         if troubled is not None:
             raise CheckpointError(f"{what}: rank {troubled[0]}: {troubled[1]}") from error
         return result, [told for _, told in rows]  # type: ignore[return-value]
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def write_part(folder: Path, rank: int, items: Iterable[WriteItem], entries: Mapping[str, Any]) -> dict[str, Any]:
