@@ -15,7 +15,7 @@ from shardlite import EMA, AdamW, CheckpointError, LayoutError, Precision, Shard
 from shardlite.apps.checkpoint import latest
 from shardlite.apps.checkpoint.reading import Checkpoint, read_metadata
 from shardlite.telemetry import Meter
-from tests.support.twins.sharded import same_bits
+from tests.support.twins.sharded import same_bits, slow
 
 WIDTH = 24
 
@@ -141,17 +141,17 @@ def resumes_body(group: Any, path: Path, state: str, optimizer: str, options: di
     ("world_size", "state", "optimizer", "options"),
     [
         (2, "fp32", "ours", {}),
-        (2, "int8", "ours", {}),
         (2, "bf16", "ours", {"stage": 1}),
-        (2, "int8", "ours", {"stage": 0}),
         (3, "int8", "ours", {"stage": 2}),
         (2, "fp32", "in_backward", {}),
-        (2, "fp32", "fused", {"stage": 1}),
         (2, "fp32", "momentum", {"stage": 0}),
         (1, "fp32", "foreach", {}),
-        pytest.param(4, "bf16", "ours", {}, marks=pytest.mark.slow),
-        pytest.param(3, "fp32", "foreach", {}, marks=pytest.mark.slow),
-        pytest.param(2, "fp32", "ours", {"quantized_gather": True}, marks=pytest.mark.slow),
+        slow(2, "int8", "ours", {}),
+        slow(2, "int8", "ours", {"stage": 0}),
+        slow(2, "fp32", "fused", {"stage": 1}),
+        slow(4, "bf16", "ours", {}),
+        slow(3, "fp32", "foreach", {}),
+        slow(2, "fp32", "ours", {"quantized_gather": True}),
     ],
 )
 def test_a_run_goes_on_with_the_same_bits(cluster, tmp_path, world_size, state, optimizer, options):
@@ -230,7 +230,7 @@ def formats_body(group: Any, path: Path, state: str) -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.parametrize("state", ["bf16", "int8"])
+@pytest.mark.parametrize("state", [slow("bf16"), "int8"])
 def test_a_state_goes_into_another_format_rounded_once(cluster, tmp_path, state):
     """fp32 to a narrow format and back: each moment is the nearest that the format has, and the second time itself."""
     cluster.run(saved_body, 2, tmp_path / "first", "fp32", {})
@@ -430,7 +430,7 @@ def views_body(group: Any, path: Path, optimizer: str) -> None:
         same_bits(name, got[name], value)
 
 
-@pytest.mark.parametrize("optimizer", ["NAdam", "ASGD", "Adagrad", "Rprop"])
+@pytest.mark.parametrize("optimizer", ["NAdam", "Adagrad", *map(slow, ("ASGD", "Rprop"))])
 def test_buffers_that_share_memory_empty_parameters_and_scalars(cluster, tmp_path, optimizer):
     cluster.check(views_body, 3, tmp_path, optimizer)
 
@@ -465,7 +465,7 @@ def peaks_body(group: Any, path: Path, state: str) -> list[int]:
     return peaks
 
 
-@pytest.mark.parametrize("state", ["fp32", "int8"])
+@pytest.mark.parametrize("state", [slow("fp32"), "int8"])
 def test_saving_and_loading_take_memory_for_one_tensor(cluster, tmp_path, state):
     """At most its two decoded moments, a copy for the file or from it, and the states of generators."""
     for peaks in cluster.run(peaks_body, 2, tmp_path, state):

@@ -44,6 +44,7 @@ assert render(rows).count("collectives") == 2
 """
 
 
+@pytest.mark.slow
 def test_launches_of_collectives_do_not_depend_on_the_number_of_ranks():
     done = run_process("-c", ON_FAKE)
     assert done.status == 0, done.err

@@ -15,6 +15,7 @@ from bench.support.workloads import perceptrons
 from shardlite import AdamW, ShardLite
 from shardlite.comm.shm.rendezvous import rendezvous
 from tests.support.ranks.scripts import run_process
+from tests.support.twins.sharded import slow
 
 ROOT = Path(__file__).parents[2]
 WIDTH = 128
@@ -46,7 +47,7 @@ def deleted_body(group: Any, stage: int) -> tuple[list[int], int]:
     return [taken, heap.live - before, heap.warm], heap.resident - heap.live - heap.reserved
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.every_stage
 def test_a_deleted_model_leaves_nothing(cluster, stage):
     for (taken, left, warm), pages in cluster.run(deleted_body, 2, stage):
         assert taken > 0 or stage >= 2  # there what lasts is this rank's own business
@@ -132,7 +133,7 @@ def measured_body(group: Any, system: str) -> dict[str, Any]:
     return footprint.measure(TINY, system, group)
 
 
-@pytest.mark.parametrize("system", ["activations, bf16", "plain", "fsdp2", "compact"])
+@pytest.mark.parametrize("system", [slow("activations, bf16"), slow("plain"), "fsdp2", "compact"])
 def test_a_row_has_what_its_table_shows(cluster, system):
     first, second = cluster.run(measured_body, 2, system)
     assert first["system"] == second["system"] == system

@@ -171,6 +171,7 @@ def test_processes_end_when_a_model_is_too_large(ranks, on_cpu):
     assert outcome.error is None
 
 
+@pytest.mark.slow
 def test_an_error_of_a_system_is_the_outcome(on_cpu):
     outcome = example.run_trial(example.Trial("no such system", MB, MB), 1)
     assert not outcome.fits

@@ -105,7 +105,7 @@ def twice_body(group: Any, stage: int) -> None:
     assert all(shard.grad is not None for shard in model.parameters())
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.every_stage
 def test_two_forwards_before_a_backward(cluster, stage):
     cluster.check(twice_body, 2, stage)
 

@@ -109,6 +109,7 @@ def by_size() -> Iterator[Any]:
     So are those that are like another one.
     """
     alike = {("experts", 3), ("lora", 3), ("mixed", 2), ("bf16", 2), ("checkpointed-once", 2), ("called-twice", 2)}
+    alike |= {("checkpointed", 2), ("called-twice-reentrant", 2), ("frozen", 3), ("mixed", 3), ("plain", 3)}
     for number, (name, world_size, _) in enumerate(CASES):
         slow = (world_size in (1, 4) and name != "mixed") or (name, world_size) in alike
         yield pytest.param(number, id=f"{name}-{world_size}", marks=pytest.mark.slow if slow else ())

@@ -13,7 +13,7 @@ from torch import nn, optim
 from shardlite import AdamW, LayoutError, ShardLite
 from shardlite.params import ShardTensor
 from tests.support.models.residual import WIDTH, Block, net
-from tests.support.twins.sharded import Turn, same_bits
+from tests.support.twins.sharded import Turn, same_bits, slow
 
 Make = Callable[..., optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -56,7 +56,7 @@ def resumes_body(group: Any, kind: str, stage: int) -> None:
         same_bits(name, b.detach(), a.detach())
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.every_stage
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_state_of_the_same_shards_is_taken_over(cluster, kind, stage):
     cluster.check(resumes_body, 2, kind, stage)
@@ -141,8 +141,10 @@ def refused_body(group: Any, take: Any, kind: str, stage: int) -> None:
     train(model, optimizer, 5)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["ours", "fused"])
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [("ours", 3), ("fused", 1), slow("ours", 1), slow("ours", 2), slow("fused", 2), slow("fused", 3)],
+)
 @pytest.mark.parametrize("take", FOREIGN)
 def test_any_other_is_refused_on_every_rank(cluster, take, kind, stage):
     cluster.check(refused_body, 2, take, kind, stage)

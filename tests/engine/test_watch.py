@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from shardlite import AdamW, LayoutError, ShardLite, ShardWarning
 from shardlite.engine.watch import STEPS
-from tests.support.twins.sharded import number_of
+from tests.support.twins.sharded import number_of, slow
 
 WIDTH = 40
 
@@ -160,7 +160,7 @@ def penalty_body(group: Any, stage: int) -> None:
     assert heard(penalised) == []
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.every_stage
 def test_penalties_in_the_loss_are_right(cluster, stage):
     cluster.check(penalty_body, 2, stage)
 
@@ -197,7 +197,7 @@ def alone_body(group: Any, use: Callable[[Params], None], stage: int) -> None:
         use([dict(model.named_parameters())["0.bias"]])
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [3, *map(slow, (1, 2))])
 @pytest.mark.parametrize("use", [largest, infinite, first_element])
 def test_what_one_rank_cannot_do_no_rank_does(cluster, use, stage):
     cluster.check(alone_body, 2, use, stage)

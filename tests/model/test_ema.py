@@ -18,7 +18,7 @@ from shardlite import EMA, AdamW, LayoutError, PhaseError, Precision, ShardLite,
 from shardlite.telemetry.meter import Meter
 from tests.support.models.residual import WIDTH, net, square
 from tests.support.models.small import VOCABULARY, LanguageModel, MixedDtypes, with_lora
-from tests.support.twins.sharded import Loss, Pair, Turn, local_parts, same_bits, some_stages
+from tests.support.twins.sharded import Loss, Pair, Turn, local_parts, same_bits, slow, some_stages
 
 BF16 = Precision(compute=torch.bfloat16)
 
@@ -320,7 +320,7 @@ def interrupted_body(group, stage):
     both.step("sharded", "sharded", "step")
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 2), (2, 3), (4, 1), (2, 2), (2, 0)])
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 3), (2, 0), slow(1, 2), slow(4, 1), slow(2, 2)])
 def test_gradients_that_wait_are_not_touched(cluster, world_size, stage):
     cluster.check(interrupted_body, world_size, stage)
 
@@ -359,7 +359,7 @@ def early_body(group, stage):
             param.div_(2)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [slow(1), 3])
 def test_a_rank_that_is_done_early_waits(cluster, stage):
     cluster.check(early_body, 2, stage)
 
@@ -485,7 +485,7 @@ def unfreezing_body(group, stage):
     assert set(both.ema.state_dict()["averages"]) == set(both.expected)
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 3), (4, 2), (2, 0)])
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 3), (2, 0), slow(1, 3), slow(4, 2)])
 def test_what_is_unfrozen_is_averaged_from_its_first_step_on(cluster, world_size, stage):
     cluster.check(unfreezing_body, world_size, stage)
 

@@ -54,14 +54,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
 CASES: Sequence[Any] = [
     ("plain", BF16, 2),
     pytest.param("plain", BF16, 4, marks=pytest.mark.slow),
-    ("plain", BF16_WIRE, 2),
+    pytest.param("plain", BF16_WIRE, 2, marks=pytest.mark.slow),  # three ranks below
     pytest.param("plain", BF16_WIRE, 4, marks=pytest.mark.slow),
-    ("plain", Precision(reduce=torch.bfloat16), 3),
+    pytest.param("plain", Precision(reduce=torch.bfloat16), 3, marks=pytest.mark.slow),  # "mixed" below
     ("plain", Precision(compute=torch.bfloat16, output=torch.float32), 3),
     ("checkpointed", BF16_WIRE, 3),
     pytest.param("frozen", BF16, 4, marks=pytest.mark.slow),
     ("frozen", BF16, 2),
-    ("frozen", BF16_WIRE, 3),
+    pytest.param("frozen", BF16_WIRE, 3, marks=pytest.mark.slow),
     ("bf16", BF16, 3),
     ("bf16", Precision(compute=torch.float32), 2),
     ("mixed", Precision(reduce=torch.bfloat16), 3),

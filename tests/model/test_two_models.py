@@ -28,7 +28,8 @@ Models = Mapping[str, Callable[..., Any]]
 Loss = Callable[[Models, Turn], Tensor]
 
 WAYS = pytest.mark.parametrize(
-    ("world_size", "stages"), [pytest.param(4, (3, 3), marks=pytest.mark.slow), (2, (3, 1)), (2, (2, 0))]
+    ("world_size", "stages"),
+    [pytest.param(4, (3, 3), marks=pytest.mark.slow), (2, (3, 1)), pytest.param(2, (2, 0), marks=pytest.mark.slow)],
 )
 """World sizes, and the stages of the two models."""
 

@@ -67,7 +67,7 @@ def follows(group: Any, make: Any, stage: int) -> None:
     trained(make, on_words, group, stage=stage, units=(Block, nn.Embedding))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.every_stage
 @pytest.mark.parametrize("make", [SharedTable, ReadsAnother, Penalty])
 def test_weights_are_read_outside_of_their_modules(cluster, make, stage):
     cluster.check(follows, 2, make, stage)
@@ -107,7 +107,7 @@ def through(group: Any, loss: Any, stage: int) -> None:
     trained(Methods, loss, group, stage=stage, units=Block)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.every_stage
 @pytest.mark.parametrize("loss", [by_method, by_outputs])
 def test_methods_and_outputs(cluster, loss, stage):
     cluster.check(through, 2, loss, stage)
@@ -176,7 +176,7 @@ def writes(group: Any, step: Any, stage: int) -> None:
         same_bits("restored", losses[1], losses[3])
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.every_stage
 @pytest.mark.parametrize("step", [by_subtraction, by_assignment, by_decay, by_clipping])
 def test_shards_may_be_written_through_data(cluster, step, stage):
     cluster.check(writes, 2, step, stage)
@@ -229,7 +229,7 @@ def scripted(group: Any, how: str, stage: int) -> None:
     trained(partial(Scripted, how), on_width, group, stage=stage)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.every_stage
 @pytest.mark.parametrize("how", ["script", "trace"])
 def test_torchscript(cluster, how, stage):
     cluster.check(scripted, 2, how, stage)
@@ -355,7 +355,7 @@ def drops(group: Any, drop: Any, stage: int) -> None:
         model.zero_grad()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.every_stage
 @pytest.mark.parametrize("drop", [by_outer, by_module, to_zero, by_loop])
 def test_gradients_are_dropped(cluster, drop, stage):
     cluster.check(drops, 2, drop, stage)
@@ -404,7 +404,7 @@ def adapts(group: Any, stage: int) -> None:
         same_bits("loss", *losses)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.every_stage
 def test_a_model_may_be_called_with_other_parameters(cluster, stage):
     cluster.check(adapts, 2, stage)
 

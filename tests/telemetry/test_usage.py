@@ -13,6 +13,7 @@ from shardlite.comm.traffic import Tally, Traffic
 from shardlite.params.layout import ARENA_ALIGN, round_up
 from tests.support.ranks.new_objects import looking_at_new_objects
 from tests.support.transports.delegating import Counted
+from tests.support.twins.sharded import slow
 
 WIDTH = 128
 UNITS = 6
@@ -72,7 +73,7 @@ def by_stage(*world_sizes: int) -> pytest.MarkDecorator:
 
 
 @by_stage(2, 4)
-@pytest.mark.parametrize("compute", [None, torch.bfloat16])
+@pytest.mark.parametrize("compute", [None, slow(torch.bfloat16)])
 def test_traffic_is_exact_and_as_zero_has_it(cluster, world_size, stage, compute):
     """Per step and rank: `(W-1)/W` of the padded bytes for each time that a unit goes round."""
     weight = 4 if compute is None else 2

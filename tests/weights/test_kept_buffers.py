@@ -233,7 +233,7 @@ def test_a_bucket_that_is_dropped_before_it_is_zeroed_leaves_no_trace():
 @pytest.mark.parametrize(
     ("event", "options"),
     [
-        pytest.param(event, options, id=f"{event}-{options}", marks=pytest.mark.slow if "prefetch" in options else ())
+        pytest.param(event, options, id=f"{event}-{options}", marks=pytest.mark.slow if options else ())
         for event in EVENTS
         for options in ({}, {"prefetch": 2}, *[{"in_backward": True}] * (event not in NOT_IN_BACKWARD))
     ],
@@ -334,7 +334,7 @@ def test_what_is_kept_is_counted():
         assert held(training.model, "gradient buckets") == bucket_nbytes(training)  # one, if reductions are fast
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.every_stage
 def test_a_model_that_is_deleted_frees_what_it_kept(stage):
     with Gpu().ranks(WORLD_SIZE):
         training = Training(stage=stage)
@@ -404,6 +404,6 @@ def bits_body(group: Any, name: str) -> None:
     pair.step(on_tokens)
 
 
-@pytest.mark.parametrize("name", BITS)
+@pytest.mark.parametrize("name", [slow(n) if n in ("stage 2", "no prefetch") else n for n in BITS])
 def test_bits_are_those_of_the_twin(cluster, name):
     cluster.check(bits_body, 2, name)

@@ -18,7 +18,7 @@ from shardlite import EMA, AdamW, Precision, ShardLite
 from shardlite.apps.demo.settings import GPTConfig
 from shardlite.apps.demo.text import read_corpus
 from tests.support.models.small import VOCABULARY, LanguageModel, MixedDtypes, frozen, with_lora
-from tests.support.twins.sharded import WIDE, Pair, Turn, same_bits
+from tests.support.twins.sharded import WIDE, Pair, Turn, same_bits, slow
 from tests.weights.test_participation import WIDTH, Branching, layer_drop, loss_on, other_orders
 
 BF16 = Precision(compute=torch.bfloat16)
@@ -164,6 +164,7 @@ TRAINED = {
     "checkpointed": (lambda: LanguageModel(dropout=0.1, reentrant=False), {}),
     "checkpointed-reentrant": (lambda: LanguageModel(blocks=3, dropout=0.1, reentrant=True, span=2), {}),
 }
+LIKE_OTHERS = {"no-prefetch", "lora", "frozen", "checkpointed"}
 
 
 def training_body(group: Any, name: str) -> None:
@@ -179,7 +180,7 @@ def training_body(group: Any, name: str) -> None:
         same_bits(f"full_state_dict()[{key!r}]", kept[key], master)
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", [slow(n) if n in LIKE_OTHERS else n for n in TRAINED])
 def test_training_gives_the_bits_of_a_twin_that_quantizes_its_weights(cluster, name):
     """The gradient for quantized weights is applied to those that they were made of."""
     cluster.check(training_body, 2, name)

@@ -178,7 +178,7 @@ def follows(group: Any, make: Any, stage: int) -> None:
     trained(make, on_words, group, stage=stage, units=UNITS)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.every_stage
 @pytest.mark.parametrize("make", MODELS)
 def test_programs_that_read_weights(cluster, make, stage):
     cluster.check(follows, 2, make, stage)
@@ -214,7 +214,7 @@ def hooked(group: Any, register: Callable[[Trunk], None], stage: int) -> None:
         pair.step(on_words)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.every_stage
 @pytest.mark.parametrize("register", HOOKS)
 def test_hooks_registered_after_wrapping(cluster, register, stage):
     cluster.check(hooked, 2, register, stage)
@@ -231,6 +231,6 @@ def hooked_around(group: Any, stage: int) -> None:
         pair.step(on_words)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.every_stage
 def test_hooks_of_the_wrapper(cluster, stage):
     cluster.check(hooked_around, 2, stage)

@@ -99,7 +99,7 @@ def keeps(group: Any, kind: type[nn.Module], stage: int) -> None:
             same_bits(f"{name} after step {step}", full[name], value)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.every_stage
 @pytest.mark.parametrize("kind", WRITERS)
 def test_what_a_forward_writes_is_kept(cluster, kind, stage):
     cluster.check(keeps, 2, kind, stage)

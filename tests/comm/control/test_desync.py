@@ -209,6 +209,7 @@ def test_ranks_that_talk_notice_at_once(cluster):
     assert "meets rank 1 in another pass, for unit '(root)'" in first
 
 
+@pytest.mark.slow  # like an evaluation on one rank
 def test_another_module(cluster):
     for message in errors(cluster, other_module):
         assert "rank" in message
@@ -222,6 +223,7 @@ def test_a_late_rank(cluster):
     assert "Meanwhile rank 0: " in second
 
 
+@pytest.mark.slow  # its words are those of `test_faults.py`
 def test_an_exception_in_the_forward_of_one_rank(cluster):
     first, second = errors(cluster, forward_fails)
     assert "Meanwhile rank 1: its forward at step 1 ended in ArithmeticError: the third batch is bad" in first

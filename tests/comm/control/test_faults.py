@@ -155,7 +155,15 @@ def train_body(group, name, seconds, victim, ends, stage):
 
 
 @pytest.mark.parametrize(
-    ("ends", "stage"), [("forward", 3), ("backward", 1), pytest.param("backward", 3, marks=pytest.mark.slow)]
+    ("carrier", "ends", "stage"),
+    [
+        ("shared_memory", "forward", 3),
+        ("p2p", "backward", 1),
+        slow("p2p", "forward", 3),
+        slow("shared_memory", "backward", 1),
+        slow("collectives", "forward", 3),
+        *(slow(each, "backward", 3) for each in ("shared_memory", "p2p", "collectives")),
+    ],
 )
 def test_a_rank_killed_in_a_step(doomed, carrier, ends, stage, tmp_path):
     ended = doomed.run(train_body, 3, carrier, LONG, 2, f"killed in the {ends}", stage, directory=tmp_path)
@@ -208,7 +216,18 @@ def ends_by(call):
         time.sleep(LONG)  # the process ends late
 
 
-@pytest.mark.parametrize("place", ["backward", "hook", "loader"])
+@pytest.mark.parametrize(
+    ("carrier", "place"),
+    [
+        ("shared_memory", "backward"),
+        ("p2p", "hook"),
+        ("shared_memory", "loader"),
+        slow("p2p", "backward"),
+        slow("shared_memory", "hook"),
+        slow("p2p", "loader"),
+        *(slow("collectives", place) for place in ("backward", "hook", "loader")),
+    ],
+)
 def test_an_exception_that_ends_the_program(doomed, carrier, place, tmp_path):
     ended = doomed.run(raises_body, 3, carrier, place, directory=tmp_path, killed=1)
     assert ended.pop(1).status == -signal.SIGKILL
@@ -293,7 +312,7 @@ def astray_body(group, name, how):
     [
         ("shared_memory", "order"),
         ("p2p", "length"),
-        ("shared_memory", "dtype"),
+        slow("shared_memory", "dtype"),
         slow("p2p", "order"),
         slow("shared_memory", "length"),
         slow("p2p", "dtype"),

@@ -12,6 +12,7 @@ from torch import nn
 
 from shardlite import AdamW, ShardLite
 from tests.support.patience import seconds, until
+from tests.support.twins.sharded import slow
 
 LIMIT = timedelta(seconds=seconds(0.5))
 X = torch.ones(4, 8)
@@ -106,7 +107,7 @@ def stopped_body(group, transport):
     return told
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "p2p"])
+@pytest.mark.parametrize("transport", ["shared_memory", slow("p2p")])
 def test_no_call_waits_for_a_stopped_peer(doomed, transport, tmp_path):
     """The timeout of the process group itself is longer than the ranks may live."""
     first, second = doomed.run(stopped_body, 2, transport, directory=tmp_path, killed=0, keeper=True)

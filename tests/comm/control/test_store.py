@@ -16,6 +16,7 @@ from shardlite.comm.control import store as control_store
 from shardlite.comm.control.store import BoundedStore, all_gather_json, bounded_store
 from shardlite.errors import CommError
 from tests.support.patience import seconds
+from tests.support.twins.sharded import slow
 
 LIMIT = 0.3
 PATIENT = timedelta(seconds=seconds(30))
@@ -60,7 +61,7 @@ def absent_body(group, absent):
     time.sleep(4 * LIMIT)  # the store of a file is gone with the last who has it open
 
 
-@pytest.mark.parametrize(("absent", "named"), [([2], "rank 2"), ([0], "rank 0"), ([1, 2], "ranks 1, 2")])
+@pytest.mark.parametrize(("absent", "named"), [slow([2], "rank 2"), ([0], "rank 0"), ([1, 2], "ranks 1, 2")])
 def test_who_does_not_come_is_named(doomed, absent, named, tmp_path):
     for rank, each in enumerate(doomed.run(absent_body, 3, absent, directory=tmp_path)):
         assert each.status == 0
