@@ -13,6 +13,8 @@ from shardlite.comm.collectives import (
     all_reduce,
     broadcast,
     reduce_scatter,
+    ring_step,
+    rings_in_kernel,
     stages_in_out,
     staging_numel,
 )
