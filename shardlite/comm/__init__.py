@@ -29,3 +29,4 @@ from shardlite.comm.transfers import Schedule, Transfer
 from shardlite.comm.transport.base import Transport
 from shardlite.comm.transport.groups import GroupLike, Ranks, ranks_of
 from shardlite.comm.transport.select import choose, connect
+from shardlite.comm.transport.whole import FusedStep

@@ -63,6 +63,7 @@ from shardlite.telemetry import Ledger
 AREA = 64 << 20
 """Bytes of the area of a rank. Not measured: 8 MiB for the ring, and two windows of 28 MiB."""
 
+_WINDOWS = 2
 _ALIGNMENT = 128  # bytes: the size of a GPU's cache line
 _WIDEST = 8  # bytes of an element
 _CHANNEL = 0  # each transport has its own allocation, which has its own signals
@@ -101,7 +102,7 @@ class SymmetricMemoryTransport(WholeCollectives):
         self._others = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
         flags, slots = flag_numel(programs) * 8, slots_nbytes(programs)
         self._windows = flags + slots  # where the first one begins
-        self.room = (memory.buffer_size - self._windows) // 2 // _ALIGNMENT * _ALIGNMENT
+        self.room = (memory.buffer_size - self._windows) // _WINDOWS // _ALIGNMENT * _ALIGNMENT
         self._check_room()
         self._shown = self._epoch = 0
         limit = min(_MOST_LOOKS, int(timeout.total_seconds() * _LOOKS) + 1)
@@ -119,7 +120,7 @@ class SymmetricMemoryTransport(WholeCollectives):
         if self.room < needed:
             raise LayoutError(
                 f"symmetric memory of {self._memory.buffer_size} bytes per rank is too small for {self.world_size} "
-                f"ranks: at least {self._windows + 2 * needed} bytes are needed"
+                f"ranks: at least {self._windows + _WINDOWS * needed} bytes are needed"
             )
 
     def all_gather(self, full: Tensor, cut: Cut) -> None:
@@ -165,17 +166,17 @@ class SymmetricMemoryTransport(WholeCollectives):
         Raises:
             CommError: a peer failed or is late.
         """
-        ranges = [slice(min(low + part[0], high), min(low + part[1], high)) for low, high in cut.bounds]
-        shown = [as_bytes(full[each]) for each in ranges]
-        before = sum(each.numel() for each in shown[: self.rank])
+        shown = [full[min(low + part[0], high) : min(low + part[1], high)] for low, high in cut.bounds]
+        before = sum(each.nbytes for each in shown[: self.rank])
         own = shown[self.rank]
-        rows = as_bytes(room)[: self.world_size * own.numel()].view(self.world_size, own.numel())
+        rows = room[: self.world_size * own.numel()].view(self.world_size, own.numel())
+        whole = sum(each.nbytes for each in shown) == full.nbytes
         with self._turn("exchange of rows", full.nbytes):
-            windows = self._show([as_bytes(full)] if sum(each.numel() for each in shown) == full.nbytes else shown)
+            windows = self._show([as_bytes(each) for each in ([full] if whole else shown)])
             for peer in self._others:
-                _fill(rows[peer], windows[peer][before:])
+                _fill(as_bytes(rows[peer]), windows[peer][before:])
             rows[self.rank].copy_(own)
-        return rows.view(full.dtype)
+        return rows
 
     def rings(self, full: Tensor, cut: Cut) -> bool:
         """Return whether a kernel adds such a buffer: segments of one length, in fp32, bf16 or fp16."""
@@ -228,7 +229,7 @@ class SymmetricMemoryTransport(WholeCollectives):
 
         They may be read until the next call.
         """
-        start = self._windows + self._shown % 2 * self.room
+        start = self._windows + self._shown % _WINDOWS * self.room
         self._shown += 1
         windows = [area[start : start + self.room] for area in self._areas]
         place = 0

@@ -287,7 +287,8 @@ def test_what_does_not_go_together_is_refused(cluster, route, device, message):
 
 
 def test_a_schedule_is_of_messages():
-    with pytest.raises(ValueError, match="algorithm='ring' is a schedule of messages, and transport='collectives' has"):
-        Route(transport="collectives", algorithm="ring")
+    for transport in ("collectives", "symmetric_memory"):
+        with pytest.raises(ValueError, match=f"algorithm='ring' is a schedule of messages, and {transport=} has none"):
+            Route(transport=transport, algorithm="ring")
     with pytest.raises(ValueError, match="reduce must be one of 'exact', 'fast'; got 'quick'"):
         Route(reduce="quick")
