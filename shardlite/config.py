@@ -147,8 +147,8 @@ class Route:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, names))}; got {value!r}")
         if self.transport in ("collectives", "symmetric_memory") and self.algorithm != "auto":
             raise ValueError(
-                f"algorithm={self.algorithm!r} is a schedule of messages, and transport={self.transport!r} has none: leave "
-                "algorithm='auto', or take transport='p2p'"
+                f"algorithm={self.algorithm!r} is a schedule of messages, and transport={self.transport!r} has none: "
+                "leave algorithm='auto', or take transport='p2p'"
             )
 
 

@@ -13,8 +13,8 @@ The first step only sends, the last one only receives and finishes this rank's o
     r=1   sends part of 0    adds to 2, sends     adds to 1
     r=2   sends part of 1    adds to 0, sends     adds to 2
 
-So segment `k` is added in the order `k+1, k+2, ..., k`, for any number of programs. `full` is only read, so `out` may be
-this rank's segment of it.
+So segment `k` is added in the order `k+1, k+2, ..., k`, for any number of programs. `full` is only read, so `out` may
+be this rank's segment of it.
 
 Bytes per element of a segment, with `g` for the gradient, `w` for messages, `o` for the result and `s` for a state: the
 first step moves `g + w`, each middle step `g + 2*w`, the last one `g + w + o`, or with AdamW `g + w + 2*s + 1/16`: in

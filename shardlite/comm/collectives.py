@@ -113,7 +113,7 @@ def stages_in_out(transport: Transport) -> bool:
 
 
 def rings_in_kernel(full: Tensor, transport: Transport, cuts: Sequence[int] | None = None) -> bool:
-    """Return whether one kernel walks the ring of a reduction of `full` [n]: it needs no staging. Equal on all ranks."""
+    """Return whether one kernel reduces `full` [n], with no staging: it walks the ring. Equal on all ranks."""
     if not isinstance(transport, WholeCollectives):
         return False
     return transport.rings(full, cut_up("reduce-scatter", full.numel(), full.dtype, transport, cuts, None))

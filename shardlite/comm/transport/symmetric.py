@@ -3,7 +3,7 @@
 **Experimental: no GPU has run it.** The tests play symmetric memory on the CPU, and run the kernel in Triton's
 interpreter.
 
-    gather      a rank shows its segment in a window; the others pull it from there to its place: W - 1 copies
+    gather      a rank shows its segment in a window, and pulls the others' from theirs to their places: W - 1 copies
     reduction   one launch of a kernel that walks the ring, from the bucket to the shard, or to the step of AdamW
     the rest    (other dtypes, segments of different lengths, counts) rows, shown and pulled, then added by a kernel
 
@@ -18,9 +18,9 @@ is read where it lies. Everything is enqueued on the current stream, and the hos
     rank 0   show 0  barrier 0  pull 0  show 1  barrier 1  pull 1  show 2 ...      barrier 1 is over once all ranks
     rank 1   show 0  barrier 0  pull 0  show 1  barrier 1  pull 1  show 2 ...      have come to it, after pull 0
 
-`show i` writes to window `i % 2`. A rank comes to barrier `i + 1` after `pull i`, in the order of its stream. So when
-that barrier is over, no rank reads window `i % 2` any more, and `show i + 2`, which is behind it, may overwrite it. With
-one window, `show i + 1` would be behind barrier `i` only, when others may still pull.
+`show i` writes to window `i % 2`. A rank comes to barrier `i + 1` after `pull i`, in the order of its stream. So once
+that barrier is over, no rank reads window `i % 2` any more, and `show i + 2`, which is behind it, may overwrite it.
+With one window, `show i + 1` would be behind barrier `i` only, when others may still pull.
 
 **Rings** have slots and flags of their own, so nothing orders them after windows; `signals.py` of the kernels proves
 that no slot is overwritten early. Their epochs count the rings of this transport.
@@ -198,9 +198,8 @@ class SymmetricMemoryTransport(WholeCollectives):
             CommError: a peer failed or is late.
         """
         state, table, bad = step
-        given = {"divisor": divisor, "wire": full.dtype, "bad": bad}
         with self._ring("reduce-scatter with a step", full) as epoch:
-            ring_reduce_adamw(state, full, table, self._peers, epoch=epoch, **given)
+            ring_reduce_adamw(state, full, table, self._peers, epoch=epoch, divisor=divisor, wire=full.dtype, bad=bad)
 
     @contextmanager
     def _ring(self, what: str, full: Tensor) -> Iterator[int]:
@@ -208,7 +207,7 @@ class SymmetricMemoryTransport(WholeCollectives):
         with self._turn(what, full.nbytes):
             self._epoch += 1
             yield self._epoch
-            torch._assert_async(self._peers.error == 0, "a neighbour in the ring was silent")  # type: ignore[call-overload]
+            torch._assert_async(self._peers.error == 0, "a neighbour in the ring was silent")
 
     @contextmanager
     def _turn(self, what: str, nbytes: int) -> Iterator[None]:

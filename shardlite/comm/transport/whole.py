@@ -1,7 +1,7 @@
 """The interface of transports that carry whole collectives instead of messages.
 
-A gather is one call. So is a reduction: the transport adds, or it brings the parts of this rank's segment, a row of each
-rank, and one kernel adds them in the order of the ring (`shardlite_kernels.add_rows`).
+A gather is one call. So is a reduction: the transport adds, or it brings the parts of this rank's segment, a row of
+each rank, and one kernel adds them in the order of the ring (`shardlite_kernels.add_rows`).
 
 Legend: `W` ranks, `n` elements in the full buffer, `S` elements of the longest segment.
 """

@@ -21,7 +21,7 @@ from shardlite.comm.transport import symmetric
 from shardlite.comm.transport.group_collectives import NcclCollectives
 from shardlite.comm.transport.process_group import StagedTransport
 from shardlite.comm.transport.select import connect
-from shardlite.comm.transport.symmetric import SymmetricMemoryTransport, why_not
+from shardlite.comm.transport.symmetric import why_not
 from shardlite.config import Route
 from shardlite.errors import CommError, LayoutError
 from tests.comm.test_lanes import Simulated

@@ -49,7 +49,9 @@ def every_dtype(transport, device):
     for i, dtype in enumerate(DTYPES):
         full = tensor_of(transport.rank, 1001, dtype).to(device)
         transport.broadcast(full, transport.world_size - 1)
-        assert_equal_bits(full.cpu().view(torch.uint8), tensor_of(transport.world_size - 1, 1001, dtype).view(torch.uint8))
+        assert_equal_bits(
+            full.cpu().view(torch.uint8), tensor_of(transport.world_size - 1, 1001, dtype).view(torch.uint8)
+        )
         expected = tensor_of(i, 1001, dtype)
         cut = cut_up("all-gather", 1001, dtype, transport, None, None)
         start, stop = cut.bounds[transport.rank]

@@ -1,7 +1,7 @@
-"""PyTorch's symmetric memory, played: areas are CPU memory, and a barrier is one of signals, as PyTorch's kernel has them.
+"""PyTorch's symmetric memory, played: areas are CPU memory, and a barrier is of signals, as in PyTorch's kernel.
 
-Ranks are threads of this process, or processes that map the same files. What a stream would do, the thread of a rank does
-at once. So ranks are as far apart as streams can be, but no host runs ahead.
+Ranks are threads of this process, or processes that map the same files. What a stream would do, the thread of a rank
+does at once. So ranks are as far apart as streams can be, but no host runs ahead.
 """
 
 import time
@@ -159,8 +159,6 @@ def _mapped(path: Path, group: Any) -> PlayedMemory:
     world_size = dist.get_world_size(group)
     among = "-".join(map(str, dist.get_process_group_ranks(group or dist.group.WORLD)))
     mapped = partial(torch.from_file, shared=True)
-    areas = [
-        mapped(f"{path} of {rank} in {among}", size=NBYTES, dtype=torch.uint8) for rank in range(world_size)
-    ]
+    areas = [mapped(f"{path} of {rank} in {among}", size=NBYTES, dtype=torch.uint8) for rank in range(world_size)]
     signals = mapped(f"{path} signals in {among}", size=world_size**2, dtype=torch.uint8)
     return PlayedMemory(dist.get_rank(group), areas, signals.view(world_size, world_size))

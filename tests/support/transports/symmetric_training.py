@@ -1,4 +1,4 @@
-"""Bodies that train over played symmetric memory beside a twin: gradients, norms and weights must be the twin's bits."""
+"""Bodies that train over played symmetric memory beside a twin: gradients, norms and weights must be its bits."""
 
 from pathlib import Path
 from typing import Any
