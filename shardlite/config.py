@@ -112,17 +112,18 @@ class Route:
 
     transport: TransportName = "auto"
     """`"shared_memory"`: CPU tensors of processes on one host are exchanged through shared memory.
-    `"symmetric_memory"`: CUDA tensors are exchanged through memory that all GPUs of one host can read (PyTorch's
-    symmetric memory; 64 MiB per rank and connection). `"p2p"`: point-to-point messages of the process group (NCCL,
-    gloo; CUDA tensors over gloo are staged in pinned memory). `"collectives"`: whole collectives of the process group
-    (NCCL, or gloo for CPU tensors), with the bits of the ring. `"auto"`: for CPU tensors shared memory where available,
-    else `"p2p"`; over NCCL `"collectives"`, or `"p2p"` if an algorithm is named. It never selects symmetric memory,
-    which has not been measured on a GPU against NCCL yet.
+    `"symmetric_memory"`: CUDA tensors go through memory that all GPUs of one host can read (PyTorch's symmetric memory;
+    64 MiB per rank and connection). Experimental: no GPU has run it. `"p2p"`: point-to-point messages of the process
+    group (NCCL, gloo; CUDA tensors over gloo are staged in pinned memory). `"collectives"`: whole collectives of the
+    process group (NCCL, or gloo for CPU tensors), with the bits of the ring. `"auto"`: for CPU tensors shared memory
+    where available, else `"p2p"`; over NCCL `"collectives"`, or `"p2p"` if an algorithm is named. It never selects
+    symmetric memory.
     """
 
     algorithm: AlgorithmName = "auto"
     """Schedule of gathers and reductions, see `docs/rings.md`. `"auto"` selects `"ring"` or `"direct"`, which add in
-    the same order. Other schedules add in another order and so differ in the last bits. Collectives have no schedule.
+    the same order. Other schedules add in another order and so differ in the last bits. Collectives and symmetric
+    memory have no schedule.
     """
 
     reduce: ReduceName = "exact"
@@ -144,10 +145,10 @@ class Route:
         ):
             if value not in names:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, names))}; got {value!r}")
-        if self.transport == "collectives" and self.algorithm != "auto":
+        if self.transport in ("collectives", "symmetric_memory") and self.algorithm != "auto":
             raise ValueError(
-                f"algorithm={self.algorithm!r} is a schedule of messages, and transport='collectives' has none: leave "
-                "algorithm='auto', or take transport='p2p'"
+                f"algorithm={self.algorithm!r} is a schedule of messages, and transport={self.transport!r} has none: "
+                "leave algorithm='auto', or take transport='p2p'"
             )
 
 

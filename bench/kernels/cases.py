@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from shardlite_kernels.adamw import _adamw_kernel, block_of
 from shardlite_kernels.cast import _cast_kernel
-from shardlite_kernels.device_ring import _ring_all_gather_kernel, _ring_reduce_scatter_kernel
+from shardlite_kernels.device_ring import _ring_reduce_scatter_kernel
 from shardlite_kernels.hop import _hop_kernel
 from shardlite_kernels.launch import block_size, tl
 from shardlite_kernels.quantize import _dequantize_kernel, _quantize_kernel
@@ -262,13 +262,10 @@ def rings() -> Iterator[Case]:
             flags=_ring_flags("fp32"),
             exact=moment != "int8",
         )
-    moved = {"full or slots": Use("i32", "r"), "full": Use("i32", "w"), "slots": Use("i32", "w")}
-    flags = _ring_flags("i32")
-    yield Case("ring all-gather", "words", _ring_all_gather_kernel, {**RING, **moved}, 12, _block("i32"), flags)
 
 
 def _ring_flags(wire: str) -> dict[str, Any]:
-    dtypes = {"fp32": tl.float32, "bf16": tl.bfloat16, "i32": tl.int32}
+    dtypes = {"fp32": tl.float32, "bf16": tl.bfloat16}
     return {"WIRE": dtypes[wire], "DEPTH": DEPTH, "AMD": False}
 
 

@@ -11,8 +11,6 @@ from .adamw import (
 from .adamw_cpu import CpuStep, adamw_cpu, add_rows_adamw_cpu, chunk_memory, reduce_adamw_cpu
 from .cast import cast, cast_reference
 from .device_ring import (
-    ring_all_gather,
-    ring_all_gather_reference,
     ring_reduce_adamw,
     ring_reduce_adamw_reference,
     ring_reduce_scatter,
@@ -26,7 +24,7 @@ from .quantize import dequantize, dequantize_reference, quantize, quantize_refer
 from .rows import add_rows, add_rows_reference
 from .scalars import Hyper, Scalars, Table, adamw_scalars, adamw_scalars_reference, hyper_table, send
 from .scale import scale, scale_reference
-from .signals import Peers, flag_numel, ring_failure, slots_nbytes
+from .signals import PROGRAMS, Peers, flag_numel, ring_failure, slots_nbytes
 from .split import join, join_reference, split, split_reference
 from .state import State
 from .stats import check_stats, new_stats, stats, stats_block, stats_reference, stats_rows, stats_total

@@ -1,8 +1,7 @@
-"""Ring collectives inside one kernel, over memory that neighbours write into (protocol: `signals.py`).
+"""Ring reductions inside one kernel, over memory that neighbours write into (protocol: `signals.py`).
 
     ring_reduce_scatter   out = the mean of this rank's segment over all ranks, cast
     ring_reduce_adamw     the same, but the last sum is the gradient of an AdamW step and is never written
-    ring_all_gather       every rank's segment, from its owner
 
 One launch does all hops. A program takes some blocks of each segment through all steps, with `D - 1` messages in
 flight: while one is summed, the next ones are transferred. In step `t` of a reduction rank `r` adds its own part to the
@@ -14,13 +13,12 @@ The first step only sends, the last one only receives and finishes this rank's o
     r=1   sends part of 0    adds to 2, sends     adds to 1
     r=2   sends part of 1    adds to 0, sends     adds to 2
 
-So segment `k` is added in the order `k+1, k+2, ..., k`, for any number of programs. In step `t` of a gather rank `r`
-forwards segment `r - t`.
+So segment `k` is added in the order `k+1, k+2, ..., k`, for any number of programs. `full` is only read, so `out` may
+be this rank's segment of it.
 
 Bytes per element of a segment, with `g` for the gradient, `w` for messages, `o` for the result and `s` for a state: the
-first step of a reduction moves `g + w`, each middle step `g + 2*w`, the last one `g + w + o`, or with AdamW
-`g + w + 2*s + 1/16`: in fp32 8, 12 and 12, for `W` ranks `12*W - 4`. A gather moves 8, 12 and 8 for elements of 4
-bytes. In each step but the last, `w` bytes cross a link.
+first step moves `g + w`, each middle step `g + 2*w`, the last one `g + w + o`, or with AdamW `g + w + 2*s + 1/16`: in
+fp32 8, 12 and 12, for `W` ranks `12*W - 4`. In each step but the last, `w` bytes cross a link.
 
 Legend: `W` ranks, `S` elements of a segment, `P` programs, `D` slots of each, `G = ceil(S / 32)` groups.
 """
@@ -169,61 +167,6 @@ def _ring_reduce_scatter_kernel(
     finish(zero, error_ptr, patience)
 
 
-@partial(jit, unspecialised=_UNSPECIALISED)
-def _ring_all_gather_kernel(
-    full_ptr: tl.tensor,
-    slot_table_ptr: tl.tensor,
-    flag_table_ptr: tl.tensor,
-    error_ptr: tl.tensor,
-    rank: tl.tensor,
-    world: tl.tensor,
-    epoch: tl.tensor,
-    limit: tl.tensor,
-    blocks: tl.tensor,
-    n: tl.tensor,
-    WIRE: tl.constexpr,
-    DEPTH: tl.constexpr,
-    AMD: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    after, before = wrapped(rank + 1 - world, world), wrapped(rank - 1, world)
-    numel = blocks * BLOCK  # of a message
-    flags_ptr, to_before_ptr = flags_of(flag_table_ptr, rank), flags_of(flag_table_ptr, before) + FREED
-    to_after_ptr = flags_of(flag_table_ptr, after)
-    slots_ptr = slots_of(slot_table_ptr, rank, DEPTH * numel, WIRE)
-    slots_after_ptr = slots_of(slot_table_ptr, after, DEPTH * numel, WIRE)
-    messages = (tl.cdiv(n, numel) - program + programs - 1) // programs  # of this program, in each step
-    last = world - 1
-
-    zero = epoch.to(tl.int64) << 32  # the flag of this epoch with a count of 0
-    patience = begin(to_before_ptr, zero, error_ptr, limit)
-    for action in tl.range(0, messages * world, disable_licm=True):
-        message, step, sent, received = place_of(action, messages, world, DEPTH)
-        segment = wrapped(rank - step, world).to(tl.int64) * n
-        if step > 0:
-            patience = await_message(flags_ptr, zero + received + 1, step, patience)
-        if step < last:
-            patience = await_room(flags_ptr + FREED, zero, sent, step, patience, DEPTH)
-        end = tl.where(patience > 0, n, 0)  # nothing is touched once something went wrong
-        arrives = tl.where(step > 0, end, 0)
-        leaves = tl.where(step < last, end, 0)
-        start = (message * programs + program).to(tl.int64) * numel
-        here_ptr = full_ptr + segment + start
-        source_ptr = tl.where(step > 0, slots_ptr + received % DEPTH * numel, here_ptr)
-        for block in tl.range(0, tl.cdiv(tl.minimum(n - start, numel), BLOCK), disable_licm=True):
-            inside = block * BLOCK + tl.arange(0, BLOCK)
-            value = tl.load(source_ptr + inside, mask=start + inside < end)
-            tl.store(here_ptr + inside, value, mask=start + inside < arrives)
-            tl.store(slots_after_ptr + (sent % DEPTH * numel + inside), value, mask=start + inside < leaves)
-        if patience > 0:
-            if step < last:
-                put_signal(to_after_ptr, zero + sent + 1, AMD)
-            if step > 0:
-                put_signal(to_before_ptr, zero + received + 1, AMD)
-    finish(zero, error_ptr, patience)
-
-
 def ring_reduce_scatter(
     out: Tensor, full: Tensor, peers: Peers, *, epoch: int, divisor: int = 1, wire: torch.dtype = torch.float32
 ) -> None:
@@ -269,6 +212,8 @@ def ring_reduce_adamw(
 ) -> None:
     """Step `state` [S] by what `ring_reduce_scatter` would write in fp32. The gradient is in registers only.
 
+    Other ranks may launch `ring_reduce_scatter` with an `out` in fp32 instead: the messages are the same.
+
     `bad` [], int32, is set to 1 if the gradient of a stepped element is NaN or infinite. After a failure some elements
     are stepped and others are not.
 
@@ -282,35 +227,6 @@ def ring_reduce_adamw(
     block = block_size(torch.empty(0))  # with more elements in each thread registers are spilled
     last = None, *state, table.scalars, table.keys, table.rows, bad, table.first
     _launch_reduce(who, full, peers, last, block, epoch=epoch, divisor=divisor, wire=wire)
-
-
-def ring_all_gather(full: Tensor, peers: Peers, *, epoch: int) -> None:
-    """Fill `full` [W*S], of any dtype. Segment `rank` of it must hold this rank's part.
-
-    Epochs and failures are those of `ring_reduce_scatter`.
-
-    Raises:
-        ValueError: shapes or devices do not match, a number is out of range, or tensors are on the CPU without Triton's
-            interpreter.
-    """
-    who = "ring_all_gather"
-    if full.dim() != 1 or full.numel() % peers.world_size:
-        raise ValueError(f"{who}: full must be [{peers.world_size} * S], got {tuple(full.shape)}")
-    _check(who, full, peers, full.numel() // peers.world_size, epoch)
-    words = _as_words(full, full.numel() // peers.world_size)
-    n, block = words.numel() // peers.world_size, block_size(words)
-    numbers = peers.rank, peers.world_size, epoch, peers.limit
-    blocks, programs = _cut(who, peers, n, block, words.element_size())
-    launch(
-        _ring_all_gather_kernel,
-        *(words, peers.slots, peers.flags, peers.error, *numbers, blocks),
-        n=n,
-        block=block,
-        together=programs,
-        WIRE=getattr(tl, str(words.dtype).removeprefix("torch."), None),
-        DEPTH=peers.depth,
-        AMD=_AMD,
-    )
 
 
 def ring_reduce_scatter_reference(
@@ -334,11 +250,6 @@ def ring_reduce_adamw_reference(
     """Specification of `ring_reduce_adamw`, given `full` [W*S] of every rank."""
     received, own = _before_the_last(fulls, rank, wire)
     reduce_adamw_reference(state, received, own, table, divisor=divisor, bad=bad)
-
-
-def ring_all_gather_reference(full: Tensor, shards: Sequence[Tensor]) -> None:
-    """Specification of `ring_all_gather`, given every rank's part [S]."""
-    torch.cat(list(shards), out=full)
 
 
 def _before_the_last(fulls: Sequence[Tensor], rank: int, wire: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -392,15 +303,6 @@ def _cut(who: str, peers: Peers, n: int, block: int, itemsize: int) -> tuple[int
     count = -(-n // block)
     blocks = min(most, max(1, count // (peers.programs * peers.depth)))
     return blocks, min(peers.programs, -(-count // blocks))
-
-
-def _as_words(full: Tensor, numel: int) -> Tensor:
-    """View `full` as the widest integers, up to 4 bytes, that divide its segments of `numel` elements."""
-    for dtype in (torch.int32, torch.int16):
-        starts = full.storage_offset() * full.element_size(), full.data_ptr(), numel * full.element_size()
-        if not any(start % dtype.itemsize for start in starts):
-            return full.view(dtype)
-    return full.view(torch.uint8)
 
 
 def _check(who: str, full: Tensor, peers: Peers, numel: int, epoch: int) -> None:

@@ -13,6 +13,8 @@ from shardlite.comm.collectives import (
     all_reduce,
     broadcast,
     reduce_scatter,
+    ring_step,
+    rings_in_kernel,
     stages_in_out,
     staging_numel,
 )
@@ -27,3 +29,4 @@ from shardlite.comm.transfers import Schedule, Transfer
 from shardlite.comm.transport.base import Transport
 from shardlite.comm.transport.groups import GroupLike, Ranks, ranks_of
 from shardlite.comm.transport.select import choose, connect
+from shardlite.comm.transport.whole import FusedStep

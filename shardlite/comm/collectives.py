@@ -28,7 +28,7 @@ from shardlite.comm.schedule import IN_RING_ORDER
 from shardlite.comm.traffic import Tally
 from shardlite.comm.transfers import Schedule
 from shardlite.comm.transport.base import Transport
-from shardlite.comm.transport.group_collectives import GroupCollectives
+from shardlite.comm.transport.whole import FusedStep, WholeCollectives
 from shardlite.errors import CommError, LayoutError
 
 SHORT = 32 << 10
@@ -102,14 +102,21 @@ def staging_numel(
         LayoutError: as `segment_bounds`.
     """
     cut = cut_up("reduce-scatter", numel, dtype, transport, cuts, chunk_bytes, grain)
-    if isinstance(transport, GroupCollectives):
+    if isinstance(transport, WholeCollectives):
         return transport.rows_numel(cut, dtype.itemsize, grain)
     return cut.slots(_reduction(transport), transport) * cut.slot_numel(transport)
 
 
 def stages_in_out(transport: Transport) -> bool:
     """Return whether a reduction receives messages in `out`, given an even cut and no staging: a ring does."""
-    return transport.algorithm == "ring" and not transport.lends and not isinstance(transport, GroupCollectives)
+    return transport.algorithm == "ring" and not transport.lends and not isinstance(transport, WholeCollectives)
+
+
+def rings_in_kernel(full: Tensor, transport: Transport, cuts: Sequence[int] | None = None) -> bool:
+    """Return whether one kernel reduces `full` [n], with no staging: it walks the ring. Equal on all ranks."""
+    if not isinstance(transport, WholeCollectives):
+        return False
+    return transport.rings(full, cut_up("reduce-scatter", full.numel(), full.dtype, transport, cuts, None))
 
 
 def all_gather(
@@ -139,7 +146,7 @@ def all_gather(
     if transport.world_size == 1:
         return
     with _Named(operation, full):
-        if isinstance(transport, GroupCollectives):
+        if isinstance(transport, WholeCollectives):
             operation.count_collective((transport.world_size - 1) * full[slice(*cut.bounds[transport.rank])].nbytes)
             transport.all_gather(full, cut)
             return
@@ -204,10 +211,15 @@ def reduce_scatter(
     if transport.world_size == 1:
         return _finished_alone(own, shard, divisor, stats)
     finish = last or _into(shard, divisor, stats)
-    if isinstance(transport, GroupCollectives):
+    if isinstance(transport, WholeCollectives):
         with _Named(operation, full):
             operation.count_collective(full.nbytes - own.nbytes)
-            _reduce_rows(full, transport, cut, finish, staging)
+            if last is None and transport.rings(full, cut):
+                transport.ring_reduce(shard, full, divisor)
+                if stats is not None:
+                    write_stats(shard, stats)
+            else:
+                _reduce_rows(full, transport, cut, finish, staging)
         return shard
     plan = _reduction(transport)
     in_out = stages_in_out(transport) and staging is None and last is None and cut.even and shard.dtype == full.dtype
@@ -216,6 +228,25 @@ def reduce_scatter(
         channel = operation.channel(transport, full, cut.offsets, transport.algorithm)
         run_reduce(channel, plan, cut.of(full, plan.parts), finish, slots)
     return shard
+
+
+def ring_step(
+    full: Tensor, transport: Transport, step: FusedStep, *, divisor: int = 1, operation: Operation = UNNAMED
+) -> None:
+    """Add `full` [n] over the ranks, and step by segment `r` of the mean, in one kernel. `rings_in_kernel(...)` holds.
+
+    Other ranks may call `reduce_scatter` instead, with an `out` in fp32.
+
+    Raises:
+        LayoutError: as `reduce_scatter`.
+        CommError: as `reduce_scatter`; some weights are stepped then, and others are not.
+    """
+    _check_flat("full", full)
+    _check_arithmetic(full, divisor)
+    assert isinstance(transport, WholeCollectives), "or no kernel walks a ring"
+    with _Named(operation, full):
+        operation.count_collective(full.nbytes - full.nbytes // transport.world_size)
+        transport.ring_step(step, full, divisor)
 
 
 def all_reduce(
@@ -239,7 +270,7 @@ def all_reduce(
     """
     _check_flat("full", full)
     _check_arithmetic(full, divisor)
-    if isinstance(transport, GroupCollectives) and transport.world_size > 1 and _is_flag(full):
+    if isinstance(transport, WholeCollectives) and transport.world_size > 1 and _is_flag(full):
         with _Named(operation, full):
             operation.count_collective((transport.world_size - 1) * full.nbytes)
             _all_reduce_flags(full, transport, divisor)
@@ -282,7 +313,7 @@ def broadcast(
         raise LayoutError(f"broadcast: no rank {source} in a world of {world_size}")
     if world_size == 1:
         return
-    if isinstance(transport, GroupCollectives):
+    if isinstance(transport, WholeCollectives):
         with _Named(operation, full):
             operation.count_collective(full.nbytes)
             transport.broadcast(full, source)
@@ -303,7 +334,7 @@ def _reduction(transport: Transport) -> Schedule:
     return schedule.reduce_scatter(transport.algorithm, transport.world_size, node=transport.node)
 
 
-def _reduce_rows(full: Tensor, transport: GroupCollectives, cut: Cut, finish: LastHop, staging: Tensor | None) -> None:
+def _reduce_rows(full: Tensor, transport: WholeCollectives, cut: Cut, finish: LastHop, staging: Tensor | None) -> None:
     """Exchange the parts of this rank's segment and add them all at once, or let the process group do both."""
     needed = transport.rows_numel(cut, full.itemsize, cut.grain)
     if staging is None:
@@ -324,7 +355,7 @@ def _is_flag(full: Tensor) -> bool:
     return full.dtype not in _FLOATS or full.numel() == 1
 
 
-def _all_reduce_flags(full: Tensor, transport: GroupCollectives, divisor: int) -> None:
+def _all_reduce_flags(full: Tensor, transport: WholeCollectives, divisor: int) -> None:
     """Sum integers, or one number, in place by one collective."""
     if full.dtype not in _FLOATS:
         transport.all_reduce(full)

@@ -6,7 +6,7 @@ In: ranks, a device and a route. Out: connections, names of operations and queue
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from math import prod
@@ -24,9 +24,9 @@ from shardlite.comm.control.uncaught import report_uncaught
 from shardlite.comm.streams import ProgramStreams, StreamQueue, check_connections, make_queue
 from shardlite.comm.traffic import NO_UNIT, Traffic
 from shardlite.comm.transport.base import Transport
-from shardlite.comm.transport.group_collectives import GroupCollectives
 from shardlite.comm.transport.groups import Ranks
 from shardlite.comm.transport.select import connect, connect_hosts
+from shardlite.comm.transport.whole import WholeCollectives
 from shardlite.config import Route
 from shardlite.telemetry import Held, Ledger, Trace
 
@@ -63,7 +63,9 @@ class Context:
     """
 
     inline: tuple[Transport, Transport | None]
-    """Both transports for operations that the program runs itself, beside those of the queues."""
+    """Both transports for operations that the program runs itself, beside those of the queues. They are small or rare,
+    so they do not go over symmetric memory.
+    """
 
     hosts: tuple[Transport, Transport | None]
     """Both transports for CPU tensors exchanged by the hosts."""
@@ -221,8 +223,9 @@ def share(groups: Ranks, device: torch.device, timeout: timedelta, route: Route)
     check_connections(device)
     model = identify(groups, timeout)
     inline = transport, replicas = _connect(groups, device, timeout, route, apart=False)
-    if isinstance(transport, GroupCollectives):
-        inline = _connect(groups, device, timeout, route, apart=False)
+    if isinstance(transport, WholeCollectives):
+        rest = replace(route, transport="auto") if route.transport == "symmetric_memory" else route
+        inline = _connect(groups, device, timeout, rest, apart=False)
     hosts = connect_hosts(groups.shard, timeout, route=route)
     other_hosts = None if groups.replicas is None else connect_hosts(groups.replicas, timeout, route=route)
     name = f"model {model.number} from rank {model.first}, {model.mark}"

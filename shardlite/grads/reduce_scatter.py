@@ -22,7 +22,18 @@ import torch
 from shardlite_kernels import new_stats, send, stats, stats_block, stats_total
 from torch import Tensor
 
-from shardlite.comm import Context, Operation, all_gather, all_reduce, reduce_scatter, stages_in_out, staging_numel
+from shardlite.comm import (
+    Context,
+    FusedStep,
+    Operation,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+    ring_step,
+    rings_in_kernel,
+    stages_in_out,
+    staging_numel,
+)
 from shardlite.params import Flat, storage_key
 
 
@@ -60,6 +71,9 @@ class ShardStep(Protocol):
 
         Without `own`, `received` has a row of each rank, [W, n], to be added from row `first` on.
         """
+
+    def fused(self, numel: int) -> FusedStep | None:
+        """Return what one kernel steps by all `numel` elements of the mean, or `None` if that takes several calls."""
 
 
 class Averager:
@@ -137,12 +151,28 @@ class Averager:
             self.average(full, mean, divisor, unit, operation)
             step(0, None, mean.whole)
             return
+        if rings_in_kernel(full, shard, flat.gradients.cuts):
+            self._step_in_ring(full, flat, step, divisor, operation)
+            return
 
         def last(start: int, received: Tensor, own: Tensor | None, first: int = 0) -> None:
             step(start, received, own, divisor, first)
 
         staging, cuts = self._staging_of(flat, full), flat.gradients.cuts
         reduce_scatter(full, shard, last=last, staging=staging, operation=operation, cuts=cuts)
+
+    def _step_in_ring(self, full: Tensor, flat: Flat, step: ShardStep, divisor: int, operation: Operation) -> None:
+        """Step in the kernel that walks the ring, or behind it. Each rank does what its own shard allows."""
+        shard, _ = self._context.reducing
+        numel = full.numel() // shard.world_size
+        fused = step.fused(numel)
+        if fused is not None:
+            ring_step(full, shard, fused, divisor=divisor, operation=operation)
+            return
+        own = full.new_empty(numel, dtype=flat.master)
+        self._context.ledger.track("staging", own)
+        reduce_scatter(full, shard, out=own, divisor=divisor, operation=operation)
+        step(0, None, own)
 
     def _users(self, used: Sequence[int], device: torch.device, unit: str, operation: Operation) -> Tensor:
         """Return how many ranks have used each parameter, [rows]. Steps need to know before their means are whole."""
@@ -160,6 +190,8 @@ class Averager:
         apart = storage_key(mean.own) != storage_key(full)
         in_out = stages_in_out(self._context.reducing[0]) and apart and equal and mean.own.dtype == full.dtype
         if layout.world_size == 1 or in_out:
+            return None
+        if rings_in_kernel(full, self._context.reducing[0], layout.cuts):
             return None
         return self._staging_of(mean.flat, full)
 

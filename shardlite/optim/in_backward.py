@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from weakref import WeakMethod
 
 import torch
+from shardlite_kernels import State, Table
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -160,10 +161,7 @@ class InBackwardStep:
         for slot, begin, end in self._stretches():
             low, high = max(begin, start), min(end, start + summand.shape[-1])
             if low < high:
-                mine = slot.start + low - begin
-                state = slot.arena.run(slot, mine, mine + high - low)
-                place = slot.arena_offset + low - begin
-                stretch = RunSlice(state, slot.arena.rows_of(place, state), place, slot.row)
+                stretch = _slice_of(slot, begin, low, high)
                 here = slice(low - start, high - start)
                 if received is None:
                     slot.counts.update(stretch, summand[here], self.bad)
@@ -171,6 +169,19 @@ class InBackwardStep:
                     slot.counts.add_rows(stretch, received[:, here], first, divisor, self.bad)
                 else:
                     slot.counts.reduce(stretch, received[here], own[here], divisor, self.bad)
+
+    def fused(self, numel: int) -> tuple[State, Table, Tensor] | None:
+        """Return what one kernel steps by a buffer [numel]: state, table and `bad`. `None` if that takes several calls.
+
+        That is so where parameters and their padding do not fill the buffer, as at the end of the last rank's.
+        """
+        stretches = list(self._stretches())
+        if len(stretches) != 1 or stretches[0][1:] != (0, numel):
+            return None
+        slot, _, _ = stretches[0]
+        stretch = _slice_of(slot, 0, 0, numel)
+        table = slot.counts.table_of(stretch)
+        return None if table is None else (stretch.state, table, self.bad)
 
     def _stretches(self) -> Iterator[tuple[StateSlot, int, int]]:
         """Yield the contiguous runs that one call can step: the first slot, and where its gradients start and end."""
@@ -187,6 +198,14 @@ class InBackwardStep:
             last = slot
         if first is not None and last is not None:
             yield first, begin, begin + last.stop - first.start
+
+
+def _slice_of(slot: StateSlot, begin: int, low: int, high: int) -> RunSlice:
+    """Return elements `[low, high)` of a buffer in which the run that starts with `slot` begins at `begin`."""
+    mine = slot.start + low - begin
+    state = slot.arena.run(slot, mine, mine + high - low)
+    place = slot.arena_offset + low - begin
+    return RunSlice(state, slot.arena.rows_of(place, state), place, slot.row)
 
 
 class _Alarm:

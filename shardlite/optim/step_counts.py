@@ -124,6 +124,10 @@ class StepCounts(ABC):
     def add_rows(self, stretch: RunSlice, rows: Tensor, first: int, divisor: int, bad: Tensor) -> None:
         """Step by the sum of `rows` [W, S] from row `first` on, divided. `bad` [], int32, as in `reduce`."""
 
+    def table_of(self, stretch: RunSlice) -> Table | None:
+        """Return the table by which kernels step, or `None` if PyTorch's operator steps."""
+        return None
+
     @abstractmethod
     def end(self) -> None:
         """Count the step."""
@@ -246,15 +250,15 @@ class DeviceCounts(StepCounts):
 
     def update(self, stretch: RunSlice, grad: Tensor, bad: Tensor | None = None) -> None:
         """Step with the kernel."""
-        adamw(stretch.state, grad, self._table(stretch), unscale=self._unscale, bad=bad)
+        adamw(stretch.state, grad, self.table_of(stretch), unscale=self._unscale, bad=bad)
 
     def reduce(self, stretch: RunSlice, received: Tensor, own: Tensor, divisor: int, bad: Tensor) -> None:
         """Step with the kernel."""
-        reduce_adamw(stretch.state, received, own, self._table(stretch), divisor=divisor, bad=bad)
+        reduce_adamw(stretch.state, received, own, self.table_of(stretch), divisor=divisor, bad=bad)
 
     def add_rows(self, stretch: RunSlice, rows: Tensor, first: int, divisor: int, bad: Tensor) -> None:
         """Step with the kernel."""
-        add_rows_adamw(stretch.state, rows, self._table(stretch), first=first, divisor=divisor, bad=bad)
+        add_rows_adamw(stretch.state, rows, self.table_of(stretch), first=first, divisor=divisor, bad=bad)
 
     def end(self) -> None:
         """Count the step for the rows that were stepped."""
@@ -265,7 +269,8 @@ class DeviceCounts(StepCounts):
         """Whether each row is stepped: a view [R]."""
         return self._scalars[:, -1]
 
-    def _table(self, stretch: RunSlice) -> Table:
+    def table_of(self, stretch: RunSlice) -> Table:
+        """Return the rows of scalars of this step."""
         return Table(stretch.rows, self._keys_now, self._scalars, stretch.arena_offset)
 
     def _hyper(self, groups: Sequence[Group]) -> Tensor:

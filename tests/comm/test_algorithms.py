@@ -15,7 +15,7 @@ BY_ALGORITHM = [
 ]
 
 
-KINDS = ["threads", "steps", "gloo", "shared", "batches", "symmetric"]
+KINDS = ["threads", "steps", "gloo", "shared", "batches"]
 
 
 def everywhere(shift):

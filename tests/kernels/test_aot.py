@@ -25,7 +25,6 @@ KINDS = [
     *(
         "ring reduce-scatter: bf16 by fp32 to bf16",
         "ring reduce-adamw: split24 weights, int8 moments",
-        "ring all-gather",
     ),
 ]
 """One of each kernel: all of them take minutes, and `python bench/kernels/aot.py --check`."""

@@ -14,7 +14,6 @@ Legend: `W` ranks, `n` elements in the full buffer, `S` elements of the longest 
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +25,8 @@ from torch._C._distributed_c10d import Backend
 
 from shardlite.comm.chunking import Cut
 from shardlite.comm.transport.base import Message
-from shardlite.comm.transport.process_group import GlooTransport, GroupTransport, InFlight, NcclTransport, Posted
+from shardlite.comm.transport.process_group import GlooTransport, GroupTransport, InFlight, NcclTransport
+from shardlite.comm.transport.whole import PostedWhole, WholeCollectives, as_bytes
 from shardlite.errors import CommError
 from shardlite.telemetry import Ledger
 
@@ -46,18 +46,7 @@ _SUM_SCATTERED = _synchronous(c10d.ReduceScatterOptions())
 _SUM = _synchronous(c10d.AllreduceOptions())
 
 
-@dataclass(frozen=True)
-class _Whole(Posted):
-    """A whole collective, and what its errors report."""
-
-    what: str = ""
-    nbytes: int = 0
-
-    def describe(self) -> str:
-        return f"rank {self.rank} in {self.what} failed: {self.nbytes} bytes"
-
-
-class GroupCollectives(GroupTransport):
+class GroupCollectives(WholeCollectives, GroupTransport):
     """A transport whose gathers and reductions are collectives of its process group. The base of two classes."""
 
     fast = False
@@ -65,6 +54,7 @@ class GroupCollectives(GroupTransport):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
+        self.room = ROOM
         self.holder = self._books = Ledger()
 
     def all_gather(self, full: Tensor, cut: Cut) -> None:
@@ -89,20 +79,14 @@ class GroupCollectives(GroupTransport):
         def call(full: Tensor, own: Tensor) -> Any:
             return self._group._allgather_base(full, own, _GATHER)
 
-        self._run("all-gather", call, _bytes(full), _bytes(own))
-
-    def slices(self, cut: Cut, itemsize: int, grain: int) -> list[tuple[int, int]]:
-        """Return the ranges of elements of each segment whose rows fit in `ROOM`: multiples of `grain` but the last."""
-        most = max(ROOM // (self.world_size * itemsize) // grain * grain, grain)
-        return [(start, min(start + most, cut.longest)) for start in range(0, cut.longest, most)]
+        self._run("all-gather", call, as_bytes(full), as_bytes(own))
 
     def rows_numel(self, cut: Cut, itemsize: int, grain: int) -> int:
         """Return how many elements `exchange_rows` needs for its rows, and for what it sends if it goes in slices."""
         if self.sums(cut):
             return cut.longest
-        slices = self.slices(cut, itemsize, grain)
-        longest = max((stop - start for start, stop in slices), default=0)
-        return self.world_size * longest * (1 if len(slices) <= 1 else 2)
+        rows = super().rows_numel(cut, itemsize, grain)
+        return rows if rows == self.world_size * cut.longest else 2 * rows
 
     def exchange_rows(self, full: Tensor, cut: Cut, part: tuple[int, int], room: Tensor) -> Tensor:
         """Return the elements `part` of this rank's segment as every rank has them in `full` [n]: rows [W, .].
@@ -127,7 +111,7 @@ class GroupCollectives(GroupTransport):
         def call(rows: Tensor, sent: Tensor) -> Any:
             return self._group.alltoall_base(rows, sent, *splits, _EXCHANGE)
 
-        self._run("all-to-all", call, _bytes(rows), _bytes(sent))
+        self._run("all-to-all", call, as_bytes(rows), as_bytes(sent))
         return rows.view(self.world_size, own)
 
     def sums(self, cut: Cut) -> bool:
@@ -164,22 +148,17 @@ class GroupCollectives(GroupTransport):
         """
         options = _synchronous(c10d.BroadcastOptions())
         options.rootRank = source
-        self._run("broadcast", lambda full: self._group.broadcast([full], options), _bytes(full))
+        self._run("broadcast", lambda full: self._group.broadcast([full], options), as_bytes(full))
 
     def _run(self, what: str, call: Callable[..., dist.Work | None], *tensors: Tensor) -> None:
         """Start a collective on tensors [.] and wait for it."""
-        posted = _Whole(self.rank, (), 0, self._timeout, what, max(each.nbytes for each in tensors))
+        posted = PostedWhole(self.rank, (), 0, self._timeout, what, max(each.nbytes for each in tensors))
         try:
             work = call(*tensors)
         except RuntimeError as error:
             raise posted.refused(error) from error
         if work is not None:
             InFlight((work,), posted, self._hang_up).wait()
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """Return what is moved: not every backend knows every dtype."""
-    return tensor.view(torch.uint8)
 
 
 def _on_same_memory(tensor: Tensor) -> Tensor:
@@ -211,7 +190,7 @@ class GlooCollectives(GroupCollectives, GlooTransport):
         Raises:
             CommError: a peer failed or is late.
         """
-        segments = [_bytes(full[start:stop]) for start, stop in cut.bounds]
+        segments = [as_bytes(full[start:stop]) for start, stop in cut.bounds]
         others = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
         messages = [Message(segments[peer], peer, outgoing=False) for peer in reversed(others)]
         messages += [Message(segments[self.rank], peer, outgoing=True) for peer in others]

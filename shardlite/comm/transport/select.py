@@ -15,6 +15,7 @@ from shardlite.comm.transport.group_collectives import GlooCollectives, GroupCol
 from shardlite.comm.transport.process_group import GlooTransport, NcclTransport, StagedTransport, joined
 from shardlite.comm.transport.reconnect import reconnect
 from shardlite.comm.transport.symmetric import symmetric_memory
+from shardlite.comm.transport.whole import WholeCollectives
 from shardlite.config import Route
 from shardlite.errors import LayoutError
 
@@ -38,8 +39,9 @@ class Choice:
         """The choice in one line."""
         name, ranks = type(self.transport).__name__, self.transport.world_size
         how = f"algorithm {self.transport.algorithm}"
-        if isinstance(self.transport, GroupCollectives):
-            how = "fast sums" if self.transport.fast else "sums in the order of the ring"
+        if isinstance(self.transport, WholeCollectives):
+            fast = isinstance(self.transport, GroupCollectives) and self.transport.fast
+            how = "fast sums" if fast else "sums in the order of the ring"
         return f"{name} between {ranks} ranks, {how}: {self.reason}"
 
 
@@ -137,7 +139,7 @@ def _for_gpu(
     if wanted == "shared_memory":
         raise LayoutError(f"transport='shared_memory' is for CPU tensors, these are on {device}: use 'p2p' or 'auto'")
     if wanted == "symmetric_memory" and dist.get_world_size(group) > 1:  # one rank sends nothing
-        return Choice(symmetric_memory(everyone, device, timeout), "it was asked for")
+        return Choice(symmetric_memory(everyone, device, timeout), "it was asked for, and is experimental")
     if _backends(everyone)["cuda"] == "nccl":
         own = reconnect(everyone, "nccl", timeout) if apart else everyone
         if wanted == "collectives":

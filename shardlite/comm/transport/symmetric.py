@@ -1,203 +1,278 @@
 """Transport for CUDA tensors over PyTorch's symmetric memory: GPU memory that the other GPUs of the host can read.
 
-**It has not run on a GPU yet.** The tests use a simulation of symmetric memory on the CPU.
+**Experimental: no GPU has run it.** The tests play symmetric memory on the CPU, and run the kernel in Triton's
+interpreter.
 
-Each rank has an area. A sender copies messages into its own area and signals the receiver, which copies them out.
-Everything is enqueued on the current stream, and the host never waits.
+    gather      a rank shows its segment in a window, and pulls the others' from theirs to their places: W - 1 copies
+    reduction   one launch of a kernel that walks the ring, from the bucket to the shard, or to the step of AdamW
+    the rest    (other dtypes, segments of different lengths, counts) rows, shown and pulled, then added by a kernel
 
-    the area of rank 0, W=3      to rank 1             to rank 2
-                             [ slot | slot | slot ][ slot | slot | slot ]
+    the area of a rank   [ flags | slots of the ring | window 0 | window 1 ]
 
-The messages of one exchange over one link are packed into parcels, each as large as a slot; parcel `i` of a link is in
-slot `i % 3`. The place of a message follows from the sizes of all messages, which are equal on both ends.
+Only the area is symmetric. A rank chooses its gather buffers and buckets by itself, so no other rank knows where they
+lie: a segment is copied once to a window, within the memory of its GPU, and pulled from there into any buffer. A bucket
+is read where it lies. Everything is enqueued on the current stream, and the host never waits.
 
-Three slots make acknowledgements unnecessary: `put` sets a bit in the receiver's memory, after waiting until the last
-one was cleared; `wait` clears it. So when `put i` is done, the receiver has reached `wait i-1`, and its stream had
-finished `read i-2` before. Parcels `i-1` and `i` may still be unread: with two slots `write i+1` would overwrite one of
-them.
+**Windows** are used in turn, so that one barrier is enough:
 
-    sender      write 0  put 0  write 1  put 1  write 2  put 2  write 3 ...      put 2 is over after wait 1, that is,
-    receiver             wait 0  read 0  wait 1  read 1  wait 2  read 2 ...      after read 0: its slot is free
+    rank 0   show 0  barrier 0  pull 0  show 1  barrier 1  pull 1  show 2 ...      barrier 1 is over once all ranks
+    rank 1   show 0  barrier 0  pull 0  show 1  barrier 1  pull 1  show 2 ...      have come to it, after pull 0
 
-There is no deadlock: in each round of an exchange a rank first puts one parcel per link, and then waits. A put depends
-on waits of earlier rounds only, and a wait on a put of its own round.
+`show i` writes to window `i % 2`. A rank comes to barrier `i + 1` after `pull i`, in the order of its stream. So once
+that barrier is over, no rank reads window `i % 2` any more, and `show i + 2`, which is behind it, may overwrite it.
+With one window, `show i + 1` would be behind barrier `i` only, when others may still pull.
 
-Legend: `W` ranks; a slot and an area are counted in bytes.
+**Rings** have slots and flags of their own, so nothing orders them after windows; `signals.py` of the kernels proves
+that no slot is overwritten early. Their epochs count the rings of this transport.
+
+**No deadlock**: all ranks make the same calls in one order, each on one stream. The rank that is furthest behind is in
+a barrier or a ring at which the others have arrived or been before, so it waits for none of them.
+
+Legend: `W` ranks, `n` elements in the full buffer; windows and areas are counted in bytes.
 """
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from shardlite_kernels import (
+    PROGRAMS,
+    Peers,
+    flag_numel,
+    ring_reduce_adamw,
+    ring_reduce_scatter,
+    send,
+    slots_nbytes,
+    stats_block,
+    use_triton,
+)
 from torch import Tensor
 from torch._C._distributed_c10d import _SymmetricMemory
 
+from shardlite.comm.chunking import Cut
 from shardlite.comm.control.store import TIMEOUT, all_gather_json
 from shardlite.comm.shm.rendezvous import nodes_of
-from shardlite.comm.transport.base import BatchedTransport, Completed, Message, Pending
-from shardlite.comm.transport.process_group import Posted
-from shardlite.config import Algorithm, devices_may_overlap
+from shardlite.comm.transport.whole import FusedStep, PostedWhole, WholeCollectives, as_bytes
+from shardlite.config import devices_may_overlap
 from shardlite.errors import LayoutError
 from shardlite.telemetry import Ledger
 
 AREA = 64 << 20
-"""Bytes of the area of a rank. Not measured: 3 MiB in each slot for 8 ranks."""
+"""Bytes of the area of a rank. Not measured: 8 MiB for the ring, and two windows of 28 MiB."""
 
-SLOTS = 3
-
-_ALIGNMENT = 128  # bytes: the size of a GPU's cache line, so no two messages share one
-
+_WINDOWS = 2
+_ALIGNMENT = 128  # bytes: the size of a GPU's cache line
+_WIDEST = 8  # bytes of an element
 _CHANNEL = 0  # each transport has its own allocation, which has its own signals
+_LOOKS = 10**6  # a second: how often a kernel reads a flag. An estimate
+_MOST_LOOKS = 2**31 - 1
+_IN_RING = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Piece(NamedTuple):
-    """Bytes `[start, stop)` of the `message`-th message of a link, stored at `offset` in a slot."""
+class SymmetricMemoryTransport(WholeCollectives):
+    """Whole collectives through `memory`, which no other transport uses. **Experimental: no GPU has run it.**
 
-    message: int
-    start: int
-    stop: int
-    offset: int
+    Collectives that run at the same time need separate transports, and streams that do not block each other, as those
+    under `CUDA_DEVICE_MAX_CONNECTIONS=1` do. CUDA graphs are not supported: a replay would reuse the windows and epochs
+    of the capture.
 
+    A waiting stream spins in a kernel. If its peer is late by `timeout`, that kernel, or the one behind it, ends in a
+    trap: later CUDA calls fail, those of this class with a `CommError`, and the process cannot continue.
 
-def parcels(sizes: Sequence[int], slot: int) -> list[list[Piece]]:
-    """Pack messages of these sizes (in bytes) into slots of `slot` bytes, a multiple of 128.
-
-    Messages follow each other, each at a multiple of 128, and are cut where a slot ends. Empty messages are left out.
-    """
-    packed: list[list[Piece]] = []
-    used = slot
-    for message, size in enumerate(sizes):
-        start = 0
-        while start < size:
-            if used == slot:
-                packed.append([])
-                used = 0
-            stop = min(size, start + slot - used)
-            packed[-1].append(Piece(message, start, stop, used))
-            used += -(-(stop - start) // _ALIGNMENT) * _ALIGNMENT
-            start = stop
-    return packed
-
-
-class SymmetricMemoryTransport(BatchedTransport):
-    """Messages through `memory`, which no other transport uses. **It has not run on a GPU yet.**
-
-    Like NCCL it has no tags, and matches messages by their order alone. So all ranks must start their exchanges in one
-    order. Exchanges that run at the same time need separate transports, and streams that do not block each other, as
-    those under `CUDA_DEVICE_MAX_CONNECTIONS=1` do. CUDA graphs are not supported: a replay would reuse the slots of the
-    capture.
-
-    A waiting stream spins in a kernel of one warp. If its peer is late by `timeout`, that kernel ends in a trap: later
-    CUDA calls fail, those of this class with a `CommError`, and the process cannot continue.
-
-    `area` is this rank's allocation, which the transport keeps alive.
+    `area` is this rank's allocation, which the transport keeps alive. `programs` of a ring run at once.
 
     Raises:
         LayoutError: the areas are too small for this number of ranks.
     """
 
-    algorithm: Algorithm = "direct"
+    batched = True
+    blocking = False
 
-    def __init__(self, memory: _SymmetricMemory, timeout: timedelta, area: Tensor | None = None) -> None:
+    def __init__(
+        self, memory: _SymmetricMemory, timeout: timedelta, area: Tensor | None = None, *, programs: int = PROGRAMS
+    ) -> None:
         self.rank, self.world_size = memory.rank, memory.world_size
         self._memory = memory
-        self._area = area
         self._timeout = timeout
         self._patience = max(1, int(timeout.total_seconds() * 1000))  # ms; 0 would mean no timeout
-        links = max(1, self.world_size - 1)
-        self._slot = memory.buffer_size // (SLOTS * links) // _ALIGNMENT * _ALIGNMENT
-        if not self._slot:
-            raise LayoutError(
-                f"symmetric memory of {memory.buffer_size} bytes per rank is too small for {self.world_size} ranks: "
-                f"at least {SLOTS * links * _ALIGNMENT} bytes are needed"
-            )
-        nbytes = (SLOTS * links * self._slot,)
-        self._areas = [memory.get_buffer(rank, nbytes, torch.uint8) for rank in range(self.world_size)]
-        self._sent = [0] * self.world_size  # parcels to each rank so far
-        self._received = [0] * self.world_size
+        self._areas = [memory.get_buffer(rank, (memory.buffer_size,), torch.uint8) for rank in range(self.world_size)]
+        self._others = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
+        flags, slots = flag_numel(programs) * 8, slots_nbytes(programs)
+        self._windows = flags + slots  # where the first one begins
+        self.room = (memory.buffer_size - self._windows) // _WINDOWS // _ALIGNMENT * _ALIGNMENT
+        self._check_room()
+        self._shown = self._epoch = 0
+        limit = min(_MOST_LOOKS, int(timeout.total_seconds() * _LOOKS) + 1)
+        self._peers = _peers_of(self._areas, self.rank, flags, programs=programs, limit=limit)
         self._turns = _Turns(memory.device)
         self.holder = books = Ledger()
         if isinstance(area, Tensor):
             books.track("mailboxes", area)
+        self._areas[self.rank][:flags].zero_()
+        self._barrier()  # or another rank might set a flag before it is zeroed
 
-    def exchange(self, messages: Sequence[Message], tag: int) -> Pending:
-        """Enqueue all `messages` on the current stream, in as many rounds as the fullest link has parcels.
+    def _check_room(self) -> None:
+        """Check that the largest grain of a reduction fits in a window, with a row for each rank."""
+        needed = self.world_size * stats_block(self._areas[self.rank]) * _WIDEST
+        if self.room < needed:
+            raise LayoutError(
+                f"symmetric memory of {self._memory.buffer_size} bytes per rank is too small for {self.world_size} "
+                f"ranks: at least {self._windows + _WINDOWS * needed} bytes are needed"
+            )
 
-        Operations enqueued on that stream afterwards may use the tensors, so there is nothing to wait for.
+    def all_gather(self, full: Tensor, cut: Cut) -> None:
+        """Fill `full` [n] in place, given this rank's segment.
+
+        Raises:
+            CommError: a peer failed or is late.
         """
-        departing, arriving = (self._links(messages, outgoing=outgoing) for outgoing in (True, False))
-        rounds = max((len(link.parcels) for link in (*departing, *arriving)), default=0)
+        segments = [as_bytes(full[start:stop]) for start, stop in cut.bounds]
+        with self._turn("all-gather", full.nbytes):
+            for part in self._parts(cut.longest * full.itemsize):
+                windows = self._show([segments[self.rank][part]])
+                for peer in self._others:
+                    _fill(segments[peer][part], windows[peer])
+
+    def broadcast(self, full: Tensor, source: int) -> None:
+        """Copy `full` [n] of rank `source` into that of every other rank.
+
+        Raises:
+            CommError: a peer failed or is late.
+        """
+        content = as_bytes(full)
+        with self._turn("broadcast", full.nbytes):
+            for part in self._parts(full.nbytes):
+                windows = self._show([content[part]] if self.rank == source else [])
+                if self.rank != source:
+                    _fill(content[part], windows[source])
+
+    def all_reduce(self, numbers: Tensor) -> None:
+        """Sum integers [n] over the ranks in place.
+
+        Raises:
+            CommError: a peer failed or is late.
+        """
+        rows = numbers.repeat(self.world_size)
+        bounds = [(rank * numbers.numel(), (rank + 1) * numbers.numel()) for rank in range(self.world_size)]
+        self.all_gather(rows, Cut(bounds, chunk=1))
+        torch.sum(rows.view(self.world_size, numbers.numel()), 0, dtype=numbers.dtype, out=numbers)
+
+    def exchange_rows(self, full: Tensor, cut: Cut, part: tuple[int, int], room: Tensor) -> Tensor:
+        """Return the elements `part` of this rank's segment as every rank has them in `full` [n]: rows [W, .].
+
+        Raises:
+            CommError: a peer failed or is late.
+        """
+        shown = [full[min(low + part[0], high) : min(low + part[1], high)] for low, high in cut.bounds]
+        before = sum(each.nbytes for each in shown[: self.rank])
+        own = shown[self.rank]
+        rows = room[: self.world_size * own.numel()].view(self.world_size, own.numel())
+        whole = sum(each.nbytes for each in shown) == full.nbytes
+        with self._turn("exchange of rows", full.nbytes):
+            windows = self._show([as_bytes(each) for each in ([full] if whole else shown)])
+            for peer in self._others:
+                _fill(as_bytes(rows[peer]), windows[peer][before:])
+            rows[self.rank].copy_(own)
+        return rows
+
+    def rings(self, full: Tensor, cut: Cut) -> bool:
+        """Return whether a kernel adds such a buffer: segments of one length, in fp32, bf16 or fp16."""
+        return use_triton(full) and cut.even and cut.longest > 0 and full.dtype in _IN_RING
+
+    def ring_reduce(self, out: Tensor, full: Tensor, divisor: int) -> None:
+        """Write the mean of this rank's segment of `full` [n] to `out` [n/W]. Partial sums are in the dtype of `full`.
+
+        Raises:
+            CommError: a peer failed or is late.
+        """
+        with self._ring("reduce-scatter", full) as epoch:
+            ring_reduce_scatter(out, full, self._peers, epoch=epoch, divisor=divisor, wire=full.dtype)
+
+    def ring_step(self, step: FusedStep, full: Tensor, divisor: int) -> None:
+        """Step by what `ring_reduce` would write in fp32.
+
+        Raises:
+            CommError: a peer failed or is late.
+        """
+        state, table, bad = step
+        with self._ring("reduce-scatter with a step", full) as epoch:
+            ring_reduce_adamw(state, full, table, self._peers, epoch=epoch, divisor=divisor, wire=full.dtype, bad=bad)
+
+    @contextmanager
+    def _ring(self, what: str, full: Tensor) -> Iterator[int]:
+        """Give the next epoch to a ring, and let the stream fail behind it if it has failed."""
+        with self._turn(what, full.nbytes):
+            self._epoch += 1
+            yield self._epoch
+            torch._assert_async(self._peers.error == 0, "a neighbour in the ring was silent")
+
+    @contextmanager
+    def _turn(self, what: str, nbytes: int) -> Iterator[None]:
+        """Order a collective after the last one, and name it in errors."""
         try:
             self._turns.begin()
-            for i in range(rounds):
-                for link in departing:
-                    if i < len(link.parcels):
-                        self._put(link, link.parcels[i])
-                for link in arriving:
-                    if i < len(link.parcels):
-                        self._take(link, link.parcels[i])
+            yield
             self._turns.end()
         except RuntimeError as error:
-            raise Posted(self.rank, messages, tag, self._timeout).refused(error) from error
-        return Completed()
+            raise PostedWhole(self.rank, (), 0, self._timeout, what, nbytes).refused(error) from error
 
-    def _links(self, messages: Sequence[Message], *, outgoing: bool) -> list["_Link"]:
-        """Group the messages of one direction by peer, in order of first occurrence, and pack them."""
-        contents: dict[int, list[Tensor]] = {}
-        for message in messages:
-            if message.outgoing == outgoing:
-                content = message.tensor.detach().view(torch.uint8)
-                contents.setdefault(message.peer, []).append(content)
-        return [
-            _Link(peer, link, parcels([content.numel() for content in link], self._slot))
-            for peer, link in contents.items()
-        ]
+    def _parts(self, nbytes: int) -> Iterator[slice]:
+        """Yield ranges of bytes that fit in a window."""
+        return (slice(start, start + self.room) for start in range(0, nbytes, self.room))
 
-    def _put(self, link: "_Link", parcel: Sequence[Piece]) -> None:
-        """Copy a parcel into this rank's area, and signal its receiver."""
-        place = self._place(self.rank, link.peer, self._sent[link.peer])
-        for each in parcel:
-            start = place + each.offset
-            room = self._areas[self.rank][start : start + each.stop - each.start]
-            room.copy_(link.contents[each.message][each.start : each.stop])
-        self._memory.put_signal(link.peer, _CHANNEL, self._patience)
-        self._sent[link.peer] += 1
+    def _show(self, contents: Sequence[Tensor]) -> list[Tensor]:
+        """Show bytes, one tensor after the other, to all ranks. Return the window of each rank, in which it shows its.
 
-    def _take(self, link: "_Link", parcel: Sequence[Piece]) -> None:
-        """Wait for a parcel, and copy it to its messages."""
-        self._memory.wait_signal(link.peer, _CHANNEL, self._patience)
-        place = self._place(link.peer, self.rank, self._received[link.peer])
-        for each in parcel:
-            start = place + each.offset
-            lying = self._areas[link.peer][start : start + each.stop - each.start]
-            link.contents[each.message][each.start : each.stop].copy_(lying)
-        self._received[link.peer] += 1
+        They may be read until the next call.
+        """
+        start = self._windows + self._shown % _WINDOWS * self.room
+        self._shown += 1
+        windows = [area[start : start + self.room] for area in self._areas]
+        place = 0
+        for content in contents:
+            _fill(windows[self.rank][place : place + content.numel()], content)
+            place += content.numel()
+        self._barrier()
+        return windows
 
-    def _place(self, source: int, target: int, parcel: int) -> int:
-        """Return the offset of the `parcel`-th parcel to `target` in the area of `source`."""
-        target_of_source = (target - source - 1) % self.world_size
-        return (target_of_source * SLOTS + parcel % SLOTS) * self._slot
+    def _barrier(self) -> None:
+        """Let the stream wait until those of all ranks have come here."""
+        self._memory.barrier(_CHANNEL, self._patience)
 
 
-class _Link(NamedTuple):
-    """The messages of an exchange to or from one peer, as bytes, and their parcels."""
+def _fill(target: Tensor, source: Tensor) -> None:
+    """Fill `target` [n] from the begin of `source`, by a copy engine if that lies on another GPU."""
+    if target.numel():
+        target.copy_(source[: target.numel()])
 
-    peer: int
-    contents: Sequence[Tensor]
-    parcels: Sequence[Sequence[Piece]]
+
+def _peers_of(areas: Sequence[Tensor], rank: int, flags: int, *, programs: int, limit: int) -> Peers:
+    """Return what a ring kernel needs to know of all ranks: `flags` bytes of flags in each area, then slots."""
+    addresses = [area.data_ptr() for area in areas]
+    device = areas[rank].device
+    return Peers(
+        rank=rank,
+        world_size=len(areas),
+        slots=send([address + flags for address in addresses], torch.int64, device),
+        flags=send(addresses, torch.int64, device),
+        error=torch.zeros(1, dtype=torch.int64, device=device),
+        programs=programs,
+        limit=limit,
+    )
 
 
 class _Turns:
-    """Orders exchanges of several streams: a slot is free only if exchanges run in order."""
+    """Orders collectives of several streams: a window is free only if they run in order."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
 
     def begin(self) -> None:
-        """Put the current stream behind the last exchange, if that was enqueued on another stream."""
+        """Put the current stream behind the last collective, if that was enqueued on another stream."""
         if self._last is not None:
             before, done = self._last
             stream = torch.cuda.current_stream(self._device)
@@ -205,7 +280,7 @@ class _Turns:
                 stream.wait_event(done)
 
     def end(self) -> None:
-        """Record the end of the exchange on the current stream. No-op on a CPU, in tests."""
+        """Record the end of the collective on the current stream. No-op on a CPU, in tests."""
         if self._device.type == "cuda":
             stream = torch.cuda.current_stream(self._device)
             self._last = stream, stream.record_event()
@@ -259,6 +334,7 @@ def symmetric_memory(
         reason = next((said for said in all_gather_json(group, failure, _WHAT, timeout) if said), "")
         if not reason:
             assert memory is not None, "or there was a reason"
+            warnings.warn("transport='symmetric_memory' is experimental: no GPU has run it", stacklevel=1)
             return SymmetricMemoryTransport(memory, timeout, area)
     raise LayoutError(f"transport='symmetric_memory' cannot be had: {reason}. Use 'p2p', or 'auto'")
 

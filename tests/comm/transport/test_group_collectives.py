@@ -17,7 +17,6 @@ from shardlite import Precision, ShardLite
 from shardlite.comm.chunking import cut_up
 from shardlite.comm.collectives import Operation, all_gather, all_reduce, reduce_scatter, staging_numel
 from shardlite.comm.traffic import Tally
-from shardlite.comm.transport import group_collectives
 from shardlite.comm.transport.group_collectives import GlooCollectives, GroupCollectives
 from shardlite.comm.transport.select import connect, connect_hosts
 from shardlite.config import Route
@@ -139,7 +138,7 @@ def test_an_operation_is_one_message_on_any_number_of_ranks(cluster, in_backward
 
 
 def reduce_in_slices(transport, cases, divisor):
-    with patch.object(group_collectives, "ROOM", 1000):
+    with patch.object(transport, "room", 1000):
         case = max(cases, key=lambda case: case.numel)
         needed = staging_numel(case.numel, transport, case.dtype, cuts=case.cuts)
         assert needed * case.dtype.itemsize <= 2000
@@ -288,7 +287,8 @@ def test_what_does_not_go_together_is_refused(cluster, route, device, message):
 
 
 def test_a_schedule_is_of_messages():
-    with pytest.raises(ValueError, match="algorithm='ring' is a schedule of messages, and transport='collectives' has"):
-        Route(transport="collectives", algorithm="ring")
+    for transport in ("collectives", "symmetric_memory"):
+        with pytest.raises(ValueError, match=f"algorithm='ring' is a schedule of messages, and {transport=} has none"):
+            Route(transport=transport, algorithm="ring")
     with pytest.raises(ValueError, match="reduce must be one of 'exact', 'fast'; got 'quick'"):
         Route(reduce="quick")

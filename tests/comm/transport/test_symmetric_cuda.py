@@ -4,6 +4,7 @@ The bodies take a device. `test_symmetric.py` runs them on the CPU, over a symme
 """
 
 import os
+import warnings
 from datetime import timedelta
 
 import pytest
@@ -12,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from shardlite import AdamW, ShardLite
+from shardlite.comm.chunking import cut_up
 from shardlite.comm.collectives import Operation, all_gather, reduce_scatter
-from shardlite.comm.transport.base import Message
 from shardlite.comm.transport.select import connect
 from shardlite.comm.transport.symmetric import SymmetricMemoryTransport, symmetric_memory
 from shardlite.config import Route
@@ -22,7 +23,7 @@ from tests.support.ranks.forkserver import ForkServer
 from tests.support.transports.ring_cases import Case, assert_equal_bits, ring_sum, tensor_of
 
 TIMEOUT = timedelta(seconds=30)
-SMALL = 3 * 3 * 1024  # bytes of an area in which most steps take several rounds
+SMALL = (8 << 20) + (1 << 18)  # bytes of an area in which long gathers take several rounds
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.bool]
 
 pytestmark = [
@@ -34,10 +35,9 @@ pytestmark = [
 def cases_of(size):
     n = 10_007
     return [
-        Case(numel, dtype, chunk, cuts)
-        for numel, cuts in ((0, None), (5, None), (n, None), (n, [0, *[n // 3] * (size - 1), n]))
+        Case(numel, dtype, 1 << 20, cuts)
+        for numel, cuts in ((0, None), (5, None), (n, None), (20 * n, None), (n, [0, *[n // 3] * (size - 1), n]))
         for dtype in (torch.float32, torch.bfloat16)
-        for chunk in (1 << 10, 1 << 20)
     ]
 
 
@@ -45,15 +45,20 @@ def cases_of(size):
 
 
 def every_dtype(transport, device):
-    """To the right neighbour, from the left one, in one exchange, sends first and an empty message among them."""
-    right, left = (transport.rank + 1) % transport.world_size, (transport.rank - 1) % transport.world_size
-    sent = [torch.zeros(0), *(tensor_of(transport.rank, 1001, dtype) for dtype in DTYPES)]
-    received = [torch.zeros_like(each, device=device) for each in sent]
-    messages = [Message(each.to(device), right, outgoing=True) for each in sent]
-    messages += [Message(each, left, outgoing=False) for each in received]
-    transport.exchange(messages, tag=5).wait()
-    for got, dtype in zip(received[1:], DTYPES, strict=True):
-        assert_equal_bits(got.cpu().view(torch.uint8), tensor_of(left, 1001, dtype).view(torch.uint8))
+    """From the last rank, and from each."""
+    for i, dtype in enumerate(DTYPES):
+        full = tensor_of(transport.rank, 1001, dtype).to(device)
+        transport.broadcast(full, transport.world_size - 1)
+        assert_equal_bits(
+            full.cpu().view(torch.uint8), tensor_of(transport.world_size - 1, 1001, dtype).view(torch.uint8)
+        )
+        expected = tensor_of(i, 1001, dtype)
+        cut = cut_up("all-gather", 1001, dtype, transport, None, None)
+        start, stop = cut.bounds[transport.rank]
+        gathered = torch.zeros_like(expected, device=device)
+        gathered[start:stop] = expected[start:stop].to(device)
+        transport.all_gather(gathered, cut)
+        assert_equal_bits(gathered.cpu().view(torch.uint8), expected.view(torch.uint8))
 
 
 def rings(transport, device):
@@ -61,42 +66,39 @@ def rings(transport, device):
     size, rank = transport.world_size, transport.rank
     for i, case in enumerate(cases_of(size)):
         start, stop = case.bounds(size)[rank]
-        given = {"cuts": case.cuts, "chunk_bytes": case.chunk}
         full = tensor_of(99, case.numel, case.dtype)
         gathered = torch.zeros_like(full, device=device)
         gathered[start:stop] = full[start:stop].to(device)
-        all_gather(gathered, transport, operation=Operation("gather", i), **given)
+        all_gather(gathered, transport, cuts=case.cuts, operation=Operation("gather", i))
         assert_equal_bits(gathered.cpu(), full)
         summand = tensor_of(rank, case.numel, case.dtype).to(device)
-        shard = reduce_scatter(summand, transport, divisor=size, operation=Operation("reduce", i), **given)
+        shard = reduce_scatter(summand, transport, divisor=size, cuts=case.cuts, operation=Operation("reduce", i))
         assert_equal_bits(shard.cpu(), ring_sum(size, case, size)[start:stop])
 
 
 def back_to_back(transport, device, times=50, numel=700):
-    """Many exchanges without a look at what came, each with tensors of its own."""
-    peers = [peer for peer in range(transport.world_size) if peer != transport.rank]
-    received = [[torch.zeros(numel, device=device) for _ in peers] for _ in range(times)]
-    sent = [torch.full((numel,), 100.0 * i + transport.rank, device=device) for i in range(times)]
-    for mine, theirs in zip(sent, received, strict=True):
-        messages = [Message(mine, peer, outgoing=True) for peer in peers]
-        messages += [Message(each, peer, outgoing=False) for each, peer in zip(theirs, peers, strict=True)]
-        transport.exchange(messages, tag=0)
-    transport.exchange([], tag=0).wait()
-    return [[each.unique().tolist() for each in theirs] for theirs in received], [
-        [[100.0 * i + peer] for peer in peers] for i in range(times)
+    """Many gathers without a look at what came, each with a buffer of its own."""
+    size, rank = transport.world_size, transport.rank
+    fulls = [torch.zeros(size, numel, device=device) for _ in range(times)]
+    for i, full in enumerate(fulls):
+        full[rank] = 100.0 * i + rank
+        all_gather(full.view(-1), transport)
+    return [full[:, ::99].tolist() for full in fulls], [
+        [[100.0 * i + peer] * len(range(0, numel, 99)) for peer in range(size)] for i in range(times)
     ]
 
 
-def trained(group, device, transport):
+def trained(group, device, transport, *, in_backward):
     """Return the weights after three steps at stage 3, on the CPU."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(30, 41), nn.Tanh(), nn.Linear(41, 30)) for _ in range(3)]
     model = ShardLite(nn.Sequential(*blocks).to(device), group=group, transport=transport)
-    optimizer = AdamW(model.parameters(), lr=0.01)
+    optimizer = AdamW(model.parameters(), lr=0.01, in_backward=in_backward)
     for step in range(3):
         x = torch.randn(4, 30, generator=torch.Generator().manual_seed(10 * step + dist.get_rank(group))).to(device)
         model(x).square().mean().backward()
-        model.clip_grad_norm_(0.1)
+        if not in_backward:
+            model.clip_grad_norm_(0.1)
         optimizer.step()
         optimizer.zero_grad()
     return {name: weight.cpu() for name, weight in model.full_state_dict().items()}
@@ -117,14 +119,14 @@ def overlapping():
 
 def gpu():
     assert os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] == "1"
+    warnings.filterwarnings("ignore", ".*is experimental")
     return torch.device("cuda", 0)
 
 
-def run_body(group, body, algorithm):
+def run_body(group, body):
     device = gpu()
-    transport = connect(group, device, TIMEOUT, route=Route(transport="symmetric_memory", algorithm=algorithm))
+    transport = connect(group, device, TIMEOUT, route=Route(transport="symmetric_memory"))
     assert isinstance(transport, SymmetricMemoryTransport)
-    assert transport.algorithm == ("direct" if algorithm == "auto" else algorithm)
     body(transport, device)
     torch.cuda.synchronize()
 
@@ -139,20 +141,24 @@ def run_small(group):
     assert got == expected
 
 
-def exchange_without_waiting(group):
+def collectives_without_waiting(group):
     device = gpu()
     transport = symmetric_memory(group, device, TIMEOUT)
-    peer = 1 - transport.rank
-    mine, theirs = torch.full((1000,), float(transport.rank), device=device), torch.zeros(1000, device=device)
-    messages = [Message(mine, peer, outgoing=True), Message(theirs, peer, outgoing=False)]
-    transport.exchange(messages, tag=0)
+    numbers = torch.ones(2000, device=device)
+    shard = torch.zeros(2000 // transport.world_size, device=device)
+
+    def both():
+        all_gather(numbers, transport)
+        reduce_scatter(numbers, transport, out=shard)
+
+    both()  # compiles the kernel
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        transport.exchange(messages, tag=0).wait()
+        both()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert theirs.unique().tolist() == [float(peer)]
+    assert shard.unique().tolist() == [float(transport.world_size)]
 
 
 def on_two_streams(group):
@@ -174,22 +180,17 @@ def on_two_streams(group):
         assert_equal_bits(shards[i].cpu(), ring_sum(size, case, 1)[start:stop])
 
 
-def train_both_ways(group):
-    expected = trained(group, gpu(), "p2p")
-    got = trained(group, gpu(), "symmetric_memory")
+def train_both_ways(group, in_backward):
+    expected = trained(group, gpu(), "p2p", in_backward=in_backward)
+    got = trained(group, gpu(), "symmetric_memory", in_backward=in_backward)
     for name, weight in expected.items():
         assert_equal_bits(got[name], weight)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_dtype_travels(overlapping, size):
-    overlapping.check(run_body, size, every_dtype, "auto")
-
-
-@pytest.mark.parametrize("algorithm", ["auto", "ring"])
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_rings_have_the_bits_of_the_model(overlapping, size, algorithm):
-    overlapping.check(run_body, size, rings, algorithm)
+@pytest.mark.parametrize("body", [every_dtype, rings])
+def test_collectives_have_the_bits_of_the_model(overlapping, size, body):
+    overlapping.check(run_body, size, body)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -198,7 +199,7 @@ def test_a_small_area_works_in_rounds(overlapping, size):
 
 
 def test_the_host_does_not_wait(overlapping):
-    overlapping.check(exchange_without_waiting, 2)
+    overlapping.check(collectives_without_waiting, 2)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -206,6 +207,7 @@ def test_two_transports_do_not_mix(overlapping, size):
     overlapping.check(on_two_streams, size)
 
 
+@pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
-def test_training_gives_the_bits_of_messages(overlapping, size):
-    overlapping.check(train_both_ways, size)
+def test_training_gives_the_bits_of_messages(overlapping, size, in_backward):
+    overlapping.check(train_both_ways, size, in_backward)

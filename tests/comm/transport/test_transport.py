@@ -90,7 +90,7 @@ def test_every_dtype_travels(cluster, kind, size):
     assert_came_from_the_left(run(kind, cluster, exchange_every_dtype, size))
 
 
-@pytest.mark.parametrize("kind", ["threads", "steps", "gloo", "shared", "staged", "batches", "symmetric"])
+@pytest.mark.parametrize("kind", ["threads", "steps", "gloo", "shared", "staged", "batches"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_messages_of_one_exchange_do_not_wait_for_each_other(cluster, kind, size):
     assert_came_from_the_left(run(kind, cluster, exchange_at_once, size))

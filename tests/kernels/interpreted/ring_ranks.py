@@ -14,8 +14,6 @@ import torch.distributed as dist
 from shardlite_kernels import (
     Peers,
     flag_numel,
-    ring_all_gather,
-    ring_all_gather_reference,
     ring_failure,
     ring_reduce_adamw,
     ring_reduce_adamw_reference,
@@ -114,27 +112,19 @@ def scattered(peers, epoch, case):
     assert_same_bits(got, expected)
 
 
-def gathered(peers, epoch, case):
-    """One launch, against its reference."""
-    numel, dtype, offset = case
-    generator = torch.Generator().manual_seed(epoch)
-    shards = [torch.randint(-100, 100, (numel,), generator=generator).to(dtype) for _ in range(peers.world_size)]
-    expected = torch.empty(peers.world_size * numel, dtype=dtype)
-    ring_all_gather_reference(expected, shards)
-    got = torch.zeros(offset + len(expected) + 1, dtype=dtype)
-    full = got[offset:-1]
-    full[peers.rank * numel :][:numel] = shards[peers.rank]
-    ring_all_gather(full, peers, epoch=epoch)
-    assert ring_failure(peers.error) is None, ring_failure(peers.error)
-    assert_same_bits(full, expected)
-    assert not got[:offset].any()
-    assert got[-1] == 0
+def scattered_or_stepped(peers, epoch, case):
+    """A launch that steps, except on the last rank, which has the gradient written."""
+    form, numel, full, wire = case
+    if peers.rank == peers.world_size - 1:
+        scattered(peers, epoch, (numel, full, wire, torch.float32, 3))
+    else:
+        stepped(peers, epoch, (form, numel, full, wire, False), parts(peers.world_size, numel, full, seed=epoch))
 
 
-def stepped(peers, epoch, case):
+def stepped(peers, epoch, case, fulls=None):
     """One launch, against its reference; the last rank has an infinity in each of its segments."""
     form, numel, full, wire, bad = case
-    fulls = [
+    fulls = fulls or [
         torch.randn(peers.world_size * numel, generator=torch.Generator().manual_seed(100 * epoch + rank)).to(full)
         for rank in range(peers.world_size)
     ]
@@ -150,7 +140,7 @@ def stepped(peers, epoch, case):
     assert_same_bits(my_bad, their_bad)
 
 
-LAUNCH = {"scatter": scattered, "gather": gathered, "step": stepped}
+LAUNCH = {"scatter": scattered, "step": stepped, "either": scattered_or_stepped}
 
 
 def launches(world, cases, late=(), seed=0, **shape):

@@ -5,7 +5,7 @@ Ranks take turns in one process, so that they overtake each other everywhere. On
 
 import pytest
 import torch
-from shardlite_kernels import Peers, ring_all_gather, ring_failure, ring_reduce_adamw, ring_reduce_scatter
+from shardlite_kernels import Peers, ring_failure, ring_reduce_adamw, ring_reduce_scatter
 
 from tests.kernels.adamw_cases import FORMS, mixed_table, random_state
 from tests.kernels.interpreted.ring_ranks import (
@@ -34,29 +34,19 @@ SCATTERS = [
     (150_000, BF16, BF16, FP32, 1),
     (40_001, FP16, FP32, FP32, 3),
 ]
-# Elements of a segment, their dtype, and at which element of memory they start.
-GATHERS = [
-    (5, FP32, 0),
-    (100_006, BF16, 2),
-    (100_005, BF16, 1),
-    (33_001, torch.int8, 3),
-    (70_000, torch.float64, 1),
-    (140_000, torch.uint8, 4),
-]
 
 
 @worlds
 @seeds
 def test_launch_after_launch_of_all_kinds_and_lengths(world, seed):
     """The same slots are cut in another way by each; every rank is late once and again."""
-    both = zip(SCATTERS, GATHERS, strict=True)
-    cases = [case for each in both for case in zip(("scatter", "gather"), each, strict=True)]
+    cases = [("scatter", case) for case in (*SCATTERS, *reversed(SCATTERS))]
     launches(world, cases, late=(0, 1, 3, 2), seed=seed)
 
 
 @pytest.mark.parametrize("shape", [{"programs": 1}, {"programs": 1, "depth": 5}, {"depth": 3, "slot_nbytes": 1 << 18}])
 def test_one_program_more_slots_and_messages_of_several_blocks(shape):
-    cases = [("scatter", (200_001, FP32, FP32, FP32, 3)), ("gather", (200_001, FP32, 0))]
+    cases = [("scatter", (200_001, FP32, FP32, FP32, 3)), ("scatter", (150_001, BF16, BF16, FP32, 1))]
     launches(3, cases, late=(0, 1), **shape)
 
 
@@ -69,11 +59,18 @@ def test_the_last_hop_as_a_step_of_adamw(world):
     launches(world, cases, late=(0, 1, 2, 3))
 
 
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_a_rank_that_does_not_step_meets_those_that_do(dtype):
+    """Their messages are the same."""
+    launches(3, [("either", (FORMS[0], 100_005, dtype, dtype))] * 2, late=(0, 1))
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("fused")
 @pytest.mark.parametrize("world", [2, 4])
 def test_between_processes_over_shared_memory(cluster, tmp_path, world):
-    cases = [("scatter", SCATTERS[4]), ("gather", GATHERS[1]), ("step", (FORMS[-1], 20_005, FP32, FP32, False))]
+    cases = [("scatter", SCATTERS[4]), ("step", (FORMS[-1], 20_005, FP32, FP32, False))]
     cluster.check(launches_of_a_process, world, tmp_path, cases, late=(0, 1))
 
 
@@ -173,7 +170,6 @@ def test_a_step_that_failed_changes_no_state(alone):
 def test_of_nothing_nothing_is_told(alone):
     peers, _, _ = alone
     ring_reduce_scatter(torch.empty(0), torch.empty(0), peers, epoch=1)
-    ring_all_gather(torch.empty(0), peers, epoch=2)
     assert ring_failure(peers.error) is None
 
 
@@ -220,10 +216,8 @@ def test_what_cannot_be_summed(alone, changed, said):
     assert said in str(error.value)
 
 
-def test_what_cannot_be_gathered_or_stepped(alone):
+def test_what_cannot_be_stepped(alone):
     peers, *_ = alone
-    with pytest.raises(ValueError, match=r"ring_all_gather: full must be \[2 \* S\], got \(5,\)"):
-        ring_all_gather(torch.empty(5), peers, epoch=1)
     state = random_state(("whole", "fp32"), 64, seed=0)
     with pytest.raises(ValueError, match="ring_reduce_adamw: full must have 128 elements"):
         ring_reduce_adamw(state, torch.empty(64), mixed_table(64), peers, epoch=1)

@@ -1,236 +1,164 @@
-"""PyTorch's symmetric memory, played: ranks are threads, areas are CPU memory, and each rank has a stream.
+"""PyTorch's symmetric memory, played: areas are CPU memory, and a barrier is of signals, as in PyTorch's kernel.
 
-A stream is a thread that does in order what it was given, so the host runs ahead of it, as with a GPU. What touches an
-area, and signals, are put on the stream of the memory's rank; `drain` waits for it, as a synchronisation would. Signals
-are bits: `put_signal` waits for a 0 and makes it 1, `wait_signal` waits for a 1 and makes it 0.
-
-The areas know what no rank has read yet. Writing there, or reading elsewhere, is an error, whatever the values are.
+Ranks are threads of this process, or processes that map the same files. What a stream would do, the thread of a rank
+does at once. So ranks are as far apart as streams can be, but no host runs ahead.
 """
 
-import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from queue import SimpleQueue
+from itertools import count
+from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
+from shardlite_kernels import flag_numel, slots_nbytes
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardlite.comm.transport.base import Message, Pending, Transport
+from shardlite.comm.transport import select
 from shardlite.comm.transport.symmetric import SymmetricMemoryTransport
-from tests.support.transports.delegating import Delegating
+from shardlite.config import Route
+from tests.support.patience import seconds
 
 CPU = torch.device("cpu")
-PATIENCE = timedelta(seconds=20)
-NBYTES = 3 * 3 * 1024  # of an area: the buffers of most tests take several rounds
-
-
-class World:
-    """The areas and the signals of all ranks."""
-
-    def __init__(self, world_size: int, nbytes: int = NBYTES) -> None:
-        self.world_size = world_size
-        self.nbytes = nbytes
-        self.areas = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(world_size)]
-        self.unread = [torch.zeros(nbytes, dtype=torch.bool) for _ in range(world_size)]
-        self.signals: defaultdict[tuple[int, int, int], int] = defaultdict(int)  # by owner, channel and source
-        self.changed = threading.Condition()
-
-    def turn(self, signal: tuple[int, int, int], before: int, patience: float) -> None:
-        """Wait until a signal is `before`, and turn it over."""
-        with self.changed:
-            if not self.changed.wait_for(lambda: self.signals[signal] == before, patience):
-                raise RuntimeError(f"trap: the signal (owner, channel, source) {signal} is not {before}")
-            self.signals[signal] = 1 - before
-            self.changed.notify_all()
-
-
-class Stream:
-    """A thread that does what it is given, in order. After an error it does nothing more, as a device after a trap."""
-
-    def __init__(self, pause: Callable[[], float]) -> None:
-        self._pause = pause
-        self._given: SimpleQueue[Callable[[], None] | threading.Event | None] = SimpleQueue()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def put(self, operation: Callable[[], None]) -> None:
-        if self._error is not None:
-            raise RuntimeError(str(self._error)) from self._error
-        self._given.put(operation)
-
-    def drain(self) -> None:
-        """Wait until all is done that was given so far."""
-        done = threading.Event()
-        self._given.put(done)
-        done.wait()
-        if self._error is not None:
-            raise self._error
-
-    def close(self) -> None:
-        self._given.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (given := self._given.get()) is not None:
-            if isinstance(given, threading.Event):
-                given.set()
-            elif self._error is None:
-                try:
-                    time.sleep(self._pause())
-                    given()
-                except BaseException as error:
-                    self._error = error
+PATIENCE = timedelta(seconds=seconds(30))
+PROGRAMS = 1  # of a ring kernel: in the interpreter they run one after the other
+RING = flag_numel(PROGRAMS) * 8 + slots_nbytes(PROGRAMS)  # bytes of an area in front of its windows
+NBYTES = RING + (2 << 20)
+_REST = 0.0002  # seconds between looks
 
 
 class PlayedMemory:
-    """What a rank has of a `World`, on a stream of its own or on that of another memory."""
+    """What a rank sees: the areas of all ranks, and signals [W, W]: of an owner, from a source, 0 or 1."""
 
     device = CPU
 
-    def __init__(self, world: World, rank: int, stream: Stream, slow: float = 0.0) -> None:
-        self.rank, self.world_size, self.buffer_size = rank, world.world_size, world.nbytes
-        self.stream = stream
-        self.between_halves: Callable[[], object] = partial(time.sleep, slow)
-        self._world = world
+    def __init__(self, rank: int, areas: Sequence[Tensor], signals: Tensor, failures: Sequence[object] = ()) -> None:
+        self.rank, self.world_size, self.buffer_size = rank, len(areas), areas[rank].numel()
+        self.before_barrier: Callable[[], object] = lambda: None
+        self.after_barrier: Callable[[], object] = lambda: None
+        self._areas, self._signals, self._failures = areas, signals.numpy(), failures
 
-    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> "Mapped":
-        assert dtype == torch.uint8
-        return Mapped(self, rank, 0, *sizes)
+    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        assert (sizes, dtype) == ((self.buffer_size,), torch.uint8)
+        return self._areas[rank]
 
-    def put_signal(self, dst_rank: int, channel: int, timeout_ms: int) -> None:
-        signal = dst_rank, channel, self.rank
-        self.stream.put(lambda: self._world.turn(signal, 0, timeout_ms / 1000))
+    def barrier(self, channel: int, timeout_ms: int) -> None:
+        """Put a signal to each other rank, where there must be none; then take one of each, where there must be one."""
+        assert channel == 0
+        self.before_barrier()
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        for places, before in (
+            ([(other, self.rank) for other in others], 0),
+            ([(self.rank, other) for other in others], 1),
+        ):
+            for place in places:
+                self._turn(place, before, time.monotonic() + timeout_ms / 1000)
+        self.after_barrier()
 
-    def wait_signal(self, src_rank: int, channel: int, timeout_ms: int) -> None:
-        signal = self.rank, channel, src_rank
-        self.stream.put(lambda: self._world.turn(signal, 1, timeout_ms / 1000))
-
-    def write(self, owner: int, where: slice, source: Tensor) -> None:
-        assert owner == self.rank, f"rank {self.rank} writes to the area of rank {owner}"
-        assert where.start % 128 == 0, f"a message lies at {where.start}"
-        unread = self._world.unread[owner][where]
-        assert not unread.any(), f"rank {owner} overwrites what no rank has read"
-        self._world.areas[owner][where].copy_(source)
-        unread.fill_(True)
-
-    def read(self, owner: int, where: slice, target: Tensor) -> None:
-        """Copy half, wait `between_halves`, copy the other half: a writer that comes too early is seen."""
-        unread, area = self._world.unread[owner][where], self._world.areas[owner][where]
-        assert unread.all(), f"rank {self.rank} reads what rank {owner} has not written"
-        half = len(area) // 2
-        target[:half].copy_(area[:half])
-        self.between_halves()
-        target[half:].copy_(area[half:])
-        unread.fill_(False)
-        area.fill_(0xFF)  # NaN in every floating-point dtype
+    def _turn(self, place: tuple[int, int], before: int, deadline: float) -> None:
+        while self._signals[place] != before:
+            if time.monotonic() > deadline or self._failures:
+                raise RuntimeError(f"trap: the signal (owner, source) {place} is not {before}")
+            time.sleep(_REST)
+        self._signals[place] = 1 - before
 
 
-class Mapped:
-    """Bytes of a rank's area, as another rank (or it itself) sees them. They can be cut and copied, by its stream."""
-
-    def __init__(self, memory: PlayedMemory, owner: int, start: int, stop: int) -> None:
-        self.memory, self.owner, self.where = memory, owner, slice(start, stop)
-
-    def __getitem__(self, part: slice) -> "Mapped":
-        assert part.step is None
-        assert 0 <= part.start <= part.stop <= self.where.stop - self.where.start
-        begin = self.where.start
-        return Mapped(self.memory, self.owner, begin + part.start, begin + part.stop)
-
-    def copy_(self, source: Tensor) -> "Mapped":
-        self.memory.stream.put(lambda: self.memory.write(self.owner, self.where, source))
-        return self
-
-    @classmethod
-    def __torch_function__(cls, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Take part in `tensor.copy_(mapped)`."""
-        assert function is Tensor.copy_
-        assert not kwargs
-        target, mapped = args
-        mapped.memory.stream.put(lambda: mapped.memory.read(mapped.owner, mapped.where, target))
-        return target
+def played(memory: PlayedMemory, timeout: timedelta = PATIENCE) -> SymmetricMemoryTransport:
+    """Return the transport over played memory. On the CPU its waits block the host."""
+    transport = SymmetricMemoryTransport(memory, timeout, programs=PROGRAMS)
+    transport.blocking = True
+    return transport
 
 
-class Drained(Delegating):
-    """A transport whose waits wait for the stream: then hosts may use what has arrived, as tests on the CPU do."""
+class _Launches(TorchDispatchMode):
+    """Records the operations that a GPU would run, by name: all but views and allocations."""
 
-    def __init__(self, transport: Transport, stream: Stream) -> None:
-        super().__init__(transport)
-        self._stream = stream
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
 
-    def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:
-        super().isend(tensor, peer, tag)
-        return _Drain(self._stream)
-
-    def irecv(self, tensor: Tensor, peer: int, tag: int) -> Pending:
-        super().irecv(tensor, peer, tag)
-        return _Drain(self._stream)
-
-    def exchange(self, messages: Sequence[Message], tag: int) -> Pending:
-        super().exchange(messages, tag)
-        return _Drain(self._stream)
+    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if name not in ("slice", "view", "select", "empty", "new_empty", "detach", "alias"):
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
 
 
-class _Drain:
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-
-    def wait(self) -> None:
-        self._stream.drain()
-
-
-def random_pauses(seed: int, rank: int, longest: float) -> Callable[[], float]:
-    """Every fourth operation or so is late."""
-    random = Random(f"{seed} {rank}")
-    return lambda: random.uniform(0.0, longest) if longest and random.random() < 0.25 else 0.0
+def launches(transport: SymmetricMemoryTransport, call: Callable[[], object]) -> list[str]:
+    """Return what `call` enqueues, in order."""
+    with _Launches() as found, patch.object(transport._memory, "before_barrier", lambda: found.names.append("barrier")):
+        call()
+    return found.names
 
 
 def run_memories(
-    body: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    nbytes: int = NBYTES,
-    memories: int = 1,
-    longest: float = 0.0,
-    slow: Sequence[float] = (),
-    seed: int = 0,
+    body: Callable[..., Any], world_size: int, *args: Any, nbytes: int = NBYTES, memories: int = 1
 ) -> list[Any]:
-    """Run `body(*memories, *args)` on each rank, with so many memories; return the results or raise the first error.
+    """Run `body(*memories, *args)` on each rank, a thread; return the results or raise the first error."""
+    worlds = [
+        ([torch.zeros(nbytes, dtype=torch.uint8) for _ in range(world_size)], torch.zeros(world_size, world_size))
+        for _ in range(memories)
+    ]
 
-    Streams pause for up to `longest` seconds at random; copies out of an area take `slow[rank]` seconds.
-    """
-    worlds = [World(world_size, nbytes) for _ in range(memories)]
+    failures: list[BaseException] = []
 
     def on_rank(rank: int) -> Any:
-        streams = [Stream(random_pauses(seed + i, rank, longest)) for i in range(memories)]
         try:
-            own = [
-                PlayedMemory(world, rank, stream, slow[rank] if slow else 0.0)
-                for world, stream in zip(worlds, streams, strict=True)
-            ]
-            result = body(*own, *args)
-            for stream in streams:
-                stream.drain()
-            return result
-        finally:
-            for stream in streams:
-                stream.close()
+            return body(*(PlayedMemory(rank, *world, failures) for world in worlds), *args)
+        except BaseException as error:
+            failures.append(error)
+            raise
 
     with ThreadPoolExecutor(world_size) as pool:
-        return [future.result() for future in [pool.submit(on_rank, rank) for rank in range(world_size)]]
+        futures = [pool.submit(on_rank, rank) for rank in range(world_size)]
+    if failures:
+        raise failures[0]
+    return [future.result() for future in futures]
 
 
-def run_played(body: Callable[..., Any], world_size: int, *args: Any, **given: Any) -> list[Any]:
-    """Run `body(transport, *args)` on each rank; waits are for the stream. `given` is as in `run_memories`."""
+def run_played(body: Callable[..., Any], world_size: int, *args: Any, longest: float = 0.0, seed: int = 0) -> list[Any]:
+    """Run `body(transport, *args)` on each rank, a thread. Each pauses for up to `longest` seconds before it pulls."""
 
     def on_memory(memory: PlayedMemory, *args: Any) -> Any:
-        return body(Drained(SymmetricMemoryTransport(memory, PATIENCE), memory.stream), *args)
+        transport, random = played(memory), Random(f"{seed} {memory.rank}")
+        if longest:
+            memory.after_barrier = lambda: time.sleep(random.uniform(0.0, longest))
+        return body(transport, *args)
 
-    return run_memories(on_memory, world_size, *args, **given)
+    return run_memories(on_memory, world_size, *args)
+
+
+@contextmanager
+def playing(folder: Path, group: Any) -> Iterator[list[PlayedMemory]]:
+    """Let `transport="symmetric_memory"` be had by CPU ranks that are processes: in files of a folder, empty at first.
+
+    Yields the memories of this rank, which grow with the connections.
+    """
+    connections, made, for_host = count(), [], select._for_host
+
+    def choose(group: Any, timeout: timedelta, route: Route) -> select.Choice:
+        if route.transport != "symmetric_memory" or dist.get_world_size(group) == 1:
+            return for_host(group, timeout, route)
+        made.append(_mapped(folder / f"{next(connections)}", group))
+        return select.Choice(played(made[-1], timeout), "it is played")
+
+    with patch.object(select, "_for_host", choose):
+        yield made
+    dist.barrier(group)  # no rank unmaps what another one still writes to
+
+
+def _mapped(path: Path, group: Any) -> PlayedMemory:
+    world_size = dist.get_world_size(group)
+    among = "-".join(map(str, dist.get_process_group_ranks(group or dist.group.WORLD)))
+    mapped = partial(torch.from_file, shared=True)
+    areas = [mapped(f"{path} of {rank} in {among}", size=NBYTES, dtype=torch.uint8) for rank in range(world_size)]
+    signals = mapped(f"{path} signals in {among}", size=world_size**2, dtype=torch.uint8)
+    return PlayedMemory(dist.get_rank(group), areas, signals.view(world_size, world_size))

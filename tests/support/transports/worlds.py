@@ -7,7 +7,7 @@ shared    processes, messages that stay where they are
 staged    processes, each message copied through host memory
 batches   processes, a ring step in one batch: the code that drives NCCL, over gloo
 whole     processes, whole collectives of their process group
-symmetric in-process ranks whose symmetric memory is played: the code for CUDA tensors, by its algorithm `direct`
+symmetric in-process ranks, whole collectives through symmetric memory that is played
 """
 
 from collections.abc import Callable, Sequence

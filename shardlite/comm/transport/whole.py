@@ -1,0 +1,120 @@
+"""The interface of transports that carry whole collectives instead of messages.
+
+A gather is one call. So is a reduction: the transport adds, or it brings the parts of this rank's segment, a row of
+each rank, and one kernel adds them in the order of the ring (`shardlite_kernels.add_rows`).
+
+Legend: `W` ranks, `n` elements in the full buffer, `S` elements of the longest segment.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from shardlite_kernels import State, Table
+from torch import Tensor
+
+from shardlite.comm.chunking import Cut
+from shardlite.comm.transport.base import Transport
+from shardlite.comm.transport.process_group import Posted
+
+FusedStep = tuple[State, Table, Tensor]
+"""What a kernel steps by the mean that it computes: weights with moments [S], their table, and a flag [] for NaNs."""
+
+
+@dataclass(frozen=True)
+class PostedWhole(Posted):
+    """A whole collective, and what its errors report."""
+
+    what: str = ""
+    nbytes: int = 0
+
+    def describe(self) -> str:
+        """Say what has failed."""
+        return f"rank {self.rank} in {self.what} failed: {self.nbytes} bytes"
+
+
+class WholeCollectives(Transport):
+    """A transport of whole collectives. Like NCCL it has no tags: all ranks call them in one order."""
+
+    room: int
+    """Maximum bytes of the rows of a reduction. A longer one goes in slices, one after the other."""
+
+    def all_gather(self, full: Tensor, cut: Cut) -> None:
+        """Fill `full` [n] in place, given this rank's segment.
+
+        Raises:
+            CommError: a peer failed or is late.
+        """
+        raise NotImplementedError
+
+    def broadcast(self, full: Tensor, source: int) -> None:
+        """Copy `full` [n] of rank `source` into that of every other rank.
+
+        Raises:
+            CommError: a peer failed or is late.
+        """
+        raise NotImplementedError
+
+    def all_reduce(self, numbers: Tensor) -> None:
+        """Sum integers [n] over the ranks in place: exact in any order.
+
+        Raises:
+            CommError: a peer failed or is late.
+        """
+        raise NotImplementedError
+
+    def slices(self, cut: Cut, itemsize: int, grain: int) -> list[tuple[int, int]]:
+        """Return the ranges of elements of each segment whose rows fit in `room`: multiples of `grain` but the last."""
+        most = max(self.room // (self.world_size * itemsize) // grain * grain, grain)
+        return [(start, min(start + most, cut.longest)) for start in range(0, cut.longest, most)]
+
+    def rows_numel(self, cut: Cut, itemsize: int, grain: int) -> int:
+        """Return how many elements `exchange_rows` needs."""
+        slices = self.slices(cut, itemsize, grain)
+        return self.world_size * max((stop - start for start, stop in slices), default=0)
+
+    def exchange_rows(self, full: Tensor, cut: Cut, part: tuple[int, int], room: Tensor) -> Tensor:
+        """Return the elements `part` of this rank's segment as every rank has them in `full` [n]: rows [W, .].
+
+        A segment that is shorter than `part` counts as far as it goes. The rows are in `room` [`rows_numel(...)`].
+
+        Raises:
+            CommError: a peer failed or is late.
+        """
+        raise NotImplementedError
+
+    def sums(self, cut: Cut) -> bool:
+        """Return whether `reduce_scatter` adds up such a buffer, in an order of its own."""
+        return False
+
+    def reduce_scatter(self, full: Tensor, room: Tensor) -> Tensor:
+        """Return the sum of this rank's segment of `full` [n] over the ranks, a row [1, n/W] in `room`.
+
+        Raises:
+            CommError: a peer failed or is late.
+        """
+        raise NotImplementedError
+
+    def rings(self, full: Tensor, cut: Cut) -> bool:
+        """Return whether `ring_reduce` and `ring_step` take such a buffer. Equal on all ranks."""
+        return False
+
+    def ring_reduce(self, out: Tensor, full: Tensor, divisor: int) -> None:
+        """Write the mean of this rank's segment of `full` [n], added in the order of the ring, to `out` [n/W].
+
+        Raises:
+            CommError: a peer failed or is late.
+        """
+        raise NotImplementedError
+
+    def ring_step(self, step: FusedStep, full: Tensor, divisor: int) -> None:
+        """Step by what `ring_reduce` would write in fp32. Other ranks may call that instead, with an `out` in fp32.
+
+        Raises:
+            CommError: a peer failed or is late.
+        """
+        raise NotImplementedError
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return what is moved: not every backend knows every dtype."""
+    return tensor.view(torch.uint8)
