@@ -250,10 +250,11 @@ def test_a_step_leaves_no_gradient(monkeypatch):
         corpus=SimpleNamespace(train=np.zeros(100, dtype=np.uint8)),
         device=torch.device("cpu"),
         rank=0,
+        ranks=1,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
     )
     monkeypatch.setattr(train, "_mean_over_ranks", lambda loss: loss)
-    train._step(run, 0)
+    train._step(run, 0, 0)
     assert all(param.grad is None for param in model.parameters())
 
 

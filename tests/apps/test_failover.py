@@ -17,6 +17,8 @@ from shardlite.apps import cli
 from shardlite.apps.checkpoint import latest
 from shardlite.apps.checkpoint.files import checkpoints_in
 from shardlite.apps.checkpoint.reading import Checkpoint
+from shardlite.apps.demo.settings import Settings
+from shardlite.apps.demo.train import _firsts
 from tests.support.patience import seconds, until
 from tests.support.ranks.scripts import run_command
 from tests.support.twins.sharded import same_bits
@@ -58,6 +60,29 @@ def test_a_run_that_ended_early_goes_on(cluster, tmp_path):
     assert again.status == 0
     assert "The run goes on after step 5 of 5" in again.out
     assert "The model writes:" in again.out
+
+
+def test_a_run_goes_on_with_fewer_ranks_at_the_sequence_where_the_others_stopped(cluster, tmp_path):
+    folder, options = tmp_path / "run", ["train", *TINY, "--batch", "2", "--out", str(tmp_path)]
+    options += ["--checkpoints", str(folder), "--save-every", "1"]
+    assert run_command(cluster, cli.main, *options, "--steps", 3)[0].status == 0
+    newest = latest(folder)
+    assert newest is not None
+    assert Checkpoint(newest).object("ranks.0.extra")["sequences"] == 3 * 2 * 2
+    (alone,) = run_command(cluster, cli.main, *options, "--steps", 5, ranks=1)
+    assert alone.status == 0
+    assert "The run goes on after step 3 of 5" in alone.out
+    newest = latest(folder)
+    assert newest is not None
+    assert Checkpoint(newest).object("ranks.0.extra")["sequences"] == 3 * 2 * 2 + 2 * 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_draw_the_sequences_of_a_step_between_them(ranks):
+    settings = Settings(batch=3, accumulate=2)
+    firsts = [first for rank in range(ranks) for first in _firsts(settings, 12, rank, ranks=ranks)]
+    drawn = [first + i for first in firsts for i in range(settings.batch)]
+    assert sorted(drawn) == list(range(12, 12 + ranks * 3 * 2))
 
 
 def ranks_of(agent: int) -> list[int]:

@@ -8,7 +8,7 @@ Legend: `b` sequences, `t` bytes in a sequence.
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,8 +77,20 @@ def draw_batch(text: Bytes, *, shape: tuple[int, int], key: tuple[int, ...]) -> 
     `key`, such as (seed, rank, step), seeds the draw.
     """
     b, t = shape
-    starts = np.random.default_rng(key).integers(0, len(text) - t, size=b)
-    windows = torch.from_numpy(text[starts[:, None] + np.arange(t + 1)].astype(np.int64))
+    return _windows(text, np.random.default_rng(key).integers(0, len(text) - t, size=b), t)
+
+
+def draw_sequences(text: Bytes, length: int, keys: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
+    """Draw one sequence of `length` bytes for each key: bytes x [b t] and their following bytes y [b t].
+
+    A key, such as (seed, number of the sequence), seeds one draw. So a sequence is the same on whichever rank it is.
+    """
+    starts = [np.random.default_rng(key).integers(0, len(text) - length) for key in keys]
+    return _windows(text, np.array(starts), length)
+
+
+def _windows(text: Bytes, starts: NDArray[np.int64], length: int) -> tuple[Tensor, Tensor]:
+    windows = torch.from_numpy(text[starts[:, None] + np.arange(length + 1)].astype(np.int64))
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 

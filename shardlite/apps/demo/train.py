@@ -29,7 +29,7 @@ from shardlite.apps.demo.report import (
     write_curve,
 )
 from shardlite.apps.demo.settings import Settings
-from shardlite.apps.demo.text import Bytes, Corpus, draw_batch, read_corpus, unigram_entropy
+from shardlite.apps.demo.text import Bytes, Corpus, draw_sequences, read_corpus, unigram_entropy
 from shardlite.apps.launch import process_group
 from shardlite.comm import all_gather_json
 
@@ -39,7 +39,7 @@ SAMPLE_BYTES = 240
 _MEASURED_STEP = 2  # by then optimizer state and all buffers are allocated
 _VALIDATIONS = 8  # in a run, evenly spread, the last one at its end
 _VALIDATION_BATCHES = 8
-_TRAIN, _VALIDATION = 0, 1  # part of the key of a batch
+_TRAIN, _VALIDATION = 0, 1  # part of the key of a sequence
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Run:
     model: ShardLite
     optimizer: AdamW
     rank: int
+    ranks: int
     device: torch.device
 
 
@@ -65,8 +66,8 @@ def train(settings: Settings) -> None:
         plain = _measure_data_parallel(settings, corpus, device)
         run = _set_up(settings, corpus, device)
         _announce(run)
-        curve = _resume(run)
-        sharded = _learn(run, curve)
+        curve, drawn = _resume(run)
+        sharded = _learn(run, curve, drawn)
         if len(curve) < settings.steps:
             if run.rank == 0:
                 print(f"Stopped by SIGTERM. The run goes on after step {len(curve)}, from {settings.checkpoints}.")
@@ -78,7 +79,7 @@ def train(settings: Settings) -> None:
 
 def _measure_data_parallel(settings: Settings, corpus: Corpus, device: torch.device) -> Footprint:
     """Return this rank's footprint without sharding; all its memory is freed on return."""
-    batches = [_draw(settings, corpus.train, device, _TRAIN, 0, 0, micro) for micro in range(settings.accumulate)]
+    batches = [_draw(settings, corpus.train, device, _TRAIN, first) for first in _firsts(settings, 0, 0, ranks=1)]
     return measure_plain(GPT(settings.gpt).to(device), batches, MAX_NORM)
 
 
@@ -89,26 +90,27 @@ def _set_up(settings: Settings, corpus: Corpus, device: torch.device) -> Run:
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = AdamW(groups, lr=settings.lr, betas=(0.9, 0.99))
-    return Run(settings, corpus, model, optimizer, dist.get_rank(), device)
+    return Run(settings, corpus, model, optimizer, dist.get_rank(), dist.get_world_size(), device)
 
 
 def _announce(run: Run) -> None:
     parameters = sum(p.numel() for p in GPT(run.settings.gpt).parameters())
     if run.rank == 0:
-        ranks = "1 rank" if dist.get_world_size() == 1 else f"{dist.get_world_size()} ranks"
+        ranks = "1 rank" if run.ranks == 1 else f"{run.ranks} ranks"
         print(f"A GPT with {parameters / 1e6:.1f}M parameters on {ranks}, stage {run.settings.stage}, reads")
         print(f"{run.corpus.source} ({len(run.corpus.train):,} bytes).", flush=True)
 
 
-def _resume(run: Run) -> list[Point]:
-    """Load the newest checkpoint, if there is one, and return the curve so far."""
+def _resume(run: Run) -> tuple[list[Point], int]:
+    """Load the newest checkpoint, if there is one, and return the curve and how many sequences were drawn so far."""
     folder = run.settings.checkpoints
     if folder is None or latest(folder) is None:
-        return []
-    curve = [Point(*each) for each in load(folder, run.model, run.optimizer)["curve"]]
+        return [], 0
+    saved = load(folder, run.model, run.optimizer)
+    curve = [Point(*each) for each in saved["curve"]]
     if run.rank == 0:
         print(f"The run goes on after step {len(curve)} of {run.settings.steps}, from {folder}.", flush=True)
-    return curve
+    return curve, saved["sequences"]
 
 
 @contextmanager
@@ -125,49 +127,53 @@ def _notice_of_the_end(run: Run) -> Iterator[Event]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _save(run: Run, curve: Sequence[Point], *, ends: bool) -> None:
+def _save(run: Run, curve: Sequence[Point], drawn: int, *, ends: bool) -> None:
     """Save a checkpoint, if one is due or the run `ends`."""
     settings, step = run.settings, len(curve)
     if settings.checkpoints is not None and (ends or step % settings.save_every == 0 or step == settings.steps):
-        extra = {"curve": [(each.step, each.train, each.validation) for each in curve]}
+        extra = {"curve": [(each.step, each.train, each.validation) for each in curve], "sequences": drawn}
         save(settings.checkpoints, run.model, run.optimizer, extra, step=step, keep=2)
 
 
-def _learn(run: Run, curve: list[Point]) -> Footprint | None:
-    """Take the steps that are left, and extend the curve. One of the first runs under a meter."""
+def _learn(run: Run, curve: list[Point], drawn: int) -> Footprint | None:
+    """Take the steps that are left, and extend the curve. One of the first runs under a meter.
+
+    `drawn` is how many sequences were drawn before, by any number of ranks: these draw the next ones.
+    """
     with _notice_of_the_end(run) as asked:
-        return _take_steps(run, curve, asked)
+        return _take_steps(run, curve, drawn, asked)
 
 
-def _take_steps(run: Run, curve: list[Point], asked: Event) -> Footprint | None:
+def _take_steps(run: Run, curve: list[Point], drawn: int, asked: Event) -> Footprint | None:
     first, steps, footprint = len(curve), run.settings.steps, None
-    progress = LossCurve(steps, _tokens_per_step(run.settings), first=first)
+    progress = LossCurve(steps, _sequences_per_step(run) * run.settings.gpt.context, first=first)
     run.model.traffic()  # on a GPU time counts from here
     for step in range(first, steps):
         if step == min(first + _MEASURED_STEP, steps - 1):
-            loss, footprint = _measured_step(run, step)
+            loss, footprint = _measured_step(run, step, drawn)
         else:
-            loss = _step(run, step)
+            loss = _step(run, step, drawn)
+        drawn += _sequences_per_step(run)
         if step == first:
             book_state(run.model.ledger, run.optimizer)
         curve.append(Point(step + 1, loss, _validate(run) if _is_validation_due(step, steps) else None))
         if run.rank == 0:
             progress.show(curve[-1], sum(run.model.ledger.current().values()))
         ends = run.settings.checkpoints is not None and _mean_over_ranks(asked.is_set()) > 0
-        _save(run, curve, ends=ends)
+        _save(run, curve, drawn, ends=ends)
         if ends:
             break
     return footprint
 
 
-def _step(run: Run, step: int) -> float:
-    """Take one optimizer step. Return the mean loss over all ranks and batches."""
+def _step(run: Run, step: int, drawn: int) -> float:
+    """Take one optimizer step on the sequences from number `drawn` on. Return the mean loss over ranks and batches."""
     settings, model = run.settings, run.model
     loss = 0.0
-    for micro in range(settings.accumulate):
-        is_last = micro == settings.accumulate - 1
-        with nullcontext() if is_last else model.no_sync():
-            x, y = _draw(settings, run.corpus.train, run.device, _TRAIN, run.rank, step, micro)
+    firsts = _firsts(settings, drawn, run.rank, ranks=run.ranks)
+    for first in firsts:
+        with nullcontext() if first == firsts[-1] else model.no_sync():
+            x, y = _draw(settings, run.corpus.train, run.device, _TRAIN, first)
             part = model(x, y) / settings.accumulate
             part.backward()
         loss += part.item()
@@ -179,9 +185,9 @@ def _step(run: Run, step: int) -> float:
     return _mean_over_ranks(loss)
 
 
-def _measured_step(run: Run, step: int) -> tuple[float, Footprint]:
+def _measured_step(run: Run, step: int, drawn: int) -> tuple[float, Footprint]:
     losses: list[float] = []
-    footprint = measure(lambda: losses.append(_step(run, step)), run.model.ledger)
+    footprint = measure(lambda: losses.append(_step(run, step, drawn)), run.model.ledger)
     return losses[0], footprint
 
 
@@ -199,8 +205,8 @@ def _validate(run: Run) -> float:
     """Return the mean loss on validation text: the same text in each validation, another part on each rank."""
     run.model.eval()
     losses = [
-        run.model(*_draw(run.settings, run.corpus.validation, run.device, _VALIDATION, run.rank, i)).item()
-        for i in range(_VALIDATION_BATCHES)
+        run.model(*_draw(run.settings, run.corpus.validation, run.device, _VALIDATION, first)).item()
+        for first in _firsts(run.settings, 0, run.rank, ranks=run.ranks, batches=_VALIDATION_BATCHES)
     ]
     run.model.train()
     return _mean_over_ranks(sum(losses) / len(losses))
@@ -218,7 +224,7 @@ def _report(run: Run, curve: list[Point], sharded: Footprint, plain: Footprint) 
     entropy = unigram_entropy(run.corpus.validation)
     print(f"\n{describe_result(curve[-1].validation or math.nan, entropy)}")
     print(f"\nOne training step holds, each row at its highest:\n\n{footprint_table(footprints, plain)}\n")
-    if dist.get_world_size() > 1:
+    if run.ranks > 1:
         print(f"{describe_traffic(run.model.traffic(), run.settings.steps)}\n")
     print("\n".join(write_curve(run.settings.out, curve, entropy)), flush=True)
 
@@ -234,13 +240,25 @@ def _show_sample(run: Run) -> None:
     print(f"\nThe model writes:\n{printable(sample)}")
 
 
-def _draw(settings: Settings, text: Bytes, device: torch.device, *key: int) -> Batch:
-    x, y = draw_batch(text, shape=(settings.batch, settings.gpt.context), key=(settings.seed, *key))
+def _firsts(settings: Settings, drawn: int, rank: int, *, ranks: int, batches: int | None = None) -> range:
+    """Return the number of the first sequence of each of a rank's batches in a step, `drawn` sequences after the first.
+
+    Ranks take turns, batch by batch.
+    """
+    count = settings.accumulate if batches is None else batches
+    first, every = drawn + rank * settings.batch, ranks * settings.batch
+    return range(first, first + count * every, every)
+
+
+def _draw(settings: Settings, text: Bytes, device: torch.device, part: int, first: int) -> Batch:
+    """Draw a batch: sequence `first` of a part of the text, and those that follow it."""
+    numbers = range(first, first + settings.batch)
+    x, y = draw_sequences(text, settings.gpt.context, [(settings.seed, part, number) for number in numbers])
     return x.to(device), y.to(device)
 
 
-def _tokens_per_step(settings: Settings) -> int:
-    return dist.get_world_size() * settings.batch * settings.accumulate * settings.gpt.context
+def _sequences_per_step(run: Run) -> int:
+    return run.ranks * run.settings.batch * run.settings.accumulate
 
 
 def _mean_over_ranks(value: float) -> float:
