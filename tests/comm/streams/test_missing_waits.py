@@ -48,8 +48,8 @@ def wait_of_the_host_alone(work, meanwhile=None):
     work._host.wait(meanwhile)
 
 
-def submit(queue, *operations, begins=True, ends_late=True):
-    begin, end = torch.cuda.current_stream().record_event(), torch.cuda.Event()
+def submit(queue, *operations, behind=None, begins=True, ends_late=True):
+    begin, end = behind or torch.cuda.current_stream().record_event(), torch.cuda.Event()
     host = _HostWork()
     with host, torch.cuda.stream(queue._stream), torch.no_grad():
         if begins:
