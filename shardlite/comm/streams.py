@@ -68,7 +68,10 @@ class StreamQueue(Protocol):
     """Runs operations one after the other."""
 
     def submit(self, *operations: Callable[[], None], behind: Moment | None = None) -> Work:
-        """Queue `operations`. They start after those before them and the caller's computation so far, or up to a moment."""
+        """Queue `operations`. They start after those before them, and after the caller's computation so far.
+
+        With `behind`, they wait for that computation up to this moment only.
+        """
 
     def moment(self) -> Moment | None:
         """Return this moment of the caller's computation. A host computes at once, and has none."""
@@ -325,7 +328,8 @@ class CudaStreamQueue:
 
     def moment(self) -> Moment:
         """Return the end of the work submitted to the current stream so far."""
-        return torch.cuda.current_stream(self._device).record_event()
+        moment: Moment = torch.cuda.current_stream(self._device).record_event()
+        return moment
 
 
 class _StreamWork:

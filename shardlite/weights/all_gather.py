@@ -188,7 +188,7 @@ class Gather:
 
 
 def _all_gather_by_hosts(full: Tensor, context: Context, operation: Operation) -> None:
-    """Fill `full` through the memory of the hosts, whose messages are told apart by tags, whatever else is under way."""
+    """Fill `full` through the memory of the hosts, whose messages have tags: other gathers may be under way."""
     hosts, _ = context.hosts
     if not full.is_cuda:
         all_gather(full, hosts, operation=operation)
