@@ -1244,7 +1244,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "shardlite/apps/painting.py": ("test_ring_command",),
     "shardlite/params/parameters.py": ("test_placeholders", "test_escapes"),
     "shardlite/params/partition.py": ("test_layout", "test_architectures"),
-    "shardlite/weights/coordination.py": ("test_participation", "test_desync", "test_steady_steps"),
+    "shardlite/weights/coordination.py": ("test_participation", "test_steady_steps", "test_stream_races", "test_desync"),
     "shardlite/apps/ring_picture.py": ("test_ring_command",),
     "shardlite/build/plan.py": ("test_desync", "test_errors"),
     "shardlite/comm/control/progress.py": ("test_buckets",),

@@ -126,9 +126,9 @@ WAITS = {
     "in_backward, stage 3": {"item": 6, "query": 4},
     "stage 3, ring": {"item": 4, "query": 4},
 }
-"""Of a step on a GPU that is never behind. Each query is one look at a reduction, and none is in vain. The host does not
-wait for the hosts of other ranks. It reads numbers where tensors are on the CPU only, as they are here: whether steps are
-left out, and the norm.
+"""Of a step on a GPU that is never behind. Each query is one look at a reduction, and none is in vain. The host does
+not wait for other hosts. It reads numbers where tensors are on the CPU only, as they are here: whether steps are left
+out, and the norm.
 """
 
 BUCKETS = {0: 1, 3: 2}
