@@ -64,12 +64,16 @@ class HostMessages(GroupCollectives):
 class _LaunchingQueue:
     """Runs operations when they are submitted, on the thread of the program."""
 
-    def submit(self, *operations: Callable[[], None]) -> Work:
+    def submit(self, *operations: Callable[[], None], behind: object = None) -> Work:
+        del behind
         work = _HostWork()
         with work, torch.no_grad():
             for operation in operations:
                 operation()
         return work
+
+    def moment(self) -> None:
+        """Return `None`: all is done at once."""
 
 
 def _launching_queue(*_: Any, **__: Any) -> _LaunchingQueue:

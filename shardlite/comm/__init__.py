@@ -23,7 +23,7 @@ from shardlite.comm.context import SPARE, Context, WeightVersion, share
 from shardlite.comm.control.store import all_gather_json
 from shardlite.comm.schedule import Order, order_of_addition
 from shardlite.comm.shm.heap import lazy_zeros
-from shardlite.comm.streams import ProgramStreams, StreamQueue, Work, make_queue
+from shardlite.comm.streams import Moment, ProgramStreams, StreamQueue, Work, make_queue
 from shardlite.comm.traffic import Sent, Traffic
 from shardlite.comm.transfers import Schedule, Transfer
 from shardlite.comm.transport.base import Transport

@@ -207,9 +207,9 @@ class Context:
                 total[purpose] = Held(before.now + held.now, before.peak + held.peak)
         return total
 
-    def queue(self, name: str) -> StreamQueue:
-        """Return a new queue for operations over these transports."""
-        blocking = any(transport.blocking for transport in self.transports)
+    def queue(self, name: str, *, blocking: bool = False) -> StreamQueue:
+        """Return a new queue for operations over these transports, or for such that are `blocking` in any case."""
+        blocking = blocking or any(transport.blocking for transport in self.transports)
         return make_queue(name, self.device, self.streams, blocking=blocking, watch=self.reports)
 
 

@@ -60,11 +60,21 @@ class Work(Protocol):
         """Wait on the host, until done or `obsolete()`. Return whether the results may be used: not if obsolete."""
 
 
+Moment = torch.cuda.Event
+"""A moment of a stream's work."""
+
+
 class StreamQueue(Protocol):
     """Runs operations one after the other."""
 
-    def submit(self, *operations: Callable[[], None]) -> Work:
-        """Queue `operations`. They start after those before them and the caller's computation so far."""
+    def submit(self, *operations: Callable[[], None], behind: Moment | None = None) -> Work:
+        """Queue `operations`. They start after those before them, and after the caller's computation so far.
+
+        With `behind`, they wait for that computation up to this moment only.
+        """
+
+    def moment(self) -> Moment | None:
+        """Return this moment of the caller's computation. A host computes at once, and has none."""
 
 
 def make_queue(
@@ -181,16 +191,20 @@ class ThreadQueue:
         thread.start()
         weakref.finalize(self, _end, self._queue, thread, watch)
 
-    def submit(self, *operations: Callable[[], None]) -> Work:
+    def submit(self, *operations: Callable[[], None], behind: Moment | None = None) -> Work:
         """Queue `operations`. They start after those before them. If one fails, those behind it are not run.
 
         Raises:
             CommError: this is a forked child, which does not have the thread.
         """
+        del behind
         self._owner.check()
         work = _HostWork(self._watch, self._owner)
         self._queue.put((work, operations))
         return work
+
+    def moment(self) -> None:
+        """Return `None`: what the host has computed is there."""
 
 
 def _end(queue: "SimpleQueue[_Job | None]", thread: Thread, watch: FailureReports | None) -> None:
@@ -231,8 +245,13 @@ class ProgramStreams:
         self._home: torch.cuda.Stream | None = None
 
     def move_home(self) -> torch.cuda.Stream | None:
-        """Make the current stream the home stream; return it if it was not before. To be called between passes."""
+        """Make the current stream the home stream; return it if it was not before. To be called between passes.
+
+        It is behind the former one, which may still read what is in caches.
+        """
         other = self.other()
+        if other is not None and self._home is not None:
+            other.wait_stream(self._home)
         self._home = other or self._home
         return other
 
@@ -288,9 +307,9 @@ class CudaStreamQueue:
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         weakref.finalize(self, program.wait_for, self._stream).atexit = False  # before any memory of the model is freed
 
-    def submit(self, *operations: Callable[[], None]) -> Work:
-        """Queue `operations` behind the work submitted to the current stream so far."""
-        begin = torch.cuda.current_stream(self._device).record_event()
+    def submit(self, *operations: Callable[[], None], behind: Moment | None = None) -> Work:
+        """Queue `operations` behind the work submitted to the current stream so far, or up to the moment `behind`."""
+        begin = behind or self.moment()
         end = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
         def on_stream() -> None:
@@ -306,6 +325,11 @@ class CudaStreamQueue:
         with host:  # stores an error in the work, as a thread does
             on_stream()
         return _StreamWork(self._device, end, host)
+
+    def moment(self) -> Moment:
+        """Return the end of the work submitted to the current stream so far."""
+        moment: Moment = torch.cuda.current_stream(self._device).record_event()
+        return moment
 
 
 class _StreamWork:

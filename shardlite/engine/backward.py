@@ -237,6 +237,7 @@ class Backward:
             self._gatherer.end_pass()  # others may need weights yet before they can reduce
             if self._got_gradients and self._mode is not Mode.LOCAL:
                 self._reducer.flush()
+                self._gatherer.confirm_ends()  # gradient flags came from every rank behind the end of its pass
             else:
                 self._reducer.start_over()
             self._end()

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from shardlite.comm import Context, StreamQueue, Work, all_gather
+from shardlite.comm import Context, Moment, Operation, StreamQueue, Work, all_gather
 from shardlite.params import ALIGN, Empty, Flat, Unit, Weights, as_they_are, round_up
 
 TAKE_PART = "take part"
@@ -121,6 +121,9 @@ class Gathering(Protocol):
     def after_backward(self, *, final: bool) -> None:
         """Drop what a backward leaves that is of no more use."""
 
+    def confirm_ends(self) -> None:
+        """Note that operations on the current stream are from now on behind the end of every pass, on all ranks."""
+
     def settle(self) -> None:
         """Wait until no other rank needs this rank's part of the weights of now."""
 
@@ -129,10 +132,16 @@ class Gathering(Protocol):
 
 
 class Gather:
-    """One gather of a unit, for the queue to run: into the unit's memory, or into memory that is dropped."""
+    """One gather of a unit, for a queue to run: into the unit's memory, or into memory that is dropped.
 
-    def __init__(self, context: Context, unit: Unit, fulls: Iterable[Tensor], *, purpose: str, during: str) -> None:
+    `beside` says that it runs beside others, which may be of the same unit.
+    """
+
+    def __init__(
+        self, context: Context, unit: Unit, fulls: Iterable[Tensor], *, purpose: str, during: str, beside: bool
+    ) -> None:
         self._context = context
+        self._beside = beside
         self._unit = unit
         self._fulls = deque(fulls)
         self._purpose = purpose
@@ -147,14 +156,23 @@ class Gather:
             full = self._fulls.popleft() if self._fulls else None
             sent = self._own_part(flat, full)
             if flat.quantized or (flat.rank is not None and context.transport.world_size > 1):
-                what = f"all-gather of unit {unit.name!r}, flat {i}"
-                operation = context.operation(what, self._purpose, unit.name, during=self._during)
+                operation = self._name(i)
                 context.progress.joins()
                 with context.traffic.running(self._purpose, unit.name):
-                    all_gather(sent, context.transport, operation=operation)
+                    if self._beside:
+                        _all_gather_by_hosts(sent, context, operation)
+                    else:
+                        all_gather(sent, context.transport, operation=operation)
             if flat.quantized and full is not None:
                 unpack(flat, sent, full)
             del full, sent  # or they would view the unit's memory when the work is done
+
+    def _name(self, flat: int) -> Operation:
+        """Name the gather of one flat. One that was negotiated says nothing of the step: that ranks have compared."""
+        what = f"{'negotiated ' * self._beside}all-gather of unit {self._unit.name!r}, flat {flat}"
+        return self._context.operation(
+            what, self._purpose, self._unit.name, at_any_step=self._beside, during=self._during
+        )
 
     def _own_part(self, flat: Flat, full: Tensor | None) -> Tensor:
         """Return the buffer to be gathered, with this rank's part in it."""
@@ -169,11 +187,28 @@ class Gather:
         return full
 
 
-class GatherQueue:
-    """Runs gathers one after the other on a queue of their own, beside the computation."""
+def _all_gather_by_hosts(full: Tensor, context: Context, operation: Operation) -> None:
+    """Fill `full` through the memory of the hosts, whose messages have tags: other gathers may be under way."""
+    hosts, _ = context.hosts
+    if not full.is_cuda:
+        all_gather(full, hosts, operation=operation)
+        return
+    staged = full.cpu()
+    context.ledger.track("staging", staged)
+    all_gather(staged, hosts, operation=operation)
+    full.copy_(staged)
 
-    def __init__(self, context: Context) -> None:
+
+class GatherQueue:
+    """Runs gathers one after the other on a queue of their own, beside the computation.
+
+    One that runs `beside` another queue has a thread of its own, and messages that go by the hosts.
+    """
+
+    def __init__(self, context: Context, *, beside: bool = False) -> None:
         self._context = context
+        self._beside = beside
+        self._last: Work | None = None  # until it was waited for
         self._queue: StreamQueue | None = None  # made when needed: where weights are never gathered it never is
 
     def gather(self, unit: Unit, *, during: str = "") -> Gather:
@@ -181,17 +216,38 @@ class GatherQueue:
         self._context.trace.emit("gather", unit.name)
         unit.gathered_version, unit.needs_regather = unit.version(), False
         unit.move(Weights.GATHERING)
-        return Gather(self._context, unit, unit.fulls(), purpose="gather", during=during)
+        return self._gather(unit, unit.fulls(), "gather", during)
 
     def take_part(self, unit: Unit, *, during: str) -> Gather:
         """Return a gather that only other ranks need."""
-        return Gather(self._context, unit, (), purpose=TAKE_PART, during=during)
+        return self._gather(unit, (), TAKE_PART, during)
 
-    def submit(self, *steps: Callable[[], None]) -> Work:
-        """Run `steps` in order, gathers and what decides about them, after all that was submitted before."""
-        self._queue = self._queue or self._context.queue("gather")
+    def _gather(self, unit: Unit, fulls: Iterable[Tensor], purpose: str, during: str) -> Gather:
+        return Gather(self._context, unit, fulls, purpose=purpose, during=during, beside=self._beside)
+
+    def submit(self, *steps: Callable[[], None], behind: Moment | None = None) -> Work:
+        """Run `steps` in order, gathers and what decides about them, after all that was submitted before.
+
+        They are behind the program's computation so far, or up to the moment `behind`.
+        """
         self._context.progress.asks()
-        return self._queue.submit(*steps, self._context.progress.served)
+        self._last = self._made().submit(*steps, self._context.progress.served, behind=behind)
+        return self._last
+
+    def moment(self) -> Moment | None:
+        """Return this moment of the program's computation."""
+        return self._made().moment()
+
+    def finish(self) -> None:
+        """Wait for all that was submitted."""
+        if self._last is not None:
+            self._last.wait()
+            self._last = None
+
+    def _made(self) -> StreamQueue:
+        if self._queue is None:
+            self._queue = self._context.queue("negotiation" if self._beside else "gather", blocking=self._beside)
+        return self._queue
 
     def wait(self, unit: Unit) -> None:
         """Wait for the weights."""

@@ -1,8 +1,9 @@
 """Which unit is gathered when (stage 3), so that all ranks gather the same units whatever each of them needs.
 
 Ranks whose forwards take different branches need different units. All ranks gather the units of a recorded order
-(`gather_order.py`). A rank that needs another unit goes through that order first, then negotiates. A rank at the end of
-its pass serves the others from its stream queue until all are there, while its own computation goes on.
+(`gather_order.py`), each pass after the other, whether they need them or not. A rank that needs another unit goes
+through that order first, then negotiates. A rank at the end of its pass serves the others until all are there, while
+its own program goes on.
 
 In a round of the negotiation every rank says which unit it wants to gather next, or that its pass is over. All ranks
 then gather one of the wanted units, the first in the order of registration (in a backward the last). Ranks that wanted
@@ -17,6 +18,26 @@ it go on, the others negotiate again. The pass is over when it is over for all.
 The messages are a few integers on the host, whatever device the weights are on. A unit that this rank only takes part
 in is gathered to memory of its own, which is freed at once: it costs the unit's bytes on the wire and, for its
 duration, in memory. `traffic()` counts it under `take part`.
+
+A step in which all ranks do the same waits for no negotiation. What belongs to the recorded order is gathered on one
+queue, where nothing else stands between. Rounds, and the gathers that come of them, have a thread of their own:
+
+    program       forward | gathers of its order | loss | gathers of the backward | flags | step | next forward
+    negotiation           |-- end of the forward ------------------------- collected before that -|
+                                                        |-- end of the backward --- before the next one -|
+
+So a rank that is ahead has started gathers of the next pass while another one asks for a unit in this one. These do not
+get into each other's way: what was negotiated is sent through the memory of the hosts, by messages with names, and is
+behind what the program had computed when the pass began, not what it computes now. One round per pass remains, because
+no rank can tell whether another is going to ask. It is collected when the next pass of the kind begins, which has to
+know the order that came of it; by then all ranks have long ended the first one, if none is a step behind.
+
+Weights must not change while another rank may ask for them. After a backward this takes no wait for its round: a rank
+sends its gradient flags behind the end of its pass, so what follows them, like the step, follows the end of all ranks'
+passes, on the stream as well as on the host. Other changes wait for the round.
+
+The first pass of a kind has no order yet. All its gathers are negotiated, on the queue of the others, and are over
+before another pass begins.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +49,7 @@ from zlib import crc32
 
 import torch
 
-from shardlite.comm import Context, Work, all_gather
+from shardlite.comm import Context, Moment, Work, all_gather
 from shardlite.errors import CommError, DesyncError
 from shardlite.params import Unit
 from shardlite.weights.all_gather import GatherQueue
@@ -62,14 +83,15 @@ class Negotiation:
         self._context = context
         self._names = names
 
-    def agree(self, wants: int, kind: str, needed: int, prefer: Callable[[Sequence[int]], int]) -> "Round":
-        """Take part in one round; `prefer` chooses among what is wanted.
+    def agree(self, wants: int, during: "Pass", needed: int) -> "Round":
+        """Take part in one round. The pass chooses among what is wanted.
 
         Raises:
             DesyncError: ranks are in different passes, or have taken different numbers of steps.
             CommError: a peer failed or is late.
         """
-        mine = Proposal(wants, crc32(kind.encode()) & 0x7FFFFFFF, self._context.version.number, needed)
+        kind = during.kind
+        mine = Proposal(wants, crc32(kind.encode()) & 0x7FFFFFFF, during.step, needed)
         words = [
             Proposal(*row)
             for row in self._exchange(
@@ -78,7 +100,7 @@ class Negotiation:
         ]
         self._compare(words, kind)
         wanted = sorted({word.wants for word in words} - {END})
-        return Round(prefer(wanted) if wanted else END, [word.needed for word in words])
+        return Round(during.prefer(wanted) if wanted else END, [word.needed for word in words])
 
     def lists(self, mine: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
         """Return the list of every rank; `lengths` are theirs."""
@@ -119,9 +141,14 @@ class Negotiation:
                 )
 
     def _fail(self, mine: Proposal, kind: str, why: str) -> NoReturn:
-        """Raise, with what the others are doing, and where in the program; each finds the same difference now."""
-        others = self._context.reports.compare(f"{self._wish(mine, kind)}, at step {mine.step}", why)
-        raise DesyncError(f"{why}{others}")
+        """Raise, with what the others are doing, and where in the program; each finds the same difference now.
+
+        The program may wait in another operation.
+        """
+        reports = self._context.reports
+        others = reports.compare(f"{self._wish(mine, kind)}, at step {mine.step}", why)
+        reports.verdict = DesyncError(f"{why}{others}")
+        raise reports.verdict
 
     def _wish(self, word: Proposal, kind: str) -> str:
         return f"the end of {kind}" if word.wants == END else f"{kind}, for unit {self._names[word.wants]!r}"
@@ -139,15 +166,27 @@ class Round:
 
 
 @dataclass
-class _Pass:
-    """One pass as the queue sees it. Its end may still be running when the next pass begins."""
+class Pass:
+    """One pass as the queues see it. Its end may still be running when later passes begin."""
 
     kind: str
+    step: int
+    """How many steps the rank had taken when it began."""
+
     prefer: Callable[[Sequence[int]], int]
     """Chooses among the units that ranks want."""
 
+    lane: GatherQueue
+    """Where rounds run, and gathers that are not in the gather order."""
+
+    began: Moment | None
+    """The program's computation before it, in which the weights became what they are."""
+
     beyond: bool = False
     """Whether any rank has needed more than the gather order has."""
+
+    confirmed: bool = False
+    """Whether the program is behind its end on all ranks in any case."""
 
     ending: Work | None = None
     revise: Callable[[], None] = lambda: None
@@ -162,11 +201,14 @@ class PassCoordinator:
         self._single_rank = context.transport.world_size == 1
         self._owner = context.owner
         self._progress = context.progress
+        self._reports = context.reports
+        self._version = context.version
         self._queue = GatherQueue(context)
+        self._beside = GatherQueue(context, beside=True)
         self._gather_order = GatherOrder()
         self._negotiation = Negotiation(context, [unit.name for unit in units])
-        self._now: _Pass | None = None
-        self._ended: list[_Pass] = []
+        self._now: Pass | None = None
+        self._ended: list[Pass] = []  # until they are collected
         self._failed = False
 
     def begin(self, kind: str, *, backwards: bool = False) -> None:
@@ -178,9 +220,11 @@ class PassCoordinator:
             CommError: the last pass of the kind could not be ended: a peer failed, is late, or does something else.
         """
         self.end()  # of one that an interrupt left
-        if any(each.kind == kind for each in self._ended):
-            self.settle()
-        self._now = _Pass(kind, max if backwards else min)
+        self._reports.raise_verdict()
+        lane = self._beside if self._gather_order.knows(kind) else self._queue
+        self._collect(lambda each: each.kind == kind or self._queue in (lane, each.lane))
+        began = None if self._single_rank else lane.moment()
+        self._now = Pass(kind, self._version.number, max if backwards else min, lane, began)
         self._gather_order.begin(kind)
 
     @contextmanager
@@ -205,21 +249,18 @@ class PassCoordinator:
             self.begin("what follows an inner pass")
             assert self._now is not None
         now = self._now
-        gather = self._queue.gather(unit, during=now.kind).run
-        if self._single_rank:
-            unit.work = self._queue.submit(gather)
-            return
-        before = self._gather_order.turn(unit.index)
+        before = [] if self._single_rank else self._gather_order.turn(unit.index)
         if before != []:
             self._progress.publish()
         if before is not None:
+            gather = self._queue.gather(unit, during=now.kind).run
             unit.work = self._queue.submit(*self._taking_part(now, before), gather)
             return
         now.beyond = True
         self._gather_order.add(unit.index)
-        before = self._gather_order.rest()
+        self._take_part(now)
         negotiate = partial(self._negotiate, now, unit)
-        unit.work = self._queue.submit(*self._taking_part(now, before), negotiate, gather)
+        unit.work = now.lane.submit(negotiate, now.lane.gather(unit, during=now.kind).run)
 
     def wait(self, unit: Unit) -> None:
         """Wait for the weights.
@@ -231,6 +272,7 @@ class PassCoordinator:
             self._queue.wait(unit)
         except CommError:
             self._fail()
+            self._reports.raise_verdict()
             raise
 
     def need(self, unit: Unit) -> None:
@@ -248,9 +290,14 @@ class PassCoordinator:
         self._progress.publish_at_end()
         flags = self._gather_order.needed() if self._gather_order.is_due() else None
         serve = partial(self._serve, now, flags, list(self._gather_order.wanted))
-        last = self._taking_part(now, self._gather_order.rest())
-        now.ending = self._queue.submit(*last, serve)
+        self._take_part(now)
+        now.ending = now.lane.submit(serve, behind=now.began)
         self._ended.append(now)
+
+    def confirm_ends(self) -> None:
+        """Note that the program is from now on behind something that each rank does after the end of its passes."""
+        for each in self._ended:
+            each.confirmed = True
 
     def settle(self) -> None:
         """Wait until all passes are over for every rank: weights must not change before.
@@ -258,8 +305,17 @@ class PassCoordinator:
         Raises:
             CommError: one could not be ended.
         """
-        while self._ended:
-            first = self._ended[0]
+        self._collect(lambda each: not each.confirmed)
+        try:
+            self._queue.finish()
+        except CommError:
+            self._fail()
+            raise
+
+    def _collect(self, which: Callable[[Pass], bool]) -> None:
+        """Wait until passes are over for every rank, of those that have ended the ones up to the last of `which`."""
+        last = max((place for place, each in enumerate(self._ended, 1) if which(each)), default=0)
+        for first in self._ended[:last]:
             assert first.ending is not None
             try:
                 first.ending.wait()
@@ -274,21 +330,26 @@ class PassCoordinator:
         self._failed = True
         self._ended.clear()
 
-    def _taking_part(self, now: _Pass, indices: Sequence[int]) -> list[Callable[[], None]]:
+    def _take_part(self, now: Pass) -> None:
+        """Take part in what is left of the order."""
+        if jobs := self._taking_part(now, self._gather_order.rest()):
+            self._queue.submit(*jobs)
+
+    def _taking_part(self, now: Pass, indices: Sequence[int]) -> list[Callable[[], None]]:
         return [self._queue.take_part(self._units[index], during=now.kind).run for index in indices]
 
-    # ---- on the queue -------------------------------------------------------------------------------------------
+    # ---- on the lane --------------------------------------------------------------------------------------------
 
-    def _negotiate(self, now: _Pass, unit: Unit) -> None:
+    def _negotiate(self, now: Pass, unit: Unit) -> None:
         """Take part in what all ranks agree on, until that is `unit`."""
-        while (choice := self._negotiation.agree(unit.index, now.kind, 0, now.prefer).choice) != unit.index:
-            self._queue.take_part(self._units[choice], during=now.kind).run()
+        while (choice := self._negotiation.agree(unit.index, now, 0).choice) != unit.index:
+            now.lane.take_part(self._units[choice], during=now.kind).run()
 
-    def _serve(self, now: _Pass, flags: Sequence[int] | None, wanted: Sequence[int]) -> None:
+    def _serve(self, now: Pass, flags: Sequence[int] | None, wanted: Sequence[int]) -> None:
         """Take part in gathers of other ranks until all are at the end; then revise the gather order with them."""
-        while (round_ := self._negotiation.agree(END, now.kind, len(wanted), now.prefer)).choice != END:
+        while (round_ := self._negotiation.agree(END, now, len(wanted))).choice != END:
             now.beyond = True
-            self._queue.take_part(self._units[round_.choice], during=now.kind).run()
+            now.lane.take_part(self._units[round_.choice], during=now.kind).run()
         if now.beyond:
             now.revise = partial(self._gather_order.extend, now.kind, self._negotiation.lists(wanted, round_.needed))
         elif flags is not None:

@@ -104,6 +104,10 @@ class GatherOrder:
         self.items = self._agreed.setdefault(kind, [])
         self._needed.setdefault(kind, set())
 
+    def knows(self, kind: str) -> bool:
+        """Return whether a pass of that kind has begun before."""
+        return kind in self._agreed
+
     def coming(self) -> int | None:
         """Return the unit that is gathered next, if the order has one left."""
         return self.items[self._place] if self._place < len(self.items) else None

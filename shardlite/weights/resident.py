@@ -76,6 +76,9 @@ class ResidentWeights:
     def after_backward(self, *, final: bool) -> None:
         """Nothing: the weights stay."""
 
+    def confirm_ends(self) -> None:
+        """No-op. What is gathered does not depend on what passes need."""
+
     def settle(self) -> None:
         """Finish all gathers, also of what no forward has used: other ranks may be waiting for their part."""
         for unit in self._units:

@@ -120,6 +120,10 @@ class Gatherer:
         """Unshard in the pass in progress or, if there is none, in a new one."""
         return self._coordinator.inside(kind)
 
+    def confirm_ends(self) -> None:
+        """Note that operations on the current stream are from now on behind the end of every pass, on all ranks."""
+        self._coordinator.confirm_ends()
+
     def settle(self) -> None:
         """Wait until no other rank needs this rank's part of the weights of now."""
         self._coordinator.settle()

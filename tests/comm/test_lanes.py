@@ -147,6 +147,21 @@ def test_a_stream_lane_is_behind_its_caller_and_its_caller_behind_it(cuda, block
     assert work.done()
 
 
+@pytest.mark.parametrize("blocking", [False, True])
+def test_an_operation_may_be_behind_an_earlier_moment_only(cuda, blocking):
+    """What is served to a rank that is behind must not wait for what this rank computes by now, which waits for it."""
+    lane = make_queue("test", CUDA, ProgramStreams(CUDA), blocking=blocking)
+    moment = lane.moment()
+    cuda.run("compute on")
+    lane.submit(lambda: cuda.run("serve"), behind=moment).wait()
+    assert cuda.log[:4] == [
+        ("compute", "record 1"),
+        ("compute", "compute on"),
+        ("side 1", "wait 1"),
+        ("side 1", "serve"),
+    ]
+
+
 def test_only_messages_that_block_take_a_thread(cuda):
     threads = []
     for blocking in (False, True):

@@ -1,6 +1,7 @@
 """How deep the library is: the calls from a module's hook to the first message, and what a traceback shows."""
 
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -84,9 +85,9 @@ def watched(seen: dict[str, list[str]]) -> Iterator[None]:
     """Note the calls that lead to the first submission from a hook, and to the first message of the queue."""
     submit, send = ThreadQueue.submit, Channel.send
 
-    def submitting(self: Any, *operations: Any) -> Any:
+    def submitting(self: Any, *operations: Any, **options: Any) -> Any:
         seen.setdefault("submit", [*calls(), "comm/streams.py: submit"])
-        return submit(self, *operations)
+        return submit(self, *operations, **options)
 
     def sending(self: Any, chunk: Any, peer: Any) -> Any:
         return send(self._replace(transport=Noting(self.transport, seen)), chunk, peer)
@@ -99,7 +100,7 @@ def watched(seen: dict[str, list[str]]) -> Iterator[None]:
 
 
 class Noting:
-    """A transport that notes who sends the first message."""
+    """A transport that notes who sends the first message of a gather. Rounds of negotiation run beside."""
 
     def __init__(self, transport: Any, seen: dict[str, list[str]]) -> None:
         self._transport = transport
@@ -109,7 +110,8 @@ class Noting:
         return getattr(self._transport, name)
 
     def isend(self, *args: Any) -> Any:
-        self._seen.setdefault("send", [*calls(), "the transport"])
+        if threading.current_thread().name == "shardlite-gather":
+            self._seen.setdefault("send", [*calls(), "the transport"])
         return self._transport.isend(*args)
 
 

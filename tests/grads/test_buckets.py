@@ -67,9 +67,9 @@ def reductions_that_wait(*, for_anything: bool = False) -> Iterator[None]:
     gates: dict[int, threading.Event] = {}
     order: list[int] = []
 
-    def gated(self: Any, operation: Callable[[], None], *others: Callable[[], None]) -> Any:
+    def gated(self: Any, operation: Callable[[], None], *others: Callable[[], None], **options: Any) -> Any:
         if "_Reduction" not in getattr(operation, "__qualname__", ""):
-            return submit(self, operation, *others)
+            return submit(self, operation, *others, **options)
         gate = threading.Event()
         work = submit(self, lambda: (gate.wait(seconds(60)), operation())[1])
         gates[id(work)] = gate

@@ -101,6 +101,9 @@ class FailureReports:
         self._asked = self._beats = 0
         self._first: dict[int, tuple[int, str]] = {}  # by rank: beat and text of its first report equal to the current
         self._deadlock_reason = ""
+        self.verdict: CommError | None = None
+        """What ends all waits of this rank: an error of an operation that runs beside those that it waits in."""
+
         self.failed = ""
         """Why this rank has failed permanently, or `""`. A failed rank takes part in no further operation."""
 
@@ -165,6 +168,8 @@ class FailureReports:
             KeyboardInterrupt: Ctrl-C is pending.
         """
         raise_pending_interrupt(f"{self._inside()}{self.call_site()}")
+        if self.verdict is not None:
+            return str(self.verdict)
         if not self._deadlock_reason:
             self._deadlock_reason = self._failure() or (self._standstill() if get_ident() == self._thread else "")
         return self._deadlock_reason
@@ -180,10 +185,20 @@ class FailureReports:
         Raises:
             CommError: always.
         """
+        self.raise_verdict()
         if why.startswith(_STANDSTILL):
             raise CommError(why)  # it already describes all ranks
         waiting = self._inside()
         raise CommError(f"{waiting}: {why}{self.compare(waiting, why)}")
+
+    def raise_verdict(self) -> None:
+        """Raise what an operation has found that nothing waited in.
+
+        Raises:
+            CommError: it has found that this rank cannot continue.
+        """
+        if self.verdict is not None:
+            raise self.verdict
 
     def _inside(self) -> str:
         """Return the names of the operations that this rank is in."""

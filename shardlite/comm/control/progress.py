@@ -40,7 +40,7 @@ class _Standing:
     """Buckets filled in this backward."""
 
     gathers: int = 0
-    """Rounds of gather messages ever joined. All ranks join the same ones in one order."""
+    """Gathers and rounds of negotiation ever joined. All ranks join the same ones."""
 
     out_of_turn: int = 0
     """1 if the rank has all gradients of a unit, but not those of a unit whose reduction comes before."""
@@ -73,7 +73,7 @@ class Progress:
         self._tells = False
         self._left = 0
         self._asked = self._served = 0
-        self._lock = Lock()  # gathers are joined on a thread of their own
+        self._lock = Lock()  # gathers are joined on threads of their own
 
     def begin(self, backward: int) -> None:
         """Start a backward, identified by its number."""
@@ -106,17 +106,19 @@ class Progress:
         self._tell_more(beyond)
 
     def asks(self) -> None:
-        """Record a request for gathers. Requests are served in order."""
+        """Record a request for gathers."""
         self._asked += 1
 
     def joins(self) -> None:
         """Record a gather that this rank joins now."""
-        self._mine.gathers += 1
+        with self._lock:
+            self._mine.gathers += 1
         self._tell_more(news=False)
 
     def served(self) -> None:
-        """Record that the next request is complete."""
-        self._served += 1
+        """Record that a request is complete."""
+        with self._lock:
+            self._served += 1
 
     def ends_wait(self, reduction: int, since: float) -> bool:
         """Return whether this rank must stop waiting for `reduction`, begun at `since` (by `time.monotonic()`)."""

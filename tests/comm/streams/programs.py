@@ -296,6 +296,21 @@ def has_two_streams(gpu: Gpu, block: type[TwoStreams], *, trains_both: bool, **o
         gc.collect()
 
 
+def grows(gpu: Gpu, **options) -> None:
+    """Use a unit that earlier steps have left out: it is not in the gather order."""
+    with gpu.ranks(WORLD_SIZE):
+        training = Training(**options)
+        block = training.model.module[2]
+        block.forward = lambda x: x
+        for _ in range(2):
+            training.step()
+        del block.forward
+        for _ in range(2):
+            training.step()
+        del training, block
+        gc.collect()
+
+
 KEPT = "a view that is kept"
 
 

@@ -13,7 +13,7 @@ not exist: they send zeros. The host counts what it waits for.
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from bench.support.fake_group import as_one_rank, fake_group
+from bench.support.fake_group import HostMessages, as_one_rank, fake_group
 from shardlite.comm import context
-from shardlite.comm.streams import CudaStreamQueue, ProgramStreams
+from shardlite.comm.streams import CudaStreamQueue, ProgramStreams, _HostWork
 from shardlite.comm.transport.base import Message, Pending
 from shardlite.comm.transport.group_collectives import NcclCollectives
 from shardlite.comm.transport.process_group import MOST_IN_BATCH, NcclTransport
@@ -85,6 +85,7 @@ class Event:
         self.gpu.waits["query"] += 1
         self.asked += 1
         if self.asked <= self.gpu.lag:
+            self.gpu.waits["query in vain"] += 1
             return False
         self.gpu.host |= self.clock or Counter()
         return True
@@ -128,12 +129,18 @@ class Gpu:
         self.lag = lag
         self.races: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
-        """How often the host has waited: `query`, `synchronize`, `item`."""
+        """How often the host has waited: `query`, `synchronize`, `item`, and for the hosts of other ranks.
+
+        A query does not block. Of those `in vain` the host makes more, until one tells that the operation is over.
+        """
 
         self.launched: Counter[str] = Counter()
         """Batches and operations of messages, and collectives."""
 
         self.largest_batch = 0
+        self.is_elsewhere = False
+        """Whether what runs now runs on another thread than the program's."""
+
         self.host: Clock = Counter()
         self._streams = 0
         self.compute = self.stream("compute")
@@ -156,11 +163,25 @@ class Gpu:
         finally:
             self._thread.stream = before
 
-    def queue(self, name: str, _: torch.device, program: ProgramStreams, **__: Any) -> CudaStreamQueue:
-        """Make a queue of the library whose operations the program's thread launches, as over NCCL."""
-        queue = CudaStreamQueue(torch.device("cuda"), None, program)
+    def queue(
+        self, name: str, _: torch.device, program: ProgramStreams, *, blocking: bool, **__: Any
+    ) -> CudaStreamQueue:
+        """Make a queue of the library whose operations the program's thread launches, as over NCCL.
+
+        What blocks has a thread of its own, in name: it is run at once, too, and what it waits for is not counted.
+        """
+        queue = CudaStreamQueue(torch.device("cuda"), _OtherThread(self) if blocking else None, program)
         queue._stream.name = name
         return queue
+
+    def hosts(self, exchange: Callable[..., None]) -> Callable[..., None]:
+        """Count an exchange of the hosts in which the program takes part."""
+
+        def counted(*arguments: Any) -> None:
+            self.waits["other hosts"] += not self.is_elsewhere
+            exchange(*arguments)
+
+        return counted
 
     def access(self, tensor: Tensor, what: str, *, writes: bool, stream: Stream | None = None) -> None:
         """Note that the operation that `stream` has begun last reads or writes a tensor."""
@@ -229,12 +250,31 @@ class Gpu:
             for name, value in cuda.items():
                 stack.enter_context(mock.patch.object(torch.cuda, name, value))
             stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda *it: self.record_stream(*it)))
+            for method in ("all_gather", "all_reduce"):
+                exchange = self.hosts(getattr(HostMessages, method))
+                stack.enter_context(mock.patch.object(HostMessages, method, exchange))
             stack.enter_context(fake_group(world_size))
             stack.enter_context(as_one_rank(connect, self.queue))
             streams = ProgramStreams(torch.device("cuda"))
             stack.enter_context(mock.patch.object(context, "ProgramStreams", return_value=streams))
             stack.enter_context(_Operators(self))
             yield
+
+
+@dataclass
+class _OtherThread:
+    """A thread of a queue, for which the program does the work meanwhile."""
+
+    gpu: Gpu
+
+    def submit(self, *operations: Callable[[], None]) -> _HostWork:
+        work = _HostWork()
+        before, self.gpu.is_elsewhere = self.gpu.is_elsewhere, True
+        with work:
+            for operation in operations:
+                operation()
+        self.gpu.is_elsewhere = before
+        return work
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

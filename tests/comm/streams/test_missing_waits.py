@@ -22,6 +22,8 @@ from tests.comm.streams.programs import (
     KEPT,
     TwoStreams,
     accumulates_elsewhere,
+    alternates,
+    grows,
     has_two_streams,
     is_dropped,
     is_interrupted,
@@ -48,8 +50,8 @@ def wait_of_the_host_alone(work, meanwhile=None):
     work._host.wait(meanwhile)
 
 
-def submit(queue, *operations, begins=True, ends_late=True):
-    begin, end = torch.cuda.current_stream().record_event(), torch.cuda.Event()
+def submit(queue, *operations, behind=None, begins=True, ends_late=True):
+    begin, end = behind or torch.cuda.current_stream().record_event(), torch.cuda.Event()
     host = _HostWork()
     with host, torch.cuda.stream(queue._stream), torch.no_grad():
         if begins:
@@ -61,6 +63,17 @@ def submit(queue, *operations, begins=True, ends_late=True):
         if ends_late:
             end.record(queue._stream)
     return _StreamWork(queue._device, end, host)
+
+
+def submit_beside(queue, *operations, behind=None, **without):
+    """Leave out waits of the queue of negotiation only."""
+    return submit(queue, *operations, behind=behind, **(without if queue._thread is not None else {}))
+
+
+def move_at_once(program):
+    other = program.other()
+    program._home = other or program._home
+    return other
 
 
 def bind_at_once(_, unit):
@@ -135,6 +148,15 @@ MUTANTS = {
         Backward, "_kept", lambda _: iter(()), partial(moves, event="an evaluation", reshard_after_forward=False)
     ),
     "a spare buffer moves to another stream": Mutant(Gatherer, "spare", lambda _: iter(()), partial(moves, event=KEPT)),
+    "what was negotiated does not wait for the program": Mutant(
+        CudaStreamQueue, "submit", partial(submit_beside, begins=False), grows
+    ),
+    "the program does not wait for what was negotiated": Mutant(
+        CudaStreamQueue, "submit", partial(submit_beside, ends_late=False), grows
+    ),
+    "a stream does not wait for the one that ran the model before": Mutant(
+        ProgramStreams, "move_home", move_at_once, alternates
+    ),
     "a bucket is used again before it is reduced": Mutant(
         Reducer, "_land", clear_at_once, partial(training, name="in_backward, stage 3")
     ),

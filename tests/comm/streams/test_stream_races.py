@@ -1,7 +1,13 @@
 """No two streams of a GPU touch the same bytes in an order of their own, whatever a program does."""
 
+from contextlib import contextmanager
+from functools import partial
+from unittest import mock
+
 import pytest
 
+from shardlite.grads.bucket import Bucket
+from shardlite.params.states import Gradients
 from tests.comm.streams import programs
 from tests.comm.streams.programs import (
     EVENTS,
@@ -98,6 +104,12 @@ def test_gradients_of_another_stream(options):
     assert_no_race(gpu)
 
 
+@pytest.mark.parametrize("options", [*OTHERS, {"quantized_gather": True}], ids=str)
+def test_a_unit_that_comes_later(options):
+    programs.grows(gpu := Gpu(1), **options)
+    assert_no_race(gpu)
+
+
 def test_two_models():
     programs.has_two_models(gpu := Gpu(1))
     assert_no_race(gpu)
@@ -117,21 +129,55 @@ WAITS = {
     "in_backward, stage 3": {"item": 6, "query": 4},
     "stage 3, ring": {"item": 4, "query": 4},
 }
-"""Of a step on a GPU that is never behind. Each query is one look at a reduction. The host reads numbers where tensors
-are on the CPU only, as they are here: whether steps are left out, and the norm.
+"""Of a step on a GPU that is never behind. Each query is one look at a reduction, and none is in vain. The host does
+not wait for other hosts. It reads numbers where tensors are on the CPU only, as they are here: whether steps are left
+out, and the norm.
 """
+
+BUCKETS = {0: 1, 3: 2}
+"""The most beside the root's, by lag: one fills while the other is reduced."""
+
+
+@contextmanager
+def counted_buckets(training):
+    """Note how many buckets there are beside the root's, each time that one has got its memory."""
+    counts, fill = [], Bucket.fill
+
+    def counting(bucket):
+        fill(bucket)
+        buckets = training.model._reducer._buckets.values()
+        counts.append(sum(each.phase is not Gradients.EMPTY for each in buckets if not each.unit.is_root))
+
+    with mock.patch.object(Bucket, "fill", counting):
+        yield counts
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_what_a_steady_step_launches_and_waits_for(name):
-    gpu = Gpu()
+@pytest.mark.parametrize("lag", BUCKETS)
+def test_what_a_steady_step_launches_and_waits_for(name, lag):
+    gpu = Gpu(lag)
     with gpu.ranks(WORLD_SIZE):
         training = Training(**RUNS[name])
         for _ in range(3):
             training.step()
         gpu.launched.clear()
         gpu.waits.clear()
-        training.step()
+        with counted_buckets(training) as buckets:
+            training.step()
         assert dict(gpu.launched) == LAUNCHES[name]
-        assert {what: count for what, count in gpu.waits.items() if count} == WAITS[name]
+        in_vain = {"query in vain": 4 * lag, "query": 4 + 4 * lag} if lag else {}
+        assert {what: count for what, count in gpu.waits.items() if count} == WAITS[name] | in_vain
         assert gpu.largest_batch == (2 if "ring" in name else 0)
+        assert max(buckets) == BUCKETS[lag]
+
+
+def test_the_program_waits_for_other_hosts_in_the_first_pass_of_a_kind_only():
+    """A round for each gather, five in a forward and two in a backward; at the end of both one, and all lists."""
+    gpu, waits = Gpu(), []
+    with gpu.ranks(WORLD_SIZE):
+        training = Training()
+        for turn in (training.step, training.step, *[partial(EVENTS["an evaluation"], training)] * 2, training.step):
+            gpu.waits.clear()
+            turn()
+            waits.append(gpu.waits["other hosts"])
+    assert waits == [5 + 2 + 2 + 2, 0, 5 + 2, 0, 0]
