@@ -6,7 +6,7 @@ In: ranks, a device and a route. Out: connections, names of operations and queue
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from math import prod
@@ -220,9 +220,10 @@ def share(groups: Ranks, device: torch.device, timeout: timedelta, route: Route)
     """
     check_connections(device)
     model = identify(groups, timeout)
-    inline = transport, replicas = _connect(groups, device, timeout, route, apart=False)
+    in_any_order = replace(route, order="ring")  # nothing but gradients depends on it
+    inline = transport, replicas = _connect(groups, device, timeout, in_any_order, apart=False)
     if isinstance(transport, GroupCollectives):
-        inline = _connect(groups, device, timeout, route, apart=False)
+        inline = _connect(groups, device, timeout, in_any_order, apart=False)
     hosts = connect_hosts(groups.shard, timeout, route=route)
     other_hosts = None if groups.replicas is None else connect_hosts(groups.replicas, timeout, route=route)
     name = f"model {model.number} from rank {model.first}, {model.mark}"
