@@ -399,8 +399,8 @@ class Reducer:
         if parts != expected and not self._round.died:
             raise PhaseError(
                 f"unit {bucket.unit.name!r} has gradients of {parts} parts, and this rank has {expected}: inside a "
-                "loop over parts() they were dropped, by zero_grad() of the model or after a backward that failed. Run the "
-                "loop again, from its first part"
+                "loop over parts() they were dropped, by zero_grad() of the model or after a backward that failed. Run "
+                "the loop again, from its first part"
             )
 
     def _launch(self, bucket: Bucket) -> _Reduction:
