@@ -229,7 +229,8 @@ def _add_rows_cpu(out: Tensor, rows: Tensor, first: int | None, divisor: int) ->
             half = len(rows) // 2
             hop(out[here], _tree_cpu(rows[:half, here]), _tree_cpu(rows[half:, here]), divisor)
         else:
-            _ring_cpu(out[here], [rows[k, here] for k in (*range(first, len(rows)), *range(first))], divisor)
+            order = [*range(first, len(rows)), *range(first)]
+            _ring_cpu(out[here], [rows[k, here] for k in order], divisor)
 
 
 def _ring_cpu(out: Tensor, rows: Sequence[Tensor], divisor: int) -> None:
