@@ -3,8 +3,9 @@
     python -m bench.step --ranks 2 --model all
 
 starts its ranks itself: two, or one for each GPU. `--systems floor ddp fsdp2 p2p collectives` compares these; all but
-`p2p` and `collectives` is the default. Each model's rows go to `bench/results/step-MODEL-Nranks.jsonl`, with
-`-transports` where those two are among the systems and `-cuda` on GPUs, one JSON object a system:
+`p2p`, `collectives` and `tree` is the default. Each model's rows go to `bench/results/step-MODEL-Nranks.jsonl`, with
+`-transports` where the first two are among the systems, `-tree` where that is, and `-cuda` on GPUs, one JSON object a
+system:
 
 | key | what it is |
 |---|---|
@@ -35,7 +36,7 @@ from bench.support.check import verify
 from bench.support.machine import machine
 from bench.support.measure import Times, activation_bytes, peak_bytes, percentile, time_steps
 from bench.support.ranks import device_of_rank, one_of_them, start_ranks
-from bench.support.systems import OPTIMIZER, SYSTEMS, TRANSPORTS, Build
+from bench.support.systems import OPTIMIZER, ORDERS, SYSTEMS, TRANSPORTS, Build
 from bench.support.table import RESULTS, Row, render, write_rows
 from bench.support.workloads import MEASURED, WORKLOADS, Workload
 from shardlite import Route
@@ -46,7 +47,7 @@ PEERS = ("floor", "fsdp2", "ddp")
 """Systems that others are compared with."""
 
 
-ALL = SYSTEMS | TRANSPORTS
+ALL = SYSTEMS | TRANSPORTS | ORDERS
 
 
 def measure(workload: Workload, systems: Mapping[str, Build], rounds: int, group: dist.ProcessGroup) -> list[Row]:
@@ -119,8 +120,9 @@ def _held(row: Row) -> int:
 def _report(rows: list[Row], folder: Path, device: torch.device) -> None:
     """Write the rows of one run, and print them for people."""
     transports = "-transports" if any(row["system"] in TRANSPORTS for row in rows) else ""
+    order = "-tree" if any(row["system"] in ORDERS for row in rows) else ""
     kind = "" if device.type == "cpu" else f"-{device.type}"
-    file = folder / f"step-{rows[0]['model']}-{rows[0]['ranks']}ranks{transports}{kind}.jsonl"
+    file = folder / f"step-{rows[0]['model']}-{rows[0]['ranks']}ranks{transports}{order}{kind}.jsonl"
     write_rows(rows, file)
     worst = max(rows, key=lambda row: row["tolerance_used"])
     print(f"\n{render(rows, markdown=False)}")
@@ -150,7 +152,9 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.step", description="step time and peak memory, side by side")
     parser.add_argument("--ranks", type=int, default=default_ranks(), help="processes on this machine (%(default)s)")
     parser.add_argument("--model", choices=["all", *WORKLOADS], default="all", help="(%(default)s)")
-    parser.add_argument("--systems", nargs="+", choices=[*ALL], default=[*SYSTEMS], help="(all but transports)")
+    parser.add_argument(
+        "--systems", nargs="+", choices=[*ALL], default=[*SYSTEMS], help="(all but transports and orders)"
+    )
     parser.add_argument("--steps", type=int, default=30, help="timed steps of each system (%(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
     return parser.parse_args(arguments)

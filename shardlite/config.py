@@ -10,7 +10,7 @@ from typing import Literal, cast, get_args
 
 import torch
 
-Algorithm = Literal["ring", "bidirectional", "direct", "hierarchical"]
+Algorithm = Literal["ring", "bidirectional", "direct", "hierarchical", "halving"]
 """Schedules of collectives."""
 
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
@@ -98,6 +98,7 @@ class Precision:
 TransportName = Literal["auto", "shared_memory", "symmetric_memory", "p2p", "collectives"]
 ReduceName = Literal["exact", "fast"]
 AlgorithmName = Literal["auto"] | Algorithm
+OrderName = Literal["ring", "tree"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,16 +133,22 @@ class Route:
     `docs/numerics.md` promises then holds: results differ from those of other transports, stages and runs.
     """
 
+    order: OrderName = "ring"
+    """Order in which gradients are added. `"tree"`: as a balanced binary tree over the parts of a global batch, which
+    does not depend on the number of ranks: reductions take the algorithm `"halving"`. See `docs/elastic.md`.
+    """
+
     def __post_init__(self) -> None:
         """Validate the options.
 
         Raises:
-            ValueError: an option is unknown, or the algorithm is for another transport.
+            ValueError: an option is unknown, or options exclude each other.
         """
         for name, value, names in (
             ("transport", self.transport, get_args(TransportName)),
             ("algorithm", self.algorithm, ("auto", *ALGORITHMS)),
             ("reduce", self.reduce, get_args(ReduceName)),
+            ("order", self.order, get_args(OrderName)),
         ):
             if value not in names:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, names))}; got {value!r}")
@@ -149,6 +156,11 @@ class Route:
             raise ValueError(
                 f"algorithm={self.algorithm!r} is a schedule of messages, and transport={self.transport!r} has none: "
                 "leave algorithm='auto', or take transport='p2p'"
+            )
+        if self.order == "tree" and (self.reduce != "exact" or self.algorithm not in ("auto", "halving")):
+            raise ValueError(
+                f"order='tree' fixes the order in which gradients are added, and reduce={self.reduce!r} with "
+                f"algorithm={self.algorithm!r} has another one: leave reduce='exact' and algorithm='auto'"
             )
 
 

@@ -33,6 +33,7 @@ from shardlite.build import (
 from shardlite.comm import GroupLike, Sent, Transport, agree, ranks_of, share
 from shardlite.config import (
     AlgorithmName,
+    OrderName,
     Precision,
     ReduceName,
     Route,
@@ -51,6 +52,7 @@ from shardlite.engine import (
     Mode,
     ModuleHooks,
     OptimizerBridge,
+    PartLoop,
     Shards,
     attach_all,
     cast_floats,
@@ -132,6 +134,11 @@ class ShardLite(nn.Module):
         prefetch: how many units are gathered ahead, each in a buffer of its own.
         transport, algorithm, reduce: how messages travel, see `shardlite.Route`; what `"auto"` has chosen is in `repr`
             and logged once.
+        order: in which gradients are added: `"ring"`, in that of the ranks, or `"tree"`, as a balanced binary tree over
+            the `parts` of each global batch. A run then has the same bits on any number of ranks; see
+            `docs/elastic.md`.
+        parts: with `order="tree"`, into how many parts each global batch is divided: a power of two, and at least the
+            number of ranks. `parts()` yields those of this rank.
         buffers: `"rank0"`: buffers that a forward has changed on some rank (running statistics) become rank 0's on all
             when the next forward begins, as in `DistributedDataParallel`: after one that is not inside `no_sync()` or
             `torch.no_grad()`. `"own"`: each rank keeps its own.
@@ -164,6 +171,8 @@ class ShardLite(nn.Module):
         transport: TransportName = "auto",
         algorithm: AlgorithmName = "auto",
         reduce: ReduceName = "exact",
+        order: OrderName = "ring",
+        parts: int | None = None,
         buffers: str = "rank0",
         diagnose: bool = False,
         timeout: timedelta = timedelta(minutes=10),
@@ -187,12 +196,14 @@ class ShardLite(nn.Module):
             prefetch=prefetch,
             quantized_gather=quantized_gather,
             buffers=buffers,
-            route=Route(transport=transport_or_default(transport), algorithm=algorithm, reduce=reduce),
+            route=Route(transport=transport_or_default(transport), algorithm=algorithm, reduce=reduce, order=order),
+            parts=parts,
         )
         plan = agree_on_plan(module, options, self._groups, ShardLite, timeout)
         self._context = context = share(self._groups, plan.device, timeout, options.route)
         self.ledger, self.trace = context.ledger, context.trace
         self._join = Join(context, self._groups)
+        self._parts = None if parts is None else PartLoop(parts, context)
         self._placement = placement_of(plan, stage, context.transport.rank, context.world_size, reshard_after_forward)
         self.module = module
         self._units = self._build(plan, init)
@@ -303,7 +314,8 @@ class ShardLite(nn.Module):
     def extra_repr(self) -> str:
         """Say how the model is cut."""
         route = f"transport={type(self._context.transport).__name__}, algorithm={self._context.transport.algorithm}"
-        return f"stage={self.stage}, ranks={self._context.world_size}, {route}, units={self.unit_names}"
+        tree = "" if self._parts is None else f", order=tree, parts={self._parts.total}"
+        return f"stage={self.stage}, ranks={self._context.world_size}, {route}{tree}, units={self.unit_names}"
 
     @property
     def unit_names(self) -> list[str]:
@@ -312,12 +324,52 @@ class ShardLite(nn.Module):
 
     # ---- training -----------------------------------------------------------------------------------------------
 
+    def parts(self, step: int | None = None, *, seed: int = 0) -> Iterator[int]:
+        """Yield the numbers of this rank's parts of a global batch, in ascending order, for `order="tree"`.
+
+        Each is to have one forward and one backward on that part; the last backward reduces. All parts have as many
+        samples, and gradients are the means over the parts:
+
+            for part in model.parts():
+                loss = model(*batch_of(part))
+                loss.backward()
+
+        PyTorch's generators, those of the CPU and of the model's device, are seeded for each part by `seed`, `step` and
+        the part, so that dropout does not depend on the number of ranks. After the loop they are as they were before.
+
+        Args:
+            step: number of the step; by default that of the loops that were finished, which `shardlite.save` keeps.
+            seed: of the run.
+
+        Raises:
+            LayoutError: the model adds in the order of the ring.
+            PhaseError: while the loop runs: another one is running, or a part had no backward, or several.
+        """
+        if self._parts is None:
+            raise LayoutError("parts(): this model adds in the order of the ring: wrap it with order='tree', parts=P")
+        self._recover()
+        self._reducer.discard()  # of a loop that was left early
+        return self._over_parts(self._parts, step, seed)
+
+    def _over_parts(self, parts: PartLoop, step: int | None, seed: int) -> Iterator[int]:
+        for part in parts.over(step, seed):
+            with self._accumulating(Mode.STEP if part == parts.own[-1] else Mode.PART):
+                yield part
+
+    def _refuse_with_parts(self, what: str) -> None:
+        if self._parts is not None:
+            raise LayoutError(
+                f"{what}: order='tree' adds by parts of the global batch, which a rank runs one after the other in "
+                "`for part in model.parts(): ...`; there is nothing else to accumulate, and no rank has fewer"
+            )
+
     def no_sync(self, *, sharded: bool = False) -> AbstractContextManager[None]:
         """Accumulate: what backwards inside bring is added to what comes later.
 
         Without `sharded` they keep their full gradients on this rank, and the next backward outside reduces the sum:
         the fewest messages. With it each reduces its gradients into the shards: the least memory.
         """
+        self._refuse_with_parts("no_sync()")
         if sharded:
             self._in_backward.refuse("no_sync(sharded=True)")
         return self._accumulating(Mode.SHARDED if sharded else Mode.LOCAL)
@@ -336,8 +388,9 @@ class ShardLite(nn.Module):
             self._unsynced.close()
             self._unsynced = None
         elif not value and self._unsynced is None:
-            self._unsynced = ExitStack()
-            self._unsynced.enter_context(self.no_sync())
+            unsynced = ExitStack()
+            unsynced.enter_context(self.no_sync())
+            self._unsynced = unsynced
 
     @contextmanager
     def _accumulating(self, mode: Mode) -> Iterator[None]:
@@ -378,6 +431,8 @@ class ShardLite(nn.Module):
             LayoutError: a rank has no batch at all, and cannot be lent one; on every rank.
         """
         models = [self, *also]
+        for model in models:
+            model._refuse_with_parts("join()")
         return self._join.over(batches, [model._reducer for model in models], [model._recover for model in models])
 
     @property
@@ -586,8 +641,9 @@ class ShardLite(nn.Module):
         shards = Shards(units, self.trace)
         self._in_backward = InBackwardOptimizer(shards, gatherer)
         reduced = [] if single_rank else units
-        self._reducer = Reducer(reduced, context, self._in_backward, stage=self.stage, diagnose=diagnose)
-        self._backward = Backward(self._reducer, gatherer, units, context.streams)
+        total = None if self._parts is None else self._parts.total
+        self._reducer = Reducer(reduced, context, self._in_backward, stage=self.stage, diagnose=diagnose, parts=total)
+        self._backward = Backward(self._reducer, gatherer, units, context.streams, self._parts)
         self._full = FullParameters(self.module, units, context, gatherer, self._backward.calls)
         self._hooks = ModuleHooks(self._backward, gatherer)
         solo = SoloGradientFlags(flats, context.device, diagnose=diagnose) if single_rank else None
@@ -595,7 +651,7 @@ class ShardLite(nn.Module):
         self._bridge = OptimizerBridge(
             shards=shards,
             skips=Skips(nonfinite, context.device, context.rank, warns=not diagnose),
-            clipper=Clipper(flats, context, self._reducer.reduced_norm),
+            clipper=Clipper(flats, context, self._reducer.reduced_norm, by_blocks=self._parts is not None),
             context=context,
             in_backward=self._in_backward,
             backward=self._backward,

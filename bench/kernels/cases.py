@@ -110,7 +110,7 @@ def cases() -> list[Case]:
 ROWS = 8
 """Ranks whose parts are added at once."""
 
-NO_ROWS = {"ROWS": False, "UNROLL": 0}
+NO_ROWS = {"ROWS": False, "UNROLL": 0, "TREE": False}
 
 
 def adamws() -> Iterator[Case]:
@@ -138,7 +138,10 @@ def adamws() -> Iterator[Case]:
             uses=uses,
             bytes=2 * s + len("".join(moved[kernel].values())) * g + ROW_BYTES,
             block=block_of(state, like.get("grad"), unscale=unscale),
-            flags={"UNSCALE": unscale, **({"ROWS": True, "UNROLL": ROWS} if kernel == "add_rows_adamw" else NO_ROWS)},
+            flags={
+                "UNSCALE": unscale,
+                **({"ROWS": True, "UNROLL": ROWS, "TREE": False} if kernel == "add_rows_adamw" else NO_ROWS),
+            },
             exact=moment != "int8",
         )
 
@@ -183,11 +186,12 @@ def hops() -> Iterator[Case]:
 
 def sums() -> Iterator[Case]:
     """All hops of a reduction at once."""
-    for wire, out in (("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32"), ("fp64", "fp64"), ("i8", "i8")):
+    pairs = ("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32"), ("fp64", "fp64"), ("i8", "i8")
+    for tree, (wire, out) in [*((False, pair) for pair in pairs), *((True, pair) for pair in pairs[:3])]:
         block, native = stats_block(torch.empty(0, device="meta")), out in ("fp64", "i8")
         w, o = DTYPES[wire].itemsize, DTYPES[out].itemsize
         uses = {"out": Use(out, "w"), "rows": Use(wire, "r" * ROWS)}
-        flags = {"UNROLL": ROWS, "NATIVE": native, "DIVIDE": out != "i8", "STATS": out != "i8"}
+        flags = {"UNROLL": ROWS, "TREE": tree, "NATIVE": native, "DIVIDE": out != "i8", "STATS": out != "i8"}
         bytes_: float = ROWS * w + o
         if out == "i8":
             block = _block(out, wire)
@@ -195,7 +199,7 @@ def sums() -> Iterator[Case]:
             wide = "fp64" if out == "fp64" else "fp32"
             uses["stats"] = Use(wide, "ww", block)
             bytes_ += 2 * DTYPES[wide].itemsize / block
-        line = f"{ROWS} rows of {wire} to {out}"
+        line = f"{ROWS} rows of {wire} to {out}{', a tree' if tree else ''}"
         yield Case("add_rows", line, _add_rows_kernel, uses, bytes_, block, flags, exact=out != "fp64")
 
 

@@ -7,6 +7,7 @@
 | `fsdp2` | `fully_shard` on every block, then on the root |
 | `stage0` to `stage3` | ShardLite, which finds the same units by itself |
 | `p2p`, `collectives` | the same at stage 3, over the process group instead of shared memory |
+| `tree` | stage 3 with `order="tree"`, one part per rank: the additions of the others in another order |
 
 All use fused AdamW without clipping, and drop gradients after the step, which is PyTorch's default.
 
@@ -112,6 +113,17 @@ class Activations(Trainer):
         """There is nothing to step by."""
 
 
+class InParts(Trainer):
+    """Runs forward and backward in the loop that a sum in a tree takes. Each rank has one part."""
+
+    def backward(self, batch: Batch) -> Tensor:
+        """Forward and backward; returns the loss of this rank's batch, []."""
+        assert isinstance(self.model, ShardLite)
+        for _ in self.model.parts():
+            loss = super().backward(batch)
+        return loss
+
+
 Build = Callable[[Workload, dist.ProcessGroup], Trainer]
 
 
@@ -146,6 +158,13 @@ def build_shardlite(
     model = ShardLite(workload.model(), stage=stage, group=group, transport=transport)
     whole = _flat if stage == 0 else partial(_join, group=group)
     return Trainer(model, AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY), whole)
+
+
+def build_tree(workload: Workload, group: dist.ProcessGroup) -> Trainer:
+    """ShardLite at stage 3, with gradients added in an order that does not depend on the number of ranks."""
+    model = ShardLite(workload.model(), group=group, order="tree", parts=group.size())
+    optimizer = AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY)
+    return InParts(model, optimizer, partial(_join, group=group))
 
 
 def build_plain(workload: Workload, group: dist.ProcessGroup) -> Trainer:
@@ -261,6 +280,9 @@ TRANSPORTS: dict[str, Build] = {
     "collectives": partial(build_shardlite, stage=3, transport="collectives"),
 }
 """Stage 3 over the process group, which carries the messages of the others, too."""
+
+ORDERS: dict[str, Build] = {"tree": build_tree}
+"""Stage 3 with gradients added in another order."""
 
 
 def _torch_adamw(params: Iterable[nn.Parameter]) -> Optimizer:

@@ -23,6 +23,7 @@ _NAMES = {
     "fsdp2": "FSDP2",
     **{f"stage{stage}": f"ShardLite, stage {stage}" for stage in range(4)},
     **{name: f"ShardLite, {name}" for name in ("p2p", "collectives")},
+    "tree": "ShardLite, in the order of a tree",
 }
 
 _COLUMNS: Columns = {

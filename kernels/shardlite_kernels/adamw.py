@@ -34,6 +34,7 @@ device's approximations, off by two units at most, and the division by `sqrt(bia
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ from .launch import INTERPRET, SCALE_BLOCK, block_size, jit, launch, tl, use_tri
 from .moments import load_avg, load_sq, store_avg, store_sq
 from .noise import random_bits
 from .rounding import fma_reference, load_fp32, store_rounded
-from .rows import UNSPECIALISED, add_rows_reference, check_rows, sum_rows, unrolled
+from .rows import UNSPECIALISED, add_rows_reference, arguments_of, check_rows, sum_rows, sum_tree
 from .scalars import COLUMNS, Table
 from .split import load_weight, split_reference, store_weight
 from .state import State, check_flat
@@ -75,6 +76,7 @@ def _adamw_kernel(
     n: tl.tensor,
     ROWS: tl.constexpr,
     UNROLL: tl.constexpr,
+    TREE: tl.constexpr,
     UNSCALE: tl.constexpr,
     INTERPRET: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -85,7 +87,10 @@ def _adamw_kernel(
     in_group = group * 32 < n
     row = tl.load(rows_ptr + group, mask=in_group, other=0).to(tl.int64)
     if ROWS:
-        total = sum_rows(received_ptr, offsets, mask, begin, count, stride, UNROLL, INTERPRET)
+        if TREE:
+            total = sum_tree(received_ptr, offsets, mask, stride, 0, UNROLL, False, INTERPRET)
+        else:
+            total = sum_rows(received_ptr, offsets, mask, begin, count, stride, UNROLL, INTERPRET)
         total = tl.div_rn(total, divisor)
     else:
         total = load_fp32(grad_ptr, offsets, mask, INTERPRET)
@@ -219,7 +224,7 @@ def reduce_adamw(
 
 
 def add_rows_adamw(
-    state: State, rows: Tensor, table: Table, *, first: int = 0, divisor: int = 1, bad: Tensor | None = None
+    state: State, rows: Tensor, table: Table, *, first: int | None = 0, divisor: int = 1, bad: Tensor | None = None
 ) -> None:
     """Step `state` [S] by the gradient that `add_rows(..., rows, first, divisor)` makes of `rows` [W, S].
 
@@ -231,7 +236,8 @@ def add_rows_adamw(
     check_rows("add_rows_adamw", rows, first)
     check_step("add_rows_adamw", state, table, rows[0])
     _check_divisor("add_rows_adamw", divisor)
-    _launch(state, None, rows, table, bad, first=first, divisor=divisor, rows=len(rows))
+    rows, begin, unroll = arguments_of(rows, first)
+    _launch(state, None, rows, table, bad, divisor=divisor, rows=_Rows(begin, len(rows), unroll, first is None))
 
 
 def adamw_reference(
@@ -277,12 +283,21 @@ def reduce_adamw_reference(
 
 
 def add_rows_adamw_reference(
-    state: State, rows: Tensor, table: Table, *, first: int = 0, divisor: int = 1, bad: Tensor | None = None
+    state: State, rows: Tensor, table: Table, *, first: int | None = 0, divisor: int = 1, bad: Tensor | None = None
 ) -> None:
     """Specification of `add_rows_adamw`."""
     grad = torch.empty_like(rows[0], dtype=torch.float32)
     add_rows_reference(grad, rows, first, divisor)
     adamw_reference(state, grad, table, bad=bad)
+
+
+class _Rows(NamedTuple):
+    """Which rows a kernel adds, and how."""
+
+    begin: int = 0
+    number: int = 0
+    unroll: int = 0
+    tree: bool = False
 
 
 def _launch(
@@ -294,19 +309,19 @@ def _launch(
     *,
     divisor: int = 1,
     unscale: bool = False,
-    first: int = 0,
-    rows: int = 0,
+    rows: _Rows = _Rows(),  # noqa: B008 (frozen)
 ) -> None:
     param, exp_avg, exp_avg_sq, low, avg_exponent, sq_exponent = state
     launch(
         _adamw_kernel,
         *(param, exp_avg, exp_avg_sq, low, avg_exponent, sq_exponent, grad, received),
         *(table.scalars, table.keys, table.rows, bad, table.first),
-        *(first, rows, received.stride(0) if received is not None and rows else 0, float(divisor)),
+        *(rows.begin, rows.number, received.stride(0) if received is not None and rows.number else 0, float(divisor)),
         n=param.numel(),
         block=block_of(state, grad, unscale=unscale),
-        ROWS=rows > 0,
-        UNROLL=unrolled(rows),
+        ROWS=rows.number > 0,
+        UNROLL=rows.unroll,
+        TREE=rows.tree,
         UNSCALE=unscale,
         INTERPRET=INTERPRET,
     )

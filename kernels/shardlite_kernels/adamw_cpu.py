@@ -140,7 +140,7 @@ def reduce_adamw_cpu(
 
 
 def add_rows_adamw_cpu(
-    state: State, rows: Tensor, step: CpuStep, *, first: int = 0, divisor: int = 1, bad: Tensor | None = None
+    state: State, rows: Tensor, step: CpuStep, *, first: int | None = 0, divisor: int = 1, bad: Tensor | None = None
 ) -> None:
     """Step `state` [S] by the gradient that `add_rows` makes of `rows` [W, S], of which only chunks are in memory.
 

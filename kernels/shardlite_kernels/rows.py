@@ -4,6 +4,9 @@ Rank `k` has a row of each rank: its part of segment `k`. A ring adds that segme
 `add_rows` adds the rows in this order, from row `first = k+1` on. A partial sum is rounded to the dtype of the rows, in
 which a ring would send it. So the bits are those of the ring.
 
+With `first=None` it adds them as a balanced binary tree instead, `((0 + 1) + (2 + 3)) + ...`: the order of recursive
+halving, in which a row may itself be such a sum. So the bits are those of the tree over all that was ever added.
+
 Bytes per element: each row is read once and `out` is written once, `4 * W + 4` in fp32. Statistics of `out` cost 8
 bytes per block.
 Legend: `W` ranks and rows, `S` elements, `P` rows of statistics (`stats.py`).
@@ -13,8 +16,10 @@ Legend: `W` ranks and rows, `S` elements, `P` rows of statistics (`stats.py`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from .hop import check_hop, dtype_of_sums, hop, hop_is_native, write_mean
@@ -59,6 +64,37 @@ def sum_rows(
     return total
 
 
+@jit
+def sum_tree(
+    rows_ptr: tl.tensor,
+    offsets: tl.tensor,
+    mask: tl.tensor,
+    stride: tl.tensor,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    NATIVE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+) -> tl.tensor:
+    """Add `COUNT` rows from row `FIRST` on as a balanced binary tree, and return the sum.
+
+    `NATIVE`: in the dtype of the rows; otherwise in fp32, where sums below the root are rounded to that of the rows.
+    """
+    if COUNT == 1:
+        row = tl.full((), FIRST, tl.int64)
+        if NATIVE:
+            total = tl.load(rows_ptr + row * stride + offsets, mask=mask)
+        else:
+            total = load_fp32(rows_ptr + row * stride, offsets, mask, INTERPRET)
+    else:
+        total = sum_tree(rows_ptr, offsets, mask, stride, FIRST, COUNT // 2, NATIVE, INTERPRET)
+        other = sum_tree(rows_ptr, offsets, mask, stride, FIRST + COUNT // 2, COUNT // 2, NATIVE, INTERPRET)
+        if COUNT > 2 and not NATIVE:  # a row is its own rounding
+            total = widened(rounded(rows_ptr, total, INTERPRET), INTERPRET)
+            other = widened(rounded(rows_ptr, other, INTERPRET), INTERPRET)
+        total += other
+    return total
+
+
 UNSPECIALISED = ("begin",)
 """Argument of the kernels that add rows in which ranks differ: otherwise they would compile different code."""
 
@@ -74,6 +110,7 @@ def _add_rows_kernel(
     divisor: float,
     n: tl.tensor,
     UNROLL: tl.constexpr,
+    TREE: tl.constexpr,
     NATIVE: tl.constexpr,
     DIVIDE: tl.constexpr,
     STATS: tl.constexpr,
@@ -82,7 +119,9 @@ def _add_rows_kernel(
 ) -> None:
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n
-    if NATIVE:
+    if TREE:
+        total = sum_tree(rows_ptr, offsets, mask, stride, 0, UNROLL, NATIVE, INTERPRET)
+    elif NATIVE:
         row = begin.to(tl.int64)
         total = tl.load(rows_ptr + row * stride + offsets, mask=mask)
         for _ in tl.static_range(1, UNROLL):
@@ -97,14 +136,16 @@ def _add_rows_kernel(
     write_mean(out_ptr, stats_ptr, total, divisor, offsets, mask, NATIVE, DIVIDE, STATS, INTERPRET)
 
 
-def add_rows(out: Tensor, rows: Tensor, first: int = 0, divisor: int = 1, stats: Tensor | None = None) -> None:
+def add_rows(out: Tensor, rows: Tensor, first: int | None = 0, divisor: int = 1, stats: Tensor | None = None) -> None:
     """Write `(rows[first] + rows[first + 1] + ... + rows[first - 1]) / divisor` [S] into `out` [S].
+
+    With `first=None` the rows, a power of two, are added as a balanced binary tree.
 
     `rows` [W, S] has one row or more, elements adjacent. Dtypes are those of `hop`, and so is the arithmetic: the same
     as one hop after the other. With `stats` [P, 2] the statistics of `out` are written, too.
 
     Raises:
-        ValueError: as `hop`, or there is no row `first`.
+        ValueError: as `hop`, there is no row `first`, or there are rows for no balanced tree.
     """
     _check("add_rows", out, rows, first, divisor, stats)
     if not use_triton(out):
@@ -112,12 +153,14 @@ def add_rows(out: Tensor, rows: Tensor, first: int = 0, divisor: int = 1, stats:
         if stats is not None:
             stats_cpu(out, stats)
         return
+    rows, begin, unroll = arguments_of(rows, first)
     launch(
         _add_rows_kernel,
-        *(out, rows, stats, first, len(rows), rows.stride(0), float(divisor)),
+        *(out, rows, stats, begin, len(rows), rows.stride(0), float(divisor)),
         n=out.numel(),
         block=block_size(out, rows) if stats is None else stats_block(out),
-        UNROLL=unrolled(len(rows)),
+        UNROLL=unroll,
+        TREE=first is None,
         NATIVE=hop_is_native(out),
         DIVIDE=divisor > 1,
         STATS=stats is not None,
@@ -126,51 +169,85 @@ def add_rows(out: Tensor, rows: Tensor, first: int = 0, divisor: int = 1, stats:
 
 
 def add_rows_reference(
-    out: Tensor, rows: Tensor, first: int = 0, divisor: int = 1, stats: Tensor | None = None
+    out: Tensor, rows: Tensor, first: int | None = 0, divisor: int = 1, stats: Tensor | None = None
 ) -> None:
     """Specification of `add_rows`."""
     _check("add_rows", out, rows, first, divisor, stats)
     accumulate = dtype_of_sums(out)
-    total, *others = rows.roll(-first, 0).to(accumulate)
-    for other in others:
-        total = total.to(rows.dtype).to(accumulate) + other
+    if first is None:
+        sums = rows.to(accumulate)
+        while len(sums) > 1:
+            sums = sums.to(rows.dtype).to(accumulate)
+            sums = sums[::2] + sums[1::2]
+        total = sums[0]
+    else:
+        total, *others = rows.roll(-first, 0).to(accumulate)
+        for other in others:
+            total = total.to(rows.dtype).to(accumulate) + other
     out.copy_(total / divisor if divisor > 1 else total)
     if stats is not None:
         stats_reference(out, stats)
 
 
-def check_rows(who: str, rows: Tensor, first: int) -> None:
-    """Check that `rows` can be added from row `first` on.
+def check_rows(who: str, rows: Tensor, first: int | None) -> None:
+    """Check that `rows` can be added from row `first` on, or as a tree.
 
     Raises:
-        ValueError: they are not 2-D with adjacent elements, or there is no such row.
+        ValueError: they are not 2-D with adjacent elements, there is no such row, or their number is no power of two.
     """
     if rows.dim() != 2 or (rows.shape[1] > 1 and rows.stride(1) != 1):
         raise ValueError(f"{who}: rows must be 2-D, elements adjacent, got {tuple(rows.shape)}, {rows.stride()}")
-    if not 0 <= first < len(rows):
+    if first is None and len(rows).bit_count() != 1:
+        raise ValueError(f"{who}: a balanced tree has a power of two of rows, got {len(rows)}")
+    if first is not None and not 0 <= first < len(rows):
         raise ValueError(f"{who}: there is no row {first}, from which to add {len(rows)} rows")
 
 
-def unrolled(count: int) -> int:
-    """Return `UNROLL` for so many rows."""
-    return count if count <= _MOST_UNROLLED else 0
+def arguments_of(rows: Tensor, first: int | None) -> tuple[Tensor, int, int]:
+    """Return the rows that a kernel adds, from which one on, and `UNROLL` for it.
+
+    A tree of more rows than are unrolled begins with the sums of pairs, which are rounded like rows.
+    """
+    if first is None:
+        while len(rows) > _MOST_UNROLLED:
+            rows = rows[::2] + rows[1::2]
+    return rows, first or 0, len(rows) if len(rows) <= _MOST_UNROLLED else 0
 
 
-def _check(who: str, out: Tensor, rows: Tensor, first: int, divisor: int, stats: Tensor | None) -> None:
+def _check(who: str, out: Tensor, rows: Tensor, first: int | None, divisor: int, stats: Tensor | None) -> None:
     check_rows(who, rows, first)
     check_hop(who, out, rows[0], rows[-1], divisor, stats)
 
 
-def _add_rows_cpu(out: Tensor, rows: Tensor, first: int, divisor: int) -> None:
+def _add_rows_cpu(out: Tensor, rows: Tensor, first: int | None, divisor: int) -> None:
     if len(rows) == 1:
         out.copy_(rows[0] if divisor == 1 else rows[0].to(dtype_of_sums(out)) / divisor)
         return
-    order = [*range(first, len(rows)), *range(first)]
-    room = rows.new_empty(min(_CPU_CHUNK, out.numel()))
     for start in range(0, out.numel(), _CPU_CHUNK):
         here = slice(start, min(start + _CPU_CHUNK, out.numel()))
-        total, *others, last = (rows[k, here] for k in order)
-        for other in others:
-            hop(room[: len(total)], total, other)
-            total = room[: len(total)]
-        hop(out[here], total, last, divisor)
+        if first is None:
+            half = len(rows) // 2
+            hop(out[here], _tree_cpu(rows[:half, here]), _tree_cpu(rows[half:, here]), divisor)
+        else:
+            order = [*range(first, len(rows)), *range(first)]
+            _ring_cpu(out[here], [rows[k, here] for k in order], divisor)
+
+
+def _ring_cpu(out: Tensor, rows: Sequence[Tensor], divisor: int) -> None:
+    total, *others, last = rows
+    room = torch.empty_like(total) if others else total
+    for other in others:
+        hop(room, total, other)
+        total = room
+    hop(out, total, last, divisor)
+
+
+def _tree_cpu(rows: Tensor) -> Tensor:
+    """Return the sum of rows, which is a row itself or memory of its own."""
+    if len(rows) == 1:
+        return rows[0]
+    half = len(rows) // 2
+    first, second = _tree_cpu(rows[:half]), _tree_cpu(rows[half:])
+    total = torch.empty_like(first) if half == 1 else first
+    hop(total, first, second)
+    return total

@@ -64,6 +64,11 @@ def _add_verify(commands: Any) -> None:
         ("seed", int, "N", Settings.seed, "decides the first weights and the batches"),
     ):
         group.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=f"{meaning} ({default})")
+    group.add_argument(
+        "--elastic",
+        action="store_true",
+        help="train on fewer ranks, too, with order='tree': equal bits (powers of two)",
+    )
     group.add_argument("--compute", choices=_DTYPES, help="what forward and backward run in (no casts)")
     group.add_argument("--reduce", choices=_DTYPES, default="fp32", help="what gradients are summed in (fp32)")
     _add_model_options(parser, size="tiny")
@@ -260,10 +265,10 @@ def _verify(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]
         parser.error(str(wrong))
     if started is None:
         return launch(options.ranks or 2, arguments)
-    return _verify_gpt(settings, options.compute, options.reduce)
+    return _verify_gpt(settings, options.compute, options.reduce, elastic=options.elastic)
 
 
-def _verify_gpt(settings: Settings, compute: str | None, reduce: str) -> int:
+def _verify_gpt(settings: Settings, compute: str | None, reduce: str, *, elastic: bool) -> int:
     """Compare on random bytes, as one of the ranks."""
     import torch
     import torch.distributed as dist
@@ -285,6 +290,7 @@ def _verify_gpt(settings: Settings, compute: str | None, reduce: str) -> int:
             lr=settings.lr,
             precision=Precision(compute=computing, reduce=getattr(torch, _DTYPES[reduce])),
             seed=settings.seed,
+            elastic=elastic,
         )
         if dist.get_rank() == 0:
             print(report.table(), flush=True)

@@ -26,6 +26,7 @@ _GIST = {
     "bidirectional": "segments go both ways, half round the ring",
     "direct": "every rank sends to every other one at once",
     "hierarchical": "rings inside the nodes and rings across them",
+    "halving": "ranks whose numbers differ in one binary digit exchange what they have",
 }
 
 

@@ -32,7 +32,7 @@ class Placement:
     """Whether full weights have permanent memory."""
 
     single_rank: bool
-    """Whether there is one rank and nothing to cast, so that the module's parameters can be their own shards."""
+    """Whether there is one rank, nothing to cast and no sum over parts: parameters can be their own shards then."""
 
     keep_unsharded: Callable[[UnitPlan], bool]
     """Whether a unit stays unsharded from its forward to the end of the backward."""
@@ -40,7 +40,7 @@ class Placement:
 
 def placement_of(plan: Plan, stage: int, rank: int, world_size: int, reshard: UnitRule) -> Placement:
     """Return the placement for `rank` among the `world_size` ranks that shard a model."""
-    single_rank = world_size == 1 and not plan.casts
+    single_rank = world_size == 1 and not plan.casts and not plan.in_parts
     return Placement(
         rank=None if stage == 0 or single_rank else rank,
         permanent=stage < 3 or single_rank,

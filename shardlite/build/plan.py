@@ -11,13 +11,14 @@ from datetime import timedelta
 from itertools import chain
 
 import torch
+from shardlite_kernels import stats_block
 from torch import Tensor, nn
 
 from shardlite.build import aliases, meta_init, validate
 from shardlite.build.meta_init import Init
 from shardlite.comm import Ranks, agree
 from shardlite.config import QUANTIZABLE, Precision, Route
-from shardlite.params import ROOT, Layout, UnitPlan, UnitPolicy, UnitRule, applies, lay_out, partition_module
+from shardlite.params import ALIGN, ROOT, Layout, UnitPlan, UnitPolicy, UnitRule, applies, lay_out, partition_module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,7 @@ class Options:
     quantized_gather: UnitRule
     buffers: str
     route: Route
+    parts: int | None = None
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,17 @@ class FlatPlan:
 
 
 def plan_flats(
-    plan: UnitPlan, world_size: int, precision: Precision, *, quantized_gather: UnitRule = False
+    plan: UnitPlan,
+    world_size: int,
+    precision: Precision,
+    *,
+    quantized_gather: UnitRule = False,
+    grain: int = ALIGN,
 ) -> list[FlatPlan]:
-    """Plan the flats of a unit: one per kind of parameters, in the order of their first parameters."""
+    """Plan the flats of a unit: one per kind of parameters, in the order of their first parameters.
+
+    Shards are multiples of `grain` elements.
+    """
     quantized = world_size > 1 and applies(quantized_gather, plan)
     kinds: dict[tuple[torch.dtype, torch.dtype, bool], dict[nn.Parameter, str]] = {}
     for param, name in plan.params.items():
@@ -65,7 +75,7 @@ def plan_flats(
         shapes = [(name, tuple(param.shape)) for param, name in members.items()]
         split = precision.splits(master, trainable=trainable)
         kept = compute if split else master
-        layout = lay_out(shapes, dtype=kept, trainable=trainable, world_size=world_size)
+        layout = lay_out(shapes, dtype=kept, trainable=trainable, world_size=world_size, grain=grain)
         as_codes = quantized and kept in QUANTIZABLE and compute in QUANTIZABLE
         flats.append(FlatPlan(layout, compute, precision.reduce_of(master), list(members), split, as_codes))
     return flats
@@ -80,6 +90,8 @@ class Plan:
     """The flats of each unit."""
 
     device: torch.device
+    in_parts: bool = False
+    """Whether gradients are added in a tree over parts, on a single rank, too."""
 
     @property
     def casts(self) -> bool:
@@ -105,6 +117,7 @@ def agree_on_plan(
             f"{options.precision}",
             f"{options.route}",
             f"buffers {options.buffers!r}",
+            f"parts {options.parts}",
         )
         facts = [*settings, f"shards on {plan.device.type}", *_describe(plan)]
     except Exception as error:  # any error: the other ranks are waiting for this one
@@ -121,13 +134,16 @@ def _make(module: nn.Module, options: Options, groups: Ranks, wrapper: type[nn.M
     aliases.tie(module, options.ignored)
     validate.check_buffers(options.buffers)
     validate.check_quantized_gather(options.quantized_gather, options.stage)
+    validate.check_parts(options.route.order, options.parts, groups, quantized=options.quantized_gather is not False)
     meta_init.check(module, options.init, options.ignored, first=groups.is_first)
     on_gpu = torch.cuda.is_available() and groups.carry("cuda")
     device = validate.device_for(module, options.device, torch.device("cuda" if on_gpu else "cpu"))
     units = partition_module(module, options.units, options.ignored)
     rule = options.quantized_gather
-    flats = [plan_flats(unit, groups.shards, options.precision, quantized_gather=rule) for unit in units]
-    return Plan(units, flats, device)
+    # Norms are added from statistics of blocks, which no cut may divide if it is not to change them.
+    grain = stats_block(torch.empty(0, device=device)) if options.route.order == "tree" else ALIGN
+    flats = [plan_flats(unit, groups.shards, options.precision, quantized_gather=rule, grain=grain) for unit in units]
+    return Plan(units, flats, device, in_parts=options.parts is not None)
 
 
 def _describe(plan: Plan) -> Iterable[str]:

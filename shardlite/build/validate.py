@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardlite.comm import SUMMABLE
+from shardlite.comm import SUMMABLE, Ranks
 from shardlite.config import Precision
 from shardlite.errors import LayoutError
 from shardlite.params import Unit, is_dtensor
@@ -142,6 +142,35 @@ def check_quantized_gather(rule: object, stage: int) -> None:
         raise LayoutError(
             f"quantized_gather is for stage 3, got stage {stage}: at stages 0 to 2 full weights have memory that this "
             "rank's shard is a part of, so codes would replace the weights that the optimizer steps"
+        )
+
+
+def check_parts(order: str, parts: object, groups: Ranks, *, quantized: bool) -> None:
+    """Check the options `order` and `parts`.
+
+    Raises:
+        LayoutError: there is no balanced tree of so many parts over these ranks, or an option does not go with it.
+    """
+    if order == "ring":
+        if parts is not None:
+            raise LayoutError(f"parts={parts!r} is for order='tree': give both, or neither")
+        return
+    if groups.replicas is not None:
+        raise LayoutError(
+            "order='tree' adds over the ranks that share a model, and a two-dimensional group has replicas beside "
+            "them: give a group or a mesh of one dimension"
+        )
+    if quantized:
+        raise LayoutError(
+            "order='tree' gives the same bits on any number of ranks, and quantized_gather does not: a single rank "
+            "computes with the weights themselves. Leave it False"
+        )
+    if groups.shards.bit_count() != 1:
+        raise LayoutError(f"order='tree' takes a power of two of ranks, got {groups.shards}")
+    if type(parts) is not int or parts.bit_count() != 1 or parts < groups.shards:
+        raise LayoutError(
+            f"order='tree' takes parts=P, into which each global batch is divided: a power of two, and at least the "
+            f"number of ranks, {groups.shards}; got parts={parts!r}"
         )
 
 

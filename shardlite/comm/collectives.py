@@ -326,8 +326,14 @@ def broadcast(
 
 def _is_at_once(full: Tensor, transport: Transport) -> bool:
     """Return whether an all-reduce is one round."""
-    lends = transport.lends and not transport.batched and transport.algorithm in IN_RING_ORDER
-    return lends and transport.world_size > 1 and 0 < full.nbytes <= SHORT
+    any_order = transport.algorithm in IN_RING_ORDER or full.dtype not in _FLOATS
+    return (
+        transport.lends
+        and not transport.batched
+        and any_order
+        and transport.world_size > 1
+        and 0 < full.nbytes <= SHORT
+    )
 
 
 def _reduction(transport: Transport) -> Schedule:
@@ -347,7 +353,8 @@ def _reduce_rows(full: Tensor, transport: WholeCollectives, cut: Cut, finish: La
     for part in transport.slices(cut, full.itemsize, cut.grain):
         rows = transport.exchange_rows(full, cut, part, staging)
         if part[0] < stop - start:
-            finish(part[0], rows, None, (transport.rank + 1) % transport.world_size)
+            first = None if transport.algorithm == "halving" else (transport.rank + 1) % transport.world_size
+            finish(part[0], rows, None, first)
 
 
 def _is_flag(full: Tensor) -> bool:
@@ -381,7 +388,7 @@ def _into(shard: Tensor, divisor: int, stats: Tensor | None) -> LastHop:
     """Return the last hop that writes the divided sum to `shard`, and its statistics to `stats`."""
     block = stats_block(shard)
 
-    def last(start: int, received: Tensor, own: Tensor | None, first: int = 0) -> None:
+    def last(start: int, received: Tensor, own: Tensor | None, first: int | None = 0) -> None:
         stop = start + received.shape[-1]
         rows = None if stats is None else stats[start // block : -(-stop // block)]
         if own is None:

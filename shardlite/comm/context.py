@@ -222,9 +222,10 @@ def share(groups: Ranks, device: torch.device, timeout: timedelta, route: Route)
     """
     check_connections(device)
     model = identify(groups, timeout)
-    inline = transport, replicas = _connect(groups, device, timeout, route, apart=False)
+    in_any_order = replace(route, order="ring")  # nothing but gradients depends on it
+    inline = transport, replicas = _connect(groups, device, timeout, in_any_order, apart=False)
     if isinstance(transport, WholeCollectives):
-        rest = replace(route, transport="auto") if route.transport == "symmetric_memory" else route
+        rest = replace(in_any_order, transport="auto") if route.transport == "symmetric_memory" else in_any_order
         inline = _connect(groups, device, timeout, rest, apart=False)
     hosts = connect_hosts(groups.shard, timeout, route=route)
     other_hosts = None if groups.replicas is None else connect_hosts(groups.replicas, timeout, route=route)

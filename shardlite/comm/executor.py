@@ -43,11 +43,12 @@ Pieces = Callable[[int, int], Sequence[Chunk]]
 class LastHop(Protocol):
     """Consumer of a finished sum."""
 
-    def __call__(self, start: int, received: Tensor, own: Tensor | None, first: int = 0) -> None:
+    def __call__(self, start: int, received: Tensor, own: Tensor | None, first: int | None = 0) -> None:
         """Finish elements `[start, start + n)` of the segment: their sum is `received + own`, [n] each.
 
-        Without `own`, `received` has a row of each rank, [W, n], to be added from row `first` on. Called for ranges
-        that cover the segment, each once; each starts at a multiple of the grain. Both tensors are reused afterwards.
+        Without `own`, `received` has a row of each rank, [W, n], to be added from row `first` on, or as a
+        balanced tree if that is `None`. Called for ranges that cover the segment, each once; each starts at a multiple
+        of the grain. Both tensors are reused afterwards.
         """
 
 
@@ -225,7 +226,7 @@ class _Loans:
             loan.give_back()
 
 
-def _in_place(start: int, received: Tensor, own: Tensor | None, first: int = 0) -> None:
+def _in_place(start: int, received: Tensor, own: Tensor | None, first: int | None = 0) -> None:
     """Finish a partial sum that is sent on.
 
     A piece passes each rank once, so no buffer that is still being sent is overwritten.

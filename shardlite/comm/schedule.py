@@ -9,6 +9,7 @@ segment before an all-gather and after a reduce-scatter.
     direct           1               W-1                        k+1, k+2, ..., k-1, k
     bidirectional    floor(W/2)      (W-1) * parts              each side separately, half round
     hierarchical     (g-1)+(n-1)     W-1                        nodes as a ring of sums, each a ring of its own
+    halving          log2(W)         W-1                        ((0+1) + (2+3)) + ..., up to the sides of an addition
 
 Bytes are the same in all of them: in a reduce-scatter each rank sends every segment but its own once, in an all-gather
 it receives every segment but its own once. With equal segments that is `(W-1)/W` of the buffer, sent and received,
@@ -18,7 +19,7 @@ which costs a latency, and in the links that carry the bytes.
 Legend: `W` ranks, `r` and `k` ranks (modulo `W`), `t` a step, `g` ranks per node, `n = W/g` nodes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, reduce
 from typing import NamedTuple, TypeAlias, Union
@@ -66,8 +67,15 @@ def all_gather(algorithm: Algorithm, world_size: int, *, node: int = 1) -> Sched
         r=0   [a . . . . .]   [a . . d . .]   [a . c d . f]   g=3, n=2: the first step is across
         r=1   [. b . . . .]   [. b . . e .]   [a b . d e .]
 
+    halving (here: recursive doubling), for a power of two of ranks: with the rank half a world away, then with that a
+    quarter of a world away, and so on, all that is there is exchanged.
+
+        W=4   start       t=0         t=1
+        r=0   [a . . .]   [a . c .]   [a b c d]
+
     Raises:
-        LayoutError: an unknown algorithm, no ranks, or nodes that do not divide the world.
+        LayoutError: an unknown algorithm, no ranks, a number of ranks for which it cannot be, or nodes that do not
+            divide the world.
     """
     return _collective("all-gather", algorithm, world_size, node)
 
@@ -98,6 +106,12 @@ def reduce_scatter(algorithm: Algorithm, world_size: int, *, node: int = 1) -> S
 
         1 --1--> 2 --1+2--> 0                     4+5+3+(1+2+0)
         4 --4--> 5 --4+5--> 3 --4+5+3--> 0
+
+    halving (recursive halving): with the neighbour, then with the rank two places away, and so on, partial sums are
+    exchanged for half of what is left. So each segment is added as a balanced binary tree over the ranks.
+
+        1 --1--> 0                                3+2+(1+0)
+        3 --3--> 2 --3+2--> 0
 
     Raises:
         LayoutError: as `all_gather`.
@@ -208,12 +222,32 @@ class _Flow(NamedTuple):
         return self._replace(to=-self.to, back=self.back + self.to)
 
 
+class _Swap(NamedTuple):
+    """A transfer of each rank: to the rank whose number differs in the binary `digit`, which sends one in return."""
+
+    digit: int
+    segment: int
+    """It sends the segment of the rank whose number differs in these digits."""
+
+    def sent_by(self, rank: int, world_size: int) -> Transfer:
+        """Return what a rank sends."""
+        return Transfer(rank, rank ^ self.digit, rank ^ self.segment, 0)
+
+    def received_by(self, rank: int, world_size: int) -> Transfer:
+        """Return what a rank receives."""
+        return self.sent_by(rank ^ self.digit, world_size)
+
+    def backwards(self) -> "_Swap":
+        """Return the swap in which each target sends what it received here to its source."""
+        return self._replace(segment=self.segment ^ self.digit)
+
+
 @dataclass(frozen=True)
 class _Flows(Steps):
     """Steps in which all ranks do the same."""
 
     world_size: int
-    flows: tuple[tuple[_Flow, ...], ...]
+    flows: tuple[tuple[_Flow | _Swap, ...], ...]
     """The flows of each step, in the order in which a rank sends."""
 
     def __len__(self) -> int:
@@ -247,6 +281,8 @@ def _collective(operation: str, algorithm: str, world_size: int, node: int) -> S
         raise LayoutError(f"{what}: a world of {world_size} ranks; at least 1 is needed")
     if algorithm != "hierarchical" and node != 1:
         raise LayoutError(f"{what}: nodes of {node} ranks; only 'hierarchical' knows nodes")
+    if algorithm == "halving" and world_size.bit_count() != 1:
+        raise LayoutError(f"{what}: a world of {world_size} ranks; it must be a power of two")
     if node < 1 or world_size % node:
         raise LayoutError(f"{what}: nodes of {node} ranks do not divide a world of {world_size}")
     parts, flows = _spread(algorithm, world_size, node, 1 if operation == "all-gather" else -1)
@@ -254,12 +290,14 @@ def _collective(operation: str, algorithm: str, world_size: int, node: int) -> S
     return Schedule(operation, algorithm, world_size, parts, steps if operation == "all-gather" else steps.backwards())
 
 
-def _spread(algorithm: str, world_size: int, node: int, way: int) -> tuple[int, list[tuple[_Flow, ...]]]:
+def _spread(algorithm: str, world_size: int, node: int, way: int) -> tuple[int, Sequence[tuple[_Flow | _Swap, ...]]]:
     """Return parts and steps by which segments spread from their owners; rings go to `r + way`, which is +1 or -1."""
     if algorithm == "direct":
         return 1, [tuple(_Flow(world_size, way * j, 0) for j in range(1, world_size))]
     if algorithm == "bidirectional":
         return _bidirectional(world_size, way)
+    if algorithm == "halving":
+        return 1, [*_doubling(world_size)]
     # A ring is a hierarchy of nodes of one rank.
     return 1, [*_across(world_size, node, way), *_inside(world_size, node, way)]
 
@@ -280,6 +318,15 @@ def _bidirectional(world_size: int, way: int) -> tuple[int, list[tuple[_Flow, ..
         )
         for t in range(world_size // 2)
     ]
+
+
+def _doubling(world_size: int) -> Iterator[tuple[_Swap, ...]]:
+    """Swaps between ranks half a world apart, then a quarter, ...: of the own segment, then of all in their order."""
+    held, digit = [0], world_size // 2
+    while digit:
+        yield tuple(_Swap(digit, other) for other in held)
+        held += [digit ^ other for other in held]
+        digit //= 2
 
 
 def _across(world_size: int, node: int, way: int) -> Iterator[tuple[_Flow, ...]]:

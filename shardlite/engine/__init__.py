@@ -14,5 +14,6 @@ from shardlite.engine.local_shards import Shards
 from shardlite.engine.module_hooks import ModuleHooks
 from shardlite.engine.module_map import needs, param_locations
 from shardlite.engine.optimizer_bridge import InBackwardOptimizer, OptimizerBridge
+from shardlite.engine.part_loop import PartLoop
 from shardlite.engine.state_dicts import NUMBERS
 from shardlite.engine.uneven_inputs import Batch, Join

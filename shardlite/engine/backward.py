@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlite.comm import ProgramStreams
+from shardlite.engine.part_loop import PartLoop
 from shardlite.errors import PhaseError
 from shardlite.grads import Bucket, Reducer
 from shardlite.params import Unit, take_grad
@@ -34,12 +35,27 @@ class Mode(Enum):
     STEP = "step"  # they are reduced, with all that were accumulated before, and a step follows
     SHARDED = "sharded"  # they are reduced and added to the gradient shards; another backward follows
     LOCAL = "local"  # they stay on this rank, whole, in the buckets
+    PART = "part"  # the same, each part of a global batch by itself: later parts are added in a tree
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the backward reduces them."""
+        return self is Mode.STEP or self is Mode.SHARDED
 
 
 class Backward:
     """Follows the backwards of one wrapped model, one outermost backward at a time."""
 
-    def __init__(self, reducer: Reducer, gatherer: Gathering, units: Sequence[Unit], streams: ProgramStreams) -> None:
+    def __init__(
+        self,
+        reducer: Reducer,
+        gatherer: Gathering,
+        units: Sequence[Unit],
+        streams: ProgramStreams,
+        parts: PartLoop | None = None,
+    ) -> None:
+        """With `parts`, gradients may come inside its loops only."""
+        self._parts = parts
         self._reducer = reducer
         self._gatherer = gatherer
         self._units = units
@@ -63,7 +79,7 @@ class Backward:
         """Begin, if this is the first event of a backward. To be called at every event, inside a backward."""
         if self._task is None:
             self._task = torch._C._current_graph_task_id()
-            self._reducing = self._mode is not Mode.LOCAL
+            self._reducing = self._mode.reduces
             torch.autograd.Variable._execution_engine.queue_callback(self._close)
             self._gatherer.begin_backward(final=self._mode is Mode.STEP)
             if self._saves_memory and self._mode is Mode.STEP:
@@ -129,13 +145,15 @@ class Backward:
     def _add_gradient(self, unit: Unit, param: nn.Parameter, grad: Tensor, *, is_watched: bool) -> None:
         self.open()
         if not self._got_gradients:
-            self._reducer.begin(steps=self._mode is Mode.STEP, reduces=self._mode is not Mode.LOCAL)
+            if self._parts is not None:
+                self._parts.begin_backward()
+            self._reducer.begin(steps=self._mode is Mode.STEP, reduces=self._mode.reduces)
             if self._mode is Mode.STEP:
                 self._saves_memory = self._reducer.saves_memory()
         self._got_gradients = True
         bucket = self._reducer.add(unit, param, grad.detach(), is_watched=is_watched)  # it may have a history
         if self._mode is not Mode.LOCAL and self._is_complete(bucket):
-            self._reducer.complete(unit)
+            (self._reducer.keep_part if self._mode is Mode.PART else self._reducer.complete)(unit)
 
     def expect_gradients(self, unit: Unit, *, recorded: bool) -> None:
         """Note a forward of a unit. One that autograd has not recorded is run again by reentrant checkpointing."""
@@ -204,7 +222,8 @@ class Backward:
         if self._reducer.accumulates and not graded:
             raise PhaseError(
                 "the gradients were only accumulated and not reduced, so there is nothing to step by: run the last "
-                "backward before a step outside of no_sync(), or call zero_grad() of the model to drop them"
+                "backward before a step outside of no_sync(), and a loop over parts() to its end, or call zero_grad() "
+                "of the model to drop them"
             )
         self.forget_forwards()
 
@@ -235,11 +254,15 @@ class Backward:
         """
         with self._streams.at_home():
             self._gatherer.end_pass()  # others may need weights yet before they can reduce
-            if self._got_gradients and self._mode is not Mode.LOCAL:
+            if not self._got_gradients or self._mode is Mode.LOCAL:
+                self._reducer.start_over()
+            elif self._mode is Mode.PART:
+                self._reducer.end_part()
+            else:
                 self._reducer.flush()
                 self._gatherer.confirm_ends()  # gradient flags came from every rank behind the end of its pass
-            else:
-                self._reducer.start_over()
+            if self._got_gradients and self._parts is not None:
+                self._parts.end_backward()
             self._end()
 
     def _end(self) -> None:

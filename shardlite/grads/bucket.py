@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlite.errors import PhaseError
+from shardlite.grads.part_sums import PartSums
 from shardlite.params import Buffer, BufferPool, Flat, Gradients, Slot, Unit, check_move
 
 
@@ -48,10 +49,14 @@ class Bucket:
     reduced: bool = False
     """Whether the bucket was reduced in the current backward."""
 
+    earlier: PartSums = field(init=False)
+    """Sums over earlier parts of the global batch."""
+
     arrivals: int = 0
     """Number of gradients that arrived in the current backward. A reentrant backward brings several per parameter."""
 
     def __post_init__(self) -> None:
+        self.earlier = PartSums(self.pools)
         self.follow_requires_grad()
 
     def move(self, to: Gradients) -> None:
@@ -146,7 +151,12 @@ class Bucket:
             self.early[key] = grad.to(self.flats[self._places[key][0]].reduce) * factor
 
     def drop(self, param: nn.Parameter) -> None:
-        """Drop the gradient of `param`."""
+        """Drop the gradient of `param`, that of earlier parts, too."""
+        if id(param) in self.earlier.used:
+            flat, slot = self._places[id(param)]
+            for full in self.earlier.summands():
+                slot.view(full[flat]).zero_()
+            self.earlier.used.discard(id(param))
         if self.phase is Gradients.FILLING:
             self.used.discard(id(param))
             self.early.pop(id(param), None)
@@ -183,9 +193,31 @@ class Bucket:
         """Return the flag index of the first gradient with a NaN or an infinity, or `None`. Synchronizes the host."""
         rows = [(flat.params[row], slot, i) for i, flat in enumerate(self.flats) for row, slot in _slots(flat)]
         for place, (param, slot, i) in enumerate(rows):
-            if id(param) in self.used and not self.full[i][slot.start : slot.stop].isfinite().all():
+            fulls = [full[i][slot.start : slot.stop] for full in (self.full, *self.earlier.summands())]
+            if id(param) in self.used and not all(full.isfinite().all() for full in fulls):
                 return place
         return None
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether there are gradients that are not reduced yet."""
+        return self.phase is Gradients.FILLING or bool(self.earlier)
+
+    def keep_part(self, most: int) -> None:
+        """Add the gradients to those of earlier parts, and be empty for the next part. Nothing may be missing.
+
+        Sums of `most` parts are kept apart.
+        """
+        parts = self.earlier.add_to(self.full, most)
+        self.earlier.keep(parts, self.full, self.buffers, self.used)
+        self.full, self.buffers, self.used = [], [], set()
+        self.move(Gradients.EMPTY)
+
+    def add_earlier_parts(self, most: int) -> int:
+        """Add the gradients of earlier parts, but for sums of `most` parts. Return how many parts there are in all."""
+        parts = self.earlier.add_to(self.full, most)
+        self.used |= self.earlier.used
+        return parts + self.earlier.parts
 
     def follow_requires_grad(self) -> None:
         """Update which parameters have gradients. Call it while the bucket is empty."""
@@ -203,6 +235,7 @@ class Bucket:
             pool.give_back(self.buffers.pop(0))
         self.early.clear()
         self.used.clear()
+        self.earlier.clear()
         if self.phase is not Gradients.EMPTY:
             self.move(Gradients.EMPTY)
 

@@ -4,19 +4,25 @@ The norm is made of one partial per rank, combined in the order of ranks. A rank
 that the reduction took in its last hop, if the gradients are still what it left, or else from a pass over its part of
 the gradients. At every stage these are the same parts, so all stages get the same bits.
 
+With order="tree" it is made of the norms of blocks of `B` elements, which no cut divides: all ranks gather those of all
+blocks, and combine the same numbers in the same order, whatever `W` is. They come from where partials come from.
+
 PyTorch counts writes to a tensor: gradients that are the same tensors at the same version have the same values. It does
 not count writes through `.data`, by NumPy, or by collectives of `torch.distributed`.
 
-Legend: `W` ranks that share a model.
+Legend: `W` ranks that share a model, `S` elements per shard, `B` elements of a block of statistics.
 """
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from math import inf
+from typing import NamedTuple
 
 import torch
-from shardlite_kernels import scale, use_triton
+from shardlite_kernels import new_stats, scale, stats, stats_block, use_triton
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from shardlite.comm import Context, all_gather
 from shardlite.errors import LayoutError
@@ -24,15 +30,24 @@ from shardlite.grads.flags import largest
 from shardlite.params import ALIGN, Flat, as_they_are, round_up
 
 
+class Squares(NamedTuple):
+    """Sums of squares of this rank's part of a flat's gradients."""
+
+    total: Tensor
+    """Of all of it, [] in fp64."""
+
+    blocks: Tensor
+    """Of each block of statistics, [S/B]."""
+
+
 class ReducedNorm:
     """The gradients of one reduction of a whole model, and the sums of their squares."""
 
-    def __init__(self, squares: Mapping[Flat, Tensor], shards: Iterable[nn.Parameter]) -> None:
+    def __init__(self, squares: Mapping[Flat, Squares], shards: Iterable[nn.Parameter]) -> None:
         """Record the gradients that `shards` have now.
 
         Args:
-            squares: for each flat the sum of squares of this rank's part of its gradients, [] in fp64. Parameters that
-                no rank has used count as zeros.
+            squares: those of each flat. Parameters that no rank has used count as zeros.
             shards: all that the reduction has given a gradient.
         """
         self._squares = squares
@@ -58,7 +73,11 @@ class ReducedNorm:
 
     def squares(self, flats: Iterable[Flat]) -> Tensor:
         """Add up the squares in this rank's parts of all these flats, in their order: [] in fp64."""
-        return torch.stack([self._squares[flat] for flat in flats if flat in self._squares]).sum()
+        return torch.stack([self._squares[flat].total for flat in flats if flat in self._squares]).sum()
+
+    def norm_of_blocks(self, flat: Flat) -> Tensor | None:
+        """Return the norm of each block of this rank's part of a flat, [S/B], or `None` if it has no gradients."""
+        return self._squares[flat].blocks.double().sqrt() if flat in self._squares else None
 
     def runs(self) -> Iterable[Tensor]:
         """Yield the memory of the gradients, if they are all there still: one [n] for each flat, with its padding."""
@@ -90,8 +109,19 @@ _SCALABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class Clipper:
     """The norm of the gradients of one wrapped model, and clipping by it."""
 
-    def __init__(self, flats: Sequence[Flat], context: Context, reduced_norm: Callable[[], ReducedNorm | None]) -> None:
-        """`reduced_norm` returns the norm of what the last reduction left in `.grad`, if it is known."""
+    def __init__(
+        self,
+        flats: Sequence[Flat],
+        context: Context,
+        reduced_norm: Callable[[], ReducedNorm | None],
+        *,
+        by_blocks: bool = False,
+    ) -> None:
+        """`reduced_norm` returns the norm of what the last reduction left in `.grad`, if it is known.
+
+        With `by_blocks` norms do not depend on the number of ranks. Shards are whole blocks then.
+        """
+        self._by_blocks = by_blocks
         self._flats = [flat for flat in flats if flat.layout.dtype.is_floating_point]
         self._context = context
         self._reduced_norm = reduced_norm
@@ -108,9 +138,10 @@ class Clipper:
             raise LayoutError(f"the norm of gradients has a positive exponent or is inf, got {norm_type!r}")
         context, transport = self._context, self._context.inline[0]
         doubles = any(flat.local.dtype == torch.float64 for flat in self._flats)
-        partials = torch.zeros(
-            transport.world_size, dtype=torch.float64 if doubles else torch.float32, device=context.device
-        )
+        dtype = torch.float64 if doubles else torch.float32
+        if self._by_blocks:
+            return self._norm_of_blocks(norm_type, only).to(dtype)
+        partials = torch.zeros(transport.world_size, dtype=dtype, device=context.device)
         partials[transport.rank] = self._partial(norm_type, only, partials.dtype)
         all_gather(partials, transport, operation=context.operation("the norm of gradients", "norm"))
         total: Tensor = torch.linalg.vector_norm(partials, norm_type)
@@ -118,9 +149,8 @@ class Clipper:
 
     def _partial(self, norm_type: float, only: Collection[Tensor] | None, dtype: torch.dtype) -> Tensor | float:
         """Return the norm of this rank's part of the gradients."""
-        graded = _graded(shard for flat in self._flats for shard in flat.shards if only is None or shard in only)
-        reduced_norm = self._reduced_norm()
-        if norm_type == 2 and reduced_norm is not None and reduced_norm.describes(graded):
+        graded = self._graded(only)
+        if (reduced_norm := self._known(norm_type, graded)) is not None:
             return reduced_norm.squares(self._flats).sqrt()
         pieces = [piece for flat in self._flats for piece in _pieces(flat, self._context.transport.rank, only)]
         if not pieces:
@@ -128,6 +158,49 @@ class Clipper:
         norms = torch.stack([norm.to(dtype) for norm in _norms(pieces, norm_type)])
         partial: Tensor = torch.linalg.vector_norm(norms, norm_type)
         return partial
+
+    def _graded(self, only: Collection[Tensor] | None) -> list[nn.Parameter]:
+        return _graded(shard for flat in self._flats for shard in flat.shards if only is None or shard in only)
+
+    def _known(self, norm_type: float, graded: Collection[nn.Parameter]) -> ReducedNorm | None:
+        """Return the norm that a reduction has measured, if it is that of these gradients as they are now."""
+        reduced_norm = self._reduced_norm()
+        known = norm_type == 2 and reduced_norm is not None and reduced_norm.describes(graded)
+        return reduced_norm if known else None
+
+    def _norm_of_blocks(self, norm_type: float, only: Collection[Tensor] | None) -> Tensor:
+        """Return the norm of the gradients of all ranks, [] in fp64, by way of the norms of all blocks."""
+        context, transport = self._context, self._context.inline[0]
+        reduced_norm = self._known(norm_type, self._graded(only))
+        own = []
+        for flat in self._flats:
+            norms = reduced_norm.norm_of_blocks(flat) if reduced_norm is not None else None
+            if reduced_norm is None and (part := _own_part(flat, context.transport.rank, only)) is not None:
+                norms = _norm_of_each_block(part, norm_type)
+            own.append(norms if norms is not None else self._no_norms(flat))
+        mine = torch.cat(own)
+        everyones = mine.new_empty(transport.world_size, len(mine))
+        everyones[transport.rank] = mine
+        all_gather(everyones.view(-1), transport, operation=context.operation("the norm of gradients", "norm"))
+        return _norm_of_all(everyones.view(-1)[self._blocks_in_order], norm_type)
+
+    def _no_norms(self, flat: Flat) -> Tensor:
+        blocks = flat.layout.shard_numel // flat.layout.grain
+        return torch.zeros(blocks, dtype=torch.float64, device=self._context.device)
+
+    @cached_property
+    def _blocks_in_order(self) -> Tensor:
+        """Where, among the blocks of all ranks, those that hold parameters are: flat by flat, as in the full buffer.
+
+        What follows them is padding, whose length depends on the number of ranks.
+        """
+        counts = [flat.layout.shard_numel // flat.layout.grain for flat in self._flats]
+        places, before = [], 0
+        for flat, count in zip(self._flats, counts, strict=True):
+            blocks = torch.arange(-(-flat.layout.slots[-1].stop // flat.layout.grain))
+            places.append(blocks // count * sum(counts) + before + blocks % count if count else blocks)
+            before += count
+        return torch.cat(places).to(self._context.device) if places else torch.zeros(0, dtype=torch.int64)
 
     def clip(self, shards: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
         """Scale gradients by `min(1, max_norm / (norm + 1e-6))`, as `torch.nn.utils.clip_grad_norm_` does.
@@ -174,6 +247,40 @@ def _norms(pieces: Sequence[Tensor], norm_type: float) -> Sequence[Tensor]:
         return largest(pieces)
     with as_they_are():  # pieces are parts of others, and that is known here
         return torch._foreach_norm(list(pieces), norm_type)
+
+
+def _own_part(flat: Flat, rank: int, only: Collection[Tensor] | None) -> Tensor | None:
+    """Return a copy of what of a flat's gradients lies in a rank's part, zeros between them, [S]. `None`: nothing."""
+    start, stop = flat.layout.shard_range(rank)
+    own = None
+    for slot, shard in zip(flat.layout.slots, flat.shards, strict=True):
+        if shard.grad is not None and (only is None or shard in only):
+            own = shard.grad.new_zeros(stop - start) if own is None else own
+            first, last = slot.within(start, stop)
+            grad = shard.grad.reshape(-1)
+            own[first:last] = grad if flat.rank is not None else grad[start + first - slot.start :][: last - first]
+    return own
+
+
+def _norm_of_each_block(part: Tensor, norm_type: float) -> Tensor:
+    """Return the norm of each block of statistics of `part` [S], [S/B] in fp64."""
+    if norm_type == 2:
+        rows = new_stats(part)
+        stats(part, rows)
+        return rows[:, 0].double().sqrt()
+    norms: Tensor = torch.linalg.vector_norm(part.view(-1, stats_block(part)), norm_type, dim=1)
+    return norms.double()
+
+
+_TOGETHER = 1024
+"""Norms that are combined in one row, so that no sum is divided among threads, whose number would change its bits."""
+
+
+def _norm_of_all(norms: Tensor, norm_type: float) -> Tensor:
+    """Combine the norms of all blocks, [] in fp64."""
+    rows = pad(norms, (0, -len(norms) % _TOGETHER)).view(-1, _TOGETHER)
+    total: Tensor = torch.linalg.vector_norm(torch.linalg.vector_norm(rows, norm_type, dim=1), norm_type)
+    return total
 
 
 def _pieces(flat: Flat, rank: int, only: Collection[Tensor] | None) -> Iterator[Tensor]:

@@ -16,10 +16,10 @@ Legend: `W` ranks that share a model, `S` elements per shard, `P` rows of statis
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
-from shardlite_kernels import new_stats, send, stats, stats_block, stats_total
+from shardlite_kernels import hop, new_stats, send, stats, stats_block, stats_total
 from torch import Tensor
 
 from shardlite.comm import (
@@ -34,7 +34,11 @@ from shardlite.comm import (
     stages_in_out,
     staging_numel,
 )
+from shardlite.grads.norm import Squares
 from shardlite.params import Flat, storage_key
+
+Summands: TypeAlias = tuple[Tensor, Tensor | None]
+"""This rank's gradients [W*S]. On one rank, the second is the sum of the first half of the parts, if there are two."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,11 @@ class Mean:
     total: Tensor
     """Statistics of all of `own`, [2] in fp64: the sum of squares, and how many blocks have a NaN or an infinity."""
 
+    @property
+    def squares(self) -> Squares:
+        """The sums of squares: of all of `own` and of each of its blocks."""
+        return Squares(self.total[0], self.stats[:, 0])
+
 
 class ShardStep(Protocol):
     """The step that an optimizer takes by the mean of one flat's gradients, as soon as that is there."""
@@ -65,11 +74,12 @@ class ShardStep(Protocol):
         """Step those parameters that have users: a number for each slot that has gradients, [rows]."""
 
     def __call__(
-        self, start: int, received: Tensor | None, own: Tensor | None, divisor: int = 1, first: int = 0
+        self, start: int, received: Tensor | None, own: Tensor | None, divisor: int = 1, first: int | None = 0
     ) -> None:
         """Step by elements `[start, start + n)` of the mean: `(received + own) / divisor`, [n] each, or just `own`.
 
-        Without `own`, `received` has a row of each rank, [W, n], to be added from row `first` on.
+        Without `own`, `received` has a row of each rank, [W, n], to be added from row `first` on, or as a balanced
+        tree if that is `None`.
         """
 
     def fused(self, numel: int) -> FusedStep | None:
@@ -79,11 +89,11 @@ class ShardStep(Protocol):
 class Averager:
     """Averages the gradients of one wrapped model at one stage."""
 
-    def __init__(self, context: Context, *, stage: int) -> None:
+    def __init__(self, context: Context, *, stage: int, divisor: int) -> None:
         self._context = context
         self._stage = stage
-        self.divisor = context.world_size
-        """Number of ranks whose gradients count: the divisor of their sum."""
+        self.divisor = divisor
+        """Number of ranks, or parts, whose gradients count: the divisor of their sum."""
         self._staging = torch.empty(0, dtype=torch.uint8, device=context.device)
 
     def place(self, flat: Flat, full: Tensor) -> Mean:
@@ -100,12 +110,15 @@ class Averager:
         self._context.ledger.track("gradients", whole)
         return Mean(flat, whole, own, new_stats(own), full.new_empty(2, dtype=torch.float64))
 
-    def average(self, full: Tensor, mean: Mean, divisor: int, unit: str, operation: Operation) -> None:
-        """Reduce the gradients in `full` into `mean`, and overwrite `full`. On the queue."""
+    def average(self, grads: Summands, mean: Mean, divisor: int, unit: str, operation: Operation) -> None:
+        """Reduce this rank's gradients into `mean`, and overwrite them. On the queue."""
+        full, half = grads
         context, cuts = self._context, mean.flat.gradients.cuts
         shard, replicas = context.reducing
-        in_place = shard.world_size == 1 and mean.own.data_ptr() == full.data_ptr()
-        if not in_place:
+        in_place = half is None and shard.world_size == 1 and mean.own.data_ptr() == full.data_ptr()
+        if half is not None:
+            hop(mean.own, half, full, divisor, mean.stats)
+        elif not in_place:
             reduce_scatter(
                 full,
                 shard,
@@ -129,7 +142,7 @@ class Averager:
 
     def step_by(
         self,
-        full: Tensor,
+        grads: Summands,
         flat: Flat,
         step: ShardStep,
         used: Sequence[int],
@@ -137,25 +150,25 @@ class Averager:
         unit: str,
         operation: Operation,
     ) -> None:
-        """Reduce the gradients in `full`, and step by their mean instead of keeping it. On the queue.
+        """Reduce this rank's gradients, and step by their mean instead of keeping it. On the queue.
 
         Where the mean is the last addition of a ring, that and the step are one. Where it is gathered or added up once
         more (stage 0, replicas) the step follows. `used` is 1 for each parameter that this rank has used, else 0, and
         `-W` or less for those that no rank is to step.
         """
-        context = self._context
+        context, full = self._context, grads[0]
         shard, replicas = context.reducing
         step.activate(self._users(used, full.device, unit, operation))
         if self._stage == 0 or replicas or shard.world_size == 1:
             mean = self.place(flat, full)
-            self.average(full, mean, divisor, unit, operation)
+            self.average(grads, mean, divisor, unit, operation)
             step(0, None, mean.whole)
             return
         if rings_in_kernel(full, shard, flat.gradients.cuts):
             self._step_in_ring(full, flat, step, divisor, operation)
             return
 
-        def last(start: int, received: Tensor, own: Tensor | None, first: int = 0) -> None:
+        def last(start: int, received: Tensor, own: Tensor | None, first: int | None = 0) -> None:
             step(start, received, own, divisor, first)
 
         staging, cuts = self._staging_of(flat, full), flat.gradients.cuts

@@ -5,6 +5,9 @@
 With replicas (hybrid sharding) the shard is then reduced over them. At stage 0 all ranks gather it in the end. So every
 stage makes the same additions in the same order.
 
+With order="tree" the gradients of a rank's parts are added up in its buckets first (`part_sums.py`), and the last
+part's backward reduces the sums.
+
 Units are reduced in one fixed order, so that every rank reduces every unit once per backward, whatever branches its
 forward took: a gradient that did not come counts as zero. In the end the ranks exchange gradient flags: a parameter
 that no rank used keeps its `.grad`, and all ranks know of gradients that are not finite.
@@ -147,12 +150,21 @@ class Reducer:
     _reduced_norm: ReducedNorm | None = None
 
     def __init__(
-        self, units: Sequence[Unit], context: Context, stepper: Stepper, *, stage: int, diagnose: bool
+        self,
+        units: Sequence[Unit],
+        context: Context,
+        stepper: Stepper,
+        *,
+        stage: int,
+        diagnose: bool,
+        parts: int | None = None,
     ) -> None:
+        """`parts` of a global batch are added in a tree; `None`: a rank's gradients are one summand."""
+        self._own_parts = None if parts is None else parts // context.world_size
         self._context = context
         self._stepper = stepper
         self._queue = context.queue("reduce")
-        self._averager = Averager(context, stage=stage)
+        self._averager = Averager(context, stage=stage, divisor=parts or context.world_size)
         self._gradient_flags = GradientFlags(context)
         self._diagnose = diagnose
         self._pools = _pools(units, context)
@@ -172,12 +184,14 @@ class Reducer:
     @property
     def accumulates(self) -> bool:
         """Whether there are gradients that are not reduced yet."""
-        return any(bucket.phase is Gradients.FILLING for bucket in self._buckets.values())
+        return any(bucket.accumulates for bucket in self._buckets.values())
 
     def kept(self) -> Iterator[Tensor]:
         """Yield the memory that later backwards use: of gradients that are not reduced yet, and of spare buckets."""
         for bucket in self._buckets.values():
             yield from (*bucket.full, *bucket.early.values())
+            for full in bucket.earlier.summands():
+                yield from full
         for pool in {pool for pools in self._pools.values() for pool in pools}:
             yield from pool.spare()
 
@@ -192,7 +206,7 @@ class Reducer:
             return False
         _check_precision(flat for unit in self._buckets for flat in unit.flats)
         for unit, bucket in self._buckets.items():
-            if bucket.phase is Gradients.FILLING:
+            if bucket.accumulates:
                 raise PhaseError(
                     f"requires_grad was changed while gradients of unit {unit.name!r} are accumulated and not yet "
                     "reduced: change it after a step, or call zero_grad() of the model before"
@@ -266,6 +280,30 @@ class Reducer:
             self._reduce(turn)
         self._tell_started(out_of_turn=bool(self._round.ready))
 
+    def keep_part(self, unit: Unit) -> None:
+        """Note that a unit's gradients of a part are all there, and add them to those of earlier parts."""
+        bucket = self._buckets[unit]
+        if not bucket.full:
+            self._fill(bucket)  # maybe with nothing: zeros are added, too
+        bucket.zero_the_rest()
+        bucket.keep_part(self._apart())
+        bucket.reduced = True
+
+    def end_part(self) -> None:
+        """Add up what is left of a part, after its backward."""
+        for unit in self._round.order:
+            if not self._buckets[unit].reduced:
+                self.keep_part(unit)
+        self.start_over()
+
+    def _apart(self) -> int:
+        """Return the number of parts whose sums are kept apart. On one rank those are the two of the last addition.
+
+        It is then made with the division, and not rounded between, as with more ranks.
+        """
+        assert self._own_parts is not None, "a model without parts adds none"
+        return self._own_parts // 2 if self._context.world_size == 1 else self._own_parts
+
     def flush(self) -> None:
         """Reduce what is left, wait for all reductions, and hand the gradients to the shards.
 
@@ -312,7 +350,7 @@ class Reducer:
     def discard(self) -> None:
         """Forget what was accumulated and not yet reduced."""
         for bucket in self._buckets.values():
-            if bucket.phase is Gradients.FILLING:
+            if bucket.accumulates:
                 bucket.clear()
 
     def waiting(self, unit: Unit, param: nn.Parameter) -> Tensor | None:
@@ -346,6 +384,8 @@ class Reducer:
         if not bucket.full:
             self._fill(bucket)  # maybe with nothing: the other ranks count on our zeros
         bucket.zero_the_rest()
+        if self._own_parts is not None:
+            self._add_earlier_parts(bucket, self._own_parts)
         bucket.move(Gradients.REDUCING)
         bucket.reduced = True
         self._context.trace.emit("reduce", unit.name)
@@ -354,23 +394,33 @@ class Reducer:
             # The backward needs less than the forward did and, from the root on, nothing more.
             self._context.trim(keep=0)
 
+    def _add_earlier_parts(self, bucket: Bucket, expected: int) -> None:
+        parts = bucket.add_earlier_parts(self._apart())
+        if parts != expected and not self._round.died:
+            raise PhaseError(
+                f"unit {bucket.unit.name!r} has gradients of {parts} parts, and this rank has {expected}: inside a "
+                "loop over parts() they were dropped, by zero_grad() of the model or after a backward that failed. Run "
+                "the loop again, from its first part"
+            )
+
     def _launch(self, bucket: Bucket) -> _Reduction:
         unit, divisor = bucket.unit, self._averager.divisor
         reduction = _Reduction(bucket, self._context.traffic, bucket.flags())
         if self._diagnose and self._round.first_bad is None and (bad := bucket.first_bad()) is not None:
             self._round.first_bad = bad + sum(len(before.used) for before in self._round.started)
         for i, (flat, full) in enumerate(zip(bucket.flats, bucket.full, strict=True)):
+            half = next((full[i] for full in bucket.earlier.summands()), None)
             operation = self._context.operation(f"reduce-scatter of unit {unit.name!r}, flat {i}", "reduce", unit.name)
             if self._round.stepping:
                 step = self._prepare_step(unit, flat)
                 mine = [int(bucket.holds(flat.params[row])) for row in flat.rows]
                 if self._round.died:
                     mine = [-self._context.world_size for _ in mine]  # no rank steps by gradients that are not whole
-                job = partial(self._averager.step_by, full, flat, step, mine, divisor, unit.name, operation)
+                job = partial(self._averager.step_by, (full, half), flat, step, mine, divisor, unit.name, operation)
                 reduction.steps.append(step)
             else:
                 mean = self._averager.place(flat, full)
-                job = partial(self._averager.average, full, mean, divisor, unit.name, operation)
+                job = partial(self._averager.average, (full, half), mean, divisor, unit.name, operation)
                 reduction.means.append(mean)
             reduction.jobs.append(job)
         reduction.work = self._queue.submit(reduction.run)
@@ -457,7 +507,7 @@ class Reducer:
         for (shard, grad, used), count in zip(parts, users, strict=True):
             if count and not used:
                 shard.grad = grad if shard.grad is None else shard.grad.add_(grad)
-        self._reduced_norm = None if before else ReducedNorm({mean.flat: mean.total[0] for mean in means}, reduced)
+        self._reduced_norm = None if before else ReducedNorm({mean.flat: mean.squares for mean in means}, reduced)
         self._judged = [weakref.ref(shard.grad) for shard in self._shards() if shard.grad is not None]
         if self._diagnose and self._nonfinite.item():
             self._name_bad()

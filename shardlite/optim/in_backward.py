@@ -149,12 +149,12 @@ class InBackwardStep:
             self._counts.activate(self._rows, users)
 
     def __call__(
-        self, start: int, received: Tensor | None, own: Tensor | None, divisor: int = 1, first: int = 0
+        self, start: int, received: Tensor | None, own: Tensor | None, divisor: int = 1, first: int | None = 0
     ) -> None:
         """Step by elements `[start, start + n)` of the buffer: `(received + own) / divisor`, [n] each, or `own` alone.
 
-        Without `own`, `received` has a row of each rank, [W, n], to be added from row `first` on. `start` is a multiple
-        of 32, and so is `n` except at the end of the buffer.
+        Without `own`, `received` has a row of each rank, [W, n], to be added from row `first` on, or as a balanced
+        tree if that is `None`. `start` is a multiple of 32, and so is `n` except at the end of the buffer.
         """
         summand = own if own is not None else received
         assert summand is not None, "there is a gradient"

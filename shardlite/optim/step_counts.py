@@ -121,8 +121,8 @@ class StepCounts(ABC):
         """Step by `(received + own) / divisor`, [S] each. `bad` [], int32, becomes 1 if it is not finite."""
 
     @abstractmethod
-    def add_rows(self, stretch: RunSlice, rows: Tensor, first: int, divisor: int, bad: Tensor) -> None:
-        """Step by the sum of `rows` [W, S] from row `first` on, divided. `bad` [], int32, as in `reduce`."""
+    def add_rows(self, stretch: RunSlice, rows: Tensor, first: int | None, divisor: int, bad: Tensor) -> None:
+        """Step by the sum of `rows` [W, S] as `add_rows` makes it, divided. `bad` [], int32, as in `reduce`."""
 
     def table_of(self, stretch: RunSlice) -> Table | None:
         """Return the table by which kernels step, or `None` if PyTorch's operator steps."""
@@ -174,7 +174,7 @@ class HostCounts(StepCounts):
         """Step with PyTorch's operator, chunk by chunk."""
         reduce_adamw_cpu(stretch.state, received, own, self._step(stretch), divisor=divisor, bad=bad)
 
-    def add_rows(self, stretch: RunSlice, rows: Tensor, first: int, divisor: int, bad: Tensor) -> None:
+    def add_rows(self, stretch: RunSlice, rows: Tensor, first: int | None, divisor: int, bad: Tensor) -> None:
         """Step with PyTorch's operator, chunk by chunk."""
         add_rows_adamw_cpu(stretch.state, rows, self._step(stretch), first=first, divisor=divisor, bad=bad)
 
@@ -256,7 +256,7 @@ class DeviceCounts(StepCounts):
         """Step with the kernel."""
         reduce_adamw(stretch.state, received, own, self.table_of(stretch), divisor=divisor, bad=bad)
 
-    def add_rows(self, stretch: RunSlice, rows: Tensor, first: int, divisor: int, bad: Tensor) -> None:
+    def add_rows(self, stretch: RunSlice, rows: Tensor, first: int | None, divisor: int, bad: Tensor) -> None:
         """Step with the kernel."""
         add_rows_adamw(stretch.state, rows, self.table_of(stretch), first=first, divisor=divisor, bad=bad)
 

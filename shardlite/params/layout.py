@@ -92,7 +92,10 @@ class Layout:
     """In registration order, with ascending starts."""
 
     cuts: tuple[int, ...]
-    """`W + 1` offsets in elements, multiples of `ALIGN`: shard `k` is `[cuts[k], cuts[k + 1])`."""
+    """`W + 1` offsets in elements, multiples of `grain`: shard `k` is `[cuts[k], cuts[k + 1])`."""
+
+    grain: int = ALIGN
+    """Elements that no cut divides. Above `ALIGN`, what is computed block by block does not depend on `W`."""
 
     @property
     def world_size(self) -> int:
@@ -135,10 +138,11 @@ class Layout:
             full    | embed..... norm. |. head...... pad |
             only    | embed...|head...... |                  `norm` has no gradient
 
-        With all slots the layout is unchanged, padding included, so that shards stay equal in length.
+        With all slots the layout is unchanged, padding included, so that shards stay equal in length. With a `grain`
+        all places stay as they are, and those of other slots become gaps.
         """
-        if len(kept) == len(self.slots):
-            return replace(self, dtype=dtype)
+        if len(kept) == len(self.slots) or self.grain > ALIGN:
+            return replace(self, dtype=dtype, slots=tuple(self.slots[i] for i in sorted(kept)))
         slots, cuts, end = [], [0] * len(self.cuts), 0
         for i in sorted(kept):
             slot, length = self.slots[i], round_up(self.slots[i].numel, ALIGN)
@@ -155,16 +159,24 @@ class Layout:
 
 
 def lay_out(
-    parameters: Iterable[tuple[str, Sequence[int]]], *, dtype: torch.dtype, trainable: bool, world_size: int
+    parameters: Iterable[tuple[str, Sequence[int]]],
+    *,
+    dtype: torch.dtype,
+    trainable: bool,
+    world_size: int,
+    grain: int = ALIGN,
 ) -> Layout:
-    """Place named shapes one after the other, each at a multiple of `ALIGN`. Cut the buffer for `world_size` ranks."""
+    """Place named shapes one after the other, each at a multiple of `ALIGN`.
+
+    Cut the buffer for `world_size` ranks, at multiples of `grain`.
+    """
     slots, end = [], 0
     for name, shape in parameters:
         slots.append(Slot(name, tuple(shape), end))
         end = round_up(slots[-1].stop, ALIGN)
-    shard_numel = round_up(-(-end // world_size), ALIGN)
+    shard_numel = round_up(-(-end // world_size), grain)
     cuts = tuple(rank * shard_numel for rank in range(world_size + 1))
-    return Layout(dtype=dtype, trainable=trainable, slots=tuple(slots), cuts=cuts)
+    return Layout(dtype=dtype, trainable=trainable, slots=tuple(slots), cuts=cuts, grain=grain)
 
 
 Empty: TypeAlias = Callable[[int, torch.dtype], Tensor]

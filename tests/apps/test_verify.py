@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from shardlite import AdamW, LayoutError, Precision, verify
 from shardlite.apps import cli, launch
 from shardlite.apps.verify import twins
 from shardlite.apps.verify.task import Task
-from shardlite.apps.verify.verify import Report
+from shardlite.apps.verify.verify import Report, _compare_elastic
 from shardlite.grads import reduce_scatter
 from tests.support.models.small import MLP, VOCABULARY, Branches, Branching, Context, LanguageModel, MixedDtypes
 from tests.support.ranks.scripts import run_command, run_process
@@ -400,17 +401,75 @@ def test_a_gradient_that_only_one_has_is_named(cluster):
     assert report.first_failure == f"rank 0: gradient of {name} in step 1: stage 0 has one, stage 3 has none"
 
 
+# ---- other numbers of ranks ----------------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """Its loss depends on how many parts its rank has run before: on the number of ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = MLP([6, 9, 6])
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.net(x).square().mean() * self.calls
+
+
+def elastic_rows(group: Any, make: Callable[[], nn.Module], steps: int) -> list[tuple[str, str, str | None]]:
+    """Body of a rank: the rows about other numbers of ranks alone, which rank 0 has."""
+    options = {"lr": 1e-2, "weight_decay": 0.1, "units": None, "precision": Precision(), "seed": 0, "group": None}
+    task = Task(make_model=make, make_batch=rows(6), steps=steps, **options)
+    return [(row.quantity, row.verdict, row.failure) for row in _compare_elastic(task)]
+
+
+def droppy() -> nn.Module:
+    return Rows(nn.Sequential(MLP([6, 40, 40, 6]), nn.Dropout(0.2)))
+
+
+def test_equal_bits_on_other_numbers_of_ranks_are_told(cluster):
+    first, *others = cluster.run(elastic_rows, 4, droppy, 3)
+    assert first == [("on 1, 2, 4 ranks", EQUAL, None), ("from 4 to 2 to 1 ranks", EQUAL, None)]
+    assert others == [[], [], []]
+
+
+def test_a_model_that_knows_its_number_of_ranks_is_found_out(cluster):
+    (fixed, changing), _ = cluster.run(elastic_rows, 2, Counting, 2)
+    assert fixed[:2] == ("on 1, 2 ranks", "BEYOND ITS BOUND")
+    assert fixed[2].startswith("weight 'net.0.weight' after step 2 on 1 rank, stage 3 against itself, order='tree'")
+    assert changing[:2] == ("from 2 to 1 ranks", "BEYOND ITS BOUND")
+
+
+def cannot_be_compared(group: Any, message: str) -> None:
+    """Body of a rank."""
+    with pytest.raises(LayoutError, match=message):
+        verify(droppy, rows(6), 1, group=group, elastic=True)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "message"),
+    [
+        (3, r"verify\(elastic=True\) compares powers of two of ranks, got 3 ranks"),
+        (1, "PyTorch calls all 2 of the program: leave group=None, instead of a group of 1"),
+    ],
+)
+def test_ranks_that_cannot_be_compared_are_refused(cluster, world_size, message):
+    cluster.check(cannot_be_compared, world_size, message)
+
+
 # ---- the command line ------------------------------------------------------------------------------------------------
 
 SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--context", "8", "--steps", "2"]
 
 
 def test_the_command_compares_a_small_gpt(cluster):
-    first, second = run_command(cluster, cli.main, "verify", "--ranks", 2, "--compute", "bf16", *SMALL)
+    first, second = run_command(cluster, cli.main, "verify", "--ranks", 2, "--compute", "bf16", "--elastic", *SMALL)
     assert first.status == second.status == 0
     assert second.out == ""
     assert "simple twin" in first.out
     assert "DistributedDataParallel, no casts" in first.out
+    assert re.search(r"itself, order='tree', 4 parts +on 1, 2 ranks +0 +0  equal to the bit", first.out)
     assert first.out.splitlines()[-1] == "2 ranks, 2 steps: ok"
 
 

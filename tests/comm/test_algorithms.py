@@ -12,6 +12,7 @@ from tests.support.transports.worlds import run
 BY_ALGORITHM = [
     *((algorithm, size, 1) for algorithm in ("direct", "bidirectional") for size in (1, 2, 3, 4)),
     *(("hierarchical", size, node) for size, node in ((4, 2), (4, 1), (3, 3), (4, 4))),
+    *(("halving", size, 1) for size in (2, 4)),
 ]
 
 

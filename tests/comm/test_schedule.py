@@ -16,7 +16,7 @@ from shardlite.comm.schedule import (
     reduce_scatter,
 )
 from shardlite.errors import LayoutError
-from tests.support.simulated import MAKERS, add, by_steps, cases, every
+from tests.support.simulated import MAKERS, add, by_steps, cases, every, nodes
 
 # ---- what is documented, in other words -----------------------------------------------------------------------------
 
@@ -27,6 +27,7 @@ def documented_steps(algorithm, world_size, node):
         "direct": min(1, world_size - 1),
         "bidirectional": -(-(world_size - 1) // 2),
         "hierarchical": (node - 1) + (world_size // node - 1),
+        "halving": world_size.bit_length() - 1,
     }[algorithm]
 
 
@@ -39,6 +40,8 @@ def documented_order(algorithm, world_size, node, k, part):
     if algorithm in ("ring", "direct") or world_size == 1:
         return ranks(*range(k + 1, k + world_size + 1))
     half = world_size // 2
+    if algorithm == "halving":
+        return balanced(k, world_size)
     if algorithm == "bidirectional" and world_size % 2:
         sides = [range(k - half, k), range(k + half, k, -1)]
         return add([*[ranks(*side) for side in sides], k])
@@ -55,6 +58,14 @@ def documented_order(algorithm, world_size, node, k, part):
     return add(in_nodes)
 
 
+def balanced(k, count):
+    """Return the balanced tree over `count` ranks, of which `k` is one: the branch with `k` comes last everywhere."""
+    if count == 1:
+        return k
+    half = count // 2
+    return (balanced(k ^ half, half), balanced(k, half))
+
+
 def documented_sends(operation, algorithm, world_size, node, r):
     """Return how often rank `r` sends each `(segment, part)`."""
     if operation == "reduce-scatter":
@@ -62,6 +73,9 @@ def documented_sends(operation, algorithm, world_size, node, r):
         return Counter((k, part) for k in range(world_size) if k != r for part in range(parts))
     if algorithm == "direct":
         return Counter({(r, 0): world_size - 1})
+    if algorithm == "halving":  # with each rank that differs in one digit: what came from ranks alike in lower ones
+        digits = [1 << place for place in range(world_size.bit_length() - 1)]
+        return Counter((k, 0) for digit in digits for k in range(r % (2 * digit), world_size, 2 * digit))
     if algorithm == "hierarchical":
         own_node, place = divmod(r, node)
         count = world_size // node
@@ -141,13 +155,27 @@ def test_the_order_of_addition_is_told(operation, algorithm, world_size, node):
                     order_of_addition(schedule, k, part)
 
 
+@pytest.mark.parametrize("world_size", [2, 4, 8, 64])
+def test_halving_adds_the_same_tree_for_every_segment(world_size):
+    """Up to the sides of additions, which change no bit: neighbours first, then pairs, and so on."""
+
+    def unordered(order):
+        return order if isinstance(order, int) else frozenset(map(unordered, order))
+
+    tree = [*range(world_size)]
+    while len(tree) > 1:
+        tree = [frozenset(pair) for pair in zip(tree[::2], tree[1::2], strict=True)]
+    schedule = reduce_scatter("halving", world_size)
+    assert all([unordered(order_of_addition(schedule, k))] == tree for k in range(world_size))
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7, 16])
 def test_the_orders_that_are_the_rings(world_size):
     """At two ranks all are, up to the sides of one addition; beyond, those that say so and no others."""
     orders = {
         algorithm: [order_of_addition(reduce_scatter(algorithm, world_size), k) for k in range(world_size)]
         for algorithm in ALGORITHMS
-        if algorithm != "hierarchical"  # which is a ring where all ranks are one node, and otherwise as its nodes are
+        if nodes(algorithm, world_size) == [1]  # hierarchical is a ring in one node, and otherwise as its nodes are
     }
     for algorithm, order in orders.items():
         assert (order == orders["ring"]) == (algorithm in IN_RING_ORDER or world_size == 2)
@@ -181,11 +209,12 @@ def test_schedules_and_programs_are_made_once():
 @pytest.mark.parametrize(
     ("algorithm", "world_size", "node", "message"),
     [
-        ("tree", 4, 1, "no algorithm 'tree'; there are ring, bidirectional, direct, hierarchical"),
+        ("tree", 4, 1, "no algorithm 'tree'; there are ring, bidirectional, direct, hierarchical, halving"),
         ("ring", 0, 1, "ring: a world of 0 ranks; at least 1 is needed"),
         ("hierarchical", -2, 1, "hierarchical: a world of -2 ranks; at least 1 is needed"),
         ("ring", 4, 2, "ring: nodes of 2 ranks; only 'hierarchical' knows nodes"),
         ("hierarchical", 4, 3, "hierarchical: nodes of 3 ranks do not divide a world of 4"),
+        ("halving", 6, 1, "halving: a world of 6 ranks; it must be a power of two"),
         ("hierarchical", 4, 0, "hierarchical: nodes of 0 ranks do not divide a world of 4"),
     ],
 )

@@ -36,6 +36,26 @@ def hop_by_hop(out: torch.dtype, rows: Tensor, first: int, divisor: int) -> Tens
     return result
 
 
+def pair_by_pair(out: torch.dtype, rows: Tensor, divisor: int) -> Tensor:
+    """Return what recursive halving computes, in which neighbours add first and send each sum on."""
+    sums = [row.clone() for row in rows]
+    while len(sums) > 2:
+        for first, second in zip(sums[::2], sums[1::2], strict=True):
+            hop(first, first, second)
+        sums = sums[::2]
+    return hop_by_hop(out, torch.stack(sums), 0, divisor)
+
+
+def assert_trees_have_the_bits_of_hops(out: torch.dtype, rows: Tensor) -> None:
+    """Add up rows as a tree by `add_rows`, by its reference, and by hops: with and without a division."""
+    for divisor in (1, 3) if out.is_floating_point else (1,):
+        got, expected = torch.empty_like(rows[0], dtype=out), torch.empty_like(rows[0], dtype=out)
+        add_rows(got, rows, None, divisor)
+        add_rows_reference(expected, rows, None, divisor)
+        assert_same_bits(got, expected)
+        assert_same_bits(got, pair_by_pair(out, rows, divisor))
+
+
 def assert_sums_have_the_bits_of_hops(out: torch.dtype, rows: Tensor, first: int) -> None:
     """Add up rows by `add_rows`, by its reference, and by one hop after the other: with and without a division."""
     for divisor in (1, 3) if out.is_floating_point else (1,):

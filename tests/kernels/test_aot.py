@@ -20,6 +20,7 @@ KINDS = [
     "adamw unscale: fp32 weights, bf16 moments",
     "reduce_adamw: split24 weights, bf16 moments",
     *("add_rows_adamw: split24 weights, bf16 moments", "add_rows: 8 rows of bf16 to fp32"),
+    "add_rows: 8 rows of bf16 to fp32, a tree",
     *("split", "join", "stats: bf16", "scale: bf16", "cast: fp32 to bf16", "quantise: bf16 to 8 bits"),
     *("hop: fp32 + fp32 to fp32", "hop, statistics: bf16 + bf16 to bf16", "dequantise: 8 bits to fp32"),
     *(

@@ -5,7 +5,13 @@ import torch
 from shardlite_kernels import add_rows, add_rows_reference, new_stats, stats
 
 from tests.kernels.bits import assert_same_bits
-from tests.kernels.rows_cases import DTYPES, assert_sums_have_the_bits_of_hops, drawn, hop_by_hop
+from tests.kernels.rows_cases import (
+    DTYPES,
+    assert_sums_have_the_bits_of_hops,
+    assert_trees_have_the_bits_of_hops,
+    drawn,
+    hop_by_hop,
+)
 
 X = torch.zeros(8)
 
@@ -15,6 +21,24 @@ X = torch.zeros(8)
 def test_the_sum_has_the_bits_of_a_rings_hops(out, wire, count, first):
     rows = drawn(70_001, count, wire)  # more than one chunk
     assert_sums_have_the_bits_of_hops(out, rows, first)
+
+
+@pytest.mark.parametrize(("out", "wire"), DTYPES)
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_a_tree_has_the_bits_of_hops_between_pairs(out, wire, count):
+    assert_trees_have_the_bits_of_hops(out, drawn(70_001, count, wire))
+
+
+def test_a_tree_does_not_depend_on_where_it_is_cut():
+    """Rows that are sums of a tree each, as of ranks that have several parts, give the sum of the tree over all."""
+    rows = drawn(1000, 16, torch.float32)
+    whole, halves = torch.empty_like(rows[0]), torch.empty_like(rows[:2])
+    add_rows(whole, rows, None, 16)
+    for half, part in zip(halves, rows.split(8), strict=True):
+        add_rows(half, part, None)
+    again = torch.empty_like(whole)
+    add_rows(again, halves, None, 16)
+    assert_same_bits(again, whole)
 
 
 @pytest.mark.parametrize("count", [64, 65])
@@ -57,6 +81,7 @@ def test_nothing_to_add():
         (torch.zeros(8, 2).t(), 0, "add_rows: rows must be 2-D, elements adjacent"),
         (torch.zeros(0, 8), 0, "there is no row 0, from which to add 0 rows"),
         (torch.zeros(3, 8), 3, "there is no row 3, from which to add 3 rows"),
+        (torch.zeros(3, 8), None, "add_rows: a balanced tree has a power of two of rows, got 3"),
         (torch.zeros(3, 9), 0, "add_rows: received has 9 elements"),
         (torch.zeros(3, 8).int(), 0, "add_rows: cannot add torch.int32 and torch.int32 into torch.float32"),
     ],

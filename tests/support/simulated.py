@@ -25,7 +25,9 @@ MAKERS = {"all-gather": all_gather, "reduce-scatter": reduce_scatter}
 
 
 def nodes(algorithm, world_size):
-    """Return the sizes of nodes to try."""
+    """Return the sizes of nodes to try; none if there is no such schedule."""
+    if algorithm == "halving" and world_size.bit_count() != 1:
+        return []
     return [g for g in range(1, world_size + 1) if world_size % g == 0] if algorithm == "hierarchical" else [1]
 
 

@@ -20,6 +20,9 @@ from shardlite.errors import CheckpointError
 
 METADATA = ".metadata"
 MANIFEST = "shardlite.json"
+LOOPS = "loops over parts"
+"""In the manifest: how many a model with order="tree" has finished, from which its random numbers follow."""
+
 BLOCK = 1 << 22
 """Bytes that share a checksum."""
 

@@ -87,6 +87,8 @@ def load(
         talk.agree(plan.load_moments, "load", tell=lambda _: None)
     finally:
         model._bridge.mark_changed()
+    if model._parts is not None:
+        model._parts.finished = plan.loops
     restored: dict[str, Any]
     restored, _ = talk.agree(lambda: restore(extra or {}, added), "load: extra", tell=lambda _: None)
     if generators is not None:
@@ -121,6 +123,7 @@ class _Plan:
         if optimizer is not None:
             self._find_state(names_of(model, optimizer))
         manifest = checkpoint.manifest
+        self.loops: int = (manifest or {}).get(files.LOOPS, 0)
         same = manifest is not None and manifest["ranks"] == talk.size
         added = {kind: f"ranks.{talk.rank if same else 0}.{kind}" for kind in ("extra", "generators")[: 1 + same]}
         self._added = {kind: name for kind, name in added.items() if name in checkpoint.entries}

@@ -182,6 +182,8 @@ def _begin(
         raise
     folder = root / f".saving-{files.name_of(steps[0])}"
     facts = {"step": steps[0], "ranks": talk.size, "stage": model.stage}
+    if model._parts is not None:
+        facts[files.LOOPS] = model._parts.finished
     return _Save(folder, root, facts, keep, part, talk if not snapshot else talk.on_thread("save"))
 
 

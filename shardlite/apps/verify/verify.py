@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardlite.apps.verify import elastic as elastic_runs
 from shardlite.apps.verify import twins
 from shardlite.apps.verify.bounds import SAME, Batching, Bounds, Judge, Sum, difference, in_ulps, same_bits, unlike
 from shardlite.apps.verify.task import Batch, Task, joins
@@ -88,7 +89,7 @@ class Report:
         for above, row in zip([None, *self.rows], self.rows, strict=False):
             opponent = "" if above is not None and above.opponent == row.opponent else row.opponent
             cells.append([opponent, row.quantity, _number(row.absolute), _number(row.ulps), row.verdict])
-        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        ranks = _ranks(self.world_size)
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         result = "ok" if self.first_failure is None else f"FAILED: {self.first_failure}"
         return f"{_aligned(cells)}\n{ranks}, {steps}: {result}"
@@ -105,6 +106,7 @@ def verify(
     precision: Precision = Precision(),  # noqa: B008 (frozen)
     seed: int = 0,
     group: dist.ProcessGroup | None = None,
+    elastic: bool = False,
 ) -> Report:
     """Train a model by ShardLite at each stage and by reference methods, with AdamW, and compare.
 
@@ -125,9 +127,13 @@ def verify(
         precision: as in `ShardLite`. PyTorch's data parallelism and one process train without it.
         seed: seed of all random numbers.
         group: the ranks; `None` is the default group.
+        elastic: also train with `order="tree"` on 1, 2, 4, ... of the ranks, and from all down to one of them by way of
+            checkpoints in a temporary folder, which all ranks must see; and compare the parameters to the bit. What
+            `make_batch` returns for a part must then follow from step and part.
 
     Raises:
-        LayoutError: there is no process group, or ShardLite does not accept the model.
+        LayoutError: there is no process group, ShardLite does not accept the model, or `elastic` is set and the ranks
+            are no power of two, or not all of the program.
         RuntimeError: PyTorch's data parallelism does not accept the model, for example if a module is called inside and
             outside of a reentrant checkpoint.
         ValueError: `steps` is less than 1.
@@ -155,8 +161,11 @@ def verify(
         seed=seed,
         group=group,
     )
+    if elastic:
+        elastic_runs.check(task)
     with torch.random.fork_rng(devices=[]):
-        rows = list(_compare_all(task))
+        rows = list(_compare_elastic(task)) if elastic else []
+        rows = [*_compare_all(task), *rows]
     return Report(task.world_size, steps, _over_ranks(task, rows))
 
 
@@ -193,6 +202,24 @@ def _compare_one_process(task: Task, ours: twins.Record, summed: Sum, survey: tw
     bounds = Bounds(first_loss=batching.loss, gradients=batching.gradient)
     opponent = f"one process, {'one batch' if join else 'batch by batch'}{_plain(task)}"
     yield from _compare(ours, opponent, twins.one_process(task, join=join), bounds)
+
+
+def _compare_elastic(task: Task) -> Iterator[ReportRow]:
+    """Compare runs on fewer ranks with that on all of them, on rank 0: a row, and one for the run that changed."""
+    runs = elastic_runs.train(task)
+    if task.rank > 0:
+        return
+    opponent = f"itself, order='tree', {runs.parts} parts"
+    ours = runs.fixed[task.world_size]
+
+    def against(theirs: Mapping[str, Tensor], where: str) -> ReportRow:
+        label = f"weight {{!r}} after step {task.steps} {where}"
+        return _row(opponent, where, label, [ours, theirs], same_bits)
+
+    others = [against(theirs, f"on {_ranks(count)}") for count, theirs in runs.fixed.items()]
+    yield replace(_worst(others, who=""), quantity=f"on {', '.join(map(str, runs.fixed))} ranks")
+    if len(runs.path) > 1:
+        yield against(runs.changing, f"from {' to '.join(map(str, runs.path))} ranks")
 
 
 def _plain(task: Task) -> str:
@@ -262,9 +289,9 @@ def _over_ranks(task: Task, rows: Sequence[ReportRow]) -> tuple[ReportRow, ...]:
     return tuple(_worst([each[i] for each in ranks if i < len(each)]) for i in range(len(ranks[0])))
 
 
-def _worst(rows: Sequence[ReportRow]) -> ReportRow:
-    """Merge the rows of some ranks, in rank order."""
-    failures = [f"rank {rank}: {row.failure}" for rank, row in enumerate(rows) if row.failure is not None]
+def _worst(rows: Sequence[ReportRow], who: str = "rank {}: ") -> ReportRow:
+    """Merge the rows of some ranks, in rank order, or of some runs."""
+    failures = [who.format(number) + row.failure for number, row in enumerate(rows) if row.failure is not None]
     return replace(
         rows[0],
         absolute=max(row.absolute for row in rows),
@@ -283,6 +310,10 @@ def _mean_losses(task: Task, record: twins.Record) -> list[Tensor]:
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def _number(value: float) -> str:

@@ -40,8 +40,9 @@ class Choice:
         name, ranks = type(self.transport).__name__, self.transport.world_size
         how = f"algorithm {self.transport.algorithm}"
         if isinstance(self.transport, WholeCollectives):
+            order = "a tree" if self.transport.algorithm == "halving" else "the ring"
             fast = isinstance(self.transport, GroupCollectives) and self.transport.fast
-            how = "fast sums" if fast else "sums in the order of the ring"
+            how = "fast sums" if fast else f"sums in the order of {order}"
         return f"{name} between {ranks} ranks, {how}: {self.reason}"
 
 
@@ -86,7 +87,7 @@ def connect_hosts(
     """
     if route.transport in ("symmetric_memory", "collectives"):
         route = replace(route, transport="auto")
-    route = replace(route, reduce="exact")
+    route = replace(route, reduce="exact", order="ring")
     if "cpu" in _backends(joined(group)):
         return connect(group, torch.device("cpu"), timeout, route=route)
     return GlooTransport(reconnect(joined(group), "gloo", timeout), timeout)
@@ -175,6 +176,8 @@ def _by(choice: Choice, route: Route, group: dist.ProcessGroup, timeout: timedel
         transport.algorithm = route.algorithm
         if route.algorithm == "hierarchical":
             transport.node = nodes_of(group, timeout)
+    elif route.order == "tree":
+        transport.algorithm = "halving"
     elif link is not None and transport.world_size > 1:
         transport.algorithm = best_algorithm(_UNIT, transport.world_size, link)
     return choice

@@ -179,8 +179,9 @@ class SymmetricMemoryTransport(WholeCollectives):
         return rows
 
     def rings(self, full: Tensor, cut: Cut) -> bool:
-        """Return whether a kernel adds such a buffer: segments of one length, in fp32, bf16 or fp16."""
-        return use_triton(full) and cut.even and cut.longest > 0 and full.dtype in _IN_RING
+        """Return whether a kernel adds such a buffer: segments of one length, in fp32, bf16 or fp16, and no tree."""
+        in_ring = self.algorithm != "halving" and full.dtype in _IN_RING
+        return in_ring and use_triton(full) and cut.even and cut.longest > 0
 
     def ring_reduce(self, out: Tensor, full: Tensor, divisor: int) -> None:
         """Write the mean of this rank's segment of `full` [n] to `out` [n/W]. Partial sums are in the dtype of `full`.

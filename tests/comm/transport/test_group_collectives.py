@@ -5,6 +5,7 @@ That each collective has those bits is shown in `test_ring.py`, at 1 to 8 ranks.
 Legend: `W` ranks.
 """
 
+from collections import Counter
 from datetime import timedelta
 from unittest.mock import patch
 
@@ -109,19 +110,25 @@ def test_replicas_have_the_same_bits(cluster):
 
 
 def count_messages(group, in_backward):
-    """Train for some steps, and return how many calls and messages each purpose took."""
+    """Train until the order of gathers is known; return how many calls and messages each purpose took in a step."""
     model = ShardLite(LanguageModel(), group=group, transport="collectives")
     assert "GlooCollectives" in repr(model)
     side = Side(model, in_backward=in_backward)
-    for step in range(3):
+    before = Counter()
+    for step in range(4):
+        before = of_units(model)
         side.backward(on_tokens, [Turn(step, dist.get_rank(), 0)], ["step"])
         side.finish()
-    found = {}
+    return of_units(model) - before
+
+
+def of_units(model):
+    """Return calls and messages so far, by purpose."""
+    found = Counter()
     for unit, purposes in model.traffic().items():
-        if not unit.startswith("(no"):
-            for purpose, sent in purposes.items():
-                calls, messages = found.get(purpose, (0, 0))
-                found[purpose] = calls + sent.calls, messages + sent.messages
+        for purpose, sent in purposes.items() if not unit.startswith("(no") else ():
+            found[purpose, "calls"] += sent.calls
+            found[purpose, "messages"] += sent.messages
     return found
 
 
@@ -129,9 +136,9 @@ def count_messages(group, in_backward):
 def test_an_operation_is_one_message_on_any_number_of_ranks(cluster, in_backward):
     for size in (2, 3):
         for found in cluster.run(count_messages, size, in_backward):
-            assert found.keys() == {"gather", "reduce", *(["used"] if in_backward else [])}
-            for calls, messages in found.values():
-                assert calls == messages > 0
+            purposes = {"gather", "reduce", *(["used"] if in_backward else [])}
+            assert found.keys() == {(purpose, what) for purpose in purposes for what in ("calls", "messages")}
+            assert all(found[purpose, "calls"] == found[purpose, "messages"] > 0 for purpose in purposes)
 
 
 # ---- collectives ----------------------------------------------------------------------------------------------------

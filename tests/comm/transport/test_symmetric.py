@@ -188,7 +188,7 @@ def test_a_silent_peer_is_an_error_with_the_operation():
 
 
 def test_an_area_that_is_too_small_is_refused():
-    needed = RING + 2 * 4 * 16384 * 8
+    needed = RING + 2 * 4 * 1024 * 8
     with pytest.raises(LayoutError, match=f"{needed - 1} bytes per rank is too small for 4 ranks: at least {needed} b"):
         run_memories(played, 4, nbytes=needed - 1)
 

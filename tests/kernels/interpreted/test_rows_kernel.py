@@ -12,7 +12,13 @@ from shardlite_kernels import (
 
 from tests.kernels.adamw_cases import FORMS, assert_same_state, mixed_table, random_grad, random_state
 from tests.kernels.bits import assert_same_bits
-from tests.kernels.rows_cases import DTYPES, assert_sums_have_the_bits_of_hops, drawn, hop_by_hop
+from tests.kernels.rows_cases import (
+    DTYPES,
+    assert_sums_have_the_bits_of_hops,
+    assert_trees_have_the_bits_of_hops,
+    drawn,
+    hop_by_hop,
+)
 
 # The interpreter computes with numpy, which warns where a GPU just makes an infinity or a NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")
@@ -23,6 +29,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide b
 def test_add_rows(out, wire, count, first):
     rows = drawn(20_005, count, wire, stride=20_032)  # more than one program, not a multiple of 16
     assert_sums_have_the_bits_of_hops(out, rows, first)
+
+
+@pytest.mark.parametrize(("out", "wire"), DTYPES)
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_tree(out, wire, count):
+    assert_trees_have_the_bits_of_hops(out, drawn(20_005, count, wire, stride=20_032))
+
+
+@pytest.mark.parametrize("count", [1, 64, 128])
+def test_trees_of_few_and_many_rows(count):
+    """Of more than 64 rows pairs are added first."""
+    assert_trees_have_the_bits_of_hops(torch.float32, drawn(1000, count, torch.bfloat16))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -48,7 +66,10 @@ def test_statistics(out):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("form", "count", "first"),
-    [*((form, 3, 1) for form in FORMS), *((FORMS[0], *each) for each in ((1, 0), (2, 0), (8, 7), (70, 3)))],
+    [
+        *((form, 3, 1) for form in FORMS),
+        *((FORMS[0], *each) for each in ((1, 0), (2, 0), (8, 7), (70, 3), (8, None), (128, None))),
+    ],
 )
 def test_a_step_by_the_sum(dtype, form, count, first):
     numel = 1003
