@@ -648,8 +648,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/grads/reducer.py",
         "comparison",
-        "self._held() >= LIMIT)",
-        "self._held() > LIMIT)",
+        "self._held() >= BUCKETS)",
+        "self._held() > BUCKETS)",
         "a backward holds one more bucket than it may",
     ),
     (

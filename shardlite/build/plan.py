@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardlite.build import aliases, meta_init, validate
 from shardlite.build.meta_init import Init
 from shardlite.comm import Ranks, agree
-from shardlite.config import QUANTIZABLE, Precision, Route
+from shardlite.config import QUANTIZABLE, MemoryLimit, Precision, Route
 from shardlite.params import ROOT, Layout, UnitPlan, UnitPolicy, UnitRule, applies, lay_out, partition_module
 
 
@@ -34,6 +34,7 @@ class Options:
     quantized_gather: UnitRule
     buffers: str
     route: Route
+    memory_limit: MemoryLimit | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ def agree_on_plan(
             f"{options.precision}",
             f"{options.route}",
             f"buffers {options.buffers!r}",
+            f"{options.memory_limit or 'no memory limit'}",
         )
         facts = [*settings, f"shards on {plan.device.type}", *_describe(plan)]
     except Exception as error:  # any error: the other ranks are waiting for this one
@@ -124,9 +126,18 @@ def _make(module: nn.Module, options: Options, groups: Ranks, wrapper: type[nn.M
     meta_init.check(module, options.init, options.ignored, first=groups.is_first)
     on_gpu = torch.cuda.is_available() and groups.carry("cuda")
     device = validate.device_for(module, options.device, torch.device("cuda" if on_gpu else "cpu"))
+    return plan_units(module, options, groups.shards, device)
+
+
+def plan_units(module: nn.Module, options: Options, world_size: int, device: torch.device) -> Plan:
+    """Plan the units of a checked module for `world_size` ranks. Nothing is compared with other ranks.
+
+    Raises:
+        LayoutError: the option `units` is invalid.
+    """
     units = partition_module(module, options.units, options.ignored)
     rule = options.quantized_gather
-    flats = [plan_flats(unit, groups.shards, options.precision, quantized_gather=rule) for unit in units]
+    flats = [plan_flats(unit, world_size, options.precision, quantized_gather=rule) for unit in units]
     return Plan(units, flats, device)
 
 

@@ -34,6 +34,19 @@ ROOM = 64 << 20
 """Maximum bytes of the rows of a reduction. A longer one goes in slices, one after the other."""
 
 
+def slices_of(longest: int, world_size: int, itemsize: int, grain: int) -> list[tuple[int, int]]:
+    """Return the ranges of elements of segments of up to `longest` whose rows fit in `ROOM`."""
+    most = max(ROOM // (world_size * itemsize) // grain * grain, grain)
+    return [(start, min(start + most, longest)) for start in range(0, longest, most)]
+
+
+def rows_numel(longest: int, world_size: int, itemsize: int, grain: int) -> int:
+    """Return the elements of a row of each rank, and of what is sent if there are several slices."""
+    slices = slices_of(longest, world_size, itemsize, grain)
+    numel = max((stop - start for start, stop in slices), default=0)
+    return world_size * numel * (1 if len(slices) <= 1 else 2)
+
+
 def _synchronous(options: Any) -> Any:
     """Let NCCL run on the current stream instead of its own."""
     options.asyncOp = False
@@ -93,16 +106,13 @@ class GroupCollectives(GroupTransport):
 
     def slices(self, cut: Cut, itemsize: int, grain: int) -> list[tuple[int, int]]:
         """Return the ranges of elements of each segment whose rows fit in `ROOM`: multiples of `grain` but the last."""
-        most = max(ROOM // (self.world_size * itemsize) // grain * grain, grain)
-        return [(start, min(start + most, cut.longest)) for start in range(0, cut.longest, most)]
+        return slices_of(cut.longest, self.world_size, itemsize, grain)
 
     def rows_numel(self, cut: Cut, itemsize: int, grain: int) -> int:
         """Return how many elements `exchange_rows` needs for its rows, and for what it sends if it goes in slices."""
         if self.sums(cut):
             return cut.longest
-        slices = self.slices(cut, itemsize, grain)
-        longest = max((stop - start for start, stop in slices), default=0)
-        return self.world_size * longest * (1 if len(slices) <= 1 else 2)
+        return rows_numel(cut.longest, self.world_size, itemsize, grain)
 
     def exchange_rows(self, full: Tensor, cut: Cut, part: tuple[int, int], room: Tensor) -> Tensor:
         """Return the elements `part` of this rank's segment as every rank has them in `full` [n]: rows [W, .].
