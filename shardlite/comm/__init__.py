@@ -5,7 +5,7 @@ ring, with the same bits on every rank. `schedule.py` writes an algorithm as the
 executes them, `streams.py` runs operations beside the computation. Read `collectives.py` first.
 """
 
-from shardlite.comm import schedule
+from shardlite.comm import cost_model, schedule
 from shardlite.comm.collectives import (
     SUMMABLE,
     Operation,

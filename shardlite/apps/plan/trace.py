@@ -33,14 +33,14 @@ _Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(q.shape, k.shape, v.shape))
+    return int(sdpa_flop_count(q.shape, k.shape, v.shape))  # type: ignore[no-untyped-call]
 
 
 def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape))
+    return int(sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape))  # type: ignore[no-untyped-call]
 
 
-_ON_CPU = {  # PyTorch counts the operators of GPUs only
+_ON_CPU: dict[Any, Callable[..., int]] = {  # PyTorch counts the operators of GPUs only
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
@@ -61,7 +61,7 @@ def trace(
     hooks = _Hooks(recorder, module, units, plans)
     with hooks.installed():
         with recorder:
-            loss().backward()
+            torch.autograd.backward(loss())
     recorder.note(Kind.END)
     return recorder.events
 
