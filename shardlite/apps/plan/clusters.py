@@ -6,7 +6,6 @@ Legend: `W` ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardlite.comm import cost_model
@@ -66,7 +65,7 @@ class Card:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes of equal cards. Links are per card and direction."""
+    """Nodes of equal cards."""
 
     name: str
     card: Card
@@ -74,10 +73,13 @@ class Cluster:
     """Cards per node."""
 
     inside: LinkCost
-    """Between cards of a node."""
+    """Between cards of a node, per card and direction."""
 
-    across: LinkCost
-    """Between cards of different nodes."""
+    nic: LinkCost
+    """Between nodes, per network card and direction."""
+
+    nics: int
+    """Network cards per node."""
 
     base: float
     """Seconds that a collective takes at least."""
@@ -85,27 +87,40 @@ class Cluster:
     source: str
     on_gpu: bool = True
 
-    def link(self, world_size: int) -> LinkCost:
-        """Return the slowest link that `world_size` ranks use; a ring is as fast as that."""
-        return self.inside if world_size <= self.node else self.across
+    def ring(self, world_size: int) -> LinkCost:
+        """Return the link of a ring of `world_size` ranks.
+
+        Across nodes there are as many rings as network cards, each leaving a node over another one, so a ring is as
+        fast as all cards of a node together, or as the links inside.
+        """
+        if world_size <= self.node:
+            return self.inside
+        alpha = (self.inside.alpha * (self.node - 1) + self.nic.alpha) / self.node
+        return self.inside._replace(alpha=alpha, beta=max(self.inside.beta, self.nic.beta / self.nics))
+
+    def exchange(self, world_size: int) -> LinkCost:
+        """Return the link of an exchange among all ranks, in which each has its part of the network cards."""
+        if world_size <= self.node:
+            return self.inside
+        leaving = (world_size - self.node) / (world_size - 1)  # of what a rank sends
+        beta = max(self.inside.beta, leaving * self.nic.beta * self.node / self.nics)
+        return self.inside._replace(alpha=self.nic.alpha, beta=beta)
 
     def seconds(self, operation: cost_model.Operation, nbytes: int, world_size: int) -> float:
         """Return the time of a gather or reduction of `nbytes` in all, as the library makes them.
 
-        Over NCCL a gather is a ring, and a reduction one exchange among all ranks whose rows a kernel adds. On a CPU
+        Over NCCL a gather is a ring, and a reduction one exchange among all ranks, whose rows a kernel adds. On a CPU
         both are the schedule that `cost_model` selects for shared memory.
         """
         if world_size == 1:
             return 0.0
-        link = self.link(world_size)
-        if self.on_gpu:
-            return self.base + cost_model.seconds(operation, _ALGORITHMS[operation], nbytes, world_size, link)
-        return cost_model.seconds(
-            operation, cost_model.best_algorithm(nbytes, world_size, link), nbytes, world_size, link
-        )
+        if not self.on_gpu:
+            algorithm = cost_model.best_algorithm(nbytes, world_size, self.inside)
+            return cost_model.seconds(operation, algorithm, nbytes, world_size, self.inside)
+        if operation == "all-gather":
+            return self.base + cost_model.seconds(operation, "ring", nbytes, world_size, self.ring(world_size))
+        return self.base + cost_model.seconds(operation, "direct", nbytes, world_size, self.exchange(world_size))
 
-
-_ALGORITHMS: Mapping[cost_model.Operation, cost_model.Algorithm] = {"all-gather": "ring", "reduce-scatter": "direct"}
 
 CARDS = {
     card.name: card
@@ -136,8 +151,8 @@ CARDS = {
             narrow=989.4e12,
             bandwidth=3350e9,
             efficiency=0.464,
-            source=f"{_DATASHEETS} of the H100 SXM (bf16 1,979 teraFLOPS with sparsity, half without); efficiency of a 7B "
-            "model, 2048 tokens, fully sharded over 8 cards: github.com/mosaicml/llm-foundry, "
+            source=f"{_DATASHEETS} of the H100 SXM (bf16 1,979 teraFLOPS with sparsity, half without); efficiency of "
+            "a 7B model, 2048 tokens, fully sharded over 8 cards: github.com/mosaicml/llm-foundry, "
             "scripts/train/benchmarking (46.44 %)",
         ),
         Card(
@@ -156,8 +171,8 @@ CARDS = {
             narrow=69.4e9,
             bandwidth=10e9,
             efficiency=1.0,
-            source="one core of an AMD EPYC: the step without communication in bench/results/step-gpt-2ranks.jsonl takes "
-            "1.010 s for 70.1 billion operations, in fp32; bf16, memory and bandwidth are assumed",
+            source="one core of an AMD EPYC: the step without communication in bench/results/step-gpt-2ranks.jsonl "
+            "takes 1.010 s for 70.1 billion operations, in fp32; bf16, memory and bandwidth are assumed",
         ),
     )
 }
@@ -182,36 +197,40 @@ CLUSTERS = {
             card=_H100,
             node=8,
             inside=_nvlink(_H100, 450e9),
-            across=_link(_H100, 50e9 * _NDR_SHARE, _NETWORK_STEP),
+            nic=_link(_H100, 50e9 * _NDR_SHARE, _NETWORK_STEP),
+            nics=8,
             base=_BASE,
-            source=f"NVSwitch 900 GB/s both ways, one 400 Gbit/s InfiniBand card per GPU: {_DATASHEETS} of the DGX H100",
+            source=f"NVSwitch 900 GB/s both ways, a 400 Gbit/s InfiniBand card per GPU: {_DATASHEETS}, DGX H100",
         ),
         Cluster(
             name="dgx-h200",
             card=_H200,
             node=8,
             inside=_nvlink(_H200, 450e9),
-            across=_link(_H200, 50e9 * _NDR_SHARE, _NETWORK_STEP),
+            nic=_link(_H200, 50e9 * _NDR_SHARE, _NETWORK_STEP),
+            nics=8,
             base=_BASE,
-            source=f"NVSwitch 900 GB/s both ways, one 400 Gbit/s InfiniBand card per GPU: {_DATASHEETS} of the DGX H200",
+            source=f"NVSwitch 900 GB/s both ways, a 400 Gbit/s InfiniBand card per GPU: {_DATASHEETS}, DGX H200",
         ),
         Cluster(
             name="dgx-a100",
             card=_A100,
             node=8,
             inside=_nvlink(_A100, 300e9),
-            across=_link(_A100, 25e9 * _HDR_SHARE, _NETWORK_STEP),
+            nic=_link(_A100, 25e9 * _HDR_SHARE, _NETWORK_STEP),
+            nics=8,
             base=_BASE,
-            source=f"NVSwitch 600 GB/s both ways, one 200 Gbit/s InfiniBand card per GPU: {_DATASHEETS} of the DGX A100",
+            source=f"NVSwitch 600 GB/s both ways, a 200 Gbit/s InfiniBand card per GPU: {_DATASHEETS}, DGX A100",
         ),
         Cluster(
             name="nvlink-a100",
             card=_A100,
             node=2,
             inside=_nvlink(_A100, 300e9),
-            across=_link(_A100, 12.5e9 / 2 * _SHARE, _NETWORK_STEP),
+            nic=_link(_A100, 12.5e9 * _SHARE, _NETWORK_STEP),
+            nics=1,
             base=_BASE,
-            source=f"NVLink bridge 600 GB/s both ways between two cards: {_DATASHEETS} of the A100 PCIe; one 100 Gbit/s "
+            source=f"NVLink bridge 600 GB/s both ways between two cards: {_DATASHEETS}, A100 PCIe; one 100 Gbit/s "
             "Ethernet card per pair is assumed",
         ),
         Cluster(
@@ -219,7 +238,8 @@ CLUSTERS = {
             card=_A100,
             node=8,
             inside=_link(_A100, 32e9 * _SHARE, _PCI_STEP),
-            across=_link(_A100, 12.5e9 / 8 * _SHARE, _NETWORK_STEP),
+            nic=_link(_A100, 12.5e9 * _SHARE, _NETWORK_STEP),
+            nics=1,
             base=_BASE,
             source=f"PCIe 4.0 x16, 64 GB/s both ways: {_DATASHEETS} of the A100 PCIe; one 100 Gbit/s Ethernet card per "
             "node is assumed",
@@ -229,7 +249,8 @@ CLUSTERS = {
             card=_A100,
             node=1,
             inside=_link(_A100, 3.125e9 * _SHARE, _NETWORK_STEP),
-            across=_link(_A100, 3.125e9 * _SHARE, _NETWORK_STEP),
+            nic=_link(_A100, 3.125e9 * _SHARE, _NETWORK_STEP),
+            nics=1,
             base=_BASE,
             source="one card per host and 25 Gbit/s Ethernet (IEEE 802.3by)",
         ),
@@ -238,7 +259,8 @@ CLUSTERS = {
             card=_CPU,
             node=1 << 30,
             inside=cost_model.LINKS["shared_memory"],
-            across=cost_model.LINKS["shared_memory"],
+            nic=cost_model.LINKS["shared_memory"],
+            nics=1,
             base=0.0,
             source="shared memory of one host, fitted by bench/ring/fit.py: `comm.cost_model.LINKS`",
             on_gpu=False,

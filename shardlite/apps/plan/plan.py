@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -81,8 +81,12 @@ class RankPlan:
     course: Course
     """With reductions that end as late as they can: a run holds no more."""
 
-    at_least: int
-    """Bytes at the peak if every reduction is over before the next gradient: a run holds no less."""
+    events: Sequence[Event]
+
+    @cached_property
+    def at_least(self) -> int:
+        """Bytes at the peak if every reduction is over before the next gradient: a run holds no less."""
+        return course_of(self.budget, self.events, prompt=True).total
 
     @property
     def peak(self) -> int:
@@ -146,8 +150,7 @@ class Planner:
         """
         events = self.events(setting.precision.compute, setting.checkpoint)
         budget = self._units(setting)
-        course = course_of(budget, events)
-        return RankPlan(setting, budget, course, course_of(budget, events, prompt=True).total)
+        return RankPlan(setting, budget, course_of(budget, events), events)
 
     def smallest_world(self, setting: Setting, nbytes: int) -> int | None:
         """Return the fewest ranks, up to 4096, with which a rank holds at most `nbytes`, or `None`."""
@@ -250,7 +253,7 @@ def _checkpoint(plans: Sequence[UnitPlan]) -> None:
     classes = [type(plan.module) for plan in plans]
     for plan in plans:
         if classes.count(kind := type(plan.module)) > 1:
-            plan.module.__class__ = _recomputed(kind)
+            plan.module.__class__ = _recomputed(kind)  # type: ignore[arg-type]
 
 
 @cache
@@ -258,8 +261,6 @@ def _recomputed(kind: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass that is called through `checkpoint`. Fake tensors have no random state to keep."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        run = super(made, self).__call__
-        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return checkpoint(kind.__call__, self, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
-    made = type(kind.__name__, (kind,), {"__call__": call})
-    return made
+    return type(kind.__name__, (kind,), {"__call__": call})

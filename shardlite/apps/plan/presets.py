@@ -106,10 +106,8 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b t c] -> [b t c]."""
-        if self.gate is None:
-            risen = F.gelu(self.rise(x), approximate="tanh")
-        else:
-            risen = F.silu(self.gate(x)) * self.rise(x)
+        rise = self.rise(x)
+        risen = F.gelu(rise, approximate="tanh") if self.gate is None else F.silu(self.gate(x)) * rise
         fallen: Tensor = self.fall(risen)
         return fallen
 

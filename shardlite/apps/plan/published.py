@@ -42,16 +42,16 @@ def wide_states(n: float) -> dict[str, float]:
 def zero2_by_deepspeed(n: float, world_size: int) -> float:
     """Return DeepSpeed's estimate for ZeRO-2 without offload: `4 n + 16 n / W`.
 
-    deepspeed.readthedocs.io, "Memory Requirements" (docs/code-docs/source/memory.rst). Weights count as 4 bytes, and all
-    gradients as sharded fp32.
+    deepspeed.readthedocs.io, "Memory Requirements" (docs/code-docs/source/memory.rst). Weights count as 4 bytes, and
+    all gradients as sharded fp32.
     """
     return 4 * n + 16 * n / world_size
 
 
 def zero3_by_deepspeed(n: float, largest: float, world_size: int) -> float:
-    """Return DeepSpeed's estimate for ZeRO-3 without offload: `4 l + 18 n / W`, with `l` parameters in the largest layer.
+    """Return DeepSpeed's estimate for ZeRO-3 without offload: `4 l + 18 n / W`.
 
-    The same page. The largest layer is gathered in 16 bits, and its gradients are as large.
+    The same page. The largest layer, of `l` parameters, is gathered in 16 bits, and its gradients are as large.
     """
     return 4 * largest + 18 * n / world_size
 

@@ -12,6 +12,7 @@ Legend: `W` ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +61,46 @@ def simulate(plan: RankPlan, cluster: Cluster, *, scale: float = 1.0) -> StepTim
         communication=run.communication,
         flops=flops,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """Efficiencies at one number of ranks: 1 is as many times the throughput of one rank as there are ranks."""
+
+    world_size: int
+    weak: float
+    """With the same batch on each rank."""
+
+    strong: float
+    """With the same batch in all: the largest number of ranks times a rank's."""
+
+    amdahl: float
+    """By Amdahl's law for that batch, with nothing overlapped: of one rank's time, the communication of the largest
+    number of ranks is the serial part.
+    """
+
+
+def scaling(one: RankPlan, plans: Sequence[RankPlan], cluster: Cluster) -> list[Scaling]:
+    """Return the efficiencies of plans that differ in the number of ranks only, against that of `one` rank.
+
+    What a rank holds is not looked at: one rank may have too little memory.
+    """
+    most = max(plan.setting.world_size for plan in plans)
+    alone = simulate(one, cluster).total
+    all_alone = simulate(one, cluster, scale=most).total
+    serial = max(simulate(plan, cluster).communication for plan in plans) / all_alone
+    rows = []
+    for plan in plans:
+        ranks = plan.setting.world_size
+        rows.append(
+            Scaling(
+                world_size=ranks,
+                weak=alone / simulate(plan, cluster).total,
+                strong=all_alone / ranks / simulate(plan, cluster, scale=most / ranks).total,
+                amdahl=1 / (ranks * serial + 1 - serial),
+            )
+        )
+    return rows
 
 
 class _Run:
