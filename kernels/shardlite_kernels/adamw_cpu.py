@@ -62,6 +62,15 @@ def chunk_nbytes(numel: int, *, split: bool, narrow: bool, sums: bool) -> int:
     return min(numel, _NARROW_CHUNK if narrow else _CHUNK) * itemsize
 
 
+_TEMPORARIES = {"fp32": 0.0, "bf16": 25.0, "int8": 40.25}
+"""Bytes per element of a chunk in tensors that a step makes and drops, at most: moments are decoded and encoded."""
+
+
+def temporary_nbytes(numel: int, moments: str) -> int:
+    """Return the bytes of the tensors that a step of `numel` elements makes and drops, at most."""
+    return round(min(numel, _NARROW_CHUNK) * _TEMPORARIES[moments])
+
+
 class _Rooms(threading.local):
     """Buffers that a thread keeps from step to step: allocating pages takes as long as the step of a chunk."""
 

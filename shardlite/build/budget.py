@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
-from shardlite_kernels import FORMATS, SCALE_BLOCK, chunk_nbytes
+from shardlite_kernels import FORMATS, SCALE_BLOCK, chunk_nbytes, temporary_nbytes
 from torch import Tensor
 
 from shardlite.build.allocate import Placement, build_units, placement_of
@@ -104,6 +104,9 @@ class Budget:
     single_rank: bool
     """Whether gradients are autograd's own, with no buckets."""
 
+    temporaries: int
+    """Made and dropped in the optimizer's step."""
+
 
 def budget_of(plan: Plan, recipe: Recipe, *, reshard: UnitRule = True, rank: int = 0, buffers: int = 0) -> Budget:
     """Return the budget of `rank`, given the module's own `buffers` in bytes. Allocates nothing."""
@@ -123,6 +126,7 @@ def budget_of(plan: Plan, recipe: Recipe, *, reshard: UnitRule = True, rank: int
         units=[_unit_budget(unit, recipe, placement) for unit in units],
         permanent=placement.permanent,
         single_rank=placement.single_rank,
+        temporaries=0 if recipe.on_gpu or recipe.in_backward else temporary_nbytes(_longest(flats), recipe.state),
     )
 
 
@@ -225,8 +229,13 @@ def _nbytes(tensors: Iterable[Tensor | None]) -> int:
 def _chunk_nbytes(flats: Sequence[Flat], recipe: Recipe) -> int:
     trained = [flat for flat in flats if flat.layout.trainable]
     sums = recipe.in_backward and recipe.world_size > 1 and recipe.stage > 0
-    longest = max((flat.local.numel() for flat in trained), default=0)
+    longest = _longest(flats)
     if sums and recipe.world_size > 2:
         longest = min(longest, BLOCK)  # a sum of several messages is made block by block
     split = any(flat.low is not None for flat in trained)
     return chunk_nbytes(longest, split=split, narrow=recipe.state != "fp32", sums=sums)
+
+
+def _longest(flats: Sequence[Flat]) -> int:
+    """Return the elements of the longest part that one call steps."""
+    return max((flat.local.numel() for flat in flats if flat.layout.trainable), default=0)

@@ -161,8 +161,8 @@ class _Weights:
                 self._idle.setdefault(unit)
         self._place, self._order, self._final = 0, self._uses[backward], backward
         self._ahead = self._prefetch if ahead is None else ahead
-        while ahead == 0 and self._held() > 1 and (victim := self._victim(-1)) is not None:
-            self._evict(victim)
+        while ahead == 0 and self._held() > 1 and (idle := self._evictable()):
+            self._evict(idle[0])
 
     def enter(self, unit: int) -> list[int]:
         """Use a unit; return what is gathered for that and ahead."""
@@ -219,8 +219,11 @@ class _Weights:
     def _held(self) -> int:
         return sum(not self._units[unit].keep_unsharded for unit in self.buffers)
 
+    def _evictable(self) -> list[int]:
+        return [idle for idle in self._idle if not self._units[idle].keep_unsharded]
+
     def _victim(self, unit: int) -> int | None:
-        candidates = [idle for idle in self._idle if not self._units[idle].keep_unsharded]
+        candidates = self._evictable()
         nbytes = self._units[unit].full
         alike = [idle for idle in candidates if self.buffers[idle][0] == nbytes]
         return next(iter(alike or candidates), None)
@@ -266,6 +269,7 @@ class _Grads:
         """Take one gradient. Yields actions between which bytes change."""
         if self._units[unit].is_root:
             self.early[unit] += nbytes
+            yield Action("keep", unit)  # a moment with the gradient and all buckets
         elif unit not in self.full:
             self._land_what_is_done()
             yield from self._fill(unit)
@@ -389,11 +393,12 @@ class _Timeline:
                 self._record(action, event.now)
         if self._weights is not None:
             self._weights.end_backward()
+        self._note(event.now + self._budget.temporaries)
         self.course.actions.append(Action("step"))
 
     def _record(self, action: Action, now: int) -> None:
         self._note(now)
-        if action.name != "fill":
+        if action.name not in ("fill", "keep"):
             self.course.actions.append(action)
 
     def _note(self, activations: int) -> None:

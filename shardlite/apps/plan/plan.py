@@ -132,6 +132,9 @@ class Planner:
         validate.check(self._module, 3, 0, Precision(), (), wrapper=_Never)
         self.numel = sum(param.numel() for param in self._module.parameters())
         self.trainable = sum(param.numel() for param in self._module.parameters() if param.requires_grad)
+        self.largest_layer = max(_own_numel(each) for each in self._module.modules())
+        """Parameters of the module that owns most."""
+
         self._buffers = sum(each.untyped_storage().nbytes() for each in self._module.buffers())
         self.events = cache(self._trace)
         """`events(compute, checkpoint)` are those of one step."""
@@ -205,6 +208,10 @@ class Planner:
                 f"{self.source.name} cannot be traced with fake tensors, which have shapes and no values: "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+
+def _own_numel(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters(recurse=False))
 
 
 class _Never(nn.Module):

@@ -17,7 +17,7 @@ from shardlite.apps.plan.simulate import simulate
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#999999", "#F0E442")
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#777777", "#F2F2F2")
 _HATCHES = ("", "//", "..", "xx", "\\\\", "", "--")
 _LINES = (("#0072B2", "-", "o"), ("#D55E00", "-", "s"), ("#009E73", "--", "^"), ("#000000", ":", ""))
 _SIZES = [10 ** (6 + i / 8) for i in range(41)]
@@ -55,7 +55,7 @@ def _memory(planner: Planner, groups: Sequence[Group], card: int | None, path: P
         for (title, purposes), colour, hatch in zip(COLUMNS.items(), _COLOURS, _HATCHES, strict=True):
             sizes = [sum(plan.by_purpose.get(each, 0) for each in purposes) / 1e9 for plan in group.plans]
             axes.bar(
-                names, sizes, bottom=below, label=title, color=colour, hatch=hatch, edgecolor="white", linewidth=0.4
+                names, sizes, bottom=below, label=title, color=colour, hatch=hatch, edgecolor="#333333", linewidth=0.4
             )
             below = [a + b for a, b in zip(below, sizes, strict=True)]
         if card is not None:
@@ -80,8 +80,8 @@ def _scaling(planner: Planner, groups: Sequence[Group], cluster: Cluster, path: 
         ranks = [each.world_size for each in group.curve]
         curves = {
             "same batch on each rank": [each.weak for each in group.curve],
-            "same batch in all": [each.strong for each in group.curve],
-            "same batch in all, nothing overlapped (Amdahl's law)": [each.amdahl for each in group.curve],
+            "same batch on all ranks together": [each.strong for each in group.curve],
+            "the same, nothing overlapped (Amdahl's law)": [each.amdahl for each in group.curve],
             "ideal": [1.0] * len(ranks),
         }
         for (label, values), (colour, style, marker) in zip(curves.items(), _LINES, strict=True):

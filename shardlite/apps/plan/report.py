@@ -175,7 +175,8 @@ def _compared(planner: Planner, groups: Sequence[Group]) -> Iterator[str]:
     yield f"Published formulas, model states in mixed precision, GB per rank at {ranks} ranks:"
     zero = [f"stage {stage} {_gb(published.model_states(n, stage, ranks))}" for stage in range(4)]
     yield f"  ZeRO         {', '.join(zero)}"
-    yield f"  DeepSpeed    ZeRO-2 {_gb(published.zero2_by_deepspeed(n, ranks))}"
+    zero3 = published.zero3_by_deepspeed(n, planner.largest_layer, ranks)
+    yield f"  DeepSpeed    ZeRO-2 {_gb(published.zero2_by_deepspeed(n, ranks))}, ZeRO-3 {_gb(zero3)}"
     yield (
         f"  ring volume  all-reduce {_gb(published.ring_all_reduce(2 * n, ranks))}, fully sharded "
         f"{_gb(published.fully_sharded(2 * n, ranks))} GB sent per step, in 16 bits"
