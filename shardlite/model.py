@@ -177,6 +177,7 @@ class ShardLite(nn.Module):
     ) -> None:
         super().__init__()
         check_timeout(timeout)
+        limit = memory_limit_of(memory_limit)
         self.stage = stage
         self.precision = precision
         self._groups = ranks_of(group)
@@ -195,7 +196,7 @@ class ShardLite(nn.Module):
             quantized_gather=quantized_gather,
             buffers=buffers,
             route=Route(transport=transport_or_default(transport), algorithm=algorithm, reduce=reduce),
-            memory_limit=memory_limit_of(memory_limit),
+            memory_limit=limit,
         )
         plan = agree_on_plan(module, options, self._groups, ShardLite, timeout)
         check_memory_limit(module, plan, options, self._groups.shards, reshard_after_forward)

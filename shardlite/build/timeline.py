@@ -381,7 +381,9 @@ class _Timeline:
 
     def _take_gradient(self, event: Event) -> None:
         if self._budget.single_rank:
-            self._own_gradients += event.nbytes
+            if not self._budget.recipe.in_backward:  # else it is stepped by and dropped at once
+                self._own_gradients += event.nbytes
+            self._note(event.now + event.nbytes * self._budget.recipe.in_backward)
             return
         early = self._budget.units[event.unit].is_root
         for action in self._grads.arrive(event.unit, event.nbytes):

@@ -19,6 +19,7 @@ from shardlite.comm.collectives import (
 from shardlite.comm.consensus import agree, identify
 from shardlite.comm.context import SPARE, Context, WeightVersion, share
 from shardlite.comm.control.store import all_gather_json
+from shardlite.comm.cost_model import LinkCost
 from shardlite.comm.executor import BLOCK
 from shardlite.comm.schedule import Order, order_of_addition
 from shardlite.comm.shm.heap import lazy_zeros

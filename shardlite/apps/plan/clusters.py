@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardlite.comm import cost_model
-from shardlite.comm.cost_model import LinkCost
+from shardlite.comm import LinkCost, cost_model
 
 _MICROSECOND = 1e-6
 _GB = 10**9

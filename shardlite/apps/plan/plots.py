@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#777777", "#F2F2F2")
 _HATCHES = ("", "//", "..", "xx", "\\\\", "", "--")
-_LINES = (("#0072B2", "-", "o"), ("#D55E00", "-", "s"), ("#009E73", "--", "^"), ("#000000", ":", ""))
+_LINES = (("#0072B2", "-", "o"), ("#D55E00", "-.", "s"), ("#009E73", "--", "^"), ("#000000", ":", ""))
 _SIZES = [10 ** (6 + i / 8) for i in range(41)]
 """Parameters: a million to a hundred billion."""
 
@@ -89,7 +89,7 @@ def _scaling(planner: Planner, groups: Sequence[Group], cluster: Cluster, path: 
             axes.plot(ranks, shown, color=colour, linestyle=style, marker=marker or None, markersize=5, label=label)
         axes.set_xscale("log", base=2)
         axes.set_xticks(ranks, [f"{each}" for each in ranks])
-        axes.set(ylim=(0, 108), ylabel="scaling efficiency, %")
+        axes.set(ylim=(0, 112), ylabel="scaling efficiency, %")
         axes.set_title(words(group.setting), fontsize=8, loc="left")
         axes.grid(axis="y", color="#dddddd", linewidth=0.6)
         _plain(axes)

@@ -40,12 +40,15 @@ class Source:
     """The batch, for the reader of a table."""
 
     def loss(self, module: nn.Module, dtype: torch.dtype | None) -> Callable[[], Tensor]:
-        """Return a function that calls `module` once and returns the loss []. Floating inputs are cast to `dtype`."""
+        """Return a function that calls `module` once and returns the loss []. Floating inputs are cast to `dtype`.
+
+        The batch lives as long as the function, as that of a program lives until its next step.
+        """
+        given = self.batch()
+        if dtype is not None:
+            given = tree_map(lambda leaf: leaf.to(dtype) if _is_float(leaf) else leaf, given)
 
         def call() -> Tensor:
-            given = self.batch()
-            if dtype is not None:
-                given = tree_map(lambda leaf: leaf.to(dtype) if _is_float(leaf) else leaf, given)
             outputs = module(**given) if isinstance(given, Mapping) else module(*given)
             return _loss_of(outputs, self.name)
 

@@ -61,8 +61,9 @@ def trace(
     hooks = _Hooks(recorder, module, units, plans)
     with hooks.installed():
         with recorder:
-            torch.autograd.backward(loss())
-    recorder.note(Kind.END)
+            result = loss()
+            torch.autograd.backward(result)
+        recorder.note(Kind.END)  # while the batch and the loss are there
     return recorder.events
 
 
