@@ -593,8 +593,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "shardlite/build/budget.py",
         "condition",
         "(recipe.stage == 1 or world_size == 1) and same",
-        "recipe.stage == 1 and same",
-        "one rank that casts is planned a gradient beside its bucket",
+        "world_size == 1 and same",
+        "stage 1 is planned gradients beside their buckets",
     ),
     (
         "shardlite/build/timeline.py",
@@ -606,8 +606,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/build/timeline.py",
         "condition",
-        "if self._held() > 1 + self._ahead and",
-        "if self._held() > 2 + self._ahead and",
+        "if not kept and self._held() >= 1 + self._ahead and",
+        "if not kept and self._held() >= 2 + self._ahead and",
         "the plan keeps one gather buffer more than the library",
     ),
     (

@@ -76,6 +76,21 @@ def test_checkpointing_saves_activations_and_gathers_no_more(demo):
     assert recomputed.sent_by_gathers == plain.sent_by_gathers
 
 
+def test_weights_of_a_recomputed_block_stay_until_its_backward(chain):
+    """In a backward each unit with weights to save is used once, without a break, and its gradients come inside."""
+    events = chain.events(None, True)
+    backward = next(i for i, event in enumerate(events) if event.kind is Kind.BACKWARD)
+    users, begun = dict.fromkeys(range(4), 0), dict.fromkeys(range(4), 0)
+    for event in events[backward:-1]:
+        if event.kind is Kind.ENTER:
+            begun[event.unit] += users[event.unit] == 0
+            users[event.unit] += 1
+        elif event.kind is Kind.LEAVE:
+            users[event.unit] -= 1
+    assert set(begun.values()) == {1}
+    assert set(users.values()) == {0}
+
+
 def test_a_smaller_dtype_halves_activations(chain):
     wide, narrow = (chain.plan(Setting(world_size=2, precision=Precision(compute=c))) for c in (None, torch.bfloat16))
     assert narrow.activations == pytest.approx(wide.activations / 2, abs=4)
