@@ -2,7 +2,7 @@
 
 from shardlite.apps.checkpoint import async_save, load, save
 from shardlite.apps.verify.verify import verify
-from shardlite.config import Precision, Route
+from shardlite.config import MemoryLimit, Precision, Route
 from shardlite.ema import EMA
 from shardlite.errors import (
     CheckpointError,
@@ -27,6 +27,7 @@ __all__ = [
     "EMA",
     "EscapedViewWarning",
     "LayoutError",
+    "MemoryLimit",
     "NonFiniteError",
     "NonFiniteWarning",
     "PhaseError",

@@ -95,6 +95,58 @@ class Precision:
         return torch.float64 if dtype == torch.float64 else self.reduce
 
 
+STATES = ("fp32", "bf16", "int8")
+"""Formats of the moments of `AdamW`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryLimit:
+    """Bytes that a rank may hold, and what else will be held beside the wrapped model.
+
+    `ShardLite(..., memory_limit=nbytes)` is short for `MemoryLimit(nbytes=nbytes)`.
+
+    Example:
+        >>> ShardLite(model, memory_limit=MemoryLimit(nbytes=80 * 10**9, state="int8", activations=12 * 10**9))
+    """
+
+    nbytes: int
+    state: Literal["fp32", "bf16", "int8"] = "fp32"
+    """Format of the moments that the optimizer will keep. Optimizers of PyTorch with two moments count as `"fp32"`."""
+
+    in_backward: bool = False
+    """Whether the optimizer will step in the backward."""
+
+    activations: int = 0
+    """Bytes of the program's own tensors at their peak, as `shardlite plan` predicts them for a batch."""
+
+    def __post_init__(self) -> None:
+        """Validate the options.
+
+        Raises:
+            ValueError: the limit is not positive, bytes are negative, or the format is unknown.
+        """
+        if self.nbytes <= 0 or self.activations < 0:
+            raise ValueError(
+                f"memory_limit must be above 0 and activations at least 0, in bytes; got {self.nbytes} and "
+                f"{self.activations}"
+            )
+        if self.state not in STATES:
+            raise ValueError(f"memory_limit: state must be one of {', '.join(STATES)}, got {self.state!r}")
+
+
+def memory_limit_of(limit: "int | MemoryLimit | None") -> "MemoryLimit | None":
+    """Return `limit` as a record.
+
+    Raises:
+        TypeError: it is neither a number of bytes nor a `MemoryLimit`.
+    """
+    if limit is None or isinstance(limit, MemoryLimit):
+        return limit
+    if isinstance(limit, bool) or not isinstance(limit, int):
+        raise TypeError(f"memory_limit takes a number of bytes or a MemoryLimit, got {limit!r}")
+    return MemoryLimit(nbytes=limit)
+
+
 TransportName = Literal["auto", "shared_memory", "symmetric_memory", "p2p", "collectives"]
 ReduceName = Literal["exact", "fast"]
 AlgorithmName = Literal["auto"] | Algorithm

@@ -25,6 +25,7 @@ from shardlite.build import (
     broadcast_init,
     broadcast_values,
     build_units,
+    check_memory_limit,
     flats_of,
     part_of,
     placement_of,
@@ -33,12 +34,14 @@ from shardlite.build import (
 from shardlite.comm import GroupLike, Sent, Transport, agree, ranks_of, share
 from shardlite.config import (
     AlgorithmName,
+    MemoryLimit,
     OrderName,
     Precision,
     ReduceName,
     Route,
     TransportName,
     check_timeout,
+    memory_limit_of,
     transport_or_default,
 )
 from shardlite.engine import (
@@ -143,12 +146,15 @@ class ShardLite(nn.Module):
             when the next forward begins, as in `DistributedDataParallel`: after one that is not inside `no_sync()` or
             `torch.no_grad()`. `"own"`: each rank keeps its own.
         diagnose: warn of gradients that are not finite by parameter and rank. The host then waits in each backward.
+        memory_limit: bytes that a rank may hold, or a `MemoryLimit`, which names the optimizer and activations, too. A
+            model whose states and buffers need more is refused here, before memory is taken, with what would fit.
         timeout: how long a rank waits for another one, from the first call on: to come to the same call, or for a
             message. (Over NCCL the process group's own timeout counts for messages.)
 
     Raises:
         LayoutError: there is no process group, nothing to shard, a wrapped model inside, another model on another
-            rank, or a parameter or buffer on the meta device that was not initialised.
+            rank, more memory needed than the limit, or a parameter or buffer on the meta device that was not
+            initialised.
         CommError: a peer failed or is late.
         TypeError: an option is of another type than it has to be.
         ValueError: an option has a value that it cannot have.
@@ -175,10 +181,12 @@ class ShardLite(nn.Module):
         parts: int | None = None,
         buffers: str = "rank0",
         diagnose: bool = False,
+        memory_limit: int | MemoryLimit | None = None,
         timeout: timedelta = timedelta(minutes=10),
     ) -> None:
         super().__init__()
         check_timeout(timeout)
+        limit = memory_limit_of(memory_limit)
         self.stage = stage
         self.precision = precision
         self._groups = ranks_of(group)
@@ -198,8 +206,10 @@ class ShardLite(nn.Module):
             buffers=buffers,
             route=Route(transport=transport_or_default(transport), algorithm=algorithm, reduce=reduce, order=order),
             parts=parts,
+            memory_limit=limit,
         )
         plan = agree_on_plan(module, options, self._groups, ShardLite, timeout)
+        check_memory_limit(module, plan, options, self._groups.shards, reshard_after_forward)
         self._context = context = share(self._groups, plan.device, timeout, options.route)
         self.ledger, self.trace = context.ledger, context.trace
         self._join = Join(context, self._groups)

@@ -8,7 +8,15 @@ from .adamw import (
     reduce_adamw,
     reduce_adamw_reference,
 )
-from .adamw_cpu import CpuStep, adamw_cpu, add_rows_adamw_cpu, chunk_memory, reduce_adamw_cpu
+from .adamw_cpu import (
+    CpuStep,
+    adamw_cpu,
+    add_rows_adamw_cpu,
+    chunk_memory,
+    chunk_nbytes,
+    reduce_adamw_cpu,
+    temporary_nbytes,
+)
 from .cast import cast, cast_reference
 from .device_ring import (
     ring_reduce_adamw,

@@ -49,6 +49,28 @@ def chunk_memory() -> list[Tensor]:
     return [room for kept in list(_all_kept) for room in list(kept.values())]
 
 
+def chunk_nbytes(numel: int, *, split: bool, narrow: bool, sums: bool) -> int:
+    """Return the bytes that a thread keeps after steps of up to `numel` elements at once.
+
+    Args:
+        numel: of the longest state that one call steps.
+        split: whether weights are split.
+        narrow: whether moments are narrow.
+        sums: whether gradients are sums of parts.
+    """
+    itemsize = split * (torch.float32.itemsize + torch.int32.itemsize) + sums * torch.float32.itemsize
+    return min(numel, _NARROW_CHUNK if narrow else _CHUNK) * itemsize
+
+
+_TEMPORARIES = {"fp32": 0.0, "bf16": 25.0, "int8": 40.25}
+"""Bytes per element of a chunk in tensors that a step makes and drops, at most: moments are decoded and encoded."""
+
+
+def temporary_nbytes(numel: int, moments: str) -> int:
+    """Return the bytes of the tensors that a step of `numel` elements makes and drops, at most."""
+    return round(min(numel, _NARROW_CHUNK) * _TEMPORARIES[moments])
+
+
 class _Rooms(threading.local):
     """Buffers that a thread keeps from step to step: allocating pages takes as long as the step of a chunk."""
 

@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_train(commands)
     _add_verify(commands)
     _add_doctor(commands)
+    _add_plan(commands)
     _add_ring(commands)
     _add_inspect(commands)
     _add_export(commands)
@@ -72,6 +73,68 @@ def _add_verify(commands: Any) -> None:
     group.add_argument("--compute", choices=_DTYPES, help="what forward and backward run in (no casts)")
     group.add_argument("--reduce", choices=_DTYPES, default="fp32", help="what gradients are summed in (fp32)")
     _add_model_options(parser, size="tiny")
+
+
+def _add_plan(commands: Any) -> None:
+    parser: ArgumentParser = commands.add_parser(
+        "plan",
+        help="say what a training run will hold and send, before it",
+        description="Print what each rank will hold at the peak of a step, by purpose, and send, for any number of"
+        " ranks, and the predicted step time on a named cluster. The model is made of fake tensors: nothing is"
+        " allocated, downloaded or trained, and no other process is started.",
+    )
+    parser.set_defaults(run=lambda options, arguments: _plan(parser, options))
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model", required=True, metavar="MODEL", help="a preset (gpt2-xl), a Hugging Face config file, or module:name"
+    )
+    group.add_argument("--batch", type=int, default=8, metavar="N", help="sequences per rank (8)")
+    group.add_argument("--context", type=int, metavar="N", help="tokens per sequence (the model's own)")
+    group.add_argument("--inputs", metavar="MODULE:NAME", help="function that returns a batch, for other inputs")
+    _add_plan_run(parser.add_argument_group("run", "As the arguments of ShardLite, Precision and AdamW."))
+    group = parser.add_argument_group("output")
+    group.add_argument("--card", metavar="CARD", help="H100 or 80GB: also find the fewest ranks that fit")
+    group.add_argument("--cluster", metavar="NAME", help="dgx-h100, pcie-a100, ...: also predict the step time")
+    group.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
+    group.add_argument("--plots", type=Path, metavar="FOLDER", help="draw plots, too; needs matplotlib")
+
+
+def _add_plan_run(group: Any) -> None:
+    group.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N", help="1 to 4096")
+    group.add_argument("--stage", type=int, nargs="+", choices=(0, 1, 2, 3), default=[3], help="(3)")
+    group.add_argument("--state", choices=("fp32", "bf16", "int8"), default="fp32", help="of the moments (fp32)")
+    group.add_argument("--in-backward", action="store_true", help="step in the backward")
+    group.add_argument("--compute", choices=_DTYPES, help="what forward and backward run in (no casts)")
+    group.add_argument("--reduce", choices=_DTYPES, default="fp32", help="what gradients are summed in (fp32)")
+    group.add_argument("--master", choices=("fp32", "split24"), default="fp32", help="format of the weights (fp32)")
+    group.add_argument("--prefetch", type=int, default=1, metavar="N", help="units that are gathered ahead (1)")
+    group.add_argument("--keep-unsharded", action="store_true", help="keep weights until the backward")
+    group.add_argument(
+        "--checkpoint", choices=("both", "with", "without"), default="both", help="activation checkpointing (both)"
+    )
+
+
+def _plan(parser: ArgumentParser, options: Namespace) -> int:
+    """Print the plan, and write what else was asked for."""
+    from shardlite.apps.plan.command import Request, run
+    from shardlite.errors import LayoutError
+
+    try:
+        request = Request.of(options, {name: _dtype(name) for name in _DTYPES})
+        print(run(request, progress=lambda words: print(f"{words} ...", file=sys.stderr, flush=True)))
+    except ModuleNotFoundError as missing:
+        if missing.name != "matplotlib":
+            raise
+        parser.error("--plots needs matplotlib, which is not installed; pip install 'shardlite[demo]'")
+    except (ValueError, OSError, LayoutError) as wrong:
+        parser.error(str(wrong))
+    return 0
+
+
+def _dtype(name: str) -> Any:
+    import torch
+
+    return getattr(torch, _DTYPES[name])
 
 
 def _add_ring(commands: Any) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardlite.build import aliases, meta_init, validate
 from shardlite.build.meta_init import Init
 from shardlite.comm import Ranks, agree
-from shardlite.config import QUANTIZABLE, Precision, Route
+from shardlite.config import QUANTIZABLE, MemoryLimit, Precision, Route
 from shardlite.params import ALIGN, ROOT, Layout, UnitPlan, UnitPolicy, UnitRule, applies, lay_out, partition_module
 
 
@@ -36,6 +36,7 @@ class Options:
     buffers: str
     route: Route
     parts: int | None = None
+    memory_limit: MemoryLimit | None = None
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ def agree_on_plan(
             f"{options.route}",
             f"buffers {options.buffers!r}",
             f"parts {options.parts}",
+            f"{options.memory_limit or 'no memory limit'}",
         )
         facts = [*settings, f"shards on {plan.device.type}", *_describe(plan)]
     except Exception as error:  # any error: the other ranks are waiting for this one
@@ -138,11 +140,20 @@ def _make(module: nn.Module, options: Options, groups: Ranks, wrapper: type[nn.M
     meta_init.check(module, options.init, options.ignored, first=groups.is_first)
     on_gpu = torch.cuda.is_available() and groups.carry("cuda")
     device = validate.device_for(module, options.device, torch.device("cuda" if on_gpu else "cpu"))
+    return plan_units(module, options, groups.shards, device)
+
+
+def plan_units(module: nn.Module, options: Options, world_size: int, device: torch.device) -> Plan:
+    """Plan the units of a checked module for `world_size` ranks. Nothing is compared with other ranks.
+
+    Raises:
+        LayoutError: the option `units` is invalid.
+    """
     units = partition_module(module, options.units, options.ignored)
     rule = options.quantized_gather
     # Norms are added from statistics of blocks, which no cut may divide if it is not to change them.
     grain = stats_block(torch.empty(0, device=device)) if options.route.order == "tree" else ALIGN
-    flats = [plan_flats(unit, groups.shards, options.precision, quantized_gather=rule, grain=grain) for unit in units]
+    flats = [plan_flats(unit, world_size, options.precision, quantized_gather=rule, grain=grain) for unit in units]
     return Plan(units, flats, device, in_parts=options.parts is not None)
 
 

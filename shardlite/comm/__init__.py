@@ -5,7 +5,7 @@ ring, with the same bits on every rank. `schedule.py` writes an algorithm as the
 executes them, `streams.py` runs operations beside the computation. Read `collectives.py` first.
 """
 
-from shardlite.comm import schedule
+from shardlite.comm import cost_model, schedule
 from shardlite.comm.collectives import (
     SUMMABLE,
     Operation,
@@ -21,12 +21,15 @@ from shardlite.comm.collectives import (
 from shardlite.comm.consensus import agree, identify
 from shardlite.comm.context import SPARE, Context, WeightVersion, share
 from shardlite.comm.control.store import all_gather_json
+from shardlite.comm.cost_model import LinkCost
+from shardlite.comm.executor import BLOCK
 from shardlite.comm.schedule import Order, order_of_addition
 from shardlite.comm.shm.heap import lazy_zeros
 from shardlite.comm.streams import Moment, ProgramStreams, StreamQueue, Work, make_queue
 from shardlite.comm.traffic import Sent, Traffic
 from shardlite.comm.transfers import Schedule, Transfer
 from shardlite.comm.transport.base import Transport
+from shardlite.comm.transport.group_collectives import rows_numel
 from shardlite.comm.transport.groups import GroupLike, Ranks, ranks_of
 from shardlite.comm.transport.select import choose, connect
 from shardlite.comm.transport.whole import FusedStep

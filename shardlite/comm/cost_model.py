@@ -2,6 +2,7 @@
 
     plan = schedule.reduce_scatter("ring", world_size=8)
     time(plan, nbytes, chunk, LINKS["p2p"])                 seconds
+    seconds("all-gather", "ring", nbytes, 4096, link)       the same by formula, where there is one
     best_chunk(plan, nbytes, LINKS["p2p"])                  bytes per message
     best_algorithm(nbytes, 8, LINKS["shared_memory"])       "direct"
 
@@ -34,6 +35,7 @@ from shardlite.comm import schedule
 from shardlite.comm.schedule import IN_RING_ORDER
 from shardlite.comm.transfers import Schedule
 from shardlite.config import ALGORITHMS, Algorithm
+from shardlite.errors import LayoutError
 
 Operation = Literal["all-gather", "reduce-scatter"]
 
@@ -103,6 +105,25 @@ def time(plan: Schedule, nbytes: int, chunk: int, link: LinkCost) -> float:
                 done[i] = max(done[i], end)
         complete.update(came)
     return max((moment for done in complete.values() for moment in done), default=0.0)
+
+
+def seconds(operation: Operation, algorithm: Algorithm, nbytes: int, world_size: int, link: LinkCost) -> float:
+    """Return `time` of `ring` or `direct` with one message per piece, by formula, for any number of ranks.
+
+    Raises:
+        LayoutError: another algorithm, which has no formula here.
+    """
+    if algorithm not in IN_RING_ORDER:
+        raise LayoutError(f"{algorithm!r} has no formula: there are those of {', '.join(sorted(IN_RING_ORDER))}")
+    messages, piece = world_size - 1, -(-nbytes // world_size)
+    if messages == 0:
+        return 0.0
+    moved, added = link.overhead + piece * link.beta, piece * link.gamma * (operation == "reduce-scatter")
+    if algorithm == "ring":
+        return messages * (link.alpha + moved + added)
+    if link.overlaps:
+        return link.alpha + max(moved + messages * added, messages * moved + added)
+    return link.alpha + messages * (moved + added)
 
 
 def best_chunk(plan: Schedule, nbytes: int, link: LinkCost, *, most: int | None = None) -> int:

@@ -34,15 +34,7 @@ from shardlite.grads.bucket import Bucket
 from shardlite.grads.flags import GradientFlags, any_bad, warn_of
 from shardlite.grads.norm import ReducedNorm
 from shardlite.grads.reduce_scatter import Averager, Mean, ShardStep
-from shardlite.params import BufferPool, Flat, Gradients, Unit
-
-LIMIT = 2
-"""Buckets that exist at once beside the root's, while ranks follow one order: one is reduced while another fills.
-
-It is one where shards are stepped in the backward on CPUs: such a program asks for little memory, and reductions take
-the cores that would fill the next bucket. A backward waits for a reduction rather than take more. It must not wait for
-one that a peer starts only after a gather that takes this rank: `progress.py`.
-"""
+from shardlite.params import BUCKETS, BufferPool, Flat, Gradients, Unit
 
 _PURPOSE = "gradient buckets"
 
@@ -447,13 +439,13 @@ class Reducer:
         root = bucket.unit.is_root
         # Behind the last unit before the root there is nothing to compute that a reduction could run beside.
         waits_for_all = now.is_root_left() if root else self.saves_memory()
-        while now.landed < len(now.started) and (waits_for_all or (not root and self._held() >= LIMIT)):
+        while now.landed < len(now.started) and (waits_for_all or (not root and self._held() >= BUCKETS)):
             first = now.started[now.landed]
             with self._context.traffic.waiting("reduce", first.bucket.unit.name):
                 if not first.submitted().wait_unless(partial(progress.ends_wait, now.landed, monotonic())):
                     break
             self._land(now.landed + 1)
-        progress.filled(beyond=not root and self._held() >= LIMIT and now.reduces)
+        progress.filled(beyond=not root and self._held() >= BUCKETS and now.reduces)
         bucket.fill()
 
     def saves_memory(self) -> bool:
@@ -562,7 +554,7 @@ def _pools(units: Sequence[Unit], context: Context) -> dict[Unit, Sequence[Buffe
     kept, it would add to what they take at their peak. The others are in use there already.
     """
     flats = range(max((len(unit.flats) for unit in units), default=0))
-    kept = [BufferPool(context, _PURPOSE, most=LIMIT) for _ in flats]
+    kept = [BufferPool(context, _PURPOSE, most=BUCKETS) for _ in flats]
     none = [BufferPool(context, _PURPOSE, most=0) for _ in flats]
     return {unit: none if unit.is_root or len(units) == 1 else kept for unit in units}
 

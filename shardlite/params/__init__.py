@@ -3,7 +3,7 @@
 In: a module. Out: `Unit`s of `Flat`s, with layouts that every rank works out alike. Read `layout.py` first.
 """
 
-from shardlite.params.buffers import Buffer, BufferPool, storage_key
+from shardlite.params.buffers import BUCKETS, Buffer, BufferPool, storage_key
 from shardlite.params.layout import (
     ALIGN,
     Empty,

@@ -18,6 +18,14 @@ from torch import Tensor
 
 from shardlite.comm import Context
 
+BUCKETS = 2
+"""Buckets that exist at once beside the root's, while ranks follow one order: one is reduced while another fills.
+
+It is one where shards are stepped in the backward on CPUs: such a program asks for little memory, and reductions take
+the cores that would fill the next bucket. A backward waits for a reduction rather than take more. It must not wait for
+one that a peer starts only after a gather that takes this rank: `comm/control/progress.py`.
+"""
+
 
 class Buffer:
     """Memory for one unit's full weights or gradients, which can tell whether other tensors still view it."""

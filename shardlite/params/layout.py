@@ -40,6 +40,10 @@ ARENA_ALIGN = 1024
 """In elements: the length of an arena is a multiple of it, the block size of the kernels."""
 
 
+_CODES_ALIGN = 16
+"""Bytes: where rows of codes start, so that every access can be a wide one."""
+
+
 def round_up(numel: int, multiple: int) -> int:
     """Return the smallest multiple of `multiple` that is at least `numel`."""
     return -(-numel // multiple) * multiple
@@ -111,6 +115,11 @@ class Layout:
     def shard_numel(self) -> int:
         """Number of elements of the longest shard, `S`."""
         return max(stop - start for start, stop in pairwise(self.cuts))
+
+    @property
+    def codes_nbytes(self) -> int:
+        """Bytes of one rank's row of a quantized gather, `R`: codes, their scales, and padding to `_CODES_ALIGN`."""
+        return round_up(self.shard_numel + self.shard_numel // ALIGN, _CODES_ALIGN)
 
     def shard_range(self, rank: int) -> tuple[int, int]:
         """Return the range `(start, stop)` of the full buffer that `rank` owns."""

@@ -25,13 +25,10 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from shardlite.comm import Context, Moment, Operation, StreamQueue, Work, all_gather
-from shardlite.params import ALIGN, Empty, Flat, Unit, Weights, as_they_are, round_up
+from shardlite.params import ALIGN, Empty, Flat, Unit, Weights, as_they_are
 
 TAKE_PART = "take part"
 """The purpose of a gather that only other ranks need."""
-
-_ROW_ALIGN = 16
-"""Bytes: where rows start, so that every access can be a wide one."""
 
 
 def place_own(flat: Flat, full: Tensor) -> None:
@@ -48,7 +45,7 @@ def place_own(flat: Flat, full: Tensor) -> None:
 def pack(flat: Flat, empty: Empty) -> Tensor:
     """Return a payload [W*R] that `empty` makes, of which this rank's row has the codes of its shard."""
     assert flat.rank is not None, "who has all weights gathers none"
-    payload = empty(flat.layout.world_size * _row_nbytes(flat), torch.uint8)
+    payload = empty(flat.layout.world_size * flat.layout.codes_nbytes, torch.uint8)
     codes, scales = _columns(flat, payload)
     quantize(codes[flat.rank], scales[flat.rank], flat.local)
     return payload
@@ -72,16 +69,10 @@ def own_as_gathered(flat: Flat) -> Tensor:
     return own
 
 
-def _row_nbytes(flat: Flat) -> int:
-    """`R`."""
-    shard = flat.layout.shard_numel
-    return round_up(shard + shard // ALIGN, _ROW_ALIGN)
-
-
 def _columns(flat: Flat, payload: Tensor) -> tuple[Tensor, Tensor]:
     """View the codes [W, S] and scales [W, S/32] in a payload."""
     shard = flat.layout.shard_numel
-    rows = payload.view(flat.layout.world_size, _row_nbytes(flat))
+    rows = payload.view(flat.layout.world_size, flat.layout.codes_nbytes)
     return rows[:, :shard].view(torch.int8), rows[:, shard : shard + shard // ALIGN]
 
 

@@ -22,8 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardlite import AdamW, EscapedViewWarning, ShardLite
 from shardlite.comm import Context
 from shardlite.grads import Bucket
-from shardlite.grads.reducer import LIMIT
-from shardlite.params import ROOT, BufferPool, Unit
+from shardlite.params import BUCKETS, ROOT, BufferPool, Unit
 from shardlite.weights.gather_order import MEMORY
 from tests.comm.streams.programs import EVENTS, NOT_IN_BACKWARD, RUNS, WIDTH, WORLD_SIZE, Block, Training
 from tests.comm.streams.simulated_gpu import Gpu
@@ -253,7 +252,7 @@ def test_weights_come_to_rest_again_after_anything_else(event, options):
             steps.append(list(now))
         assert steps[0] == steps[1] == steps[2]
         assert held(training.model, "gather buffers") == before
-        assert held(training.model, "gradient buckets") <= LIMIT * bucket_nbytes(training)
+        assert held(training.model, "gradient buckets") <= BUCKETS * bucket_nbytes(training)
 
 
 @pytest.mark.parametrize("event", ["gathered()", "an evaluation", "a save", "a load", "no_sync"])

@@ -26,12 +26,19 @@ from torch._C._distributed_c10d import Backend
 from shardlite.comm.chunking import Cut
 from shardlite.comm.transport.base import Message
 from shardlite.comm.transport.process_group import GlooTransport, GroupTransport, InFlight, NcclTransport
-from shardlite.comm.transport.whole import PostedWhole, WholeCollectives, as_bytes
+from shardlite.comm.transport.whole import PostedWhole, WholeCollectives, as_bytes, slices_of
 from shardlite.errors import CommError
 from shardlite.telemetry import Ledger
 
 ROOM = 64 << 20
 """Maximum bytes of the rows of a reduction. A longer one goes in slices, one after the other."""
+
+
+def rows_numel(longest: int, world_size: int, itemsize: int, grain: int, room: int = ROOM) -> int:
+    """Return the elements of a row of each rank, and of what is sent if there are several slices."""
+    slices = slices_of(longest, world_size, itemsize, grain, room)
+    numel = max((stop - start for start, stop in slices), default=0)
+    return world_size * numel * (1 if len(slices) <= 1 else 2)
 
 
 def _synchronous(options: Any) -> Any:
@@ -85,8 +92,7 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         """Return how many elements `exchange_rows` needs for its rows, and for what it sends if it goes in slices."""
         if self.sums(cut):
             return cut.longest
-        rows = super().rows_numel(cut, itemsize, grain)
-        return rows if rows == self.world_size * cut.longest else 2 * rows
+        return rows_numel(cut.longest, self.world_size, itemsize, grain, self.room)
 
     def exchange_rows(self, full: Tensor, cut: Cut, part: tuple[int, int], room: Tensor) -> Tensor:
         """Return the elements `part` of this rank's segment as every rank has them in `full` [n]: rows [W, .].

@@ -64,8 +64,7 @@ class WholeCollectives(Transport):
 
     def slices(self, cut: Cut, itemsize: int, grain: int) -> list[tuple[int, int]]:
         """Return the ranges of elements of each segment whose rows fit in `room`: multiples of `grain` but the last."""
-        most = max(self.room // (self.world_size * itemsize) // grain * grain, grain)
-        return [(start, min(start + most, cut.longest)) for start in range(0, cut.longest, most)]
+        return slices_of(cut.longest, self.world_size, itemsize, grain, self.room)
 
     def rows_numel(self, cut: Cut, itemsize: int, grain: int) -> int:
         """Return how many elements `exchange_rows` needs."""
@@ -113,6 +112,12 @@ class WholeCollectives(Transport):
             CommError: a peer failed or is late.
         """
         raise NotImplementedError
+
+
+def slices_of(longest: int, world_size: int, itemsize: int, grain: int, room: int) -> list[tuple[int, int]]:
+    """Return the ranges of elements of segments of up to `longest` whose rows fit in `room` bytes."""
+    most = max(room // (world_size * itemsize) // grain * grain, grain)
+    return [(start, min(start + most, longest)) for start in range(0, longest, most)]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -1,0 +1,187 @@
+"""What `shardlite plan` prints, and the same as JSON."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardlite.apps.plan import published
+from shardlite.apps.plan.clusters import CARDS, Cluster
+from shardlite.apps.plan.plan import Planner, RankPlan, Setting
+from shardlite.apps.plan.simulate import Scaling, simulate
+from shardlite.build import ACTIVATIONS
+
+COLUMNS = {
+    "weights": ("parameters",),
+    "optimizer": ("optimizer state",),
+    "gradients": ("gradients",),
+    "buckets": ("gradient buckets",),
+    "gathered": ("gather buffers",),
+    "other": ("buffers", "staging", "chunks of a step"),
+    "activations": (ACTIVATIONS,),
+}
+"""Columns of the table, and what each adds up."""
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Plans that differ in the number of ranks only, in ascending order."""
+
+    plans: Sequence[RankPlan]
+    curve: Sequence[Scaling] = ()
+    fewest: int | None = None
+    """The smallest number of ranks that fit in the card."""
+
+    @property
+    def setting(self) -> Setting:
+        """What they have in common."""
+        return self.plans[0].setting
+
+
+def memory_of(card: str) -> int:
+    """Return the bytes of a card by name (`H100`) or of an amount (`80GB`, `24GiB`).
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if card in CARDS:
+        return CARDS[card].nbytes
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B", card)
+    if found is None or float(found[1]) == 0:
+        raise ValueError(f"--card {card!r} is neither an amount (80GB, 24GiB) nor one of {', '.join(CARDS)}")
+    return round(float(found[1]) * {**_UNITS, **_BINARY}[found[2] or ""])
+
+
+def text(planner: Planner, groups: Sequence[Group], cluster: Cluster | None, card: int | None) -> str:
+    """Format all groups for a terminal."""
+    lines = [*_head(planner, cluster)]
+    for group in groups:
+        lines += ["", words(group.setting), *_table(group, cluster, card)]
+        if card is not None:
+            lines.append(_fewest(group, card))
+    lines += ["", *_compared(planner, groups)]
+    return "\n".join(lines)
+
+
+def words(setting: Setting) -> str:
+    """Name a setting, without its number of ranks."""
+    precision = setting.precision
+    computing = "fp32" if precision.compute is None else str(precision.compute).removeprefix("torch.")
+    parts = [
+        f"stage {setting.stage}",
+        f"compute in {computing}",
+        'master="split24"' if precision.master == "split24" else "",
+        f"reduce in {str(precision.reduce).removeprefix('torch.')}",
+        f'AdamW(state="{setting.state}"{", in_backward=True" * setting.in_backward})',
+        f"prefetch {setting.prefetch}" if setting.stage == 3 else "",
+        "" if setting.reshard_after_forward else "weights kept until the backward",
+        "with activation checkpointing" if setting.checkpoint else "without activation checkpointing",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def as_json(planner: Planner, groups: Sequence[Group], cluster: Cluster | None, card: int | None) -> dict[str, Any]:
+    """Return everything as plain data; bytes and seconds."""
+    return {
+        "model": planner.source.name,
+        "batch": planner.source.words,
+        "parameters": planner.numel,
+        "trainable": planner.trainable,
+        "units": planner.unit_names,
+        "card_bytes": card,
+        "cluster": None if cluster is None else {"name": cluster.name, "source": cluster.source},
+        "predicted": "no GPU has run it",
+        "groups": [_group_json(group, cluster) for group in groups],
+    }
+
+
+def _group_json(group: Group, cluster: Cluster | None) -> dict[str, Any]:
+    return {
+        "setting": words(group.setting),
+        "fewest_ranks": group.fewest,
+        "scaling": [asdict(each) for each in group.curve],
+        "ranks": [_plan_json(plan, cluster) for plan in group.plans],
+    }
+
+
+def _plan_json(plan: RankPlan, cluster: Cluster | None) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "ranks": plan.setting.world_size,
+        "peak_bytes": plan.peak,
+        "peak_bytes_at_least": plan.at_least,
+        "bytes": plan.by_purpose,
+        "activation_peak_bytes": plan.activations,
+        "sent_by_gathers": plan.sent_by_gathers,
+        "sent_by_reductions": plan.sent_by_reductions,
+    }
+    if cluster is not None:
+        step = simulate(plan, cluster)
+        row |= {"seconds": asdict(step) | {"exposed": step.exposed}}
+    return row
+
+
+def _head(planner: Planner, cluster: Cluster | None) -> Iterator[str]:
+    units = planner.unit_names
+    yield (
+        f"{planner.source.name}: {planner.numel:,} parameters, {planner.trainable:,} of them trained, in {len(units)} "
+        f"unit{'s' * (len(units) != 1)}; {planner.source.words}"
+    )
+    if cluster is not None:
+        yield f"cluster {cluster.name}: {cluster.source}"
+        yield f"card {cluster.card.name}: {cluster.card.source}"
+        yield "step and exposed communication are predictions: no GPU has run it"
+
+
+def _table(group: Group, cluster: Cluster | None, card: int | None) -> list[str]:
+    """Return lines with a row per number of ranks. Bytes are in GB (10^9) at the moment of the peak."""
+    rows = [_titles(cluster, card), *(_row(plan, group, cluster, card) for plan in group.plans)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return ["GB per rank at the peak:", *lines]
+
+
+def _titles(cluster: Cluster | None, card: int | None) -> list[str]:
+    titles = ["ranks", *COLUMNS, "peak", *(["fits"] if card is not None else []), "sent/step"]
+    return titles if cluster is None else [*titles, "step, ms", "exposed, ms", "efficiency"]
+
+
+def _row(plan: RankPlan, group: Group, cluster: Cluster | None, card: int | None) -> list[str]:
+    held = [sum(plan.by_purpose.get(each, 0) for each in purposes) for purposes in COLUMNS.values()]
+    cells = [f"{plan.setting.world_size}", *map(_gb, held), _gb(plan.peak)]
+    if card is not None:
+        cells.append("yes" if plan.peak <= card else "no")
+    cells.append(_gb(plan.sent_by_gathers + plan.sent_by_reductions))
+    if cluster is not None:
+        step = simulate(plan, cluster)
+        weak = {each.world_size: each.weak for each in group.curve}[plan.setting.world_size]
+        cells += [f"{step.total * 1e3:.1f}", f"{max(step.exposed, 0) * 1e3:.1f}", f"{weak:.0%}"]
+    return cells
+
+
+def _fewest(group: Group, card: int) -> str:
+    if group.fewest is None:
+        return f"does not fit in {_gb(card)} GB at any number of ranks up to 4096"
+    return f"fewest ranks that fit in {_gb(card)} GB: {group.fewest}"
+
+
+def _compared(planner: Planner, groups: Sequence[Group]) -> Iterator[str]:
+    """Yield published formulas for the same model, with the largest number of ranks."""
+    ranks, n = groups[0].plans[-1].setting.world_size, planner.numel
+    yield f"Published formulas, model states in mixed precision, GB per rank at {ranks} ranks:"
+    zero = [f"stage {stage} {_gb(published.model_states(n, stage, ranks))}" for stage in range(4)]
+    yield f"  ZeRO         {', '.join(zero)}"
+    zero3 = published.zero3_by_deepspeed(n, planner.largest_layer, ranks)
+    yield f"  DeepSpeed    ZeRO-2 {_gb(published.zero2_by_deepspeed(n, ranks))}, ZeRO-3 {_gb(zero3)}"
+    yield (
+        f"  ring volume  all-reduce {_gb(published.ring_all_reduce(2 * n, ranks))}, fully sharded "
+        f"{_gb(published.fully_sharded(2 * n, ranks))} GB sent per step, in 16 bits"
+    )
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.2f}" if nbytes < 1e11 else f"{nbytes / 1e9:.0f}"

@@ -1,0 +1,265 @@
+"""Activations and work of one step, traced with fake tensors: shapes and lifetimes are real, memory is not.
+
+The model runs forward and backward once under `FakeTensorMode` on the CPU. Every operator is seen, as by
+`telemetry.Meter`: the storages of its results live until they die, and its floating-point operations are counted.
+Hooks at the modules and in the graph, where the engine has its own, note when the weights of a unit are used and when
+autograd delivers a gradient, which is dropped at once. The result is a list of `Event`s, equal for all stages and
+formats and any number of ranks, because each rank computes the same with its own part of the batch.
+
+In: a module of fake tensors, its units and a call of it that returns the loss. Out: events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from shardlite.build import Event, Kind
+from shardlite.engine import in_backward, needs
+from shardlite.params import Unit, UnitPlan, storage_key
+from shardlite.telemetry import Ledger
+
+_LIVE = "activations"
+
+_Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(q.shape, k.shape, v.shape))  # type: ignore[no-untyped-call]
+
+
+def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape))  # type: ignore[no-untyped-call]
+
+
+_ON_CPU: dict[Any, Callable[..., int]] = {  # PyTorch counts the operators of GPUs only
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+def trace(
+    module: nn.Module, units: Sequence[Unit], plans: Sequence[UnitPlan], loss: Callable[[], Tensor]
+) -> list[Event]:
+    """Run `loss` forward and backward under the active fake mode, and return what has happened.
+
+    Args:
+        module: of fake tensors.
+        units: of it.
+        plans: the same before they had memory.
+        loss: calls the module, and returns a number [].
+    """
+    recorder = _Recorder(module)
+    hooks = _Hooks(recorder, module, units, plans)
+    with hooks.installed():
+        with recorder:
+            result = loss()
+            torch.autograd.backward(result)
+        recorder.note(Kind.END)  # while the batch and the loss are there
+    return recorder.events
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees every operator. Weights and buffers of the module are left out: others count them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.events: list[Event] = []
+        self._ledger = Ledger()
+        self._others = {storage_key(each) for each in (*module.parameters(), *module.buffers())}
+        self._most, self._flops = 0, 0.0
+
+    @property
+    def live(self) -> int:
+        """Bytes in the program's tensors."""
+        return self._ledger.current().get(_LIVE, 0)
+
+    def note(self, kind: Kind, unit: int = -1, nbytes: int = 0) -> None:
+        """Add an event."""
+        now = self.live - nbytes
+        self.events.append(Event(kind, unit, nbytes, max(self._most, now), now, self._flops))
+        self._most, self._flops = now, 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run `func`, and note what its arguments and results take and how much it computes."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        for value in tree_leaves((args, kwargs, result)):
+            if isinstance(value, Tensor) and storage_key(value) not in self._others:
+                self._ledger.track(_LIVE, value)
+        self._most = max(self._most, self.live)
+        packet = func._overloadpacket
+        if packet in flop_registry:
+            self._flops += flop_registry[packet](*args, **kwargs, out_val=result)
+        elif packet in _ON_CPU:
+            self._flops += _ON_CPU[packet](*args, **kwargs)
+        return result
+
+
+class _Call:
+    """One forward of a unit, as its backward will see it: see `weights/saved_tensors.py`."""
+
+    def __init__(self, unit: int, hooks: _Hooks) -> None:
+        self.unit, self.hooks = unit, hooks
+        self.handles = 0
+        self.uses = False
+
+    def enter(self) -> None:
+        """Use the weights until the last handle is gone."""
+        if not self.uses:
+            self.uses = True
+            self.hooks.enter(self.unit)
+
+    def forget_handle(self) -> None:
+        """Note that autograd has dropped a handle."""
+        self.handles -= 1
+        if self.handles == 0:
+            self.hooks.live[self.unit].remove(self)
+            if self.uses:
+                self.uses = False
+                self.hooks.leave(self.unit)
+
+
+class _Handle:
+    """What the graph keeps instead of a weight."""
+
+    def __init__(self, call: _Call, view: Tensor) -> None:
+        self.call, self.view = call, view
+        if call.handles == 0:
+            call.hooks.live[call.unit].append(call)
+        call.handles += 1
+
+    def __del__(self) -> None:
+        self.call.forget_handle()
+
+
+class _SavedTensors:
+    """Saved-tensor hooks that take weights, and leave other tensors to the hooks in force before."""
+
+    def __init__(self, hooks: _Hooks) -> None:
+        self.hooks = hooks
+        self._outer: _Pair | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Return what the graph keeps."""
+        unit = self.hooks.owner(tensor)
+        if unit is not None:
+            call = self.hooks.current.get(unit) or _Call(unit, self.hooks)
+            return _Handle(call, tensor.detach())
+        return tensor.detach() if self._outer is None else self._outer[0](tensor)
+
+    def unpack(self, packed: Any) -> Tensor:
+        """Return what was packed."""
+        if isinstance(packed, _Handle):
+            self.hooks.open()
+            packed.call.enter()
+            return packed.view
+        view: Tensor = packed if self._outer is None else self._outer[1](packed)
+        return view
+
+
+class _Hooks:
+    """Notes uses of units and gradients, where `ModuleHooks` and `Backward` of the engine do."""
+
+    def __init__(
+        self, recorder: _Recorder, module: nn.Module, units: Sequence[Unit], plans: Sequence[UnitPlan]
+    ) -> None:
+        self._recorder = recorder
+        self._needs = needs(module, plans, units)
+        self._home = {storage_key(param): unit.index for unit in units for param in unit.params()}
+        self._trained = [(unit.index, param) for unit in units for param in unit.params() if param.requires_grad]
+        self.live: dict[int, list[_Call]] = {unit.index: [] for unit in units}
+        """Calls with handles, oldest first."""
+
+        self.current: dict[int, _Call] = {}
+        """Calls whose forward is running."""
+
+        self._depth = dict.fromkeys(self.live, 0)
+        self._pushed: list[bool] = []
+        self._opened = False
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Hook the modules and parameters inside."""
+        handles: list[Any] = []
+        for module in self._needs:
+            handles.append(module.register_forward_pre_hook(self._before, prepend=True))
+            handles.append(module.register_forward_hook(self._after, always_call=True))
+        for unit, param in self._trained:
+            hook = partial(self._take_gradient, unit)
+            handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def owner(self, tensor: Tensor) -> int | None:
+        """Return the unit whose weight `tensor` views, if any."""
+        return self._home.get(storage_key(tensor))
+
+    def enter(self, unit: int) -> None:
+        """Note that a use of a unit begins."""
+        self._recorder.note(Kind.ENTER, unit)
+
+    def leave(self, unit: int) -> None:
+        """Note that it ends."""
+        self._recorder.note(Kind.LEAVE, unit)
+
+    def open(self) -> None:
+        """Note the first event of the backward."""
+        if not self._opened and in_backward():
+            self._opened = True
+            self._recorder.note(Kind.BACKWARD)
+
+    def _take_gradient(self, unit: int, param: Tensor) -> None:
+        self.open()
+        assert param.grad is not None, "the hook is called with it"
+        self._recorder.note(Kind.GRADIENT, unit, param.grad.untyped_storage().nbytes())
+        param.grad = None
+
+    def _before(self, module: nn.Module, *_: Any) -> None:
+        for unit in self._needs[module]:
+            if self._depth[unit.index] == 0:
+                self.open()
+                self.enter(unit.index)
+                self.current[unit.index] = _Call(unit.index, self)
+            self._depth[unit.index] += 1
+        self._pushed.append(self._push())
+
+    def _after(self, module: nn.Module, *_: Any) -> None:
+        if self._pushed.pop():
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        for unit in reversed(self._needs[module]):
+            self._depth[unit.index] -= 1
+            if self._depth[unit.index] == 0:
+                self._expect_backward(self.current.pop(unit.index))
+                self.leave(unit.index)
+
+    def _expect_backward(self, call: _Call) -> None:
+        """Keep a unit that was recomputed until the nodes that asked for that have run."""
+        if in_backward():
+            if call.handles:
+                call.enter()
+            earlier = [each for each in self.live[call.unit] if each is not call]
+            if earlier:
+                earlier[-1].enter()
+
+    def _push(self) -> bool:
+        """Put our hooks innermost, unless they are; return whether a pop is due."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top is not None and isinstance(getattr(top[0], "__self__", None), _SavedTensors):
+            return False
+        ours = _SavedTensors(self)
+        torch._C._autograd._push_saved_tensors_default_hooks(ours.pack, ours.unpack)
+        return True

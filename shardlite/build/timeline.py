@@ -1,0 +1,447 @@
+"""What a step holds from moment to moment: full weights, gradient buckets and gradients beside a program's own tensors.
+
+In: a `Budget`, and the events of one forward and backward (`Event`). Out: a `Course`: the most bytes and what they are
+for, and the operations in their order, with the computation between them. Nothing is allocated and no clock is asked.
+When reductions are over depends on a run's timing, which the caller settles: each when something has to wait for it, so
+that a run can hold no more, or `prompt`ly, before the next gradient, so that it can hold no less.
+
+The rules are those of `weights/unshard.py`, `weights/resident.py`, `grads/reducer.py` and `grads/bucket.py`, for ranks
+that follow the recorded orders. A program's events may be recorded by a trace; `plain_events` are those of a chain of
+units without activations.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from shardlite.build.budget import HELD, Budget, UnitBudget
+from shardlite.params import BUCKETS
+
+ACTIVATIONS = "activations"
+"""The program's own tensors, gradients on their way included."""
+
+_STEPS = 3
+"""Steps until the buffers that a GPU keeps are at rest, `docs/memory.md`."""
+
+
+class Kind(Enum):
+    """What happens in a program."""
+
+    ENTER = "enter"  # full weights of a unit are used from here on
+    LEAVE = "leave"  # this use ends
+    GRADIENT = "gradient"  # autograd delivers one gradient
+    BACKWARD = "backward"  # the backward begins
+    END = "end"  # it is over: what is left is reduced, then the optimizer steps
+
+
+class Event(NamedTuple):
+    """One event, with the program's own tensors in bytes and its work since the event before."""
+
+    kind: Kind
+    unit: int = -1
+    nbytes: int = 0
+    """Of the gradient, as autograd made it."""
+
+    most: int = 0
+    """The most bytes since the event before."""
+
+    now: int = 0
+    """Bytes at this event, without the gradient."""
+
+    flops: float = 0.0
+    """Floating-point operations since the event before."""
+
+
+class Action(NamedTuple):
+    """One operation, or computation, in the order in which the host starts them."""
+
+    name: str
+    """`compute`, `gather`, `need` (waits for the gather), `reduce`, `land` (waits for the reduction) or `step`."""
+
+    unit: int = -1
+    flops: float = 0.0
+
+
+@dataclass
+class Course:
+    """The course of one step."""
+
+    peak: dict[str, int] = field(default_factory=dict)
+    """Bytes by purpose at the moment of the most."""
+
+    most: dict[str, int] = field(default_factory=dict)
+    """The most bytes of each purpose; moments differ."""
+
+    actions: list[Action] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        """The most bytes together."""
+        return sum(self.peak.values())
+
+
+def course_of(budget: Budget, events: Sequence[Event], *, prompt: bool = False) -> Course:
+    """Replay the events of a step, and return its course once buffers are at rest.
+
+    With `prompt`, each reduction is over before the next gradient, else when something has to wait for it.
+    """
+    timeline = _Timeline(budget, events, prompt)
+    for _ in range(_STEPS if budget.recipe.on_gpu else 1):
+        timeline.run()
+    return timeline.course
+
+
+def plain_events(budget: Budget) -> Iterator[Event]:
+    """Yield the events of a chain of units: forward in order of registration, backward in reverse, the root around."""
+    roots = [i for i, unit in enumerate(budget.units) if unit.is_root]
+    chain = [i for i, unit in enumerate(budget.units) if not unit.is_root]
+    yield from (Event(Kind.ENTER, i) for i in roots)
+    for i in chain:
+        yield from (Event(Kind.ENTER, i), Event(Kind.LEAVE, i))
+    yield from (Event(Kind.LEAVE, i) for i in roots)
+    yield Event(Kind.BACKWARD)
+    for i in [*reversed(chain), *roots]:
+        yield from (Event(Kind.ENTER, i), Event(Kind.LEAVE, i))
+        yield from (Event(Kind.GRADIENT, i) for _ in range(budget.units[i].params))
+    yield Event(Kind.END)
+
+
+class _Pool:
+    """The arithmetic of `params.BufferPool`: sizes of buffers, of which up to `most` are kept."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._free: list[int] = []
+        self._kept = 0
+
+    def take(self, nbytes: int) -> tuple[int, bool]:
+        """Return the size of the buffer that is used, and whether it is one of those to keep."""
+        fitting = [size for size in self._free if size >= nbytes]
+        if fitting:
+            self._free.remove(min(fitting))
+            return min(fitting), True
+        if self._free and self._kept >= self._most:
+            self._free.remove(min(self._free))
+            self._kept -= 1
+        keeps = self._kept < self._most
+        self._kept += keeps
+        return nbytes, keeps
+
+    def give_back(self, size: int) -> None:
+        self._free.append(size)
+
+    @property
+    def spare(self) -> int:
+        return sum(self._free)
+
+
+class _Weights:
+    """Which units have full weights at stage 3: the rules of `Gatherer`."""
+
+    def __init__(self, units: Sequence[UnitBudget], prefetch: int, uses: dict[bool, list[int]], on_gpu: bool) -> None:
+        self._units, self._prefetch, self._uses = units, prefetch, uses
+        keeping = 1 if on_gpu else 0
+        shared, none = _Pool(keeping * (1 + prefetch)), _Pool(0)
+        self._pools = [_Pool(keeping) if u.is_root else none if u.keep_unsharded else shared for u in units]
+        self.buffers: dict[int, tuple[int, bool]] = {}
+        self._users = [0] * len(units)
+        self._idle: dict[int, None] = {}
+        self.begin(backward=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers, spare ones included."""
+        return sum(size for size, _ in self.buffers.values()) + sum(pool.spare for pool in set(self._pools))
+
+    def begin(self, *, backward: bool, ahead: int | None = None) -> None:
+        """Begin a pass."""
+        for unit in self.buffers:
+            if self._users[unit] == 0:
+                self._idle.setdefault(unit)
+        self._place, self._order, self._final = 0, self._uses[backward], backward
+        self._ahead = self._prefetch if ahead is None else ahead
+        while ahead == 0 and self._held() > 1 and (idle := self._evictable()):
+            self._evict(idle[0])
+
+    def enter(self, unit: int) -> list[int]:
+        """Use a unit; return what is gathered for that and ahead."""
+        gathered = []
+        if self._users[unit] == 0:
+            gathered += self._prepare(unit)
+            self._idle.pop(unit, None)
+            self._place += 1
+            gathered += self._prefetch_next()
+        self._users[unit] += 1
+        return gathered
+
+    def leave(self, unit: int) -> None:
+        """End a use."""
+        self._users[unit] -= 1
+        if self._users[unit] == 0:
+            self._idle[unit] = None
+            last = self._final and unit not in self._order[self._place :]
+            if last and (self._units[unit].keep_unsharded or not self._buffers_are_awaited()):
+                self._evict(unit)
+            if self._held() > 1 + self._ahead and (victim := self._victim(unit)) is not None:
+                self._evict(victim)
+
+    def end_backward(self) -> None:
+        """Give back all that is idle: the weights change."""
+        for unit in list(self.buffers):
+            self._evict(unit)
+
+    def _prepare(self, unit: int) -> list[int]:
+        if unit in self.buffers:
+            return []
+        kept = self._units[unit].keep_unsharded
+        if not kept and self._held() >= 1 + self._ahead and (victim := self._victim(unit)) is not None:
+            self._evict(victim)
+        self.buffers[unit] = self._pools[unit].take(self._units[unit].full)
+        return [unit]
+
+    def _prefetch_next(self) -> list[int]:
+        upcoming = self._order[self._place : self._place + self._ahead]
+        for unit in upcoming:
+            if unit in self._idle:
+                del self._idle[unit]
+                self._idle[unit] = None
+        gathered = []
+        for unit in upcoming:
+            spare = self._held() <= self._ahead or self._victim(unit) not in [None, *upcoming]
+            if self._users[unit] == 0 and (unit in self.buffers or spare):
+                gathered += self._prepare(unit)
+        return gathered
+
+    def _buffers_are_awaited(self) -> bool:
+        return any(unit not in self.buffers for unit in self._order[self._place :])
+
+    def _held(self) -> int:
+        return sum(not self._units[unit].keep_unsharded for unit in self.buffers)
+
+    def _evictable(self) -> list[int]:
+        return [idle for idle in self._idle if not self._units[idle].keep_unsharded]
+
+    def _victim(self, unit: int) -> int | None:
+        candidates = self._evictable()
+        nbytes = self._units[unit].full
+        alike = [idle for idle in candidates if self.buffers[idle][0] == nbytes]
+        return next(iter(alike or candidates), None)
+
+    def _evict(self, unit: int) -> None:
+        size, keeps = self.buffers.pop(unit)
+        self._idle.pop(unit, None)
+        if keeps:
+            self._pools[unit].give_back(size)
+
+
+class _Grads:
+    """Which buckets and gradients there are: the rules of `Reducer`."""
+
+    def __init__(self, budget: Budget, order: Sequence[int], prompt: bool) -> None:
+        recipe = budget.recipe
+        self._prompt = prompt
+        self._units, self._order = budget.units, order
+        self._saves_memory = recipe.in_backward and not recipe.on_gpu
+        self._steps = recipe.in_backward
+        keeps = recipe.on_gpu and (recipe.stage >= 2 or recipe.in_backward) and len(budget.units) > 1
+        self._pools = [_Pool(BUCKETS) for _ in range(max((len(unit.flats) for unit in budget.units), default=0))]
+        self._keeps, self._none = keeps, _Pool(0)
+        self._beside_root = max((i for i, unit in enumerate(order, 1) if not self._units[unit].is_root), default=0)
+        self.gradients = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a backward."""
+        self.full: dict[int, list[tuple[int, bool]]] = {}
+        self.early = dict.fromkeys(range(len(self._units)), 0)
+        self._arrived = dict.fromkeys(range(len(self._units)), 0)
+        self._ready: set[int] = set()
+        self._started, self._landed = 0, 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of buckets, spare ones and gradients that came early included."""
+        full = sum(size for sizes in self.full.values() for size, _ in sizes)
+        return full + sum(self.early.values()) + sum(pool.spare for pool in self._pools)
+
+    def arrive(self, unit: int, nbytes: int) -> Iterator[Action]:
+        """Take one gradient. Yields actions between which bytes change."""
+        if self._units[unit].is_root:
+            self.early[unit] += nbytes
+            yield Action("keep", unit)  # a moment with the gradient and all buckets
+        elif unit not in self.full:
+            self._land_what_is_done()
+            yield from self._fill(unit)
+        self._arrived[unit] += 1
+        if self._arrived[unit] == self._units[unit].params:
+            self._ready.add(unit)
+            self._land_what_is_done()
+            while self._started < len(self._order) and (turn := self._order[self._started]) in self._ready:
+                yield from self._reduce(turn)
+
+    def flush(self) -> Iterator[Action]:
+        """Reduce what is left, and wait for all."""
+        while self._started < len(self._order):
+            yield from self._reduce(self._order[self._started])
+        while self._landed < self._started:
+            yield self._land()
+
+    def _reduce(self, unit: int) -> Iterator[Action]:
+        if unit not in self.full:
+            yield from self._fill(unit)
+        flats = self._units[unit].flats
+        self.gradients += sum(flat.mean for flat in flats)
+        self._started += 1
+        yield Action("reduce", unit)
+
+    def _fill(self, unit: int) -> Iterator[Action]:
+        root = self._units[unit].is_root
+        waits_for_all = self._started >= self._beside_root if root else self._saves_memory
+        while self._landed < self._started and (waits_for_all or (not root and self._held() >= BUCKETS)):
+            yield self._land()
+        pools = self._pools if self._keeps and not root else [self._none] * len(self._units[unit].flats)
+        self.full[unit] = [pool.take(f.bucket) for pool, f in zip(pools, self._units[unit].flats, strict=False)]
+        yield Action("fill", unit)  # a moment with the bucket and early gradients both
+        self.early[unit] = 0
+
+    def _held(self) -> int:
+        return sum(not self._units[unit].is_root for unit in self.full)
+
+    def _land_what_is_done(self) -> None:
+        while self._prompt and self._landed < self._started:
+            self._land()
+
+    def _land(self) -> Action:
+        """End the first reduction: its bucket is free, or has become a gradient."""
+        unit = self._order[self._landed]
+        self._landed += 1
+        for pool, flat, (size, keeps) in zip(self._pools, self._units[unit].flats, self.full.pop(unit), strict=False):
+            if flat.mean == 0 and not self._steps:
+                self.gradients += size
+            elif keeps:
+                pool.give_back(size)
+            if self._steps:
+                self.gradients -= flat.mean
+        return Action("land", unit)
+
+
+class _Timeline:
+    """Replays events on the rules, and keeps the account."""
+
+    def __init__(self, budget: Budget, events: Sequence[Event], prompt: bool) -> None:
+        self._budget, self._events = budget, events
+        uses = {backward: list(_uses(events, backward)) for backward in (False, True)}
+        recipe = budget.recipe
+        self._weights = None
+        if not budget.permanent:
+            self._weights = _Weights(budget.units, recipe.prefetch, uses, recipe.on_gpu)
+        self._grads = _Grads(budget, _order(budget, events), prompt)
+        self._own_gradients = 0
+        self.course = Course()
+
+    def run(self) -> None:
+        """Replay one step."""
+        self.course = Course()
+        self._own_gradients = self._grads.gradients = 0
+        self._grads.begin()
+        if self._weights is not None:
+            self._weights.begin(backward=False)
+        else:
+            self._note_all_gathers()
+        for event in self._events:
+            self._note(event.most)
+            if event.flops:
+                self.course.actions.append(Action("compute", flops=event.flops))
+            self._apply(event)
+            self._note(event.now)
+
+    def _apply(self, event: Event) -> None:
+        if event.kind is Kind.ENTER:
+            self._enter(event.unit)
+        elif event.kind is Kind.LEAVE and self._weights is not None:
+            self._weights.leave(event.unit)
+        elif event.kind is Kind.GRADIENT:
+            self._take_gradient(event)
+        elif event.kind is Kind.BACKWARD and self._weights is not None:
+            recipe = self._budget.recipe
+            saves = recipe.in_backward and not recipe.on_gpu
+            self._weights.begin(backward=True, ahead=0 if saves else None)
+        elif event.kind is Kind.END:
+            self._end(event)
+
+    def _enter(self, unit: int) -> None:
+        if self._weights is not None:
+            self.course.actions += [Action("gather", each) for each in self._weights.enter(unit)]
+        self.course.actions.append(Action("need", unit))
+
+    def _note_all_gathers(self) -> None:
+        gathered = [i for i, unit in enumerate(self._budget.units) if unit.gathers]
+        self.course.actions += [Action("gather", unit) for unit in gathered]
+
+    def _take_gradient(self, event: Event) -> None:
+        if self._budget.single_rank:
+            if not self._budget.recipe.in_backward:  # else it is stepped by and dropped at once
+                self._own_gradients += event.nbytes
+            self._note(event.now + event.nbytes * self._budget.recipe.in_backward)
+            return
+        early = self._budget.units[event.unit].is_root
+        for action in self._grads.arrive(event.unit, event.nbytes):
+            self._record(action, event.now + (0 if early else event.nbytes))
+
+    def _end(self, event: Event) -> None:
+        if not self._budget.single_rank:
+            for action in self._grads.flush():
+                self._record(action, event.now)
+        if self._weights is not None:
+            self._weights.end_backward()
+        self._note(event.now + self._budget.temporaries)
+        self.course.actions.append(Action("step"))
+
+    def _record(self, action: Action, now: int) -> None:
+        self._note(now)
+        if action.name not in ("fill", "keep"):
+            self.course.actions.append(action)
+
+    def _note(self, activations: int) -> None:
+        """Compare this moment with the most so far."""
+        now = self._held_now()
+        now[ACTIVATIONS] = activations
+        course = self.course
+        for purpose, nbytes in now.items():
+            course.most[purpose] = max(course.most.get(purpose, 0), nbytes)
+        if sum(now.values()) > course.total:
+            course.peak = now
+
+    def _held_now(self) -> dict[str, int]:
+        held = {purpose: self._budget.held[purpose] for purpose in HELD}
+        held["gather buffers"] = 0 if self._weights is None else self._weights.nbytes
+        held["gradient buckets"] = self._grads.nbytes
+        held["gradients"] = self._grads.gradients + self._own_gradients
+        return held
+
+
+def _uses(events: Sequence[Event], backward: bool) -> Iterator[int]:
+    """Yield the units whose uses begin in a pass while nothing else uses them."""
+    users: dict[int, int] = {}
+    in_backward = False
+    for event in events:
+        in_backward |= event.kind is Kind.BACKWARD
+        if event.kind is Kind.ENTER:
+            if in_backward is backward and not users.get(event.unit):
+                yield event.unit
+            users[event.unit] = users.get(event.unit, 0) + 1
+        elif event.kind is Kind.LEAVE:
+            users[event.unit] -= 1
+
+
+def _order(budget: Budget, events: Sequence[Event]) -> list[int]:
+    """Return the units with gradients, in the order in which these are complete; the others follow."""
+    left = {i: unit.params for i, unit in enumerate(budget.units) if unit.params}
+    order = []
+    for event in events:
+        if event.kind is Kind.GRADIENT:
+            left[event.unit] -= 1
+            if left[event.unit] == 0:
+                order.append(event.unit)
+    return [*order, *(unit for unit in left if unit not in order)]

@@ -1,0 +1,216 @@
+"""What a plan says that a rank holds, against ranks that train: to the byte where it is exact, and the peak."""
+
+import gc
+import json
+from functools import partial
+
+import pytest
+import torch
+from shardlite_kernels import chunk_memory
+from torch import nn
+
+from bench.support.table import RESULTS
+from bench.support.workloads import WORKLOADS
+from shardlite import AdamW, Precision, ShardLite
+from shardlite.apps.demo.gpt import GPT
+from shardlite.apps.demo.settings import GPTConfig
+from shardlite.apps.plan.plan import Planner, Setting
+from shardlite.apps.plan.presets import PRESETS, Decoder, Shape
+from shardlite.apps.plan.source import Source
+from shardlite.grads import Reducer
+from shardlite.telemetry import Meter
+
+BF16 = Precision(compute=torch.bfloat16)
+SPLIT = Precision(compute=torch.bfloat16, master="split24")
+LLAMA = Shape(
+    kind="llama", layers=3, width=256, heads=8, kv_heads=4, hidden=688, vocabulary=8000, context=64, source="ours"
+)
+MODELS = {
+    "demo": partial(GPT, GPTConfig()),
+    "llama": partial(Decoder, LLAMA),
+    "gpt2": partial(Decoder, PRESETS["gpt2"]),
+}
+FORMATS = {
+    "fp32": {},
+    "in_backward": {"in_backward": True},
+    "bf16": {"precision": BF16},
+    "bf16 moments": {"precision": BF16, "state": "bf16"},
+    "int8": {"precision": BF16, "state": "int8"},
+    "split24": {"precision": SPLIT},
+    "compact": {"precision": SPLIT, "state": "int8", "in_backward": True},
+}
+LATE, PROMPT = "late", "prompt"
+
+
+def tokens() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(1, 64, dtype=torch.long), torch.ones(1, 64, dtype=torch.long)
+
+
+_planners: dict[str, Planner] = {}
+
+
+def planner_of(name: str) -> Planner:
+    """Return the planner of a model; a step of it is traced once for all tests."""
+    if name not in _planners:
+        _planners[name] = Planner(Source(name, MODELS[name], tokens, "batch 1 x 64"))
+    return _planners[name]
+
+
+def tensors() -> int:
+    """Bytes in all tensors but those for chunks of a step, which earlier tests may have left."""
+    gc.collect()
+    with Meter() as meter:
+        return meter.live - sum(each.nbytes for each in chunk_memory())
+
+
+def pin_reductions(monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+    """Let every reduction end as late as it can, or before the next gradient."""
+    launch = Reducer._launch
+
+    def wait(self, bucket):
+        reduction = launch(self, bucket)
+        reduction.submitted().wait()
+        return reduction
+
+    if ends == LATE:
+        monkeypatch.setattr(Reducer, "_land_what_is_done", lambda self: None)
+    else:
+        monkeypatch.setattr(Reducer, "_launch", wait)
+
+
+def train(group, name: str, setting: Setting, ends: str) -> tuple[int, dict[str, int], dict[str, int], dict[str, int]]:
+    """Return peak, and of `memory()` what is held after a backward, peaks in a step; and what a step sends."""
+    before = tensors()
+    torch.manual_seed(0)
+    model = ShardLite(
+        MODELS[name](), stage=setting.stage, precision=setting.precision, prefetch=setting.prefetch, group=group
+    )
+    optimizer = AdamW(model.parameters(), state=setting.state, in_backward=setting.in_backward)
+    batch = tokens()
+
+    def backward() -> None:
+        loss = model(*batch)
+        torch.autograd.backward(loss)
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with pytest.MonkeyPatch.context() as patch:
+        pin_reductions(patch, ends)
+        for _ in range(2):
+            backward()
+            update()
+        gc.collect()
+        model.ledger.reset_peak()
+        sent = sent_by(model)
+        with Meter() as meter:
+            backward()
+            chunks = sum(each.nbytes for each in chunk_memory())
+            after = {purpose: held.now for purpose, held in model.memory().items()}
+            update()
+        peaks = {purpose: held.peak for purpose, held in model.memory().items()}
+    sent = {purpose: nbytes - sent[purpose] for purpose, nbytes in sent_by(model).items()}
+    return meter.peak - before - chunks, after, peaks, sent
+
+
+def sent_by(model: ShardLite) -> dict[str, int]:
+    units = [purposes for unit, purposes in model.traffic().items() if unit in model.unit_names]
+    return {name: sum(each[name].nbytes for each in units if name in each) for name in ("gather", "reduce")}
+
+
+def check(cluster, name: str, setting: Setting, ends: str) -> None:
+    plan = planner_of(name).plan(setting)
+    peak, after, peaks, sent = cluster.run(train, setting.world_size, name, setting, ends)[0]
+    budget = plan.budget
+    for purpose in ("parameters", "optimizer state", "buffers"):
+        assert after.get(purpose, 0) == budget.held[purpose], purpose
+    expected = (plan.peak if ends == LATE else plan.at_least) - budget.held["chunks of a step"]
+    assert peak == pytest.approx(expected, rel=0.02)
+    if setting.world_size > 1:
+        assert after.get("gradients", 0) == sum(flat.mean or flat.bucket for u in budget.units for flat in u.flats) * (
+            not setting.in_backward
+        )
+        assert sent == {"gather": plan.sent_by_gathers, "reduce": plan.sent_by_reductions}
+        assert peaks.get("gather buffers", 0) == plan.course.most["gather buffers"]
+        if ends == LATE and setting.stage >= 2:
+            assert peaks["gradient buckets"] == plan.course.most["gradient buckets"]
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "how", "ends"),
+    [
+        ("llama", 3, "compact", LATE),
+        ("llama", 1, "int8", PROMPT),
+        ("llama", 2, "fp32", PROMPT),
+        pytest.param("demo", 3, "bf16", LATE, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_holds_and_sends_what_is_planned(cluster, name, stage, how, ends):
+    check(cluster, name, Setting(stage=stage, world_size=2, on_gpu=False, **FORMATS[how]), ends)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("how", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "ranks", "ends"),
+    [("llama", 2, PROMPT), ("demo", 2, LATE), ("llama", 4, LATE), ("llama", 3, PROMPT), ("demo", 1, LATE)],
+)
+def test_every_stage_and_format(cluster, name, ranks, how, stage, ends):
+    check(cluster, name, Setting(stage=stage, world_size=ranks, on_gpu=False, **FORMATS[how]), ends)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("how", ["fp32", "compact"])
+def test_gpt2(cluster, how, stage):
+    check(cluster, "gpt2", Setting(stage=stage, world_size=2, on_gpu=False, **FORMATS[how]), LATE)
+
+
+SYSTEMS = {
+    **{f"stage{stage}": {"stage": stage} for stage in range(4)},
+    "in_backward": {"in_backward": True},
+    "in_backward, prefetch 0": {"in_backward": True, "prefetch": 0},
+    "bf16": {"precision": BF16},
+    "bf16, split24": {"precision": SPLIT},
+    "bf16, int8": {"precision": BF16, "state": "int8"},
+    "compact": {"precision": SPLIT, "state": "int8", "in_backward": True},
+}
+
+
+def check_rows(model: str, name: str) -> None:
+    """Compare every row that `bench.footprint` has measured, with reductions that ended when they did."""
+    workload = WORKLOADS[model]
+
+    def make() -> nn.Module:
+        return workload.make()
+
+    planner = Planner(Source(model, make, lambda: workload.draw(0, 0), workload.words))
+    rows = [json.loads(line) for line in (RESULTS / f"footprint-{name}.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["system"] in SYSTEMS]
+    assert rows
+    for row in rows:
+        plan = planner.plan(Setting(world_size=row["ranks"], on_gpu=False, **SYSTEMS[row["system"]]))
+        assert 0.99 * plan.at_least <= row["tensor_bytes"] <= 1.01 * plan.peak, row["system"]
+
+
+def test_measured_footprints_are_between_the_bounds():
+    check_rows("gpt", "gpt-4ranks")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("gpt", "gpt-2ranks"),
+        ("mlp", "mlp-2ranks"),
+        ("mlp", "mlp-4ranks"),
+        ("gpt2", "gpt2-2ranks"),
+        ("gpt2-6", "gpt2-6-4ranks"),
+    ],
+)
+def test_measured_footprints_of_other_models_are_between_the_bounds(model, name):
+    if model.startswith("gpt2"):
+        pytest.importorskip("transformers", reason="needs transformers: `make test-all` installs it")
+    check_rows(model, name)

@@ -1,0 +1,92 @@
+"""Published arithmetic: what papers, DeepSpeed and courses say of bytes and traffic, by our formulas and layouts."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shardlite.apps.plan import published
+from shardlite.apps.plan.plan import Planner, Setting
+from shardlite.apps.plan.presets import PRESETS, Decoder
+from shardlite.apps.plan.source import find_source
+from shardlite.config import Precision
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> Planner:
+    return Planner(find_source("gpt2", batch=1, context=8))
+
+
+@pytest.mark.parametrize(("billions", "gigabytes"), [(0.32, 5.12), (1.5, 24), (17.2, 275), (175, 2800)])
+def test_model_states_of_bert_gpt2_turing_and_gpt3(billions, gigabytes):
+    assert published.MIXED * billions == pytest.approx(gigabytes, rel=1e-3)
+    assert published.model_states(billions * 1e9) == pytest.approx(gigabytes * 1e9, rel=1e-3)
+
+
+def test_model_states_by_stage_are_those_of_zero():
+    """Figure 1 of Rajbhandari et al. 2020: 7.5 billion parameters, 64 ranks."""
+    sizes = [published.model_states(7.5e9, stage, 64) / 1e9 for stage in range(4)]
+    assert sizes == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.05)
+
+
+def test_gpt2_in_fp32_as_a_course_counts_it():
+    parts = published.wide_states(1.5e9)
+    assert [parts[name] / 1e9 for name in ("parameters", "gradients", "optimizer state")] == [6, 6, 18]
+
+
+def test_deepspeed_examples():
+    """The two examples of its page on memory: 2851M parameters, 8 GPUs of one node."""
+    assert published.zero2_by_deepspeed(2851e6, 8) / GIB == pytest.approx(15.93, abs=0.005)
+    assert published.zero3_by_deepspeed(2851e6, 32e6, 8) / GIB == pytest.approx(6.09, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("gpt2", 124_439_808),
+        ("gpt2-medium", 354_823_168),
+        ("gpt2-large", 774_030_080),
+        ("gpt2-xl", 1_557_611_200),
+        ("llama-2-7b", 6_738_415_616),
+        ("llama-2-13b", 13_015_864_320),
+        ("llama-2-70b", 68_976_648_192),
+        ("llama-3-8b", 8_030_261_248),
+        ("turing-nlg", 17_177_000_000),
+        ("gpt3-175b", 174_604_000_000),
+    ],
+)
+def test_presets_have_the_published_numbers_of_parameters(name, parameters):
+    with torch.device("meta"):
+        numel = sum(param.numel() for param in Decoder(PRESETS[name]).parameters())
+    assert numel == pytest.approx(parameters, rel=0 if parameters % 1_000_000 else 1e-4)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 512, 4096])
+def test_our_layouts_send_what_rings_do(gpt2, ranks):
+    """Stage 0 all-reduces gradients; stage 3 gathers twice and reduces once, but for what the backward still has."""
+    padded = gpt2.plan(Setting(stage=0, world_size=ranks)).budget.units
+    nbytes = sum(flat.bucket for unit in padded for flat in unit.flats)
+    assert nbytes == pytest.approx(4 * gpt2.numel, rel=2e-3 if ranks <= 512 else 0.02)
+    plain = gpt2.plan(Setting(stage=0, world_size=ranks))
+    assert plain.sent_by_gathers == 0
+    assert plain.sent_by_reductions == pytest.approx(published.ring_all_reduce(nbytes, ranks), rel=1e-9)
+    full = gpt2.plan(Setting(stage=3, world_size=ranks))
+    still_there = sum(unit.sent for unit in full.budget.units if unit.is_root) + 2 * full.budget.units[-1].sent
+    sent = full.sent_by_gathers + full.sent_by_reductions
+    assert sent + still_there == pytest.approx(published.fully_sharded(nbytes, ranks), rel=1e-9)
+
+
+def test_states_are_16_bytes_per_parameter_or_fewer_where_formats_say_so(gpt2):
+    """Parameters, optimizer state and gradients per parameter; see docs/precision.md."""
+    compact = Precision(compute=torch.bfloat16, master="split24")
+    for setting, per_parameter in (
+        (Setting(world_size=8), 16),
+        (Setting(world_size=8, in_backward=True), 12),
+        (Setting(world_size=8, in_backward=True, precision=compact, state="int8"), 3 + 2 + 2 / 32 + 2 / 32),
+    ):
+        plan = gpt2.plan(replace(setting, on_gpu=False))
+        held = plan.budget.held["parameters"] + plan.budget.held["optimizer state"]
+        gradients = sum(flat.mean for unit in plan.budget.units for flat in unit.flats)
+        assert (held + gradients) * 8 / gpt2.numel == pytest.approx(per_parameter, rel=1e-3)
