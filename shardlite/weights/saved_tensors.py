@@ -269,11 +269,16 @@ class SavedTensorHooks:
         return self._outer[1](packed)
 
 
-def push_hooks(calls: Calls) -> bool:
-    """Put our saved-tensor hooks innermost, unless they are; return whether `pop_hooks` is due."""
+def are_innermost(calls: Calls) -> bool:
+    """Whether our saved-tensor hooks are the innermost ones."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     innermost = getattr(top[0], "__self__", None) if top is not None else None
-    if isinstance(innermost, SavedTensorHooks) and innermost.calls is calls:
+    return isinstance(innermost, SavedTensorHooks) and innermost.calls is calls
+
+
+def push_hooks(calls: Calls) -> bool:
+    """Put our saved-tensor hooks innermost, unless they are; return whether `pop_hooks` is due."""
+    if are_innermost(calls):
         return False
     ours = SavedTensorHooks(calls)
     torch._C._autograd._push_saved_tensors_default_hooks(ours.pack, ours.unpack)
