@@ -145,9 +145,8 @@ class Placeholder(Sharded):
             return f"Parameter, sharded: shape {list(self.shape)}, dtype {self.dtype}"  # type: ignore[attr-defined]
 
 
-def as_they_are() -> AbstractContextManager[None]:
-    """Access placeholders without unsharding them."""
-    return torch._C.DisableTorchFunctionSubclass()
+as_they_are: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+"""Access placeholders without unsharding them. (The class itself: it is entered many times for each unit.)"""
 
 
 def attach(param: nn.Parameter, home: ParamOwner) -> None:

@@ -61,7 +61,7 @@ class Gatherer:
             CommError: a peer failed, is late, or does something else.
         """
         if unit.users == 0:
-            with isolated(), self._streams.at_home():
+            with isolated(self._streams):
                 if self._prepare(unit):
                     self._coordinator.gather(unit)
                 self._idle.pop(unit, None)
@@ -84,7 +84,7 @@ class Gatherer:
         unit.users -= 1
         if unit.users == 0:
             self._trace.emit("reshard", unit.name)
-            with isolated(), self._streams.at_home():
+            with isolated(self._streams):
                 while unit.others:
                     self._streams.wait_for(unit.others.pop())
                 self._let_idle(unit)
@@ -231,6 +231,8 @@ class Gatherer:
         Best is the buffer that `unit` had last, unless it holds what will be used next.
         """
         candidates = [idle for idle in self._idle if not idle.keep_unsharded]
+        if len(candidates) < 2:
+            return candidates[0] if candidates else None
         pool = self._pools[unit]
         alike = [idle for idle in candidates if idle.buffer is not None and pool.fits(idle.buffer, unit.nbytes)]
         if (last := pool.last(unit)) is not None:
