@@ -15,8 +15,7 @@ Legend: `W` ranks that share a model, `S` elements per shard, `P` rows of statis
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from shardlite_kernels import new_stats, send, stats, stats_block, stats_total
@@ -26,8 +25,7 @@ from shardlite.comm import Context, Operation, all_gather, all_reduce, reduce_sc
 from shardlite.params import Flat, storage_key
 
 
-@dataclass(frozen=True)
-class Mean:
+class Mean(NamedTuple):
     """Memory for the mean of one flat's gradients."""
 
     flat: Flat

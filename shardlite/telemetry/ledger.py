@@ -148,4 +148,5 @@ class Ledger:
     def _move(self, purpose: str, nbytes: int) -> None:
         total = self._current.get(purpose, 0) + nbytes
         self._current[purpose] = total
-        self._peak[purpose] = max(self._peak.get(purpose, 0), total)
+        if total >= self._peak.get(purpose, 0):
+            self._peak[purpose] = total

@@ -14,7 +14,6 @@ Legend: `W` ranks, `n` elements in the full buffer, `S` elements of the longest 
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -46,17 +45,6 @@ _SUM_SCATTERED = _synchronous(c10d.ReduceScatterOptions())
 _SUM = _synchronous(c10d.AllreduceOptions())
 
 
-@dataclass(frozen=True)
-class _Whole(Posted):
-    """A whole collective, and what its errors report."""
-
-    what: str = ""
-    nbytes: int = 0
-
-    def describe(self) -> str:
-        return f"rank {self.rank} in {self.what} failed: {self.nbytes} bytes"
-
-
 class GroupCollectives(GroupTransport):
     """A transport whose gathers and reductions are collectives of its process group. The base of two classes."""
 
@@ -75,34 +63,39 @@ class GroupCollectives(GroupTransport):
         """
         start, stop = cut.bounds[self.rank]
         if cut.even:
-            self._gather(full, full[start:stop])
+            self._gather(full, start, stop)
             return
         length = cut.longest
         padded = full.new_empty(self.world_size * length)
         self._books.track("staging", padded)
         padded[self.rank * length :][: stop - start] = full[start:stop]
-        self._gather(padded, padded[self.rank * length :][:length])
+        self._gather(padded, self.rank * length, (self.rank + 1) * length)
         for rank, (low, high) in enumerate(cut.bounds):
             full[low:high] = padded[rank * length :][: high - low]
 
-    def _gather(self, full: Tensor, own: Tensor) -> None:
+    def _gather(self, full: Tensor, start: int, stop: int) -> None:
+        """Fill `full` [n], whose elements `[start, stop)` are this rank's."""
+
         def call(full: Tensor, own: Tensor) -> Any:
             return self._group._allgather_base(full, own, _GATHER)
 
-        self._run("all-gather", call, _bytes(full), _bytes(own))
+        memory = _bytes(full)
+        self._run("all-gather", call, memory, memory[start * full.itemsize : stop * full.itemsize])
 
     def slices(self, cut: Cut, itemsize: int, grain: int) -> list[tuple[int, int]]:
         """Return the ranges of elements of each segment whose rows fit in `ROOM`: multiples of `grain` but the last."""
-        most = max(ROOM // (self.world_size * itemsize) // grain * grain, grain)
+        most = self._slice(itemsize, grain)
         return [(start, min(start + most, cut.longest)) for start in range(0, cut.longest, most)]
+
+    def _slice(self, itemsize: int, grain: int) -> int:
+        return max(ROOM // (self.world_size * itemsize) // grain * grain, grain)
 
     def rows_numel(self, cut: Cut, itemsize: int, grain: int) -> int:
         """Return how many elements `exchange_rows` needs for its rows, and for what it sends if it goes in slices."""
         if self.sums(cut):
             return cut.longest
-        slices = self.slices(cut, itemsize, grain)
-        longest = max((stop - start for start, stop in slices), default=0)
-        return self.world_size * longest * (1 if len(slices) <= 1 else 2)
+        most = self._slice(itemsize, grain)
+        return self.world_size * (cut.longest if cut.longest <= most else 2 * most)
 
     def exchange_rows(self, full: Tensor, cut: Cut, part: tuple[int, int], room: Tensor) -> Tensor:
         """Return the elements `part` of this rank's segment as every rank has them in `full` [n]: rows [W, .].
@@ -168,7 +161,7 @@ class GroupCollectives(GroupTransport):
 
     def _run(self, what: str, call: Callable[..., dist.Work | None], *tensors: Tensor) -> None:
         """Start a collective on tensors [.] and wait for it."""
-        posted = _Whole(self.rank, (), 0, self._timeout, what, max(each.nbytes for each in tensors))
+        posted = Posted(self.rank, timeout=self._timeout, collective=what, tensors=tensors)
         try:
             work = call(*tensors)
         except RuntimeError as error:
