@@ -136,7 +136,8 @@ class BufferPool:
 
 def storage_key(tensor: Tensor) -> int:
     """Return what all views of one storage, and only they, have in common."""
-    return int(tensor.untyped_storage()._cdata)
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def _nbytes_of(buffer: Buffer) -> int:

@@ -121,9 +121,12 @@ class Layout:
         return self.cuts[-1]
 
     @cached_property
-    def places(self) -> list[Place]:
-        """The place of each slot in the full buffer."""
+    def _places(self) -> list[Place]:
         return [slot.place for slot in self.slots]
+
+    def views(self, full: Tensor) -> list[Tensor]:
+        """View the place of each slot in a full buffer, in the parameter's shape."""
+        return views(full, self._places)
 
     @cached_property
     def shard_numel(self) -> int:

@@ -162,7 +162,7 @@ class Flat:
 
     def views(self, full: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Return the module's parameters, each with its view of a full buffer [W*S]."""
-        return zip(self.params, views(full, self.layout.places), strict=True)
+        return zip(self.params, self.layout.views(full), strict=True)
 
     def shard_views(self, local: Tensor) -> list[Tensor]:
         """Cut something laid out like `local` into what belongs to each shard."""
@@ -197,7 +197,7 @@ def _places(layout: Layout, own: tuple[int, int]) -> list[Place]:
 
 
 def _place(slot: Slot, first: int, stop: int) -> Place:
-    """Return the place of elements `[first, stop)`: in the original shape if that is all of the slot, else `[k, 1, ...]`.
+    """Return the place of elements `[first, stop)`: the original shape if that is the whole slot, else `[k, 1, ...]`.
 
     The number of dimensions stays, so that rules like "no weight decay where `ndim < 2`" still work.
     """
@@ -307,11 +307,6 @@ class Unit:
             for flat, start in zip(self.flats, self._starts, strict=True)
         ]
 
-    def _cut_params(self, memory: Tensor) -> list[Tensor]:
-        """View bytes [nbytes] as the module's own parameters, in their order."""
-        fulls = self._cut_fulls(memory)
-        return [view for flat, full in zip(self.flats, fulls, strict=True) for view in views(full, flat.layout.places)]
-
     def check_not_overwritten(self, offset: int) -> None:
         """Check that the full weights at this byte of the buffer are those of before the backward's own steps.
 
@@ -329,10 +324,15 @@ class Unit:
 
     def bind(self) -> None:
         """Turn the module's parameters into views of the full weights."""
+        fulls = self.fulls()
+
+        def cut(_: Tensor) -> list[Tensor]:
+            return [view for flat, full in zip(self.flats, fulls, strict=True) for view in flat.layout.views(full)]
+
         if self.buffer is not None:
-            to_full(zip(self._params, self.buffer.views(self.index, self._cut_params), strict=True))
+            to_full(zip(self._params, self.buffer.views(self.index, cut), strict=True))
             return
-        for flat, full in zip(self.flats, self.fulls(), strict=True):
+        for flat, full in zip(self.flats, fulls, strict=True):
             to_full(flat.views(full))
 
     def check_memory(self) -> None:

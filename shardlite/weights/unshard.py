@@ -220,7 +220,7 @@ class Gatherer:
 
     def _buffers_are_awaited(self) -> bool:
         """Whether the pass will need units that have no buffer yet, and so can use an idle one's."""
-        return None in [self._units[index].buffer for index in self.order.rest()]
+        return any(self._units[index].buffer is None for index in self.order.rest())
 
     def _held(self) -> int:
         return len(self.owners) - list(map(_is_kept_unsharded, self.owners.values())).count(True)
