@@ -70,8 +70,12 @@ class Backward:
                 self._gatherer.stop_prefetching()
 
     def use(self, unit: Unit) -> None:
-        """Unshard a unit for a hook that reads its weights, until the backward ends."""
+        """Unshard a unit for a hook that reads its weights, until the backward ends or handles release it."""
         self.open()
+        if unit.users:  # that were handles, for otherwise its parameters would be readable
+            assert self.calls is not None
+            self.calls.gatherer.bind(unit)
+            return
         self._gatherer.unshard(unit)
         self._used.append(unit)
 

@@ -223,6 +223,9 @@ class Unit:
 
     phase: Weights = Weights.SHARDED
     users: int = 0
+    bound: bool = False
+    """Whether the module's parameters are views of the full weights."""
+
     buffer: Buffer | None = None
     work: Work | None = None
     """The gather in flight."""
@@ -324,6 +327,7 @@ class Unit:
 
     def bind(self) -> None:
         """Turn the module's parameters into views of the full weights."""
+        self.bound = True
         fulls = self.fulls()
 
         def cut(_: Tensor) -> list[Tensor]:
@@ -360,6 +364,7 @@ class Unit:
 
     def unbind(self) -> None:
         """Turn the module's parameters into placeholders."""
+        self.bound = False
         for flat in self.flats:
             flat.unbind()
 

@@ -49,7 +49,7 @@ class Call:
         if not self.uses:
             self.check_version()
             self.calls.settle()
-            self.calls.gatherer.unshard(self.unit)
+            self.calls.gatherer.unshard(self.unit, binds=False)  # handles view the buffer
             self.uses = True
             self.calls.using.append(self)
 
@@ -235,7 +235,7 @@ def _has_storage(tensor: Tensor) -> bool:
 def _is_viewed(unit: Unit) -> bool:
     """Whether anything but the module's own parameters views the full weights, and a release would let them go."""
     assert unit.buffer is not None, "a unit in use has a buffer"
-    params = sum(len(flat.params) for flat in unit.flats)
+    params = len(unit.params()) if unit.bound else 0
     return unit.users == 1 and torch._C._storage_Use_Count(unit.buffer.key) > unit.buffer._own_uses + params
 
 

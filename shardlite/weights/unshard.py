@@ -54,8 +54,10 @@ class Gatherer:
         self._pools = _pools_of(units, context, prefetch)
         self._warned = False
 
-    def unshard(self, unit: Unit) -> None:
+    def unshard(self, unit: Unit, *, binds: bool = True) -> None:
         """Make the unit's full weights readable until `reshard`. Calls nest. Within a pass.
+
+        Unless it `binds`, the module's parameters may stay placeholders, until code reads one (`bind`).
 
         Raises:
             CommError: a peer failed, is late, or does something else.
@@ -69,8 +71,18 @@ class Gatherer:
                 self.order.need(unit.index)
                 self._prefetch_next()
                 self._land(unit)
+                if binds:
+                    unit.bind()
+        elif binds:
+            self.bind(unit)
         self.follow(unit)
         unit.users += 1
+
+    def bind(self, unit: Unit) -> None:
+        """Turn the module's parameters into views of full weights that are in use, if they are not."""
+        if not unit.bound:
+            with isolated(self._streams):
+                unit.bind()
 
     def follow(self, unit: Unit) -> None:
         """Let the current stream use a unit, behind its gather: another stream may have waited for that."""
@@ -187,18 +199,20 @@ class Gatherer:
         return True
 
     def _land(self, unit: Unit) -> None:
-        """Wait for the weights, and let the module's parameters be views of them."""
+        """Wait for the weights."""
         self._coordinator.wait(unit)
-        unit.bind()
         unit.move(Weights.FULL)
 
     def _let_idle(self, unit: Unit) -> None:
         """Turn the parameters into placeholders; keep the buffer."""
         assert unit.buffer is not None
-        unit.unbind()
+        was_bound = unit.bound
+        if was_bound:
+            unit.unbind()
         if unit.buffer.escaped():
             unit.escapes.append(weakref.ref(unit.buffer.bytes.untyped_storage()))
-        self._outdate(unit)
+        if was_bound:
+            self._outdate(unit)
         unit.move(Weights.IDLE)
 
     def _keep_idle(self, unit: Unit) -> None:
