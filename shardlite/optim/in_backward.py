@@ -161,9 +161,8 @@ class InBackwardStep:
             low, high = max(begin, start), min(end, start + summand.shape[-1])
             if low < high:
                 mine = slot.start + low - begin
-                state = slot.arena.run(slot, mine, mine + high - low)
-                place = slot.arena_offset + low - begin
-                stretch = RunSlice(state, slot.arena.rows_of(place, state), place, slot.row)
+                state, rows = slot.arena.run(slot, mine, mine + high - low)
+                stretch = RunSlice(state, rows, slot.arena_offset + low - begin, slot.row)
                 here = slice(low - start, high - start)
                 if received is None:
                     slot.counts.update(stretch, summand[here], self.bad)
