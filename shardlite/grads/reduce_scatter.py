@@ -154,11 +154,12 @@ class Averager:
     def _staging_for(self, full: Tensor, mean: Mean) -> Tensor | None:
         """Return where partial sums arrive, if that cannot be the shard itself."""
         layout = mean.flat.gradients
-        equal = layout.full_numel == layout.world_size * layout.shard_numel
-        apart = storage_key(mean.own) != storage_key(full)
-        in_out = stages_in_out(self._context.reducing[0]) and apart and equal and mean.own.dtype == full.dtype
-        if layout.world_size == 1 or in_out:
+        if layout.world_size == 1:
             return None
+        if stages_in_out(self._context.reducing[0]) and mean.own.dtype == full.dtype:
+            equal = layout.full_numel == layout.world_size * layout.shard_numel
+            if equal and storage_key(mean.own) != storage_key(full):
+                return None
         return self._staging_of(mean.flat, full)
 
     def _staging_of(self, flat: Flat, full: Tensor) -> Tensor:

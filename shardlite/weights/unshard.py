@@ -180,10 +180,12 @@ class Gatherer:
                 del self._idle[unit]
                 self._idle[unit] = None
         for unit in upcoming:
-            spare = self._held() <= self._ahead or self._victim(unit) not in [None, *upcoming]
-            if not is_fresh(unit) and not self._coordinator.comes_next(unit):
+            if is_fresh(unit):
+                continue
+            if not self._coordinator.comes_next(unit):
                 break  # the other ranks gather something else first, or nothing yet
-            if unit.users == 0 and (unit.buffer is not None or spare) and self._prepare(unit):
+            room = unit.buffer is not None or self._held() <= self._ahead or self._victim(unit) not in [None, *upcoming]
+            if unit.users == 0 and room and self._prepare(unit):
                 self._coordinator.gather(unit)
 
     def _prepare(self, unit: Unit) -> bool:
