@@ -105,7 +105,8 @@ class Ledger:
         """Count `storage` under `purpose`, as `track` does."""
         key, nbytes = id(storage), storage.nbytes()
         with self._lock:
-            self._settle()
+            if self._dead:
+                self._settle()
             known = self._entries.get(key)
             if known is None:
                 death = _Death(storage, self._dead.append)

@@ -104,17 +104,18 @@ class Handle:
         Raises:
             RuntimeError: the weights have changed since the forward.
         """
-        if not self.call.uses:
-            self.call.calls.on_use()
-            self.call.unshard()
+        call = self.call
+        if not call.uses:
+            call.calls.on_use()
+            call.unshard()
         else:
-            self.call.calls.gatherer.follow(self.call.unit)
-        if self.call.unit.overwritten:
-            self.call.unit.check_not_overwritten(int(self.offset) * self.dtype.itemsize)
+            call.calls.gatherer.follow(call.unit)
+        if call.unit.overwritten:
+            call.unit.check_not_overwritten(int(self.offset) * self.dtype.itemsize)
         if torch.is_grad_enabled():
             # `create_graph=True`: this node is recorded too, and what it saves must be handles again. No pop is due:
             # the engine restores its thread's state, of which the hooks are part, after every node.
-            push_hooks(self.call.calls)
+            push_hooks(call.calls)
         return self._of_buffer()
 
     def copy(self) -> Tensor:
@@ -213,7 +214,9 @@ class Calls:
 
     def owner(self, tensor: Tensor) -> Unit | None:
         """Return the unit whose full weights `tensor` views, if any."""
-        return self.gatherer.owners.get(storage_key(tensor)) if _has_storage(tensor) else None
+        if not _has_storage(tensor):
+            return None
+        return self.gatherer.owners.get(tensor.untyped_storage()._cdata)  # its `storage_key`, without a call
 
     def has_given_up(self, tensor: Tensor) -> bool:
         """Whether `tensor` views a buffer that was given up because a view of it was kept: it still has weights."""
