@@ -199,6 +199,13 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "shardlite/engine/backward.py",
+        "condition",
+        "if unit.users:  # that were handles",
+        "if False:  # that were handles",
+        "a hook that reads a weight holds its unit to the end of the backward",
+    ),
+    (
+        "shardlite/engine/backward.py",
         "call",
         "self._gatherer.end_pass()  # others may need weights yet before they can reduce",
         "pass",
@@ -214,8 +221,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/grads/bucket.py",
         "call",
-        "self._place_of(*place).add_(dense)",
-        "self._place_of(*place).copy_(dense)",
+        "self.places[key].add_(dense)",
+        "self.places[key].copy_(dense)",
         "of accumulated gradients only the last one is kept",
     ),
     (
@@ -228,8 +235,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/params/buffers.py",
         "condition",
-        "keeps = buffer in self._kept and not buffer.escaped()",
-        "keeps = buffer in self._kept",
+        "keeps = buffer.kept and not buffer.escaped()",
+        "keeps = buffer.kept",
         "a bucket is used again while gradients are views of it",
     ),
     (
@@ -462,6 +469,13 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "        elif unit.copied:\n",
         "        elif False:\n",
         "a write through `.data` of a full weight between passes is lost",
+    ),
+    (
+        "shardlite/engine/module_hooks.py",
+        "condition",
+        "            and self._frames[-1].module is not module  # `_leave` finds the frame of a module by the module\n",
+        "",
+        "a module that calls itself loses its weights when the inner call ends",
     ),
     (
         "shardlite/engine/module_hooks.py",
@@ -1368,7 +1382,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "shardlite/build/aliases.py": ("test_aliases",),
     "shardlite/params/layout.py": ("test_layout", "test_ema", "test_freezing", "test_unused", "test_elastic_bits"),
     "shardlite/grads/reduce_scatter.py": ("test_groups", "test_norm_of_hops"),
-    "shardlite/engine/backward.py": ("test_accumulation", "test_participation"),
+    "shardlite/engine/backward.py": ("test_accumulation", "test_participation", "test_reads"),
     "shardlite/grads/bucket.py": ("test_unused", "test_accumulation", "test_kept_buffers"),
     "shardlite/params/buffers.py": ("test_buffer", "test_kept_buffers"),
     "shardlite/engine/buffers.py": ("test_buffers", "test_modules"),
@@ -1391,7 +1405,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "shardlite/apps/verify/elastic.py": ("test_verify",),
     "shardlite/weights/saved_tensors.py": ("test_between", "test_saved_tensors"),
     "shardlite/engine/homes.py": ("test_writeback", "test_placeholders"),
-    "shardlite/engine/module_hooks.py": ("test_misuse", "test_placeholders"),
+    "shardlite/engine/module_hooks.py": ("test_misuse", "test_placeholders", "test_reads"),
     "shardlite/optim/in_backward.py": (
         "test_in_backward",
         "test_optim_in_backward",

@@ -147,7 +147,8 @@ def all_gather(
         return
     with _Named(operation, full):
         if isinstance(transport, WholeCollectives):
-            operation.count_collective((transport.world_size - 1) * full[slice(*cut.bounds[transport.rank])].nbytes)
+            start, stop = cut.bounds[transport.rank]
+            operation.count_collective((transport.world_size - 1) * (stop - start) * full.itemsize)
             transport.all_gather(full, cut)
             return
         channel = operation.channel(transport, full, cut.offsets, transport.algorithm)
@@ -203,17 +204,17 @@ def reduce_scatter(
     _check_arithmetic(full, divisor)
     grain = 1 if stats is None and last is None else stats_block(full)
     cut = cut_up("reduce-scatter", full.numel(), full.dtype, transport, cuts, chunk_bytes, grain)
-    own = full[slice(*cut.bounds[transport.rank])]
-    shard = own if out is None else out
-    _check_out(own, shard)
+    start, stop = cut.bounds[transport.rank]
+    shard = full[start:stop] if out is None else out
+    _check_out(full, shard, stop - start)
     if stats is not None:
         check_stats(f"reduce-scatter of {tuple(full.shape)}", shard, stats)
     if transport.world_size == 1:
-        return _finished_alone(own, shard, divisor, stats)
+        return _finished_alone(full[start:stop], shard, divisor, stats)
     finish = last or _into(shard, divisor, stats)
     if isinstance(transport, WholeCollectives):
         with _Named(operation, full):
-            operation.count_collective(full.nbytes - own.nbytes)
+            operation.count_collective((full.numel() - (stop - start)) * full.itemsize)
             if last is None and transport.rings(full, cut):
                 transport.ring_reduce(shard, full, divisor)
                 if stats is not None:
@@ -390,11 +391,13 @@ def _into(shard: Tensor, divisor: int, stats: Tensor | None) -> LastHop:
 
     def last(start: int, received: Tensor, own: Tensor | None, first: int | None = 0) -> None:
         stop = start + received.shape[-1]
-        rows = None if stats is None else stats[start // block : -(-stop // block)]
+        part, rows = shard, stats
+        if stop - start < shard.numel():
+            part, rows = shard[start:stop], None if stats is None else stats[start // block : -(-stop // block)]
         if own is None:
-            add_rows(shard[start:stop], received, first, divisor, rows)
+            add_rows(part, received, first, divisor, rows)
         else:
-            hop(shard[start:stop], received, own, divisor, rows)
+            hop(part, received, own, divisor, rows)
 
     return last
 
@@ -432,10 +435,10 @@ def _check_like(full: Tensor, buffer: Tensor, dtypes: Sequence[torch.dtype], lea
         raise LayoutError(f"{name} has {buffer.numel()} elements, expected {bound} {least}")
 
 
-def _check_out(own: Tensor, out: Tensor) -> None:
-    """Check the buffer of the shard: like `own`, or wider where `hop` can widen."""
-    widest = torch.float32 if own.dtype in _NARROW else own.dtype
-    _check_like(own, out, (own.dtype, widest), own.numel(), own.numel(), "out")
+def _check_out(full: Tensor, out: Tensor, numel: int) -> None:
+    """Check the buffer of the shard: `numel` elements like those of `full`, or wider where `hop` can widen."""
+    widest = torch.float32 if full.dtype in _NARROW else full.dtype
+    _check_like(full, out, (full.dtype, widest), numel, numel, "out")
 
 
 def _check_arithmetic(full: Tensor, divisor: int) -> None:

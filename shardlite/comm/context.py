@@ -185,7 +185,8 @@ class Context:
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return uninitialised memory [numel] for tensors that are sent to other ranks."""
-        return self.transport.empty(numel * dtype.itemsize, self.device).view(dtype)
+        memory = self.transport.empty(numel * dtype.itemsize, self.device)
+        return memory if dtype == memory.dtype else memory.view(dtype)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return zeroed memory [numel] for tensors that are sent to other ranks."""

@@ -100,10 +100,10 @@ def make_queue(
 
 
 class _HostWork:
-    """An operation that a thread runs."""
+    """An operation that a thread runs. Without an `owner` it is the one that makes this record, and runs it at once."""
 
     def __init__(self, watch: FailureReports | None = None, owner: Owner | None = None) -> None:
-        self._owner = owner or Owner()
+        self._owner = owner
         self._watch = watch
         self._is_over = False
         self._error: BaseException | None = None
@@ -137,7 +137,7 @@ class _HostWork:
 
     def _check_owner(self) -> None:
         """Raise in a forked child, where operations in flight never end."""
-        if not self._is_over:
+        if self._owner is not None and not self._is_over:
             self._owner.check()
 
     def _ends_within(self, seconds: float) -> bool:

@@ -8,7 +8,7 @@ in it, and so the end of the outermost one is what closes.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
@@ -86,8 +86,12 @@ class Backward:
                 self._gatherer.stop_prefetching()
 
     def use(self, unit: Unit) -> None:
-        """Unshard a unit for a hook that reads its weights, until the backward ends."""
+        """Unshard a unit for a hook that reads its weights, until the backward ends or handles release it."""
         self.open()
+        if unit.users:  # that were handles, for otherwise its parameters would be readable
+            assert self.calls is not None
+            self.calls.gatherer.bind(unit)
+            return
         self._gatherer.unshard(unit)
         self._used.append(unit)
 
@@ -122,16 +126,16 @@ class Backward:
 
         The hooks hold everything weakly: the garbage collector does not traverse the hooks of a tensor.
         """
-        deliver = weakref.WeakMethod(self._take_gradient)
+        me = weakref.ref(self)
         for unit in self._reducer.units:
             for param in unit.params():
                 if param.requires_grad and param not in self._caught:
                     take_grad(param)
-                    hook = partial(_deliver, deliver, weakref.ref(unit))
+                    hook = partial(_deliver, me, weakref.ref(unit))
                     param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                     self._caught.add(param)
 
-    def _take_gradient(self, unit: Unit, param: nn.Parameter) -> None:
+    def take_gradient(self, unit: Unit, param: nn.Parameter) -> None:
         """Take the gradient that autograd has just put into `param.grad`, on any stream."""
         grad, is_watched = take_grad(param)
         assert grad is not None
@@ -143,15 +147,17 @@ class Backward:
             self._add_gradient(unit, param, grad, is_watched=is_watched)
 
     def _add_gradient(self, unit: Unit, param: nn.Parameter, grad: Tensor, *, is_watched: bool) -> None:
-        self.open()
+        if self._task is None:
+            self.open()
         if not self._got_gradients:
             if self._parts is not None:
                 self._parts.begin_backward()
             self._reducer.begin(steps=self._mode is Mode.STEP, reduces=self._mode.reduces)
             if self._mode is Mode.STEP:
                 self._saves_memory = self._reducer.saves_memory()
-        self._got_gradients = True
-        bucket = self._reducer.add(unit, param, grad.detach(), is_watched=is_watched)  # it may have a history
+            self._got_gradients = True
+        grad = grad.detach() if grad.requires_grad else grad  # it has a history
+        bucket = self._reducer.add(unit, param, grad, is_watched=is_watched)
         if self._mode is not Mode.LOCAL and self._is_complete(bucket):
             (self._reducer.keep_part if self._mode is Mode.PART else self._reducer.complete)(unit)
 
@@ -276,10 +282,7 @@ class Backward:
         self._gatherer.after_backward(final=final)
 
 
-_Deliver = Callable[[], Callable[[Unit, nn.Parameter], None] | None]
-
-
-def _deliver(deliver: _Deliver, unit: "weakref.ref[Unit]", param: nn.Parameter) -> None:
-    take, home = deliver(), unit()
-    if take is not None and home is not None:
-        take(home, param)
+def _deliver(backward: "weakref.ref[Backward]", unit: "weakref.ref[Unit]", param: nn.Parameter) -> None:
+    there, home = backward(), unit()
+    if there is not None and home is not None:
+        there.take_gradient(home, param)

@@ -113,23 +113,25 @@ class Shards:
         """
         with as_they_are():
             for seen in self._seen.values():
-                shard = seen.shard
+                shard, param = seen.shard, seen.param
                 if shard.data_ptr() != seen.address:
                     raise LayoutError(f"{self._words(shard)} was given other memory (`.data = ...`): copy into it")
-                if seen.param is shard:
+                if param is shard:
                     continue
-                if shard._backward_hooks or getattr(shard, "_post_accumulate_grad_hooks", None):
+                if shard._backward_hooks or shard._post_accumulate_grad_hooks:
                     raise LayoutError(
                         f"{self._words(shard)} has a hook, which would never run: shards are not in autograd's "
                         "graph. Register it on the module's own parameter"
                     )
-                if shard.requires_grad not in (seen.trainable, seen.param.requires_grad):
+                own, wanted = shard.requires_grad, param.requires_grad
+                if own is seen.trainable is wanted:
+                    continue
+                if own not in (seen.trainable, wanted):
                     raise LayoutError(
                         f"requires_grad of {self._words(shard)} was set, but the module's own parameters decide: set "
                         "it on those, or call requires_grad_() of the model"
                     )
-                if seen.trainable != seen.param.requires_grad:
-                    seen.follow()
+                seen.follow()
 
     def after_step(self, stepped: Sequence[Tensor]) -> None:
         """Increment versions of what an optimizer has changed: fused optimizers of PyTorch do not."""

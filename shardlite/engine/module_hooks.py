@@ -19,7 +19,7 @@ from shardlite.engine.backward import Backward, in_backward
 from shardlite.engine.module_map import ParamLocation
 from shardlite.errors import LayoutError
 from shardlite.params import Shard, Unit
-from shardlite.weights import Call, Gathering, pop_hooks, push_hooks, take_over_all
+from shardlite.weights import Call, Gathering, are_innermost, pop_hooks, push_hooks, take_over_all
 
 
 @dataclass(eq=False)
@@ -116,25 +116,37 @@ class ModuleHooks:
             self._leave(self._frames[-1].module)
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
-        if module not in self._needs:
+        units = self._needs.get(module)
+        if units is None:
             raise LayoutError(
                 "this module is a copy of a wrapped one, whose parameters it does not have: wrap a second model, and "
                 "load it with load_full_state_dict()"
             )
         self._claim()
+        if self._frames and self._has_entered(module, units):
+            return  # without a frame, so that `_leave` has nothing to do either
         if not self._frames and not in_backward():
             frame = self._begin(f"the forward of {self._names[module] or 'the model'}", module)
         else:
             self._frames.append(frame := _Frame(module))  # before anything can fail: `_leave` runs in any case
-        for unit in self._needs[module]:
+        for unit in units:
             self._enter_unit(unit)
             frame.entered.append(unit)
         frame.pushed = self._calls is not None and push_hooks(self._calls)
 
+    def _has_entered(self, module: nn.Module, units: Sequence[Unit]) -> bool:
+        """Whether a forward around that of `module` has done what its units need: a layer inside of a block."""
+        return (
+            all(map(self._depth.get, units))
+            and self._frames[-1].module is not module  # `_leave` finds the frame of a module by the module
+            and (self._evaluating or torch.is_grad_enabled() or in_backward())
+            and (self._calls is None or are_innermost(self._calls))
+        )
+
     def _leave(self, module: nn.Module, _: Any = None, outputs: Any = None) -> Any:
         """Reshard the units of a module. Return what replaces its outputs, if those have parameters in them."""
         if not self._frames or self._frames[-1].module is not module:
-            return None  # an earlier hook, not ours, failed, and ours never ran
+            return None  # a forward around it has its units; or an earlier hook, not ours, failed, and ours never ran
         replaced = _without_params(outputs) if self._frames[-1].outermost else None
         frame = self._frames.pop()
         if frame.pushed:

@@ -43,6 +43,9 @@ class Bucket:
     The bucket looks parameters up by `id` because the hash of a tensor is computed in Python.
     """
 
+    places: dict[int, Tensor] = field(default_factory=dict)
+    """Views of `full` for the gradient of each parameter, in its shape, by its `id`."""
+
     used: set[int] = field(default_factory=set)
     """The ids of the module's parameters whose gradients the bucket holds."""
 
@@ -70,7 +73,7 @@ class Bucket:
 
     def complete(self, rounds: int) -> bool:
         """Return whether every parameter has received `rounds` gradients in the current backward."""
-        return self.arrivals == rounds * len(self._places)
+        return self.arrivals == rounds * len(self._flat_of)
 
     def needs_memory(self, param: nn.Parameter, *, waits: bool) -> bool:
         """Return whether the next gradient of `param` needs memory, while none is allocated.
@@ -86,10 +89,12 @@ class Bucket:
             for pool, flat in zip(self.pools, self.flats, strict=False)
         ]
         self.full = [_whole(buffer, flat) for buffer, flat in zip(self.buffers, self.flats, strict=True)]
+        cut = [view for flat, full in zip(self.flats, self.full, strict=True) for view in flat.gradients.views(full)]
+        self.places = dict(zip(self._flat_of, cut, strict=True))
         if self.phase is Gradients.EMPTY:
             self.move(Gradients.FILLING)
         while self.early:
-            self._place_of(*self._places[(early := self.early.popitem())[0]]).copy_(early[1])
+            self.places[(early := self.early.popitem())[0]].copy_(early[1])
             del early  # frees each gradient before the next is copied
 
     def add(self, param: nn.Parameter, grad: Tensor | None, *, is_watched: bool) -> None:
@@ -102,7 +107,7 @@ class Bucket:
             PhaseError: the parameter was frozen between its forward and this backward.
         """
         key = id(param)
-        if (place := self._places.get(key)) is None:
+        if key not in self._flat_of:
             raise PhaseError(
                 f"parameter {self._name_of(param)!r} got a gradient, but did not require one at the latest forward: "
                 "change requires_grad after the backward"
@@ -114,9 +119,9 @@ class Bucket:
         if not self.full:
             self._keep_early(key, dense.clone() if is_watched else dense)
         elif key in self.used:
-            self._place_of(*place).add_(dense)
+            self.places[key].add_(dense)
         else:
-            self._place_of(*place).copy_(dense)
+            self.places[key].copy_(dense)
         self.used.add(key)
 
     def _keep_early(self, key: int, grad: Tensor) -> None:
@@ -124,16 +129,12 @@ class Bucket:
         if self.phase is Gradients.EMPTY:
             self.move(Gradients.FILLING)
 
-    def _place_of(self, flat: int, slot: Slot) -> Tensor:
-        """View the place of a gradient in the full buffer, in the parameter's shape."""
-        return slot.view(self.full[flat])
-
     def gradient(self, param: nn.Parameter) -> Tensor | None:
         """Return the gradient collected for `param`, or `None`."""
         key = id(param)
         if self.phase is not Gradients.FILLING or key not in self.used:
             return None
-        return self.early[key] if key in self.early else self._place_of(*self._places[key])
+        return self.early[key] if key in self.early else self.places[key]
 
     def early_gradient(self, param: nn.Parameter) -> Tensor | None:
         """Return the gradient of `param` as autograd made it, if it has arrived before `full` was allocated."""
@@ -148,14 +149,15 @@ class Bucket:
         for full in self.full:
             full.mul_(factor)
         for key, grad in self.early.items():
-            self.early[key] = grad.to(self.flats[self._places[key][0]].reduce) * factor
+            self.early[key] = grad.to(self._flat_of[key].reduce) * factor
 
     def drop(self, param: nn.Parameter) -> None:
         """Drop the gradient of `param`, that of earlier parts, too."""
         if id(param) in self.earlier.used:
-            flat, slot = self._places[id(param)]
+            rows = ((i, flat.params[row], slot) for i, flat in enumerate(self.flats) for row, slot in _slots(flat))
+            place, slot = next((i, slot) for i, each, slot in rows if each is param)
             for full in self.earlier.summands():
-                slot.view(full[flat]).zero_()
+                slot.view(full[place]).zero_()
             self.earlier.used.discard(id(param))
         if self.phase is Gradients.FILLING:
             self.used.discard(id(param))
@@ -174,12 +176,13 @@ class Bucket:
 
         Padding stays zero: a reduction writes sums of zeros there.
         """
-        complete = len(self.used) == len(self._places)
+        complete = len(self.used) == len(self._flat_of)
         for flat, full, buffer in zip(self.flats, self.full, self.buffers, strict=True):
             if complete and buffer.padding is not None:
                 continue
-            for start, stop in flat.gradients.padding if complete else flat.gradients.gaps(self._used_slots(flat)):
-                full[start:stop].zero_()
+            unwritten = flat.gradients.padding if complete else flat.gradients.gaps(self._used_slots(flat))
+            if gaps := [full[start:stop] for start, stop in unwritten]:
+                torch._foreach_zero_(gaps)
             buffer.padding = _padding(flat)
 
     def _used_slots(self, flat: Flat) -> set[int]:
@@ -210,7 +213,7 @@ class Bucket:
         """
         parts = self.earlier.add_to(self.full, most)
         self.earlier.keep(parts, self.full, self.buffers, self.used)
-        self.full, self.buffers, self.used = [], [], set()
+        self.full, self.places, self.buffers, self.used = [], {}, [], set()
         self.move(Gradients.EMPTY)
 
     def add_earlier_parts(self, most: int) -> int:
@@ -224,13 +227,11 @@ class Bucket:
         for flat in self.unit.flats:
             flat.follow_requires_grad()
         self.flats = self.unit.trainable
-        self._places = {
-            id(flat.params[row]): (i, slot) for i, flat in enumerate(self.flats) for row, slot in _slots(flat)
-        }
+        self._flat_of = {id(flat.params[row]): flat for flat in self.flats for row in flat.rows}
 
     def clear(self) -> None:
         """Empty the bucket, and give its memory back, if no gradient is a view of it."""
-        self.full = []
+        self.full, self.places = [], {}
         for pool in self.pools[: len(self.buffers)]:
             pool.give_back(self.buffers.pop(0))
         self.early.clear()

@@ -43,16 +43,16 @@ class Squares(NamedTuple):
 class ReducedNorm:
     """The gradients of one reduction of a whole model, and the sums of their squares."""
 
-    def __init__(self, squares: Mapping[Flat, Squares], shards: Iterable[nn.Parameter]) -> None:
-        """Record the gradients that `shards` have now.
+    def __init__(self, squares: Mapping[Flat, Squares], graded: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+        """Record gradients.
 
         Args:
             squares: those of each flat. Parameters that no rank has used count as zeros.
-            shards: all that the reduction has given a gradient.
+            graded: all shards that the reduction has given a gradient, each with that.
         """
         self._squares = squares
-        grads = [(shard, shard.grad) for shard in shards if shard.grad is not None]
-        self._marks = {shard: (weakref.ref(grad), grad._version) for shard, grad in grads}
+        # By `id`, because the hash of a tensor is computed in Python.
+        self._marks = {id(shard): (weakref.ref(grad), grad._version) for shard, grad in graded}
         self._written = False
 
     def forget(self) -> None:
@@ -62,7 +62,7 @@ class ReducedNorm:
     def are_all(self, shards: Collection[nn.Parameter]) -> bool:
         """Whether the gradients of `shards` are all that were handed over, and no others, whatever is in them now."""
         marks = self._marks
-        same = all(shard in marks and marks[shard][0]() is shard.grad for shard in shards)
+        same = all(id(shard) in marks and marks[id(shard)][0]() is shard.grad for shard in shards)
         return same and len(shards) == len(marks)
 
     def describes(self, shards: Collection[nn.Parameter]) -> bool:
@@ -82,7 +82,7 @@ class ReducedNorm:
     def runs(self) -> Iterable[Tensor]:
         """Yield the memory of the gradients, if they are all there still: one [n] for each flat, with its padding."""
         for flat in self._squares:
-            grads = [shard.grad for shard in flat.shards if shard in self._marks and shard.grad is not None]
+            grads = [shard.grad for shard in flat.shards if id(shard) in self._marks and shard.grad is not None]
             if parts := [grad for grad in grads if grad.numel()]:
                 yield _span(parts)
 

@@ -15,8 +15,7 @@ Legend: `W` ranks that share a model, `S` elements per shard, `P` rows of statis
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from shardlite_kernels import hop, new_stats, send, stats, stats_block, stats_total
@@ -41,8 +40,7 @@ Summands: TypeAlias = tuple[Tensor, Tensor | None]
 """This rank's gradients [W*S]. On one rank, the second is the sum of the first half of the parts, if there are two."""
 
 
-@dataclass(frozen=True)
-class Mean:
+class Mean(NamedTuple):
     """Memory for the mean of one flat's gradients."""
 
     flat: Flat
@@ -199,13 +197,14 @@ class Averager:
     def _staging_for(self, full: Tensor, mean: Mean) -> Tensor | None:
         """Return where partial sums arrive, if that cannot be the shard itself."""
         layout = mean.flat.gradients
-        equal = layout.full_numel == layout.world_size * layout.shard_numel
-        apart = storage_key(mean.own) != storage_key(full)
-        in_out = stages_in_out(self._context.reducing[0]) and apart and equal and mean.own.dtype == full.dtype
-        if layout.world_size == 1 or in_out:
+        if layout.world_size == 1:
             return None
         if rings_in_kernel(full, self._context.reducing[0], layout.cuts):
             return None
+        if stages_in_out(self._context.reducing[0]) and mean.own.dtype == full.dtype:
+            equal = layout.full_numel == layout.world_size * layout.shard_numel
+            if equal and storage_key(mean.own) != storage_key(full):
+                return None
         return self._staging_of(mean.flat, full)
 
     def _staging_of(self, flat: Flat, full: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from shardlite.comm import SPARE, Context, Traffic, Work, broadcast
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.grads.bucket import Bucket
 from shardlite.grads.flags import GradientFlags, any_bad, warn_of
-from shardlite.grads.norm import ReducedNorm
+from shardlite.grads.norm import ReducedNorm, Squares
 from shardlite.grads.reduce_scatter import Averager, Mean, ShardStep
 from shardlite.params import BUCKETS, BufferPool, Flat, Gradients, Unit
 
@@ -484,23 +484,27 @@ class Reducer:
         parts = [part for reduction in self._round.started for part in reduction.parts()]
         if not parts:
             return
-        reduced = {shard for shard, _, _ in parts}
+        reduced = {id(shard) for shard, _, _ in parts}
         before = [(shard, shard.grad) for shard in self._shards() if shard.grad is not None]
-        sums = [grad for shard, grad in before if shard not in reduced]
+        sums = [grad for shard, grad in before if id(shard) not in reduced]
         for shard, grad, used in parts:
             if shard.grad is not None:
                 sums.append(shard.grad.add_(grad) if used else shard.grad + grad)
             elif used:
                 shard.grad = grad
         means = [mean for reduction in self._round.started for mean in reduction.means]
-        bad = [mean.total[1] for mean in means]
-        bad.append(any_bad(sums, self._context.device).double())
-        users, self._nonfinite = self._gradient_flags.take([used for _, _, used in parts], bad)
+        squares, bad = torch.stack([mean.total for mean in means]).unbind(1)
+        flags = [*bad.unbind(), any_bad(sums, self._context.device).double()]
+        users, self._nonfinite = self._gradient_flags.take([used for _, _, used in parts], flags)
         for (shard, grad, used), count in zip(parts, users, strict=True):
             if count and not used:
                 shard.grad = grad if shard.grad is None else shard.grad.add_(grad)
-        self._reduced_norm = None if before else ReducedNorm({mean.flat: mean.squares for mean in means}, reduced)
-        self._judged = [weakref.ref(shard.grad) for shard in self._shards() if shard.grad is not None]
+        graded = [(shard, shard.grad) for shard in self._shards() if shard.grad is not None]
+        by_flat = {
+            mean.flat: Squares(square, mean.stats[:, 0]) for mean, square in zip(means, squares.unbind(), strict=True)
+        }
+        self._reduced_norm = None if before else ReducedNorm(by_flat, graded)
+        self._judged = [weakref.ref(grad) for _, grad in graded]
         if self._diagnose and self._nonfinite.item():
             self._name_bad()
 

@@ -107,7 +107,7 @@ class Arena:
         self.avg = torch.zeros(numel, dtype=dtype, device=param.device)
         self.sq = torch.zeros(numel, dtype=torch.uint8 if coded else dtype, device=param.device)
         self.exponents = torch.zeros(2 if coded else 0, numel // SCALE_BLOCK, dtype=torch.uint8, device=param.device)
-        self._runs: dict[tuple[int, int], State] = {}
+        self._runs: dict[tuple[int, int], tuple[State, Tensor]] = {}
 
     def name_rows(self) -> None:
         """Compute the row of each group, for kernels and for stochastic rounding of moments."""
@@ -121,7 +121,7 @@ class Arena:
         narrow = len(self._slots[0].counts.steps) <= torch.iinfo(torch.int16).max
         self.rows = rows.to(self.avg.device, torch.int16 if narrow else torch.int32)
 
-    def rows_of(self, begin: int, state: State) -> Tensor:
+    def _rows_of(self, begin: int, state: State) -> Tensor:
         """Return the rows [G] of the elements of `state`, which starts at `begin`."""
         return self.rows[begin // SCALE_BLOCK : -(-(begin + state.param.numel()) // SCALE_BLOCK)]
 
@@ -132,13 +132,16 @@ class Arena:
         entry = {name: moment.view(slot.param.shape) for name, moment in zip(_MOMENTS, (avg, sq), strict=True)}
         return entry | {name: each for name, each in zip(_EXPONENTS, exponents, strict=True) if each is not None}
 
-    def run(self, first: StateSlot, start: int, stop: int) -> State:
-        """Return `state(first, start, stop)`, cached."""
+    def run(self, first: StateSlot, start: int, stop: int) -> tuple[State, Tensor]:
+        """Return `state(first, start, stop)` and its rows, cached."""
         if len(self._runs) > 4 * len(self._slots):
             self._runs.clear()  # bounds the cache when the set of parameters with gradients keeps changing
-        if (start, stop) not in self._runs:
-            self._runs[start, stop] = self.state(first, start, stop)
-        return self._runs[start, stop]
+        run = self._runs.get((start, stop))
+        if run is None:
+            state = self.state(first, start, stop)
+            rows = self._rows_of(first.arena_offset + start - first.start, state)
+            run = self._runs[start, stop] = state, rows
+        return run
 
     def state(self, first: StateSlot, start: int, stop: int) -> State:
         """Return the flat tensors to step from `start` to `stop` in a contiguous run that begins with `first`."""

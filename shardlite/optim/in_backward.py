@@ -203,9 +203,8 @@ class InBackwardStep:
 def _slice_of(slot: StateSlot, begin: int, low: int, high: int) -> RunSlice:
     """Return elements `[low, high)` of a buffer in which the run that starts with `slot` begins at `begin`."""
     mine = slot.start + low - begin
-    state = slot.arena.run(slot, mine, mine + high - low)
-    place = slot.arena_offset + low - begin
-    return RunSlice(state, slot.arena.rows_of(place, state), place, slot.row)
+    state, rows = slot.arena.run(slot, mine, mine + high - low)
+    return RunSlice(state, rows, slot.arena_offset + low - begin, slot.row)
 
 
 class _Alarm:

@@ -17,7 +17,6 @@ from itertools import count
 from typing import Any
 
 import torch
-from shardlite_kernels import State
 from torch import Tensor
 
 from shardlite.optim.arena_slots import StateSlot, assign_arenas, flat
@@ -48,8 +47,8 @@ class ContiguousRun:
             self._last, self._padded = slot, is_padded(grad)
         return fits
 
-    def pieces(self) -> Iterator[tuple[State, Tensor, int]]:
-        """Yield state, gradient and place in the arena of each piece to step. Step each before requesting the next.
+    def pieces(self) -> Iterator[tuple[RunSlice, Tensor]]:
+        """Yield each piece to step with its gradient. Step each before requesting the next.
 
         If the gradient is padded, the run is one piece. Otherwise the part within the last 32 elements is a piece of
         its own, with a padded copy of its gradient.
@@ -66,8 +65,10 @@ class ContiguousRun:
             yield self._piece(body, stop, copy)
             ours.copy_(copy[: end - body])  # the step may have divided it by a scale
 
-    def _piece(self, start: int, stop: int, grad: Tensor) -> tuple[State, Tensor, int]:
-        return self.first.arena.run(self.first, start, stop), grad, self.first.arena_offset + start - self.first.start
+    def _piece(self, start: int, stop: int, grad: Tensor) -> tuple[RunSlice, Tensor]:
+        first = self.first
+        state, rows = first.arena.run(first, start, stop)
+        return RunSlice(state, rows, first.arena_offset + start - first.start, first.row), grad
 
     def give_back(self) -> None:
         """Copy a gradient that was made contiguous back to the given one."""
@@ -181,8 +182,7 @@ def by_counts(stepped: Sequence[StateSlot]) -> dict[StepCounts, list[int]]:
 def update(stepped: Sequence[StateSlot], unscale: bool, bad: Tensor | None = None) -> None:
     """Step the slots, run by run. `bad` [], int32, becomes 1 if a gradient is not finite."""
     for run in contiguous_runs(stepped):
-        for state, grad, begin in run.pieces():
-            rows = run.first.arena.rows_of(begin, state)
-            run.first.counts.update(RunSlice(state, rows, begin, run.first.row), grad, bad)
+        for stretch, grad in run.pieces():
+            run.first.counts.update(stretch, grad, bad)
         if unscale:
             run.give_back()

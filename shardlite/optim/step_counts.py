@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, NamedTuple, TypeAlias
 
@@ -148,6 +148,7 @@ class HostCounts(StepCounts):
         self._done: list[float] = self.steps.tolist()
         self._active = set(active)
         self._hypers = _hypers_here(groups)
+        self._constants: dict[tuple[float, int], CpuStep] = {}  # of this step, by count and group
         self._scale = None if amp.grad_scale is None else float(amp.grad_scale)
         self._factor = 1.0 if amp.factor is None else float(amp.factor)
         self._skip = amp.found_inf is not None and float(amp.found_inf) != 0
@@ -187,13 +188,14 @@ class HostCounts(StepCounts):
                 self.steps[list(self._active)] += 1
 
     def _step(self, stretch: RunSlice) -> CpuStep:
-        return CpuStep(
-            number=self._done[stretch.row] + 1,
-            hyper=self._hypers[self._rows[stretch.row].group],
-            grad_scale=self._scale,
-            factor=self._factor,
-            table=self._table._replace(rows=stretch.rows, first=stretch.arena_offset),
-        )
+        key = done, group = self._done[stretch.row], self._rows[stretch.row].group
+        step = self._constants.get(key)
+        if step is None:
+            step = CpuStep(number=done + 1, hyper=self._hypers[group], grad_scale=self._scale, factor=self._factor)
+            self._constants[key] = step
+        if not stretch.rows.numel():  # exact moments, which need no table
+            return step
+        return replace(step, table=self._table._replace(rows=stretch.rows, first=stretch.arena_offset))
 
 
 class DeviceCounts(StepCounts):

@@ -33,16 +33,15 @@ class Buffer:
     padding: Hashable = None
     """Which ranges are known to be zero, in the words of those who write gradients."""
 
+    kept = False
+    """Whether it is one of those that a pool keeps."""
+
     def __init__(self, memory: Tensor) -> None:
         self.bytes = memory
+        self.nbytes = memory.numel()
         self.key = storage_key(self.bytes)
         self._own_uses = torch._C._storage_Use_Count(self.key)
         self._views: dict[object, list[Tensor]] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-        return self.bytes.numel()
 
     def views(self, owner: object, make: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
         """Return the views that `make` has made of the memory for `owner`. They are kept, and not made again.
@@ -92,7 +91,7 @@ class BufferPool:
         a free one that is too small is given up.
         """
         buffer = self._find(owner, nbytes) or self._allocate(nbytes)
-        if buffer in self._kept:
+        if buffer.kept:
             self._last[owner] = weakref.ref(buffer)
         self._ledger.track(self._purpose, buffer.bytes)  # again: its user may have counted it for something else
         return buffer
@@ -102,7 +101,7 @@ class BufferPool:
 
         A buffer that other tensors still view is not.
         """
-        keeps = buffer in self._kept and not buffer.escaped()
+        keeps = buffer.kept and not buffer.escaped()
         if keeps:
             self._free.append(buffer)
         return keeps
@@ -114,11 +113,11 @@ class BufferPool:
 
     def fits(self, buffer: Buffer, nbytes: int) -> bool:
         """Whether a buffer can serve for `nbytes`. One that is not kept has to have just that size."""
-        return buffer.nbytes >= nbytes if buffer in self._kept else buffer.nbytes == nbytes
+        return buffer.nbytes >= nbytes if buffer.kept else buffer.nbytes == nbytes
 
     def is_surplus(self, buffer: Buffer) -> bool:
         """Whether this is one more than those that are kept."""
-        return self._most > 0 and buffer not in self._kept
+        return self._most > 0 and not buffer.kept
 
     def spare(self) -> list[Tensor]:
         """Return the memory of the free buffers."""
@@ -138,13 +137,15 @@ class BufferPool:
             self._free.remove(min(self._free, key=_nbytes_of))  # before, not after, there is another one
         buffer = Buffer(self._empty(nbytes, torch.uint8))
         if len(self._kept) < self._most:
+            buffer.kept = True
             self._kept.add(buffer)
         return buffer
 
 
 def storage_key(tensor: Tensor) -> int:
     """Return what all views of one storage, and only they, have in common."""
-    return int(tensor.untyped_storage()._cdata)
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def _nbytes_of(buffer: Buffer) -> int:

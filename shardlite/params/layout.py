@@ -49,6 +49,16 @@ def round_up(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple
 
 
+Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Where a tensor lies in a buffer: its shape, its strides and its first element."""
+
+
+def views(memory: Tensor, places: Iterable[Place]) -> list[Tensor]:
+    """View the `places` of a buffer."""
+    offset = memory.storage_offset()
+    return [memory.as_strided(shape, stride, offset + start) for shape, stride, start in places]
+
+
 @dataclass(frozen=True)
 class Slot:
     """The place of one parameter in a full buffer: elements `[start, stop)`."""
@@ -68,13 +78,19 @@ class Slot:
         return self.start + self.numel
 
     @cached_property
-    def _stride(self) -> tuple[int, ...]:
+    def stride(self) -> tuple[int, ...]:
+        """The strides of the whole parameter in a full buffer, in elements."""
         behind = accumulate(reversed(self.shape[1:]), mul, initial=1)
         return tuple(reversed([*behind])) if self.shape else ()
 
     def view(self, full: Tensor) -> Tensor:
         """View this parameter's place in a full buffer, in the parameter's shape."""
-        return full.as_strided(self.shape, self._stride, full.storage_offset() + self.start)
+        return full.as_strided(self.shape, self.stride, full.storage_offset() + self.start)
+
+    @property
+    def place(self) -> Place:
+        """The place, for `views`."""
+        return self.shape, self.stride, self.start
 
     def within(self, start: int, stop: int) -> tuple[int, int]:
         """Return the part of this parameter that lies in `[start, stop)`, relative to `start`. It may be empty."""
@@ -110,6 +126,14 @@ class Layout:
     def full_numel(self) -> int:
         """Number of elements of the full buffer: `W*S` if all shards are equal."""
         return self.cuts[-1]
+
+    @cached_property
+    def _places(self) -> list[Place]:
+        return [slot.place for slot in self.slots]
+
+    def views(self, full: Tensor) -> list[Tensor]:
+        """View the place of each slot in a full buffer, in the parameter's shape."""
+        return views(full, self._places)
 
     @cached_property
     def shard_numel(self) -> int:

@@ -145,9 +145,8 @@ class Placeholder(Sharded):
             return f"Parameter, sharded: shape {list(self.shape)}, dtype {self.dtype}"  # type: ignore[attr-defined]
 
 
-def as_they_are() -> AbstractContextManager[None]:
-    """Access placeholders without unsharding them."""
-    return torch._C.DisableTorchFunctionSubclass()
+as_they_are: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+"""Access placeholders without unsharding them. (The class itself: it is entered many times for each unit.)"""
 
 
 def attach(param: nn.Parameter, home: ParamOwner) -> None:
@@ -160,9 +159,10 @@ def attach(param: nn.Parameter, home: ParamOwner) -> None:
 
 def to_placeholders(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
     """Turn parameters into placeholders, each with the memory that it shows."""
+    put = _own_data.__set__
     with as_they_are():
         for param, memory in pairs:
-            _own_data.__set__(param, memory)
+            put(param, memory)
             kind = type(param)
             if not issubclass(kind, Placeholder):
                 param.__class__ = _mixed(Placeholder, getattr(kind, "original", kind))
@@ -170,9 +170,10 @@ def to_placeholders(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
 
 def to_full(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
     """Turn placeholders into full parameters of a wrapped model, each with its values."""
+    put = _own_data.__set__
     with as_they_are():
         for param, values in pairs:
-            _own_data.__set__(param, values)
+            put(param, values)
             kind = type(param)
             if issubclass(kind, Placeholder):
                 param.__class__ = _mixed(Sharded, kind.original)  # type: ignore[attr-defined]

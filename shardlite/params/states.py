@@ -10,7 +10,8 @@ class Weights(Enum):
 
     SHARDED = "sharded"  # only this rank's shard is valid; the module's parameters are placeholders
     GATHERING = "gathering"  # all-gather in flight: the full weights must not be read
-    FULL = "full"  # the module's parameters are views of the full weights, which have users
+    FULL = "full"  # the full weights have users. The module's parameters are views of them, or still placeholders
+    # where the users are handles in a graph, which need none
     IDLE = "idle"  # the full weights are valid, but have no users. Stage 3: parameters are placeholders, the buffer
     # may be evicted. Stages 1, 2: parameters stay views of the full weights, which have their own memory
 

@@ -9,7 +9,7 @@ shape if this rank has all of the parameter, else `[k, 1, ...]`.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from shardlite.comm import Work
 from shardlite.errors import LayoutError
 from shardlite.params.buffers import Buffer, storage_key
-from shardlite.params.layout import Layout, Slot, mark_padded, round_up
+from shardlite.params.layout import Layout, Place, Slot, mark_padded, round_up, views
 from shardlite.params.parameters import as_they_are, to_full, to_placeholders
 from shardlite.params.shard_tensor import ShardTensor
 from shardlite.params.states import Weights, check_move
@@ -77,6 +77,9 @@ class Flat:
     gradients: Layout = field(init=False)
     """Of the gradients: of those slots only."""
 
+    _own_gradients: Sequence[Place] = field(init=False)
+    """What of each gradient lies in this rank's gradient shard."""
+
     _hidden: Sequence[Tensor] = field(init=False, default=())
     """The placeholder in the shape of each slot."""
 
@@ -92,6 +95,7 @@ class Flat:
         """Give gradients to the slots whose parameters require them now."""
         self.rows = self.rows_now()
         self.gradients = self.layout.only(self.rows, self.reduce)
+        self._own_gradients = _places(self.gradients, self.own_range(self.gradients))
 
     @property
     def master(self) -> torch.dtype:
@@ -122,7 +126,7 @@ class Flat:
         if slot.numel == 0:  # a shard of it would be on no rank
             return torch.empty(slot.shape, dtype=self.master, device=self.local.device)
         if self.low is None:
-            local = _cut(self.local, slot, start, stop)
+            (local,) = views(self.local, [_place(slot, start, stop)])
             return local if self.rank is None else ShardTensor(local, slot.shape, self.range_of(row)[0])
         high, low, shape = self.local[start:stop], self.low[start:stop], self.shards[row].shape
         return ShardTensor(
@@ -156,14 +160,13 @@ class Flat:
             self._hidden = [self.placeholder.expand(slot.shape) for slot in self.layout.slots]
         to_placeholders(zip(self.params, self._hidden, strict=True))
 
-    def views(self, full: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+    def views(self, full: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Return the module's parameters, each with its view of a full buffer [W*S]."""
-        slots = self.layout.slots
-        return [(p, s.view(full)) for s, p in zip(slots, self.params, strict=True)]
+        return zip(self.params, self.layout.views(full), strict=True)
 
     def shard_views(self, local: Tensor) -> list[Tensor]:
         """Cut something laid out like `local` into what belongs to each shard."""
-        return _cut_all(local, self.layout, self.own_range(self.layout))
+        return views(local, _places(self.layout, self.own_range(self.layout)))
 
     def part_of(self, row: int, tensor: Tensor) -> Tensor:
         """Cut a tensor like the parameter of a slot into what belongs to its shard."""
@@ -178,7 +181,7 @@ class Flat:
 
     def gradient_views(self, mean: Tensor) -> list[Tensor]:
         """Cut a gradient shard into what belongs to each shard that has a gradient, in the order of `rows`."""
-        return [mark_padded(view) for view in _cut_all(mean, self.gradients, self.own_range(self.gradients))]
+        return [mark_padded(view) for view in views(mean, self._own_gradients)]
 
 
 def _joined(high: Tensor, low: Tensor) -> Tensor:
@@ -188,19 +191,20 @@ def _joined(high: Tensor, low: Tensor) -> Tensor:
     return whole
 
 
-def _cut_all(local: Tensor, layout: Layout, own: tuple[int, int]) -> list[Tensor]:
-    return [_cut(local, slot, *slot.within(*own)) for slot in layout.slots]
+def _places(layout: Layout, own: tuple[int, int]) -> list[Place]:
+    """Return where each slot's elements lie in the part `own` of a full buffer."""
+    return [_place(slot, *slot.within(*own)) for slot in layout.slots]
 
 
-def _cut(local: Tensor, slot: Slot, first: int, stop: int) -> Tensor:
-    """Return elements `[first, stop)`: in the original shape if that is the whole slot, else as `[k, 1, ...]`.
+def _place(slot: Slot, first: int, stop: int) -> Place:
+    """Return the place of elements `[first, stop)`: the original shape if that is the whole slot, else `[k, 1, ...]`.
 
     The number of dimensions stays, so that rules like "no weight decay where `ndim < 2`" still work.
     """
-    part = local[first:stop]
     if stop - first == slot.numel:
-        return part.view(slot.shape)
-    return part.view(stop - first, *[1] * (len(slot.shape) - 1))
+        return slot.shape, slot.stride, first
+    ones = (1,) * max(len(slot.shape), 1)
+    return (stop - first, *ones[1:]), ones, first
 
 
 @dataclass(eq=False)
@@ -219,6 +223,9 @@ class Unit:
 
     phase: Weights = Weights.SHARDED
     users: int = 0
+    bound: bool = False
+    """Whether the module's parameters are views of the full weights."""
+
     buffer: Buffer | None = None
     work: Work | None = None
     """The gather in flight."""
@@ -303,11 +310,6 @@ class Unit:
             for flat, start in zip(self.flats, self._starts, strict=True)
         ]
 
-    def _cut_params(self, memory: Tensor) -> list[Tensor]:
-        """View bytes [nbytes] as the module's own parameters, in their order."""
-        fulls = self._cut_fulls(memory)
-        return [slot.view(full) for flat, full in zip(self.flats, fulls, strict=True) for slot in flat.layout.slots]
-
     def check_not_overwritten(self, offset: int) -> None:
         """Check that the full weights at this byte of the buffer are those of before the backward's own steps.
 
@@ -325,10 +327,16 @@ class Unit:
 
     def bind(self) -> None:
         """Turn the module's parameters into views of the full weights."""
+        self.bound = True
+        fulls = self.fulls()
+
+        def cut(_: Tensor) -> list[Tensor]:
+            return [view for flat, full in zip(self.flats, fulls, strict=True) for view in flat.layout.views(full)]
+
         if self.buffer is not None:
-            to_full(zip(self._params, self.buffer.views(self.index, self._cut_params), strict=True))
+            to_full(zip(self._params, self.buffer.views(self.index, cut), strict=True))
             return
-        for flat, full in zip(self.flats, self.fulls(), strict=True):
+        for flat, full in zip(self.flats, fulls, strict=True):
             to_full(flat.views(full))
 
     def check_memory(self) -> None:
@@ -356,6 +364,7 @@ class Unit:
 
     def unbind(self) -> None:
         """Turn the module's parameters into placeholders."""
+        self.bound = False
         for flat in self.flats:
             flat.unbind()
 

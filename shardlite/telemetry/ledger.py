@@ -105,7 +105,8 @@ class Ledger:
         """Count `storage` under `purpose`, as `track` does."""
         key, nbytes = id(storage), storage.nbytes()
         with self._lock:
-            self._settle()
+            if self._dead:
+                self._settle()
             known = self._entries.get(key)
             if known is None:
                 death = _Death(storage, self._dead.append)
@@ -148,4 +149,5 @@ class Ledger:
     def _move(self, purpose: str, nbytes: int) -> None:
         total = self._current.get(purpose, 0) + nbytes
         self._current[purpose] = total
-        self._peak[purpose] = max(self._peak.get(purpose, 0), total)
+        if total >= self._peak.get(purpose, 0):
+            self._peak[purpose] = total

@@ -6,6 +6,6 @@ gather in one order, whatever branches each of them takes. Read `unshard.py` fir
 
 from shardlite.weights.all_gather import Gathering
 from shardlite.weights.resident import ResidentWeights
-from shardlite.weights.saved_tensors import Call, Calls, pop_hooks, push_hooks
+from shardlite.weights.saved_tensors import Call, Calls, are_innermost, pop_hooks, push_hooks
 from shardlite.weights.unshard import Gatherer
 from shardlite.weights.writeback import differs, places, take_over, take_over_all

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from shardlite.comm import Context, Moment, Operation, StreamQueue, Work, all_gather
+from shardlite.comm import Context, Moment, Operation, ProgramStreams, StreamQueue, Work, all_gather
 from shardlite.params import ALIGN, Empty, Flat, Unit, Weights, as_they_are
 
 TAKE_PART = "take part"
@@ -254,16 +254,21 @@ def is_fresh(unit: Unit) -> bool:
     return unit.phase is not Weights.SHARDED and unit.gathered_version == unit.version() and not unit.needs_regather
 
 
-def isolated() -> AbstractContextManager[object]:
+def isolated(streams: ProgramStreams | None = None) -> AbstractContextManager[object]:
     """Isolate the library's own tensor operations from modes that the program has entered.
 
     Placeholders are not unsharded by them. `inference_mode` is left, because a tensor that is made in it could never be
     saved for a backward. Selective checkpointing does not see them, because it would replay them with the forward.
+
+    With `streams`, the operations are on the home stream.
     """
     modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else None
-    if modes is None and not torch.is_inference_mode_enabled():
-        return as_they_are()
+    other = None if streams is None else streams.other()
+    if modes is None and other is None and not torch.is_inference_mode_enabled():
+        return as_they_are()  # by far the most frequent case, and the only one that has to be cheap
     stack = ExitStack()
+    if streams is not None and other is not None:
+        stack.enter_context(streams.across(other))
     stack.enter_context(as_they_are())
     stack.enter_context(torch.inference_mode(False))
     if modes is not None and any(isinstance(mode, _CHECKPOINT_MODES) for mode in modes):

@@ -36,7 +36,7 @@ class ResidentWeights:
         if unit.needs_gather and unit.users == 0:
             # Inside a `torch.func` transform the new views would be of its kind, and outlive it.
             self._take_over(unit)
-            with isolated(), torch._C._DisableFuncTorch(), self._streams.at_home():
+            with isolated(self._streams), torch._C._DisableFuncTorch():
                 self._request(unit)
                 self._land(unit)
         elif unit.needs_gather and not is_fresh(unit):

@@ -49,7 +49,7 @@ class Call:
         if not self.uses:
             self.check_version()
             self.calls.settle()
-            self.calls.gatherer.unshard(self.unit)
+            self.calls.gatherer.unshard(self.unit, binds=False)  # handles view the buffer
             self.uses = True
             self.calls.using.append(self)
 
@@ -104,17 +104,18 @@ class Handle:
         Raises:
             RuntimeError: the weights have changed since the forward.
         """
-        if not self.call.uses:
-            self.call.calls.on_use()
-            self.call.unshard()
+        call = self.call
+        if not call.uses:
+            call.calls.on_use()
+            call.unshard()
         else:
-            self.call.calls.gatherer.follow(self.call.unit)
-        if self.call.unit.overwritten:
-            self.call.unit.check_not_overwritten(int(self.offset) * self.dtype.itemsize)
+            call.calls.gatherer.follow(call.unit)
+        if call.unit.overwritten:
+            call.unit.check_not_overwritten(int(self.offset) * self.dtype.itemsize)
         if torch.is_grad_enabled():
             # `create_graph=True`: this node is recorded too, and what it saves must be handles again. No pop is due:
             # the engine restores its thread's state, of which the hooks are part, after every node.
-            push_hooks(self.call.calls)
+            push_hooks(call.calls)
         return self._of_buffer()
 
     def copy(self) -> Tensor:
@@ -213,7 +214,9 @@ class Calls:
 
     def owner(self, tensor: Tensor) -> Unit | None:
         """Return the unit whose full weights `tensor` views, if any."""
-        return self.gatherer.owners.get(storage_key(tensor)) if _has_storage(tensor) else None
+        if not _has_storage(tensor):
+            return None
+        return self.gatherer.owners.get(tensor.untyped_storage()._cdata)  # its `storage_key`, without a call
 
     def has_given_up(self, tensor: Tensor) -> bool:
         """Whether `tensor` views a buffer that was given up because a view of it was kept: it still has weights."""
@@ -235,7 +238,7 @@ def _has_storage(tensor: Tensor) -> bool:
 def _is_viewed(unit: Unit) -> bool:
     """Whether anything but the module's own parameters views the full weights, and a release would let them go."""
     assert unit.buffer is not None, "a unit in use has a buffer"
-    params = sum(len(flat.params) for flat in unit.flats)
+    params = len(unit.params()) if unit.bound else 0
     return unit.users == 1 and torch._C._storage_Use_Count(unit.buffer.key) > unit.buffer._own_uses + params
 
 
@@ -269,11 +272,16 @@ class SavedTensorHooks:
         return self._outer[1](packed)
 
 
-def push_hooks(calls: Calls) -> bool:
-    """Put our saved-tensor hooks innermost, unless they are; return whether `pop_hooks` is due."""
+def are_innermost(calls: Calls) -> bool:
+    """Whether our saved-tensor hooks are the innermost ones."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     innermost = getattr(top[0], "__self__", None) if top is not None else None
-    if isinstance(innermost, SavedTensorHooks) and innermost.calls is calls:
+    return isinstance(innermost, SavedTensorHooks) and innermost.calls is calls
+
+
+def push_hooks(calls: Calls) -> bool:
+    """Put our saved-tensor hooks innermost, unless they are; return whether `pop_hooks` is due."""
+    if are_innermost(calls):
         return False
     ours = SavedTensorHooks(calls)
     torch._C._autograd._push_saved_tensors_default_hooks(ours.pack, ours.unpack)

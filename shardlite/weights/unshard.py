@@ -54,14 +54,16 @@ class Gatherer:
         self._pools = _pools_of(units, context, prefetch)
         self._warned = False
 
-    def unshard(self, unit: Unit) -> None:
+    def unshard(self, unit: Unit, *, binds: bool = True) -> None:
         """Make the unit's full weights readable until `reshard`. Calls nest. Within a pass.
+
+        Unless it `binds`, the module's parameters may stay placeholders, until code reads one (`bind`).
 
         Raises:
             CommError: a peer failed, is late, or does something else.
         """
         if unit.users == 0:
-            with isolated(), self._streams.at_home():
+            with isolated(self._streams):
                 if self._prepare(unit):
                     self._coordinator.gather(unit)
                 self._idle.pop(unit, None)
@@ -69,8 +71,18 @@ class Gatherer:
                 self.order.need(unit.index)
                 self._prefetch_next()
                 self._land(unit)
+                if binds:
+                    unit.bind()
+        elif binds:
+            self.bind(unit)
         self.follow(unit)
         unit.users += 1
+
+    def bind(self, unit: Unit) -> None:
+        """Turn the module's parameters into views of full weights that are in use, if they are not."""
+        if not unit.bound:
+            with isolated(self._streams):
+                unit.bind()
 
     def follow(self, unit: Unit) -> None:
         """Let the current stream use a unit, behind its gather: another stream may have waited for that."""
@@ -84,7 +96,7 @@ class Gatherer:
         unit.users -= 1
         if unit.users == 0:
             self._trace.emit("reshard", unit.name)
-            with isolated(), self._streams.at_home():
+            with isolated(self._streams):
                 while unit.others:
                     self._streams.wait_for(unit.others.pop())
                 self._let_idle(unit)
@@ -172,10 +184,12 @@ class Gatherer:
                 del self._idle[unit]
                 self._idle[unit] = None
         for unit in upcoming:
-            spare = self._held() <= self._ahead or self._victim(unit) not in [None, *upcoming]
-            if not is_fresh(unit) and not self._coordinator.comes_next(unit):
+            if is_fresh(unit):
+                continue
+            if not self._coordinator.comes_next(unit):
                 break  # the other ranks gather something else first, or nothing yet
-            if unit.users == 0 and (unit.buffer is not None or spare) and self._prepare(unit):
+            room = unit.buffer is not None or self._held() <= self._ahead or self._victim(unit) not in [None, *upcoming]
+            if unit.users == 0 and room and self._prepare(unit):
                 self._coordinator.gather(unit)
 
     def _prepare(self, unit: Unit) -> bool:
@@ -191,18 +205,20 @@ class Gatherer:
         return True
 
     def _land(self, unit: Unit) -> None:
-        """Wait for the weights, and let the module's parameters be views of them."""
+        """Wait for the weights."""
         self._coordinator.wait(unit)
-        unit.bind()
         unit.move(Weights.FULL)
 
     def _let_idle(self, unit: Unit) -> None:
         """Turn the parameters into placeholders; keep the buffer."""
         assert unit.buffer is not None
-        unit.unbind()
+        was_bound = unit.bound
+        if was_bound:
+            unit.unbind()
         if unit.buffer.escaped():
             unit.escapes.append(weakref.ref(unit.buffer.bytes.untyped_storage()))
-        self._outdate(unit)
+        if was_bound:
+            self._outdate(unit)
         unit.move(Weights.IDLE)
 
     def _keep_idle(self, unit: Unit) -> None:
@@ -224,7 +240,7 @@ class Gatherer:
 
     def _buffers_are_awaited(self) -> bool:
         """Whether the pass will need units that have no buffer yet, and so can use an idle one's."""
-        return None in [self._units[index].buffer for index in self.order.rest()]
+        return any(self._units[index].buffer is None for index in self.order.rest())
 
     def _held(self) -> int:
         return len(self.owners) - list(map(_is_kept_unsharded, self.owners.values())).count(True)
@@ -235,6 +251,8 @@ class Gatherer:
         Best is the buffer that `unit` had last, unless it holds what will be used next.
         """
         candidates = [idle for idle in self._idle if not idle.keep_unsharded]
+        if len(candidates) < 2:
+            return candidates[0] if candidates else None
         pool = self._pools[unit]
         alike = [idle for idle in candidates if idle.buffer is not None and pool.fits(idle.buffer, unit.nbytes)]
         if (last := pool.last(unit)) is not None:

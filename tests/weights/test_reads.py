@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
 
+from shardlite import ShardLite
+from shardlite.params import Placeholder
 from tests.support.models.residual import WIDTH, Block
 from tests.support.twins.sharded import Pair, Turn, trained
 
@@ -234,3 +236,70 @@ def hooked_around(group: Any, stage: int) -> None:
 @pytest.mark.every_stage
 def test_hooks_of_the_wrapper(cluster, stage):
     cluster.check(hooked_around, 2, stage)
+
+
+class Recursive(nn.Module):
+    """Calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((WIDTH,), 0.5))
+
+    def forward(self, x: Tensor, times: int = 2) -> Tensor:
+        x = self(x, times - 1) if times else x
+        return x * self.weight
+
+
+def recursive_body(group: Any) -> list[str]:
+    model = ShardLite(nn.Sequential(Recursive(), Recursive()), units=Recursive, group=group)
+    model.trace.take()
+    model(torch.ones(2, WIDTH))
+    return [event for event in model.trace.take() if event.startswith("reshard")]
+
+
+def test_a_module_that_calls_itself_is_resharded_when_its_outermost_call_ends(cluster):
+    for events in cluster.run(recursive_body, 2):
+        assert events == ["reshard 0", "reshard 1"]
+
+
+# ---- in a backward, where handles need no parameters -----------------------------------------------------------------
+
+
+class TwoLayers(nn.Module):
+    """A unit whose handles are not all gone when a gradient of its second layer comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def placeholders_body(group: Any) -> tuple[list[bool], list[int]]:
+    """Return whether a parameter is a placeholder, and its unit's users: before a hook reads it, then, at the end."""
+    model = ShardLite(nn.Sequential(TwoLayers(), TwoLayers()), units=TwoLayers, group=group)
+    seen: list[bool] = []
+    users: list[int] = []
+    weight = model.module[1].second.inner.weight
+    (unit,) = (each for each in model._units if weight in set(each.params()))
+
+    def note() -> None:
+        seen.append(isinstance(weight, Placeholder))
+        users.append(unit.users)
+
+    def look(grad: Tensor) -> None:
+        note()
+        assert weight.isfinite().all()
+        note()
+
+    weight.register_hook(look)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    note()
+    return seen, users
+
+
+def test_parameters_stay_placeholders_in_a_backward_until_one_is_read(cluster):
+    for kinds, users in cluster.run(placeholders_body, 2):
+        assert kinds == [True, False, True]
+        assert users == [1, 1, 0]  # the handles: a hook does not hold a unit that is there

@@ -22,6 +22,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -107,8 +108,19 @@ class _Spans:
                 yield start, stop
 
 
+class _Life(weakref.ref["ctypes.Array[ctypes.c_char]"]):
+    """A weak reference to a block, which tells when it dies. (`weakref.finalize` costs far more.)"""
+
+    __slots__ = ("length", "start")
+    start: int
+    length: int
+
+
 class _Returns:
     """Blocks freed by finalizers, which may run inside any code. Holds no reference to the heap."""
+
+    _lives: ClassVar[dict[int, _Life]] = {}
+    """Of all blocks, by their own ids."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
@@ -119,11 +131,18 @@ class _Returns:
         self.for_good = False
         """Whether no further allocation is expected, so that pages are freed at once."""
 
-    def __call__(self, start: int, length: int) -> None:
+    def expect(self, block: "ctypes.Array[ctypes.c_char]", start: int, length: int) -> None:
+        """Take the place of a block back when the block dies."""
+        life = _Life(block, self._take_back)
+        life.start, life.length = start, length
+        self._lives[id(life)] = life
+
+    def _take_back(self, life: _Life) -> None:
+        del self._lives[id(life)]
         dropped = self.for_good
         if dropped:
-            self.drop_pages(start, start + length)
-        self.blocks.append((start, length, dropped))
+            self.drop_pages(life.start, life.start + life.length)
+        self.blocks.append((life.start, life.length, dropped))
 
     def drop_pages(self, start: int, stop: int) -> None:
         """Free pages. The range reads as zero afterwards, in every process.
@@ -237,7 +256,7 @@ class Heap(Mapping):
             self._returns.drop_pages(start, start + length)
         block = (ctypes.c_char * nbytes).from_buffer(self.memory, start)
         tensor = torch.frombuffer(block, dtype=torch.uint8)
-        weakref.finalize(block, self._returns, start, length).atexit = False
+        self._returns.expect(block, start, length)
         return tensor
 
     def _take(self, length: int) -> int:
@@ -281,6 +300,8 @@ class Heap(Mapping):
 
     def _keep_to(self, limit: int) -> None:
         """Limit warm ranges to `limit` bytes. Shorter ranges are cooled first."""
+        if self._warm.nbytes <= limit:
+            return
         for start, stop in sorted(self._warm, key=lambda span: span[0] - span[1]):
             over = self._warm.nbytes - limit
             if over <= 0:

@@ -25,8 +25,8 @@ from torch._C._distributed_c10d import Backend
 
 from shardlite.comm.chunking import Cut
 from shardlite.comm.transport.base import Message
-from shardlite.comm.transport.process_group import GlooTransport, GroupTransport, InFlight, NcclTransport
-from shardlite.comm.transport.whole import PostedWhole, WholeCollectives, as_bytes, slices_of
+from shardlite.comm.transport.process_group import GlooTransport, GroupTransport, InFlight, NcclTransport, Posted
+from shardlite.comm.transport.whole import WholeCollectives, as_bytes, slices_of
 from shardlite.errors import CommError
 from shardlite.telemetry import Ledger
 
@@ -72,21 +72,27 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         """
         start, stop = cut.bounds[self.rank]
         if cut.even:
-            self._gather(full, full[start:stop])
+            self._gather(full, start, stop)
             return
         length = cut.longest
         padded = full.new_empty(self.world_size * length)
         self._books.track("staging", padded)
         padded[self.rank * length :][: stop - start] = full[start:stop]
-        self._gather(padded, padded[self.rank * length :][:length])
+        self._gather(padded, self.rank * length, (self.rank + 1) * length)
         for rank, (low, high) in enumerate(cut.bounds):
             full[low:high] = padded[rank * length :][: high - low]
 
-    def _gather(self, full: Tensor, own: Tensor) -> None:
+    def _gather(self, full: Tensor, start: int, stop: int) -> None:
+        """Fill `full` [n], whose elements `[start, stop)` are this rank's."""
+
         def call(full: Tensor, own: Tensor) -> Any:
             return self._group._allgather_base(full, own, _GATHER)
 
-        self._run("all-gather", call, as_bytes(full), as_bytes(own))
+        memory = as_bytes(full)
+        self._run("all-gather", call, memory, memory[start * full.itemsize : stop * full.itemsize])
+
+    def _slice(self, itemsize: int, grain: int) -> int:
+        return max(ROOM // (self.world_size * itemsize) // grain * grain, grain)
 
     def rows_numel(self, cut: Cut, itemsize: int, grain: int) -> int:
         """Return how many elements `exchange_rows` needs for its rows, and for what it sends if it goes in slices."""
@@ -158,7 +164,7 @@ class GroupCollectives(WholeCollectives, GroupTransport):
 
     def _run(self, what: str, call: Callable[..., dist.Work | None], *tensors: Tensor) -> None:
         """Start a collective on tensors [.] and wait for it."""
-        posted = PostedWhole(self.rank, (), 0, self._timeout, what, max(each.nbytes for each in tensors))
+        posted = Posted(self.rank, timeout=self._timeout, collective=what, tensors=tensors)
         try:
             work = call(*tensors)
         except RuntimeError as error:

@@ -19,7 +19,7 @@ from datetime import timedelta
 from functools import partial
 from threading import current_thread, main_thread
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,17 +34,19 @@ from shardlite.errors import CommError, LayoutError
 from shardlite.telemetry import Ledger
 
 
-@dataclass(frozen=True)
-class Posted:
-    """Messages and what their errors report: rank, messages, tag and timeout.
+class Posted(NamedTuple):
+    """Messages, or a whole collective, and what their errors report.
 
     Without a `timeout` the process group's own applies.
     """
 
     rank: int
-    messages: Sequence[Message]
-    tag: int
+    messages: Sequence[Message] = ()
+    tag: int = 0
     timeout: timedelta | None = None
+    collective: str = ""
+    tensors: Sequence[Tensor] = ()
+    """Of the collective."""
 
     def failed(self, why: str) -> CommError:
         """Return the error for these messages."""
@@ -53,6 +55,8 @@ class Posted:
 
     def describe(self) -> str:
         """Say what has failed."""
+        if self.collective:
+            return f"rank {self.rank} in {self.collective} failed: {max(each.nbytes for each in self.tensors)} bytes"
         doing = " and ".join(dict.fromkeys(message.route for message in self.messages))
         nbytes = sum(message.tensor.nbytes for message in self.messages)
         return f"rank {self.rank} {doing} failed: {nbytes} bytes, tag {self.tag}"
@@ -62,8 +66,7 @@ class Posted:
         return self.failed(f"The peer died, is late or does another operation. The backend says: {error}")
 
 
-@dataclass(frozen=True)
-class InFlight:
+class InFlight(NamedTuple):
     """Messages in the backend. Holds their tensors, because gloo keeps only the addresses."""
 
     works: Sequence[dist.Work]

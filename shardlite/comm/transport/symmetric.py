@@ -55,7 +55,8 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from shardlite.comm.chunking import Cut
 from shardlite.comm.control.store import TIMEOUT, all_gather_json
 from shardlite.comm.shm.rendezvous import nodes_of
-from shardlite.comm.transport.whole import FusedStep, PostedWhole, WholeCollectives, as_bytes
+from shardlite.comm.transport.process_group import Posted
+from shardlite.comm.transport.whole import FusedStep, WholeCollectives, as_bytes
 from shardlite.config import devices_may_overlap
 from shardlite.errors import LayoutError
 from shardlite.telemetry import Ledger
@@ -130,7 +131,7 @@ class SymmetricMemoryTransport(WholeCollectives):
             CommError: a peer failed or is late.
         """
         segments = [as_bytes(full[start:stop]) for start, stop in cut.bounds]
-        with self._turn("all-gather", full.nbytes):
+        with self._turn("all-gather", full):
             for part in self._parts(cut.longest * full.itemsize):
                 windows = self._show([segments[self.rank][part]])
                 for peer in self._others:
@@ -143,7 +144,7 @@ class SymmetricMemoryTransport(WholeCollectives):
             CommError: a peer failed or is late.
         """
         content = as_bytes(full)
-        with self._turn("broadcast", full.nbytes):
+        with self._turn("broadcast", full):
             for part in self._parts(full.nbytes):
                 windows = self._show([content[part]] if self.rank == source else [])
                 if self.rank != source:
@@ -171,7 +172,7 @@ class SymmetricMemoryTransport(WholeCollectives):
         own = shown[self.rank]
         rows = room[: self.world_size * own.numel()].view(self.world_size, own.numel())
         whole = sum(each.nbytes for each in shown) == full.nbytes
-        with self._turn("exchange of rows", full.nbytes):
+        with self._turn("exchange of rows", full):
             windows = self._show([as_bytes(each) for each in ([full] if whole else shown)])
             for peer in self._others:
                 _fill(as_bytes(rows[peer]), windows[peer][before:])
@@ -205,20 +206,21 @@ class SymmetricMemoryTransport(WholeCollectives):
     @contextmanager
     def _ring(self, what: str, full: Tensor) -> Iterator[int]:
         """Give the next epoch to a ring, and let the stream fail behind it if it has failed."""
-        with self._turn(what, full.nbytes):
+        with self._turn(what, full):
             self._epoch += 1
             yield self._epoch
             torch._assert_async(self._peers.error == 0, "a neighbour in the ring was silent")
 
     @contextmanager
-    def _turn(self, what: str, nbytes: int) -> Iterator[None]:
+    def _turn(self, what: str, full: Tensor) -> Iterator[None]:
         """Order a collective after the last one, and name it in errors."""
         try:
             self._turns.begin()
             yield
             self._turns.end()
         except RuntimeError as error:
-            raise PostedWhole(self.rank, (), 0, self._timeout, what, nbytes).refused(error) from error
+            posted = Posted(self.rank, timeout=self._timeout, collective=what, tensors=(full,))
+            raise posted.refused(error) from error
 
     def _parts(self, nbytes: int) -> Iterator[slice]:
         """Yield ranges of bytes that fit in a window."""

@@ -6,30 +6,15 @@ each rank, and one kernel adds them in the order of the ring (`shardlite_kernels
 Legend: `W` ranks, `n` elements in the full buffer, `S` elements of the longest segment.
 """
 
-from dataclasses import dataclass
-
 import torch
 from shardlite_kernels import State, Table
 from torch import Tensor
 
 from shardlite.comm.chunking import Cut
 from shardlite.comm.transport.base import Transport
-from shardlite.comm.transport.process_group import Posted
 
 FusedStep = tuple[State, Table, Tensor]
 """What a kernel steps by the mean that it computes: weights with moments [S], their table, and a flag [] for NaNs."""
-
-
-@dataclass(frozen=True)
-class PostedWhole(Posted):
-    """A whole collective, and what its errors report."""
-
-    what: str = ""
-    nbytes: int = 0
-
-    def describe(self) -> str:
-        """Say what has failed."""
-        return f"rank {self.rank} in {self.what} failed: {self.nbytes} bytes"
 
 
 class WholeCollectives(Transport):
