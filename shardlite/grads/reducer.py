@@ -507,7 +507,8 @@ class Reducer:
         for (shard, grad, used), count in zip(parts, users, strict=True):
             if count and not used:
                 shard.grad = grad if shard.grad is None else shard.grad.add_(grad)
-        self._reduced_norm = None if before else ReducedNorm({mean.flat: mean.squares for mean in means}, reduced)
+        squares = {mean.flat: mean.squares(by_blocks=self._own_parts is not None) for mean in means}
+        self._reduced_norm = None if before else ReducedNorm(squares, reduced)
         self._judged = [weakref.ref(shard.grad) for shard in self._shards() if shard.grad is not None]
         if self._diagnose and self._nonfinite.item():
             self._name_bad()
