@@ -36,8 +36,8 @@ class Squares(NamedTuple):
     total: Tensor
     """Of all of it, [] in fp64."""
 
-    blocks: Tensor
-    """Of each block of statistics, [S/B]."""
+    blocks: Tensor | None
+    """Of each block of statistics, [S/B], where norms are made of those."""
 
 
 class ReducedNorm:
@@ -77,7 +77,11 @@ class ReducedNorm:
 
     def norm_of_blocks(self, flat: Flat) -> Tensor | None:
         """Return the norm of each block of this rank's part of a flat, [S/B], or `None` if it has no gradients."""
-        return self._squares[flat].blocks.double().sqrt() if flat in self._squares else None
+        if flat not in self._squares:
+            return None
+        blocks = self._squares[flat].blocks
+        assert blocks is not None, "they are kept where norms are made of them"
+        return blocks.double().sqrt()
 
     def runs(self) -> Iterable[Tensor]:
         """Yield the memory of the gradients, if they are all there still: one [n] for each flat, with its padding."""

@@ -56,10 +56,9 @@ class Mean(NamedTuple):
     total: Tensor
     """Statistics of all of `own`, [2] in fp64: the sum of squares, and how many blocks have a NaN or an infinity."""
 
-    @property
-    def squares(self) -> Squares:
-        """The sums of squares: of all of `own` and of each of its blocks."""
-        return Squares(self.total[0], self.stats[:, 0])
+    def squares(self, total: Tensor, *, by_blocks: bool) -> Squares:
+        """Return the sums of squares: of all of `own`, which is `total`, and, with `by_blocks`, of each of its blocks."""
+        return Squares(total, self.stats[:, 0] if by_blocks else None)
 
 
 class ShardStep(Protocol):

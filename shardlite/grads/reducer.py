@@ -32,7 +32,7 @@ from shardlite.comm import SPARE, Context, Traffic, Work, broadcast
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.grads.bucket import Bucket
 from shardlite.grads.flags import GradientFlags, any_bad, warn_of
-from shardlite.grads.norm import ReducedNorm, Squares
+from shardlite.grads.norm import ReducedNorm
 from shardlite.grads.reduce_scatter import Averager, Mean, ShardStep
 from shardlite.params import BUCKETS, BufferPool, Flat, Gradients, Unit
 
@@ -501,7 +501,8 @@ class Reducer:
                 shard.grad = grad if shard.grad is None else shard.grad.add_(grad)
         graded = [(shard, shard.grad) for shard in self._shards() if shard.grad is not None]
         by_flat = {
-            mean.flat: Squares(square, mean.stats[:, 0]) for mean, square in zip(means, squares.unbind(), strict=True)
+            mean.flat: mean.squares(square, by_blocks=self._own_parts is not None)
+            for mean, square in zip(means, squares.unbind(), strict=True)
         }
         self._reduced_norm = None if before else ReducedNorm(by_flat, graded)
         self._judged = [weakref.ref(grad) for _, grad in graded]

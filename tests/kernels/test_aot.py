@@ -162,6 +162,17 @@ def test_rows_are_added_in_a_loop_if_they_are_many(line):
         assert ("scf.for" in few, "scf.for" in loop) == (False, True)
 
 
+@pytest.mark.parametrize("line", ["add_rows: 8 rows of bf16 to fp32", "add_rows_adamw: fp32 weights, fp32 moments"])
+def test_a_tree_of_rows_is_written_out(line):
+    case = next(case for case in cases() if case.line == line)
+    tree = case.launch._replace(constants={**case.launch.constants, "TREE": True})
+    for target in ONE_OF_EACH_VENDOR:
+        ring, code = (compile_for(TARGETS[target], launch).asm["ttgir"] for launch in (case.launch, tree))
+        assert "scf.for" not in code
+        assert code.count("arith.addf") == ring.count("arith.addf")
+        assert code.count("tt.load") == ring.count("tt.load")
+
+
 @pytest.fixture(scope="module")
 def ring():
     """What becomes of a ring: the assembly for AMD, and the PTX for NVIDIA."""

@@ -8,7 +8,7 @@ Legend: `W` ranks, `P` parts.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 from typing import Any
@@ -335,6 +335,7 @@ def test_what_is_not_finite_is_named(cluster, world_size, bad):
 def freezes(group: Any) -> dict[str, Tensor] | None:
     """Body of a rank: other parameters are trained after the first step."""
     run = Run(group, "adamw")
+    run.case = replace(run.case, clips=[(0.02, 2.0)] * 3)  # norms from what reductions have measured
     run.train(range(1))
     run.model.module.model.blocks[0].qkv.weight.requires_grad_(False)
     run.model.module.model.embed.weight.requires_grad_(False)
@@ -478,8 +479,10 @@ def test_options_that_do_not_go_with_it():
 
 def three_are_refused(group: Any) -> None:
     """Body of a rank."""
-    with pytest.raises(LayoutError, match="takes a power of two of ranks, got 3"):
+    with pytest.raises(LayoutError, match="order='tree' takes a power of two of ranks, got 3"):
         tiny(group)
+    with pytest.raises(LayoutError, match="algorithm='halving' takes a power of two of ranks, got 3"):
+        tiny(group, order="ring", parts=None, algorithm="halving")
 
 
 def says_so(group: Any) -> str:

@@ -171,6 +171,8 @@ def _by(choice: Choice, route: Route, group: dist.ProcessGroup, timeout: timedel
             f"reduce='fast' is for collectives of the process group, and these tensors go over "
             f"{type(transport).__name__}, for {choice.reason}: give transport='collectives' too"
         )
+    if route.algorithm == "halving" and transport.world_size.bit_count() != 1:
+        raise LayoutError(f"algorithm='halving' takes a power of two of ranks, got {transport.world_size}")
     transport.link = link = LINKS.get(_LINKS_OF.get(type(transport), ""))
     if route.algorithm != "auto":
         transport.algorithm = route.algorithm
