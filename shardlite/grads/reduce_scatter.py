@@ -57,7 +57,7 @@ class Mean(NamedTuple):
     """Statistics of all of `own`, [2] in fp64: the sum of squares, and how many blocks have a NaN or an infinity."""
 
     def squares(self, total: Tensor, *, by_blocks: bool) -> Squares:
-        """Return the sums of squares: of all of `own`, which is `total`, and, with `by_blocks`, of each of its blocks."""
+        """Return the sums of squares: of all of `own` (`total`) and, with `by_blocks`, of each of its blocks."""
         return Squares(total, self.stats[:, 0] if by_blocks else None)
 
 
