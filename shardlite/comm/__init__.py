@@ -20,7 +20,8 @@ from shardlite.comm.consensus import agree, identify
 from shardlite.comm.context import SPARE, Context, WeightVersion, share
 from shardlite.comm.control.store import all_gather_json
 from shardlite.comm.schedule import Order, order_of_addition
-from shardlite.comm.shm.heap import lazy_zeros
+from shardlite.comm.shm.heap import Mapping, has_fixed_size, lazy_zeros, make_memory, physical_memory
+from shardlite.comm.shm.rendezvous import host_name
 from shardlite.comm.streams import ProgramStreams, StreamQueue, Work, make_queue
 from shardlite.comm.traffic import Sent, Traffic
 from shardlite.comm.transfers import Schedule, Transfer
