@@ -27,4 +27,5 @@ from shardlite.comm.traffic import Sent, Traffic
 from shardlite.comm.transfers import Schedule, Transfer
 from shardlite.comm.transport.base import Transport
 from shardlite.comm.transport.groups import GroupLike, Ranks, ranks_of
+from shardlite.comm.transport.reconnect import over_gloo
 from shardlite.comm.transport.select import choose, connect

@@ -1,12 +1,8 @@
 """Copies in memory: a run that loses ranks, or a host, goes on where it was, with the same bits."""
 
-import importlib.util
-import json
 import logging
 import os
 import signal
-import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from shardlite import CheckpointError, CommError, load, save, save_in_memory
+from shardlite import CheckpointError, load, save_in_memory
 from shardlite.apps.checkpoint import keeper, kept, neighbour, versions
 from shardlite.apps.checkpoint.keeper import Agent, Keeper, KeeperError
 from shardlite.apps.checkpoint.neighbour import Nodes, key_of, newest
@@ -34,7 +29,7 @@ SOURCE = "copies in memory"
 
 
 @contextmanager
-def started_by(*agents: Agent) -> Iterator[None]:
+def started_by(group: Any, *agents: Agent) -> Iterator[None]:
     """Let this rank be started by an agent: its parent, or the one of `agents` at its place. Ends the keepers."""
     rank = dist.get_rank()
     parent = os.getppid()
@@ -43,7 +38,7 @@ def started_by(*agents: Agent) -> Iterator[None]:
         patch.setattr(Agent, "of_this_process", lambda: found)
         try:
             yield
-            dist.barrier()
+            dist.barrier(group)
         finally:
             if rank == 0:
                 for agent in set(agents or [found]):
@@ -97,7 +92,7 @@ def loaded(run: Run, path: Any) -> Any:
 
 
 def resumes_body(group: Any, path: Path, state: str, optimizer: str, options: dict[str, Any]) -> None:
-    with started_by(), logged() as lines:
+    with started_by(group), logged() as lines:
         straight = Run(group, state, OPTIMIZERS[optimizer], **options)
         for step in range(6):
             straight.train(range(step, step + 1))
@@ -146,7 +141,7 @@ def killed_body(group: Any, path: str, where: str) -> None:
         if step == 3 and where == "copy" and victim:
             kept.Kept.copy_into = fatal  # type: ignore[method-assign]
         assert copied(run, path, step + 1)
-    dist.barrier()
+    dist.barrier(group)
     if victim:
         os.kill(os.getpid(), signal.SIGKILL)
     run.train(range(4, 5))
@@ -162,7 +157,7 @@ def taken_up_body(group: Any, path: str) -> int:
         run.train(range(found.step, 6)).assert_like(Run(group).train(range(6)))
         return found.step
     finally:
-        dist.barrier()
+        dist.barrier(group)
         if dist.get_rank() == 0:
             end_keeper(Agent.of_this_process())
 
@@ -182,7 +177,7 @@ def test_a_killed_rank_is_taken_up_at_the_last_step_that_all_have_copied(doomed,
 
 def newest_body(group: Any, path: Path) -> None:
     """`load` takes what is newer, and memory if both are."""
-    with started_by(), logged() as lines:
+    with started_by(group), logged() as lines:
         run = Run(group).train(range(2))
         nothing = loaded(run, path)
         assert (nothing, nothing.step, nothing.source) == ({}, 0, "")
@@ -198,7 +193,7 @@ def newest_body(group: Any, path: Path) -> None:
             copied(run, path, 1)
         assert run.load(path).step == 3
         assert run.load(str(path) + "/.").step == 3
-        with pytest.raises(CheckpointError, match="'ranks.0.extra' holds something"):
+        with pytest.raises(CheckpointError, match=r"'ranks\.0\.extra' holds something"):
             save_in_memory(path / "other", run.model, extra={"bad": object()} if dist.get_rank() == 0 else {}, step=1)
         assert not [line for line in lines if "not taken" in line]
 
@@ -209,23 +204,23 @@ def test_load_takes_the_newest_of_memory_and_disk(cluster, tmp_path):
 
 def left_body(group: Any, path: Path) -> None:
     """What is not whole, or of another model, is left with a line that says why."""
-    with started_by(), logged() as lines:
+    with started_by(group), logged() as lines:
         run = Run(group).train(range(2))
         place = str(run.save(path, step=2))
         run.train(range(2, 3))
         assert copied(run, path, 3)
         assert Run(group, stage=0, seed=1).load(path).source == place
         assert Run(group, seed=1).load(path).source == SOURCE
-        dist.barrier()
+        dist.barrier(group)
         if dist.get_rank() == 0:
             holder = Keeper(Agent.of_this_process())
             holder.keep_only([f"{key_of(path)}/0"], key_of(path))
             holder.close()
-        dist.barrier()
+        dist.barrier(group)
         assert Run(group).load(path).source == place
         if dist.get_rank() == 0:
             (path / "step-00000002").rename(path / "elsewhere")
-        dist.barrier()
+        dist.barrier(group)
         with pytest.raises(CheckpointError, match=f"there is no checkpoint in {path}"):
             Run(group).load(path)
         told = [line.partition("not taken: ")[2] for line in lines if "not taken" in line]
@@ -248,7 +243,7 @@ def without_body(group: Any, path: Path) -> None:
             assert lines == [
                 "there are no copies in memory: torchrun has not started this process, so nothing would start it again"
             ]
-    with started_by(), logged() as lines:
+    with started_by(group), logged() as lines:
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == 1:
                 patch.setattr(versions, "_available", lambda: 1000)
@@ -257,13 +252,14 @@ def without_body(group: Any, path: Path) -> None:
             assert "rank 1: a copy of " in lines[0]
             assert "and this machine has 1000 left" in lines[0]
         assert copied(run, path / "held", 1)
-        dist.barrier()
+        dist.barrier(group)
         if dist.get_rank() == 0:
             end_keeper(Agent.of_this_process())
-        dist.barrier()
+        dist.barrier(group)
         for step in (2, 3):
             assert not copied(run, path / "held", step)
-        assert [line for line in lines if "is gone" in line] == [f"rank {dist.get_rank()}: the process that holds copies in memory is gone"]
+        gone = [f"rank {dist.get_rank()}: the process that holds copies in memory is gone"]
+        assert [line for line in lines if "is gone" in line] == gone
         run.train(range(1, 2))
 
 
@@ -273,7 +269,7 @@ def test_a_run_goes_on_without_copies(cluster, tmp_path):
 
 def steady_body(group: Any, path: Path) -> None:
     """From the second copy on, no memory is taken."""
-    with started_by():
+    with started_by(group):
         run = Run(group)
         taken = []
         for step in range(6):
@@ -292,7 +288,7 @@ def test_copies_take_no_memory_in_the_steady_state(cluster, tmp_path):
 def hosts_body(group: Any, path: Path) -> None:
     """Ranks 0 and 1 are on one host, rank 2 on another: each of them is lost, with its keeper."""
     one, other = ancestors()
-    with started_by(one, one, other):
+    with started_by(group, one, one, other):
         run = straight = Run(group)
         run.train(range(2))
         assert copied(run, path, 2)
@@ -300,21 +296,21 @@ def hosts_body(group: Any, path: Path) -> None:
             run.train(range(step - 2, step))
             assert copied(run, path, step)
             run.train(range(step, 7))
-            dist.barrier()
+            dist.barrier(group)
             if dist.get_rank() == 0:
                 end_keeper(lost)
-            dist.barrier()
+            dist.barrier(group)
             run = Run(group, seed=step)
             found = run.load(path)
             assert (found.step, found.source) == (step, SOURCE)
         run.train(range(6, 7)).assert_like(straight)
         held = neighbour._held(Agent.of_this_process(), key_of(path))
         assert sorted(held) == ["0", "1", "2"]
-        dist.barrier()
+        dist.barrier(group)
         if dist.get_rank() == 0:
             end_keeper(one)
             end_keeper(other)
-        dist.barrier()
+        dist.barrier(group)
         assert not loaded(Run(group), path).source
 
 

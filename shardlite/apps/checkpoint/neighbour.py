@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,14 +23,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from shardlite.apps.checkpoint.keeper import Agent, Keeper, KeeperError
 from shardlite.apps.checkpoint.kept import Found, Kept, kept
 from shardlite.apps.checkpoint.saving import Talk
 from shardlite.apps.checkpoint.versions import Version, Versions
-from shardlite.comm import host_name
+from shardlite.comm import host_name, over_gloo
 from shardlite.errors import CheckpointError, CommError
 from shardlite.model import ShardLite
 
@@ -176,9 +176,6 @@ class _Seen:
     """What one rank has found."""
 
     node: str
-    number: int
-    """Of the rank in the default process group."""
-
     held: Held
     why_not: str
 
@@ -190,8 +187,8 @@ def _look(key: str, talk: Talk) -> list[_Seen]:
         try:
             agent = Agent.of_this_process()
         except OSError as error:
-            return _Seen("", dist.get_rank(), {}, str(error))
-        return _Seen(f"{host_name()}/{agent.pid}/{agent.start}", dist.get_rank(), _held(agent, key), "")
+            return _Seen("", {}, str(error))
+        return _Seen(f"{host_name()}/{agent.pid}/{agent.start}", _held(agent, key), "")
 
     _, told = talk.agree(look, "copies in memory", tell=lambda seen: list(vars(seen).values()))
     return [_Seen(*each) for each in told]
@@ -226,7 +223,7 @@ class Copies:
         self._keeper = Keeper(Agent.of_this_process())
         self._own = self._versions_of(talk.rank)
         self._guests = {rank: self._versions_of(rank) for rank in self._nodes.guests_of(talk.rank)}
-        self._group: dist.ProcessGroup | None = None
+        self._wire: Any = None
         self._warned = False
         self._latest = -1
 
@@ -244,10 +241,9 @@ class Copies:
         talk.agree(start, _WHAT, tell=lambda _: None)
         copies, _ = talk.agree(lambda: cls(key, talk, seen), _WHAT, tell=lambda _: None)
         if copies._nodes.several:
-            numbers = [each.number for each in seen]
-            copies._group = dist.new_group(
-                numbers, backend="gloo", timeout=talk.timeout, use_local_synchronization=True
-            )
+            _, names = talk.agree(lambda: secrets.token_hex(8), _WHAT, tell=str)
+            with _named("connect to the ranks of other hosts"):
+                copies._wire = over_gloo(names[0], talk.rank, talk.size, talk.timeout)
         return copies
 
     def _name_of(self, rank: int) -> str:
@@ -316,18 +312,18 @@ class Copies:
 
     def _send(self, versions: Versions, step: int, rank: int) -> list[Any]:
         """Begin to send a version: four numbers, and the bytes as they lie."""
-        version, to = versions.whole()[step], self._seen[rank].number
+        version = versions.whole()[step]
         head = torch.tensor([version.step, version.ranks, version.nbytes, version.objects])
         with _named(f"send a copy to rank {rank}"):
-            return [head, *(dist.isend(each, to, self._group) for each in (head, versions.content(step)))]
+            return [head, *(self._wire.send([each], rank, 0) for each in (head, versions.content(step)))]
 
     def _receive(self, versions: Versions, rank: int) -> None:
         """Receive a version into its place."""
         head = torch.empty(4, dtype=torch.int64)
         with _named(f"receive a copy from rank {rank}"):
-            dist.recv(head, self._seen[rank].number, self._group)
+            self._wire.recv([head], rank, 0).wait()
             version = Version(*map(int, head))
-            dist.recv(versions.begin(version.nbytes), self._seen[rank].number, self._group)
+            self._wire.recv([versions.begin(version.nbytes)], rank, 0).wait()
         versions.end(version)
 
     def _wait(self, sent: Sequence[Any]) -> None:
