@@ -2,7 +2,11 @@
 
 import logging
 import os
+import random
+import re
 import signal
+import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,12 +17,13 @@ import pytest
 import torch.distributed as dist
 
 from shardlite import CheckpointError, load, save_in_memory
-from shardlite.apps.checkpoint import keeper, kept, neighbour, versions
+from shardlite.apps.checkpoint import keeper, kept, latest, neighbour, versions
 from shardlite.apps.checkpoint.keeper import Agent, Keeper, KeeperError
 from shardlite.apps.checkpoint.neighbour import Nodes, key_of, newest
 from shardlite.apps.checkpoint.versions import Version, Versions
 from tests.apps.test_checkpoint import OPTIMIZERS, Run
-from tests.support.patience import until
+from tests.apps.test_failover import assert_same_weights, ranks_of, started
+from tests.support.patience import seconds, until
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the system says who a process is")
 
@@ -360,16 +365,168 @@ def test_a_version_is_there_when_it_is_whole():
         Versions(versions.make_memory(4096))
 
 
-AGENT = """
-import importlib.util, os, subprocess, sys
+# ---- the keeper -----------------------------------------------------------------------------------------------------
+
+LAUNCHER = """
+import importlib.util, os, signal, subprocess, sys
 spec = importlib.util.spec_from_file_location("keeper", sys.argv[1])
-keeper = importlib.util.module_from_spec(spec)
-sys.modules["keeper"] = keeper
+keeper = sys.modules["keeper"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(keeper)
-if len(sys.argv) == 2:
-    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "x"}
+if "TORCHELASTIC_RUN_ID" not in os.environ:  # the agent
+    rank = [sys.executable, __file__, sys.argv[1]]
     for attempt in range(2):
-        rank = subprocess.Popen([sys.executable, "-c", sys.argv[0], sys.argv[1], str(attempt)], env=environment)
-        rank.wait()
+        subprocess.run(rank, env={**os.environ, "TORCHELASTIC_RUN_ID": "x"}, start_new_session=True)
+    print("waits", flush=True)
     sys.stdin.read()
+else:
+    agent = keeper.Agent.of_this_process()
+    holder = keeper.Keeper.start(agent)
+    found = holder.give("a copy")
+    if found is None:
+        memory = os.memfd_create("copy")
+        os.write(memory, b"whole")
+        holder.keep("a copy", memory)
+        print(agent.pid, holder.pid, flush=True)
+        os.killpg(0, signal.SIGKILL)
+    print(holder.names(), os.pread(found, 9, 0).decode(), holder.pid, flush=True)
 """
+
+
+@contextmanager
+def launched(folder: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Start an agent whose rank was killed and started again, and yield it with the process that holds the memory."""
+    script = folder / "launcher.py"
+    script.write_text(LAUNCHER)
+    command = [sys.executable, str(script), str(keeper.__file__)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as agent:
+        assert agent.stdout is not None
+        first, second, third = (agent.stdout.readline().strip() for _ in range(3))
+        pid, holder = map(int, first.split())
+        assert (pid, second, third) == (agent.pid, f"['a copy'] whole {holder}", "waits")
+        yield agent, holder
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT, None])
+def test_the_keeper_outlives_ranks_and_ends_with_their_agent(tmp_path, end):
+    with launched(tmp_path) as (agent, holder):
+        assert is_running(holder)
+        agent.send_signal(end) if end else agent.stdin.close()
+        agent.wait()
+        until(lambda: not is_running(holder))
+
+
+def test_the_keeper_gives_nothing_to_a_process_that_its_agent_has_not_started(tmp_path):
+    with launched(tmp_path) as (agent, holder):
+        stranger = Keeper(Agent(agent.pid, keeper._stat(agent.pid)[1]))
+        assert stranger.pid == holder
+        with pytest.raises(KeeperError, match=r"for one that the agent has not started|does not answer"):
+            stranger.give("a copy")
+        agent.kill()
+
+
+def test_a_process_of_another_user_is_no_keeper(monkeypatch):
+    agent = Agent(os.getpid(), keeper._stat(os.getpid())[1])
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as impostor:
+        impostor.bind(agent.address)
+        impostor.listen()
+        with pytest.raises(KeeperError, match=f"process {os.getpid()} of user {user} answers in the place of the keep"):
+            Keeper(agent)
+
+
+def test_a_keeper_is_not_started_for_an_agent_that_has_ended():
+    with pytest.raises(KeeperError, match=r"could not be started: .*another one than the agent"):
+        Keeper.start(Agent(os.getpid(), 1))
+
+
+# ---- under torchrun -------------------------------------------------------------------------------------------------
+
+REDUNDANT = ("--redundancy", "neighbour", "--save-every", "1000")  # and the last step
+
+
+def holder_of(agent: int) -> int | None:
+    """Return the keeper of an agent."""
+    for each in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if each.read_bytes().split(b"\0")[3:5] == [os.fsencode(str(keeper.__file__)), str(agent).encode()]:
+                return int(each.parent.name)
+    return None
+
+
+def newest_of_all(agent: int, ranks: int) -> int:
+    """Return the newest step that an agent's keeper has of every rank, read as a process of the same user may."""
+    steps = []
+    holder = holder_of(agent)
+    for each in Path(f"/proc/{holder}/fd").iterdir() if holder else ():
+        with suppress(OSError):
+            if "memfd:shardlite" in str(each.readlink()):
+                steps.append(set(Versions(os.open(each, os.O_RDWR)).whole()))
+    return max(set.intersection(*steps), default=0) if len(steps) == ranks else 0
+
+
+@pytest.mark.slow
+def test_a_run_of_torchrun_whose_ranks_are_killed_loses_no_step(tmp_path):
+    """No checkpoint is on the disk before the end."""
+    dice, resumed = random.Random(3), []
+    with started(tmp_path / "straight", *REDUNDANT) as agent:
+        assert agent.wait(seconds(240)) == 0
+    with started(tmp_path / "killed", *REDUNDANT, restarts=3) as agent:
+        for _ in range(3):
+            goal = newest_of_all(agent.pid, 3) + dice.randint(1, 6)
+            until(lambda goal=goal: newest_of_all(agent.pid, 3) >= goal or agent.poll() is not None)
+            resumed.append(newest_of_all(agent.pid, 3))
+            assert latest(tmp_path / "killed" / "run") is None
+            os.kill(dice.choice(ranks_of(agent.pid)), signal.SIGKILL)
+        assert agent.wait(seconds(240)) == 0, (tmp_path / "killed" / "log").read_text()[-4000:]
+    log = (tmp_path / "killed" / "log").read_text()
+    found = [int(step) for step in re.findall(r"goes on after step (\d+) of 40, from copies in memory", log)]
+    assert len(found) == 3
+    assert all(step >= least for step, least in zip(found, resumed, strict=True)), (found, resumed)
+    assert_same_weights(tmp_path / "killed" / "run", tmp_path / "straight" / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_remains_of_a_run_that_is_ended(tmp_path, end):
+    before = set(Path("/dev/shm").iterdir())
+    with started(tmp_path, *REDUNDANT, steps=500) as agent:
+        until(lambda: newest_of_all(agent.pid, 3) > 0 or agent.poll() is not None)
+        holder, ranks = holder_of(agent.pid), ranks_of(agent.pid)
+        assert holder is not None
+        agent.send_signal(end)
+        agent.wait(seconds(60))
+        for rank in ranks if end == signal.SIGKILL else ():  # they train on, without copies
+            os.kill(rank, signal.SIGKILL)
+    until(lambda: not any(map(is_running, [holder, *ranks])))
+    assert set(Path("/dev/shm").iterdir()) == before
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_when_one_of_two_agents_is_lost_with_all_that_it_has_started(tmp_path):
+    """Two agents are two hosts: each has its keeper."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        endpoint = f"localhost:{free.getsockname()[1]}"
+    nodes = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "run"]
+    nodes += ["--rdzv-endpoint", endpoint, "--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=3"]
+    with started(tmp_path / "straight", *REDUNDANT, nodes=["--standalone", "--nproc-per-node", "4"]) as agent:
+        assert agent.wait(seconds(240)) == 0
+    options = {"restarts": 3, "nodes": nodes}
+    folder = tmp_path / "lost"
+    with started(folder, *REDUNDANT, **options) as one:
+        until(lambda: "rendezvous" in (folder / "log").read_text() or ranks_of(one.pid) or one.poll() is None)
+        with started(folder, *REDUNDANT, **options) as other:
+            until(lambda: newest_of_all(other.pid, 4) >= 5 or other.poll() is not None)
+            holder, ranks = holder_of(other.pid), ranks_of(other.pid)
+            assert holder is not None
+            for each in (other.pid, *ranks, holder):
+                os.kill(each, signal.SIGKILL)
+        with started(folder, *REDUNDANT, **options) as again:
+            statuses = [each.wait(seconds(240)) for each in (one, again)]
+    log = (folder / "log").read_text()
+    assert statuses == [0, 0], log[-4000:]
+    assert [int(step) >= 4 for step in re.findall(r"goes on after step (\d+) of 40, from copies in memory", log)] == [
+        True
+    ]
+    assert_same_weights(folder / "run", tmp_path / "straight" / "run")

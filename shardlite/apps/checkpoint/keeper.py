@@ -140,8 +140,9 @@ class Keeper:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, start_new_session=True, check=False
         )
-        if done.returncode or done.stderr:
-            raise KeeperError(f"the keeper could not be started: {done.stderr.strip()[-300:]}")
+        why = done.stderr.strip().rpartition("\n")[2]  # of a traceback
+        if done.returncode or why:
+            raise KeeperError(f"the keeper could not be started: {why}")
         return cls(agent)
 
     @property
@@ -287,6 +288,7 @@ def _be_the_keeper(agent: Agent, ready: int) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(nowhere, stream)
+    os.close(nowhere)
     os.chdir("/")
     os.close(ready)
     if listener is not None:
