@@ -194,6 +194,7 @@ def newest_body(group: Any, path: Path) -> None:
         assert (found.step, found.source) == (3, str(path / "step-00000003"))
         assert run.load(place).source == str(place)
         assert copied(run, path, 1)  # a new beginning: what was copied before is gone
+        assert neighbour._held(Agent.of_this_process(), key_of(path))[str(dist.get_rank())] == [(1, 2)]
         with pytest.raises(ValueError, match="step must be higher than that of the copy before, 1, got 1"):
             copied(run, path, 1)
         assert run.load(path).step == 3
