@@ -11,6 +11,7 @@ starts its ranks itself. The rows go to `bench/results/checkpoint-MODEL-Nranks.j
 | `fsdp2` | `torch.distributed.checkpoint.save` of an FSDP2 model and its optimizer |
 | `save` | `shardlite.save` |
 | `async_save` | `shardlite.async_save`, and waits for its result |
+| `save_in_memory` | `shardlite.save_in_memory`, which writes no file; only where `torchrun` has started the ranks |
 
 Every file is new, and on the disk (`fsync`) when a system is done. What `save` has written is loaded into another model
 first, and compared. Systems take turns.
@@ -34,6 +35,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from itertools import count
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -49,7 +51,7 @@ from bench.support.ranks import one_of_them, start_ranks
 from bench.support.systems import SYSTEMS
 from bench.support.table import RESULTS, Row, markdown_table, read_rows, write_rows
 from bench.support.workloads import WORKLOADS, Workload
-from shardlite import AdamW, ShardLite, async_save, load, save
+from shardlite import AdamW, ShardLite, async_save, load, save, save_in_memory
 
 Save = Callable[[Path], "Future[Path] | None"]
 """Saves into a folder that is not there yet. What goes on after the call is in the future."""
@@ -65,6 +67,7 @@ def measure(workload: Workload, rounds: int, folder: Path, group: dist.ProcessGr
     model, optimizer = ours.model, ours.optimizer
     assert isinstance(model, ShardLite)
     assert isinstance(optimizer, AdamW)
+    save(folder / "verified", model, optimizer)
     verify(workload, model, optimizer, folder / "verified", group)
     shards = [*(param.detach() for param in model.parameters()), *_moments(model, optimizer)]
     nbytes = sum(shard.nbytes for shard in shards)
@@ -78,6 +81,10 @@ def measure(workload: Workload, rounds: int, folder: Path, group: dist.ProcessGr
         "save": lambda path: _nothing(save(path, model, optimizer)),
         "async_save": lambda path: async_save(path, model, optimizer),
     }
+    copies = count(1)
+    if save_in_memory(folder / "copies", model, optimizer, step=0):
+        verify(workload, model, optimizer, folder / "copies", group)
+        systems["save_in_memory"] = lambda _: _copy(folder / "copies", model, optimizer, next(copies))
     stalls: Mapping[str, list[float]] = {name: [] for name in systems}
     ends: Mapping[str, list[float]] = {name: [] for name in systems}
     for turn in range(WARM_UP + rounds):
@@ -91,7 +98,7 @@ def measure(workload: Workload, rounds: int, folder: Path, group: dist.ProcessGr
                 running.result()
             ends[name].append(perf_counter() - begin)
             dist.barrier(group)
-            if group.rank() == 0:
+            if group.rank() == 0 and place.exists():
                 shutil.rmtree(place)
     rows: list[Row] = []
     for name in systems:
@@ -116,12 +123,11 @@ def measure(workload: Workload, rounds: int, folder: Path, group: dist.ProcessGr
 
 
 def verify(workload: Workload, model: ShardLite, optimizer: AdamW, path: Path, group: dist.ProcessGroup) -> None:
-    """Save, load into another model, and compare.
+    """Load what was saved into another model, and compare.
 
     Raises:
         AssertionError: a weight or a moment is another one.
     """
-    save(path, model, optimizer)
     other = SYSTEMS["stage3"](workload, group)
     assert isinstance(other.model, ShardLite)
     load(path, other.model, other.optimizer)
@@ -157,6 +163,10 @@ def _dcp_save(path: Path, trainer: Any) -> None:
         warnings.simplefilter("ignore")
         model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
         dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+
+
+def _copy(path: Path, model: ShardLite, optimizer: AdamW, step: int) -> None:
+    assert save_in_memory(path, model, optimizer, step=step)
 
 
 def _nothing(_: object) -> None:

@@ -1,6 +1,6 @@
 """ShardLite: train a PyTorch model that does not fit beside its optimizer on one device."""
 
-from shardlite.apps.checkpoint import async_save, load, save
+from shardlite.apps.checkpoint import async_save, load, save, save_in_memory
 from shardlite.apps.verify.verify import verify
 from shardlite.config import MemoryLimit, Precision, Route
 from shardlite.ema import EMA
@@ -39,6 +39,7 @@ __all__ = [
     "async_save",
     "load",
     "save",
+    "save_in_memory",
     "verify",
 ]
 __version__ = "0.1.0"

@@ -1326,11 +1326,56 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "sums = sums[: len(sums) // 2] + sums[len(sums) // 2 :]",
         "the reference adds rows that are half of all apart, not neighbours",
     ),
+    (
+        "shardlite/apps/checkpoint/keeper.py",
+        "condition",
+        "full or not self._agent.has_started(pid):",
+        "full:",
+        "any process of the user is given the memory of a run",
+    ),
+    (
+        "shardlite/apps/checkpoint/keeper.py",
+        "condition",
+        "            if user != os.geteuid() or pid == 0:\n",
+        "            if pid == 0:\n",
+        "a rank takes weights from a process of another user",
+    ),
+    (
+        "shardlite/apps/checkpoint/kept.py",
+        "call",
+        "            mine.copy_(self._rows[name].view(self._content))\n",
+        "            pass\n",
+        "a restarted rank begins with its first weights",
+    ),
+    (
+        "shardlite/apps/checkpoint/neighbour.py",
+        "call",
+        "                versions.keep(step)\n",
+        "                pass\n",
+        "versions of two attempts are taken for those of one step",
+    ),
+    (
+        "shardlite/apps/checkpoint/neighbour.py",
+        "index",
+        "guards[self.members(name).index(rank) % len(guards)]",
+        "guards[0]",
+        "one rank has the copies of a whole host",
+    ),
+    (
+        "shardlite/apps/checkpoint/versions.py",
+        "call",
+        "        self._write(place, _EMPTY)\n        self._reserve(place, nbytes)\n",
+        "        self._reserve(place, nbytes)\n",
+        "a copy that was not finished is taken for a whole one",
+    ),
 ]
 
 # Test files that are likely to notice a mutant of a module, beside those named after it or importing it. They only run
 # first.
 FIRST: dict[str, tuple[str, ...]] = {
+    "shardlite/apps/checkpoint/keeper.py": ("test_neighbour",),
+    "shardlite/apps/checkpoint/kept.py": ("test_neighbour",),
+    "shardlite/apps/checkpoint/versions.py": ("test_neighbour",),
     "shardlite/apps/checkpoint/contents.py": (
         "test_checkpoint",
         "test_checkpoint_interchange",

@@ -260,6 +260,11 @@ def _add_run_options(parser: ArgumentParser) -> None:
     group.add_argument(
         "--save-every", type=int, default=Settings.save_every, metavar="N", help=f"steps ({Settings.save_every})"
     )
+    group.add_argument(
+        "--redundancy",
+        choices=("neighbour",),
+        help="copy the run into memory after each step, for ranks that start again (no copies)",
+    )
     group.add_argument("--restarts", type=int, default=0, metavar="N", help="how often failed ranks start again (0)")
     group.add_argument("--data", type=Path, metavar="PATH", help="text file or folder (the source of Python itself)")
     group.add_argument(
@@ -310,6 +315,7 @@ def _train_settings(options: Namespace) -> Settings:
         out=options.out,
         checkpoints=options.checkpoints,
         save_every=options.save_every,
+        redundancy=options.redundancy,
     )
     read_corpus(settings.data, context=settings.gpt.context)
     settings.out.mkdir(parents=True, exist_ok=True)

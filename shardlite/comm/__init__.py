@@ -24,12 +24,14 @@ from shardlite.comm.control.store import all_gather_json
 from shardlite.comm.cost_model import LinkCost
 from shardlite.comm.executor import BLOCK
 from shardlite.comm.schedule import Order, order_of_addition
-from shardlite.comm.shm.heap import lazy_zeros
+from shardlite.comm.shm.heap import Mapping, has_fixed_size, lazy_zeros, make_memory, physical_memory
+from shardlite.comm.shm.rendezvous import host_name
 from shardlite.comm.streams import Moment, ProgramStreams, StreamQueue, Work, make_queue
 from shardlite.comm.traffic import Sent, Traffic
 from shardlite.comm.transfers import Schedule, Transfer
 from shardlite.comm.transport.base import Transport
 from shardlite.comm.transport.group_collectives import rows_numel
 from shardlite.comm.transport.groups import GroupLike, Ranks, ranks_of
+from shardlite.comm.transport.reconnect import over_gloo
 from shardlite.comm.transport.select import choose, connect
 from shardlite.comm.transport.whole import FusedStep

@@ -122,12 +122,18 @@ class ShardTensor(Tensor):
                 self._encode(self._local)
             self._local = None
 
+    @property
+    def kept(self) -> Sequence[Tensor]:
+        """What this rank's elements are kept in: one tensor, or those that are decoded."""
+        return [self.to_local().detach()] if self._decode is None else self._sources
+
     def snapshot(self, copy: Callable[[Tensor], Tensor]) -> ShardTensor:
         """Return a tensor of the elements of now. `copy` copies them in the form in which they are kept."""
+        copies = [*map(copy, self.kept)]
         if self._decode is None:
-            return self._like(copy(self.to_local().detach()))
+            return self._like(copies[0])
         facts = {"numel": self.stop - self.start, "dtype": self.dtype, "device": torch.device("cpu")}
-        return ShardTensor(self._decode, self.shape, self.start, sources=[*map(copy, self._sources)], **facts)  # type: ignore[arg-type]
+        return ShardTensor(self._decode, self.shape, self.start, sources=copies, **facts)  # type: ignore[arg-type]
 
     def boxes(self) -> Iterator[Box]:
         """Yield the boxes that this rank holds, in the order of its elements."""

@@ -5,7 +5,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -116,11 +116,17 @@ def trained(folder: Path, kills: int, seed: int = 0) -> int:
 
 
 @contextmanager
-def started(folder: Path, *, restarts: int = 0, steps: int = 40) -> Iterator[subprocess.Popen[bytes]]:
-    """Start `shardlite train` on three ranks, saving each step into `folder / "run"`."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+def started(
+    folder: Path,
+    *more: str,
+    restarts: int = 0,
+    steps: int = 40,
+    nodes: Sequence[str] = ("--standalone", "--nproc-per-node", "3"),
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start `shardlite train` on three ranks, saving each step into `folder / "run"`, with `more` options."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", *nodes, "--max-restarts", str(restarts)]
     options = ["--steps", str(steps), "--out", str(folder), "--checkpoints", str(folder / "run"), "--save-every", "1"]
-    command = [*launcher, "--max-restarts", str(restarts), "-m", "shardlite", "train", *TINY, *options]
+    command = [*launcher, "-m", "shardlite", "train", *TINY, *options, *more]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     folder.mkdir(exist_ok=True)
     with (folder / "log").open("a") as log:

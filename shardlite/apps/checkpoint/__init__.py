@@ -14,6 +14,7 @@ In: a wrapped model, its optimizer, and what the program adds. Out: a folder in 
 from shardlite.apps.checkpoint.distributed_state_dict import teach
 from shardlite.apps.checkpoint.files import latest
 from shardlite.apps.checkpoint.loading import load
+from shardlite.apps.checkpoint.neighbour import save_in_memory
 from shardlite.apps.checkpoint.reading import SafeLoadPlanner, SafeReader
 from shardlite.apps.checkpoint.saving import async_save, save
 

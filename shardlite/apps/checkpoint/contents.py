@@ -42,7 +42,7 @@ def contents(
     for name, value in flat.items():
         if isinstance(value, Tensor) and value.numel() == 0:  # a shard of it would be on no rank
             flat[name] = torch.empty(value.shape, dtype=value.dtype)
-    for key, value in (("extra", _stateless(extra or {})), ("generators", generators())):
+    for key, value in (("extra", stateless(extra or {})), ("generators", generators())):
         name = f"ranks.{rank}.{key}"
         flat[name], paths[name] = value, ("ranks", str(rank), key)
     return flat, paths
@@ -83,12 +83,12 @@ def names_of(model: ShardLite, optimizer: Optimizer) -> list[str]:
     return [names[param] for param in params]
 
 
-def _stateless(extra: Any) -> Any:
+def stateless(extra: Any) -> Any:
     """Return `extra` with the `state_dict()` of what has one (schedulers, samplers, averages)."""
     if isinstance(extra, Mapping):
-        return {key: _stateless(value) for key, value in extra.items()}
+        return {key: stateless(value) for key, value in extra.items()}
     if type(extra) in (list, tuple):
-        return type(extra)(map(_stateless, extra))
+        return type(extra)(map(stateless, extra))
     return extra.state_dict() if is_stateful(extra) else extra
 
 

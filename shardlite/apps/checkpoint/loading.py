@@ -1,16 +1,19 @@
 """`load`: each rank reads its part of every tensor, whatever parts they were written in.
 
-    find the checkpoint    agree    plan, compare shapes, check sums    agree    read    agree
-                                    (nothing has changed so far)
+    find the newest    agree    plan, compare shapes, check sums    agree    read    agree
+                                (nothing has changed so far)
 
-Reads go from file to shard, one tensor at a time. A weight or moment that is kept in another form is decoded in full
+The newest is a checkpoint or copies in memory (`neighbour.py`), which each rank takes up as they are. Of checkpoints
+reads go from file to shard, one tensor at a time. A weight or moment that is kept in another form is decoded in full
 precision first, and encoded when all of its elements are there.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardlite.apps.checkpoint import files
+from shardlite.apps.checkpoint import files, neighbour
 from shardlite.apps.checkpoint.contents import check_keys, names_of, restore, restore_generators
+from shardlite.apps.checkpoint.kept import Found
 from shardlite.apps.checkpoint.reading import Checkpoint
 from shardlite.apps.checkpoint.safetensors import SafetensorsFolder, is_safetensors
 from shardlite.apps.checkpoint.saving import Talk, wait_for_save
@@ -30,6 +34,22 @@ from shardlite.model import ShardLite
 from shardlite.optim import AdamW, check_loaded
 from shardlite.params import ShardTensor
 
+log = logging.getLogger("shardlite")
+
+
+class Restored(dict[str, Any]):
+    """What `load` returns: what `save` was given as `extra`, and where it was found."""
+
+    step: int | None
+    """Of the checkpoint or the copies; `None` if it was written by something else than ShardLite."""
+
+    source: str
+    """The folder of the checkpoint, "copies in memory", or nothing."""
+
+    def __init__(self, extra: Mapping[str, Any], step: int | None, source: str) -> None:
+        super().__init__(extra)
+        self.step, self.source = step, source
+
 
 @torch.no_grad()
 def load(
@@ -37,8 +57,13 @@ def load(
     model: ShardLite,
     optimizer: Optimizer | None = None,
     extra: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+    *,
+    missing_ok: bool = False,
+) -> Restored:
     """Load the newest checkpoint of a run, or one checkpoint, into a wrapped model and its optimizer.
+
+    If `save_in_memory` has made copies that are as new as the newest checkpoint and whole on all ranks, these are
+    taken. A line of the log (logger `shardlite`) says why if they cannot be.
 
     The number of ranks, stage, units and formats may be others than those that it was saved with. With the same ones
     the run goes on with the same bits. A checkpoint that `torch.distributed.checkpoint` has written (of an FSDP2 or an
@@ -51,11 +76,13 @@ def load(
         optimizer: its optimizer; without one, a saved state is left alone.
         extra: objects with `load_state_dict()`, under the keys under which `save` was given them: their states are
             loaded.
+        missing_ok: whether there may be nothing to load, at the begin of a run. Then nothing changes.
 
     Returns:
         What `save` was given as `extra`, with the objects of this call's `extra` in their places. Each rank gets its
         own, and its random number generators are set, if there are as many ranks as then; otherwise all get rank 0's,
-        and generators stay as they are.
+        and generators stay as they are. Its attributes `step` and `source` say what was loaded; if there was nothing
+        to load, it is empty, and `step` is 0.
 
     Raises:
         CheckpointError: on every rank, if there is no checkpoint, or it is damaged, or of another model on any rank;
@@ -64,9 +91,84 @@ def load(
     """
     wait_for_save(model)
     talk = Talk(model)
-    folder, told = talk.agree(lambda: _find(Path(path)), "load", tell=str)
-    if talk.rank > 0:
-        folder = Path(told[0])
+    _, told = talk.agree(lambda: _find(Path(path)), "load", tell=lambda found: found)
+    folder, step = told[0]
+    memory = neighbour.find(path, model, talk)
+    if memory is not None and memory.step >= step:
+        try:
+            return _take_up(memory, model, optimizer, extra)
+        except CheckpointError as error:
+            memory.leave(str(error))
+    if folder is not None:
+        return _load(Path(folder), model, optimizer, extra, talk)
+    if not missing_ok:
+        raise CheckpointError(f"there is no checkpoint in {path}")
+    return Restored({}, 0, "")
+
+
+def _find(path: Path) -> tuple[str | None, int]:
+    """Return the folder to load, and the step of the newest checkpoint of a run; -1 if it is no run's."""
+    checkpoints = files.checkpoints_in(path)
+    if (path / files.METADATA).is_file() or (not checkpoints and is_safetensors(path)):
+        return str(path), -1
+    newest = max(checkpoints, default=-1)
+    return (str(checkpoints[newest]) if checkpoints else None), newest
+
+
+@contextmanager
+def _changing(model: ShardLite) -> Iterator[None]:
+    """Let weights and moments be overwritten inside."""
+    model._bridge.in_backward.announce_change()
+    model._bridge.gatherer.settle()
+    try:
+        yield
+    finally:
+        model._bridge.mark_changed()
+
+
+def _take_up(
+    memory: neighbour.Memory, model: ShardLite, optimizer: Optimizer | None, extra: Mapping[str, Any] | None
+) -> Restored:
+    """Take up copies in memory. Collective.
+
+    Raises:
+        CheckpointError: on every rank, if they do not fit on one of them; nothing was changed then.
+    """
+    talk = memory.talk
+    copies = memory.fetched()
+
+    def prepare() -> Found:
+        found = copies.found(memory.step)
+        found.check(model, optimizer, extra)
+        return found
+
+    found, _ = talk.agree(prepare, "load", tell=lambda _: None)
+    with _changing(model):
+        found.load_weights(model)
+        if optimizer is not None:
+            _load_groups(optimizer, found.groups)
+            found.load_state(model, optimizer)
+    _finish_loops(model, found.loops)
+    neighbour.continue_with(model, copies)
+    return _finished(found.extra, found.generators, extra, talk, memory.step, neighbour.SOURCE)
+
+
+def _finished(
+    saved: Any, generators: Mapping[str, Any] | None, extra: Mapping[str, Any] | None, talk: Talk, *where: Any
+) -> Restored:
+    """Restore `extra`, and the generators if there are states of them."""
+    restored, _ = talk.agree(lambda: restore(extra or {}, saved), "load: extra", tell=lambda _: None)
+    if generators is not None:
+        restore_generators(generators)
+    if talk.rank == 0:
+        log.info("load: step %s, from %s", *where)
+    return Restored(restored, *where)
+
+
+def _load(
+    folder: Path, model: ShardLite, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, talk: Talk
+) -> Restored:
+    """Load one checkpoint. Collective."""
 
     def prepare() -> tuple[_Plan, Any, Any]:
         source = SafetensorsFolder(folder) if is_safetensors(folder) else Checkpoint(folder)
@@ -79,26 +181,25 @@ def load(
     (plan, added, generators), has = talk.agree(prepare, "load", tell=lambda _: optimizer is not None)
     if len(set(has)) > 1:
         raise CheckpointError("load: some ranks were given an optimizer, and others none")
-    model._bridge.in_backward.announce_change()
-    model._bridge.gatherer.settle()
-    try:
+    with _changing(model):
         talk.agree(plan.load_weights, "load", tell=lambda _: None)
         plan.load_groups()
         talk.agree(plan.load_moments, "load", tell=lambda _: None)
-    finally:
-        model._bridge.mark_changed()
+    _finish_loops(model, plan.loops)
+    return _finished(added, generators, extra, talk, plan.step, str(folder))
+
+
+def _finish_loops(model: ShardLite, loops: int) -> None:
+    """Note how many loops over parts are over: random numbers depend on it."""
     if model._parts is not None:
-        model._parts.finished = plan.loops
-    restored: dict[str, Any]
-    restored, _ = talk.agree(lambda: restore(extra or {}, added), "load: extra", tell=lambda _: None)
-    if generators is not None:
-        restore_generators(generators)
-    return restored
+        model._parts.finished = loops
 
 
-def _find(path: Path) -> Path:
-    is_run = files.latest(path) is not None or (path / files.METADATA).is_file()
-    return path if is_safetensors(path) and not is_run else files.find(path)
+def _load_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Replace the options of an optimizer, and drop its state. Collective."""
+    own = optimizer.state_dict()["param_groups"]
+    groups = [{**mine, **each, "params": mine["params"]} for mine, each in zip(own, saved, strict=True)]
+    optimizer.load_state_dict({"state": {}, "param_groups": groups})
 
 
 class _Plan:
@@ -124,6 +225,7 @@ class _Plan:
             self._find_state(names_of(model, optimizer))
         manifest = checkpoint.manifest
         self.loops: int = (manifest or {}).get(files.LOOPS, 0)
+        self.step: int | None = manifest["step"] if manifest is not None else None
         same = manifest is not None and manifest["ranks"] == talk.size
         added = {kind: f"ranks.{talk.rank if same else 0}.{kind}" for kind in ("extra", "generators")[: 1 + same]}
         self._added = {kind: name for kind, name in added.items() if name in checkpoint.entries}
@@ -255,10 +357,7 @@ class _Plan:
         optimizer = self._optimizer
         if optimizer is None:
             return
-        own = optimizer.state_dict()["param_groups"]
-        saved = self._groups or [{} for _ in own]
-        groups = [{**mine, **each, "params": mine["params"]} for mine, each in zip(own, saved, strict=True)]
-        optimizer.load_state_dict({"state": {}, "param_groups": groups})
+        _load_groups(optimizer, self._groups or [{} for _ in optimizer.param_groups])
 
     def load_moments(self) -> None:
         """Read the state of the optimizer, parameter by parameter."""

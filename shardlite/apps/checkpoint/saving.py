@@ -267,7 +267,7 @@ class Talk:
         if not isinstance(model, ShardLite):
             raise TypeError(f"a checkpoint is of a ShardLite model, got {type(model).__name__}: wrap it first")
         self._groups: Ranks = model._groups
-        self._timeout = model._context.timeout
+        self.timeout = model._context.timeout
         self._missing = model._context.reports.missing_rank
         sizes = [dist.get_world_size(group) for group in self._groups.all]
         numbers = [dist.get_rank(group) for group in self._groups.all]
@@ -296,7 +296,7 @@ class Talk:
             problem, error = f"{caught}" if isinstance(caught, CheckpointError) else _words(caught), caught
         rows = [[problem, None if error is not None else tell(result)]]  # type: ignore[arg-type]
         for group in self._groups.all:
-            told = all_gather_json(group, rows, what, self._timeout, thread=self._thread, missing=self._missing)
+            told = all_gather_json(group, rows, what, self.timeout, thread=self._thread, missing=self._missing)
             rows = [row for part in told for row in part]
         if isinstance(error, CheckpointError):
             raise error

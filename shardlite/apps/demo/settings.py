@@ -83,9 +83,14 @@ class Settings:
     save_every: int = 20
     """Steps between two checkpoints."""
 
+    redundancy: str | None = None
+    """"neighbour": copies in memory after each step, from which ranks that start again go on."""
+
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "accumulate", "lr", "save_every"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.redundancy is not None and self.checkpoints is None:
+            raise ValueError("redundancy needs a folder for checkpoints: copies in memory do not outlive the launcher")
         if self.seed < 0:
             raise ValueError(f"seed must not be negative, got {self.seed}")

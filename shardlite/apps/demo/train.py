@@ -10,13 +10,13 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from threading import Event, current_thread, main_thread
 
 import torch
 import torch.distributed as dist
 
-from shardlite import AdamW, ShardLite, load, save
-from shardlite.apps.checkpoint import latest
+from shardlite import AdamW, ShardLite, load, save, save_in_memory
 from shardlite.apps.demo.footprint import Batch, Footprint, book_state, measure, measure_plain
 from shardlite.apps.demo.gpt import GPT
 from shardlite.apps.demo.report import (
@@ -102,15 +102,19 @@ def _announce(run: Run) -> None:
 
 
 def _resume(run: Run) -> tuple[list[Point], int]:
-    """Load the newest checkpoint, if there is one, and return the curve and how many sequences were drawn so far."""
+    """Load the newest checkpoint or the copies in memory, if there are any.
+
+    Return the curve, and how many sequences were drawn so far.
+    """
     folder = run.settings.checkpoints
-    if folder is None or latest(folder) is None:
+    if folder is None:
         return [], 0
-    saved = load(folder, run.model, run.optimizer)
-    curve = [Point(*each) for each in saved["curve"]]
-    if run.rank == 0:
-        print(f"The run goes on after step {len(curve)} of {run.settings.steps}, from {folder}.", flush=True)
-    return curve, saved["sequences"]
+    found = load(folder, run.model, run.optimizer, missing_ok=True)
+    curve = [Point(*each) for each in found.get("curve", ())]
+    if run.rank == 0 and found.source:
+        source = folder if Path(found.source).parent == folder else found.source
+        print(f"The run goes on after step {len(curve)} of {run.settings.steps}, from {source}.", flush=True)
+    return curve, found.get("sequences", 0)
 
 
 @contextmanager
@@ -128,10 +132,14 @@ def _notice_of_the_end(run: Run) -> Iterator[Event]:
 
 
 def _save(run: Run, curve: Sequence[Point], drawn: int, *, ends: bool) -> None:
-    """Save a checkpoint, if one is due or the run `ends`."""
+    """Copy the run into memory, if it is to, and save a checkpoint, if one is due or the run `ends`."""
     settings, step = run.settings, len(curve)
-    if settings.checkpoints is not None and (ends or step % settings.save_every == 0 or step == settings.steps):
-        extra = {"curve": [(each.step, each.train, each.validation) for each in curve], "sequences": drawn}
+    if settings.checkpoints is None:
+        return
+    extra = {"curve": [(each.step, each.train, each.validation) for each in curve], "sequences": drawn}
+    if settings.redundancy is not None:
+        save_in_memory(settings.checkpoints, run.model, run.optimizer, extra, step=step)
+    if ends or step % settings.save_every == 0 or step == settings.steps:
         save(settings.checkpoints, run.model, run.optimizer, extra, step=step, keep=2)
 
 

@@ -12,7 +12,6 @@ abstract socket. Each end proves that it has the key, for nonces of both ends, b
 A connection that sends anything else is closed, and listening continues.
 """
 
-import fcntl
 import hmac
 import os
 import secrets
@@ -23,14 +22,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from shardlite.comm.shm.heap import Heap, Mapping
+from shardlite.comm.shm.heap import Heap, Mapping, has_fixed_size
 
 NUMBER = 32
 """Bytes of a nonce, of a proof, and of a key."""
 
 _HELLO = struct.Struct(f"<8sII{NUMBER}s")  # magic, from, to, nonce
 _MAGIC = b"shardlt1"
-_SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)  # Linux has them
 _CREDENTIALS = struct.Struct("iII")  # process, user, group
 _MOST = 128
 """Maximum number of open connections that have not proved the key."""
@@ -210,7 +208,7 @@ def _take(connection: socket.socket, deadline: float) -> Mapping:
     try:
         if len(said) != 1 or len(descriptors) != 1:
             raise StrangerError("the other end gave no memory")
-        if fcntl.fcntl(descriptors[0], fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+        if not has_fixed_size(descriptors[0]):
             raise StrangerError("the other end gave memory whose size may change")
         return Mapping(descriptors[0])
     finally:

@@ -31,6 +31,7 @@ from shardlite.comm.control.process import Owner
 from shardlite.errors import CommError
 
 _NO_RESERVE = 0x4000  # MAP_NORESERVE
+_SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)  # Linux has them
 _GRAIN = 4096  # bytes: blocks start at a page
 _SLACK = 1.05
 """Maximum ratio of pages to the peak of live pages."""
@@ -153,15 +154,33 @@ class _Returns:
             self._memory.madvise(mmap.MADV_REMOVE, start, stop - start)
 
 
+def physical_memory() -> int:
+    """Return the size of this machine's memory in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def make_memory(nbytes: int) -> int:
+    """Make shared memory without a name, and return its descriptor. It takes pages only as it is written.
+
+    Its size is sealed, because a process that reads behind the end of a shrunk file is killed.
+    """
+    descriptor = os.memfd_create("shardlite", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, nbytes)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return descriptor
+
+
+def has_fixed_size(descriptor: int) -> bool:
+    """Return whether the size of memory is sealed."""
+    return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+
+
 class Heap(Mapping):
     """Shared memory of this rank: `reserved` bytes at the start, then blocks."""
 
     def __init__(self, reserved: int) -> None:
-        self.descriptor = os.memfd_create("shardlite", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") + reserved
-        os.ftruncate(self.descriptor, nbytes)
-        # Sealed, because a process that reads behind the end of a shrunk file is killed.
-        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        nbytes = physical_memory() + reserved
+        self.descriptor = make_memory(nbytes)
         super().__init__(self.descriptor)
         start = _rounded_up(reserved)
         self.reserved = start

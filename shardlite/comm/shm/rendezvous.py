@@ -71,7 +71,7 @@ def nodes_of(group: dist.ProcessGroup, timeout: timedelta = TIMEOUT) -> int:
     Raises:
         LayoutError: hosts have different numbers of ranks, or the ranks of a host are not consecutive.
     """
-    hosts = all_gather_json(group, _host(), "which host each rank is on", timeout)
+    hosts = all_gather_json(group, host_name(), "which host each rank is on", timeout)
     node = next((i for i, host in enumerate(hosts) if host != hosts[0]), len(hosts))
     starts = hosts[::node]
     if (
@@ -97,7 +97,7 @@ def _rendezvous(group: dist.ProcessGroup, timeout: timedelta) -> Rendezvous:
         except OSError as error:
             why_not = f"this system gives no shared memory: {error}"
     part = secrets.token_hex(handshake.NUMBER)
-    rows = all_gather_json(group, (why_not, _host(), address, part), "shared memory of one host", timeout)
+    rows = all_gather_json(group, (why_not, host_name(), address, part), "shared memory of one host", timeout)
     why_not = next((f"rank {r}: {row[0]}" for r, row in enumerate(rows) if row[0]), "")
     if why_not:  # `p2p` was not requested
         log.warning("no shared memory between the ranks of this host: %s", why_not)
@@ -124,7 +124,7 @@ def _rendezvous(group: dist.ProcessGroup, timeout: timedelta) -> Rendezvous:
     return Rendezvous(neighbours, "")
 
 
-def _host() -> str:
+def host_name() -> str:
     """Return an identifier that is equal for all processes of this host."""
     try:
         with open(_BOOT) as boot:

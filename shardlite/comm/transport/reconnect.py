@@ -34,10 +34,10 @@ def reconnect(group: dist.ProcessGroup, backend: str, timeout: timedelta) -> Bac
     rank = group.rank()
     # The token is new, so that nothing is found under this name that others have left in the store.
     name = all_gather_json(group, secrets.token_hex(8), f"another connection over {backend}", timeout)[0]
-    store = PrefixStore(f"shardlite/{backend}/{name}", _get_default_store())
     try:
         if backend == "gloo":
-            return dist.ProcessGroupGloo(store, rank, group.size(), timeout)
+            return over_gloo(name, rank, group.size(), timeout)
+        store = PrefixStore(f"shardlite/{backend}/{name}", _get_default_store())
         made = dist.ProcessGroupNCCL(store, rank, group.size(), _options(group, name, timeout))
     except RuntimeError as error:
         raise CommError(
@@ -48,6 +48,16 @@ def reconnect(group: dist.ProcessGroup, backend: str, timeout: timedelta) -> Bac
         atexit.register(_close)
     _kept.append(made)
     return made
+
+
+def over_gloo(name: str, rank: int, size: int, timeout: timedelta) -> Backend:
+    """Return a new backend between `size` ranks, which call this with one new name. Collective.
+
+    Raises:
+        RuntimeError: ranks cannot be connected.
+    """
+    store = PrefixStore(f"shardlite/gloo/{name}", _get_default_store())
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
 def _options(group: dist.ProcessGroup, name: str, timeout: timedelta) -> Any:

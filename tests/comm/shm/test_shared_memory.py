@@ -452,7 +452,7 @@ class Broken:
             return
         match self.kind:
             case "host":
-                set_to(rendezvous, "_host", lambda: "elsewhere")
+                set_to(rendezvous, "host_name", lambda: "elsewhere")
             case "platform":
                 set_to(futex.platform, "machine", lambda: "riscv64")
             case "memory":

@@ -1,0 +1,162 @@
+"""A rank is killed: how long until the others take a step that they had not taken, from memory and from the disk.
+
+    python -m bench.restart --ranks 2
+
+starts its ranks itself, with `torchrun --max-restarts 1`. The rows go to `bench/results/restart-MODEL-Nranks.jsonl`.
+
+| way | what is saved |
+|---|---|
+| `memory` | `shardlite.save_in_memory` after each step |
+| `disk` | `shardlite.save` after every `--save-every` steps |
+
+The last rank kills itself in step `--fatal`, so that the disk way has `--fatal` modulo `--save-every` steps to take
+again. After the last step the weights of all runs are compared with those of a run that nothing has interrupted.
+
+| key | what it is |
+|---|---|
+| `resumed` | the step after which the run went on |
+| `lost` | steps that were taken again |
+| `seconds` | from the kill to the end of the first step that is new |
+| `started` | of these, until all ranks had started again, before `load` |
+| `loaded` | of these, what `load` took |
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from bench.support.machine import machine
+from bench.support.ranks import one_of_them
+from bench.support.systems import SYSTEMS
+from bench.support.table import RESULTS, Row, markdown_table, read_rows, write_rows
+from bench.support.workloads import WORKLOADS
+from shardlite import AdamW, ShardLite, load, save, save_in_memory
+from shardlite.apps.launch import OWN_STORE
+
+WAYS = ("memory", "disk")
+AFTER = 2
+"""Steps after the fatal one."""
+
+
+def train(way: str, folder: Path, options: argparse.Namespace) -> None:
+    """Be a rank: train, save, die in the fatal step of the first attempt, and note when what happened."""
+    with one_of_them() as group:
+        workload, rank = WORKLOADS[options.model], group.rank()
+        trainer = SYSTEMS["stage3"](workload, group)
+        model, optimizer = trainer.model, trainer.optimizer
+        assert isinstance(model, ShardLite)
+        assert isinstance(optimizer, AdamW)
+        times = {"started": time.time()}
+        found = load(folder / "run", model, optimizer, missing_ok=True)
+        times["loaded"] = time.time()
+        assert found.step is not None
+        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        for step in range(found.step, options.fatal + AFTER):
+            if step == options.fatal and first and way != "straight" and rank == group.size() - 1:
+                (folder / "killed").write_text(str(time.time()))
+                os.kill(os.getpid(), signal.SIGKILL)
+            trainer.step(workload.batch(rank, step))
+            if step == options.fatal:
+                times["new"] = time.time()
+            if way == "memory" and not save_in_memory(folder / "run", model, optimizer, step=step + 1):
+                raise RuntimeError("there are no copies in memory")
+            if way == "disk" and (step + 1) % options.save_every == 0:
+                save(folder / "run", model, optimizer, step=step + 1, keep=2)
+        weights = model.full_state_dict(rank=0)
+        dist.barrier(group)
+        if rank == 0:
+            torch.save(weights, folder / "weights.pt")
+            (folder / "times").write_text(json.dumps({**times, "resumed": found.step}))
+
+
+def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
+    """Run each way, and compare the results."""
+    times = {way: run(way, folder / way, options) for way in ("straight", *WAYS)}
+    expected = torch.load(folder / "straight" / "weights.pt")
+    rows: list[Row] = []
+    for way in WAYS:
+        for name, value in torch.load(folder / way / "weights.pt").items():
+            assert torch.equal(value, expected[name]), f"{way}: {name} is not that of an uninterrupted run"
+        killed, found = float((folder / way / "killed").read_text()), times[way]
+        rows.append(
+            {
+                "bench": "restart",
+                "model": options.model,
+                "words": WORKLOADS[options.model].words,
+                "ranks": options.ranks,
+                **machine(),
+                "way": way,
+                "resumed": found["resumed"],
+                "lost": options.fatal - found["resumed"],
+                "seconds": round(found["new"] - killed, 3),
+                "started": round(found["started"] - killed, 3),
+                "loaded": round(found["loaded"] - found["started"], 3),
+            }
+        )
+    return rows
+
+
+def run(way: str, folder: Path, options: argparse.Namespace) -> Row:
+    """Train once under `torchrun`, and return what rank 0 has noted."""
+    folder.mkdir()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
+    command = [*launcher, "--max-restarts", "1", "-m", "bench.restart", "--way", way, "--folder", str(folder)]
+    command += ["--model", options.model, "--fatal", str(options.fatal), "--save-every", str(options.save_every)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", OWN_STORE: "1"}
+    done = subprocess.run(command, env=environment, check=False, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{way}: {done.stderr[-4000:]}")
+    noted: Row = json.loads((folder / "times").read_text())
+    return noted
+
+
+def render(rows: Sequence[Row]) -> str:
+    """Return a table for people."""
+    first = rows[0]
+    head = ["from", "steps taken again", "kill to next step, s", "of it until load, s", "load, s"]
+    lines = [
+        [row["way"], str(row["lost"]), f"{row['seconds']:.1f}", f"{row['started']:.1f}", f"{row['loaded']:.2f}"]
+        for row in rows
+    ]
+    words = f"{first['words']}; {first['ranks']} ranks; {first['machine']}, torch {first['torch']}, {first['date']}"
+    return f"{words}.\n\n{markdown_table([head, *lines])}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, or be a rank if a launcher started this process."""
+    parser = argparse.ArgumentParser(prog="python -m bench.restart", description="from a kill to the next step")
+    parser.add_argument("--ranks", type=int, default=2, help="processes on this machine (%(default)s)")
+    parser.add_argument("--model", choices=WORKLOADS, default="mlp", help="(%(default)s)")
+    parser.add_argument("--fatal", type=int, default=30, help="the step in which a rank is killed (%(default)s)")
+    parser.add_argument("--save-every", type=int, default=20, help="steps, of the disk way (%(default)s)")
+    parser.add_argument("--folder", type=Path, help="disk to write to (that of temporary files)")
+    parser.add_argument("--table", nargs="+", type=Path, metavar="FILE", help="only print the table of these rows")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
+    parser.add_argument("--way", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.table:
+        print(render(read_rows(options.table)))
+    elif options.way:
+        train(options.way, options.folder, options)
+    else:
+        with tempfile.TemporaryDirectory(prefix="shardlite-bench-", dir=options.folder) as folder:
+            rows = measure(options, Path(folder))
+        write_rows(rows, options.out / f"restart-{options.model}-{options.ranks}ranks.jsonl")
+        print(f"\n{render(rows)}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

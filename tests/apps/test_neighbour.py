@@ -1,0 +1,533 @@
+"""Copies in memory: a run that loses ranks, or a host, goes on where it was, with the same bits."""
+
+import logging
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from shardlite import CheckpointError, load, save_in_memory
+from shardlite.apps.checkpoint import keeper, kept, latest, neighbour, versions
+from shardlite.apps.checkpoint.keeper import Agent, Keeper, KeeperError
+from shardlite.apps.checkpoint.neighbour import Nodes, key_of, newest
+from shardlite.apps.checkpoint.versions import Version, Versions
+from tests.apps.test_checkpoint import OPTIMIZERS, Run
+from tests.apps.test_failover import assert_same_weights, ranks_of, started
+from tests.support.patience import seconds, until
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the system says who a process is")
+
+SOURCE = "copies in memory"
+
+
+# ---- ranks of the warm cluster --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def started_by(group: Any, *agents: Agent) -> Iterator[None]:
+    """Let this rank be started by an agent: its parent, or the one of `agents` at its place. Ends the keepers."""
+    rank = dist.get_rank()
+    parent = os.getppid()
+    found = agents[rank] if agents else Agent(parent, keeper._stat(parent)[1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Agent, "of_this_process", lambda: found)
+        try:
+            yield
+            dist.barrier(group)
+        finally:
+            if rank == 0:
+                for agent in set(agents or [found]):
+                    end_keeper(agent)
+
+
+def end_keeper(agent: Agent) -> None:
+    """Kill the keeper of an agent, if there is one, and wait until it is gone."""
+    with suppress(KeeperError):
+        pid = Keeper(agent).pid
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not is_running(pid))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def ancestors() -> list[Agent]:
+    """The parent and grandparent of this rank: two agents, of which each has started it."""
+    parent, _ = keeper._stat(os.getpid())
+    return [Agent(pid, keeper._stat(pid)[1]) for pid in (parent, keeper._stat(parent)[0])]
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """Collect what is logged."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("shardlite")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+def copied(run: Run, path: Any, step: int) -> bool:
+    return save_in_memory(path, run.model, run.optimizer, run.extra(), step=step)
+
+
+def loaded(run: Run, path: Any) -> Any:
+    return load(path, run.model, run.optimizer, run.extra(), missing_ok=True)
+
+
+def resumes_body(group: Any, path: Path, state: str, optimizer: str, options: dict[str, Any]) -> None:
+    with started_by(group), logged() as lines:
+        straight = Run(group, state, OPTIMIZERS[optimizer], **options)
+        for step in range(6):
+            straight.train(range(step, step + 1))
+            assert copied(straight, path, step + 1)
+        straight.train(range(6, 10))
+        resumed = Run(group, state, OPTIMIZERS[optimizer], seed=1, **options)
+        found = resumed.load(path)
+        assert (found.step, found.source) == (6, SOURCE)
+        assert found["rank"] == resumed.rank
+        assert found["nested"]["t"].tolist() == [1, 1]
+        resumed.train(range(6, 8))
+        assert copied(resumed, path, 8)  # in the memory that it has taken up
+        resumed.train(range(8, 10)).assert_like(straight)
+        again = Run(group, state, OPTIMIZERS[optimizer], seed=2, **options)
+        assert again.load(path).step == 8
+        again.train(range(8, 10)).assert_like(straight)
+        expected = [f"load: step {step}, from {SOURCE}" for step in (6, 8)] if dist.get_rank() == 0 else []
+        assert [line for line in lines if line.startswith("load: ")] == expected
+
+
+@pytest.mark.parametrize(
+    ("state", "optimizer", "options"),
+    [
+        ("fp32", "ours", {}),
+        ("int8", "ours", {"stage": 2}),
+        ("fp32", "in_backward", {}),
+        ("fp32", "momentum", {"stage": 1}),
+        ("fp32", "fused", {"stage": 0}),
+    ],
+)
+def test_a_run_that_is_taken_up_goes_on_with_the_same_bits(cluster, tmp_path, state, optimizer, options):
+    cluster.check(resumes_body, 2, tmp_path, state, optimizer, options)
+
+
+def killed_body(group: Any, path: str, where: str) -> None:
+    """Rank 1 dies after step 4 was copied by all, or in the middle of copying it."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "a run"  # what has forked this rank has none
+    run, victim = Run(group), dist.get_rank() == 1
+
+    def fatal(self: Any, content: Any) -> None:
+        self.tensors[0][0].view(content).copy_(self.tensors[0][1])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    for step in range(4):
+        run.train(range(step, step + 1))
+        if step == 3 and where == "copy" and victim:
+            kept.Kept.copy_into = fatal  # type: ignore[method-assign]
+        assert copied(run, path, step + 1)
+    dist.barrier(group)
+    if victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    run.train(range(4, 5))
+
+
+def taken_up_body(group: Any, path: str) -> int:
+    os.environ["TORCHELASTIC_RUN_ID"] = "a run"
+    try:
+        run = Run(group, seed=1)
+        found = run.load(path)
+        assert found.source == SOURCE
+        assert found.step is not None
+        run.train(range(found.step, 6)).assert_like(Run(group).train(range(6)))
+        return found.step
+    finally:
+        dist.barrier(group)
+        if dist.get_rank() == 0:
+            end_keeper(Agent.of_this_process())
+
+
+@pytest.mark.parametrize(("where", "step"), [("step", 4), ("copy", 3)])
+def test_a_killed_rank_is_taken_up_at_the_last_step_that_all_have_copied(doomed, tmp_path, where, step):
+    """By other processes. A copy that was not finished leaves the one before."""
+    path = str(tmp_path / "run")
+    for attempt in ("0", "1"):
+        (tmp_path / attempt).mkdir()
+    ended = doomed.run(killed_body, 3, path, where, directory=tmp_path / "0")
+    assert ended.pop(1).status == -signal.SIGKILL
+    assert all(each.kind for each in ended), ended
+    again = doomed.run(taken_up_body, 3, path, directory=tmp_path / "1")
+    assert [(each.result, each.text) for each in again] == [(step, "")] * 3, again
+
+
+def newest_body(group: Any, path: Path) -> None:
+    """`load` takes what is newer, and memory if both are."""
+    with started_by(group), logged() as lines:
+        run = Run(group).train(range(2))
+        nothing = loaded(run, path)
+        assert (nothing, nothing.step, nothing.source) == ({}, 0, "")
+        assert copied(run, path, 2)
+        place = run.save(path, step=2)
+        assert run.load(path).source == SOURCE
+        run.save(path, step=3)
+        found = run.load(path)
+        assert (found.step, found.source) == (3, str(path / "step-00000003"))
+        assert run.load(place).source == str(place)
+        assert copied(run, path, 1)  # a new beginning: what was copied before is gone
+        assert neighbour._held(Agent.of_this_process(), key_of(path))[str(dist.get_rank())] == [(1, 2)]
+        with pytest.raises(ValueError, match="step must be higher than that of the copy before, 1, got 1"):
+            copied(run, path, 1)
+        assert run.load(path).step == 3
+        assert run.load(str(path) + "/.").step == 3
+        with pytest.raises(CheckpointError, match=r"'ranks\.0\.extra' holds something"):
+            save_in_memory(path / "other", run.model, extra={"bad": object()} if dist.get_rank() == 0 else {}, step=1)
+        assert not [line for line in lines if "not taken" in line]
+
+
+def test_load_takes_the_newest_of_memory_and_disk(cluster, tmp_path):
+    cluster.check(newest_body, 2, tmp_path)
+
+
+def left_body(group: Any, path: Path) -> None:
+    """What is not whole, or of another model, is left with a line that says why."""
+    with started_by(group), logged() as lines:
+        run = Run(group).train(range(2))
+        place = str(run.save(path, step=2))
+        run.train(range(2, 3))
+        assert copied(run, path, 3)
+        assert Run(group, stage=0, seed=1).load(path).source == place
+        assert Run(group, seed=1).load(path).source == SOURCE
+        dist.barrier(group)
+        if dist.get_rank() == 0:
+            holder = Keeper(Agent.of_this_process())
+            holder.keep_only([f"{key_of(path)}/0"], key_of(path))
+            holder.close()
+        dist.barrier(group)
+        assert Run(group).load(path).source == place
+        if dist.get_rank() == 0:
+            (path / "step-00000002").rename(path / "elsewhere")
+        dist.barrier(group)
+        with pytest.raises(CheckpointError, match=f"there is no checkpoint in {path}"):
+            Run(group).load(path)
+        told = [line.partition("not taken: ")[2] for line in lines if "not taken" in line]
+        if dist.get_rank() == 0:
+            assert "they are of another model, stage, or format: " in told.pop(0)
+            assert told == ["there is none of rank 1"] * 2
+
+
+def test_copies_that_do_not_fit_are_left_with_a_reason(cluster, tmp_path):
+    cluster.check(left_body, 2, tmp_path)
+
+
+def without_body(group: Any, path: Path) -> None:
+    """Where there is no memory, no agent, or no keeper any more, a line says so, once, and the training goes on."""
+    run = Run(group).train(range(1))
+    with logged() as lines:
+        for step in (1, 2):
+            assert not copied(run, path, step)
+        if dist.get_rank() == 0:
+            assert lines == [
+                "there are no copies in memory: torchrun has not started this process, so nothing would start it again"
+            ]
+    with started_by(group), logged() as lines:
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                patch.setattr(versions, "_available", lambda: 1000)
+            assert not copied(run, path / "full", 1)
+        if dist.get_rank() == 0:
+            assert "rank 1: a copy of " in lines[0]
+            assert "and this machine has 1000 left" in lines[0]
+        assert copied(run, path / "held", 1)
+        dist.barrier(group)
+        if dist.get_rank() == 0:
+            end_keeper(Agent.of_this_process())
+        dist.barrier(group)
+        for step in (2, 3):
+            assert not copied(run, path / "held", step)
+        gone = [f"rank {dist.get_rank()}: the process that holds copies in memory is gone"]
+        assert [line for line in lines if "is gone" in line] == gone
+        run.train(range(1, 2))
+
+
+def test_a_run_goes_on_without_copies(cluster, tmp_path):
+    cluster.check(without_body, 2, tmp_path)
+
+
+def steady_body(group: Any, path: Path) -> None:
+    """From the second copy on, no memory is taken."""
+    with started_by(group):
+        run = Run(group)
+        taken = []
+        for step in range(6):
+            run.train(range(step, step + 1))
+            assert copied(run, path, step)
+            own = neighbour._copies[run.model][1]
+            assert own is not None
+            taken.append(os.fstat(own._own.descriptor).st_blocks)
+        assert taken[2:] == taken[1:2] * 4, taken
+
+
+def test_copies_take_no_memory_in_the_steady_state(cluster, tmp_path):
+    cluster.check(steady_body, 2, tmp_path)
+
+
+def hosts_body(group: Any, path: Path) -> None:
+    """Ranks 0 and 1 are on one host, rank 2 on another: each of them is lost, with its keeper."""
+    one, other = ancestors()
+    with started_by(group, one, one, other):
+        run = straight = Run(group)
+        run.train(range(2))
+        assert copied(run, path, 2)
+        for lost, step in ((other, 4), (one, 6)):
+            run.train(range(step - 2, step))
+            assert copied(run, path, step)
+            run.train(range(step, 7))
+            dist.barrier(group)
+            if dist.get_rank() == 0:
+                end_keeper(lost)
+            dist.barrier(group)
+            run = Run(group, seed=step)
+            found = run.load(path)
+            assert (found.step, found.source) == (step, SOURCE)
+        run.train(range(6, 7)).assert_like(straight)
+        held = neighbour._held(Agent.of_this_process(), key_of(path))
+        assert sorted(held) == ["0", "1", "2"]
+        dist.barrier(group)
+        if dist.get_rank() == 0:
+            end_keeper(one)
+            end_keeper(other)
+        dist.barrier(group)
+        assert not loaded(Run(group), path).source
+
+
+def test_a_host_that_is_lost_gets_its_copies_from_the_next_one(cluster, tmp_path):
+    cluster.check(hosts_body, 3, tmp_path)
+
+
+# ---- without ranks --------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_step_is_one_that_is_there_of_every_rank():
+    assert newest([{}, {}]) == (None, "")
+    own = [{"0": [(3, 2), (4, 2)]}, {"1": [(4, 2), (5, 2)]}]
+    assert newest(own) == (4, "")
+    assert newest([{}, {**own[0], **own[1]}]) == (4, "")  # all of it on one host
+    assert newest([own[0], {}]) == (None, "there is none of rank 1")
+    assert newest([own[0], {"1": [(5, 2)]}]) == (
+        None,
+        "no step is whole on all ranks: rank 0 has [3, 4]; rank 1 has [5]",
+    )
+    assert newest([*own, {}]) == (None, "they are of 2 ranks, and now there are 3")
+
+
+def test_each_rank_is_guarded_on_the_next_node():
+    alone = Nodes(["a", "a"])
+    assert [alone.guard_of(rank) for rank in range(2)] == [0, 1]
+    assert not any(alone.guests_of(rank) for rank in range(2))
+    uneven = Nodes(["a", "b", "a", "a", "c"])
+    assert [uneven.guard_of(rank) for rank in range(5)] == [1, 4, 1, 1, 0]
+    assert [uneven.guests_of(rank) for rank in range(5)] == [[4], [0, 2, 3], [], [], [1]]
+    assert [uneven.is_first(rank) for rank in range(5)] == [True, True, False, False, True]
+
+
+def test_a_version_is_there_when_it_is_whole():
+    memory = Versions.make()
+    for step in (3, 4, 5):
+        before = set(memory.whole())
+        memory.begin(100).fill_(step)
+        assert set(memory.whole()) == set(sorted(before)[-1:])  # whoever dies here leaves the newest
+        memory.end(Version(step, 2, 100, 80))
+    assert list(memory.whole().values()) == [Version(5, 2, 100, 80), Version(4, 2, 100, 80)]
+    other = Versions(os.dup(memory.descriptor))
+    assert other.content(4).tolist() == [4] * 100
+    other.keep(4)
+    assert set(memory.whole()) == {4}
+    with pytest.raises(CheckpointError, match="memory of 4096 bytes is not that of a copy"):
+        Versions(versions.make_memory(4096))
+
+
+# ---- the keeper -----------------------------------------------------------------------------------------------------
+
+LAUNCHER = """
+import importlib.util, os, signal, subprocess, sys
+spec = importlib.util.spec_from_file_location("keeper", sys.argv[1])
+keeper = sys.modules["keeper"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(keeper)
+if "TORCHELASTIC_RUN_ID" not in os.environ:  # the agent
+    rank = [sys.executable, __file__, sys.argv[1]]
+    for attempt in range(2):
+        subprocess.run(rank, env={**os.environ, "TORCHELASTIC_RUN_ID": "x"}, start_new_session=True)
+    print("waits", flush=True)
+    sys.stdin.read()
+else:
+    agent = keeper.Agent.of_this_process()
+    holder = keeper.Keeper.start(agent)
+    found = holder.give("a copy")
+    if found is None:
+        memory = os.memfd_create("copy")
+        os.write(memory, b"whole")
+        holder.keep("a copy", memory)
+        print(agent.pid, holder.pid, flush=True)
+        os.killpg(0, signal.SIGKILL)
+    print(holder.names(), os.pread(found, 9, 0).decode(), holder.pid, flush=True)
+"""
+
+
+@contextmanager
+def launched(folder: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Start an agent whose rank was killed and started again, and yield it with the process that holds the memory."""
+    script = folder / "launcher.py"
+    script.write_text(LAUNCHER)
+    command = [sys.executable, str(script), str(keeper.__file__)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as agent:
+        assert agent.stdout is not None
+        first, second, third = (agent.stdout.readline().strip() for _ in range(3))
+        pid, holder = map(int, first.split())
+        assert (pid, second, third) == (agent.pid, f"['a copy'] whole {holder}", "waits")
+        yield agent, holder
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT, None])
+def test_the_keeper_outlives_ranks_and_ends_with_their_agent(tmp_path, end):
+    with launched(tmp_path) as (agent, holder):
+        assert is_running(holder)
+        agent.send_signal(end) if end else agent.stdin.close()
+        agent.wait()
+        until(lambda: not is_running(holder))
+
+
+def test_the_keeper_gives_nothing_to_a_process_that_its_agent_has_not_started(tmp_path):
+    with launched(tmp_path) as (agent, holder):
+        stranger = Keeper(Agent(agent.pid, keeper._stat(agent.pid)[1]))
+        assert stranger.pid == holder
+        with pytest.raises(KeeperError, match=r"for one that the agent has not started|does not answer"):
+            stranger.give("a copy")
+        agent.kill()
+
+
+def test_a_process_of_another_user_is_no_keeper(monkeypatch):
+    agent = Agent(os.getpid(), keeper._stat(os.getpid())[1])
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as impostor:
+        impostor.bind(agent.address)
+        impostor.listen()
+        with pytest.raises(KeeperError, match=f"process {os.getpid()} of user {user} answers in the place of the keep"):
+            Keeper(agent)
+
+
+def test_a_keeper_is_not_started_for_an_agent_that_has_ended():
+    with pytest.raises(KeeperError, match=r"could not be started: .*another one than the agent"):
+        Keeper.start(Agent(os.getpid(), 1))
+
+
+# ---- under torchrun -------------------------------------------------------------------------------------------------
+
+REDUNDANT = ("--redundancy", "neighbour", "--save-every", "1000")  # and the last step
+
+
+def holder_of(agent: int) -> int | None:
+    """Return the keeper of an agent."""
+    for each in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if each.read_bytes().split(b"\0")[3:5] == [os.fsencode(str(keeper.__file__)), str(agent).encode()]:
+                return int(each.parent.name)
+    return None
+
+
+def newest_of_all(agent: int, ranks: int) -> int:
+    """Return the newest step that an agent's keeper has of every rank, read as a process of the same user may."""
+    steps = []
+    holder = holder_of(agent)
+    for each in Path(f"/proc/{holder}/fd").iterdir() if holder else ():
+        with suppress(OSError):
+            if "memfd:shardlite" in str(each.readlink()):
+                steps.append(set(Versions(os.open(each, os.O_RDWR)).whole()))
+    return max(set.intersection(*steps), default=0) if len(steps) == ranks else 0
+
+
+@pytest.mark.slow
+def test_a_run_of_torchrun_whose_ranks_are_killed_loses_no_step(tmp_path):
+    """No checkpoint is on the disk before the end."""
+    dice, resumed = random.Random(3), []
+    with started(tmp_path / "straight", *REDUNDANT) as agent:
+        assert agent.wait(seconds(240)) == 0
+    with started(tmp_path / "killed", *REDUNDANT, restarts=3) as agent:
+        for _ in range(3):
+            goal = newest_of_all(agent.pid, 3) + dice.randint(1, 6)
+            until(lambda goal=goal: newest_of_all(agent.pid, 3) >= goal or agent.poll() is not None)
+            resumed.append(newest_of_all(agent.pid, 3))
+            assert latest(tmp_path / "killed" / "run") is None
+            os.kill(dice.choice(ranks_of(agent.pid)), signal.SIGKILL)
+        assert agent.wait(seconds(240)) == 0, (tmp_path / "killed" / "log").read_text()[-4000:]
+    log = (tmp_path / "killed" / "log").read_text()
+    found = [int(step) for step in re.findall(r"goes on after step (\d+) of 40, from copies in memory", log)]
+    assert len(found) == 3
+    assert all(step >= least for step, least in zip(found, resumed, strict=True)), (found, resumed)
+    assert_same_weights(tmp_path / "killed" / "run", tmp_path / "straight" / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_remains_of_a_run_that_is_ended(tmp_path, end):
+    before = set(Path("/dev/shm").iterdir())
+    with started(tmp_path, *REDUNDANT, steps=500) as agent:
+        until(lambda: newest_of_all(agent.pid, 3) > 0 or agent.poll() is not None)
+        holder, ranks = holder_of(agent.pid), ranks_of(agent.pid)
+        assert holder is not None
+        agent.send_signal(end)
+        agent.wait(seconds(60))
+        for rank in ranks if end == signal.SIGKILL else ():  # they train on, without copies
+            os.kill(rank, signal.SIGKILL)
+    until(lambda: not any(map(is_running, [holder, *ranks])))
+    assert set(Path("/dev/shm").iterdir()) == before
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_when_one_of_two_agents_is_lost_with_all_that_it_has_started(tmp_path):
+    """Two agents are two hosts: each has its keeper."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        endpoint = f"localhost:{free.getsockname()[1]}"
+    nodes = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "run"]
+    nodes += ["--rdzv-endpoint", endpoint, "--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=3"]
+    with started(tmp_path / "straight", *REDUNDANT, nodes=["--standalone", "--nproc-per-node", "4"]) as agent:
+        assert agent.wait(seconds(240)) == 0
+    options = {"restarts": 3, "nodes": nodes}
+    folder = tmp_path / "lost"
+    with started(folder, *REDUNDANT, **options) as one:
+        until(lambda: "rendezvous" in (folder / "log").read_text() or ranks_of(one.pid) or one.poll() is None)
+        with started(folder, *REDUNDANT, **options) as other:
+            until(lambda: newest_of_all(other.pid, 4) >= 5 or other.poll() is not None)
+            holder, ranks = holder_of(other.pid), ranks_of(other.pid)
+            assert holder is not None
+            for each in (other.pid, *ranks, holder):
+                os.kill(each, signal.SIGKILL)
+        with started(folder, *REDUNDANT, **options) as again:
+            statuses = [each.wait(seconds(240)) for each in (one, again)]
+    log = (folder / "log").read_text()
+    assert statuses == [0, 0], log[-4000:]
+    assert [int(step) >= 4 for step in re.findall(r"goes on after step (\d+) of 40, from copies in memory", log)] == [
+        True
+    ]
+    assert_same_weights(folder / "run", tmp_path / "straight" / "run")
