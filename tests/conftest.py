@@ -24,6 +24,32 @@ WAYS = {f"{ranks}-ranks-stage-{stage}": (ranks, stage) for ranks, stage in ((2, 
 LONGEST = ("test_faults", "test_parity", "interpreter", "aot", "test_readme", "test_doctor", "test_races", "test_soak")
 """Groups of tests that take long altogether. They begin first, so that no worker ends with one of them alone."""
 
+SAMPLED = {
+    "test_a_backward_before_the_step_is_refused": 2,
+    "test_a_graph_that_is_retained": 2,
+    "test_a_narrow_sum_is_finished_in_fp32": 2,
+    "test_a_rank_keeps_what_zero_says": 2,
+    "test_a_steady_step_allocates_the_roots_bucket_alone": 2,
+    "test_adamw": 2,
+    "test_between_steps": 2,
+    "test_containers_of_inputs_and_outputs": 2,
+    "test_every_format_has_the_bits_of_messages": 2,
+    "test_gradients_are_dropped": 2,
+    "test_gradients_are_those_of_the_tree_written_out": 2,
+    "test_gradients_of_gradients": 2,
+    "test_new_values_are_kept_or_refused": 2,
+    "test_optimizers_formats_and_transports": 2,
+    "test_reduce_scatter_adds_in_ring_order": 2,
+    "test_selective_checkpointing": 2,
+    "test_shards_may_be_written_through_data": 2,
+    "test_traffic_is_exact_and_as_zero_has_it": 2,
+    "test_uses_of_parts_are_warned_of_once": 2,
+    "test_weights_come_to_rest_again_after_anything_else": 2,
+    "test_weights_lie_in_each_step_where_they_lay_in_the_second": 2,
+    "test_what_wants_gradients_afterwards_is_refused": 2,
+}
+"""Tests with many cases that are alike: one in so many is not slow, chosen by the names of the cases."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let bodies of ranks know whether slow tests are run."""
@@ -79,6 +105,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Keep the tests of a file on one worker, unless they say otherwise: they share fixtures and imports."""
     if not item.get_closest_marker("xdist_group"):
         item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    every = SAMPLED.get(getattr(item, "originalname", ""), 1)
+    if number_of(item.name, below=every):
+        item.add_marker(pytest.mark.slow)
     if item.get_closest_marker("everywhere"):
         two, four, other = WAYS
         way = next(way for way in WAYS if way in item.name)

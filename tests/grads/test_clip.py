@@ -308,6 +308,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_who_imported_it_before_is_reached_too(tmp_path):
     script = tmp_path / "early.py"
     script.write_text(EARLY.format(store=tmp_path / "store"))

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from shardlite_kernels import hop, hop_reference, new_stats, stats
+from shardlite_kernels import hop, hop_reference, new_stats, stats, stats_rows
 
 from tests.kernels.bits import assert_same_bits, pairs
 from tests.kernels.stats_cases import assert_rows, awkward, finite, numels
@@ -86,7 +86,7 @@ def test_statistics_are_those_of_what_was_stored(out, wire, divisor):
 
 def test_statistics_in_place():
     received, own = finite(70_000, torch.float32, 5), finite(70_000, torch.float32, 6)
-    expected, rows = received + own, torch.empty(5, 2)
+    expected, rows = received + own, torch.empty(stats_rows(own.numel(), own), 2)
     hop(own, received, own, 1, rows)
     assert_same_bits(own, expected)
     assert_rows(rows, expected)

@@ -238,6 +238,8 @@ def scaled(group: Any, stage: int) -> None:
         (on_tokens(twin, turn) * bad).backward()
         if step == 1:
             scaler.unscale_(optimizers[0])
+            for shard in twin.parameters():  # written, too: both norms are made of what is in the gradients
+                shard.grad.mul_(1)
             for each in (model, twin):
                 nn.utils.clip_grad_norm_(each.parameters(), 0.01)
         scaler.step(optimizers[0])

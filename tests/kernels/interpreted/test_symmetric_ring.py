@@ -94,7 +94,7 @@ CONNECTING, FLATS = 2, 3
 """One reduction over each connection when they are made; each step reduces the flats of two blocks and the root."""
 
 
-@pytest.mark.parametrize(("size", "stage"), [slow(2, 1), (3, 3), slow(4, 3), slow(4, 0)])
+@pytest.mark.parametrize(("size", "stage"), [slow(2, 1), slow(3, 3), slow(4, 3), slow(4, 0)])
 def test_training_has_the_bits_of_plain_data_parallel(cluster, tmp_path, size, stage):
     for counts in each_rank(cluster, tmp_path, symmetric_training.train, size, stage):
         assert counts == {"ring_reduce": CONNECTING + STEPS * FLATS}
