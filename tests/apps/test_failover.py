@@ -17,6 +17,7 @@ from shardlite.apps import cli
 from shardlite.apps.checkpoint import latest
 from shardlite.apps.checkpoint.files import checkpoints_in
 from shardlite.apps.checkpoint.reading import Checkpoint
+from shardlite.apps.demo.settings import Settings
 from tests.support.patience import seconds, until
 from tests.support.ranks.scripts import run_command
 from tests.support.twins.sharded import same_bits
@@ -140,6 +141,11 @@ def test_a_run_that_is_told_to_end_saves_and_goes_on(tmp_path):
     with started(folder, steps=step + 2) as agent:
         assert agent.wait(seconds(240)) == 0, (folder / "log").read_text()[-4000:]
     assert f"The run goes on after step {step} of {step + 2}" in (folder / "log").read_text()
+
+
+def test_redundancy_takes_a_folder_for_checkpoints() -> None:
+    with pytest.raises(ValueError, match="redundancy needs a folder for checkpoints"):
+        Settings(redundancy="neighbour")
 
 
 def test_restarts_are_passed_to_torchrun(monkeypatch: Any) -> None:
