@@ -167,6 +167,11 @@ def test_a_run_that_is_told_to_end_saves_and_goes_on(tmp_path):
     assert f"The run goes on after step {step} of {step + 2}" in (folder / "log").read_text()
 
 
+def test_redundancy_takes_a_folder_for_checkpoints() -> None:
+    with pytest.raises(ValueError, match="redundancy needs a folder for checkpoints"):
+        Settings(redundancy="neighbour")
+
+
 def test_restarts_are_passed_to_torchrun(monkeypatch: Any) -> None:
     from shardlite.apps import launch
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench import checkpoint
+from bench import checkpoint, restart
 from bench.support.table import read_rows
 from bench.support.workloads import perceptrons
 from tests.support.ranks.scripts import run_process
@@ -43,3 +43,14 @@ def test_the_command_writes_its_rows(tmp_path):
     assert done.status == 0, done.err
     assert checkpoint.render(read_rows([tmp_path / "checkpoint-mlp-2ranks.jsonl"])) in done.out
     assert [each.name for each in tmp_path.iterdir()] == ["checkpoint-mlp-2ranks.jsonl"]
+
+
+@pytest.mark.slow
+def test_a_restart_from_memory_loses_no_step(tmp_path):
+    options = ["--fatal", "3", "--save-every", "2", "--out", str(tmp_path), "--folder", str(tmp_path)]
+    done = run_process("-m", "bench.restart", *options)
+    assert done.status == 0, done.err
+    rows = read_rows([tmp_path / "restart-mlp-2ranks.jsonl"])
+    assert [(row["way"], row["resumed"], row["lost"]) for row in rows] == [("memory", 3, 0), ("disk", 2, 1)]
+    assert all(0 < row["started"] < row["started"] + row["loaded"] < row["seconds"] for row in rows)
+    assert restart.render(rows) in done.out

@@ -16,7 +16,7 @@ import logging
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import index
 from typing import Any
@@ -100,10 +100,13 @@ def key_of(path: str | os.PathLike[str]) -> str:
 
 def _begin(key: str, talk: Talk, ours: Kept) -> Copies | None:
     """Prepare for copies of this size. Collective."""
+    copies = None
     try:
         copies = Copies.open(key, talk, _look(key, talk))
         copies.settle(None, ours.nbytes)
     except CheckpointError as error:
+        if copies is not None:
+            copies.drop()
         if talk.rank == 0:
             log.warning("there are no copies in memory: %s", error)
         return None
@@ -280,6 +283,11 @@ class Copies:
         self.talk.agree(drop, _WHAT, tell=lambda _: None)
         self._latest = -1 if step is None else step
 
+    def drop(self) -> None:
+        """Let the keeper give the memory back."""
+        with suppress(KeeperError):
+            self._keeper.keep_only([], f"{self.key}/")
+
     def save(self, ours: Kept, step: int) -> bool:
         """Copy what this rank keeps. Return whether there is a copy that outlives this process."""
         if step <= self._latest:
@@ -304,11 +312,23 @@ class Copies:
     # ---- between hosts ----------------------------------------------------------------------------------------------
 
     def _exchange(self, step: int) -> None:
-        """Send this rank's copy to the rank that guards it, and receive those of its guests."""
-        sent = self._send(self._own, step, self._nodes.guard_of(self.talk.rank))
-        for rank, versions in self._guests.items():
-            self._receive(versions, rank)
-        self._wait(sent)
+        """Send this rank's copy to the rank that guards it, and receive those of its guests.
+
+        Raises:
+            CommError: it has failed. The connections are closed, so that the other ranks do not wait for this one.
+        """
+        if self._wire is None:
+            raise CommError(
+                f"{_WHAT}: the connections to ranks of other hosts were closed by an error: restart the run"
+            )
+        try:
+            sent = self._send(self._own, step, self._nodes.guard_of(self.talk.rank))
+            for rank, versions in self._guests.items():
+                self._receive(versions, step, rank)
+            self._wait(sent)
+        except BaseException:
+            self._wire = None
+            raise
 
     def _send(self, versions: Versions, step: int, rank: int) -> list[Any]:
         """Begin to send a version: four numbers, and the bytes as they lie."""
@@ -317,12 +337,14 @@ class Copies:
         with _named(f"send a copy to rank {rank}"):
             return [head, *(self._wire.send([each], rank, 0) for each in (head, versions.content(step)))]
 
-    def _receive(self, versions: Versions, rank: int) -> None:
-        """Receive a version into its place."""
+    def _receive(self, versions: Versions, step: int, rank: int) -> None:
+        """Receive the version of a step into its place."""
         head = torch.empty(4, dtype=torch.int64)
         with _named(f"receive a copy from rank {rank}"):
             self._wire.recv([head], rank, 0).wait()
             version = Version(*map(int, head))
+            if version.step != step:
+                raise CommError(f"{_WHAT}: rank {self.talk.rank} copies step {step}, and rank {rank} {version.step}")
             self._wire.recv([versions.begin(version.nbytes)], rank, 0).wait()
         versions.end(version)
 
@@ -341,7 +363,7 @@ class Copies:
             if holder != rank and here == holder:
                 self._wait(self._send(self._versions_of(rank), step, rank))
             elif holder != rank and here == rank:
-                self._receive(self._own, holder)
+                self._receive(self._own, step, holder)
 
     def found(self, step: int) -> Found:
         """Return this rank's own version of `step`."""
@@ -357,6 +379,8 @@ def _named(what: str) -> Iterator[None]:
     """
     try:
         yield
+    except CommError:
+        raise
     except RuntimeError as error:
         raise CommError(f"{_WHAT}: cannot {what}: {error}") from error
 
