@@ -349,6 +349,8 @@ def test_each_rank_is_guarded_on_the_next_node():
     alone = Nodes(["a", "a"])
     assert [alone.guard_of(rank) for rank in range(2)] == [0, 1]
     assert not any(alone.guests_of(rank) for rank in range(2))
+    even = Nodes(["a", "a", "b", "b"])
+    assert [even.guard_of(rank) for rank in range(4)] == [2, 3, 0, 1]
     uneven = Nodes(["a", "b", "a", "a", "c"])
     assert [uneven.guard_of(rank) for rank in range(5)] == [1, 4, 1, 1, 0]
     assert [uneven.guests_of(rank) for rank in range(5)] == [[4], [0, 2, 3], [], [], [1]]
@@ -514,20 +516,20 @@ def test_a_run_goes_on_when_one_of_two_agents_is_lost_with_all_that_it_has_start
     with socket.socket() as free:
         free.bind(("localhost", 0))
         endpoint = f"localhost:{free.getsockname()[1]}"
-    nodes = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "run"]
-    nodes += ["--rdzv-endpoint", endpoint, "--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=3"]
+    options = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "run"]
+    options += ["--rdzv-endpoint", endpoint, "--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=3,is_host="]
+    first, second = ([*options[:-1], options[-1] + each] for each in ("true", "false"))  # the first keeps the store
     with started(tmp_path / "straight", *REDUNDANT, nodes=["--standalone", "--nproc-per-node", "4"]) as agent:
         assert agent.wait(seconds(240)) == 0
-    options = {"restarts": 3, "nodes": nodes}
     folder = tmp_path / "lost"
-    with started(folder, *REDUNDANT, **options) as one:
-        with started(folder, *REDUNDANT, **options) as other:
+    with started(folder, *REDUNDANT, restarts=3, nodes=first) as one:
+        with started(folder, *REDUNDANT, restarts=3, nodes=second) as other:
             until(lambda: newest_of_all(other.pid, 4) >= 5 or other.poll() is not None)
             holder, ranks = holder_of(other.pid), ranks_of(other.pid)
             assert holder is not None
             for each in (other.pid, *ranks, holder):
                 os.kill(each, signal.SIGKILL)
-        with started(folder, *REDUNDANT, **options) as again:
+        with started(folder, *REDUNDANT, restarts=3, nodes=second) as again:
             statuses = [each.wait(seconds(240)) for each in (one, again)]
     log = (folder / "log").read_text()
     assert statuses == [0, 0], log[-4000:]
