@@ -533,7 +533,6 @@ def test_a_run_goes_on_when_one_of_two_agents_is_lost_with_all_that_it_has_start
             statuses = [each.wait(seconds(240)) for each in (one, again)]
     log = (folder / "log").read_text()
     assert statuses == [0, 0], log[-4000:]
-    assert [int(step) >= 4 for step in re.findall(r"goes on after step (\d+) of 40, from copies in memory", log)] == [
-        True
-    ]
+    (resumed,) = re.findall(r"goes on after step (\d+) of 40, from copies in memory", log)
+    assert int(resumed) >= 4  # one rank of a host may have copied step 5 alone
     assert_same_weights(folder / "run", tmp_path / "straight" / "run")
