@@ -362,7 +362,7 @@ def test_a_version_is_there_when_it_is_whole():
     for step in (3, 4, 5):
         before = set(memory.whole())
         memory.begin(100).fill_(step)
-        assert set(memory.whole()) == set(sorted(before)[-1:])  # whoever dies here leaves the newest
+        assert set(memory.whole()) == set(sorted(before)[-1:])  # a rank that dies here leaves the newest
         memory.end(Version(step, 2, 100, 80))
     assert list(memory.whole().values()) == [Version(5, 2, 100, 80), Version(4, 2, 100, 80)]
     other = Versions(os.dup(memory.descriptor))

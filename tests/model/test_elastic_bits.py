@@ -9,7 +9,6 @@ Legend: `W` ranks, `P` parts.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import inf
 from typing import Any
 
@@ -491,4 +490,4 @@ def says_so(group: Any) -> str:
 
 
 def test_the_order_is_in_the_repr():
-    assert all("order=tree, parts=4" in each for each in run_in_process(partial(says_so), 2))
+    assert all("order=tree, parts=4" in each for each in run_in_process(says_so, 2))

@@ -268,7 +268,7 @@ class _Serving:
 
 
 def _listen(agent: Agent) -> socket.socket | None:
-    """Return a socket that listens, or `None` if something else does: whoever connects will see what it is."""
+    """Return a socket that listens, or `None` if something else does: a rank that connects sees what it is."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listener.bind(agent.address)

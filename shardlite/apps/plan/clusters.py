@@ -186,41 +186,29 @@ def _link(card: Card, rate: float, step: float) -> LinkCost:
     return LinkCost(alpha=step, beta=1 / rate, gamma=3 / card.bandwidth)
 
 
+def _dgx(name: str, card: Card, inside: float, nic: float, *sheet: str) -> Cluster:
+    """Return hosts of eight GPUs with an InfiniBand card each. `sheet` has both rates and the host in words."""
+    nvlink, infiniband, host = sheet
+    return Cluster(
+        name=name,
+        card=card,
+        node=8,
+        inside=_nvlink(card, inside),
+        nic=_link(card, nic, _NETWORK_STEP),
+        nics=8,
+        base=_BASE,
+        source=f"NVSwitch {nvlink} both ways, a {infiniband} InfiniBand card per GPU: {_DATASHEETS}, {host}",
+    )
+
+
 _A100, _H100, _H200, _CPU = (CARDS[name] for name in ("A100-80GB", "H100", "H200", "CPU core"))
 
 CLUSTERS = {
     cluster.name: cluster
     for cluster in (
-        Cluster(
-            name="dgx-h100",
-            card=_H100,
-            node=8,
-            inside=_nvlink(_H100, 450e9),
-            nic=_link(_H100, 50e9 * _NDR_SHARE, _NETWORK_STEP),
-            nics=8,
-            base=_BASE,
-            source=f"NVSwitch 900 GB/s both ways, a 400 Gbit/s InfiniBand card per GPU: {_DATASHEETS}, DGX H100",
-        ),
-        Cluster(
-            name="dgx-h200",
-            card=_H200,
-            node=8,
-            inside=_nvlink(_H200, 450e9),
-            nic=_link(_H200, 50e9 * _NDR_SHARE, _NETWORK_STEP),
-            nics=8,
-            base=_BASE,
-            source=f"NVSwitch 900 GB/s both ways, a 400 Gbit/s InfiniBand card per GPU: {_DATASHEETS}, DGX H200",
-        ),
-        Cluster(
-            name="dgx-a100",
-            card=_A100,
-            node=8,
-            inside=_nvlink(_A100, 300e9),
-            nic=_link(_A100, 25e9 * _HDR_SHARE, _NETWORK_STEP),
-            nics=8,
-            base=_BASE,
-            source=f"NVSwitch 600 GB/s both ways, a 200 Gbit/s InfiniBand card per GPU: {_DATASHEETS}, DGX A100",
-        ),
+        _dgx("dgx-h100", _H100, 450e9, 50e9 * _NDR_SHARE, "900 GB/s", "400 Gbit/s", "DGX H100"),
+        _dgx("dgx-h200", _H200, 450e9, 50e9 * _NDR_SHARE, "900 GB/s", "400 Gbit/s", "DGX H200"),
+        _dgx("dgx-a100", _A100, 300e9, 25e9 * _HDR_SHARE, "600 GB/s", "200 Gbit/s", "DGX A100"),
         Cluster(
             name="nvlink-a100",
             card=_A100,
