@@ -103,7 +103,7 @@ def _of_config(path: Path, batch: int, context: int | None) -> Source:
     length = context or getattr(config, "max_position_embeddings", None) or 1024
 
     def make() -> nn.Module:
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
         return model.train()
 
     def given() -> Mapping[str, Any]:
