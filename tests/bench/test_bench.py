@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import detection, step
+from bench import step
+from bench.faults import detection
 from bench.support.check import verify
 from bench.support.systems import SYSTEMS, Floor, build_ddp
 from bench.support.table import read_rows, render

@@ -1,8 +1,8 @@
-"""`bench.checkpoint` saves in every way, compares what was saved, and its rows say how fast."""
+"""`bench.faults.checkpoint` saves in every way, compares what was saved, and its rows say how fast."""
 
 import pytest
 
-from bench import checkpoint, restart
+from bench.faults import checkpoint, restart
 from bench.support.table import read_rows
 from bench.support.workloads import perceptrons
 from tests.support.ranks.scripts import run_process
@@ -39,7 +39,7 @@ def test_what_is_not_loaded_as_it_was_saved_is_not_timed(cluster, tmp_path):
 @pytest.mark.slow
 def test_the_command_writes_its_rows(tmp_path):
     options = ["--rounds", "1", "--out", str(tmp_path), "--folder", str(tmp_path)]
-    done = run_process("-m", "bench.checkpoint", *options)
+    done = run_process("-m", "bench.faults.checkpoint", *options)
     assert done.status == 0, done.err
     assert checkpoint.render(read_rows([tmp_path / "checkpoint-mlp-2ranks.jsonl"])) in done.out
     assert [each.name for each in tmp_path.iterdir()] == ["checkpoint-mlp-2ranks.jsonl"]
@@ -48,7 +48,7 @@ def test_the_command_writes_its_rows(tmp_path):
 @pytest.mark.slow
 def test_a_restart_from_memory_loses_no_step(tmp_path):
     options = ["--fatal", "3", "--save-every", "2", "--out", str(tmp_path), "--folder", str(tmp_path)]
-    done = run_process("-m", "bench.restart", *options)
+    done = run_process("-m", "bench.faults.restart", *options)
     assert done.status == 0, done.err
     rows = read_rows([tmp_path / "restart-mlp-2ranks.jsonl"])
     assert [(row["way"], row["resumed"], row["lost"]) for row in rows] == [("memory", 3, 0), ("disk", 2, 1)]

@@ -1,6 +1,6 @@
 """The narrow state formats train a small GPT to the loss that exact state trains it to, as far as chance lets one see.
 
-`bench.formats` says what is trained, and by which criterion a format passes.
+`bench.formats.states` says what is trained, and by which criterion a format passes.
 """
 
 from pathlib import Path
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from bench.formats import CONTROL, EXACT, SEEDS, STEPS, Training, formats, measure, render, summary
+from bench.formats.states import CONTROL, EXACT, SEEDS, STEPS, Training, formats, measure, render, summary
 from bench.support.table import RESULTS, read_rows
 
 SHORT = 40

@@ -53,7 +53,8 @@ def with_new_tables(text: str) -> str:
 
 def made(source: str) -> str:
     """Return the table that `COMMAND FILE ...` prints, with some systems only if it ends in `, only: SYSTEM, ...`."""
-    from bench import checkpoint, footprint, host
+    from bench import footprint, host
+    from bench.faults import checkpoint
     from bench.support import table
 
     command, _, systems = source.partition(", only: ")
@@ -62,7 +63,7 @@ def made(source: str) -> str:
         rows = [row for row in rows if row["system"] in systems.split(", ")]
     render = {
         "bench.support.table": table.render,
-        "bench.checkpoint": checkpoint.render,
+        "bench.faults.checkpoint": checkpoint.render,
         "bench.footprint": footprint.render,
         "bench.host": host.render,
         "tests.support.markdown": collectives,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
-from bench.quantized import RUNS, Task, measure
+from bench.formats.quantized import RUNS, Task, measure
 from shardlite import EMA, AdamW, Precision, ShardLite
 from shardlite.apps.demo.settings import GPTConfig
 from shardlite.apps.demo.text import read_corpus

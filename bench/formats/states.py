@@ -1,6 +1,6 @@
 """What the state formats of AdamW change in training: the loss of a small GPT after 1000 steps.
 
-    python -m bench.formats
+    python -m bench.formats.states
 
 writes `bench/results/formats-gpt.jsonl`, one JSON object for each run. All runs see the same batches and go through
 `ShardLite` on one rank. How much chance there is in a loss is measured on exact runs: from weights that differ by
@@ -153,7 +153,7 @@ def summary(rows: Sequence[Row]) -> str:
     return (
         f"**Quality.** After {first['steps']} steps of a small GPT, from {weights} initial weights each, the losses "
         f"with narrow formats\ndiffer from the exact ones by {off} of chance at most, and with weights in bf16 alone "
-        f"by {control_off}; chance is\nthe {chance} nats per byte that initial weights make (`bench.formats`)."
+        f"by {control_off}; chance is\nthe {chance} nats per byte that initial weights make (`bench.formats.states`)."
     )
 
 
@@ -188,7 +188,7 @@ def _make(training: Training) -> GPT:
 
 def main(arguments: list[str]) -> int:
     """Measure on one rank and one thread."""
-    parser = argparse.ArgumentParser(prog="python -m bench.formats", description="what state formats change")
+    parser = argparse.ArgumentParser(prog="python -m bench.formats.states", description="what state formats change")
     parser.add_argument("--steps", type=int, default=STEPS, help="of each run (%(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
     options = parser.parse_args(arguments)

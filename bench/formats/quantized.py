@@ -1,6 +1,6 @@
 """What quantized gathers change: the loss of a small GPT, and the bytes that its ranks send.
 
-    python -m bench.quantized --ranks 2
+    python -m bench.formats.quantized --ranks 2
 
 starts its ranks itself and writes `bench/results/quantized-gpt-Nranks.jsonl`, one JSON object for each seed. A seed is
 trained five times: with plain gathers, with quantized ones and, to know how much chance there is in a loss, with plain
@@ -175,7 +175,9 @@ def _run_rank(options: argparse.Namespace) -> None:
 
 def main(arguments: list[str]) -> int:
     """Measure, as one rank if a launcher started this process, else by starting the ranks."""
-    parser = argparse.ArgumentParser(prog="python -m bench.quantized", description="what quantized gathers change")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.formats.quantized", description="what quantized gathers change"
+    )
     parser.add_argument("--ranks", type=int, default=2, help="processes on this machine (%(default)s)")
     parser.add_argument("--steps", type=int, default=400, help="of each run (%(default)s)")
     parser.add_argument("--seeds", type=int, default=2, help="how many (%(default)s)")
@@ -184,7 +186,7 @@ def main(arguments: list[str]) -> int:
     if "RANK" in os.environ:
         _run_rank(options)
         return 0
-    return start_ranks("bench.quantized", options.ranks, arguments)
+    return start_ranks("bench.formats.quantized", options.ranks, arguments)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What FSDP2 does where its documentation does not say: the cells of `docs/compared.md` that are marked *tried*.
 
-    python -m bench.semantics
+    python -m bench.faults.semantics
 
 runs each case on two gloo ranks of its own, since some end their process, and prints a line for each. Every rank
 computes the same, so the gradients of a plain copy are what is to be expected.

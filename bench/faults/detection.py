@@ -1,6 +1,6 @@
 """What it costs that ranks compare what they do: stage 3 with its talks and without, in turn.
 
-    python -m bench.detection --ranks 2 --model mlp
+    python -m bench.faults.detection --ranks 2 --model mlp
 
 starts its ranks itself, and writes `bench/results/detection-MODEL-Nranks.jsonl`, one JSON object:
 
@@ -127,7 +127,7 @@ def _run_rank(options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, as one rank if a launcher started this process, else by starting the ranks."""
-    parser = argparse.ArgumentParser(prog="python -m bench.detection", description="the cost of comparing ranks")
+    parser = argparse.ArgumentParser(prog="python -m bench.faults.detection", description="the cost of comparing ranks")
     parser.add_argument("--ranks", type=int, default=2, help="processes on this machine (%(default)s)")
     parser.add_argument("--model", choices=[*WORKLOADS], default="mlp", help="(%(default)s)")
     parser.add_argument("--steps", type=int, default=100, help="timed steps of each (%(default)s)")
@@ -136,7 +136,7 @@ def main(arguments: Sequence[str]) -> int:
     if "RANK" in os.environ:
         _run_rank(options)
         return 0
-    return start_ranks("bench.detection", options.ranks, arguments)
+    return start_ranks("bench.faults.detection", options.ranks, arguments)
 
 
 if __name__ == "__main__":

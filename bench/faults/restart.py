@@ -1,6 +1,6 @@
 """A rank is killed: how long until the others take a step that they had not taken, from memory and from the disk.
 
-    python -m bench.restart --ranks 2
+    python -m bench.faults.restart --ranks 2
 
 starts its ranks itself, with `torchrun --max-restarts 1`. The rows go to `bench/results/restart-MODEL-Nranks.jsonl`.
 
@@ -112,7 +112,7 @@ def run(way: str, folder: Path, options: argparse.Namespace) -> Row:
     """Train once under `torchrun`, and return what rank 0 has noted."""
     folder.mkdir()
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
-    command = [*launcher, "--max-restarts", "1", "-m", "bench.restart", "--way", way, "--folder", str(folder)]
+    command = [*launcher, "--max-restarts", "1", "-m", "bench.faults.restart", "--way", way, "--folder", str(folder)]
     command += ["--model", options.model, "--fatal", str(options.fatal), "--save-every", str(options.save_every)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", OWN_STORE: "1"}
     done = subprocess.run(command, env=environment, check=False, stderr=subprocess.PIPE, text=True)
@@ -136,7 +136,7 @@ def render(rows: Sequence[Row]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, or be a rank if a launcher started this process."""
-    parser = argparse.ArgumentParser(prog="python -m bench.restart", description="from a kill to the next step")
+    parser = argparse.ArgumentParser(prog="python -m bench.faults.restart", description="from a kill to the next step")
     parser.add_argument("--ranks", type=int, default=2, help="processes on this machine (%(default)s)")
     parser.add_argument("--model", choices=WORKLOADS, default="mlp", help="(%(default)s)")
     parser.add_argument("--fatal", type=int, default=30, help="the step in which a rank is killed (%(default)s)")

@@ -1,6 +1,6 @@
 """Saving a run: how long a step is held up, and how fast bytes go to the disk.
 
-    python -m bench.checkpoint --ranks 2
+    python -m bench.faults.checkpoint --ranks 2
 
 starts its ranks itself. The rows go to `bench/results/checkpoint-MODEL-Nranks.jsonl`, one JSON object a system.
 
@@ -193,7 +193,7 @@ def render(rows: Sequence[Row]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, as one rank if a launcher started this process, else by starting the ranks."""
-    parser = argparse.ArgumentParser(prog="python -m bench.checkpoint", description="saving a run, by system")
+    parser = argparse.ArgumentParser(prog="python -m bench.faults.checkpoint", description="saving a run, by system")
     parser.add_argument("--ranks", type=int, default=2, help="processes on this machine (%(default)s)")
     parser.add_argument("--model", choices=WORKLOADS, default="mlp", help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="saves of each system (%(default)s)")
@@ -207,7 +207,7 @@ def main(arguments: Sequence[str]) -> int:
         print(render(read_rows(options.table)))
         return 0
     if "RANK" not in os.environ:
-        return start_ranks("bench.checkpoint", options.ranks, arguments)
+        return start_ranks("bench.faults.checkpoint", options.ranks, arguments)
     with one_of_them() as group:
         folder = options.folder / f"shardlite-bench-{os.getppid()}"
         folder.mkdir(parents=True, exist_ok=True)
