@@ -243,13 +243,14 @@ def allocate_arenas(kinds: Sequence[tuple[torch.dtype, bool]], lengths: Sequence
     return parts
 
 
-def mark_padded(grad: Tensor) -> Tensor:
-    """Mark a gradient whose padding to a multiple of 32 elements is zero and belongs to it.
+def mark_padded(grads: list[Tensor]) -> list[Tensor]:
+    """Mark gradients whose padding to a multiple of 32 elements is zero and belongs to them.
 
     A tensor alone does not show this: the memory behind it may belong to another tensor of the same storage.
     """
-    grad.shardlite_padded = True  # type: ignore[attr-defined]
-    return grad
+    for grad in grads:
+        grad.shardlite_padded = True  # type: ignore[attr-defined]
+    return grads
 
 
 def is_padded(grad: Tensor) -> bool:
