@@ -140,6 +140,11 @@ class Layout:
         """Number of elements of the longest shard, `S`."""
         return max(stop - start for start, stop in pairwise(self.cuts))
 
+    @cached_property
+    def uneven_cuts(self) -> tuple[int, ...] | None:
+        """The cuts as collectives take them: `None` if all shards are equal, which saves hashing `W` numbers a call."""
+        return None if self.full_numel == self.world_size * self.shard_numel else self.cuts
+
     @property
     def codes_nbytes(self) -> int:
         """Bytes of one rank's row of a quantized gather, `R`: codes, their scales, and padding to `_CODES_ALIGN`."""
