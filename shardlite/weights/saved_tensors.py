@@ -206,16 +206,8 @@ class Calls:
         self.using.clear()
         self.lingering.clear()
 
-    def owner(self, tensor: Tensor) -> Unit | None:
-        """Return the unit whose full weights `tensor` views, if any."""
-        if (type(tensor) is not Tensor and not is_plain(tensor)) or tensor.layout is not torch.strided:
-            return None  # sparse tensors and many subclasses have no storage to look at. Our weights are neither
-        return self.gatherer.owners.get(tensor.untyped_storage()._cdata)  # its `storage_key`, without a call
-
     def has_given_up(self, tensor: Tensor) -> bool:
         """Whether `tensor` views a buffer that was given up because a view of it was kept: it still has weights."""
-        if not is_plain(tensor) or tensor.layout is not torch.strided:
-            return False
         if tensor.untyped_storage().nbytes() not in self._sizes:
             return False
         kept = (each() for unit in self.live for each in unit.escapes)
@@ -242,11 +234,15 @@ class SavedTensorHooks:
 
     def pack(self, tensor: Tensor) -> Any:
         """Return what the graph keeps instead of `tensor`."""
-        unit = self.calls.owner(tensor)
-        if unit is not None:
-            # A view saved outside of any forward is a call of its own.
-            return Handle(self.calls.current.get(unit) or Call(unit, self.calls), tensor)
-        if self._outer is not None and not self.calls.has_given_up(tensor):
+        calls = self.calls
+        # Sparse tensors and many subclasses have no storage to look at. Our weights are neither.
+        has_storage = (type(tensor) is Tensor or is_plain(tensor)) and tensor.layout is torch.strided
+        if has_storage:
+            unit = calls.gatherer.owners.get(tensor.untyped_storage()._cdata)  # its `storage_key`, without a call
+            if unit is not None:
+                # A view saved outside of any forward is a call of its own.
+                return Handle(calls.current.get(unit) or Call(unit, calls), tensor)
+        if self._outer is not None and not (has_storage and calls.has_given_up(tensor)):
             return self._outer[0](tensor)
         return Kept(tensor.detach(), tensor._version)
 
