@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.optim import Optimizer
+from torch.utils.serialization import config
 
 from shardlite.apps.checkpoint import files
 from shardlite.apps.checkpoint.contents import Paths, contents, pickled
@@ -314,7 +315,8 @@ def write_part(folder: Path, rank: int, items: Iterable[WriteItem], entries: Map
     """Write the file of a rank. Return where each item lies, and the checksums of the file."""
     read = _Reader(entries)
     file, rows = f"__{rank}_0.distcp", []
-    with files.summed(folder / file) as stream:
+    # Torch would compute a second checksum of all bytes, which no reader of checkpoints compares.
+    with files.summed(folder / file) as stream, config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
         for item in items:
             begin = stream.size
             content = read(item)
@@ -377,7 +379,7 @@ def _key(value: Tensor) -> Hashable:
 
 
 class _Reader:
-    """Returns what is to be written: a tensor in host memory that owns all of its memory, or a pickled object."""
+    """Returns what is to be written: a tensor in host memory with a storage of its own, or a pickled object."""
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
         self._entries = entries
@@ -395,8 +397,19 @@ class _Reader:
             assert self._latest[1] is not None
             assert item.index.offset is not None
             value = value.box(item.index.offset, self._latest[1])
-        here = value.detach().cpu()
-        return here.clone() if here.untyped_storage().nbytes() != here.nbytes else here
+        return _alone(value.detach().cpu())
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """View a tensor as one whose storage has its elements only, for `torch.save` writes whole storages."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() == tensor.nbytes:
+        return tensor
+    if not tensor.is_contiguous():
+        return tensor.contiguous()
+    begin = tensor.storage_offset() * tensor.itemsize
+    part = storage[begin : begin + tensor.nbytes]
+    return torch.empty(0, dtype=tensor.dtype).set_(part, 0, tensor.shape, tensor.stride())
 
 
 def finish(
