@@ -126,8 +126,8 @@ for step in range(1_000_000):
     model(torch.randn(8, 64)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-    save(sys.argv[1], model, optimizer, step=step, keep=3)
     save_in_memory(sys.argv[1], model, optimizer, step=step)
+    save(sys.argv[1], model, optimizer, step=step, keep=3)
 """
 
 

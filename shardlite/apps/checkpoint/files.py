@@ -167,7 +167,7 @@ class SummedFile:
         self.size += len(piece)
         self._room -= len(piece)
         if self._room == 0:
-            _begin_writeback(self._file.fileno(), self.size - BLOCK)
+            begin_writeback(self._file.fileno(), self.size - BLOCK)
 
     def flush(self) -> None:
         """No-op, for `torch.save`: the file is flushed when it is whole."""
@@ -177,7 +177,7 @@ class SummedFile:
         return {"size": self.size, "crc32": self._crc32}
 
 
-def _begin_writeback(file: int, begin: int) -> None:
+def begin_writeback(file: int, begin: int) -> None:
     """Let the system begin to write a block to the disk, so that `fsync` has less to wait for.
 
     Linux does so when it is told that the pages will not be read soon. It keeps those that are not on the disk yet.
