@@ -1,8 +1,8 @@
 """Train with larger batches: by the linear learning-rate rule with warm-up, and by accumulating gradients.
 
-The rule (Goyal et al. 2017): with a batch `k` times as large take a learning rate `k` times as large, for `k` small steps
-go about as far as a large one. At the beginning, when weights change fast, that does not hold, so the rate starts at
-that of the small batch and rises during the warm-up. The rule is one for SGD, so the optimizer here is SGD with momentum.
+The rule (Goyal et al. 2017): with a batch `k` times as large, take a learning rate `k` times as large, so that a step
+goes about as far as `k` small ones. While weights change fast that does not hold, so the rate starts at that of the
+small batch and rises during the warm-up. The rule is one for SGD, so the optimizer here is SGD with momentum.
 
 Legend: `B` sequences in the smallest batch, `k` times as many in a larger one.
 """
@@ -27,10 +27,10 @@ SMALLEST = 8
 
 FACTORS = (1, 2, 4, 8)
 
-SAMPLES = 3072
-"""Sequences that every run trains on, so that the largest batch takes 48 steps."""
+SAMPLES = 2048
+"""Sequences that every run trains on, so that the largest batch takes 32 steps."""
 
-LR = 0.1
+LR = 0.02
 """Of the smallest batch."""
 
 WARM_UP = 0.2
@@ -40,8 +40,8 @@ RULES = ("constant", "linear", "linear, warm-up")
 """The learning rate is that of the smallest batch, `k` times as large, or rises to that."""
 
 _MOMENTUM = 0.9
-_VALIDATIONS = 12
-_VALIDATED = 64  # sequences
+_VALIDATIONS = 8
+_VALIDATED = 32  # sequences
 
 
 def learning_rate(rule: str, k: int, progress: float) -> float:

@@ -73,7 +73,7 @@ def bucketed_ddp(model: nn.Module, batches: Iterable[Batch]) -> Iterator[float]:
 
     for b, (bucket, flat) in enumerate(zip(buckets, flats, strict=True)):
         for param, part in zip(bucket, flat.split([param.numel() for param in bucket]), strict=True):
-            param.register_post_accumulate_grad_hook(lambda p, b=b, part=part.view_as(param): fill(b, p, part))
+            param.register_post_accumulate_grad_hook(lambda p, b=b, part=part: fill(b, p, part.view_as(p)))
     optimizer = adamw(params)
     for x, y in batches:
         missing.update({b: len(bucket) for b, bucket in enumerate(buckets)})

@@ -2,8 +2,8 @@
 
     python -m bench.strategies --ranks 2
 
-starts its ranks itself. Rows go to `bench/results/strategies-gpt-Nranks.jsonl` and `strategies-batch.jsonl`, pictures to
-`docs/`; with `--out FOLDER` both go there. `--what strategies` leaves out the larger batches. One row per strategy:
+starts its ranks itself. Rows go to `strategies-gpt-Nranks.jsonl` and `strategies-batch.jsonl` in `bench/results/`,
+pictures to `docs/`; with `--out FOLDER` all go there. `--what strategies` leaves out larger batches. A row a strategy:
 
 | key | what it is |
 |---|---|
