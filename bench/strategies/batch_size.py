@@ -22,12 +22,12 @@ from bench.support.check import UNIT_ROUNDOFF
 from bench.support.table import Row
 from shardlite.apps.demo.text import draw_sequences
 
-SMALLEST = 8
+SMALLEST = 4
 """Sequences in a batch of size `B`."""
 
 FACTORS = (1, 2, 4, 8)
 
-SAMPLES = 2048
+SAMPLES = 1024
 """Sequences that every run trains on, so that the largest batch takes 32 steps."""
 
 LR = 0.02

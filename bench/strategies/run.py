@@ -9,7 +9,7 @@ pictures to `docs/`; with `--out FOLDER` all go there. `--what strategies` leave
 |---|---|
 | `losses` | of each step, mean over the ranks, nats per byte |
 | `largest_difference` | of these from the losses of one process |
-| `sent_bytes` | in a step, on the rank that sends most, mean of `AVERAGED_EVERY` steps |
+| `sent_bytes` | in a step, on the rank that sends most, the mean from one average of parameters to the next |
 | `formula`, `formula_bytes` | what it should be, with `n` bytes of parameters and `W` ranks |
 | `ms_p20`, `ms_p50`, `ms_p80` | milliseconds of a step, on the slowest rank |
 | `held_bytes`, `peak_bytes` | bytes in tensors between two steps and at most during one, on the rank that holds most |
@@ -27,7 +27,7 @@ import argparse
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,7 +50,7 @@ from bench.strategies.replicas import (
 from bench.strategies.rings import bucketed_ddp, ring
 from bench.strategies.sharded import fsdp2, sharded, shardlite
 from bench.strategies.table import render
-from bench.strategies.wire import Wire, counted
+from bench.strategies.wire import counted
 from bench.support.machine import machine
 from bench.support.measure import largest, percentile, rotated, seconds
 from bench.support.ranks import one_of_them, start_ranks
@@ -176,12 +176,13 @@ def difference(losses: Sequence[float], others: Sequence[float]) -> float:
 def sent_bytes(strategy: Strategy) -> int:
     """Return what the busiest rank sends in a step. To be called by every rank."""
     with counted() as wire:
-        steps = Steps(strategy)
-        steps.take()  # what is exchanged once, at the beginning
-        _reset(wire)
-        for _ in range(AVERAGED_EVERY):
+        steps, counting = Steps(strategy), 1 if strategy.is_same else AVERAGED_EVERY
+        for _ in range(2):  # they also exchange what is exchanged once
             steps.take()
-    return round(largest([wire.sent / AVERAGED_EVERY], dist.group.WORLD)[0])
+        before = wire.sent
+        for _ in range(counting):
+            steps.take()
+    return round(largest([(wire.sent - before) / counting], dist.group.WORLD)[0])
 
 
 def memory(strategy: Strategy) -> Row:
@@ -198,11 +199,6 @@ def memory(strategy: Strategy) -> Row:
         steps.take()
     held, peak = largest([held - before, meter.peak - before], dist.group.WORLD)
     return {"held_bytes": round(held), "peak_bytes": round(peak)}
-
-
-def _reset(wire: Wire) -> None:
-    dist.barrier()
-    wire.sent = 0
 
 
 def _formula(strategy: Strategy) -> Row:
@@ -235,32 +231,30 @@ def larger_batches(say: Callable[[str], None]) -> list[Row]:
 def _run_rank(options: argparse.Namespace) -> int:
     with one_of_them() as group:
         say = partial(print, file=sys.stderr, flush=True) if group.rank() == 0 else lambda _: None
-        made: dict[str, list[Row]] = {}
-        if "strategies" in options.what:
-            made[f"strategies-gpt-{group.size()}ranks.jsonl"] = compare(options.steps, say)
-        if "batch" in options.what:
-            made["strategies-batch.jsonl"] = larger_batches(say)
-        found = [complaint for rows in made.values() for complaint in complaints(rows)]
-        if group.rank() == 0:
-            _report(made, found, options.out)
+        found = []
+        for part in options.what:
+            rows = compare(options.steps, say) if part == "strategies" else larger_batches(say)
+            found += complaints(rows)
+            if group.rank() == 0:
+                name = f"strategies-gpt-{group.size()}ranks" if part == "strategies" else "strategies-batch"
+                _report(rows, name, options.out)
+    for complaint in found:
+        say(complaint)
     return 1 if found else 0
 
 
-def _report(made: Mapping[str, list[Row]], found: Sequence[str], out: Path | None) -> None:
-    """Write and print rows, paint them, and say what is wrong."""
-    for name, rows in made.items():
-        write_rows(rows, (out or RESULTS) / name)
-        print(f"\n{render(rows)}\n", flush=True)
-        for path in paint(rows, out or PICTURES):
-            print(f"wrote {path}", flush=True)
-    for complaint in found:
-        print(complaint, file=sys.stderr, flush=True)
+def _report(rows: Sequence[Row], name: str, out: Path | None) -> None:
+    """Write and print rows, and paint them."""
+    write_rows(rows, (out or RESULTS) / f"{name}.jsonl")
+    print(f"\n{render(rows)}\n", flush=True)
+    for path in paint(rows, out or PICTURES):
+        print(f"wrote {path}", flush=True)
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.strategies", description="all ways of data parallelism")
     parser.add_argument("--ranks", type=int, default=2, help="processes on this machine (%(default)s)")
-    parser.add_argument("--steps", type=int, default=120, help="of each strategy (%(default)s)")
+    parser.add_argument("--steps", type=int, default=60, help="of each strategy (%(default)s)")
     parser.add_argument("--what", nargs="+", choices=["strategies", "batch"], default=["strategies", "batch"])
     parser.add_argument("--out", type=Path, help="folder for rows and pictures (bench/results and docs)")
     options = parser.parse_args(arguments)
