@@ -42,7 +42,7 @@ def adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, fused=True, **ADAMW)
 
 
-def batches(size: int = BATCH, *, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
+def batches(size: int, *, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
     """Yield a rank's part of each global batch of `size` sequences: bytes x [size/W t] and their following bytes y.
 
     Sequence `i` is the same for every batch size and number of ranks.

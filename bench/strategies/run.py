@@ -118,7 +118,7 @@ class Steps:
     def __init__(self, strategy: Strategy) -> None:
         rank, ranks = (0, 1) if strategy.is_alone else (dist.get_rank(), dist.get_world_size())
         works = rank == dist.get_rank()
-        self._steps = strategy.train(make_model(), batches(rank=rank, ranks=ranks)) if works else None
+        self._steps = strategy.train(make_model(), batches(problem.BATCH, rank=rank, ranks=ranks)) if works else None
         self._parts = ranks
         self.losses: list[float] = []
         self.seconds: list[float] = []

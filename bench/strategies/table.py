@@ -37,13 +37,13 @@ def _strategies(rows: Sequence[Row]) -> str:
 
 
 def _batches(rows: Sequence[Row]) -> str:
-    rules = list(dict.fromkeys(row["rule"] for row in rows))
-    smallest = rows[0]["batch"]
-    last = {(row["batch"], row["rule"]): row for row in rows}
-    cells = [["batch", "steps", *(f"{rule}" for rule in ("constant", "linear", "linear, warm-up") if rule in rules)]]
+    rules = list(dict.fromkeys(row["rule"] for row in rows if row["batch"] > rows[0]["batch"]))
+    losses = {(row["batch"], row["rule"]): f"{row['losses'][-1]:.3f}" for row in rows}
+    smallest = losses[rows[0]["batch"], rows[0]["rule"]]  # all rules are one there
+    cells = [["batch", "steps", *rules]]
     for batch, steps in {row["batch"]: row["steps"] for row in rows}.items():
-        row = [last.get((batch, rule if batch > smallest else rows[0]["rule"])) for rule in cells[0][2:]]
-        cells.append([f"{batch}", f"{steps}", *("" if each is None else _loss(each) for each in row)])
+        of_rules = [smallest if batch == rows[0]["batch"] else losses.get((batch, rule), "") for rule in rules]
+        cells.append([str(batch), str(steps), *of_rules])
     first = rows[0]
     return (
         f"Validation loss after {first['samples'][-1]} sequences, nats per byte; {first['words']}; {_where(first)}.\n\n"
@@ -57,10 +57,6 @@ def _accumulation(rows: Sequence[Row]) -> str:
         f"The gradient of {row['micro_batches']} micro-batches is off by {row['accumulated_off_by']:.1e}, that of one "
         f"batch of {row['batch']} by {row['large_batch_off_by']:.1e} of the exact one; {_where(row)}."
     )
-
-
-def _loss(row: Row) -> str:
-    return f"{row['losses'][-1]:.3f}"
 
 
 def _kib(nbytes: int) -> str:
