@@ -55,6 +55,7 @@ def made(source: str) -> str:
     """Return the table that `COMMAND FILE ...` prints, with some systems only if it ends in `, only: SYSTEM, ...`."""
     from bench import footprint, host
     from bench.faults import checkpoint, notice, restart
+    from bench.strategies import table as strategies
     from bench.support import table
 
     command, _, systems = source.partition(", only: ")
@@ -68,6 +69,7 @@ def made(source: str) -> str:
         "bench.faults.restart": restart.render,
         "bench.footprint": footprint.render,
         "bench.host": host.render,
+        "bench.strategies.table": strategies.render,
         "tests.support.markdown": collectives,
     }
     return render[command.split()[2]](rows)

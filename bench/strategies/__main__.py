@@ -1,0 +1,7 @@
+"""`python -m bench.strategies`."""
+
+import sys
+
+from bench.strategies.run import main
+
+sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,87 @@
+"""Strategies in which all ranks share the work of averaging gradients: each sends to its right neighbour only.
+
+Legend: `W` ranks (`ranks`), `n` elements in a flat buffer.
+"""
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bench.strategies.problem import Batch, adamw
+
+BUCKET = 1 << 16
+"""Elements that a bucket has at least, but for the last one."""
+
+
+def ring_all_reduce(flat: Tensor) -> None:
+    """Replace `flat` [n] by its sum over the ranks, which form a ring: send to the right, receive from the left."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    right, left = (rank + 1) % ranks, (rank - 1) % ranks
+    chunks = flat.tensor_split(ranks)
+
+    for t in range(ranks - 1):  # reduce-scatter: a partial sum goes round, and each rank adds its own chunk
+        outgoing, partial = chunks[(rank - t) % ranks], chunks[(rank - t - 1) % ranks]
+        incoming = torch.empty_like(partial)
+        sending = dist.isend(outgoing, right)
+        dist.recv(incoming, left)
+        sending.wait()
+        partial += incoming
+
+    for t in range(ranks - 1):  # all-gather: a finished sum goes round, and each rank keeps a copy
+        sending = dist.isend(chunks[(rank - t + 1) % ranks], right)
+        dist.recv(chunks[(rank - t) % ranks], left)
+        sending.wait()
+
+
+def ring(model: nn.Module, batches: Iterable[Batch]) -> Iterator[float]:
+    """Average all gradients by one ring all-reduce after the backward."""
+    params, ranks = list(model.parameters()), dist.get_world_size()
+    optimizer = adamw(params)
+    for x, y in batches:
+        loss = model(x, y)
+        loss.backward()
+        flat = torch.cat([param.grad.flatten() for param in params])
+        ring_all_reduce(flat)
+        flat /= ranks
+        for param, mean in zip(params, flat.split([param.numel() for param in params]), strict=True):
+            param.grad.copy_(mean.view_as(param))
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item()
+
+
+def bucketed_ddp(model: nn.Module, batches: Iterable[Batch]) -> Iterator[float]:
+    """Average a bucket of gradients in the background as soon as the backward has filled it."""
+    params, ranks = list(model.parameters()), dist.get_world_size()
+    buckets: list[list[nn.Parameter]] = [[]]
+    for param in reversed(params):  # about the order in which the backward makes gradients
+        if sum(each.numel() for each in buckets[-1]) >= BUCKET:
+            buckets.append([])
+        buckets[-1].append(param)
+    flats = [torch.empty(sum(param.numel() for param in bucket)) for bucket in buckets]
+    missing, reductions, queue = {}, {}, ThreadPoolExecutor(1)
+
+    def fill(b: int, param: nn.Parameter, part: Tensor) -> None:
+        part.copy_(param.grad)
+        param.grad = part  # the gradient is a view of the bucket from now on
+        missing[b] -= 1
+        while (ready := len(reductions)) < len(flats) and missing[ready] == 0:  # in one order on all ranks
+            reductions[ready] = queue.submit(ring_all_reduce, flats[ready])
+
+    for b, (bucket, flat) in enumerate(zip(buckets, flats, strict=True)):
+        for param, part in zip(bucket, flat.split([param.numel() for param in bucket]), strict=True):
+            param.register_post_accumulate_grad_hook(lambda p, b=b, part=part: fill(b, p, part.view_as(p)))
+    optimizer = adamw(params)
+    for x, y in batches:
+        missing.update({b: len(bucket) for b, bucket in enumerate(buckets)})
+        loss = model(x, y)
+        loss.backward()  # `fill` runs as gradients come
+        for b, flat in enumerate(flats):
+            reductions.pop(b).result()
+            flat /= ranks
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item()

@@ -1,0 +1,273 @@
+"""Train one model by all strategies, check that they learn the same, and count bytes, time and memory.
+
+    python -m bench.strategies --ranks 2
+
+starts its ranks itself. Rows go to `strategies-gpt-Nranks.jsonl` and `strategies-batch.jsonl` in `bench/results/`,
+pictures to `docs/`; with `--out FOLDER` all go there. `--what strategies` leaves out larger batches. A row a strategy:
+
+| key | what it is |
+|---|---|
+| `losses` | of each step, mean over the ranks, nats per byte |
+| `largest_difference` | of these from the losses of one process |
+| `sent_bytes` | in a step, on the rank that sends most, the mean from one average of parameters to the next |
+| `formula`, `formula_bytes` | what it should be, with `n` bytes of parameters and `W` ranks |
+| `ms_p20`, `ms_p50`, `ms_p80` | milliseconds of a step, on the slowest rank |
+| `held_bytes`, `peak_bytes` | bytes in tensors between two steps and at most during one, on the rank that holds most |
+
+All strategies take their first step before any takes its second, so a busy machine is busy for all. `bucketed_ddp`
+reduces on a thread, of which `peak_bytes` does not see one half of a bucket.
+
+The exit status is 1 if a strategy that averages gradients differs by more than `CLOSE` from one process, if averaging
+parameters does not, or if accumulated gradients are further from the exact ones than rounding explains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bench.strategies import batch_size, problem
+from bench.strategies.paint import paint
+from bench.strategies.problem import Batch, batches, make_model
+from bench.strategies.replicas import (
+    AVERAGED_EVERY,
+    cpu_master,
+    data_parallel,
+    one_process,
+    parameter_averaging,
+    parameter_server,
+)
+from bench.strategies.rings import bucketed_ddp, ring
+from bench.strategies.sharded import fsdp2, sharded, shardlite
+from bench.strategies.table import render
+from bench.strategies.wire import counted
+from bench.support.machine import machine
+from bench.support.measure import largest, percentile, rotated, seconds
+from bench.support.ranks import one_of_them, start_ranks
+from bench.support.table import RESULTS, Row, write_rows
+from shardlite.telemetry.meter import Meter
+
+CLOSE = 0.02
+"""Nats per byte by which losses may differ from those of one process.
+
+The batches are added in parts, which rounds differently, and Adam divides small gradients by their own size: over a
+hundred steps differences grow from 1e-7 to some thousandths. An error in the algorithm makes a tenth or more.
+"""
+
+PICTURES = Path(__file__).parents[2] / "docs"
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A way to train, and what is known of it."""
+
+    train: Callable[[nn.Module, Iterator[Batch]], Iterator[float]]
+
+    formula: str
+    """Bytes that the busiest rank sends in a step, of `n` bytes of parameters on `W` ranks."""
+
+    sent: Callable[[int], float]
+    """The same as a part of `n`."""
+
+    is_alone: bool = False
+    """Rank 0 trains on whole batches, and the others wait."""
+
+    is_same: bool = True
+    """The algorithm is that of one process."""
+
+
+STRATEGIES = {
+    "one process": Strategy(one_process, "0", lambda ranks: 0, is_alone=True),
+    "nn.DataParallel": Strategy(data_parallel, "0", lambda ranks: 0, is_alone=True),
+    "CPU master": Strategy(cpu_master, "(W-1) n", lambda ranks: ranks - 1),
+    "parameter server": Strategy(parameter_server, "(W-1) n", lambda ranks: ranks - 1),
+    "parameter averaging": Strategy(
+        parameter_averaging,
+        f"2 (W-1)/W n / {AVERAGED_EVERY}",
+        lambda ranks: 2 * (ranks - 1) / ranks / AVERAGED_EVERY,
+        is_same=False,
+    ),
+    "ring all-reduce": Strategy(ring, "2 (W-1)/W n", lambda ranks: 2 * (ranks - 1) / ranks),
+    "bucketed DDP": Strategy(bucketed_ddp, "2 (W-1)/W n", lambda ranks: 2 * (ranks - 1) / ranks),
+    "sharded by hand": Strategy(sharded, "3 (W-1)/W n", lambda ranks: 3 * (ranks - 1) / ranks),
+    "FSDP2": Strategy(fsdp2, "at most 3 (W-1)/W n", lambda ranks: 3 * (ranks - 1) / ranks),
+    "ShardLite": Strategy(shardlite, "at most 3 (W-1)/W n", lambda ranks: 3 * (ranks - 1) / ranks),
+}
+
+
+def usable() -> dict[str, Strategy]:
+    """Return all strategies, `nn.DataParallel` only where there are GPUs: without, it is one process."""
+    return {name: each for name, each in STRATEGIES.items() if name != "nn.DataParallel" or torch.cuda.is_available()}
+
+
+class Steps:
+    """The steps of one strategy on this rank. A rank that only waits has losses of 0."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        rank, ranks = (0, 1) if strategy.is_alone else (dist.get_rank(), dist.get_world_size())
+        works = rank == dist.get_rank()
+        self._steps = strategy.train(make_model(), batches(problem.BATCH, rank=rank, ranks=ranks)) if works else None
+        self._parts = ranks
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+
+    def take(self) -> None:
+        """Take one step, together with the other ranks."""
+        dist.barrier()
+        if self._steps is None:
+            self.losses.append(0.0)
+            self.seconds.append(0.0)
+            return
+        self.seconds.append(seconds(lambda: self.losses.append(next(self._steps)), _CPU)[0])
+
+    def mean_losses(self) -> list[float]:
+        """Return the loss of the global batch in each step. To be called by every rank."""
+        total = torch.tensor(self.losses, dtype=torch.float64)
+        dist.all_reduce(total)
+        losses: list[float] = (total / self._parts).tolist()
+        return losses
+
+
+def compare(steps: int, say: Callable[[str], None]) -> list[Row]:
+    """Run all strategies for `steps` steps. Return a row for each. To be called by every rank."""
+    strategies = usable()
+    sizes = {}
+    for name, strategy in strategies.items():
+        say(f"{name}: bytes and memory")
+        sizes[name] = {"sent_bytes": sent_bytes(strategy), **memory(strategy)}
+    taken = {name: Steps(strategy) for name, strategy in strategies.items()}
+    for step in range(steps):
+        if step % 10 == 0:
+            say(f"step {step} of {steps}, by {len(taken)} strategies")
+        for name in rotated(list(taken), step):
+            taken[name].take()
+    losses = {name: each.mean_losses() for name, each in taken.items()}
+    times = {name: largest(each.seconds[min(3, steps - 1) :], dist.group.WORLD) for name, each in taken.items()}
+    common = {"bench": "strategies", "words": problem.words(make_model()), "ranks": dist.get_world_size()}
+    return [
+        common
+        | {"strategy": name, "steps": steps, "largest_difference": difference(losses[name], losses["one process"])}
+        | _formula(strategies[name])
+        | sizes[name]
+        | {f"ms_p{percent}": round(1e3 * percentile(times[name], percent), 2) for percent in (20, 50, 80)}
+        | {"losses": [round(loss, 7) for loss in losses[name]], "threads": torch.get_num_threads()}
+        | machine()
+        for name in strategies
+    ]
+
+
+def difference(losses: Sequence[float], others: Sequence[float]) -> float:
+    """Return the largest difference of two curves, in nats per byte."""
+    return round(max(abs(one - other) for one, other in zip(losses, others, strict=True)), 6)
+
+
+def sent_bytes(strategy: Strategy) -> int:
+    """Return what the busiest rank sends in a step. To be called by every rank."""
+    with counted() as wire:
+        steps, counting = Steps(strategy), 1 if strategy.is_same else AVERAGED_EVERY
+        for _ in range(2):  # they also exchange what is exchanged once
+            steps.take()
+        before = wire.sent
+        for _ in range(counting):
+            steps.take()
+    return round(largest([(wire.sent - before) / counting], dist.group.WORLD)[0])
+
+
+def memory(strategy: Strategy) -> Row:
+    """Return the bytes in tensors between two steps, and the most during one. To be called by every rank."""
+    gc.collect()
+    with Meter[None]() as meter:
+        before = meter.live
+    steps = Steps(strategy)
+    for _ in range(2):  # by then the optimizer has its state
+        steps.take()
+    gc.collect()
+    with Meter[None]() as meter:
+        held = meter.live
+        steps.take()
+    held, peak = largest([held - before, meter.peak - before], dist.group.WORLD)
+    return {"held_bytes": round(held), "peak_bytes": round(peak)}
+
+
+def _formula(strategy: Strategy) -> Row:
+    nbytes = sum(param.nbytes for param in make_model().parameters())
+    return {"formula": strategy.formula, "formula_bytes": round(strategy.sent(dist.get_world_size()) * nbytes)}
+
+
+def complaints(rows: Sequence[Row]) -> list[str]:
+    """Return what is wrong with the results, in sentences."""
+    found = []
+    for row in rows:
+        off = row.get("largest_difference", 0)
+        if "strategy" in row and STRATEGIES[row["strategy"]].is_same and not off <= CLOSE:
+            found.append(f"{row['strategy']}: a loss differs by {off:.3g} from that of one process; at most {CLOSE:g}")
+        if "strategy" in row and not STRATEGIES[row["strategy"]].is_same and off <= CLOSE:
+            found.append(f"{row['strategy']}: losses differ by {off:.3g} only, as if gradients were averaged")
+        if row.get("tolerance_used", 0) > 1:
+            found.append(f"accumulation: {row['tolerance_used']:.3g} times as far from the exact gradient as allowed")
+    return found
+
+
+def larger_batches(say: Callable[[str], None]) -> list[Row]:
+    """Return the rows of training with larger batches. To be called by every rank."""
+    say("gradients of micro-batches and of the large batch")
+    common = {"threads": torch.get_num_threads()} | machine()
+    accumulation = {"bench": "strategies-accumulation"} | batch_size.accumulation() | common
+    return [accumulation, *({"bench": "strategies-batch"} | row | common for row in batch_size.learning_rates(say))]
+
+
+def _run_rank(options: argparse.Namespace) -> int:
+    with one_of_them() as group:
+        say = partial(print, file=sys.stderr, flush=True) if group.rank() == 0 else lambda _: None
+        found = []
+        for part in options.what:
+            rows = compare(options.steps, say) if part == "strategies" else larger_batches(say)
+            found += complaints(rows)
+            if group.rank() == 0:
+                name = f"strategies-gpt-{group.size()}ranks" if part == "strategies" else "strategies-batch"
+                _report(rows, name, options.out)
+    for complaint in found:
+        say(complaint)
+    return 1 if found else 0
+
+
+def _report(rows: Sequence[Row], name: str, out: Path | None) -> None:
+    """Write and print rows, and paint them."""
+    write_rows(rows, (out or RESULTS) / f"{name}.jsonl")
+    print(f"\n{render(rows)}\n", flush=True)
+    for path in paint(rows, out or PICTURES):
+        print(f"wrote {path}", flush=True)
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.strategies", description="all ways of data parallelism")
+    parser.add_argument("--ranks", type=int, default=2, help="processes on this machine (%(default)s)")
+    parser.add_argument("--steps", type=int, default=60, help="of each strategy (%(default)s)")
+    parser.add_argument("--what", nargs="+", choices=["strategies", "batch"], default=["strategies", "batch"])
+    parser.add_argument("--out", type=Path, help="folder for rows and pictures (bench/results and docs)")
+    options = parser.parse_args(arguments)
+    if options.steps < 2 * AVERAGED_EVERY:
+        parser.error(f"--steps must be at least {2 * AVERAGED_EVERY}, or parameters are averaged less than twice")
+    if options.ranks < 2 or problem.BATCH % options.ranks:
+        parser.error(f"--ranks must be 2 or more and divide the global batch of {problem.BATCH}, got {options.ranks}")
+    return options
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, as one rank if a launcher started this process, else by starting the ranks."""
+    options = _options(arguments)
+    if "RANK" not in os.environ:
+        return start_ranks("bench.strategies", options.ranks, arguments)
+    return _run_rank(options)

@@ -1,0 +1,61 @@
+"""Count the bytes that this rank sends, whoever sends them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shardlite.comm.traffic import Tally
+
+_SENT: dict[str, Callable[[int], float]] = {
+    "send": lambda ranks: 1,
+    "isend": lambda ranks: 1,
+    "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
+    "all_gather": lambda ranks: ranks - 1,
+    "reduce_scatter": lambda ranks: ranks - 1,
+    "all_gather_single": lambda ranks: ranks - 1,
+    "all_gather_into_tensor": lambda ranks: ranks - 1,
+    "reduce_scatter_single": lambda ranks: ranks - 1,
+    "reduce_scatter_tensor": lambda ranks: ranks - 1,
+}
+"""How many times a call sends its smallest tensor: what it is given, or a shard. A collective sends as a ring would."""
+
+
+@dataclass
+class Wire:
+    """Bytes that this rank has sent so far."""
+
+    sent: float = 0
+
+
+@contextmanager
+def counted() -> Iterator[Wire]:
+    """Count the calls of `torch.distributed` and the messages of ShardLite, on all threads, within the block."""
+    wire, add = Wire(), Tally.add
+
+    def counting(name: str) -> Callable[..., Any]:
+        call, times = getattr(dist, name), _SENT[name](dist.get_world_size())
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+            wire.sent += times * min(each.nbytes for each in tensors)
+            return call(*args, **kwargs)
+
+        return run
+
+    def add_message(tally: Tally, tensor: Tensor) -> None:
+        wire.sent += tensor.nbytes
+        add(tally, tensor)
+
+    with ExitStack() as patches:
+        for name in _SENT:
+            if hasattr(dist, name):
+                patches.enter_context(mock.patch.object(dist, name, counting(name)))
+        patches.enter_context(mock.patch.object(Tally, "add", add_message))
+        yield wire
