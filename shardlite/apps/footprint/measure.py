@@ -9,7 +9,8 @@ All sizes are bytes of one rank, above what it held after the imports and the st
 | `pss_vs_fsdp2` | that as a part of FSDP2's |
 | `between_bytes` | the same between two steps |
 | `tensor_bytes` | the most bytes in tensors in a step, on rank 0 |
-| `predicted_bytes` | the same by arithmetic (`predict.py`); absent where no rules are known |
+| `predicted_bytes` | the same by arithmetic, at most (`predict.py`); absent where no rules are known |
+| `predicted_least_bytes` | the same, if each reduction of ShardLite ends before the next gradient; else equal |
 | `purposes` | what `memory()` says at that moment; the rest are activations, and gradients on their way |
 | `pss_purposes` | what `memory()` says at the moment of `pss_bytes`, mean of the ranks |
 | `weight_bytes`, `compute` | of the plain model, in the dtype that it computes in |

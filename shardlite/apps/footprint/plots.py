@@ -17,11 +17,11 @@ from shardlite.apps.footprint.table import runs
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000", "#777777")
 _HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo", "")
-_GREYS = ("#dddddd", "#999999")
+_GREYS = ("#bbbbbb", "#e5e5e5", "#888888")
 _MARKERS = "os^Dv<>P"
-_REST = ("activations, gradients on their way", "not in tensors")
+_REST = ("tensors of systems that keep no account", "activations, gradients on their way", "not in tensors")
 
 _NO_TENSORS = ("mailboxes", "idle shared memory")
 """Purposes of memory that no tensor has."""
@@ -69,14 +69,14 @@ def _paint_bars(rows: Sequence[Row], file: Path) -> None:
     axes = figure.add_subplot()
     left = [0.0] * len(rows)
     colours = [*_COLOURS[: len(purposes)], *_GREYS]
-    hatches = [*_HATCHES[: len(purposes)], "", ""]
+    hatches = [*_HATCHES[: len(purposes)], *("" for _ in _REST)]
     for part, colour, hatch in zip(parts, colours, hatches, strict=True):
         sizes = [_part(row, part, purposes) / 2**20 for row in rows]
         style: dict[str, Any] = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
         axes.barh([row["system"] for row in rows], sizes, left=left, label=part, **style)
         left = [before + size for before, size in zip(left, sizes, strict=True)]
     axes.invert_yaxis()
-    axes.set(xlabel="MiB per rank at the peak of a step")
+    axes.set_xlabel("MiB per rank at the peak of a step", fontsize=8)
     axes.set_title(f"{rows[0]['words']}, {rows[0]['ranks']} ranks", fontsize=9, loc="left")
     _plain(axes)
     axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
@@ -96,13 +96,14 @@ def _purposes(rows: Sequence[Row]) -> list[str]:
 
 
 def _part(row: Row, part: str, purposes: Sequence[str]) -> int:
-    """Return the bytes of one part of a bar. Of systems that keep no account all tensors are one part."""
+    """Return the bytes of one part of a bar."""
     held: dict[str, int] = row["purposes"]
     idle = sum(held.get(each, 0) for each in _NO_TENSORS)
-    if part == _REST[1]:
+    if part == _REST[2]:
         return max(0, int(row["pss_bytes"]) - int(row["tensor_bytes"]) - idle)
-    if part == _REST[0]:
-        return int(row["tensor_bytes"]) - sum(held.values()) + idle
+    if part in _REST:
+        tensors = int(row["tensor_bytes"]) - sum(held.values()) + idle
+        return tensors if part == _REST[bool(held)] else 0
     if part == "other purposes":
         return sum(nbytes for purpose, nbytes in held.items() if purpose not in purposes)
     return held.get(part, 0)
@@ -119,31 +120,35 @@ def _paint_ranks(rows: Sequence[Row], file: Path) -> None:
         for i, system in enumerate(systems):
             _draw_system(axes, [row for row in rows if row["system"] == system], i)
         axes.set_title(title, fontsize=9, loc="left")
-        axes.set(xlabel="ranks", xscale="log", ylim=(0, None))
+        axes.set_xlabel("ranks", fontsize=8)
+        axes.set_xscale("log")
         ticks = sorted({row["ranks"] for row in rows})
         axes.set_xticks(ticks, [str(each) for each in ticks])
         axes.minorticks_off()
         axes.grid(color="#dddddd", linewidth=0.6)
         _plain(axes)
         axes.legend(frameon=False, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
-    every[0].set_ylabel("MiB in tensors per rank at the peak of a step")
+    every[0].set_ylim(0, 1.08 * max(row["tensor_bytes"] for row in rows) / 2**20)
+    every[0].set_ylabel("MiB in tensors per rank at the peak of a step", fontsize=8)
     figure.suptitle(f"{rows[0]['words']}: points are measured, lines are predicted", fontsize=9)
     figure.savefig(file, metadata=_dateless(file))
 
 
 def _draw_system(axes: Axes, rows: Sequence[Row], place: int) -> None:
+    """Draw the points of the first system largest, so that points at the same place are seen one inside the other."""
     colour, marker = _COLOURS[place % len(_COLOURS)], _MARKERS[place % len(_MARKERS)]
     rows = sorted(rows, key=lambda row: int(row["ranks"]))
     measured = [row["tensor_bytes"] / 2**20 for row in rows]
-    axes.plot([row["ranks"] for row in rows], measured, marker, color=colour, markersize=5, label=rows[0]["system"])
+    points = {"markersize": max(3, 9 - place), "markerfacecolor": "none", "label": rows[0]["system"]}
+    axes.plot([row["ranks"] for row in rows], measured, marker, color=colour, **points)
     known = [row for row in rows if "predicted_bytes" in row]
     predicted = [row["predicted_bytes"] / 2**20 for row in known]
-    axes.plot([row["ranks"] for row in known], predicted, "-" if place % 2 else "--", color=colour, linewidth=1.2)
+    axes.plot([row["ranks"] for row in known], predicted, color=colour, linewidth=0.9)
 
 
 def _panels(rows: Sequence[Row]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the systems of each panel."""
-    names = list(dict.fromkeys(row["system"] for row in rows))
+    """Yield the systems of each panel. `activations` are none."""
+    names = [name for name in dict.fromkeys(row["system"] for row in rows) if not name.startswith("activations")]
     stages = [name for name in names if name.startswith("stage")]
     formats = [name for name in names if name not in stages and SYSTEMS[name].setting is not None]
     others = [name for name in names if name not in (*stages, *formats)]

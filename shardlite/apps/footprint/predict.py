@@ -1,8 +1,7 @@
 """The bytes of a step by arithmetic: what `tensor_bytes` of a row should be.
 
 In: a model. Out: for a system and a number of ranks the most bytes in tensors, or `None` where no rules are known
-(DeepSpeed). ShardLite's are those of `shardlite plan`, with each reduction ending as late as it can; those of PyTorch's
-systems are in `peers.py`.
+(DeepSpeed). ShardLite's rules are those of `shardlite plan`; those of PyTorch's systems are in `peers.py`.
 """
 
 from __future__ import annotations
@@ -39,17 +38,20 @@ class Predictor:
             "fsdp2": lambda ranks: self._sharded(ranks, peers.fsdp2_peak),
         }
 
-    def nbytes(self, system: str, ranks: int) -> int | None:
-        """Return the most bytes in tensors of one rank during a step.
+    def bounds(self, system: str, ranks: int) -> tuple[int, int] | None:
+        """Return between which numbers the most bytes in tensors of one rank during a step are.
+
+        ShardLite's depend on when reductions end: before the next gradient, or as late as they can.
 
         Raises:
             SourceError: the model cannot be traced with fake tensors.
         """
         setting = SYSTEMS[system].setting
         if setting is not None:
-            return self._planner.plan(replace(setting, world_size=ranks)).peak
+            plan = self._planner.plan(replace(setting, world_size=ranks))
+            return plan.at_least, plan.peak
         rule = self._rules.get(system)
-        return None if rule is None else rule(ranks)
+        return None if rule is None else (rule(ranks),) * 2
 
     def _plan(self, ranks: int) -> RankPlan:
         """Return ShardLite's plan at stage 3, of which the units and the events are taken."""

@@ -127,14 +127,14 @@ def _prediction(source: Source, progress: Callable[[str], None]) -> Callable[[st
     """Return a function that predicts a system's bytes; if the model cannot be traced, it says so once, and nothing."""
     try:
         predictor = Predictor(source, progress=progress)
-        predictor.nbytes("activations", 1)
+        predictor.bounds("activations", 1)
     except (SourceError, ValueError) as error:
         progress(f"nothing is predicted: {error}")
         return lambda name, ranks: {}
 
     def known(name: str, ranks: int) -> Row:
-        nbytes = predictor.nbytes(name, ranks)
-        return {} if nbytes is None else {"predicted_bytes": nbytes}
+        bounds = predictor.bounds(name, ranks)
+        return {} if bounds is None else {"predicted_least_bytes": bounds[0], "predicted_bytes": bounds[1]}
 
     return known
 
