@@ -119,7 +119,3 @@ def _file(model: str, ranks: int, options: argparse.Namespace) -> str:
 
 def _say(words: str) -> None:
     print(words, file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

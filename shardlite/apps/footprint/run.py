@@ -24,12 +24,12 @@ from shardlite.apps.footprint.measure import Row, compared, measure
 from shardlite.apps.footprint.predict import Predictor
 from shardlite.apps.footprint.systems import SYSTEMS
 from shardlite.apps.launch import environment_for
-from shardlite.apps.plan.source import Source, SourceError
+from shardlite.apps.plan.source import Source
 
 RETURNS = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18)}
 """Makes malloc map larger blocks (bytes) by themselves, and so return them to the system when they are freed."""
 
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
 _TIMEOUT = timedelta(minutes=10)
 _LINES = 3
 """Of the standard error of ranks that left no message, shown in its place."""
@@ -124,16 +124,19 @@ def measure_all(
 
 
 def _prediction(source: Source, progress: Callable[[str], None]) -> Callable[[str, int], Row]:
-    """Return a function that predicts a system's bytes; if the model cannot be traced, it says so once, and nothing."""
+    """Return a function that predicts a system's bytes. Where the model cannot be traced, it says so, and has none."""
     try:
         predictor = Predictor(source, progress=progress)
-        predictor.bounds("activations", 1)
-    except (SourceError, ValueError) as error:
+    except ValueError as error:
         progress(f"nothing is predicted: {error}")
         return lambda name, ranks: {}
 
     def known(name: str, ranks: int) -> Row:
-        bounds = predictor.bounds(name, ranks)
+        try:
+            bounds = predictor.bounds(name, ranks)
+        except ValueError as error:
+            progress(f"{name} is not predicted: {error}")
+            return {}
         return {} if bounds is None else {"predicted_least_bytes": bounds[0], "predicted_bytes": bounds[1]}
 
     return known

@@ -70,7 +70,7 @@ class System:
 
     build: Build
     setting: Setting | None = None
-    prepare: Callable[[], object] = bool
+    prepare: Callable[[], object] = lambda: None
     """Imports what the system needs, before anything is measured."""
 
     package: str = "torch"
