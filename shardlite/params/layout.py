@@ -198,14 +198,15 @@ def lay_out(
     trainable: bool,
     world_size: int,
     grain: int = ALIGN,
+    matrix_align: int = ALIGN,
 ) -> Layout:
-    """Place named shapes one after the other, each at a multiple of `ALIGN`.
+    """Place named shapes one after the other, each at a multiple of `ALIGN`, and of `matrix_align` from two dims on.
 
     Cut the buffer for `world_size` ranks, at multiples of `grain`.
     """
     slots, end = [], 0
     for name, shape in parameters:
-        slots.append(Slot(name, tuple(shape), end))
+        slots.append(Slot(name, tuple(shape), round_up(end, matrix_align) if len(shape) > 1 else end))
         end = round_up(slots[-1].stop, ALIGN)
     shard_numel = round_up(-(-end // world_size), grain)
     cuts = tuple(rank * shard_numel for rank in range(world_size + 1))

@@ -27,7 +27,7 @@ from shardlite.params.parameters import as_they_are, to_full, to_placeholders
 from shardlite.params.shard_tensor import ShardTensor
 from shardlite.params.states import Weights, check_move
 
-_FLAT_ALIGN = 128
+_FLAT_ALIGN = 256
 """Bytes: where the flats start in a buffer, so that every access can be a wide one."""
 
 _version_of = attrgetter("_version")  # by `map` it is read of many tensors without a call in Python
