@@ -20,7 +20,7 @@ from tests.support.ranks.cluster import RemoteError
 from tests.support.ranks.scripts import run_command, run_process
 
 WIDTH = 64
-HERE = "tests.apps.test_footprint"
+HERE = "tests.apps.test_footprint_command"
 
 
 class Block(nn.Module):
@@ -156,7 +156,8 @@ def test_processes_are_started_and_what_ends_them_is_reported():
     assert done.status == 0, done.err
     assert "2 CPU ranks; malloc returns large blocks" in done.out
     program = Program(module="shardlite", arguments=["footprint", "--model", f"{HERE}:NoSuchModel"])
-    assert "the ranks ended with status 1" in program.run("ddp", 1)["error"]
+    assert "has no attribute 'NoSuchModel'" in program.run("ddp", 1)["error"]
+    assert "the ranks ended with status 1" in Program(module="no_such_module", arguments=[]).run("ddp", 1)["error"]
 
 
 def test_systems_that_are_not_installed_are_left_out(monkeypatch):
