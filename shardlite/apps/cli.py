@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlite.apps.demo.settings import SIZES, GPTConfig, Settings
+from shardlite.apps.footprint.command import add_footprint
 
 _MOST_RANKS = 64  # in a picture
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -26,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_verify(commands)
     _add_doctor(commands)
     _add_plan(commands)
+    add_footprint(commands)
     _add_ring(commands)
     _add_inspect(commands)
     _add_export(commands)

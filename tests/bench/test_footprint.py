@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from bench import footprint
-from bench.support.systems import FOOTPRINTS
+from bench.footprint.run import source_of
 from bench.support.workloads import perceptrons
 from shardlite import AdamW, ShardLite
+from shardlite.apps.footprint.measure import compared, measure
 from shardlite.comm.shm.rendezvous import rendezvous
 from tests.support.ranks.scripts import run_process
 from tests.support.twins.sharded import slow
@@ -130,7 +131,7 @@ def test_nothing_is_kept_idle_where_shards_are_stepped_in_the_backward(cluster):
 
 
 def measured_body(group: Any, system: str) -> dict[str, Any]:
-    return footprint.measure(TINY, system, group)
+    return measure(source_of(TINY), system, group)
 
 
 @pytest.mark.parametrize("system", [slow("activations, bf16"), slow("plain"), "fsdp2", "compact"])
@@ -154,7 +155,7 @@ def test_what_nothing_explains_is_beside_purposes_and_activations():
     alone = {**row, "system": "activations", "pss_bytes": 500, "pss_purposes": {}}
     narrow = {**row, "system": "compact", "compute": "bfloat16"}
     fsdp2 = {**row, "system": "fsdp2", "pss_bytes": 2000, "pss_purposes": {}}
-    rows = footprint.compared([alone, fsdp2, row, narrow])
+    rows = compared([alone, fsdp2, row, narrow])
     assert [each["pss_vs_fsdp2"] for each in rows] == [0.25, 1.0, 0.5, 0.5]
     assert ["unexplained" in each for each in rows] == [False, False, True, False]
     assert row["unexplained"] == 0.2  # 1000 - 600 - (500 - 300)
@@ -163,14 +164,13 @@ def test_what_nothing_explains_is_beside_purposes_and_activations():
 @pytest.mark.slow
 def test_the_command_starts_its_ranks_and_wrapping_takes_one_unit_more(tmp_path):
     systems = ["plain", "fsdp2", "stage3", "in_backward"]
-    options = ["--model", "gpt", "--systems", *systems, "--out", str(tmp_path), "--figure", str(tmp_path / "bars.png")]
+    options = ["--model", "gpt", "--systems", *systems, "--out", str(tmp_path), "--plots", str(tmp_path)]
     done = run_process("-m", "bench.footprint", *options)
     assert done.status == 0, done.err
     rows = [json.loads(line) for line in (tmp_path / "footprint-gpt-2ranks.jsonl").read_text().splitlines()]
     assert [row["system"] for row in rows] == systems
     assert footprint.render(rows) in done.out
-    assert (tmp_path / "bars.png").stat().st_size > 10_000
+    assert (tmp_path / "footprint-gpt-2ranks.svg").stat().st_size > 10_000
     unit = 4 * 12 * 384 * 384
     for row in rows[2:]:
         assert row["wrap_peak_bytes"] <= max(row["made_bytes"], row["wrapped_bytes"]) + 1.2 * unit
-    assert set(systems) <= set(FOOTPRINTS)

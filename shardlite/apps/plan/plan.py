@@ -131,7 +131,9 @@ class Planner:
         self._module = self._make()
         validate.check(self._module, 3, 0, Precision(), (), wrapper=_Never)
         self.numel = sum(param.numel() for param in self._module.parameters())
-        self.trainable = sum(param.numel() for param in self._module.parameters() if param.requires_grad)
+        self.weight_nbytes = sum(param.nbytes for param in self._module.parameters())
+        self.trained_numels = [param.numel() for param in self._module.parameters() if param.requires_grad]
+        self.trainable = sum(self.trained_numels)
         self.largest_layer = max(_own_numel(each) for each in self._module.modules())
         """Parameters of the module that owns most."""
 

@@ -1,0 +1,124 @@
+"""`shardlite footprint` as a function: its options, and what is measured, printed and written.
+
+In: the command line. Out: an exit status; 1 if a system failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+DEFAULT = ("ddp", "zero", "fsdp1", "fsdp2", "stage0", "stage1", "stage2", "stage3", "in_backward", "compact")
+"""Systems of a run in which none are named."""
+
+
+def add_footprint(commands: Any) -> None:
+    """Add the subcommand to those of a parser."""
+    parser: ArgumentParser = commands.add_parser(
+        "footprint",
+        help="measure the memory of a step of your model in ShardLite, FSDP2, DDP and others",
+        description="Train a model for a few steps on processes of this machine, one system and one number of ranks"
+        " after the other, and print what a rank held at the peak of a step beside what arithmetic predicts. A system"
+        " that fails is reported, and the others go on; the exit status is 1 then. Needs Linux, runs on the CPU.",
+    )
+    parser.set_defaults(run=lambda options, arguments: run(parser, options, arguments))
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model", required=True, metavar="MODEL", help="a preset (gpt2), a Hugging Face config file, or module:name"
+    )
+    group.add_argument("--batch", type=int, default=1, metavar="N", help="sequences per rank (1)")
+    group.add_argument("--context", type=int, metavar="N", help="tokens per sequence (the model's own)")
+    group.add_argument("--inputs", metavar="MODULE:NAME", help="function that returns a batch, for other inputs")
+    group = parser.add_argument_group("run")
+    group.add_argument("--ranks", type=int, nargs="+", default=[2], metavar="N", help="processes, one or more (2)")
+    group.add_argument(
+        "--systems", nargs="+", default=list(DEFAULT), metavar="NAME", help=f"({' '.join(DEFAULT)}); `all` for all"
+    )
+    group.add_argument("--steps", type=int, default=3, metavar="N", help="steps that are sampled, after 3 others (3)")
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", type=Path, metavar="FILE", help="write the rows, one JSON object a line")
+    group.add_argument("--plots", type=Path, metavar="FOLDER", help="draw plots, too; needs matplotlib")
+    parser.add_argument("--row", type=Path, help=SUPPRESS)  # what a rank writes
+
+
+def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> int:
+    """Measure one system as a rank, or all by starting the ranks of each."""
+    from shardlite.apps.footprint.run import be_rank
+    from shardlite.apps.plan.source import Source, find_source
+
+    def find() -> Source:
+        source = find_source(options.model, options.batch, options.context, options.inputs)
+        return replace(source, words=f"{source.name}, {source.words.removesuffix(' per rank')}")
+
+    if options.row is not None and "RANK" in os.environ:
+        return be_rank(find, options.systems[0], options.row, steps=options.steps)
+    try:
+        systems = _check(options)
+        source = find()
+        return _run_all(source, systems, options, _of_model(options))
+    except ModuleNotFoundError as missing:
+        if missing.name != "matplotlib":
+            raise
+        parser.error("--plots needs matplotlib, which is not installed; pip install 'shardlite[demo]'")
+    except (ValueError, OSError) as wrong:
+        parser.error(str(wrong))
+
+
+def _run_all(source: Any, systems: Sequence[str], options: Namespace, arguments: Sequence[str]) -> int:
+    from shardlite.apps.footprint.plots import paint
+    from shardlite.apps.footprint.run import Program, measure_all
+    from shardlite.apps.footprint.table import text
+
+    if options.plots is not None:
+        import matplotlib  # noqa: F401  # optional: fail before anything is measured
+    program = Program(module="shardlite", arguments=["footprint", *arguments])
+    rows = []
+    for measured in measure_all(source, program, systems, sorted(set(options.ranks)), progress=_say):
+        rows += measured
+        print(text(measured), end="\n\n", flush=True)
+    if options.json is not None:
+        options.json.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        print(f"wrote {options.json}")
+    if options.plots is not None:
+        print(*(f"wrote {path}" for path in paint(rows, options.plots)), sep="\n")
+    return int(any("error" in row for row in rows))
+
+
+def _check(options: Namespace) -> list[str]:
+    """Return the names of the systems.
+
+    Raises:
+        ValueError: an option has a value that it cannot have.
+    """
+    from shardlite.apps.footprint.systems import SYSTEMS
+
+    if not Path("/proc/self/smaps_rollup").exists():
+        raise ValueError("the memory of processes is read from /proc/PID/smaps_rollup, which this system does not have")
+    for name in ("batch", "context", "steps"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}")
+    if min(options.ranks) < 1:
+        raise ValueError(f"--ranks must be at least 1, got {min(options.ranks)}")
+    systems = list(SYSTEMS) if options.systems == ["all"] else options.systems
+    for system in systems:
+        if system not in SYSTEMS:
+            raise ValueError(f"--systems {system!r} is not one of {', '.join(map(repr, SYSTEMS))}, or `all`")
+    return list(dict.fromkeys(systems))
+
+
+def _of_model(options: Namespace) -> list[str]:
+    """Return the options that a rank needs beside its system."""
+    names = ("model", "batch", "context", "inputs", "steps")
+    given = {name: getattr(options, name) for name in names}
+    return [part for name, value in given.items() if value is not None for part in (f"--{name}", str(value))]
+
+
+def _say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)

@@ -1,0 +1,30 @@
+"""Where and when a row was measured."""
+
+from __future__ import annotations
+
+import platform
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+from shardlite.apps.launch import usable_cores
+
+
+def machine(device: torch.device | None = None) -> dict[str, str]:
+    """Processor, cores, versions and date: what every row carries. A `device` that is a GPU comes first."""
+    gpu = f"{torch.cuda.get_device_name(device)}; " if device is not None and device.type == "cuda" else ""
+    return {
+        "machine": f"{gpu}{_processor()}, {usable_cores()} cores",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+    }
+
+
+def _processor() -> str:
+    """The name that Linux gives it, else what Python knows."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,195 @@
+"""`shardlite footprint`: predictions beside what was measured, a user's own model, and systems that fail."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from bench.footprint.run import source_of
+from bench.support.table import RESULTS
+from bench.support.workloads import WORKLOADS
+from shardlite.apps import cli
+from shardlite.apps.footprint import peers, table
+from shardlite.apps.footprint.plots import paint
+from shardlite.apps.footprint.predict import Predictor
+from shardlite.apps.footprint.run import Program, measure_all
+from shardlite.apps.footprint.systems import SYSTEMS, System
+from shardlite.apps.plan.source import find_source
+from tests.support.ranks.cluster import RemoteError
+from tests.support.ranks.scripts import run_command, run_process
+
+WIDTH = 64
+HERE = "tests.apps.test_footprint_command"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rise, self.fall = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.fall(torch.tanh(self.rise(x)))
+
+
+class Own(nn.Module):
+    """A user's model: blocks between two other layers, and another output than a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 32)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.embedding(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return {"logits": self.head(hidden)}
+
+
+class Broken(Own):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        raise KeyError("no such layer")
+
+
+def batch() -> torch.Tensor:
+    return torch.zeros(2, 8, dtype=torch.long)
+
+
+def options(model: str, *systems: str) -> list[str]:
+    return ["footprint", "--model", f"{HERE}:{model}", "--inputs", f"{HERE}:batch", "--systems", *systems]
+
+
+@pytest.fixture
+def on_cluster(cluster, monkeypatch, tmp_path):
+    """Let programs run on the warm ranks, instead of being started."""
+
+    def run(program: Program, system: str, ranks: int) -> dict:
+        file = tmp_path / f"{system}.json"
+        arguments = [*program.arguments, "--systems", system, "--row", str(file)]
+        try:
+            run_command(cluster, cli.main, *arguments, ranks=ranks)
+        except RemoteError:
+            assert "error" in json.loads(file.read_text())
+        return json.loads(file.read_text())
+
+    monkeypatch.setattr(Program, "run", run)
+
+
+# ---- predictions ----------------------------------------------------------------------------------------------------
+
+
+def check_rows(model: str, name: str) -> None:
+    """Compare rows of PyTorch's systems with the rules. Those of ShardLite are `test_plan_memory.py`'s subject."""
+    predictor = Predictor(source_of(WORKLOADS[model]), progress=lambda _: None)
+    rows = [json.loads(line) for line in (RESULTS / f"footprint-{name}.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if SYSTEMS[row["system"]].setting is None and "deepspeed" not in row["system"]]
+    assert len(rows) >= 7
+    for row in rows:
+        assert row["tensor_bytes"] == pytest.approx(predictor.bounds(row["system"], row["ranks"])[1], rel=0.01), row
+
+
+def test_other_systems_hold_what_their_rules_say():
+    check_rows("mlp", "mlp-2ranks")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("mlp", "mlp-4ranks"),
+        ("gpt", "gpt-2ranks"),
+        ("gpt", "gpt-4ranks"),
+        ("gpt2", "gpt2-2ranks"),
+        ("gpt2-6", "gpt2-6-4ranks"),
+    ],
+)
+def test_other_models_too(model, name):
+    if model.startswith("gpt2"):
+        pytest.importorskip("transformers", reason="needs transformers: `make test-all` installs it")
+    check_rows(model, name)
+
+
+def test_the_largest_parameters_are_dealt_first():
+    assert [peers.largest_part([1, 5, 3, 4], ranks) for ranks in (1, 2, 4)] == [13, 6, 5]
+
+
+def test_deepspeed_is_not_predicted():
+    predictor = Predictor(find_source(f"{HERE}:Own", 1, None, f"{HERE}:batch"), progress=lambda _: None)
+    assert predictor.bounds("deepspeed3", 2) is None
+    assert predictor.bounds("ddp", 2) > predictor.bounds("zero", 2) > predictor.bounds("compact", 2)
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_a_users_own_model(on_cluster, tmp_path, capsys):
+    rows, plots = tmp_path / "rows.jsonl", tmp_path / "plots"
+    systems = ["zero", "stage3"]
+    assert cli.main([*options("Own", *systems), "--steps", "1", "--json", str(rows), "--plots", str(plots)]) == 0
+    told = capsys.readouterr()
+    measured = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [row["system"] for row in measured] == systems
+    for row in measured:
+        assert 0.99 * row["predicted_least_bytes"] <= row["tensor_bytes"] <= 1.01 * row["predicted_bytes"], row
+    assert table.text(measured) in told.out
+    assert "[2/2, 2 ranks] stage3: " in told.err
+    assert {path.name for path in plots.iterdir()} == {
+        f"footprint-{HERE}-Own-2ranks.png",
+        f"footprint-{HERE}-Own.png",
+    }
+
+
+def test_a_broken_model_is_a_row_with_its_error(on_cluster, tmp_path, capsys):
+    assert cli.main([*options("Broken", "ddp", "stage3"), "--json", str(tmp_path / "rows.jsonl")]) == 1
+    told = capsys.readouterr()
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["error"] for row in rows] == ["KeyError: 'no such layer'"] * 2
+    assert "ddp failed: KeyError: 'no such layer'" in told.out
+    assert "ddp is not predicted: " in told.err
+
+
+@pytest.mark.slow
+def test_processes_are_started_and_what_ends_them_is_reported():
+    done = run_process("-m", "shardlite", *options("Own", "ddp", "compact"), "--steps", "1")
+    assert done.status == 0, done.err
+    assert "2 CPU ranks; malloc returns large blocks" in done.out
+    program = Program(module="shardlite", arguments=["footprint", "--model", f"{HERE}:NoSuchModel"])
+    assert "has no attribute 'NoSuchModel'" in program.run("ddp", 1)["error"]
+    assert "the ranks ended with status 1" in Program(module="no_such_module", arguments=[]).run("ddp", 1)["error"]
+
+
+def test_systems_that_are_not_installed_are_left_out(monkeypatch):
+    monkeypatch.setitem(SYSTEMS, "deepspeed1", System(build=lambda *_: None, package="no_such_package"))
+    told: list[str] = []
+    source = find_source(f"{HERE}:Own", 1, None, f"{HERE}:batch")
+    program = Program(module="shardlite", arguments=[])
+    assert list(measure_all(source, program, ["deepspeed1"], [1], progress=told.append)) == [[]]
+    assert "deepspeed1 is left out: no_such_package is not installed; pip install no_such_package" in told
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (["--systems", "fsdp3"], "--systems 'fsdp3' is not one of 'activations'"),
+        (["--ranks", "0"], "--ranks must be at least 1, got 0"),
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--model", "no-such-model"], "is no preset, no file and no module:name"),
+    ],
+)
+def test_wrong_options(wrong, words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["footprint", "--model", f"{HERE}:Own", *wrong])
+    assert stopped.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_bars_need_no_predictions(tmp_path):
+    rows = [json.loads(line) for line in (RESULTS / "footprint-gpt-2ranks.jsonl").read_text().splitlines()]
+    written = paint(rows, tmp_path, kind="svg")
+    assert [path.name for path in written] == ["footprint-gpt-2ranks.svg"]
+    first = written[0].read_text()
+    assert all(row["system"] in first for row in rows)
+    paint(rows, tmp_path, kind="svg")
+    assert written[0].read_text() == first
