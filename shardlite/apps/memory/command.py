@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardlite.apps.memory.recorder import Timeline, record
-from shardlite.apps.memory.report import Comparison, table
+from shardlite.apps.memory.report import Comparison, heading, table
 from shardlite.apps.memory.systems import build_fsdp2, build_shardlite
 from shardlite.apps.plan.plan import Planner, Setting
 from shardlite.apps.plan.source import Source, find_source
@@ -94,10 +94,10 @@ def _check_picture(path: Path) -> None:
 def _measure(request: Request, setting: Setting) -> list[Timeline]:
     """Record a step of ShardLite, and for a picture one of FSDP2."""
     source = request.source
-    _say(f"training {source.name} by ShardLite, {setting.world_size} ranks")
+    _say(f"ShardLite trains {heading(source, setting)}")
     timelines = [record("ShardLite", lambda: build_shardlite(source, setting), source)]
     if request.picture is not None:
-        _say("training it by FSDP2")
+        _say("FSDP2 trains it")
         units = timelines[0].units
         timelines.append(record("FSDP2", lambda: build_fsdp2(source, setting, units), source))
     return timelines

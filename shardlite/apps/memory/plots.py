@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardlite.apps.memory.recorder import BACKWARD, FORWARD, ROOT, Timeline
+from shardlite.apps.memory.report import heading
 from shardlite.apps.plan.plan import Setting
 from shardlite.apps.plan.report import COLUMNS, words
 from shardlite.apps.plan.source import Source
@@ -63,8 +64,7 @@ def paint(source: Source, setting: Setting, timelines: Sequence[Timeline], path:
     axes.set_xlabel(f"one step: units in the order of their passes (R: root), {_list_of(ours.units)}", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=True)
-    ranks = "1 rank" if setting.world_size == 1 else f"{setting.world_size} ranks"
-    figure.suptitle(f"{source.name} on {ranks}, {source.words}\nShardLite: {words(setting)}", fontsize=9)
+    figure.suptitle(f"{heading(source, setting)}\nShardLite: {words(setting)}", fontsize=9)
     figure.savefig(path, format="png")
 
 

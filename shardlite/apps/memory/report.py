@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardlite.apps.memory.recorder import PURPOSES, Timeline
-from shardlite.apps.plan.plan import RankPlan
+from shardlite.apps.plan.plan import RankPlan, Setting
 from shardlite.apps.plan.report import words
 from shardlite.apps.plan.source import Source
 from shardlite.build import ACTIVATIONS, Course, course_of
@@ -43,13 +43,18 @@ class Comparison:
 def table(source: Source, comparison: Comparison, others: Sequence[Timeline]) -> str:
     """Format the comparison by purpose, and the peaks of other systems."""
     setting = comparison.plan.setting
-    ranks = "1 rank" if setting.world_size == 1 else f"{setting.world_size} ranks"
     cells = [["MiB of rank 0, each at its peak", "predicted", "measured", "beyond"]]
     for name, least, most, measured in comparison.rows():
         beyond = comparison.beyond(least, most, measured)
         cells.append([name, _range(least, most), _mib(measured), f"{100 * beyond:+.2f} %" if beyond else "0 %"])
     cells += [[f"{other.system}, all together", "", _mib(other.peak), ""] for other in others]
-    return f"{source.name} on {ranks}, {source.words}\n{words(setting)}\n\n{_aligned(cells)}"
+    return f"{heading(source, setting)}\n{words(setting)}\n\n{_aligned(cells)}"
+
+
+def heading(source: Source, setting: Setting) -> str:
+    """Name the model, the ranks and the batch."""
+    ranks = "1 rank" if setting.world_size == 1 else f"{setting.world_size} ranks"
+    return f"{source.name} on {ranks}, {source.words}"
 
 
 def _range(least: int, most: int) -> str:
