@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_doctor(commands)
     _add_plan(commands)
     add_footprint(commands)
+    _add_memory(commands)
     _add_ring(commands)
     _add_inspect(commands)
     _add_export(commands)
@@ -130,6 +131,38 @@ def _plan(parser: ArgumentParser, options: Namespace) -> int:
         parser.error("--plots needs matplotlib, which is not installed; pip install 'shardlite[demo]'")
     except (ValueError, OSError, LayoutError) as wrong:
         parser.error(str(wrong))
+    return 0
+
+
+def _add_memory(commands: Any) -> None:
+    from shardlite.apps.memory.options import add_options
+
+    parser: ArgumentParser = commands.add_parser(
+        "memory",
+        help="measure what a training step holds, by purpose, and compare it with the plan",
+        description="Train a model for some steps on CPU ranks of this machine, and print the live tensor bytes of one"
+        " step on rank 0, by purpose, predicted and measured. With --timeline, draw them over the step, beside FSDP2's."
+        " Starts the ranks itself, or is started by torchrun.",
+    )
+    parser.set_defaults(run=lambda options, arguments: _memory(parser, options, arguments))
+    add_options(parser, _DTYPES)
+
+
+def _memory(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> int:
+    """Check the options, then start the ranks, or run as one of them."""
+    from shardlite.apps.launch import launch
+    from shardlite.apps.memory.command import Request, run
+
+    started = _started_ranks(parser, options)
+    try:
+        request = Request.of(options, {name: _dtype(name) for name in _DTYPES})
+    except ModuleNotFoundError:
+        parser.error("--timeline needs matplotlib, which is not installed; pip install 'shardlite[demo]'")
+    except (ValueError, OSError) as wrong:
+        parser.error(str(wrong))
+    if started is None:
+        return launch(options.ranks or 2, arguments)
+    run(request)
     return 0
 
 

@@ -95,7 +95,8 @@ def torchrun(ranks: int, arguments: Sequence[str], *, restarts: int = 0) -> list
     """Return the command that starts `shardlite ARGUMENTS` on `ranks` processes."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     launcher += ["--max-restarts", str(restarts)] if restarts else []
-    return [*launcher, "-m", "shardlite", *arguments]
+    # without "--" torchrun would take our `--master` for an abbreviation of its own options
+    return [*launcher, "-m", "--", "shardlite", *arguments]
 
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"

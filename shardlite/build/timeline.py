@@ -388,6 +388,7 @@ class _Timeline:
         early = self._budget.units[event.unit].is_root
         for action in self._grads.arrive(event.unit, event.nbytes):
             self._record(action, event.now + (0 if early else event.nbytes))
+            early &= action.name != "fill"  # autograd keeps its gradient until the hook returns
 
     def _end(self, event: Event) -> None:
         if not self._budget.single_rank:

@@ -2,7 +2,9 @@
 
 import gc
 import json
+from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,26 +12,55 @@ from shardlite_kernels import chunk_memory
 from torch import nn
 
 from bench.support.table import RESULTS
-from bench.support.workloads import WORKLOADS
+from bench.support.workloads import WORKLOADS, WithLoss
 from shardlite import AdamW, Precision, ShardLite
 from shardlite.apps.demo.gpt import GPT
-from shardlite.apps.demo.settings import GPTConfig
+from shardlite.apps.demo.settings import SIZES, GPTConfig
 from shardlite.apps.plan.plan import Planner, Setting
-from shardlite.apps.plan.presets import PRESETS, Decoder, Shape
+from shardlite.apps.plan.presets import Decoder, Shape
 from shardlite.apps.plan.source import Source
+from shardlite.build import STAGES
 from shardlite.grads import Reducer
 from shardlite.telemetry import Meter
+from tests.kernels.all_pairs import all_pairs
 
 BF16 = Precision(compute=torch.bfloat16)
 SPLIT = Precision(compute=torch.bfloat16, master="split24")
-LLAMA = Shape(
-    kind="llama", layers=3, width=256, heads=8, kv_heads=4, hidden=688, vocabulary=8000, context=64, source="ours"
-)
-MODELS = {
-    "demo": partial(GPT, GPTConfig()),
-    "llama": partial(Decoder, LLAMA),
-    "gpt2": partial(Decoder, PRESETS["gpt2"]),
+
+
+def gpt2(**sizes: int) -> nn.Module:
+    """Return GPT-2 small of transformers, or one with other sizes."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return WithLoss(GPT2LMHeadModel(GPT2Config(loss_type="ForCausalLM", **sizes)))
+
+
+def llama(**sizes: int) -> nn.Module:
+    """Return a small Llama of transformers: eight heads that share four keys, embedding and head apart."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 64}
+    return WithLoss(LlamaForCausalLM(LlamaConfig(**heads | sizes)))
+
+
+def decoder(kind: str, **sizes: int) -> nn.Module:
+    """Return one of the same architecture that needs no other package."""
+    return Decoder(Shape(kind=kind, vocabulary=500, context=64, source="ours", **sizes))
+
+
+SMALL = {
+    "small demo": partial(GPT, SIZES["tiny"]),
+    "small gpt2": partial(decoder, "gpt2", layers=1, width=768, heads=12),
+    "small llama": partial(decoder, "llama", layers=3, width=128, heads=8, kv_heads=4, hidden=344),
 }
+GPT2 = "GPT-2 small"
+LARGE = {
+    "demo": partial(GPT, GPTConfig()),
+    "GPT-2, one block": partial(gpt2, n_layer=1, vocab_size=500, n_positions=64),
+    "Llama": partial(llama, hidden_size=128, intermediate_size=344, num_hidden_layers=3, vocab_size=500),
+    GPT2: gpt2,
+}
+MODELS = SMALL | LARGE
 FORMATS = {
     "fp32": {},
     "in_backward": {"in_backward": True},
@@ -43,7 +74,7 @@ LATE, PROMPT = "late", "prompt"
 
 
 def tokens() -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.zeros(1, 64, dtype=torch.long), torch.ones(1, 64, dtype=torch.long)
+    return torch.zeros(1, 16, dtype=torch.long), torch.ones(1, 16, dtype=torch.long)
 
 
 _planners: dict[str, Planner] = {}
@@ -52,7 +83,7 @@ _planners: dict[str, Planner] = {}
 def planner_of(name: str) -> Planner:
     """Return the planner of a model; a step of it is traced once for all tests."""
     if name not in _planners:
-        _planners[name] = Planner(Source(name, MODELS[name], tokens, "batch 1 x 64"))
+        _planners[name] = Planner(Source(name, MODELS[name], tokens, "batch 1 x 16"))
     return _planners[name]
 
 
@@ -137,35 +168,41 @@ def check(cluster, name: str, setting: Setting, ends: str) -> None:
             assert peaks["gradient buckets"] == plan.course.most["gradient buckets"]
 
 
-@pytest.mark.parametrize(
-    ("name", "stage", "how", "ends"),
-    [
-        ("llama", 3, "compact", LATE),
-        ("llama", 1, "int8", PROMPT),
-        ("llama", 2, "fp32", PROMPT),
-        pytest.param("demo", 3, "bf16", LATE, marks=pytest.mark.slow),
-    ],
-)
-def test_a_rank_holds_and_sends_what_is_planned(cluster, name, stage, how, ends):
-    check(cluster, name, Setting(stage=stage, world_size=2, on_gpu=False, **FORMATS[how]), ends)
+GRID = ("name", "how", "stage", "ranks")
+RANKS = (1, 2, 3, 4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("how", FORMATS)
-@pytest.mark.parametrize(
-    ("name", "ranks", "ends"),
-    [("llama", 2, PROMPT), ("demo", 2, LATE), ("llama", 4, LATE), ("llama", 3, PROMPT), ("demo", 1, LATE)],
-)
-def test_every_stage_and_format(cluster, name, ranks, how, stage, ends):
+def pairs(names: Iterable[str]) -> list[Any]:
+    """Return cases of the grid in which each value meets each of another factor."""
+    return [case for case in all_pairs(names, FORMATS, STAGES, RANKS) if not case.marks]
+
+
+def check_case(cluster, name: str, how: str, stage: int, ranks: int) -> None:
+    """Check one case of the grid. Reductions end late in every other one."""
+    if name in LARGE and name != "demo":
+        pytest.importorskip("transformers", reason="needs transformers: `make test-all` installs it")
+    ends = (LATE, PROMPT)[(stage + ranks) % 2]
     check(cluster, name, Setting(stage=stage, world_size=ranks, on_gpu=False, **FORMATS[how]), ends)
 
 
+@pytest.mark.parametrize(GRID, pairs(SMALL))
+def test_a_rank_holds_and_sends_what_is_planned(cluster, name, how, stage, ranks):
+    check_case(cluster, name, how, stage, ranks)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("how", ["fp32", "compact"])
-def test_gpt2(cluster, how, stage):
-    check(cluster, "gpt2", Setting(stage=stage, world_size=2, on_gpu=False, **FORMATS[how]), LATE)
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("how", FORMATS)
+@pytest.mark.parametrize("name", [name for name in LARGE if name != GPT2])
+def test_every_model_stage_format_and_world_size(cluster, name, how, stage, ranks):
+    check_case(cluster, name, how, stage, ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(GRID, pairs([GPT2]))
+def test_gpt2_small(cluster, name, how, stage, ranks):
+    check_case(cluster, name, how, stage, ranks)
 
 
 SYSTEMS = {
