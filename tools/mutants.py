@@ -193,7 +193,7 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/engine/backward.py",
         "condition",
-        "if self._mode is not Mode.LOCAL and self._is_complete(bucket):",
+        "if bucket.arrivals % bucket.expected == 0 and self._mode is not Mode.LOCAL and self._is_complete(bucket):",
         "if self._is_complete(bucket):",
         "a backward inside no_sync() reduces",
     ),
