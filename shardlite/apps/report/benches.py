@@ -58,12 +58,14 @@ BENCHES = {
         question="How long does a step take?",
         words="Every system takes the same steps in turn, after their results were compared. The floor is the step "
         "without communication, in which each rank steps its part of the parameters. Peaks are bytes in tensors.",
-        command="python -m bench.step --ranks {ranks} --model {model}",
+        command="python -m bench.step --ranks {ranks} --model {model} --systems {system}",
         values=("ms_p50", "peak_bytes"),
         reference="floor",
         hidden=("activation_bytes", "tolerance_used"),
         headline=Headline(
-            key="above_floor_vs_fsdp2", where={"system": "stage3"}, words="of the time that FSDP2 adds to a step, at stage 3"
+            key="above_floor_vs_fsdp2",
+            where={"system": "stage3"},
+            words="of the time that FSDP2 adds to a step, at stage 3",
         ),
     ),
     "footprint": Bench(
@@ -93,8 +95,8 @@ BENCHES = {
     ),
     "ring-fit": Bench(
         question="Which link explains these times?",
-        words="The cost model's latency per step (alpha), work per message (overhead), and time per byte carried (beta) "
-        "and added (gamma), in seconds, with their error at the median and at most.",
+        words="The cost model's latency per step (alpha), work per message (overhead), and time per byte carried (beta)"
+        " and added (gamma), in seconds, with their error at the median and at most.",
         command="python -m bench.ring --ranks {ranks}",
         labels=("transport", "key"),
     ),
@@ -107,17 +109,20 @@ BENCHES = {
     ),
     "host-fake": Bench(
         question="What does the host do for a unit, in groups of any size?",
-        words="CPU time of rank 0 in a group whose other ranks are not there, as over NCCL. Launches of NCCL and Triton "
-        "are not in it, and no GPU has run it.",
+        words="CPU time of rank 0 in a group whose other ranks are not there, as over NCCL. Launches of NCCL and"
+        " Triton are not in it, and no GPU has run it.",
         command="python -m bench.host --fake {ranks}",
         labels=("system", "ranks"),
         values=("cpu_us_per_unit_p50",),
         axis="ranks",
-        headline=Headline(key="cpu_vs_fsdp2", where={"system": "collectives"}, words="of FSDP2's CPU time, by collectives"),
+        headline=Headline(
+            key="cpu_vs_fsdp2", where={"system": "collectives"}, words="of FSDP2's CPU time, by collectives"
+        ),
     ),
     "checkpoint": Bench(
         question="How long does a checkpoint take?",
-        words="Weights and moments of all ranks, on the disk at the end. Raw writes as many bytes from memory into files.",
+        words="Weights and moments of all ranks, on the disk at the end. Raw writes as many bytes from memory into"
+        " files.",
         command="python -m bench.faults.checkpoint --ranks {ranks} --model {model}",
         values=("mb_per_s", "stall_p50"),
         headline=Headline(key="vs_raw", where={"system": "save"}, words="of the rate of raw writes, by save"),
@@ -135,7 +140,8 @@ BENCHES = {
     ),
     "kernels": Bench(
         question="How fast are the kernels?",
-        words="Share of the memory bandwidth that the fastest plain operator reaches in the same rounds.",
+        words="Share of the memory bandwidth that PyTorch's add_ reaches in the same rounds. An operator with another"
+        " mix of reads and writes can be above 1.",
         command="python -m bench.kernels",
         labels=("system", "operation", "format"),
         values=("share",),
@@ -143,8 +149,8 @@ BENCHES = {
     ),
     "formats": Bench(
         question="What do the state formats change in training?",
-        words="Losses of a small GPT; the difference from the exact run as a part of the spread of exact runs from other "
-        "weights. Above 1 a format does not pass.",
+        words="Losses of a small GPT; the difference from the exact run as a part of the spread of exact runs from"
+        " other weights. Above 1 a format does not pass.",
         command="python -m bench.formats.states",
         labels=("run",),
         values=("of_chance",),
@@ -179,7 +185,7 @@ _HIDDEN = {"bench", "words", *PROVENANCE}
 
 
 def bench_of(name: str, rows: Sequence[Row]) -> Bench:
-    """Return how the rows of a bench are shown. One that is not known is shown by the first number that its rows have."""
+    """Return how the rows of a bench are shown: for one that is not known, by the first number that its rows have."""
     if name in BENCHES:
         return BENCHES[name]
     keys = [key for key in keys_of(rows) if key not in _HIDDEN and key not in NOISE and key not in SETTINGS]

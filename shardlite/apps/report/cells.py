@@ -30,7 +30,11 @@ _TITLES = {
     "speedup": "peer's time / this",
     "cpu_speedup": "peer's CPU time / this",
     "chunk_bytes": "chunk",
-    "tolerance_used": "tolerance used",
+    "ms_p50_without": "time without negotiation",
+    "cpu_ms_p50": "CPU time",
+    "cpu_ms_p50_without": "CPU time without negotiation",
+    "talks_cpu_ms": "CPU time of negotiation",
+    "talks_share": "share of negotiation",
 }
 _SYSTEMS = {
     "floor": "floor: no communication",
@@ -110,6 +114,11 @@ def is_number(value: Any) -> bool:
 def system_name(name: str) -> str:
     """Return what a system is called in a plot or a table."""
     return _SYSTEMS.get(name, name)
+
+
+def row_name(key: str, value: Any) -> str:
+    """Return one label of a row as a part of its name."""
+    return f"{title(key)} {value}" if is_number(value) else _word(key, value)
 
 
 def _number(value: float, decimals: int, uneven: bool) -> str:

@@ -5,13 +5,15 @@ The page refers to no other file and has no program; its style follows the reade
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
+from string import Formatter
 
 from shardlite.apps.report.benches import BENCHES, Bench, bench_of
 from shardlite.apps.report.cells import numbers
-from shardlite.apps.report.plots import COLOUR_WORDS, COLOURS, plot
+from shardlite.apps.report.plots import COLOURS, caption, plot
 from shardlite.apps.report.rows import Row, Run, by_bench, by_setting, read_rows
 from shardlite.apps.report.tables import Column, columns, facts, names_of, provenance
 
@@ -129,18 +131,15 @@ def _run(run: Run, bench: Bench, about: Sequence[str], title: str, name: str) ->
     svg = plot(run, bench, name)
     if svg:
         label = escape(f"{bench.question} {title}", quote=True)
-        caption = f"<figcaption>{COLOUR_WORDS}</figcaption>" if _has_colours(run, bench) else ""
+        words = caption(run, bench)
+        below = f"<figcaption>{escape(words)}</figcaption>" if words else ""
         svg = svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
-        parts.append(f"<figure>{svg}{caption}</figure>")
+        parts.append(f"<figure>{svg}{below}</figure>")
     parts.append(_table(columns(run, bench), len(run)))
-    command = _command(bench, run[0])
+    command = _command(bench, run)
     if command:
         parts.append(f"<p class=command>Repeat it: <code>{escape(command)}</code></p>")
     return "\n".join(parts)
-
-
-def _has_colours(run: Run, bench: Bench) -> bool:
-    return "system" in run[0] and not bench.axis and not bench.parts
 
 
 def _items(words: Sequence[str]) -> str:
@@ -153,7 +152,9 @@ def _table(found: Sequence[Column], rows: int) -> str:
     head = "".join(f"{kind.format('th')}{escape(column.title)}</th>" for kind, column in zip(kinds, found, strict=True))
     body = "".join(
         "<tr>"
-        + "".join(f"{kind.format('td')}{escape(column.cells[i])}</td>" for kind, column in zip(kinds, found, strict=True))
+        + "".join(
+            f"{kind.format('td')}{escape(column.cells[i])}</td>" for kind, column in zip(kinds, found, strict=True)
+        )
         + "</tr>"
         for i in range(rows)
     )
@@ -161,14 +162,11 @@ def _table(found: Sequence[Column], rows: int) -> str:
     return f"<details><summary>Table of {rows} rows</summary>{table}</details>" if rows > _LONG else table
 
 
-def _command(bench: Bench, row: Row) -> str:
-    """Return the command with the row's values; one that a row lacks stays a name."""
-
-    class Values(dict[str, object]):
-        def __missing__(self, key: str) -> str:
-            return key.upper()
-
-    return bench.command.format_map(Values(row))
+def _command(bench: Bench, run: Run) -> str:
+    """Return the command with the values of the run's rows."""
+    keys = [key for _, key, _, _ in Formatter().parse(bench.command) if key]
+    found = {key: dict.fromkeys(str(row[key]) for row in run if row.get(key) is not None) for key in keys}
+    return bench.command.format_map({key: shlex.join(values) or key.upper() for key, values in found.items()})
 
 
 def _anchor(name: str) -> str:

@@ -12,7 +12,7 @@ from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 from shardlite.apps.report.benches import Bench
-from shardlite.apps.report.cells import heading, is_number, numbers, system_name, texts, unit
+from shardlite.apps.report.cells import heading, is_number, numbers, row_name, system_name, texts, title, unit
 from shardlite.apps.report.rows import Row, Run
 
 if TYPE_CHECKING:
@@ -45,8 +45,21 @@ _OURS = re.compile(r"(?i)shardlite|stage\d|p2p|collectives|tree|in_backward|bf16
 _FAMILIES = {"fsdp": "orange", "ddp": "green", "zero": "green"}
 _WIDTH = 8.6  # inches
 
-COLOUR_WORDS = "Blue: ShardLite. Orange: FSDP. Green: DDP. Grey: others. Thin lines: p20 to p80."
-"""What bars of systems are coloured by."""
+_FAMILY_WORDS = {"blue": "ShardLite", "orange": "FSDP", "green": "DDP", "grey": "others"}
+
+
+def caption(run: Run, bench: Bench) -> str:
+    """Return what colours and lines of bars mean."""
+    if bench.axis or not any(_bars(run, bench, key) for key in bench.values):
+        return ""
+    colours = {_colour(row) for row in run if "system" in row and not bench.parts}
+    words = [f"{colour.capitalize()}: {name}." for colour, name in _FAMILY_WORDS.items() if colour in colours]
+    stems = [key.removesuffix("_p50") for key in bench.values if key.endswith("_p50") and not bench.parts]
+    if any(f"{stem}_p20" in row for stem in stems for row in run):
+        words.append("Thin lines: p20 to p80.")
+    if any(row.get("system") == bench.reference for row in run):
+        words.append(f"Dashed: {system_name(bench.reference)}.")
+    return " ".join(words)
 
 
 def plot(run: Run, bench: Bench, name: str) -> str:
@@ -66,9 +79,7 @@ def plot(run: Run, bench: Bench, name: str) -> str:
     values = [key for key in bench.values if _bars(run, bench, key)]
     if not values:
         return ""
-    ink = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK)
-    style = {**ink, "svg.fonttype": "none", "svg.hashsalt": name, "font.size": 8.5, "hatch.linewidth": 0.5}
-    with rc_context({**style, "figure.facecolor": "none", "axes.facecolor": "none", "grid.color": _RULE}):
+    with rc_context(_style(name)):
         figure = Figure(layout="constrained")
         if bench.axis:
             _lines(figure, run, bench, values[0])
@@ -79,11 +90,25 @@ def plot(run: Run, bench: Bench, name: str) -> str:
         return _element(figure, name)
 
 
+def _style(name: str) -> Any:
+    """Return matplotlib's settings: text stays text, and what the page colours has the colours that stand for it."""
+    inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    return {
+        **dict.fromkeys(inked, _INK),
+        "grid.color": _RULE,
+        "svg.fonttype": "none",
+        "svg.hashsalt": name,
+        "font.size": 8.5,
+        "font.sans-serif": ["DejaVu Sans"],
+        "hatch.linewidth": 0.5,
+    }
+
+
 def _panels(figure: Figure, run: Run, bench: Bench, values: Sequence[str]) -> None:
     """Draw a panel of bars for each key. Keys of a single row with one unit share a panel, with a bar for each."""
     if len(run) == 1 and len({unit(key, [run[0][key]])[1] for key in values}) == 1:
-        run = [{**run[0], "system": heading(key, []), values[0]: run[0][key]} for key in values]
-        bench, values = Bench(question=bench.question, labels=("system",), values=values[:1]), values[:1]
+        run = [{"name": title(key), values[0]: run[0][key]} for key in values]
+        bench, values = Bench(question=bench.question, labels=("name",)), values[:1]
     panels = [_bars(run, bench, key) for key in values]
     names = list(dict.fromkeys(name for panel in panels for name, _, _ in panel))
     every = figure.subplots(1, len(values), sharey=True, squeeze=False)[0]
@@ -108,11 +133,7 @@ def _bars(run: Run, bench: Bench, key: str) -> list[tuple[str, float, Row]]:
         labels = [each for each in bench.labels if each in run[0]]
     bars: list[tuple[str, float, Row]] = []
     for row in run:
-        name = ", ".join(
-            system_name(str(row[each])) if each == "system" or isinstance(row[each], str) else f"{each} {row[each]}"
-            for each in labels
-            if row.get(each) not in (None, "")
-        )
+        name = ", ".join(row_name(each, row[each]) for each in labels if row.get(each) not in (None, ""))
         value = row.get(key)
         if isinstance(value, dict):
             bars += [(f"{name}, {inner}", each, row) for inner, each in value.items() if is_number(each)]
@@ -181,38 +202,45 @@ def _lines(figure: Figure, run: Run, bench: Bench, key: str) -> None:
     series: dict[str, list[Row]] = {}
     for row in run:
         if is_number(row.get(key)) and is_number(row.get(bench.axis)):
-            series.setdefault(system_name(" ".join(str(row.get(each, "")) for each in labels).strip()), []).append(row)
-    for place, (name, rows) in enumerate(series.items()):
-        rows = sorted(rows, key=lambda row: float(row[bench.axis]))
-        colour, marker, dashes = (each[place % 7] for each in (_SERIES, _MARKERS, _DASHES))
+            name = " ".join(row_name(each, row[each]) for each in labels if row.get(each) not in (None, ""))
+            series.setdefault(name, []).append(row)
+    colours = _series_colours([rows[0] for rows in series.values()])
+    for place, ((name, rows), colour) in enumerate(zip(series.items(), colours, strict=True)):
+        points = sorted((row[bench.axis], row[key]) for row in rows)
+        marker, dashes = _MARKERS[place % 7], _DASHES[place % 7]
         axes.plot(
-            [row[bench.axis] for row in rows],
-            [row[key] for row in rows],
-            color=COLOURS[colour],
-            marker=marker,
-            linestyle=dashes,
-            markersize=4.5,
-            linewidth=1.6,
-            label=name,
+            *zip(*points, strict=True), dashes, color=colour, marker=marker, markersize=4.5, linewidth=1.6, label=name
         )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     ticks = sorted({row[bench.axis] for rows in series.values() for row in rows})
-    axes.set_xticks(ticks, [texts(bench.axis, [each])[0] + _size_unit(bench.axis, each) for each in ticks])
+    axes.set_xticks(ticks, [_tick(bench.axis, each) for each in ticks])
     axes.minorticks_off()
     axes.set_xlabel(heading(bench.axis, []).partition(",")[0])
     axes.set_ylabel(heading(key, numbers([row.get(key) for row in run])))
+    axes.yaxis.set_major_formatter("{x:,g}")
     axes.grid(axis="y", linewidth=0.5)
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _size_unit(key: str, value: float) -> str:
-    name = unit(key, [value])[1]
-    return f" {name}" if name else ""
+def _tick(key: str, value: float) -> str:
+    scale, name = unit(key, [value])
+    return f"{value / scale:g} {name}".strip()
+
+
+def _series_colours(rows: Sequence[Row]) -> list[str]:
+    """Return a colour for each series: that of its family, or the next one that is free."""
+    taken: list[str] = []
+    for row in rows:
+        own = [_colour(row)] if "system" in row else []
+        free = [colour for colour in (*own, *_SERIES) if colour not in taken]
+        taken.append(free[0] if free else "grey")
+    return [COLOURS[colour] for colour in taken]
 
 
 def _colour(row: Row) -> str:
+    """Return the colour of a system's family."""
     system = row.get("system")
     if system is None or _OURS.match(str(system)):
         return "blue"
@@ -222,6 +250,8 @@ def _colour(row: Row) -> str:
 def _plain(axes: Axes) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
+    axes.locator_params(axis="x", nbins=6)
+    axes.xaxis.set_major_formatter("{x:,g}")
     axes.grid(axis="x", linewidth=0.5)
     axes.set_axisbelow(True)
     axes.set_xlim(left=0)
@@ -231,7 +261,9 @@ def _element(figure: Figure, name: str) -> str:
     """Return a figure as an element whose colours and identifiers are the page's."""
     file = StringIO()
     figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->|\s+xmlns(:\w+)?=\"[^\"]*\"", "", file.getvalue(), flags=re.DOTALL)
+    svg = re.sub(
+        r"<metadata>.*?</metadata>|<!--.*?-->|\s+xmlns(:\w+)?=\"[^\"]*\"", "", file.getvalue(), flags=re.DOTALL
+    )
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
     for variable, colour in {**COLOURS, "ink": _INK, "rule": _RULE, "paper": _PAPER}.items():

@@ -6,22 +6,20 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from shardlite.apps.report.benches import Bench
-from shardlite.apps.report.cells import QUANTILES, heading, is_number, texts
+from shardlite.apps.report.cells import QUANTILES, heading, is_number, texts, title, unit
 from shardlite.apps.report.rows import NOISE, PROVENANCE, SETTINGS, Row, Run, flat, keys_of
 
 _LOW, _MEDIAN, _HIGH = QUANTILES
 
-_PHRASES = {
-    "ranks": "{} ranks",
-    "world_size": "{} ranks",
-    "threads": "threads per rank: {}",
-    "transport": "over {}",
-    "numel": "{:,} elements",
-    "parameters": "{:,} parameters",
-    "device": "on {}",
-    "busy": "{} busy loops beside",
-    "accumulation": "{} batches per step",
+_COUNTED = {
+    "ranks": "rank",
+    "world_size": "rank",
+    "threads": "thread",
+    "numel": "element",
+    "parameters": "parameter",
+    "busy": "busy loop",
 }
+_PHRASES = {"transport": "over {}", "device": "on {}", "accumulation": "{} batches per step"}
 _VERSIONS = {"torch": "PyTorch {}", "python": "Python {}", "triton": "Triton {}", "cuda": "CUDA {}"}
 
 
@@ -120,9 +118,11 @@ def _phrase(key: str, value: object) -> str:
     if key in _PHRASES:
         return _PHRASES[key].format(value)
     text = texts(key, [value])[0]
+    if key in _COUNTED:
+        return f"{text} {_COUNTED[key]}{'' if value == 1 else 's'}"
     if key in ("words", "machine", "operation", "optimizer", "training"):
         return text
-    return f"{heading(key, [value])}: {text}"
+    return f"{title(key)}: {text} {unit(key, [value])[1]}".rstrip()
 
 
 def _hidden(bench: Bench) -> Collection[str]:
@@ -132,5 +132,3 @@ def _hidden(bench: Bench) -> Collection[str]:
 def _base(key: str) -> str:
     """Return the key of the object that a flat key lies in."""
     return key.partition(".")[0]
-
-
