@@ -91,7 +91,7 @@ def by_setting(rows: Iterable[Row], labels: Collection[str]) -> list[list[Run]]:
 
 
 def flat(row: Row) -> Row:
-    """Return a row in which entries of objects have keys of their own: `{"loss.train": 2}` of `{"loss": {"train": 2}}`."""
+    """Return a row in which entries of objects have keys of their own: `{"a.b": 1}` of `{"a": {"b": 1}}`."""
     out: Row = {}
     for key, value in row.items():
         out |= {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else {key: value}
