@@ -67,11 +67,34 @@ def test_rows_of_an_unknown_bench_are_all_shown(tmp_path):
     text = report(tmp_path, UNKNOWN)
     assert "What does leaps measure?" in text
     assert "<code>leap 1</code>" in text
+    assert "leap, µs" in re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)[0]
     assert "<b>" not in text.split("<main>")[1], "text of a row became markup"
     assert [unescape(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", text.split("</figure>")[1])] == [
         *("green <b>", "1.00", "7.50"),
         *("red", "2.00", ""),
     ]
+
+
+def test_an_earlier_run_is_folded(tmp_path):
+    """Under the newest one of the same setting."""
+    pytest.importorskip("matplotlib", reason="the plots need it")
+    slower = [{**row, "date": "2026-10-01", "ms_p50": 10 * row["ms_p50"]} for row in STEPS]
+    newest, earlier = report(tmp_path, [*slower, *STEPS]).split(
+        "<details><summary>An earlier run, 2026-10-01</summary>"
+    )
+    assert ">150</td>" in newest
+    assert ">1,505</td>" not in newest
+    assert ">1,505</td>" in earlier
+
+
+def test_the_contents_have_one_number_of_a_bench(tmp_path):
+    pytest.importorskip("matplotlib", reason="the plots need it")
+    rows = [{**row, "ms_p50": 1, "above_floor_vs_fsdp2": ratio} for row, ratio in zip(STEPS, (0, 1, 0.25), strict=True)]
+    text = report(tmp_path, [*rows, {**rows[2], "ranks": 4, "above_floor_vs_fsdp2": 0.125}])
+    contents = re.search("<nav>.*?</nav>", text)[0]
+    assert "<b>0.12 to 0.25</b> of the time that FSDP2 adds to a step, at stage 3" in contents
+    assert '<a href="#step">' in contents
+    assert "<section id=step>" in text
 
 
 def test_every_row_that_was_measured_has_a_line():

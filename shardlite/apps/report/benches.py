@@ -30,7 +30,7 @@ class Bench:
     """How to read the numbers."""
 
     command: str = ""
-    """Repeats a run. Names of keys in braces stand for values of its rows."""
+    """Repeats a run. An option `--name {key}` gets the values that the run's rows have under the key."""
 
     labels: tuple[str, ...] = ("system",)
     """Keys that tell the rows of a run apart."""
@@ -58,7 +58,8 @@ BENCHES = {
         question="How long does a step take?",
         words="Every system takes the same steps in turn, after their results were compared. The floor is the step "
         "without communication, in which each rank steps its part of the parameters. Peaks are bytes in tensors.",
-        command="python -m bench.step --ranks {ranks} --model {model} --systems {system}",
+        command="python -m bench.step --ranks {ranks} --model {model} --systems {system} --precision {precision}"
+        " --accumulation {accumulation} --clip {clip}",
         values=("ms_p50", "peak_bytes"),
         reference="floor",
         hidden=("activation_bytes", "tolerance_used"),
@@ -78,6 +79,15 @@ BENCHES = {
         parts="pss_purposes",
         hidden=("purposes", "weight_bytes", "wrapped_bytes"),
         headline=Headline(key="pss_vs_fsdp2", where={"system": "stage3"}, words="of what FSDP2 holds, at stage 3"),
+    ),
+    "scale": Bench(
+        question="What do more ranks bring?",
+        words="Work per second and rank, as a part of that of one rank. Weak: each rank has the same batch; strong: all"
+        " ranks share one. Ranks of one machine compete for its cores. What is simulated was not measured.",
+        command="python -m bench.scale",
+        labels=("kind", "ranks"),
+        values=("efficiency",),
+        axis="ranks",
     ),
     "ring": Bench(
         question="How fast are the collectives?",

@@ -5,11 +5,11 @@ The page refers to no other file and has no program; its style follows the reade
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
-from string import Formatter
 
 from shardlite.apps.report.benches import BENCHES, Bench, bench_of
 from shardlite.apps.report.cells import numbers
@@ -163,10 +163,14 @@ def _table(found: Sequence[Column], rows: int) -> str:
 
 
 def _command(bench: Bench, run: Run) -> str:
-    """Return the command with the values of the run's rows."""
-    keys = [key for _, key, _, _ in Formatter().parse(bench.command) if key]
-    found = {key: dict.fromkeys(str(row[key]) for row in run if row.get(key) is not None) for key in keys}
-    return bench.command.format_map({key: shlex.join(values) or key.upper() for key, values in found.items()})
+    """Return the command with the values of the run's rows, without options of which the rows do not have a value."""
+
+    def option(found: re.Match[str]) -> str:
+        rows = [row for row in run if found["key"] in row]
+        values = dict.fromkeys("none" if row[found["key"]] is None else str(row[found["key"]]) for row in rows)
+        return f"{found['name']} {shlex.join(values)}" if values else ""
+
+    return re.sub(r"(?P<name> --[\w-]+) \{(?P<key>\w+)\}", option, bench.command)
 
 
 def _anchor(name: str) -> str:

@@ -12,7 +12,7 @@ from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 from shardlite.apps.report.benches import Bench
-from shardlite.apps.report.cells import heading, is_number, numbers, row_name, system_name, texts, title, unit
+from shardlite.apps.report.cells import heading, is_number, numbers, row_name, texts, title, unit
 from shardlite.apps.report.rows import Row, Run
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _PART_COLOURS = (*_SERIES[:-1], "yellow")
 _VISIBLE = 0.01
 """The least part of the longest bar that has a colour of its own."""
 
-_OURS = re.compile(r"(?i)shardlite|stage\d|p2p|collectives|tree|in_backward|bf16|compact|save|async_save")
+_OURS = re.compile(r"(?i)shardlite|stage\d|p2p|collectives|tree|in_backward|bf16|compact|save|async_save|int8|split24")
 _FAMILIES = {"fsdp": "orange", "ddp": "green", "zero": "green"}
 _WIDTH = 8.6  # inches
 
@@ -58,7 +58,7 @@ def caption(run: Run, bench: Bench) -> str:
     if any(f"{stem}_p20" in row for stem in stems for row in run):
         words.append("Thin lines: p20 to p80.")
     if any(row.get("system") == bench.reference for row in run):
-        words.append(f"Dashed: {system_name(bench.reference)}.")
+        words.append(f"Dashed: the {bench.reference}.")
     return " ".join(words)
 
 
@@ -195,7 +195,7 @@ def _parts(row: Row, bench: Bench) -> dict[str, float]:
 
 
 def _lines(figure: Figure, run: Run, bench: Bench, key: str) -> None:
-    """Draw a line for each series over the axis, both logarithmic."""
+    """Draw a line for each series over a logarithmic axis."""
     figure.set_size_inches(_WIDTH, 3.2)
     axes = figure.subplots()
     labels = [each for each in bench.labels if each != bench.axis]
@@ -212,7 +212,11 @@ def _lines(figure: Figure, run: Run, bench: Bench, key: str) -> None:
             *zip(*points, strict=True), dashes, color=colour, marker=marker, markersize=4.5, linewidth=1.6, label=name
         )
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    heights = [height for height in numbers([row.get(key) for row in run]) if height > 0]
+    if heights and max(heights) > 10 * min(heights):
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
     ticks = sorted({row[bench.axis] for rows in series.values() for row in rows})
     axes.set_xticks(ticks, [_tick(bench.axis, each) for each in ticks])
     axes.minorticks_off()

@@ -27,11 +27,28 @@ NOISE = ("rounds", "load", "verified")
 """What may differ from row to row or from day to day without being another setting."""
 
 SETTINGS = (
-    *("model", "words", "training", "parameters", "operation", "device", "ranks", "world_size", "threads", "transport"),
+    *(
+        "model",
+        "words",
+        "training",
+        "parameters",
+        "operation",
+        "cluster",
+        "mode",
+        "device",
+        "ranks",
+        "world_size",
+        "threads",
+        "transport",
+    ),
     *("precision", "accumulation", "clip", "numel", "order", "optimizer", "units", "batch", "context"),
     *("steps", "budget_bytes", "within", "malloc", "busy", "probe", "dry"),
 )
 """What was run, most telling first. Rows are compared if they agree in these, except in those that label a row."""
+
+
+_DEFAULTS: Row = {"precision": "fp32", "accumulation": 1}
+"""Settings of rows that do not name them."""
 
 
 def read_rows(paths: Iterable[Path]) -> list[Row]:
@@ -84,7 +101,7 @@ def by_setting(rows: Iterable[Row], labels: Collection[str]) -> list[list[Run]]:
     keys = [key for key in ("machine", *SETTINGS) if key not in labels]
     settings: dict[str, dict[tuple[str, ...], Run]] = {}
     for row in rows:
-        setting = json.dumps([row.get(key) for key in keys])
+        setting = json.dumps([row.get(key, _DEFAULTS.get(key)) for key in keys])
         run = (row["date"], row["torch"], row[FILE])
         settings.setdefault(setting, {}).setdefault(run, []).append(row)
     return [[run for _, run in sorted(runs.items(), reverse=True)] for runs in settings.values()]
