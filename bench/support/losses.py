@@ -136,10 +136,10 @@ def _line(loss: Loss, rows: Sequence[Row]) -> list[str]:
     worst = max(_pairs(loss, rows), key=lambda pair: float(pair[0][loss.key] / pair[1][loss.key]), default=None)
     if worst is None:
         return []
-    both = [row[loss.key] for row in worst]
-    ours, its = (f"{text} {unit(loss.key, both)[1]}" for text in texts(loss.key, both))
+    ours, its = (row[loss.key] for row in worst)
+    cells = [f"{texts(loss.key, [each])[0]} {unit(loss.key, [each])[1]}" for each in (its, ours)]
     name = loss.name or system_name(worst[1]["system"])
-    return [loss.what, _place(worst[0]), name, its, ours, f"{both[0] / both[1]:.2f}"]
+    return [loss.what, _place(worst[0]), name, *cells, f"{ours / its:.2f}"]
 
 
 def _pairs(loss: Loss, rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:

@@ -68,10 +68,8 @@ def columns(run: Run, bench: Bench) -> list[Column]:
     rows = [flat(row) for row in run]
     present = keys_of(rows)
     left_out = {*PROVENANCE, "bench", "command", *bench.labels, *_hidden(bench), *NOISE}
-    if len(rows) > 1:
-        labels = [key for key in bench.labels if key in present and (key == "system" or not _is_fact(rows, key))]
-    else:
-        labels = [key for key in bench.labels if key in present]
+    named = [key for key in bench.labels if key in present]
+    labels = [key for key in named if len(rows) == 1 or key == "system" or not _is_fact(rows, key)]
     others = [key for key in present if _base(key) not in left_out and not _is_fact(rows, key)]
     made = [_column(rows, key) for key in labels]
     for key in others:
