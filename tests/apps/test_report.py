@@ -75,6 +75,17 @@ def test_rows_of_an_unknown_bench_are_all_shown(tmp_path):
     ]
 
 
+def test_lists_are_curves(tmp_path):
+    pytest.importorskip("matplotlib", reason="the plots need it")
+    curves = {"one process": [3.0, 2.5, 2.25, 2.0, 1.75], "ring": [3.0, 2.5, 2.25, 2.0, 1.5]}
+    rows = [{"bench": "strategies", **WHERE, "strategy": name, "losses": each} for name, each in curves.items()]
+    text = report(tmp_path, rows)
+    (svg,) = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
+    for words in ("one process", "ring", ">step<", ">loss<"):
+        assert words in svg
+    assert "<td>3.00 to 1.75, 5 values</td>" in text
+
+
 def test_an_earlier_run_is_folded(tmp_path):
     """Under the newest one of the same setting."""
     pytest.importorskip("matplotlib", reason="the plots need it")

@@ -39,7 +39,7 @@ class Bench:
     """Keys that are plotted, at most two."""
 
     axis: str = ""
-    """A key on the horizontal axis, for lines in place of bars."""
+    """A key on the horizontal axis, for lines in place of bars. Rows may have lists under it and under `values`."""
 
     parts: str = ""
     """A key with an object whose numbers are parts of the first of `values`."""
@@ -148,6 +148,24 @@ BENCHES = {
         question="How long is a run away when a rank dies?",
         command="python -m bench.faults.restart --ranks {ranks}",
     ),
+    "strategies": Bench(
+        question="How do the ways of data parallelism train?",
+        words="The same model on the same batches, each strategy written in the simplest way. Averaged parameters"
+        " differ from the others, which differ by rounding.",
+        command="python -m bench.strategies --ranks {ranks}",
+        labels=("strategy",),
+        values=("losses",),
+        axis="step",
+        hidden=("formula",),
+    ),
+    "strategies-batch": Bench(
+        question="What does a larger batch change?",
+        words="Loss over samples, with the learning rate kept, scaled with the batch, and scaled after a warm-up.",
+        command="python -m bench.strategies",
+        labels=("batch", "rule", "lr"),
+        values=("losses",),
+        axis="samples",
+    ),
     "kernels": Bench(
         question="How fast are the kernels?",
         words="Share of the memory bandwidth that PyTorch's add_ reaches in the same rounds. An operator with another"
@@ -155,7 +173,7 @@ BENCHES = {
         command="python -m bench.kernels",
         labels=("system", "operation", "format"),
         values=("share",),
-        hidden=("ceiling_gbps", "note"),
+        hidden=("ceiling_gbps",),
     ),
     "formats": Bench(
         question="What do the state formats change in training?",

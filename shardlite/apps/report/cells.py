@@ -9,6 +9,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+_LONG = 4
+"""Items of a list that are all shown."""
+
 QUANTILES = ("_p20", "_p50", "_p80")
 _UNITS = {"ms": "ms", "us": "µs", "seconds": "s", "gbps": "GB/s"}
 _SIZES = {"bytes", "nbytes"}
@@ -27,6 +30,7 @@ _TITLES = {
     "cpu_vs_raw": "CPU time / raw",
     "pss_bytes": "step (PSS)",
     "nbytes": "buffer",
+    "losses": "loss",
     "speedup": "peer's time / this",
     "cpu_speedup": "peer's CPU time / this",
     "chunk_bytes": "chunk",
@@ -132,7 +136,8 @@ def _word(key: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
-        return ", ".join(texts(key, value))
+        shown = texts(key, value)
+        return ", ".join(shown) if len(shown) <= _LONG else f"{shown[0]} to {shown[-1]}, {len(shown)} values"
     if value is None or is_number(value):
         return "" if value is None else f"{value:g}"
     return system_name(str(value)) if key == "system" else str(value)

@@ -38,6 +38,9 @@ _MARKERS, _DASHES = ("o", "s", "^", "D", "v", "P", "X"), ("-", "--", "-.", ":", 
 _HATCHES = ("", "//", "\\\\", "xx", "--", "||", "++")  # dots would take megabytes
 _PURPOSES = ("parameters", "optimizer state", "gather buffers", "gradient buckets", "gradients", "idle shared memory")
 _PART_COLOURS = (*_SERIES[:-1], "yellow")
+_FEW = 12
+"""Places on an axis that all have a tick."""
+
 _VISIBLE = 0.01
 """The least part of the longest bar that has a colour of its own."""
 
@@ -76,7 +79,7 @@ def plot(run: Run, bench: Bench, name: str) -> str:
     from matplotlib import rc_context  # optional, and slow to import
     from matplotlib.figure import Figure
 
-    values = [key for key in bench.values if _bars(run, bench, key)]
+    values = [key for key in bench.values if (_series(run, bench, key) if bench.axis else _bars(run, bench, key))]
     if not values:
         return ""
     with rc_context(_style(name)):
@@ -195,37 +198,53 @@ def _parts(row: Row, bench: Bench) -> dict[str, float]:
 
 
 def _lines(figure: Figure, run: Run, bench: Bench, key: str) -> None:
-    """Draw a line for each series over a logarithmic axis."""
+    """Draw a line for each series over the axis, which is logarithmic if there are few places on it."""
     figure.set_size_inches(_WIDTH, 3.2)
     axes = figure.subplots()
-    labels = [each for each in bench.labels if each != bench.axis]
-    series: dict[str, list[Row]] = {}
-    for row in run:
-        if is_number(row.get(key)) and is_number(row.get(bench.axis)):
-            name = " ".join(row_name(each, row[each]) for each in labels if row.get(each) not in (None, ""))
-            series.setdefault(name, []).append(row)
-    colours = _series_colours([rows[0] for rows in series.values()])
-    for place, ((name, rows), colour) in enumerate(zip(series.items(), colours, strict=True)):
-        points = sorted((row[bench.axis], row[key]) for row in rows)
-        marker, dashes = _MARKERS[place % 7], _DASHES[place % 7]
+    series = _series(run, bench, key)
+    colours = _series_colours([row for row, _ in series.values()])
+    places = sorted({x for _, points in series.values() for x, _ in points})
+    few = len(places) <= _FEW
+    for number, ((name, (_, points)), colour) in enumerate(zip(series.items(), colours, strict=True)):
+        marker, dashes = _MARKERS[number % 7] if few else "", _DASHES[number % 7]
         axes.plot(
             *zip(*points, strict=True), dashes, color=colour, marker=marker, markersize=4.5, linewidth=1.6, label=name
         )
-    axes.set_xscale("log", base=2)
-    heights = [height for height in numbers([row.get(key) for row in run]) if height > 0]
+    heights = [y for _, points in series.values() for _, y in points if y > 0]
     if heights and max(heights) > 10 * min(heights):
         axes.set_yscale("log")
-    else:
+    elif few:
         axes.set_ylim(bottom=0)
-    ticks = sorted({row[bench.axis] for rows in series.values() for row in rows})
-    axes.set_xticks(ticks, [_tick(bench.axis, each) for each in ticks])
+    if few:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(places, [_tick(bench.axis, each) for each in places])
     axes.minorticks_off()
-    axes.set_xlabel(heading(bench.axis, []).partition(",")[0])
+    axes.set_xlabel(title(bench.axis))
     axes.set_ylabel(heading(key, numbers([row.get(key) for row in run])))
     axes.yaxis.set_major_formatter("{x:,g}")
     axes.grid(axis="y", linewidth=0.5)
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _series(run: Run, bench: Bench, key: str) -> dict[str, tuple[Row, list[tuple[float, float]]]]:
+    """Return, by name, a row of each series and its points in the order of the axis."""
+    labels = [each for each in bench.labels if each != bench.axis]
+    found: dict[str, tuple[Row, list[tuple[float, float]]]] = {}
+    for row in run:
+        name = " ".join(row_name(each, row[each]) for each in labels if row.get(each) not in (None, ""))
+        points = _points(row.get(bench.axis), row.get(key))
+        if points:
+            found.setdefault(name, (row, []))[1].extend(points)
+    return {name: (row, sorted(points)) for name, (row, points) in found.items()}
+
+
+def _points(place: Any, value: Any) -> list[tuple[float, float]]:
+    """Return the points of a row: one, or one for each item of a list, numbered from 1 if no places are known."""
+    values = value if isinstance(value, list) else [value]
+    numbered = range(1, len(values) + 1) if isinstance(value, list) else [place]
+    pairs = zip(place if isinstance(place, list) else numbered, values, strict=False)
+    return [(x, y) for x, y in pairs if is_number(x) and is_number(y)]
 
 
 def _tick(key: str, value: float) -> str:
