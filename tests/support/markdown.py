@@ -10,7 +10,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.support import losses
 from bench.support.table import Row, markdown_table, read_rows
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +54,8 @@ def with_new_tables(text: str) -> str:
 def made(source: str) -> str:
     """Return the table that `COMMAND FILE ...` prints, with some systems only if it ends in `, only: SYSTEM, ...`."""
     if "bench.support.losses" in source:  # it chooses among all rows
+        from bench.support import losses
+
         return losses.table()
 
     from bench import footprint, host
