@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_footprint(commands)
     _add_memory(commands)
     _add_ring(commands)
+    _add_report(commands)
     _add_inspect(commands)
     _add_export(commands)
     _add_import(commands)
@@ -200,6 +201,43 @@ def _add_doctor(commands: Any) -> None:
     )
     parser.set_defaults(run=lambda options, arguments: _doctor(parser, options, arguments))
     parser.add_argument("--ranks", type=int, metavar="N", help="processes (one per GPU, 2 without any)")
+
+
+def _add_report(commands: Any) -> None:
+    parser: ArgumentParser = commands.add_parser(
+        "report",
+        help="write one HTML page of what benches have measured",
+        description="Write one HTML page of rows that benches have measured: plots, tables, machines, versions, and the"
+        " commands that repeat them. It refers to no other file. Needs matplotlib.",
+    )
+    parser.set_defaults(run=lambda options, arguments: _report(parser, options))
+    parser.add_argument(
+        "rows",
+        nargs="*",
+        type=Path,
+        default=[Path("bench", "results")],
+        metavar="ROWS",
+        help="files with one JSON object a line, or folders of them (bench/results)",
+    )
+    parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="(report.html)")
+
+
+def _report(parser: ArgumentParser, options: Namespace) -> int:
+    """Write the page."""
+    from shardlite.apps.report import write_report
+
+    try:
+        count = write_report(
+            options.rows, options.out, progress=lambda words: print(f"{words} ...", file=sys.stderr, flush=True)
+        )
+    except ModuleNotFoundError as missing:
+        if missing.name != "matplotlib":
+            raise
+        parser.error("report needs matplotlib, which is not installed; pip install 'shardlite[demo]'")
+    except (ValueError, OSError) as wrong:
+        parser.error(str(wrong))
+    print(f"wrote {options.out}: {count} rows")
+    return 0
 
 
 def _add_inspect(commands: Any) -> None:

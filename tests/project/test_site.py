@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import re
-import shutil
 import subprocess
 import sys
 from html import escape
@@ -13,13 +12,12 @@ from typing import Any
 import pytest
 
 import shardlite
+from tests.support.browser import browse, needs_browser
 from tests.support.markdown import ROOT
 from tests.support.patience import seconds
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 MISSING = [name for name in ("sphinx", "myst_parser", "furo") if importlib.util.find_spec(name) is None]
 TITLES = {"how-it-works": "How it works", "limits": "Limits", "api": "API reference"}
-WIDTH, HEIGHT = 1280, 1600
 PROBE = """
 <script>
 const failed = [];
@@ -56,16 +54,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "html"
 
 
-def browse(page: Path, *options: str) -> str:
-    """Open a page in a headless browser and return what it prints."""
-    assert CHROMIUM is not None
-    headless = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=5000")
-    command = [CHROMIUM, *headless, f"--window-size={WIDTH},{HEIGHT}", *options, page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds(60), check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def seen(page: Path) -> dict[str, Any]:
     """Return what the browser finds on a page once it is loaded."""
     probed = page.with_name(f"probed-{page.name}")
@@ -82,7 +70,7 @@ def test_the_site_has_every_page(site):
     assert f"ShardLite {escape(shardlite.__version__)}" in text
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium: apt-get install chromium")
+@needs_browser
 @pytest.mark.parametrize("page", TITLES)
 def test_a_browser_shows_it(site, page, tmp_path):
     found = seen(site / f"{page}.html")
@@ -99,3 +87,12 @@ def test_a_browser_shows_it(site, page, tmp_path):
     picture = tmp_path / f"{page}.png"
     browse(site / f"{page}.html", f"--screenshot={picture}")
     assert picture.stat().st_size > 30_000  # an empty page has less
+
+
+@needs_browser
+def test_it_has_the_report_of_the_rows(site):
+    """Built from `bench/results` with the site, and linked from the page of measurements."""
+    assert 'href="report.html"' in (site / "measured.html").read_text()
+    found = seen(site / "report.html")
+    assert found["title"] == "ShardLite: what was measured"
+    assert found["overflow"] <= 0, "something is wider than the window"
