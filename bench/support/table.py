@@ -20,9 +20,12 @@ RESULTS = Path(__file__).parents[1] / "results"
 _NAMES = {
     "floor": "floor: no communication",
     "ddp": "DDP",
+    "zero": "DDP, ZeroRedundancyOptimizer",
+    "fsdp1": "FSDP1",
     "fsdp2": "FSDP2",
     **{f"stage{stage}": f"ShardLite, stage {stage}" for stage in range(4)},
-    **{name: f"ShardLite, {name}" for name in ("p2p", "collectives")},
+    **{name: f"ShardLite, {name}" for name in ("p2p", "collectives", "int8", "split24", "compact")},
+    "in_backward": "ShardLite, in-backward step",
     "tree": "ShardLite, in the order of a tree",
 }
 
@@ -30,6 +33,7 @@ _COLUMNS: Columns = {
     "system": lambda row: _NAMES.get(row["system"], str(row["system"])),
     "step, ms": lambda row: f"{row['ms_p50']:.0f}",
     "p20 to p80": lambda row: f"{row['ms_p20']:.0f} to {row['ms_p80']:.0f}",
+    "per second": lambda row: f"{row['per_second']:.0f}",
     "CPU, ms": lambda row: f"{row['cpu_ms_p50']:.0f}",
     "above floor, ms": lambda row: _number(row, "ms_above_floor", 0),
     "above / FSDP2's": lambda row: _number(row, "above_floor_vs_fsdp2", 2),
@@ -67,19 +71,25 @@ def _mebibytes(row: Row, less: int) -> str:
     return "" if row["peak_bytes"] is None else f"{(row['peak_bytes'] - less) / 2**20:.0f}"
 
 
-def _run(row: Row) -> tuple[str, int, str]:
-    return row["model"], row["ranks"], row["transport"]
+def _run(row: Row) -> tuple[object, ...]:
+    return row["model"], row["ranks"], row["transport"], row.get("precision"), row.get("accumulation"), row.get("clip")
 
 
 def _render_run(rows: list[Row], markdown: bool) -> str:
-    cells = cells_of(_COLUMNS, rows)
+    known = {name: cell for name, cell in _COLUMNS.items() if name != "per second" or "per_second" in rows[0]}
+    cells = cells_of(known, rows)
+    cells[0] = [f"{rows[0]['item']}/s" if name == "per second" else name for name in cells[0]]
     return f"{_heading(rows[0])}\n\n{markdown_table(cells) if markdown else _aligned(cells)}"
 
 
 def _heading(row: Row) -> str:
     """What is common to all rows of a run."""
+    count = row.get("accumulation", 1)
+    batches = f" in each of {count} micro-batches" if count > 1 else ""
+    compute = ", computing in bf16" if row.get("precision") == "bf16" else ""
     return (
-        f"{row['words']} per rank, {row['parameters'] / 1e6:.1f}M parameters in fp32, units {row['units']}; "
+        f"{row['words']} per rank{batches}, {row['parameters'] / 1e6:.1f}M parameters in fp32{compute}, "
+        f"units {row['units']}; "
         f"{row['optimizer']}; {row['ranks']} ranks over {row['transport']}, {row['threads']} thread each; "
         f"medians of {row['rounds']} interleaved steps; {row['machine']}, torch {row['torch']}, {row['date']}."
     )
