@@ -11,6 +11,7 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
+from bench.support import deepspeed
 from bench.support.systems import (
     ADAMW,
     ORDERS,
@@ -130,7 +131,10 @@ _COMPACT: dict[str, Callable[..., Trainer]] = {
     "compact": partial(_format, master="split24", state="int8", in_backward=True)
 }
 
-NAMES = (*_ALWAYS, *_IN_BACKWARD, *_SPLIT, *_COMPACT, *ORDERS)
+_DEEPSPEED = tuple(f"deepspeed{stage}" for stage in deepspeed.STAGES)
+"""Only where it is installed."""
+
+NAMES = (*_ALWAYS, *_DEEPSPEED, *_IN_BACKWARD, *_SPLIT, *_COMPACT, *ORDERS)
 """All systems, in the order of a table."""
 
 
@@ -142,5 +146,9 @@ def systems_in(setting: Setting) -> dict[str, Build]:
     builds |= _IN_BACKWARD if steps_in_backward else {}
     builds |= _SPLIT if narrow else {}
     builds |= _COMPACT if narrow and steps_in_backward else {}
+    if deepspeed.is_installed():
+        given = {"accumulation": setting.accumulation, "max_norm": setting.max_norm}
+        stages = [partial(deepspeed.build_deepspeed, stage=stage, **given) for stage in deepspeed.STAGES]
+        builds |= dict(zip(_DEEPSPEED, stages, strict=True))
     found = {name: setting.build(build) for name, build in builds.items()}
     return found | (ORDERS if setting == Setting() else {})

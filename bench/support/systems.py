@@ -231,14 +231,14 @@ def build_floor(workload: Workload, group: dist.ProcessGroup, *, compute: torch.
     """The plain model, and one parameter [n/W] that stands for this rank's part of all."""
     share = nn.Parameter(torch.full((-(-workload.parameters() // group.size()),), 0.02, device=workload.device))
     share.grad = torch.full_like(share, 1e-3)
-    return Floor(computing_in(workload.model(), compute), _torch_adamw([share]), _flat)
+    return Floor(computing_in(workload.model(), compute), torch_adamw([share]), _flat)
 
 
 def build_ddp(workload: Workload, group: dist.ProcessGroup, *, compute: torch.dtype | None = None) -> Trainer:
     """PyTorch's data parallel: nothing is sharded."""
     plain = computing_in(workload.model(), compute)
     model = DistributedDataParallel(plain, process_group=group, gradient_as_bucket_view=True)
-    return Trainer(model, _torch_adamw(model.parameters()), _flat)
+    return Trainer(model, torch_adamw(model.parameters()), _flat)
 
 
 def build_fsdp2(workload: Workload, group: dist.ProcessGroup, *, compute: torch.dtype | None = None) -> Trainer:
@@ -249,7 +249,7 @@ def build_fsdp2(workload: Workload, group: dist.ProcessGroup, *, compute: torch.
     for block in model.get_submodule(workload.blocks).children():
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    return Trainer(model, _torch_adamw(model.parameters()), _whole_of_dtensor)
+    return Trainer(model, torch_adamw(model.parameters()), _whole_of_dtensor)
 
 
 def build_shardlite(
@@ -278,14 +278,14 @@ def build_plain(workload: Workload, group: dist.ProcessGroup) -> Trainer:
     """The plain model on each rank by itself: what a program holds that has nothing to do with ranks."""
     del group
     model = workload.model()
-    return Trainer(model, _torch_adamw(model.parameters()), _flat)
+    return Trainer(model, torch_adamw(model.parameters()), _flat)
 
 
 def build_autocast(workload: Workload, group: dist.ProcessGroup) -> Trainer:
     """The plain model under autocast."""
     del group
     model = workload.model()
-    return Autocast(model, _torch_adamw(model.parameters()), _flat)
+    return Autocast(model, torch_adamw(model.parameters()), _flat)
 
 
 def build_activations(workload: Workload, group: dist.ProcessGroup, *, dtype: torch.dtype) -> Trainer:
@@ -327,7 +327,7 @@ def build_fsdp1(workload: Workload, group: dist.ProcessGroup, *, compute: torch.
         mixed_precision=policy,
         use_orig_params=True,
     )
-    return Fsdp1(model, _torch_adamw(model.parameters()), _flat)
+    return Fsdp1(model, torch_adamw(model.parameters()), _flat)
 
 
 def build_format(
@@ -395,7 +395,8 @@ ORDERS: dict[str, Build] = {"tree": build_tree}
 """Stage 3 with gradients added in another order."""
 
 
-def _torch_adamw(params: Iterable[nn.Parameter]) -> Optimizer:
+def torch_adamw(params: Iterable[nn.Parameter]) -> Optimizer:
+    """PyTorch's fused AdamW, with the hyperparameters that all systems have."""
     return torch.optim.AdamW(params, lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
 
 

@@ -1,4 +1,6 @@
-"""Tables made of rows: `python -m bench.support.table` prints those of the README, from all in `bench/results/`.
+"""Tables made of rows: `python -m bench.support.table` prints those of steps, from all in `bench/results/`.
+
+`bench.support.select` says how it selects rows of other benches.
 
 Above is a step's time above the floor's, held is the peak without activations, as `bench.step` defines them.
 """
@@ -23,6 +25,7 @@ _NAMES = {
     "zero": "DDP, ZeroRedundancyOptimizer",
     "fsdp1": "FSDP1",
     "fsdp2": "FSDP2",
+    **{f"deepspeed{stage}": f"DeepSpeed, ZeRO-{stage}" for stage in (1, 3)},
     **{f"stage{stage}": f"ShardLite, stage {stage}" for stage in range(4)},
     **{name: f"ShardLite, {name}" for name in ("p2p", "collectives", "int8", "split24", "compact")},
     "in_backward": "ShardLite, in-backward step",
@@ -127,4 +130,6 @@ def print_tables(module: str, names: str, render: Callable[[list[Row]], str]) ->
 
 
 if __name__ == "__main__":
-    print_tables("bench.support.table", "step-*.jsonl", render)
+    from bench.support.select import main  # which knows the tables of all benches
+
+    main()
