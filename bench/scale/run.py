@@ -16,9 +16,10 @@ are compared with DDP's before anything is timed. One JSON object for each mode,
 | `per_second`, `item` | tokens or samples of all ranks in a second |
 | `simulated_vs_measured` | of simulated rows: `ms_p50` as a part of the measured one, where that is |
 
-The simulation is that of `shardlite plan`. For this machine it is given three measured things (`bench.scale.simulated`):
-the time of forward and backward on one rank, that of the optimizer's step, and a link fitted to collectives of 2 ranks.
-A row `"scale-fit"` has them. `--table FILE` prints the table again, `--figure FILE` draws the rows.
+The simulation is that of `shardlite plan`. For this machine it is given three measured things
+(`bench.scale.simulated`): the time of forward and backward on one rank, that of the optimizer's step, and a link fitted
+to collectives of 2 ranks. A row `"scale-fit"` has them. `--table FILE` prints the table again, `--figure FILE` draws
+the rows.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def run(chosen: Sequence[Part], file: Path, budget: float, *, dry: bool) -> list
 
 
 def replace_rows(file: Path, part: str, rows: Sequence[Row]) -> None:
-    """Put the rows of a part into the file, in place of those of an earlier run of it. The file is never half written."""
+    """Put the rows of a part into the file, in place of those of an earlier run of it, and never half of them."""
     others = [row for row in read_rows([file]) if row["part"] != part] if file.exists() else []
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_suffix(".new")
