@@ -20,7 +20,7 @@ from pathlib import Path
 from bench.support import suite
 from bench.support.table import RESULTS, markdown_table
 
-_COLUMNS = ("part", "status", "seconds", "rows")
+_COLUMNS = ("suite", "status", "seconds", "rows")
 
 _PAGES = (("-m", "bench.scale", "--figure", "docs/scale.svg"), ("-m", "tests.support.markdown"))
 """What makes the pictures and the tables of the pages from rows."""
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     chosen = [part for part in suite.parts() if part.name in (options.only or [part.name])]
     file = out / suite.file_name()
     ended = suite.run(chosen, file, options.budget, dry=options.dry)
-    print(markdown_table([list(_COLUMNS), *([str(row[key]) for key in _COLUMNS] for row in ended)], words=2))
+    print(markdown_table([["part", *_COLUMNS[1:]], *([str(row[key]) for key in _COLUMNS] for row in ended)], words=2))
     print(f"\nrows: {file}", flush=True)
     failed = any(row["status"] != "ok" and not row["status"].startswith("skipped: not") for row in ended)
     made = regenerate() if out == RESULTS else 0

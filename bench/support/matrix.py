@@ -146,6 +146,8 @@ def systems_in(setting: Setting) -> dict[str, Build]:
     builds |= _IN_BACKWARD if steps_in_backward else {}
     builds |= _SPLIT if narrow else {}
     builds |= _COMPACT if narrow and steps_in_backward else {}
+    if narrow and setting.accumulation > 1:
+        del builds["fsdp1"]  # PyTorch 2.13 refuses the bf16 gradients that `no_sync` leaves in fp32 parameters
     if deepspeed.is_installed():
         given = {"accumulation": setting.accumulation, "max_norm": setting.max_norm}
         stages = [partial(deepspeed.build_deepspeed, stage=stage, **given) for stage in deepspeed.STAGES]

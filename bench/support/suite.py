@@ -50,6 +50,9 @@ class Part:
     dry: str
     """The command at toy size."""
 
+    on_gpu: bool = False
+    """Whether it sees the GPUs. The others compare ranks on CPUs, on any machine."""
+
     @property
     def is_there(self) -> bool:
         """Whether this checkout has the bench."""
@@ -117,16 +120,8 @@ PARTS: Sequence[Part] = (
 )
 """In the order in which they matter: the budget may not suffice for the last ones on a busy machine."""
 
-ON_GPU: Sequence[Part] = (
-    Part("gpu", "-m bench.gpu", 32 * 60, "-m bench.gpu --dry --part 2"),
-    Part(
-        "kernels-gpu",
-        "-m bench.kernels --device cuda",
-        300,
-        "-m bench.kernels --device cpu --numel 1e4 --threads 1 --rounds 2 --seconds 1",
-    ),
-)
-"""More on a machine with a GPU: step time and memory beside FSDP2, kernels, and the largest model (`bench.gpu`)."""
+ON_GPU: Sequence[Part] = (Part("gpu", "-m bench.gpu", 36 * 60, "-m bench.gpu --dry --part 2", on_gpu=True),)
+"""More on a machine with a GPU: steps and memory beside FSDP2's, kernels, and the largest model."""
 
 
 def parts() -> list[Part]:
@@ -158,9 +153,9 @@ def run(chosen: Sequence[Part], file: Path, budget: float, *, dry: bool) -> list
         with tempfile.TemporaryDirectory() as folder:
             start = perf_counter()
             status = _run_part(part, Path(folder), left, dry=dry)
-            rows = [row | {"part": part.name} for row in read_rows(Path(folder).rglob("*.jsonl"))]
+            rows = [row | {"suite": part.name} for row in read_rows(Path(folder).rglob("*.jsonl"))]
         seconds = round(perf_counter() - start, 1)
-        told = {"bench": "suite", "part": part.name, "status": status, "seconds": seconds, "rows": len(rows)}
+        told = {"bench": "suite", "suite": part.name, "status": status, "seconds": seconds, "rows": len(rows)}
         ended.append({**told, "command": part.dry if dry else part.command, **machine()})
         replace_rows(file, part.name, [*rows, ended[-1]])
         print(f"  {status}, {len(rows)} rows, {seconds:.0f} s", file=sys.stderr, flush=True)
@@ -169,7 +164,7 @@ def run(chosen: Sequence[Part], file: Path, budget: float, *, dry: bool) -> list
 
 def replace_rows(file: Path, part: str, rows: Sequence[Row]) -> None:
     """Put the rows of a part into the file, in place of those of an earlier run of it, and never half of them."""
-    others = [row for row in read_rows([file]) if row["part"] != part] if file.exists() else []
+    others = [row for row in read_rows([file]) if row["suite"] != part] if file.exists() else []
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_suffix(".new")
     beside.write_text("".join(f"{json.dumps(row)}\n" for row in [*others, *rows]))
@@ -185,6 +180,8 @@ def _run_part(part: Part, folder: Path, left: float, *, dry: bool) -> str:
         return "skipped: the budget is spent"
     command = [sys.executable, *(part.dry if dry else part.command).split(), "--out", str(folder)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONUNBUFFERED": "1"}
+    if not part.on_gpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     log = folder / "log.txt"
     with log.open("w") as output:
         process = subprocess.Popen(

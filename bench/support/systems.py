@@ -319,14 +319,16 @@ def build_fsdp1(workload: Workload, group: dist.ProcessGroup, *, compute: torch.
     policy = None if compute is None else MixedPrecision(param_dtype=compute, reduce_dtype=torch.float32)
     model = workload.model()
     kinds = {type(block) for block in model.get_submodule(workload.blocks).children()}
-    model = FullyShardedDataParallel(
-        model,
-        process_group=group,
-        auto_wrap_policy=ModuleWrapPolicy(kinds),
-        device_id=workload.device,
-        mixed_precision=policy,
-        use_orig_params=True,
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")  # one rank has nothing to shard
+        model = FullyShardedDataParallel(
+            model,
+            process_group=group,
+            auto_wrap_policy=ModuleWrapPolicy(kinds),
+            device_id=workload.device,
+            mixed_precision=policy,
+            use_orig_params=True,
+        )
     return Fsdp1(model, torch_adamw(model.parameters()), _flat)
 
 

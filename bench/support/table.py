@@ -61,8 +61,12 @@ def write_rows(rows: Sequence[Row], file: Path) -> None:
 
 
 def render(rows: Sequence[Row], *, markdown: bool = True) -> str:
-    """One table for each model and number of ranks, headed by what was measured and where."""
-    return "\n\n".join(_render_run(list(run), markdown) for _, run in groupby(rows, key=_run))
+    """One table for each model and number of ranks, headed by what was measured and where.
+
+    A run with several settings has a table of its throughput, with a column for each.
+    """
+    runs = [list(run) for _, run in groupby(rows, key=_run)]
+    return "\n\n".join((_render_settings if _settings(run)[1:] else _render_run)(run, markdown) for run in runs)
 
 
 def _number(row: Row, key: str, digits: int) -> str:
@@ -75,7 +79,35 @@ def _mebibytes(row: Row, less: int) -> str:
 
 
 def _run(row: Row) -> tuple[object, ...]:
-    return row["model"], row["ranks"], row["transport"], row.get("precision"), row.get("accumulation"), row.get("clip")
+    return row["model"], row["ranks"], row["transport"]
+
+
+def _settings(rows: Sequence[Row]) -> list[str]:
+    """Return the settings in rows, in words."""
+    return list(dict.fromkeys(map(_setting, rows)))
+
+
+def _setting(row: Row) -> str:
+    count, clip = row.get("accumulation", 1), row.get("clip")
+    words = [row.get("precision", "fp32"), f"{count} micro-batches" if count > 1 else "", "clipped" if clip else ""]
+    return ", ".join(filter(None, words))
+
+
+def _render_settings(rows: list[Row], markdown: bool) -> str:
+    rates = {(row["system"], _setting(row)): f"{row['per_second']:.0f}" for row in rows}
+    found = _settings(rows)
+    cells = [["system", *found]]
+    for system in dict.fromkeys(row["system"] for row in rows):
+        cells.append([_NAMES.get(system, system), *(rates.get((system, setting), "") for setting in found)])
+    first = rows[0]
+    optimizer = first["optimizer"].partition(", no clipping")[0]
+    heading = (
+        f"{first['item'].capitalize()} per second of {first['ranks']} ranks together; {first['words']} per rank and "
+        f"micro-batch, {first['parameters'] / 1e6:.1f}M parameters, units {first['units']}; {optimizer}; "
+        f"over {first['transport']}, {first['threads']} thread each; medians of {first['rounds']} interleaved steps; "
+        f"{first['machine']}, torch {first['torch']}, {first['date']}."
+    )
+    return f"{heading}\n\n{markdown_table(cells) if markdown else _aligned(cells)}"
 
 
 def _render_run(rows: list[Row], markdown: bool) -> str:

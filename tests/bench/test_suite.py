@@ -40,7 +40,7 @@ def test_what_fails_or_hangs_costs_no_other(scripts, capfd):
     statuses = [row["status"] for row in ended]
     assert statuses == ["failed with status 3", "ended after 2 s", "skipped: not in this checkout", "ok"]
     rows = read_rows([file])
-    assert [(row["part"], row["bench"]) for row in rows] == [
+    assert [(row["suite"], row["bench"]) for row in rows] == [
         *((name, bench) for name in ("fails", "hangs") for bench in ("x", "suite")),
         ("missing", "suite"),
         ("writes", "x"),
