@@ -44,7 +44,7 @@ from bench.support.check import verify
 from bench.support.machine import machine
 from bench.support.measure import WARM_UP, percentile, seconds, time_steps
 from bench.support.ranks import one_of_them, start_ranks
-from bench.support.select import rows_for
+from bench.support.selection import rows_for
 from bench.support.systems import SYSTEMS, Build
 from bench.support.table import RESULTS, Row, read_rows, write_rows
 from bench.support.workloads import WORKLOADS, Batch, Workload

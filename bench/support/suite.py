@@ -194,7 +194,7 @@ def _run_part(part: Part, folder: Path, left: float, *, dry: bool) -> str:
         finally:
             _end(process)
     if status:
-        print(log.read_text()[-3000:], file=sys.stderr, flush=True)
+        print(log.read_text()[-20_000:], file=sys.stderr, flush=True)
     return "ok" if status == 0 else f"failed with status {status}"
 
 

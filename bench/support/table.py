@@ -1,6 +1,6 @@
 """Tables made of rows: `python -m bench.support.table` prints those of steps, from all in `bench/results/`.
 
-`bench.support.select` says how it selects rows of other benches.
+`bench.support.selection` says how it selects rows of other benches.
 
 Above is a step's time above the floor's, held is the peak without activations, as `bench.step` defines them.
 """
@@ -162,6 +162,6 @@ def print_tables(module: str, names: str, render: Callable[[list[Row]], str]) ->
 
 
 if __name__ == "__main__":
-    from bench.support.select import main  # which knows the tables of all benches
+    from bench.support.selection import main  # which knows the tables of all benches
 
     main()

@@ -8,7 +8,7 @@ writes each table of the pages anew from the rows that it names.
 import re
 from pathlib import Path
 
-from bench.support import select
+from bench.support import selection
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -54,11 +54,11 @@ def made(source: str) -> str:
     from bench.faults import checkpoint
 
     command, _, systems = source.partition(", only: ")
-    rows = select.rows_for(command.split())
+    rows = selection.rows_for(command.split())
     if systems:
         rows = [row for row in rows if row["system"] in systems.split(", ")]
     render = {
-        "bench.support.table": select.render,
+        "bench.support.table": selection.render,
         "bench.faults.checkpoint": checkpoint.render,
         "bench.footprint": footprint.render,
         "bench.host": host.render,

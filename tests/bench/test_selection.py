@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from bench.support import select
+from bench.support import selection
 from bench.support.table import read_rows
 
 
@@ -23,13 +23,13 @@ def folder(tmp_path):
 
 
 def selected(folder, *words):
-    return select.rows_for(words, folder, folder)
+    return selection.rows_for(words, folder, folder)
 
 
 def test_the_newest_run_that_has_such_rows_is_taken(folder):
     assert selected(folder, "step-gpt-2ranks.jsonl", "bench=step", "ranks=2")[0]["day"] == 22
     assert selected(folder, "bench=step", "ranks=4", "clip=1.0")[0]["clip"] == 1.0
-    assert [file.name[-8:-6] for file in select.runs(folder)] == ["23", "22", "21"]
+    assert [file.name[-8:-6] for file in selection.runs(folder)] == ["23", "22", "21"]
 
 
 def test_rows_without_a_setting_have_the_usual_one(folder):
@@ -37,7 +37,7 @@ def test_rows_without_a_setting_have_the_usual_one(folder):
 
 
 def test_a_benchs_own_file_is_taken_if_no_run_has_such_rows(folder):
-    for file in select.runs(folder):
+    for file in selection.runs(folder):
         file.unlink()
     assert selected(folder, "step-gpt-2ranks.jsonl", "bench=step")[0]["named"]
 
@@ -51,15 +51,17 @@ def test_nothing_selected_is_an_error(folder):
         selected(folder, "step-gpt-2ranks.jsonl", "model=mlp")
 
 
-@pytest.mark.parametrize("bench", sorted(select.RENDERERS))
+@pytest.mark.parametrize("bench", sorted(selection.RENDERERS))
 def test_each_renderer_exists(bench):
-    module, _, name = select.RENDERERS[bench].partition(":")
+    module, _, name = selection.RENDERERS[bench].partition(":")
     assert callable(getattr(__import__(module, fromlist=[name]), name))
 
 
 def test_the_command_prints_a_table(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["table", str(select.RESULTS / "step-mlp-2ranks.jsonl"), "--select", "system=ddp"])
-    select.main()
-    expected = next(row for row in read_rows([select.RESULTS / "step-mlp-2ranks.jsonl"]) if row["system"] == "ddp")
+    monkeypatch.setattr(
+        "sys.argv", ["table", str(selection.RESULTS / "step-mlp-2ranks.jsonl"), "--select", "system=ddp"]
+    )
+    selection.main()
+    expected = next(row for row in read_rows([selection.RESULTS / "step-mlp-2ranks.jsonl"]) if row["system"] == "ddp")
     assert re.search(r"\| DDP \| \d+ \|", capsys.readouterr().out)
     assert expected["ranks"] == 2
