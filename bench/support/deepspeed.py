@@ -74,16 +74,18 @@ def build_deepspeed(
     max_norm: float | None,
     compute: torch.dtype | None = None,
 ) -> Trainer:
-    """DeepSpeed at one stage of ZeRO. It needs the default group."""
+    """DeepSpeed at one stage of ZeRO. It needs the default group. Its buckets are as large as a unit."""
     import deepspeed
 
     assert group == dist.group.WORLD
     model = workload.model()
+    units = [*model.get_submodule(workload.blocks).children()]
+    numel = max(sum(param.numel() for param in unit.parameters()) for unit in units)
     config = {
         "train_micro_batch_size_per_gpu": 1,  # it counts no samples
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": max_norm or 0.0,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": numel, "allgather_bucket_size": numel},
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": compute is torch.bfloat16},
         "communication_data_type": "fp32",

@@ -175,7 +175,7 @@ def _run_part(part: Part, folder: Path, left: float, *, dry: bool) -> str:
     """Run one part in a process group of its own, and say how it ended."""
     if not part.is_there:
         return "skipped: not in this checkout"
-    limit = min(part.seconds, left)
+    limit = left if dry else min(part.seconds, left)
     if limit < 1:
         return "skipped: the budget is spent"
     command = [sys.executable, *(part.dry if dry else part.command).split(), "--out", str(folder)]
