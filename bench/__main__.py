@@ -11,6 +11,7 @@ Rows go to `bench/results/MACHINE-DATE.jsonl`. The exit status is 1 if a bench d
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     if options.regenerate:
         return regenerate()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the running bench is ended, too
     out = Path(tempfile.mkdtemp(prefix="bench-")) if options.dry and options.out is None else options.out or RESULTS
     chosen = [part for part in suite.parts() if part.name in (options.only or [part.name])]
     file = out / suite.file_name()

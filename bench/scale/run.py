@@ -148,9 +148,8 @@ def _run_all(options: argparse.Namespace) -> int:
     fit = {key: value for row in found if row["bench"] == "scale-fit" for key, value in row.items()}
     rows = [*measured, {**fit, "model": options.model, **machine()}]
     rows += simulated.here(WORKLOADS[options.model], fit, measured)
-    for name in options.named:
-        print(f"scale: simulating {name}", file=sys.stderr, flush=True)
-        rows += simulated.elsewhere(CLUSTERS[name], options.planned)
+    print(f"scale: simulating {options.planned} on {', '.join(options.named)}", file=sys.stderr, flush=True)
+    rows += simulated.elsewhere([CLUSTERS[name] for name in options.named], options.planned)
     write_rows(rows, options.out / f"scale-{options.model}.jsonl")
     print(f"\n{render(rows)}")
     return 0

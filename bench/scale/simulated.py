@@ -11,7 +11,7 @@ Legend: `W` ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from bench.support.workloads import Batch, Workload
 from shardlite import Precision
 from shardlite.apps.launch import usable_cores
 from shardlite.apps.plan.clusters import Card, Cluster
-from shardlite.apps.plan.plan import Planner, RankPlan, Setting
+from shardlite.apps.plan.plan import Planner, Setting
 from shardlite.apps.plan.simulate import simulate
 from shardlite.apps.plan.source import Source, find_source
 from shardlite.comm import LinkCost
@@ -79,46 +79,45 @@ def here(workload: Workload, fit: Mapping[str, Any], measured: Sequence[Row]) ->
     return with_efficiency(rows)
 
 
-def elsewhere(cluster: Cluster, model: str) -> list[Row]:
-    """Return simulated rows of a preset in bf16 on a named cluster. The memory of one rank is not looked at.
+def elsewhere(clusters: Sequence[Cluster], model: str) -> list[Row]:
+    """Return simulated rows of a preset in bf16 on named clusters. The memory of one rank is not looked at.
 
     Strong scaling divides the batch that `max(WORLDS)` ranks have in weak scaling.
     """
     source = find_source(model, BATCH, None)
     planner = Planner(source)
-    setting = Setting(precision=Precision(compute=torch.bfloat16), on_gpu=cluster.on_gpu)
-    tokens = sum(each.numel() for each in source.batch()[:1])
+    tokens = source.batch()[0].numel()
     rows = []
-    for mode in ("weak", "strong"):
-        for ranks in WORLDS:
-            scale = 1.0 if mode == "weak" else max(WORLDS) / ranks
-            total = _total(planner.plan(replace(setting, world_size=ranks)), cluster, scale)
-            rows.append(
-                {
-                    "bench": "scale",
-                    "kind": "simulated",
-                    "cluster": cluster.name,
-                    "mode": mode,
-                    "ranks": ranks,
-                    "model": model,
-                    "words": f"{model} in bf16, {source.words}",
-                    "ms_p50": round(1e3 * total, 2),
-                    "per_second": round(scale * ranks * tokens / total, 1),
-                    "item": "tokens",
-                    **machine(),
-                }
-            )
+    for cluster, mode, ranks in product(clusters, ("weak", "strong"), WORLDS):
+        setting = Setting(world_size=ranks, precision=Precision(compute=torch.bfloat16), on_gpu=cluster.on_gpu)
+        scale = 1.0 if mode == "weak" else max(WORLDS) / ranks
+        total = simulate(planner.plan(setting), cluster, scale=scale).total
+        rows.append(
+            {
+                "bench": "scale",
+                "kind": "simulated",
+                "cluster": cluster.name,
+                "mode": mode,
+                "ranks": ranks,
+                "model": model,
+                "words": f"{model} in bf16, {source.words}",
+                "ms_p50": round(1e3 * total, 2),
+                "per_second": round(scale * ranks * tokens / total, 1),
+                "item": "tokens",
+                **machine(),
+            }
+        )
     return with_efficiency(rows)
 
 
 def with_efficiency(rows: Sequence[Row]) -> list[Row]:
-    """Add to rows of one kind and cluster their throughput as a part of as many times that of one rank."""
-    one = {row["mode"]: row["per_second"] for row in rows if row["ranks"] == 1}
-    return [{**row, "efficiency": round(row["per_second"] / row["ranks"] / one[row["mode"]], 4)} for row in rows]
+    """Add to rows of one kind their throughput as a part of as many times that of one rank there."""
+    one = {(row["cluster"], row["mode"]): row["per_second"] for row in rows if row["ranks"] == 1}
 
+    def efficiency(row: Row) -> float:
+        return round(row["per_second"] / row["ranks"] / one[row["cluster"], row["mode"]], 4)
 
-def _total(plan: RankPlan, cluster: Cluster, scale: float) -> float:
-    return simulate(plan, cluster, scale=scale).total
+    return [{**row, "efficiency": efficiency(row)} for row in rows]
 
 
 def _cluster(fit: Mapping[str, Any], *, rate: float, bandwidth: float, sharing: float) -> Cluster:

@@ -46,7 +46,7 @@ def rows():
     times = {("weak", ranks): 120.0 * ranks for ranks in (1, 2, 4)} | {("strong", ranks): 120.0 for ranks in (1, 2, 4)}
     taken = [measured(ranks, mode, ms) for (mode, ranks), ms in times.items()]
     found = simulated.with_efficiency(taken)
-    return [*found, *simulated.here(TINY, FIT, taken), *simulated.elsewhere(CLUSTERS["dgx-h100"], "demo-tiny")]
+    return [*found, *simulated.here(TINY, FIT, taken), *simulated.elsewhere([CLUSTERS["dgx-h100"]], "demo-tiny")]
 
 
 def test_strong_scaling_divides_the_batch():
