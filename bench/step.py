@@ -144,12 +144,16 @@ def _held(row: Row) -> int:
     return held
 
 
-def _report(rows: list[Row], folder: Path, device: torch.device) -> None:
-    """Write the rows of one run, and print them for people."""
+def _file(rows: Sequence[Row], folder: Path, device: torch.device) -> Path:
+    """Return where the rows of one model belong."""
     transports = "-transports" if any(row["system"] in TRANSPORTS for row in rows) else ""
     order = "-tree" if any(row["system"] in ORDERS for row in rows) else ""
     kind = "" if device.type == "cpu" else f"-{device.type}"
-    file = folder / f"step-{rows[0]['model']}-{rows[0]['ranks']}ranks{transports}{order}{kind}.jsonl"
+    return folder / f"step-{rows[0]['model']}-{rows[0]['ranks']}ranks{transports}{order}{kind}.jsonl"
+
+
+def _report(rows: list[Row], file: Path) -> None:
+    """Write the rows of one run, and print them for people."""
     write_rows(rows, file)
     worst = max(rows, key=lambda row: row["tolerance_used"])
     print(f"\n{render(rows, markdown=False)}")
@@ -172,8 +176,12 @@ def _run_rank(options: argparse.Namespace) -> None:
                     left_out = [each for each in options.systems if each not in systems]
                     _say(f"{name}, {group.size()} ranks, {setting.words}: {', '.join(systems)}", left_out)
                 rows += measure(WORKLOADS[name].on(device), systems, options.steps, group, setting)
+                if group.rank() == 0:  # as they come: a run of many settings may be ended early
+                    file = _file(rows, options.out, device)
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
             if group.rank() == 0:
-                _report(rows, options.out, device)
+                _report(rows, file)
 
 
 def _say(words: str, left_out: Sequence[str]) -> None:

@@ -105,9 +105,9 @@ PARTS: Sequence[Part] = (
     ),
     _step(
         "step-settings",
-        "--ranks 1 2 4 --model small --steps 4 --precision fp32 bf16 --accumulation 1 4 --clip none 1.0",
-        ("floor", "ddp", "zero", "fsdp1", "fsdp2", "stage0", "stage3", "compact"),
-        240,
+        "--ranks 2 1 4 --model small --steps 3 --precision fp32 bf16 --accumulation 1 4 --clip none 1.0",
+        ("floor", "ddp", "fsdp2", "stage3"),
+        260,
     ),
     _step("step-gpt-4ranks", "--ranks 4 --model gpt --steps 4", ("floor", "ddp", "fsdp2", "stage0", "stage3"), 220),
     Part(
