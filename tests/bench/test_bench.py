@@ -217,7 +217,7 @@ def test_bad_options_are_refused(options, words, capsys):
 
 def test_tables_have_a_line_for_each_row():
     results = sorted((ROOT / "bench" / "results").glob("step-*.jsonl"))
-    row = dict.fromkeys(KEYS, 1) | {"words": "A model", "item": "tokens"}
+    row = dict.fromkeys(KEYS, 1) | {"words": "A model", "item": "tokens", "precision": "fp32", "clip": None}
     rows = [row | {"model": model, "system": system} for model in "ab" for system in ("floor", "x")]
     assert render(rows).count("| floor: no communication | 1 |") == 2
     over_gloo = [file for file in results if file.stem.endswith("-transports")]
