@@ -2,7 +2,10 @@
 
     DS_BUILD_OPS=0 pip install deepspeed
 
-0.19.8 runs its stages 1 and 3 on CPU ranks over gloo, with PyTorch's own fused AdamW.
+0.19.8 runs its stages 1 and 3 on CPU ranks over gloo, with PyTorch's own fused AdamW, and compiles an operator for
+messages in shared memory at its first start. In fp32 its results are DDP's, with accumulation and clipping too. In bf16
+it casts gradients to bf16, so its weights are further from the exact ones than `bench.support.check` allows: it is left
+out there.
 """
 
 from __future__ import annotations
@@ -40,12 +43,6 @@ class DeepSpeed(Trainer):
             losses.append(loss.detach())
         return torch.stack(losses).mean()
 
-    def loss(self, batch: Batch) -> Tensor:
-        """Forward of one micro-batch, whose inputs are cast as the weights are."""
-        dtype = next(self.model.parameters()).dtype
-        x, y = (each.to(dtype) if each.is_floating_point() else each for each in batch)
-        return super().loss((x, y))
-
     def update(self) -> Tensor | None:
         """Step. Returns the norm before clipping if gradients are clipped."""
         engine: Any = self.model
@@ -78,6 +75,7 @@ def build_deepspeed(
     import deepspeed
 
     assert group == dist.group.WORLD
+    assert compute is None, "only in fp32"
     model = workload.model()
     units = [*model.get_submodule(workload.blocks).children()]
     numel = max(sum(param.numel() for param in unit.parameters()) for unit in units)
@@ -87,8 +85,6 @@ def build_deepspeed(
         "gradient_clipping": max_norm or 0.0,
         "zero_optimization": {"stage": stage, "reduce_bucket_size": numel, "allgather_bucket_size": numel},
         "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": compute is torch.bfloat16},
-        "communication_data_type": "fp32",
     }
     optimizer = torch_adamw(model.parameters())
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)

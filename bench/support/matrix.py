@@ -132,7 +132,7 @@ _COMPACT: dict[str, Callable[..., Trainer]] = {
 }
 
 _DEEPSPEED = tuple(f"deepspeed{stage}" for stage in deepspeed.STAGES)
-"""Only where it is installed."""
+"""Only where it is installed, and in fp32."""
 
 NAMES = (*_ALWAYS, *_DEEPSPEED, *_IN_BACKWARD, *_SPLIT, *_COMPACT, *ORDERS)
 """All systems, in the order of a table."""
@@ -148,7 +148,7 @@ def systems_in(setting: Setting) -> dict[str, Build]:
     builds |= _COMPACT if narrow and steps_in_backward else {}
     if narrow and setting.accumulation > 1:
         del builds["fsdp1"]  # PyTorch 2.13 refuses the bf16 gradients that `no_sync` leaves in fp32 parameters
-    if deepspeed.is_installed():
+    if deepspeed.is_installed() and not narrow:
         given = {"accumulation": setting.accumulation, "max_norm": setting.max_norm}
         stages = [partial(deepspeed.build_deepspeed, stage=stage, **given) for stage in deepspeed.STAGES]
         builds |= dict(zip(_DEEPSPEED, stages, strict=True))
