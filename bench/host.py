@@ -26,10 +26,9 @@ them. Systems take steps in turn, and their results are compared before (`bench.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from time import perf_counter, process_time, thread_time
 from types import FrameType
 from typing import Any
@@ -42,9 +41,9 @@ from bench.support.check import verify
 from bench.support.fake_group import all_reduce_bucket, as_over_nccl, fake_group, launches
 from bench.support.machine import machine
 from bench.support.measure import WARM_UP, largest, percentile, rotated
-from bench.support.ranks import one_of_them, start_ranks
+from bench.support.ranks import add_table, on_ranks, options_of_ranks, report
 from bench.support.systems import OPTIMIZER, SYSTEMS, TRANSPORTS, Trainer
-from bench.support.table import RESULTS, Row, markdown_table, read_rows, write_rows
+from bench.support.table import Row, markdown_table, read_rows
 from bench.support.workloads import WORKLOADS, Batch, Workload
 
 CHOSEN = ("floor", "ddp", "fsdp2", "stage0", "stage3")
@@ -181,12 +180,10 @@ def render(rows: Sequence[Row]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, as one rank if a launcher started this process, else by starting the ranks."""
-    parser = argparse.ArgumentParser(prog="python -m bench.host", description="what the host does per unit and step")
-    parser.add_argument("--ranks", type=int, default=2, help="processes on this machine (%(default)s)")
+    parser = options_of_ranks("bench.host", "what the host does per unit and step")
+    add_table(parser)
     parser.add_argument("--fake", type=int, nargs="+", metavar="RANKS", help="ranks of fake groups, instead")
     parser.add_argument("--steps", type=int, default=60, help="timed steps of each system (%(default)s)")
-    parser.add_argument("--table", nargs="+", type=Path, metavar="FILE", help="only print the table of these rows")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
     options = parser.parse_args(arguments)
     if options.table:
         print(render(read_rows(options.table)))
@@ -195,21 +192,16 @@ def main(arguments: Sequence[str]) -> int:
         torch.set_num_threads(1)
         torch.set_flush_denormal(True)  # weights mean nothing there
         every = [row for ranks in options.fake for row in measure_on_fake(WORKLOADS["many"], options.steps, ranks)]
-        _write(every, options.out / "host-fake.jsonl")
+        report(every, options.out / "host-fake.jsonl", render)
         return 0
-    if "RANK" not in os.environ:
-        return start_ranks("bench.host", options.ranks, arguments)
-    with one_of_them() as group:
-        rows = [row for name in ("many", "mlp") for row in measure(WORKLOADS[name], options.steps, group)]
-        if group.rank() == 0:
-            _write(rows, options.out / f"host-{options.ranks}ranks.jsonl")
-    return 0
+    return on_ranks("bench.host", options.ranks, arguments, partial(_run_rank, options))
 
 
-def _write(rows: Sequence[Row], file: Path) -> None:
-    """Write rows to a file, and print them and their table."""
-    write_rows(rows, file)
-    print(f"\n{render(rows)}", flush=True)
+def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
+    """Be one of the ranks."""
+    rows = [row for name in ("many", "mlp") for row in measure(WORKLOADS[name], options.steps, group)]
+    if group.rank() == 0:
+        report(rows, options.out / f"host-{options.ranks}ranks.jsonl", render)
 
 
 if __name__ == "__main__":

@@ -193,7 +193,7 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/engine/backward.py",
         "condition",
-        "if self._mode is not Mode.LOCAL and self._is_complete(bucket):",
+        "if bucket.arrivals % bucket.expected == 0 and self._mode is not Mode.LOCAL and self._is_complete(bucket):",
         "if self._is_complete(bucket):",
         "a backward inside no_sync() reduces",
     ),
@@ -525,6 +525,13 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "if local_ranks <= gpus else",
         "if local_ranks < gpus else",
         "ranks that each have a GPU go without NCCL",
+    ),
+    (
+        "shardlite/apps/launch.py",
+        "constant",
+        "start_new_session=True",
+        "start_new_session=False",
+        "ranks that Ctrl-C ends are interrupted once more as they end",
     ),
     (
         "shardlite/params/layout.py",
@@ -1269,6 +1276,13 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "talk",
         "ranks mix up what they tell each other in the thread of a save and beside it",
     ),
+    (
+        "shardlite/apps/checkpoint/writing.py",
+        "index",
+        "part = storage[begin : begin + tensor.nbytes]",
+        "part = storage[: tensor.nbytes]",
+        "what lies first in an arena is saved in the place of all that lies in it",
+    ),
     # Gradients added in a tree, on any number of ranks.
     (
         "shardlite/grads/part_sums.py",
@@ -1412,6 +1426,12 @@ FIRST: dict[str, tuple[str, ...]] = {
         "test_checkpoint_faults",
         "test_checkpoint_async",
     ),
+    "shardlite/apps/checkpoint/writing.py": (
+        "test_checkpoint",
+        "test_checkpoint_interchange",
+        "test_checkpoint_faults",
+        "test_checkpoint_async",
+    ),
     f"{_KERNELS}/adamw.py": ("test_interpreter",),
     f"{_KERNELS}/adamw_cpu.py": ("test_adamw_cpu", "test_optim_formats", "test_alarm"),
     f"{_KERNELS}/device_ring.py": ("test_interpreter",),
@@ -1459,7 +1479,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     ),
     "shardlite/engine/optimizer_bridge.py": ("test_in_backward_errors", "test_between", "test_races"),
     "shardlite/comm/streams.py": ("test_lanes",),
-    "shardlite/apps/launch.py": ("test_demo",),
+    "shardlite/apps/launch.py": ("test_demo", "test_interrupted_runs"),
     "shardlite/build/meta_init.py": ("test_meta", "test_meta_errors"),
     "shardlite/optim/adamw.py": ("test_optim", "test_max_norm", "test_optim_adopt"),
     "shardlite/optim/validate.py": ("test_optim", "test_optim_state"),

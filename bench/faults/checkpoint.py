@@ -7,6 +7,7 @@ starts its ranks itself. The rows go to `bench/results/checkpoint-MODEL-Nranks.j
 | system | what each rank does |
 |---|---|
 | `raw` | writes as many bytes as its shard and moments have, from memory, into a file of its own |
+| `raw, early` | the same, and asks the system to begin with each block while the next one is written, as `save` does |
 | `torch.save` | writes its shards and moments by `torch.save`, which no other number of ranks can load |
 | `fsdp2` | `torch.distributed.checkpoint.save` of an FSDP2 model and its optimizer |
 | `save` | `shardlite.save` |
@@ -35,6 +36,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import count
 from pathlib import Path
 from time import perf_counter
@@ -47,11 +49,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from bench.support.machine import machine
 from bench.support.measure import largest, percentile, rotated
-from bench.support.ranks import one_of_them, start_ranks
+from bench.support.ranks import add_table, on_ranks, options_of_ranks, report
 from bench.support.systems import SYSTEMS
-from bench.support.table import RESULTS, Row, markdown_table, read_rows, write_rows
+from bench.support.table import Row, markdown_table, read_rows
 from bench.support.workloads import WORKLOADS, Workload
 from shardlite import AdamW, ShardLite, async_save, load, save, save_in_memory
+from shardlite.apps.checkpoint import files
 
 Save = Callable[[Path], "Future[Path] | None"]
 """Saves into a folder that is not there yet. What goes on after the call is in the future."""
@@ -76,6 +79,7 @@ def measure(workload: Workload, rounds: int, folder: Path, group: dist.ProcessGr
     elements = torch.cat([shard.reshape(-1) for shard in shards])
     systems: dict[str, Save] = {
         "raw": lambda path: _write(path, group.rank(), elements),
+        "raw, early": lambda path: _write_early(path, group.rank(), elements),
         "torch.save": lambda path: _torch_save(path, group.rank(), {str(i): s for i, s in enumerate(shards)}),
         "fsdp2": lambda path: _dcp_save(path, theirs),
         "save": lambda path: _nothing(save(path, model, optimizer)),
@@ -150,6 +154,16 @@ def _write(path: Path, rank: int, elements: torch.Tensor) -> None:
         os.fsync(file.fileno())
 
 
+def _write_early(path: Path, rank: int, elements: torch.Tensor) -> None:
+    path.mkdir(exist_ok=True)
+    view = memoryview(elements.numpy()).cast("B")
+    with (path / str(rank)).open("xb", buffering=0) as file:
+        for begin in range(0, len(view), files.BLOCK):
+            file.write(view[begin : begin + files.BLOCK])
+            files.begin_writeback(file.fileno(), begin)
+        os.fsync(file.fileno())
+
+
 def _torch_save(path: Path, rank: int, state: Mapping[str, torch.Tensor]) -> None:
     path.mkdir(exist_ok=True)
     with (path / str(rank)).open("xb") as file:
@@ -193,34 +207,32 @@ def render(rows: Sequence[Row]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, as one rank if a launcher started this process, else by starting the ranks."""
-    parser = argparse.ArgumentParser(prog="python -m bench.faults.checkpoint", description="saving a run, by system")
-    parser.add_argument("--ranks", type=int, default=2, help="processes on this machine (%(default)s)")
+    parser = options_of_ranks("bench.faults.checkpoint", "saving a run, by system")
+    add_table(parser)
     parser.add_argument("--model", choices=WORKLOADS, default="mlp", help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="saves of each system (%(default)s)")
     parser.add_argument(
         "--folder", type=Path, default=Path(tempfile.gettempdir()), help="disk to write to (%(default)s)"
     )
-    parser.add_argument("--table", nargs="+", type=Path, metavar="FILE", help="only print the table of these rows")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
     options = parser.parse_args(arguments)
     if options.table:
         print(render(read_rows(options.table)))
         return 0
-    if "RANK" not in os.environ:
-        return start_ranks("bench.faults.checkpoint", options.ranks, arguments)
-    with one_of_them() as group:
-        folder = options.folder / f"shardlite-bench-{os.getppid()}"
-        folder.mkdir(parents=True, exist_ok=True)
-        dist.barrier(group)
-        try:
-            rows = measure(WORKLOADS[options.model], options.rounds, folder, group)
-        finally:
-            if group.rank() == 0:
-                shutil.rmtree(folder, ignore_errors=True)
+    return on_ranks("bench.faults.checkpoint", options.ranks, arguments, partial(_run_rank, options))
+
+
+def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
+    """Be one of the ranks."""
+    folder = options.folder / f"shardlite-bench-{os.getppid()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    dist.barrier(group)
+    try:
+        rows = measure(WORKLOADS[options.model], options.rounds, folder, group)
+    finally:
         if group.rank() == 0:
-            write_rows(rows, options.out / f"checkpoint-{options.model}-{options.ranks}ranks.jsonl")
-            print(f"\n{render(rows)}", flush=True)
-    return 0
+            shutil.rmtree(folder, ignore_errors=True)
+    if group.rank() == 0:
+        report(rows, options.out / f"checkpoint-{options.model}-{options.ranks}ranks.jsonl", render)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,9 @@ Names and numbers of operations need no time of their own: they are the tags tha
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from time import thread_time
 from typing import Any
 
@@ -31,9 +28,9 @@ import torch.distributed as dist
 
 from bench.support.machine import machine
 from bench.support.measure import WARM_UP, percentile, time_steps
-from bench.support.ranks import one_of_them, start_ranks
+from bench.support.ranks import on_ranks, options_of_ranks, report
 from bench.support.systems import Trainer, build_shardlite
-from bench.support.table import RESULTS, Row
+from bench.support.table import Row
 from bench.support.workloads import WORKLOADS, Batch, Workload
 from shardlite.weights.coordination import END, Negotiation, Round
 
@@ -114,29 +111,20 @@ def measure(workload: Workload, rounds: int, group: dist.ProcessGroup) -> Row:
     }
 
 
-def _run_rank(options: argparse.Namespace) -> None:
+def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
     """Be one of the ranks."""
-    with one_of_them() as group:
-        row = measure(WORKLOADS[options.model], options.steps, group)
-        if group.rank() == 0:
-            options.out.mkdir(parents=True, exist_ok=True)
-            line = json.dumps(row)
-            (options.out / f"detection-{row['model']}-{row['ranks']}ranks.jsonl").write_text(line + "\n")
-            print(line, flush=True)
+    row = measure(WORKLOADS[options.model], options.steps, group)
+    if group.rank() == 0:
+        report([row], options.out / f"detection-{row['model']}-{row['ranks']}ranks.jsonl")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, as one rank if a launcher started this process, else by starting the ranks."""
-    parser = argparse.ArgumentParser(prog="python -m bench.faults.detection", description="the cost of comparing ranks")
-    parser.add_argument("--ranks", type=int, default=2, help="processes on this machine (%(default)s)")
+    parser = options_of_ranks("bench.faults.detection", "the cost of comparing ranks")
     parser.add_argument("--model", choices=[*WORKLOADS], default="mlp", help="(%(default)s)")
     parser.add_argument("--steps", type=int, default=100, help="timed steps of each (%(default)s)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the row (%(default)s)")
     options = parser.parse_args(arguments)
-    if "RANK" in os.environ:
-        _run_rank(options)
-        return 0
-    return start_ranks("bench.faults.detection", options.ranks, arguments)
+    return on_ranks("bench.faults.detection", options.ranks, arguments, partial(_run_rank, options))
 
 
 if __name__ == "__main__":

@@ -38,9 +38,9 @@ import torch
 import torch.distributed as dist
 
 from bench.support.machine import machine
-from bench.support.ranks import one_of_them
+from bench.support.ranks import add_table, one_of_them, options_of_ranks, report
 from bench.support.systems import SYSTEMS
-from bench.support.table import RESULTS, Row, markdown_table, read_rows, write_rows
+from bench.support.table import Row, markdown_table, read_rows
 from bench.support.workloads import WORKLOADS
 from shardlite import AdamW, ShardLite, load, save, save_in_memory
 from shardlite.apps.launch import OWN_STORE
@@ -136,14 +136,12 @@ def render(rows: Sequence[Row]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, or be a rank if a launcher started this process."""
-    parser = argparse.ArgumentParser(prog="python -m bench.faults.restart", description="from a kill to the next step")
-    parser.add_argument("--ranks", type=int, default=2, help="processes on this machine (%(default)s)")
+    parser = options_of_ranks("bench.faults.restart", "from a kill to the next step")
+    add_table(parser)
     parser.add_argument("--model", choices=WORKLOADS, default="mlp", help="(%(default)s)")
     parser.add_argument("--fatal", type=int, default=30, help="the step in which a rank is killed (%(default)s)")
     parser.add_argument("--save-every", type=int, default=20, help="steps, of the disk way (%(default)s)")
     parser.add_argument("--folder", type=Path, help="disk to write to (that of temporary files)")
-    parser.add_argument("--table", nargs="+", type=Path, metavar="FILE", help="only print the table of these rows")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.table:
@@ -153,8 +151,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         with tempfile.TemporaryDirectory(prefix="shardlite-bench-", dir=options.folder) as folder:
             rows = measure(options, Path(folder))
-        write_rows(rows, options.out / f"restart-{options.model}-{options.ranks}ranks.jsonl")
-        print(f"\n{render(rows)}", flush=True)
+        report(rows, options.out / f"restart-{options.model}-{options.ranks}ranks.jsonl", render)
     return 0
 
 

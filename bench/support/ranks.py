@@ -6,21 +6,55 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from bench.support.table import RESULTS, Row, write_rows
 from shardlite.apps.launch import place
 
 
-def start_ranks(module: str, ranks: int, arguments: Sequence[str]) -> int:
-    """Start a module once per rank, and return the exit status."""
+def start_ranks(module: str, ranks: int, arguments: Sequence[str], *, quiet: bool = False) -> int:
+    """Start a module once per rank, and return the exit status. If `quiet`, drop what ranks and launcher print."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*launcher, "-m", module, *arguments], env=environment, check=False).returncode
+    output = subprocess.DEVNULL if quiet else None
+    command = [*launcher, "-m", module, *arguments]
+    return subprocess.run(command, env=environment, stdout=output, stderr=output, check=False).returncode
+
+
+def options_of_ranks(module: str, description: str) -> ArgumentParser:
+    """Return a parser with the options of all benches that start their ranks: `--ranks` and `--out`."""
+    parser = ArgumentParser(prog=f"python -m {module}", description=description)
+    parser.add_argument("--ranks", type=int, default=2, help="processes on this machine (%(default)s)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
+    return parser
+
+
+def add_table(parser: ArgumentParser) -> None:
+    """Add the option `--table`, with which a bench prints rows and measures nothing."""
+    parser.add_argument("--table", nargs="+", type=Path, metavar="FILE", help="only print the table of these rows")
+
+
+def report(rows: Sequence[Row], file: Path, render: Callable[[Sequence[Row]], str] | None = None) -> None:
+    """Write rows to a file, and print them and their table."""
+    write_rows(rows, file)
+    if render is not None:
+        print(f"\n{render(rows)}", flush=True)
+
+
+def on_ranks(module: str, ranks: int, arguments: Sequence[str], run: Callable[[dist.ProcessGroup], None]) -> int:
+    """Run `run` if a launcher has started this process, else start the ranks. Return the exit status."""
+    if "RANK" not in os.environ:
+        return start_ranks(module, ranks, arguments)
+    with one_of_them() as group:
+        run(group)
+    return 0
 
 
 @contextmanager

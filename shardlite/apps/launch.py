@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -57,14 +59,36 @@ def place(gpus: int, environment: Mapping[str, str] = os.environ) -> tuple[str, 
 def launch(ranks: int, arguments: Sequence[str], *, restarts: int = 0) -> int:
     """Run `shardlite ARGUMENTS` on `ranks` processes of this machine and return the exit status.
 
-    If one of them fails, all are started again, `restarts` times at most.
+    If one of them fails, all are started again, `restarts` times at most. Ctrl-C, SIGTERM and SIGHUP are passed on to
+    the ranks. The call returns when no process is left.
     """
+    command, environment = torchrun(ranks, arguments, restarts=restarts), environment_for(ranks)
+    # In a session of its own, it has each signal from here only: a second one would interrupt the end of the ranks.
+    agent = subprocess.Popen(command, env=environment, start_new_session=True)
+    with _passed_on_to(agent) as signals:
+        status = agent.wait()
+    return 128 + signals[-1] if signals else status
+
+
+@contextmanager
+def _passed_on_to(agent: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    """Send signals that are to end this process to `agent`. Yields the list of those that came."""
+    came: list[int] = []
+
+    def pass_on(number: int, _: object) -> None:
+        came.append(number)
+        agent.send_signal(number)
+
+    here = threading.current_thread() is threading.main_thread()  # another thread cannot have handlers
+    before = {each: signal.signal(each, pass_on) for each in _ENDS} if here else {}
     try:
-        return subprocess.run(
-            torchrun(ranks, arguments, restarts=restarts), env=environment_for(ranks), check=False
-        ).returncode
-    except KeyboardInterrupt:  # the terminal interrupts the ranks as well
-        return 130
+        yield came
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+_ENDS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 def torchrun(ranks: int, arguments: Sequence[str], *, restarts: int = 0) -> list[str]:

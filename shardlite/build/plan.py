@@ -20,6 +20,11 @@ from shardlite.comm import Ranks, agree
 from shardlite.config import QUANTIZABLE, MemoryLimit, Precision, Route
 from shardlite.params import ALIGN, ROOT, Layout, UnitPlan, UnitPolicy, UnitRule, applies, lay_out, partition_module
 
+_CPU = torch.device("cpu")
+
+_CUBLAS_BYTES = 256
+"""Up to so many bytes cuBLAS looks at the alignment of a matrix when it chooses an algorithm."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -61,10 +66,11 @@ def plan_flats(
     *,
     quantized_gather: UnitRule = False,
     grain: int = ALIGN,
+    device: torch.device = _CPU,
 ) -> list[FlatPlan]:
     """Plan the flats of a unit: one per kind of parameters, in the order of their first parameters.
 
-    Shards are multiples of `grain` elements.
+    Shards are multiples of `grain` elements, and `device` is where the full weights will be.
     """
     quantized = world_size > 1 and applies(quantized_gather, plan)
     kinds: dict[tuple[torch.dtype, torch.dtype, bool], dict[nn.Parameter, str]] = {}
@@ -76,7 +82,14 @@ def plan_flats(
         shapes = [(name, tuple(param.shape)) for param, name in members.items()]
         split = precision.splits(master, trainable=trainable)
         kept = compute if split else master
-        layout = lay_out(shapes, dtype=kept, trainable=trainable, world_size=world_size, grain=grain)
+        layout = lay_out(
+            shapes,
+            dtype=kept,
+            trainable=trainable,
+            world_size=world_size,
+            grain=grain,
+            matrix_align=max(ALIGN, _matrix_bytes(device) // compute.itemsize),
+        )
         as_codes = quantized and kept in QUANTIZABLE and compute in QUANTIZABLE
         flats.append(FlatPlan(layout, compute, precision.reduce_of(master), list(members), split, as_codes))
     return flats
@@ -153,8 +166,20 @@ def plan_units(module: nn.Module, options: Options, world_size: int, device: tor
     rule = options.quantized_gather
     # Norms are added from statistics of blocks, which no cut may divide if it is not to change them.
     grain = stats_block(torch.empty(0, device=device)) if options.route.order == "tree" else ALIGN
-    flats = [plan_flats(unit, world_size, options.precision, quantized_gather=rule, grain=grain) for unit in units]
+    flats = [
+        plan_flats(unit, world_size, options.precision, quantized_gather=rule, grain=grain, device=device)
+        for unit in units
+    ]
     return Plan(units, flats, device, in_parts=options.parts is not None)
+
+
+def _matrix_bytes(device: torch.device) -> int:
+    """Return the multiple of bytes at which full matrices begin.
+
+    PyTorch's allocator aligns the matrices of a plain model to 512 bytes. With less than cuBLAS looks at, a sharded
+    model could be computed by another algorithm, and get other bits.
+    """
+    return _CUBLAS_BYTES if device.type == "cuda" else 0
 
 
 def _describe(plan: Plan) -> Iterable[str]:

@@ -111,12 +111,14 @@ class _HostWork:
         self._running.acquire()
 
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
-        self._check_owner()
-        if meanwhile is not None and not self._ends_within(_LONGEST):
-            meanwhile()
-        while not self._ends_within(SLOW):
-            self._check()
-        self._raise_error()
+        if not self._is_over:
+            self._check_owner()
+            if meanwhile is not None and not self._ends_within(_LONGEST):
+                meanwhile()
+            while not self._ends_within(SLOW):
+                self._check()
+        if self._error is not None:
+            self._raise_error()
 
     def done(self) -> bool:
         return self._is_over

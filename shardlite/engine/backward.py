@@ -139,7 +139,7 @@ class Backward:
         """Take the gradient that autograd has just put into `param.grad`, on any stream."""
         grad, is_watched = take_grad(param)
         assert grad is not None
-        if (other := self._streams.other()) is None:
+        if not self._streams.on_gpu or (other := self._streams.other()) is None:
             self._add_gradient(unit, param, grad, is_watched=is_watched)
             return
         self._streams.take(grad)
@@ -158,7 +158,8 @@ class Backward:
             self._got_gradients = True
         grad = grad.detach() if grad.requires_grad else grad  # it has a history
         bucket = self._reducer.add(unit, param, grad, is_watched=is_watched)
-        if self._mode is not Mode.LOCAL and self._is_complete(bucket):
+        # Most gradients are not the last one of a round, which is seen without a call.
+        if bucket.arrivals % bucket.expected == 0 and self._mode is not Mode.LOCAL and self._is_complete(bucket):
             (self._reducer.keep_part if self._mode is Mode.PART else self._reducer.complete)(unit)
 
     def expect_gradients(self, unit: Unit, *, recorded: bool) -> None:

@@ -43,6 +43,7 @@ class Shards:
         }
         self._of = {param: shard for flat in flats for param, shard in zip(flat.params, flat.shards, strict=True)}
         self._param: dict[Tensor, nn.Parameter] = {shard: param for param, shard in self._of.items()}
+        self._ids = set(map(id, self._param))  # the hash of a tensor is computed in Python
         self._unsharded: dict[Tensor, str] = {
             param: self._names[param] for param, shard in self._of.items() if param is not shard
         }
@@ -141,7 +142,7 @@ class Shards:
 
     def mark_changed(self, changed: Sequence[Tensor]) -> None:
         """Raise the versions by which gathers and autograd recognise weights that are no longer what they were."""
-        ours = [shard for shard in changed if shard in self._param]
+        ours = [shard for shard in changed if id(shard) in self._ids]
         torch.autograd.graph.increment_version(ours)
         if self._permanent:  # autograd may have saved the full weights, which are changed with their shards or later
             params = [self._param[shard] for shard in ours]

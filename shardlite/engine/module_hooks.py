@@ -122,7 +122,8 @@ class ModuleHooks:
                 "this module is a copy of a wrapped one, whose parameters it does not have: wrap a second model, and "
                 "load it with load_full_state_dict()"
             )
-        self._claim()
+        if self._thread != get_ident():
+            self._claim()
         if self._frames and self._has_entered(module, units):
             return  # without a frame, so that `_leave` has nothing to do either
         if not self._frames and not in_backward():

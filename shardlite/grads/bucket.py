@@ -55,6 +55,9 @@ class Bucket:
     earlier: PartSums = field(init=False)
     """Sums over earlier parts of the global batch."""
 
+    expected: int = field(init=False)
+    """Number of parameters that have gradients."""
+
     arrivals: int = 0
     """Number of gradients that arrived in the current backward. A reentrant backward brings several per parameter."""
 
@@ -73,7 +76,7 @@ class Bucket:
 
     def complete(self, rounds: int) -> bool:
         """Return whether every parameter has received `rounds` gradients in the current backward."""
-        return self.arrivals == rounds * len(self._flat_of)
+        return self.arrivals == rounds * self.expected
 
     def needs_memory(self, param: nn.Parameter, *, waits: bool) -> bool:
         """Return whether the next gradient of `param` needs memory, while none is allocated.
@@ -176,7 +179,7 @@ class Bucket:
 
         Padding stays zero: a reduction writes sums of zeros there.
         """
-        complete = len(self.used) == len(self._flat_of)
+        complete = len(self.used) == self.expected
         for flat, full, buffer in zip(self.flats, self.full, self.buffers, strict=True):
             if complete and buffer.padding is not None:
                 continue
@@ -228,6 +231,7 @@ class Bucket:
             flat.follow_requires_grad()
         self.flats = self.unit.trainable
         self._flat_of = {id(flat.params[row]): flat for flat in self.flats for row in flat.rows}
+        self.expected = len(self._flat_of)
 
     def clear(self) -> None:
         """Empty the bucket, and give its memory back, if no gradient is a view of it."""

@@ -110,7 +110,7 @@ class Averager:
     def average(self, grads: Summands, mean: Mean, divisor: int, unit: str, operation: Operation) -> None:
         """Reduce this rank's gradients into `mean`, and overwrite them. On the queue."""
         full, half = grads
-        context, cuts = self._context, mean.flat.gradients.cuts
+        context, cuts = self._context, mean.flat.gradients.uneven_cuts
         shard, replicas = context.reducing
         in_place = half is None and shard.world_size == 1 and mean.own.data_ptr() == full.data_ptr()
         if half is not None:
@@ -161,14 +161,14 @@ class Averager:
             self.average(grads, mean, divisor, unit, operation)
             step(0, None, mean.whole)
             return
-        if rings_in_kernel(full, shard, flat.gradients.cuts):
+        if rings_in_kernel(full, shard, flat.gradients.uneven_cuts):
             self._step_in_ring(full, flat, step, divisor, operation)
             return
 
         def last(start: int, received: Tensor, own: Tensor | None, first: int | None = 0) -> None:
             step(start, received, own, divisor, first)
 
-        staging, cuts = self._staging_of(flat, full), flat.gradients.cuts
+        staging, cuts = self._staging_of(flat, full), flat.gradients.uneven_cuts
         reduce_scatter(full, shard, last=last, staging=staging, operation=operation, cuts=cuts)
 
     def _step_in_ring(self, full: Tensor, flat: Flat, step: ShardStep, divisor: int, operation: Operation) -> None:
@@ -198,19 +198,19 @@ class Averager:
         layout = mean.flat.gradients
         if layout.world_size == 1:
             return None
-        if rings_in_kernel(full, self._context.reducing[0], layout.cuts):
+        if rings_in_kernel(full, self._context.reducing[0], layout.uneven_cuts):
             return None
-        if stages_in_out(self._context.reducing[0]) and mean.own.dtype == full.dtype:
-            equal = layout.full_numel == layout.world_size * layout.shard_numel
-            if equal and storage_key(mean.own) != storage_key(full):
-                return None
+        in_out = stages_in_out(self._context.reducing[0]) and mean.own.dtype == full.dtype
+        if in_out and layout.uneven_cuts is None and storage_key(mean.own) != storage_key(full):
+            return None
         return self._staging_of(mean.flat, full)
 
     def _staging_of(self, flat: Flat, full: Tensor) -> Tensor:
         """Return memory where partial sums can arrive."""
         layout = flat.gradients
         transport, _ = self._context.reducing
-        numel = staging_numel(layout.full_numel, transport, full.dtype, cuts=layout.cuts, grain=stats_block(full))
+        cuts, grain = layout.uneven_cuts, stats_block(full)
+        numel = staging_numel(layout.full_numel, transport, full.dtype, cuts=cuts, grain=grain)
         return self._room(numel, full.dtype)
 
     def _room(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -34,17 +34,17 @@ class ContiguousRun:
 
     def extend(self, slot: StateSlot, grad: Tensor) -> bool:
         """Append `slot` if it continues the run, and only padding lies between its gradient and the last one."""
-        distance = (slot.start - self.first.start) * grad.element_size()
+        distance, padded = (slot.start - self.first.start) * grad.element_size(), is_padded(grad)
         fits = (
             follows(slot, self._last)
-            and ((self._padded and is_padded(grad)) or slot.start == self._last.end)
+            and ((self._padded and padded) or slot.start == self._last.end)
             and grad.data_ptr() == self._grad.data_ptr() + distance
             and grad.untyped_storage().data_ptr() == self._grad.untyped_storage().data_ptr()
             and grad.dtype == self._grad.dtype
             and grad.is_contiguous()
         )
         if fits:
-            self._last, self._padded = slot, is_padded(grad)
+            self._last, self._padded = slot, padded
         return fits
 
     def pieces(self) -> Iterator[tuple[RunSlice, Tensor]]:

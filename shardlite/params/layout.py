@@ -140,6 +140,11 @@ class Layout:
         """Number of elements of the longest shard, `S`."""
         return max(stop - start for start, stop in pairwise(self.cuts))
 
+    @cached_property
+    def uneven_cuts(self) -> tuple[int, ...] | None:
+        """The cuts as collectives take them: `None` if all shards are equal, which saves hashing `W` numbers a call."""
+        return None if self.full_numel == self.world_size * self.shard_numel else self.cuts
+
     @property
     def codes_nbytes(self) -> int:
         """Bytes of one rank's row of a quantized gather, `R`: codes, their scales, and padding to `_CODES_ALIGN`."""
@@ -198,14 +203,15 @@ def lay_out(
     trainable: bool,
     world_size: int,
     grain: int = ALIGN,
+    matrix_align: int = ALIGN,
 ) -> Layout:
-    """Place named shapes one after the other, each at a multiple of `ALIGN`.
+    """Place named shapes one after the other, each at a multiple of `ALIGN`, and of `matrix_align` from two dims on.
 
     Cut the buffer for `world_size` ranks, at multiples of `grain`.
     """
     slots, end = [], 0
     for name, shape in parameters:
-        slots.append(Slot(name, tuple(shape), end))
+        slots.append(Slot(name, tuple(shape), round_up(end, matrix_align) if len(shape) > 1 else end))
         end = round_up(slots[-1].stop, ALIGN)
     shard_numel = round_up(-(-end // world_size), grain)
     cuts = tuple(rank * shard_numel for rank in range(world_size + 1))
@@ -243,13 +249,14 @@ def allocate_arenas(kinds: Sequence[tuple[torch.dtype, bool]], lengths: Sequence
     return parts
 
 
-def mark_padded(grad: Tensor) -> Tensor:
-    """Mark a gradient whose padding to a multiple of 32 elements is zero and belongs to it.
+def mark_padded(grads: list[Tensor]) -> list[Tensor]:
+    """Mark gradients whose padding to a multiple of 32 elements is zero and belongs to them.
 
     A tensor alone does not show this: the memory behind it may belong to another tensor of the same storage.
     """
-    grad.shardlite_padded = True  # type: ignore[attr-defined]
-    return grad
+    for grad in grads:
+        grad.shardlite_padded = True  # type: ignore[attr-defined]
+    return grads
 
 
 def is_padded(grad: Tensor) -> bool:

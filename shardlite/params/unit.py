@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, compress
 from operator import attrgetter
 
 import torch
@@ -27,10 +27,11 @@ from shardlite.params.parameters import as_they_are, to_full, to_placeholders
 from shardlite.params.shard_tensor import ShardTensor
 from shardlite.params.states import Weights, check_move
 
-_FLAT_ALIGN = 128
+_FLAT_ALIGN = 256
 """Bytes: where the flats start in a buffer, so that every access can be a wide one."""
 
 _version_of = attrgetter("_version")  # by `map` it is read of many tensors without a call in Python
+_requires_grad_of = attrgetter("requires_grad")
 _local_version_of = attrgetter("local._version")
 
 
@@ -89,7 +90,7 @@ class Flat:
     def rows_now(self) -> tuple[int, ...]:
         """Return the slots whose parameters require gradients."""
         with as_they_are():
-            return tuple(i for i, param in enumerate(self.params) if param.requires_grad)
+            return tuple(compress(range(len(self.params)), map(_requires_grad_of, self.params)))
 
     def follow_requires_grad(self) -> None:
         """Give gradients to the slots whose parameters require them now."""
@@ -181,7 +182,7 @@ class Flat:
 
     def gradient_views(self, mean: Tensor) -> list[Tensor]:
         """Cut a gradient shard into what belongs to each shard that has a gradient, in the order of `rows`."""
-        return [mark_padded(view) for view in views(mean, self._own_gradients)]
+        return mark_padded(views(mean, self._own_gradients))
 
 
 def _joined(high: Tensor, low: Tensor) -> Tensor:

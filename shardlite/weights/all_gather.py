@@ -263,7 +263,7 @@ def isolated(streams: ProgramStreams | None = None) -> AbstractContextManager[ob
     With `streams`, the operations are on the home stream.
     """
     modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else None
-    other = None if streams is None else streams.other()
+    other = streams.other() if streams is not None and streams.on_gpu else None
     if modes is None and other is None and not torch.is_inference_mode_enabled():
         return as_they_are()  # by far the most frequent case, and the only one that has to be cheap
     stack = ExitStack()

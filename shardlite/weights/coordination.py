@@ -92,15 +92,13 @@ class Negotiation:
         """
         kind = during.kind
         mine = Proposal(wants, crc32(kind.encode()) & 0x7FFFFFFF, during.step, needed)
-        words = [
-            Proposal(*row)
-            for row in self._exchange(
-                astuple(mine), "the next gather", f"{self._wish(mine, kind)}, at step {mine.step}"
-            )
-        ]
-        self._compare(words, kind)
-        wanted = sorted({word.wants for word in words} - {END})
-        return Round(during.prefer(wanted) if wanted else END, [word.needed for word in words])
+        here = f"{self._wish(mine, kind)}, at step {mine.step}"
+        rows = self._exchange(astuple(mine), "the next gather", here)
+        wishes, kinds, steps, needs = (list(column) for column in zip(*rows, strict=True))
+        if {*kinds} != {mine.kind} or {*steps} != {mine.step}:
+            self._compare([Proposal(*row) for row in rows], kind)
+        wanted = sorted({*wishes} - {END})
+        return Round(during.prefer(wanted) if wanted else END, needs)
 
     def lists(self, mine: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
         """Return the list of every rank; `lengths` are theirs."""

@@ -69,15 +69,13 @@ class Call:
             self.uses = False
             self.calls.gatherer.reshard(self.unit)
 
-    def forget_handle(self) -> None:
-        """Note that autograd has dropped a handle."""
-        self.handles -= 1
-        if self.handles == 0:
-            self.calls.live[self.unit].remove(self)
-            if self.uses and _is_viewed(self.unit):
-                self.calls.lingering.append(self)
-            else:
-                self.release()
+    def forget_handles(self) -> None:
+        """Note that autograd has dropped the last handle."""
+        self.calls.live[self.unit].remove(self)
+        if self.uses and _is_viewed(self.unit):
+            self.calls.lingering.append(self)
+        else:
+            self.release()
 
 
 class Handle:
@@ -96,7 +94,9 @@ class Handle:
         call.handles += 1
 
     def __del__(self) -> None:
-        self.call.forget_handle()
+        self.call.handles -= 1
+        if self.call.handles == 0:
+            self.call.forget_handles()
 
     def view(self) -> Tensor:
         """Return the view, of weights gathered again if need be.
@@ -151,19 +151,13 @@ class Kept:
     tensor: Tensor
     version: int
 
-    def checked(self) -> Tensor:
-        """Return the tensor.
-
-        Raises:
-            RuntimeError: it was modified in place since it was saved, in the words of PyTorch's own error.
-        """
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {self.tensor._version}; "
-                f"expected version {self.version} instead"
-            )
-        return self.tensor
+    def error(self) -> RuntimeError:
+        """Say that it was modified in place since it was saved, in the words of PyTorch's own error."""
+        return RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {self.tensor._version}; "
+            f"expected version {self.version} instead"
+        )
 
 
 class Calls:
@@ -212,27 +206,12 @@ class Calls:
         self.using.clear()
         self.lingering.clear()
 
-    def owner(self, tensor: Tensor) -> Unit | None:
-        """Return the unit whose full weights `tensor` views, if any."""
-        if not _has_storage(tensor):
-            return None
-        return self.gatherer.owners.get(tensor.untyped_storage()._cdata)  # its `storage_key`, without a call
-
     def has_given_up(self, tensor: Tensor) -> bool:
         """Whether `tensor` views a buffer that was given up because a view of it was kept: it still has weights."""
-        if not _has_storage(tensor) or tensor.untyped_storage().nbytes() not in self._sizes:
+        if tensor.untyped_storage().nbytes() not in self._sizes:
             return False
         kept = (each() for unit in self.live for each in unit.escapes)
         return any(each is not None and each._cdata == storage_key(tensor) for each in kept)
-
-    def call_of(self, unit: Unit) -> Call:
-        """Return the call that a view saved now belongs to; a view saved outside any forward is a call of its own."""
-        return self.current.get(unit) or Call(unit, self)
-
-
-def _has_storage(tensor: Tensor) -> bool:
-    """Whether there is a storage to look at: sparse tensors and many subclasses have none. Our weights are neither."""
-    return (type(tensor) is Tensor or is_plain(tensor)) and tensor.layout is torch.strided
 
 
 def _is_viewed(unit: Unit) -> bool:
@@ -255,19 +234,30 @@ class SavedTensorHooks:
 
     def pack(self, tensor: Tensor) -> Any:
         """Return what the graph keeps instead of `tensor`."""
-        unit = self.calls.owner(tensor)
-        if unit is not None:
-            return Handle(self.calls.call_of(unit), tensor)
-        if self._outer is not None and not self.calls.has_given_up(tensor):
+        calls = self.calls
+        # Sparse tensors and many subclasses have no storage to look at. Our weights are neither.
+        has_storage = (type(tensor) is Tensor or is_plain(tensor)) and tensor.layout is torch.strided
+        if has_storage:
+            unit = calls.gatherer.owners.get(tensor.untyped_storage()._cdata)  # its `storage_key`, without a call
+            if unit is not None:
+                # A view saved outside of any forward is a call of its own.
+                return Handle(calls.current.get(unit) or Call(unit, calls), tensor)
+        if self._outer is not None and not (has_storage and calls.has_given_up(tensor)):
             return self._outer[0](tensor)
         return Kept(tensor.detach(), tensor._version)
 
     def unpack(self, packed: Any) -> Tensor:
-        """Return what was packed."""
+        """Return what was packed.
+
+        Raises:
+            RuntimeError: it has changed since.
+        """
+        if isinstance(packed, Kept):
+            if packed.tensor._version != packed.version:
+                raise packed.error()
+            return packed.tensor
         if isinstance(packed, Handle):
             return packed.view() if torch._C._current_graph_task_id() != -1 else packed.copy()
-        if isinstance(packed, Kept):
-            return packed.checked()
         assert self._outer is not None
         return self._outer[1](packed)
 

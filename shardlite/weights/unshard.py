@@ -64,7 +64,8 @@ class Gatherer:
         """
         if unit.users == 0:
             with isolated(self._streams):
-                if self._prepare(unit):
+                if not is_fresh(unit):
+                    self._take_buffer(unit)
                     self._coordinator.gather(unit)
                 self._idle.pop(unit, None)
                 self._coordinator.need(unit)
@@ -86,8 +87,7 @@ class Gatherer:
 
     def follow(self, unit: Unit) -> None:
         """Let the current stream use a unit, behind its gather: another stream may have waited for that."""
-        other = self._streams.other()
-        if other is not None and unit.gathered is not None:
+        if self._streams.on_gpu and (other := self._streams.other()) is not None and unit.gathered is not None:
             unit.gathered.wait()
             unit.others.add(other)
 
@@ -189,20 +189,18 @@ class Gatherer:
             if not self._coordinator.comes_next(unit):
                 break  # the other ranks gather something else first, or nothing yet
             room = unit.buffer is not None or self._held() <= self._ahead or self._victim(unit) not in [None, *upcoming]
-            if unit.users == 0 and room and self._prepare(unit):
+            if unit.users == 0 and room:
+                self._take_buffer(unit)
                 self._coordinator.gather(unit)
 
-    def _prepare(self, unit: Unit) -> bool:
-        """Return whether `unit` has to be gathered; if so, give it a buffer."""
-        if is_fresh(unit):
-            return False
+    def _take_buffer(self, unit: Unit) -> None:
+        """Give a unit that has to be gathered a buffer."""
         if unit.phase is Weights.GATHERING:  # gathered ahead, then the weights were changed
             self._land(unit)
             self._let_idle(unit)
         buffer = self._buffer_for(unit)
         self.owners[buffer.key] = unit
         unit.buffer, unit.overwritten = buffer, set(unit.stepped)
-        return True
 
     def _land(self, unit: Unit) -> None:
         """Wait for the weights."""

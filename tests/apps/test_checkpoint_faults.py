@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from shardlite import AdamW, CheckpointError, ShardLite, load, save
-from shardlite.apps.checkpoint import SafeLoadPlanner, SafeReader, files, latest, saving
+from shardlite.apps.checkpoint import SafeLoadPlanner, SafeReader, files, latest, saving, writing
 from tests.support.patience import seconds
 from tests.support.twins.sharded import same_bits
 
@@ -132,6 +132,28 @@ def _moments(optimizer: AdamW) -> list[Any]:
 @pytest.mark.parametrize("harm", HARMS)
 def test_damage_is_found_before_anything_is_loaded(cluster, tmp_path, harm):
     cluster.check(damaged_body, 2, tmp_path, harm)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no advice")
+def test_the_disk_begins_with_each_block_as_soon_as_it_is_whole(tmp_path, monkeypatch):
+    begun: list[int] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, begin, *_: begun.append(begin))
+    with files.summed(tmp_path / "file") as stream:
+        stream.write(bytes(files.BLOCK - 1))
+        assert begun == []
+        stream.write(bytes(files.BLOCK + 2))
+        assert begun == [0, files.BLOCK]
+
+
+def test_a_view_is_written_without_a_copy_and_without_its_neighbours():
+    arena = torch.arange(12, dtype=torch.bfloat16)
+    part = writing._alone(arena[3:9].view(2, 3))
+    assert torch.equal(part, arena[3:9].view(2, 3))
+    assert part.data_ptr() == arena[3:].data_ptr()
+    assert part.untyped_storage().nbytes() == 6 * 2
+    transposed = arena.view(3, 4).t()[1:]
+    assert torch.equal(writing._alone(transposed), transposed)
+    assert writing._alone(transposed).untyped_storage().nbytes() == 9 * 2
 
 
 def test_each_block_of_a_file_has_a_checksum(tmp_path):

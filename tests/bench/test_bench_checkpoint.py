@@ -1,8 +1,8 @@
-"""`bench.faults.checkpoint` saves in every way, compares what was saved, and its rows say how fast."""
+"""`bench.faults` saves in every way, kills ranks and restarts them, and its rows say how fast."""
 
 import pytest
 
-from bench.faults import checkpoint, restart
+from bench.faults import checkpoint, notice, restart
 from bench.support.table import read_rows
 from bench.support.workloads import perceptrons
 from tests.support.ranks.scripts import run_process
@@ -16,12 +16,12 @@ def measured(group, folder):
 
 def test_each_system_saves_the_same_bytes_and_is_timed(cluster, tmp_path):
     rows, others = cluster.run(measured, 2, tmp_path)
-    assert [row["system"] for row in rows] == ["raw", "torch.save", "fsdp2", "save", "async_save"]
+    assert [row["system"] for row in rows] == ["raw", "raw, early", "torch.save", "fsdp2", "save", "async_save"]
     assert [row["system"] for row in others] == [row["system"] for row in rows]
     assert {row["bytes"] for row in rows} == {12 * FEW.parameters()}
     assert rows[0]["vs_raw"] == 1
     assert all(0 < row["stall_p50"] <= row["seconds_p80"] for row in rows)
-    assert checkpoint.render(rows).count("\n") == 8
+    assert checkpoint.render(rows).count("\n") == 9
     assert [each.name for each in tmp_path.iterdir()] == ["verified"]
 
 
@@ -54,3 +54,13 @@ def test_a_restart_from_memory_loses_no_step(tmp_path):
     assert [(row["way"], row["resumed"], row["lost"]) for row in rows] == [("memory", 3, 0), ("disk", 2, 1)]
     assert all(0 < row["started"] < row["started"] + row["loaded"] < row["seconds"] for row in rows)
     assert restart.render(rows) in done.out
+
+
+@pytest.mark.slow
+def test_the_end_of_a_rank_is_noticed_over_each_transport(tmp_path):
+    done = run_process("-m", "bench.faults.notice", "--kills", "1", "--out", str(tmp_path))
+    assert done.status == 0, done.err
+    rows = read_rows([tmp_path / "notice-mlp-2ranks.jsonl"])
+    assert [row["transport"] for row in rows] == list(notice.TRANSPORTS)
+    assert all(row["seconds_p50"] > 0 for row in rows)
+    assert notice.render(rows) in done.out

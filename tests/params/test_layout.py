@@ -40,6 +40,14 @@ def test_every_element_is_on_exactly_one_rank(world_size):
         assert all(0 <= first <= stop <= planned.shard_numel for first, stop in parts)
 
 
+def test_cuts_are_handed_on_where_shards_differ_only():
+    planned = layout({"weight": (5, 7), "bias": (5,), "scale": ()}, world_size=2)
+    assert planned.uneven_cuts is None
+    assert planned.only([0, 1], torch.float32).uneven_cuts == (0, 64, 96)
+    assert planned.only([0, 2], torch.float32).uneven_cuts == (0, 64, 96)
+    assert planned.only([1, 2], torch.float32).uneven_cuts == (0, 0, 64)
+
+
 def test_arenas_are_shared_by_kind_and_do_not_overlap():
     kinds = [(torch.float32, True), (torch.float32, False), (torch.float32, True), (torch.bfloat16, True)]
     parts = allocate_arenas(kinds, [64] * 4, zeros_on(torch.device("cpu")))

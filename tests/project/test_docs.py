@@ -149,5 +149,5 @@ def test_nothing_is_left_to_do():
 
 
 def test_what_was_tried_can_be_tried():
-    assert (ROOT / "bench" / "semantics.py").exists()
+    assert (ROOT / "bench" / "faults" / "semantics.py").exists()
     assert "`python -m bench.faults.semantics`" in COMPARED

@@ -51,7 +51,7 @@ def with_new_tables(text: str) -> str:
 def made(source: str) -> str:
     """Return the table that `COMMAND FILE ...` prints, with some systems only if it ends in `, only: SYSTEM, ...`."""
     from bench import footprint, host
-    from bench.faults import checkpoint
+    from bench.faults import checkpoint, notice, restart
 
     command, _, systems = source.partition(", only: ")
     rows = selection.rows_for(command.split())
@@ -60,6 +60,8 @@ def made(source: str) -> str:
     render = {
         "bench.support.table": selection.render,
         "bench.faults.checkpoint": checkpoint.render,
+        "bench.faults.notice": notice.render,
+        "bench.faults.restart": restart.render,
         "bench.footprint": footprint.render,
         "bench.host": host.render,
     }

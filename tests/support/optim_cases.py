@@ -26,7 +26,7 @@ class Arena:
         for param in self.params:
             here = slice(param.storage_offset(), param.storage_offset() + param.numel())
             self.flat_grad[here] = torch.randn(param.numel(), generator=generator)
-            param.grad = mark_padded(self.flat_grad[here].view(param.shape))
+            (param.grad,) = mark_padded([self.flat_grad[here].view(param.shape)])
 
 
 def padded_numel(numel: int) -> int:

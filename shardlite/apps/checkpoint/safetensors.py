@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.planner_helpers import _create_write_items
 
 from shardlite.apps.checkpoint import files
 from shardlite.apps.checkpoint.reading import Checkpoint
-from shardlite.apps.checkpoint.saving import finish, write_part
+from shardlite.apps.checkpoint.saving import finish
+from shardlite.apps.checkpoint.writing import write_part
 from shardlite.errors import CheckpointError
 from shardlite.params import ShardTensor
 

@@ -9,11 +9,10 @@ decoded or copied from a GPU.
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from functools import partial
 from operator import index
 from pathlib import Path
 from threading import Thread
-from typing import IO, Any, TypeVar, cast
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -43,6 +42,7 @@ from torch.optim import Optimizer
 
 from shardlite.apps.checkpoint import files
 from shardlite.apps.checkpoint.contents import Paths, contents, pickled
+from shardlite.apps.checkpoint.writing import write_part
 from shardlite.comm import Ranks, all_gather_json
 from shardlite.errors import CheckpointError
 from shardlite.model import ShardLite
@@ -310,31 +310,6 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def write_part(folder: Path, rank: int, items: Iterable[WriteItem], entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the file of a rank. Return where each item lies, and the checksums of the file."""
-    read = _Reader(entries)
-    file, rows = f"__{rank}_0.distcp", []
-    with files.summed(folder / file) as stream:
-        for item in items:
-            begin = stream.size
-            content = read(item)
-            if isinstance(content, io.BytesIO):
-                stream.write(content.getbuffer())
-            else:
-                torch.save(content, cast("IO[bytes]", stream))
-            rows.append([item.index.fqn, [file, begin, stream.size - begin], *_described(item)])
-    return {"rows": rows, "files": {file: stream.sums()}}
-
-
-def _described(item: WriteItem) -> list[Any]:
-    """Return dtype and shape of a tensor, and which part of it an item is, in JSON types. Nothing for an object."""
-    data = item.tensor_data
-    if data is None:
-        return []
-    dtype = str(data.properties.dtype).removeprefix("torch.")
-    return [dtype, [*data.size], [*data.chunk.offsets], [*data.chunk.sizes]]
-
-
 def _own_items(
     entries: Mapping[str, Any], paths: Paths, talk: Talk, equal: Collection[str], *, sharded: bool
 ) -> tuple[list[WriteItem], dict[str, str]]:
@@ -374,29 +349,6 @@ def _key(value: Tensor) -> Hashable:
     if isinstance(value, ShardTensor) or value.numel() == 0:
         return id(value)
     return value.data_ptr(), value.dtype, value.shape, value.stride()
-
-
-class _Reader:
-    """Returns what is to be written: a tensor in host memory that owns all of its memory, or a pickled object."""
-
-    def __init__(self, entries: Mapping[str, Any]) -> None:
-        self._entries = entries
-        self._latest: tuple[str, Tensor | None] = ("", None)  # a decoded one has several boxes
-
-    def __call__(self, item: WriteItem) -> Tensor | io.BytesIO:
-        name = item.index.fqn
-        value = self._entries[name]
-        if not isinstance(value, Tensor):
-            return value if isinstance(value, io.BytesIO) else pickled(name, value)
-        if isinstance(value, ShardTensor):
-            if self._latest[0] != name:
-                self._latest = ("", None)  # before the next one is decoded
-                self._latest = (name, value.read())
-            assert self._latest[1] is not None
-            assert item.index.offset is not None
-            value = value.box(item.index.offset, self._latest[1])
-        here = value.detach().cpu()
-        return here.clone() if here.untyped_storage().nbytes() != here.nbytes else here
 
 
 def finish(

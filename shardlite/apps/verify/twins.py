@@ -97,7 +97,9 @@ def simple(task: Task) -> tuple[Record, bool]:
 def ring_ordered(task: Task) -> Record:
     """Train replicas whose gradients rank 0 averages in the order of ShardLite's ring."""
     module = _replicated(task)
-    plans = [plan_flats(plan, task.world_size, task.precision) for plan in partition_module(module, task.units)]
+    device = next(module.parameters()).device
+    units = partition_module(module, task.units)
+    plans = [plan_flats(unit, task.world_size, task.precision, device=device) for unit in units]
     layouts = [flat.layout for plan in plans for flat in plan]
     cuts = {slot.name: [edge - slot.start for edge in layout.cuts] for layout in layouts for slot in layout.slots}
     return _train(_Replica(task, module, lambda parts, dtype, name: ring_mean(parts, dtype, cuts[name])))

@@ -15,6 +15,7 @@ Legend: `W` ranks, `n` elements in the full buffer, `S` elements of the longest 
 import ctypes
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ ROOM = 64 << 20
 """Maximum bytes of the rows of a reduction. A longer one goes in slices, one after the other."""
 
 
+@lru_cache(maxsize=1024)
 def rows_numel(longest: int, world_size: int, itemsize: int, grain: int, room: int = ROOM) -> int:
     """Return the elements of a row of each rank, and of what is sent if there are several slices."""
     slices = slices_of(longest, world_size, itemsize, grain, room)

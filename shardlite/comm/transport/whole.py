@@ -6,6 +6,9 @@ each rank, and one kernel adds them in the order of the ring (`shardlite_kernels
 Legend: `W` ranks, `n` elements in the full buffer, `S` elements of the longest segment.
 """
 
+from collections.abc import Sequence
+from functools import lru_cache
+
 import torch
 from shardlite_kernels import State, Table
 from torch import Tensor
@@ -47,7 +50,7 @@ class WholeCollectives(Transport):
         """
         raise NotImplementedError
 
-    def slices(self, cut: Cut, itemsize: int, grain: int) -> list[tuple[int, int]]:
+    def slices(self, cut: Cut, itemsize: int, grain: int) -> Sequence[tuple[int, int]]:
         """Return the ranges of elements of each segment whose rows fit in `room`: multiples of `grain` but the last."""
         return slices_of(cut.longest, self.world_size, itemsize, grain, self.room)
 
@@ -99,10 +102,11 @@ class WholeCollectives(Transport):
         raise NotImplementedError
 
 
-def slices_of(longest: int, world_size: int, itemsize: int, grain: int, room: int) -> list[tuple[int, int]]:
+@lru_cache(maxsize=1024)
+def slices_of(longest: int, world_size: int, itemsize: int, grain: int, room: int) -> Sequence[tuple[int, int]]:
     """Return the ranges of elements of segments of up to `longest` whose rows fit in `room` bytes."""
     most = max(room // (world_size * itemsize) // grain * grain, grain)
-    return [(start, min(start + most, longest)) for start in range(0, longest, most)]
+    return tuple((start, min(start + most, longest)) for start in range(0, longest, most))
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -120,9 +120,9 @@ class Twin:
         self.world_size = world_size
         self._group = group
         self._computed = range(world_size) if group is None else [dist.get_rank(group)]
-        self._flats = [
-            f for part in partition_module(module, units) for f in plan_flats(part, world_size // replicas, precision)
-        ]
+        shards, device = world_size // replicas, next(module.parameters()).device
+        plans = [plan_flats(part, shards, precision, device=device) for part in partition_module(module, units)]
+        self._flats = [flat for flats in plans for flat in flats]
         self._own = dict(module.named_parameters())
         self._names = [slot.name for flat in self._flats for slot in flat.layout.slots]
         kinds = {slot.name: flat for flat in self._flats for slot in flat.layout.slots}

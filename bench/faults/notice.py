@@ -1,0 +1,130 @@
+"""A rank is killed in training: how long until each other one raises, by transport.
+
+    python -m bench.faults.notice --ranks 2
+
+starts its ranks itself, anew for each kill. The rows go to `bench/results/notice-MODEL-Nranks.jsonl`.
+
+| key | what it is |
+|---|---|
+| `seconds_p20`, `_p50`, `_p80` | from the kill of the last rank to a `CommError` on the slowest of the others |
+| `kills` | how many ranks were killed, each in a run of its own |
+
+`torchrun` itself sees the end of a rank within its `--monitor-interval`, 0.1 s by default, and sends SIGTERM to the
+other ranks of its host. Here they ignore it, for what is measured is what ranks of other hosts see, which have no news
+of that process but from the library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.support.machine import machine
+from bench.support.measure import WARM_UP, percentile
+from bench.support.ranks import add_table, one_of_them, options_of_ranks, report, start_ranks
+from bench.support.systems import build_shardlite
+from bench.support.table import Row, markdown_table, read_rows
+from bench.support.workloads import WORKLOADS
+from shardlite import CommError
+
+TRANSPORTS = ("shared_memory", "p2p", "collectives")
+"""As the argument of `ShardLite`."""
+
+
+def train(transport: str, folder: Path, options: argparse.Namespace) -> None:
+    """Be a rank: train until the last rank kills itself, and note when this one raises."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with one_of_them() as group:
+        rank, workload = group.rank(), WORKLOADS[options.model]
+        trainer = build_shardlite(workload, group, stage=3, transport=transport)
+        for step in range(WARM_UP):
+            trainer.step(workload.batch(rank, step))
+        if rank == group.size() - 1:
+            (folder / "killed").write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            while True:
+                trainer.step(workload.batch(rank, 0))
+        except CommError:
+            (folder / f"noticed-{rank}").write_text(str(time.time()))
+        os._exit(0)  # the connections of the group are closed for good
+
+
+def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
+    """Kill a rank of each transport again and again; return a row for each."""
+    rows: list[Row] = []
+    for transport in TRANSPORTS:
+        seconds = []
+        for kill in range(options.kills):
+            print(f"{transport}: kill {kill + 1} of {options.kills}", file=sys.stderr, flush=True)
+            seconds.append(seconds_until_noticed(transport, folder / f"{transport}-{kill}", options))
+        rows.append(
+            {
+                "bench": "notice",
+                "model": options.model,
+                "words": WORKLOADS[options.model].words,
+                "ranks": options.ranks,
+                **machine(),
+                "transport": transport,
+                "kills": options.kills,
+                **{f"seconds_p{percent}": round(percentile(seconds, percent), 3) for percent in (20, 50, 80)},
+            }
+        )
+    return rows
+
+
+def seconds_until_noticed(transport: str, folder: Path, options: argparse.Namespace) -> float:
+    """Start the ranks, of which the last one dies; return when the slowest of the others has raised.
+
+    Raises:
+        RuntimeError: one has not raised when `torchrun` kills it, 30 seconds after the first one has died.
+    """
+    folder.mkdir()
+    settings = ["--model", options.model, "--way", transport, "--folder", str(folder)]
+    start_ranks("bench.faults.notice", options.ranks, settings, quiet=True)  # one of them fails
+    noticed = [float(each.read_text()) for each in folder.glob("noticed-*")]
+    if len(noticed) != options.ranks - 1:
+        raise RuntimeError(f"{transport}: {len(noticed)} of {options.ranks - 1} ranks noticed that another one is gone")
+    return max(noticed) - float((folder / "killed").read_text())
+
+
+def render(rows: Sequence[Row]) -> str:
+    """Return a table for people."""
+    first = rows[0]
+    head = ["transport", "kill to `CommError`, s", "p20 to p80"]
+    lines = [
+        [f"`{row['transport']}`", f"{row['seconds_p50']:.2f}", f"{row['seconds_p20']:.2f} to {row['seconds_p80']:.2f}"]
+        for row in rows
+    ]
+    words = f"{first['words']}; {first['ranks']} ranks, {first['kills']} kills each"
+    return f"{words}; {first['machine']}, torch {first['torch']}, {first['date']}.\n\n{markdown_table([head, *lines])}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, or be a rank if a launcher started this process."""
+    parser = options_of_ranks("bench.faults.notice", "from a kill to an error")
+    add_table(parser)
+    parser.add_argument("--model", choices=WORKLOADS, default="mlp", help="(%(default)s)")
+    parser.add_argument("--kills", type=int, default=3, help="ranks killed by transport (%(default)s)")
+    parser.add_argument("--way", choices=TRANSPORTS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.table:
+        print(render(read_rows(options.table)))
+    elif options.way:
+        train(options.way, options.folder, options)
+    else:
+        with tempfile.TemporaryDirectory(prefix="shardlite-bench-") as folder:
+            rows = measure(options, Path(folder))
+        report(rows, options.out / f"notice-{options.model}-{options.ranks}ranks.jsonl", render)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
