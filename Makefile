@@ -52,8 +52,8 @@ lint: .venv/for-lint  ## format check, linter, type checker
 docs: .venv/for-docs  ## build the site into docs/_build; a warning is an error
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky --quiet docs docs/_build
 
-bench: .venv/for-demo  ## step time and memory beside FSDP2 and DDP; rows go to bench/results
-	$(BIN)/python -m bench.step --ranks $(or $(RANKS),2)
+bench: .venv/for-test-all  ## all benches in 20 minutes; rows go to bench/results, tables are made anew
+	$(BIN)/python -m bench $(ARGS)
 
 gpu: .venv/for-test  ## correctness and speed on a GPU, in half an hour; rows go to gpu/
 	$(BIN)/python -m bench.gpu $(ARGS)

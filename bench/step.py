@@ -1,20 +1,24 @@
-"""Step time and peak memory of ShardLite, FSDP2, DDP and the floor without communication, on CPUs or GPUs.
+"""Step time, throughput and peak memory of data-parallel systems on the same work, on CPUs or GPUs.
 
-    python -m bench.step --ranks 2 --model all
+    python -m bench.step --ranks 1 2 4 --model all
+    python -m bench.step --model small --precision fp32 bf16 --accumulation 1 4 --clip none 1.0
 
-starts its ranks itself: two, or one for each GPU. `--systems floor ddp fsdp2 p2p collectives` compares these; all but
-`p2p`, `collectives` and `tree` is the default. Each model's rows go to `bench/results/step-MODEL-Nranks.jsonl`, with
-`-transports` where the first two are among the systems, `-tree` where that is, and `-cuda` on GPUs, one JSON object a
-system:
+starts its ranks itself: two, or one for each GPU. All combinations of precision, accumulation and clipping are
+measured, each with all systems that can train so (`bench.support.matrix`), or with those of `--systems floor ddp`.
+Results are compared before anything is timed (`bench.support.check`). Each model's rows go to
+`bench/results/step-MODEL-Nranks.jsonl`, with `-transports` where `p2p` or `collectives` is among the systems, `-tree`
+where that is, and `-cuda` on GPUs, one JSON object a system and combination:
 
 | key | what it is |
 |---|---|
+| `precision`, `accumulation`, `clip` | of computation; micro-batches in a step; norm that gradients are clipped to |
 | `ms_p20`, `ms_p50`, `ms_p80` | milliseconds of a step, on the slowest rank; on GPUs by events |
+| `per_second`, `item` | tokens or samples of all ranks in a second, by `ms_p50` |
 | `cpu_ms_p50` | milliseconds of work in all threads of a process: other programs hardly change it |
 | `ms_above_floor` | `ms_p50` less the floor's: what communication and sharding cost |
 | `above_floor_vs_fsdp2`, `ms_vs_ddp` | that as a part of FSDP2's; `ms_p50` as a part of DDP's |
 | `peak_bytes` | the most bytes in tensors during a step, on the rank that holds most; the floor's means nothing |
-| `activation_bytes` | what the forward of the plain model leaves for its backward |
+| `activation_bytes` | what the forward of the plain model leaves for its backward, of a micro-batch |
 | `held_vs_fsdp2` | `peak_bytes - activation_bytes` as a part of FSDP2's |
 | `tolerance_used` | the largest difference found by `bench.support.check`, 1 is as much as is allowed |
 """
@@ -34,9 +38,10 @@ import torch.distributed as dist
 
 from bench.support.check import verify
 from bench.support.machine import machine
+from bench.support.matrix import NAMES, PRECISIONS, Setting, settings, systems_in
 from bench.support.measure import Times, activation_bytes, peak_bytes, percentile, time_steps
 from bench.support.ranks import device_of_rank, one_of_them, start_ranks
-from bench.support.systems import OPTIMIZER, ORDERS, SYSTEMS, TRANSPORTS, Build
+from bench.support.systems import ORDERS, TRANSPORTS, Build
 from bench.support.table import RESULTS, Row, render, write_rows
 from bench.support.workloads import MEASURED, WORKLOADS, Workload
 from shardlite import Route
@@ -46,27 +51,44 @@ from shardlite.comm.transport.select import choose
 PEERS = ("floor", "fsdp2", "ddp")
 """Systems that others are compared with."""
 
+DEFAULT = tuple(name for name in NAMES if name not in (*TRANSPORTS, *ORDERS))
 
-ALL = SYSTEMS | TRANSPORTS | ORDERS
 
+def measure(
+    workload: Workload,
+    systems: Mapping[str, Build],
+    rounds: int,
+    group: dist.ProcessGroup,
+    setting: Setting = Setting(),  # noqa: B008 (frozen)
+) -> list[Row]:
+    """Verify, meter and time all systems on one workload; return a row for each. To be called by every rank.
 
-def measure(workload: Workload, systems: Mapping[str, Build], rounds: int, group: dist.ProcessGroup) -> list[Row]:
-    """Verify, meter and time all systems on one workload; return a row for each. To be called by every rank."""
-    checked = verify(workload, systems, group)
-    activations = activation_bytes(workload)
-    peaks = {name: peak_bytes(workload, build, group) for name, build in systems.items() if name != "floor"}
-    taken = time_steps(workload, systems, rounds, group)
-    common = _common(workload, rounds, group) | {"transport": _transports(group, systems, workload.device)}
+    Args:
+        workload: with the batch of one micro-batch.
+        systems: built in `setting`; `ddp` is among them.
+        rounds: timed steps of each.
+        group: of all ranks.
+        setting: precision, accumulation and clipping.
+
+    Raises:
+        ResultError: a system computes something else than DDP; nothing is timed.
+    """
+    whole = setting.workload(workload)
+    checked = verify(whole, systems, group, setting)
+    activations = activation_bytes(workload, setting.compute)
+    peaks = {name: peak_bytes(whole, build, group) for name, build in systems.items() if name != "floor"}
+    taken = time_steps(whole, systems, rounds, group)
+    common = _common(workload, rounds, group, setting)
+    common |= {"transport": _transports(group, systems, workload.device)}
     rows = []
     for name, times in taken.items():
         memory = {"peak_bytes": peaks.get(name), "activation_bytes": activations}
-        rows.append(
-            {**common, "system": name, "tolerance_used": round(checked[name], 3), **_milliseconds(times), **memory}
-        )
+        speed = _milliseconds(times) | _throughput(whole, times, group.size())
+        rows.append({**common, "system": name, "tolerance_used": round(checked[name], 3), **speed, **memory})
     return _compared(rows)
 
 
-def _common(workload: Workload, rounds: int, group: dist.ProcessGroup) -> Row:
+def _common(workload: Workload, rounds: int, group: dist.ProcessGroup, setting: Setting) -> Row:
     """What all rows of a run share."""
     return {
         "bench": "step",
@@ -74,7 +96,8 @@ def _common(workload: Workload, rounds: int, group: dist.ProcessGroup) -> Row:
         "words": workload.words,
         "parameters": workload.parameters(),
         "units": "one per block, one for the rest",
-        "optimizer": OPTIMIZER,
+        "optimizer": setting.optimizer,
+        **setting.row(),
         "ranks": group.size(),
         "threads": torch.get_num_threads(),
         "rounds": rounds,
@@ -94,6 +117,10 @@ def _transports(group: dist.ProcessGroup, systems: Collection[str], device: torc
 def _milliseconds(times: Times) -> Row:
     wall = {f"ms_p{percent}": round(1e3 * percentile(times.wall, percent), 2) for percent in (20, 50, 80)}
     return {**wall, "cpu_ms_p50": round(1e3 * percentile(times.cpu, 50), 2)}
+
+
+def _throughput(workload: Workload, times: Times, ranks: int) -> Row:
+    return {"per_second": round(ranks * workload.items / percentile(times.wall, 50), 1), "item": workload.item}
 
 
 def _compared(rows: list[Row]) -> list[Row]:
@@ -117,12 +144,16 @@ def _held(row: Row) -> int:
     return held
 
 
-def _report(rows: list[Row], folder: Path, device: torch.device) -> None:
-    """Write the rows of one run, and print them for people."""
+def _file(rows: Sequence[Row], folder: Path, device: torch.device) -> Path:
+    """Return where the rows of one model belong."""
     transports = "-transports" if any(row["system"] in TRANSPORTS for row in rows) else ""
     order = "-tree" if any(row["system"] in ORDERS for row in rows) else ""
     kind = "" if device.type == "cpu" else f"-{device.type}"
-    file = folder / f"step-{rows[0]['model']}-{rows[0]['ranks']}ranks{transports}{order}{kind}.jsonl"
+    return folder / f"step-{rows[0]['model']}-{rows[0]['ranks']}ranks{transports}{order}{kind}.jsonl"
+
+
+def _report(rows: list[Row], file: Path) -> None:
+    """Write the rows of one run, and print them for people."""
     write_rows(rows, file)
     worst = max(rows, key=lambda row: row["tolerance_used"])
     print(f"\n{render(rows, markdown=False)}")
@@ -138,34 +169,68 @@ def _run_rank(options: argparse.Namespace) -> None:
             print(json.dumps(machine()), flush=True)
         device = device_of_rank()
         for name in _chosen(options.model):
-            systems = {system: ALL[system] for system in options.systems}
-            rows = measure(WORKLOADS[name].on(device), systems, options.steps, group)
+            rows: list[Row] = []
+            for setting in settings(options.precision, options.accumulation, options.clip):
+                systems = {each: build for each, build in systems_in(setting).items() if each in options.systems}
+                if group.rank() == 0:
+                    left_out = [each for each in options.systems if each not in systems]
+                    _say(f"{name}, {group.size()} ranks, {setting.words}: {', '.join(systems)}", left_out)
+                rows += measure(WORKLOADS[name].on(device), systems, options.steps, group, setting)
+                if group.rank() == 0:  # as they come: a run of many settings may be ended early
+                    file = _file(rows, options.out, device)
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
             if group.rank() == 0:
-                _report(rows, options.out, device)
+                _report(rows, file)
+
+
+def _say(words: str, left_out: Sequence[str]) -> None:
+    """Print what is being measured, and which of the chosen systems cannot train so."""
+    without = f" (cannot train so: {', '.join(left_out)})" if left_out else ""
+    print(f"step: {words}{without}", file=sys.stderr, flush=True)
 
 
 def _chosen(model: str) -> Sequence[str]:
     return MEASURED if model == "all" else (model,)
 
 
+def _norm(text: str) -> float | None:
+    return None if text == "none" else float(text)
+
+
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.step", description="step time and peak memory, side by side")
-    parser.add_argument("--ranks", type=int, default=default_ranks(), help="processes on this machine (%(default)s)")
-    parser.add_argument("--model", choices=["all", *WORKLOADS], default="all", help="(%(default)s)")
     parser.add_argument(
-        "--systems", nargs="+", choices=[*ALL], default=[*SYSTEMS], help="(all but transports and orders)"
+        "--ranks", type=int, nargs="+", default=[default_ranks()], help="processes on this machine (%(default)s)"
+    )
+    parser.add_argument("--model", choices=["all", *WORKLOADS], default="all", help="(%(default)s)")
+    parser.add_argument("--systems", nargs="+", choices=NAMES, default=DEFAULT, help="(all but transports and orders)")
+    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["fp32"], help="(%(default)s)")
+    parser.add_argument("--accumulation", type=int, nargs="+", default=[1], help="micro-batches a step (%(default)s)")
+    parser.add_argument(
+        "--clip", type=_norm, nargs="+", default=[None], metavar="NORM", help="norms of gradients, or none (none)"
     )
     parser.add_argument("--steps", type=int, default=30, help="timed steps of each system (%(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if "ddp" not in options.systems:
+        parser.error("--systems needs ddp: the others are verified against it")
+    if min(options.ranks) < 1 or min(options.accumulation) < 1:
+        parser.error("--ranks and --accumulation must be at least 1")
+    if any(norm is not None and norm <= 0 for norm in options.clip):
+        parser.error("--clip must be none or a positive norm")
+    return options
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, as one rank if a launcher started this process, else by starting the ranks."""
     options = _options(arguments)
-    if "RANK" not in os.environ:
-        return start_ranks("bench.step", options.ranks, arguments)
-    _run_rank(options)
+    if "RANK" in os.environ:
+        _run_rank(options)
+        return 0
+    for ranks in options.ranks:
+        if status := start_ranks("bench.step", ranks, arguments):
+            return status
     return 0
 
 

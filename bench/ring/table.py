@@ -7,6 +7,9 @@ from itertools import groupby
 
 from bench.support.table import Columns, Row, cells_of, markdown_table, print_tables
 
+_SHOWN = (2**12, 2**20, 2**24, 2**26)
+"""Sizes in the table of the README."""
+
 _COLUMNS: Columns = {
     "buffer": lambda row: size_words(row["nbytes"]),
     "by": lambda row: f"{row['transport']} {row['algorithm']}".strip(),
@@ -30,6 +33,28 @@ def render(rows: Sequence[Row]) -> str:
     links = [row for row in rows if row["bench"] == "ring-fit"]
     tables = [_render_run(list(run)) for _, run in groupby(times, key=lambda row: (row["ranks"], row["operation"]))]
     return "\n\n".join([*tables, *map(_link_words, links)])
+
+
+def render_speedups(rows: Sequence[Row]) -> str:
+    """Return the table of how many times as long the peer takes, at 2 and at 4 ranks."""
+    took = [row for row in rows if row["bench"] == "ring"]
+    header = ["collective", "transport", *(f"{size_words(size)}, {ranks} ranks" for size in _SHOWN for ranks in (2, 4))]
+    cells = [header]
+    for operation in ("reduce-scatter", "all-gather", "all-reduce"):
+        for transport, algorithm in (("shared_memory", "direct"), ("p2p", "ring")):
+            ours = {
+                (row["nbytes"], row["ranks"]): row["speedup"]
+                for row in took
+                if (row["operation"], row["transport"], row["algorithm"]) == (operation, transport, algorithm)
+            }
+            speedups = (f"{ours[nbytes, ranks]:.1f}" for nbytes in _SHOWN for ranks in (2, 4))
+            cells.append([operation, f"`{transport}`", *speedups])
+    first = took[0]
+    heading = (
+        f"Medians of interleaved calls on fp32 buffers, `shared_memory` by `direct`, `p2p` by `ring`; "
+        f"{first['threads']} thread per rank; {first['machine']}, torch {first['torch']}, {first['date']}."
+    )
+    return f"{heading}\n\n{markdown_table(cells)}"
 
 
 def size_words(nbytes: int) -> str:

@@ -6,8 +6,11 @@ few steps. Any system may be twice as far from the exact result as `DistributedD
     |got - exact| <= 2 |ddp - exact| + slack
 
 The systems round differently, and none is preferred; an error in scale, order, averaging or
-weight decay is larger by orders of magnitude. `slack` is what rounding the exact result once to fp32 costs, for DDP may
-be exact by chance; for a loss, which is a mean of `n` terms, it is what adding them in pairs costs.
+weight decay is larger by orders of magnitude. `slack` is what rounding the exact result once to the dtype of
+computation costs, for DDP may be exact by chance; for a loss, which is a mean of `n` terms, it is what adding them in
+pairs costs. Weights are in fp32 always. Adam divides by the gradient's size, so a few weights with tiny gradients carry
+most of the error of a small tensor: where DDP's error in a weight is less than in its weights on average, that counts.
+A format that stores other numbers than fp32 is compared by its losses alone, which may be off by `FORMAT_ERROR`.
 """
 
 from __future__ import annotations
@@ -21,14 +24,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.support.systems import BETAS, LR, WEIGHT_DECAY, Build, Floor, Trainer
+from bench.support.matrix import ROUNDOFF, Setting
+from bench.support.systems import BETAS, LR, WEIGHT_DECAY, Build, Floor, Format, Trainer
 from bench.support.workloads import Workload
 
 STEPS = 3
 """How many steps are compared: the last ones depend on the optimizer's state."""
 
-UNIT_ROUNDOFF = 2.0**-24
+UNIT_ROUNDOFF = ROUNDOFF[None]
 """The largest relative error of rounding to fp32."""
+
+FORMAT_ERROR = 0.05
+"""By which the losses of a format may be off, as a part of the exact ones: that of `bench.gpu`."""
 
 
 class ResultError(Exception):
@@ -42,24 +49,35 @@ class Record:
     losses: list[Tensor]
     """Of this rank's batches, one for each step, []."""
 
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    """The gradients of the first step and the weights after the last one, whole and flat."""
+    computed: dict[str, Tensor] = field(default_factory=dict)
+    """The gradients of the first step, whole and flat, and their norm before clipping."""
+
+    stored: dict[str, Tensor] = field(default_factory=dict)
+    """The weights after the last step, whole and flat."""
+
+    is_format: bool = False
+    """Whether only the losses are comparable."""
 
 
-def verify(workload: Workload, systems: Mapping[str, Build], group: dist.ProcessGroup) -> dict[str, float]:
+def verify(
+    workload: Workload,
+    systems: Mapping[str, Build],
+    group: dist.ProcessGroup,
+    setting: Setting = Setting(),  # noqa: B008 (frozen)
+) -> dict[str, float]:
     """Return for each system how much of the tolerance it needs at most: 1 is as much as is allowed.
 
-    To be called by every rank; `systems` must hold `ddp`.
+    To be called by every rank; `systems` must hold `ddp`, all built in `setting`, of which `workload` is.
 
     Raises:
         ResultError: on every rank, if a system is out of tolerance on any.
     """
-    exact = record(_build_exact(workload, group), workload, group)
+    exact = record(_build_exact(workload, group, setting), workload, group)
     ddp = record(systems["ddp"](workload, group), workload, group)
     shares = {}
     for name, build in systems.items():
         got = ddp if name == "ddp" else record(build(workload, group), workload, group)
-        share, where = max(_shares(got, ddp, exact, workload.terms))
+        share, where = max(_shares(got, ddp, exact, _slack(workload, setting)))
         shares[name] = _largest(share, group)
         if shares[name] > 1:
             raise ResultError(
@@ -75,15 +93,18 @@ def record(trainer: Trainer, workload: Workload, group: dist.ProcessGroup) -> Re
     first = trainer.backward(batches[0])
     if isinstance(trainer, Floor):
         return Record([first])
-    gradients = {f"the gradient of {name}": gradient for name, gradient in trainer.gradients().items()}
-    trainer.update()
+    is_format = isinstance(trainer, Format)
+    computed = {} if is_format else {f"the gradient of {name}": each for name, each in trainer.gradients().items()}
+    norm = trainer.update()
+    if norm is not None and not is_format:
+        computed["the norm of the gradients"] = norm.detach().reshape(1)
     losses = [first, *(trainer.step(batch) for batch in batches[1:])]
-    weights = {f"the weight {name}": weight for name, weight in trainer.weights().items()}
-    return Record(losses, gradients | weights)
+    stored = {} if is_format else {f"the weight {name}": weight for name, weight in trainer.weights().items()}
+    return Record(losses, computed, stored, is_format)
 
 
-def _build_exact(workload: Workload, group: dist.ProcessGroup) -> Trainer:
-    """The twin in fp64, which averages each gradient as it comes."""
+def _build_exact(workload: Workload, group: dist.ProcessGroup, setting: Setting) -> Trainer:
+    """The twin in fp64, which takes a batch at once, and averages each gradient as it comes."""
 
     def average(param: Tensor) -> None:
         assert param.grad is not None
@@ -96,31 +117,52 @@ def _build_exact(workload: Workload, group: dist.ProcessGroup) -> Trainer:
         on_gradient: Any = param.register_post_accumulate_grad_hook
         on_gradient(average)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY)
-    return Trainer(model, optimizer, lambda tensor: tensor.detach().reshape(-1).clone())
+    return Trainer(model, optimizer, lambda tensor: tensor.detach().reshape(-1).clone(), max_norm=setting.max_norm)
 
 
 def _widened(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def _shares(got: Record, ddp: Record, exact: Record, terms: int) -> list[tuple[float, str]]:
+def _slack(workload: Workload, setting: Setting) -> tuple[float, float]:
+    """Return the relative errors that a loss and another result of the computation may have in any case."""
+    roundoff = ROUNDOFF[setting.compute]
+    return max(1.0, math.log2(workload.terms)) * roundoff, roundoff
+
+
+def _shares(got: Record, ddp: Record, exact: Record, slack: tuple[float, float]) -> list[tuple[float, str]]:
     """How much of the tolerance each result needs, and its name."""
-    if got.tensors and got.tensors.keys() != exact.tensors.keys():
-        return [(math.inf, f"the set of names ({sorted(got.tensors.keys() ^ exact.tensors.keys())})")]
+    if got.is_format:
+        pairs = enumerate(zip(got.losses, exact.losses, strict=True))
+        return [
+            (float(abs(loss / true - 1)) / FORMAT_ERROR, f"the loss of step {step}") for step, (loss, true) in pairs
+        ]
+    if got.stored and (got.computed | got.stored).keys() != (exact.computed | exact.stored).keys():
+        names = sorted((got.computed | got.stored).keys() ^ (exact.computed | exact.stored).keys())
+        return [(math.inf, f"the set of names ({names})")]
     shares = []
     for step, (loss, theirs, true) in enumerate(zip(got.losses, ddp.losses, exact.losses, strict=False)):
-        slack = max(1.0, math.log2(terms)) * UNIT_ROUNDOFF
-        shares.append((_share(loss, theirs, true, slack), f"the loss of step {step}"))
-    for name, tensor in got.tensors.items():
-        shares.append((_share(tensor, ddp.tensors[name], exact.tensors[name], UNIT_ROUNDOFF), name))
+        shares.append((_share(loss, theirs, true, slack[0]), f"the loss of step {step}"))
+    for name, tensor in got.computed.items():
+        shares.append((_share(tensor, ddp.computed[name], exact.computed[name], slack[1]), name))
+    usual = _usual_error(ddp, exact)
+    for name, tensor in got.stored.items():
+        least = usual * math.sqrt(tensor.numel())
+        shares.append((_share(tensor, ddp.stored[name], exact.stored[name], UNIT_ROUNDOFF, least), name))
     return shares
 
 
-def _share(got: Tensor, ddp: Tensor, exact: Tensor, slack: float) -> float:
+def _usual_error(ddp: Record, exact: Record) -> float:
+    """Return the root mean square of DDP's errors in all weights."""
+    squares = sum(_distance(tensor, exact.stored[name]) ** 2 for name, tensor in ddp.stored.items())
+    return math.sqrt(squares / max(1, sum(tensor.numel() for tensor in ddp.stored.values())))
+
+
+def _share(got: Tensor, ddp: Tensor, exact: Tensor, slack: float, least: float = 0.0) -> float:
     if got.shape != exact.shape:
         return math.inf
     distance = _distance(got, exact)
-    allowed = 2 * _distance(ddp, exact) + slack * float(exact.norm())
+    allowed = 2 * max(_distance(ddp, exact), least) + slack * float(exact.norm())
     if distance == allowed == 0:
         return 0.0
     return distance / allowed if allowed and not math.isnan(distance) else math.inf

@@ -98,9 +98,10 @@ def peak_bytes(workload: Workload, build: Build, group: dist.ProcessGroup) -> in
     return int(largest([peak - before], group)[0])
 
 
-def activation_bytes(workload: Workload) -> int:
-    """Return what the forward of the plain model leaves behind for its backward."""
-    model, batch = workload.model(), workload.batch(0, 0)
+def activation_bytes(workload: Workload, compute: torch.dtype | None = None) -> int:
+    """Return what the forward of the plain model leaves behind for its backward, in a dtype of computation."""
+    model, batch = workload.model().to(compute), workload.batch(0, 0)
+    batch = tuple(each.to(compute) if each.is_floating_point() else each for each in batch)
     gc.collect()
     if workload.device.type == "cuda":
         before = torch.cuda.memory_allocated(workload.device)

@@ -9,25 +9,37 @@
 | `p2p`, `collectives` | the same at stage 3, over the process group instead of shared memory |
 | `tree` | stage 3 with `order="tree"`, one part per rank: the additions of the others in another order |
 
-All use fused AdamW without clipping, and drop gradients after the step, which is PyTorch's default.
+All use fused AdamW, and drop gradients after the step, which is PyTorch's default. With `compute`, weights in fp32 are
+cast to that dtype for forward and backward, and gradients are reduced in fp32: FSDP1, FSDP2 and ShardLite do so by
+themselves; of the others the forward casts (`Cast`).
 
 Legend: `W` ranks, `n` elements in all parameters, `k` elements of one parameter on this rank.
 """
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -38,7 +50,8 @@ from shardlite.config import TransportName
 LR = 1e-3
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
-OPTIMIZER = f"fused AdamW, lr {LR:g}, betas {BETAS}, weight decay {WEIGHT_DECAY}, no clipping"
+ADAMW = f"fused AdamW, lr {LR:g}, betas {BETAS}, weight decay {WEIGHT_DECAY}"
+OPTIMIZER = f"{ADAMW}, no clipping"
 
 
 @dataclass(frozen=True)
@@ -50,16 +63,39 @@ class Trainer:
     whole: Callable[[Tensor], Tensor]
     """Makes a parameter or a gradient of this rank whole and flat. To be called by every rank."""
 
+    accumulation: int = 1
+    """Micro-batches that a batch is cut into. Their gradients are reduced once, in the backward of the last one."""
+
+    max_norm: float | None = None
+    """Norm to which the gradients are clipped; `None`: they are not clipped."""
+
     def backward(self, batch: Batch) -> Tensor:
         """Forward and backward; returns the loss of this rank's batch, []."""
-        loss: Tensor = self.model(*batch)
-        torch.autograd.backward(loss)
-        return loss.detach()
+        if self.accumulation == 1:
+            return self._backward(batch, 1)
+        micro_batches = list(zip(*(each.chunk(self.accumulation) for each in batch), strict=True))
+        with self._unsynced():
+            losses = [self._backward(each, self.accumulation) for each in micro_batches[:-1]]
+        losses.append(self._backward(micro_batches[-1], self.accumulation))
+        return torch.stack(losses).sum()
 
-    def update(self) -> None:
-        """Step the parameters and drop the gradients."""
+    def loss(self, batch: Batch) -> Tensor:
+        """Forward of one micro-batch."""
+        loss: Tensor = self.model(*batch)
+        return loss
+
+    def update(self) -> Tensor | None:
+        """Clip if that is asked for, step the parameters and drop the gradients. Returns the norm before clipping."""
+        norm = None if self.max_norm is None else self.clip(self.max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        return norm
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Clip the gradients, by the model's own method where it has one. Returns the norm before, []."""
+        clip: Any = getattr(self.model, "clip_grad_norm_", None)
+        norm = clip(max_norm) if clip else nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def step(self, batch: Batch) -> Tensor:
         """One step of training; returns the loss."""
@@ -75,29 +111,71 @@ class Trainer:
         """All gradients by the names of their parameters, whole and flat."""
         return {name: self.whole(param.grad) for name, param in self._named() if param.grad is not None}
 
+    def _backward(self, batch: Batch, parts: int) -> Tensor:
+        """Forward and backward of one of some micro-batches; returns its part of the loss."""
+        loss = self.loss(batch) if parts == 1 else self.loss(batch) / parts
+        torch.autograd.backward(loss)
+        return loss.detach()
+
+    @contextmanager
+    def _unsynced(self) -> Iterator[None]:
+        """Do not reduce gradients inside. A plain model never does."""
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(False)
+            yield
+            self.model.set_requires_gradient_sync(True)
+        elif isinstance(self.model, DistributedDataParallel | FullyShardedDataParallel | ShardLite):
+            with self.model.no_sync():
+                yield
+        else:
+            yield
+
     def _named(self) -> Iterable[tuple[str, Tensor]]:
-        """(DDP puts its own name before all others.)"""
-        return [(name.removeprefix("module."), param) for name, param in self.model.named_parameters()]
+        """Yield parameters by their names in the plain model. (DDP and `Cast` put their own before all others.)"""
+        return [(re.sub(r"^(module\.)+", "", name), param) for name, param in self.model.named_parameters()]
 
 
 class Floor(Trainer):
     """Takes the steps of one rank as if communication cost nothing: gradients that it steps by lie ready."""
 
-    def update(self) -> None:
+    def update(self) -> Tensor | None:
         """Step `1/W` of the parameters, and drop the gradients of the model."""
+        norm = None
+        if self.max_norm is not None:
+            norm = nn.utils.clip_grad_norm_(self.optimizer.param_groups[0]["params"], self.max_norm)
         self.optimizer.step()
         self.model.zero_grad()
+        return norm
+
+
+class Format(Trainer):
+    """Stores or steps in another format than fp32, so only its losses are near those of the others."""
+
+
+class Fsdp1(Trainer):
+    """Has views of flat shards as parameters, which are whole only inside `summon_full_params`."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """All parameters by their names in the plain model, whole and flat."""
+        with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
+            return super().weights()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """All gradients by the names of their parameters, whole and flat."""
+        with FullyShardedDataParallel.summon_full_params(self.model, writeback=False, with_grads=True):
+            return super().gradients()
+
+    def _named(self) -> Iterable[tuple[str, Tensor]]:
+        return [(name.replace("_fsdp_wrapped_module.", ""), param) for name, param in self.model.named_parameters()]
 
 
 class Autocast(Trainer):
     """Computes in bf16 where PyTorch deems that safe; weights are in fp32."""
 
-    def backward(self, batch: Batch) -> Tensor:
-        """Forward and backward; returns the loss of this rank's batch, []."""
+    def loss(self, batch: Batch) -> Tensor:
+        """Forward of one micro-batch."""
         with torch.autocast(batch[0].device.type, torch.bfloat16):
-            loss: Tensor = self.model(*batch)
-        torch.autograd.backward(loss)
-        return loss.detach()
+            return super().loss(batch)
 
 
 class Activations(Trainer):
@@ -109,8 +187,9 @@ class Activations(Trainer):
         x, y = (each.to(dtype) if each.is_floating_point() else each for each in batch)
         return super().backward((x, y))
 
-    def update(self) -> None:
+    def update(self) -> Tensor | None:
         """There is nothing to step by."""
+        return None
 
 
 class InParts(Trainer):
@@ -124,20 +203,42 @@ class InParts(Trainer):
         return loss
 
 
+class Cast(nn.Module):
+    """Runs a model with its weights and inputs cast to `dtype`. The weights and their gradients stay as they are."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.module = model
+        self.dtype = dtype
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        """Return the loss, []."""
+        cast = {name: param.to(self.dtype) for name, param in self.module.named_parameters()}
+        inputs = tuple(each.to(self.dtype) if each.is_floating_point() else each for each in batch)
+        loss: Tensor = functional_call(self.module, cast, inputs)
+        return loss
+
+
+def computing_in(model: nn.Module, compute: torch.dtype | None) -> nn.Module:
+    """Return the model, or one that casts its weights where `compute` is a dtype."""
+    return model if compute is None else Cast(model, compute)
+
+
 Build = Callable[[Workload, dist.ProcessGroup], Trainer]
 
 
-def build_floor(workload: Workload, group: dist.ProcessGroup) -> Trainer:
+def build_floor(workload: Workload, group: dist.ProcessGroup, *, compute: torch.dtype | None = None) -> Trainer:
     """The plain model, and one parameter [n/W] that stands for this rank's part of all."""
     share = nn.Parameter(torch.full((-(-workload.parameters() // group.size()),), 0.02, device=workload.device))
     share.grad = torch.full_like(share, 1e-3)
-    return Floor(workload.model(), _torch_adamw([share]), _flat)
+    return Floor(computing_in(workload.model(), compute), torch_adamw([share]), _flat)
 
 
-def build_ddp(workload: Workload, group: dist.ProcessGroup) -> Trainer:
+def build_ddp(workload: Workload, group: dist.ProcessGroup, *, compute: torch.dtype | None = None) -> Trainer:
     """PyTorch's data parallel: nothing is sharded."""
-    model = DistributedDataParallel(workload.model(), process_group=group, gradient_as_bucket_view=True)
-    return Trainer(model, _torch_adamw(model.parameters()), _flat)
+    plain = computing_in(workload.model(), compute)
+    model = DistributedDataParallel(plain, process_group=group, gradient_as_bucket_view=True)
+    return Trainer(model, torch_adamw(model.parameters()), _flat)
 
 
 def build_fsdp2(workload: Workload, group: dist.ProcessGroup, *, compute: torch.dtype | None = None) -> Trainer:
@@ -148,14 +249,20 @@ def build_fsdp2(workload: Workload, group: dist.ProcessGroup, *, compute: torch.
     for block in model.get_submodule(workload.blocks).children():
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    return Trainer(model, _torch_adamw(model.parameters()), _whole_of_dtensor)
+    return Trainer(model, torch_adamw(model.parameters()), _whole_of_dtensor)
 
 
 def build_shardlite(
-    workload: Workload, group: dist.ProcessGroup, *, stage: int, transport: TransportName = "auto"
+    workload: Workload,
+    group: dist.ProcessGroup,
+    *,
+    stage: int,
+    transport: TransportName = "auto",
+    compute: torch.dtype | None = None,
 ) -> Trainer:
     """ShardLite at one stage."""
-    model = ShardLite(workload.model(), stage=stage, group=group, transport=transport)
+    precision = Precision(compute=compute)
+    model = ShardLite(workload.model(), stage=stage, group=group, transport=transport, precision=precision)
     whole = _flat if stage == 0 else partial(_join, group=group)
     return Trainer(model, AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY), whole)
 
@@ -171,14 +278,14 @@ def build_plain(workload: Workload, group: dist.ProcessGroup) -> Trainer:
     """The plain model on each rank by itself: what a program holds that has nothing to do with ranks."""
     del group
     model = workload.model()
-    return Trainer(model, _torch_adamw(model.parameters()), _flat)
+    return Trainer(model, torch_adamw(model.parameters()), _flat)
 
 
 def build_autocast(workload: Workload, group: dist.ProcessGroup) -> Trainer:
     """The plain model under autocast."""
     del group
     model = workload.model()
-    return Autocast(model, _torch_adamw(model.parameters()), _flat)
+    return Autocast(model, torch_adamw(model.parameters()), _flat)
 
 
 def build_activations(workload: Workload, group: dist.ProcessGroup, *, dtype: torch.dtype) -> Trainer:
@@ -194,30 +301,35 @@ def build_activations(workload: Workload, group: dist.ProcessGroup, *, dtype: to
     return Activations(model, torch.optim.SGD(model.parameters()), _flat)
 
 
-def build_zero(workload: Workload, group: dist.ProcessGroup) -> Trainer:
+def build_zero(workload: Workload, group: dist.ProcessGroup, *, compute: torch.dtype | None = None) -> Trainer:
     """DDP, with PyTorch's optimizer that shards its state by whole parameters (ZeRO stage 1)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch 2.13 compiles a part of it by `torch.jit`
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    model = DistributedDataParallel(workload.model(), process_group=group, gradient_as_bucket_view=True)
+    plain = computing_in(workload.model(), compute)
+    model = DistributedDataParallel(plain, process_group=group, gradient_as_bucket_view=True)
     options = {"lr": LR, "betas": BETAS, "weight_decay": WEIGHT_DECAY, "fused": True}
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, process_group=group, **options)
     return Trainer(model, optimizer, _flat)
 
 
-def build_fsdp1(workload: Workload, group: dist.ProcessGroup) -> Trainer:
+def build_fsdp1(workload: Workload, group: dist.ProcessGroup, *, compute: torch.dtype | None = None) -> Trainer:
     """PyTorch's older full sharding, which has flat parameters, too."""
+    policy = None if compute is None else MixedPrecision(param_dtype=compute, reduce_dtype=torch.float32)
     model = workload.model()
     kinds = {type(block) for block in model.get_submodule(workload.blocks).children()}
-    model = FullyShardedDataParallel(
-        model,
-        process_group=group,
-        auto_wrap_policy=ModuleWrapPolicy(kinds),
-        device_id=workload.device,
-        use_orig_params=True,
-    )
-    return Trainer(model, _torch_adamw(model.parameters()), _flat)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")  # one rank has nothing to shard
+        model = FullyShardedDataParallel(
+            model,
+            process_group=group,
+            auto_wrap_policy=ModuleWrapPolicy(kinds),
+            device_id=workload.device,
+            mixed_precision=policy,
+            use_orig_params=True,
+        )
+    return Fsdp1(model, torch_adamw(model.parameters()), _flat)
 
 
 def build_format(
@@ -232,7 +344,7 @@ def build_format(
     """ShardLite at stage 3 in another format than the standard one."""
     model = ShardLite(workload.model(), precision=precision, prefetch=prefetch, group=group)
     options = {"lr": LR, "betas": BETAS, "weight_decay": WEIGHT_DECAY}
-    return Trainer(model, AdamW(model.parameters(), state=state, in_backward=in_backward, **options), _flat)
+    return Format(model, AdamW(model.parameters(), state=state, in_backward=in_backward, **options), _flat)
 
 
 _BF16 = Precision(compute=torch.bfloat16)
@@ -285,7 +397,8 @@ ORDERS: dict[str, Build] = {"tree": build_tree}
 """Stage 3 with gradients added in another order."""
 
 
-def _torch_adamw(params: Iterable[nn.Parameter]) -> Optimizer:
+def torch_adamw(params: Iterable[nn.Parameter]) -> Optimizer:
+    """PyTorch's fused AdamW, with the hyperparameters that all systems have."""
     return torch.optim.AdamW(params, lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
 
 

@@ -1,4 +1,6 @@
-"""Tables made of rows: `python -m bench.support.table` prints those of the README, from all in `bench/results/`.
+"""Tables made of rows: `python -m bench.support.table` prints those of steps, from all in `bench/results/`.
+
+`bench.support.selection` says how it selects rows of other benches.
 
 Above is a step's time above the floor's, held is the peak without activations, as `bench.step` defines them.
 """
@@ -20,9 +22,13 @@ RESULTS = Path(__file__).parents[1] / "results"
 _NAMES = {
     "floor": "floor: no communication",
     "ddp": "DDP",
+    "zero": "DDP, ZeroRedundancyOptimizer",
+    "fsdp1": "FSDP1",
     "fsdp2": "FSDP2",
+    **{f"deepspeed{stage}": f"DeepSpeed, ZeRO-{stage}" for stage in (1, 3)},
     **{f"stage{stage}": f"ShardLite, stage {stage}" for stage in range(4)},
-    **{name: f"ShardLite, {name}" for name in ("p2p", "collectives")},
+    **{name: f"ShardLite, {name}" for name in ("p2p", "collectives", "int8", "split24", "compact")},
+    "in_backward": "ShardLite, in-backward step",
     "tree": "ShardLite, in the order of a tree",
 }
 
@@ -30,6 +36,7 @@ _COLUMNS: Columns = {
     "system": lambda row: _NAMES.get(row["system"], str(row["system"])),
     "step, ms": lambda row: f"{row['ms_p50']:.0f}",
     "p20 to p80": lambda row: f"{row['ms_p20']:.0f} to {row['ms_p80']:.0f}",
+    "per second": lambda row: f"{row['per_second']:.0f}",
     "CPU, ms": lambda row: f"{row['cpu_ms_p50']:.0f}",
     "above floor, ms": lambda row: _number(row, "ms_above_floor", 0),
     "above / FSDP2's": lambda row: _number(row, "above_floor_vs_fsdp2", 2),
@@ -54,8 +61,12 @@ def write_rows(rows: Sequence[Row], file: Path) -> None:
 
 
 def render(rows: Sequence[Row], *, markdown: bool = True) -> str:
-    """One table for each model and number of ranks, headed by what was measured and where."""
-    return "\n\n".join(_render_run(list(run), markdown) for _, run in groupby(rows, key=_run))
+    """One table for each model and number of ranks, headed by what was measured and where.
+
+    A run with several settings has a table of its throughput, with a column for each.
+    """
+    runs = [list(run) for _, run in groupby(rows, key=_run)]
+    return "\n\n".join((_render_settings if _settings(run)[1:] else _render_run)(run, markdown) for run in runs)
 
 
 def _number(row: Row, key: str, digits: int) -> str:
@@ -67,19 +78,53 @@ def _mebibytes(row: Row, less: int) -> str:
     return "" if row["peak_bytes"] is None else f"{(row['peak_bytes'] - less) / 2**20:.0f}"
 
 
-def _run(row: Row) -> tuple[str, int, str]:
+def _run(row: Row) -> tuple[object, ...]:
     return row["model"], row["ranks"], row["transport"]
 
 
+def _settings(rows: Sequence[Row]) -> list[str]:
+    """Return the settings in rows, in words."""
+    return list(dict.fromkeys(map(_setting, rows)))
+
+
+def _setting(row: Row) -> str:
+    count, clip = row.get("accumulation", 1), row.get("clip")
+    words = [row.get("precision", "fp32"), f"{count} micro-batches" if count > 1 else "", "clipped" if clip else ""]
+    return ", ".join(filter(None, words))
+
+
+def _render_settings(rows: list[Row], markdown: bool) -> str:
+    rates = {(row["system"], _setting(row)): f"{row['per_second']:.0f}" for row in rows}
+    found = _settings(rows)
+    cells = [["system", *found]]
+    for system in dict.fromkeys(row["system"] for row in rows):
+        cells.append([_NAMES.get(system, system), *(rates.get((system, setting), "") for setting in found)])
+    first = rows[0]
+    optimizer = first["optimizer"].partition(", no clipping")[0]
+    heading = (
+        f"{first['item'].capitalize()} per second of {first['ranks']} ranks together; {first['words']} per rank and "
+        f"micro-batch, {first['parameters'] / 1e6:.1f}M parameters, units {first['units']}; {optimizer}; "
+        f"over {first['transport']}, {first['threads']} thread each; medians of {first['rounds']} interleaved steps; "
+        f"{first['machine']}, torch {first['torch']}, {first['date']}."
+    )
+    return f"{heading}\n\n{markdown_table(cells) if markdown else _aligned(cells)}"
+
+
 def _render_run(rows: list[Row], markdown: bool) -> str:
-    cells = cells_of(_COLUMNS, rows)
+    known = {name: cell for name, cell in _COLUMNS.items() if name != "per second" or "per_second" in rows[0]}
+    cells = cells_of(known, rows)
+    cells[0] = [f"{rows[0]['item']}/s" if name == "per second" else name for name in cells[0]]
     return f"{_heading(rows[0])}\n\n{markdown_table(cells) if markdown else _aligned(cells)}"
 
 
 def _heading(row: Row) -> str:
     """What is common to all rows of a run."""
+    count = row.get("accumulation", 1)
+    batches = f" in each of {count} micro-batches" if count > 1 else ""
+    compute = ", computing in bf16" if row.get("precision") == "bf16" else ""
     return (
-        f"{row['words']} per rank, {row['parameters'] / 1e6:.1f}M parameters in fp32, units {row['units']}; "
+        f"{row['words']} per rank{batches}, {row['parameters'] / 1e6:.1f}M parameters in fp32{compute}, "
+        f"units {row['units']}; "
         f"{row['optimizer']}; {row['ranks']} ranks over {row['transport']}, {row['threads']} thread each; "
         f"medians of {row['rounds']} interleaved steps; {row['machine']}, torch {row['torch']}, {row['date']}."
     )
@@ -117,4 +162,6 @@ def print_tables(module: str, names: str, render: Callable[[list[Row]], str]) ->
 
 
 if __name__ == "__main__":
-    print_tables("bench.support.table", "step-*.jsonl", render)
+    from bench.support.selection import main  # which knows the tables of all benches
+
+    main()

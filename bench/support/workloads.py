@@ -37,6 +37,12 @@ class Workload:
     terms: int
     """How many numbers the loss is a mean of."""
 
+    items: int
+    """How many samples or tokens a batch has."""
+
+    item: str = "tokens"
+    """What these are: tokens or samples."""
+
     blocks: str = "blocks"
     """The path of the module whose children are the units."""
 
@@ -104,7 +110,7 @@ def perceptrons(name: str, *, blocks: int, width: int, batch: int) -> Workload:
         return torch.randn(batch, width, generator=chance), torch.randn(batch, width, generator=chance)
 
     words = f"{blocks} residual MLP blocks of width {width}, batch {batch}"
-    return Workload(name=name, words=words, make=make, draw=draw, terms=batch * width)
+    return Workload(name=name, words=words, make=make, draw=draw, terms=batch * width, items=batch, item="samples")
 
 
 def gpt(name: str, config: GPTConfig, *, batch: int) -> Workload:
@@ -118,8 +124,9 @@ def gpt(name: str, config: GPTConfig, *, batch: int) -> Workload:
         text = torch.randint(BYTE_VALUES, (batch, config.context + 1), generator=_chance(rank, step))
         return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
+    tokens = batch * config.context
     words = f"GPT of {config.layers} blocks of width {config.width}, batch {batch} x {config.context}"
-    return Workload(name=name, words=words, make=make, draw=draw, terms=batch * config.context)
+    return Workload(name=name, words=words, make=make, draw=draw, terms=tokens, items=tokens)
 
 
 class WithLoss(nn.Module):
@@ -155,7 +162,13 @@ def transformers_gpt2(name: str, *, layers: int, width: int, vocabulary: int, co
 
     words = f"GPT-2 of transformers, {layers} blocks of width {width}, checkpointing, batch {batch} x {context}"
     return Workload(
-        name=name, words=words, make=make, draw=draw, terms=batch * (context - 1), blocks="model.transformer.h"
+        name=name,
+        words=words,
+        make=make,
+        draw=draw,
+        terms=batch * (context - 1),
+        items=batch * context,
+        blocks="model.transformer.h",
     )
 
 
@@ -171,6 +184,7 @@ WORKLOADS = {
     for workload in (
         perceptrons("mlp", blocks=8, width=512, batch=64),
         gpt("gpt", GPTConfig(), batch=8),
+        gpt("small", GPTConfig(layers=4, width=128, heads=4, context=64), batch=8),
         gpt("deep", GPTConfig(layers=20, width=512, heads=8), batch=2),
         perceptrons("tiny", blocks=2, width=32, batch=4),
         perceptrons("many", blocks=48, width=8, batch=2),
@@ -180,6 +194,7 @@ WORKLOADS = {
     )
 }
 """By name. `deep`, `gpt2` and `gpt2-6` have many parameters and few tokens, to compare memory; `gpt2-xl` is for GPUs.
-Those of transformers need that package. `tiny` is for trying out, `many` for what the host does around blocks that cost
+Those of transformers need that package. `small` is for many settings in
+little time, `tiny` for trying out, `many` for what the host does around blocks that cost
 next to nothing.
 """

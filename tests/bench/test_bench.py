@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from bench import step
 from bench.faults import detection
 from bench.support.check import verify
-from bench.support.systems import SYSTEMS, Floor, build_ddp
+from bench.support.matrix import Setting, settings, systems_in
+from bench.support.systems import SYSTEMS, Floor, Trainer, build_ddp
 from bench.support.table import read_rows, render
 from bench.support.workloads import WORKLOADS, gpt, perceptrons
 from shardlite.apps.demo.settings import GPTConfig
@@ -19,7 +21,8 @@ TINY = perceptrons("tiny", blocks=2, width=32, batch=4)
 TINY_GPT = gpt("tiny gpt", GPTConfig(layers=2, width=32, heads=2, context=8), batch=2)
 KEYS = set(
     """
-    bench model words parameters units optimizer ranks threads transport rounds machine torch python date
+    bench model words parameters units optimizer precision accumulation clip
+    ranks threads transport rounds machine torch python date per_second item
     system tolerance_used ms_p20 ms_p50 ms_p80 cpu_ms_p50 ms_above_floor above_floor_vs_fsdp2 ms_vs_ddp
     peak_bytes activation_bytes held_vs_fsdp2
     """.split()  # noqa: SIM905
@@ -27,7 +30,7 @@ KEYS = set(
 ROOT = Path(__file__).parents[2]
 
 
-OPTIONS = ["--ranks", "2", "--model", "tiny", "--steps", "2", "--out"]
+OPTIONS = ["--ranks", "2", "--model", "tiny", "--steps", "2", "--systems", *SYSTEMS, "--out"]
 
 
 def assert_complete(rows):
@@ -40,6 +43,8 @@ def assert_complete(rows):
 def assert_prints_what_it_writes(out, folder):
     rows = read_rows(folder.glob("*.jsonl"))
     assert_complete(rows)
+    for row in rows:
+        assert row["per_second"] == pytest.approx(2 * 4 / row["ms_p50"] * 1e3, rel=0.02)
     assert json.loads(out.splitlines()[0]).keys() == {"machine", "torch", "python", "date"}
     assert render(rows, markdown=False) in out
 
@@ -117,9 +122,102 @@ def _verify_ddp(group):
     return verify(TINY, {"ddp": build_ddp}, group)
 
 
+@pytest.mark.parametrize("wrong", ["micro-batches that are not averaged", "a norm of this rank", "no clipping"])
+def test_a_wrong_setting_is_found_on_every_rank(cluster, wrong):
+    failures = cluster.failures(_verify_wrong_setting, 2, wrong)
+    assert [kind for kind, _ in failures] == ["ResultError", "ResultError"]
+
+
+def _verify_wrong_setting(group, wrong):
+    setting = Setting("fp32", 2, 0.01)
+    ddp = setting.build(build_ddp)
+    verify(setting.workload(TINY), {"ddp": ddp, "wrong": lambda *given: _WRONG[wrong](ddp(*given))}, group, setting)
+
+
+class _NotAveraged(Trainer):
+    def _backward(self, batch, parts):
+        return super()._backward(batch, 1) / parts
+
+
+class _OwnNorm(Trainer):
+    def clip(self, max_norm):
+        return super().clip(max_norm) * 0.5**0.5  # of half of the elements
+
+
+def _as(kind, trainer):
+    return kind(**vars(trainer))
+
+
+_WRONG = {
+    "micro-batches that are not averaged": partial(_as, _NotAveraged),
+    "a norm of this rank": partial(_as, _OwnNorm),
+    "no clipping": lambda trainer: replace(trainer, max_norm=None),
+}
+
+CHOSEN = ["ddp", "zero", "fsdp2", "stage3", "split24"]
+SETTING = ["--precision", "bf16", "--accumulation", "2", "--clip", "0.1"]
+
+
+def test_a_setting_is_verified_and_stands_in_its_rows(cluster, tmp_path):
+    arguments = ["--model", "tiny", "--steps", "1", *SETTING, "--systems", *CHOSEN, "in_backward", "--out", tmp_path]
+    first, _ = run_command(cluster, step.main, *arguments)
+    assert first.status == 0
+    assert "cannot train so: in_backward" in first.err
+    rows = read_rows(tmp_path.glob("*.jsonl"))
+    assert [row["system"] for row in rows] == CHOSEN
+    for row in rows:
+        assert (row["precision"], row["accumulation"], row["clip"]) == ("bf16", 2, 0.1)
+        assert 0 < row["tolerance_used"] <= 1
+    table = render(rows)
+    assert "in each of 2 micro-batches" in table
+    assert "computing in bf16" in table
+    assert "clipping to 0.1" in table
+    assert "| samples/s |" in table
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_all_systems_pass_in_all_settings(cluster, ranks):
+    for shares in cluster.run(_verify_all, ranks):
+        assert max(shares.values()) <= 1
+
+
+def _verify_all(group):
+    found = {}
+    for setting in settings(["fp32", "bf16"], [1, 4], [None, 1.0]):
+        shares = verify(setting.workload(TINY_GPT), systems_in(setting), group, setting)
+        found |= {f"{name}, {setting.words}": share for name, share in shares.items()}
+    return found
+
+
+def test_only_some_systems_train_in_each_setting():
+    assert "in_backward" in systems_in(Setting())
+    assert "tree" in systems_in(Setting())
+    assert "split24" not in systems_in(Setting())
+    clipped = systems_in(Setting("bf16", 1, 1.0))
+    assert "split24" in clipped
+    assert not {"in_backward", "compact", "tree"} & set(clipped)
+    assert "fsdp1" not in systems_in(Setting("bf16", 4))
+    assert set(systems_in(Setting("bf16"))) | {"tree"} >= set(step.DEFAULT) - {"deepspeed1", "deepspeed3"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--systems", "floor", "stage3"], "--systems needs ddp"),
+        (["--accumulation", "0"], "must be at least 1"),
+        (["--clip", "0"], "must be none or a positive norm"),
+    ],
+)
+def test_bad_options_are_refused(options, words, capsys):
+    with pytest.raises(SystemExit):
+        step.main(options)
+    assert words in capsys.readouterr().err
+
+
 def test_tables_have_a_line_for_each_row():
     results = sorted((ROOT / "bench" / "results").glob("step-*.jsonl"))
-    row = dict.fromkeys(KEYS, 1) | {"words": "A model"}
+    row = dict.fromkeys(KEYS, 1) | {"words": "A model", "item": "tokens", "precision": "fp32", "clip": None}
     rows = [row | {"model": model, "system": system} for model in "ab" for system in ("floor", "x")]
     assert render(rows).count("| floor: no communication | 1 |") == 2
     over_gloo = [file for file in results if file.stem.endswith("-transports")]
@@ -127,6 +225,22 @@ def test_tables_have_a_line_for_each_row():
     assert tables.count("| system |") == len(results)
     assert tables.count("ShardLite, stage 3") == len(results) - len(over_gloo)
     assert tables.count("ShardLite, collectives") == len(over_gloo)
+
+
+def test_several_settings_have_a_column_each():
+    row = dict.fromkeys(KEYS, 1) | {"words": "A model", "item": "tokens", "optimizer": "AdamW, no clipping"}
+    kinds = [("fp32", 1, None, 11.0), ("bf16", 4, 0.5, 22.0)]
+    rows = [
+        row | {"system": system, "precision": precision, "accumulation": count, "clip": clip, "per_second": rate}
+        for precision, count, clip, rate in kinds
+        for system in ("ddp", "fsdp2")
+        if (system, precision) != ("fsdp2", "bf16")
+    ]
+    table = render(rows)
+    assert "| system | fp32 | bf16, 4 micro-batches, clipped |" in table
+    assert "| DDP | 11 | 22 |" in table
+    assert "| FSDP2 | 11 |  |" in table
+    assert table.startswith("Tokens per second of 1 ranks together; A model per rank")
 
 
 def test_the_cost_of_detection_is_measured_on_equal_training(cluster):

@@ -2,15 +2,13 @@
 
     python -m tests.support.markdown
 
-writes each table of the pages anew from the rows that it names. `--collectives FILE` prints the table of collectives.
+writes each table of the pages anew from the rows that it names.
 """
 
-import argparse
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
-from bench.support.table import Row, markdown_table, read_rows
+from bench.support import selection
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -18,7 +16,6 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 _TABLE = re.compile(
     r"(?<=<!-- rows: )(?P<source>[^\n]*?)(?= -->)(?P<begin> -->\n)(?P<table>.*?)(?=<!-- end of rows -->)", re.DOTALL
 )
-_BUFFERS = {2**12: "4 KiB", 2**20: "1 MiB", 2**24: "16 MiB", 2**26: "64 MiB"}
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -61,55 +58,25 @@ def made(source: str) -> str:
     from bench import footprint, host
     from bench.faults import checkpoint, notice, restart
     from bench.strategies import table as strategies
-    from bench.support import table
 
     command, _, systems = source.partition(", only: ")
-    rows = read_rows(ROOT / file for file in re.findall(r"\S+\.jsonl", command))
+    rows = selection.rows_for(command.split())
     if systems:
         rows = [row for row in rows if row["system"] in systems.split(", ")]
     render = {
-        "bench.support.table": table.render,
+        "bench.support.table": selection.render,
         "bench.faults.checkpoint": checkpoint.render,
         "bench.faults.notice": notice.render,
         "bench.faults.restart": restart.render,
         "bench.footprint": footprint.render,
         "bench.host": host.render,
         "bench.strategies.table": strategies.render,
-        "tests.support.markdown": collectives,
     }
     return render[command.split()[2]](rows)
 
 
-def collectives(rows: Sequence[Row]) -> str:
-    """Return the table of how many times as long gloo takes, at 2 and at 4 ranks."""
-    took = [row for row in rows if row["bench"] == "ring"]
-    header = ["collective", "transport", *(f"{size}, {ranks} ranks" for size in _BUFFERS.values() for ranks in (2, 4))]
-    cells = [header]
-    for operation in ("reduce-scatter", "all-gather", "all-reduce"):
-        for transport, algorithm in (("shared_memory", "direct"), ("p2p", "ring")):
-            ours = {
-                (row["nbytes"], row["ranks"]): row["speedup"]
-                for row in took
-                if (row["operation"], row["transport"], row["algorithm"]) == (operation, transport, algorithm)
-            }
-            speedups = (f"{ours[nbytes, ranks]:.1f}" for nbytes in _BUFFERS for ranks in (2, 4))
-            cells.append([operation, f"`{transport}`", *speedups])
-    first = took[0]
-    heading = (
-        f"Medians of interleaved calls on fp32 buffers, `shared_memory` by `direct`, `p2p` by `ring`; "
-        f"{first['threads']} thread per rank; {first['machine']}, torch {first['torch']}, {first['date']}."
-    )
-    return f"{heading}\n\n{markdown_table(cells)}"
-
-
 def main() -> None:
     """Do what the docstring of the module says."""
-    parser = argparse.ArgumentParser(prog="python -m tests.support.markdown", description="Write the tables anew.")
-    parser.add_argument("--collectives", type=Path, metavar="FILE", help="only print the table of these rows")
-    options = parser.parse_args()
-    if options.collectives is not None:
-        print(collectives(read_rows([options.collectives])))
-        return
     for page in PAGES:
         text = page.read_text()
         new = with_new_tables(text)

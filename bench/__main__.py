@@ -1,0 +1,70 @@
+"""Run all benches that this machine can, write their rows to one file, and make the tables of the pages anew.
+
+    python -m bench                     all, in less than 20 minutes on two cores; on a GPU half an hour more
+    python -m bench --only step-mlp ring
+    python -m bench --regenerate        only the tables and pictures, from the rows there are
+    python -m bench --dry --out FOLDER  each bench at toy size; no page is changed
+
+Rows go to `bench/results/MACHINE-DATE.jsonl`. The exit status is 1 if a bench did not end well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.support import suite
+from bench.support.table import RESULTS, markdown_table
+
+_COLUMNS = ("suite", "status", "seconds", "rows")
+
+_PAGES = (("-m", "bench.scale", "--figure", "docs/scale.svg"), ("-m", "tests.support.markdown"))
+"""What makes the pictures and the tables of the pages from rows."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benches that are asked for, then make the tables."""
+    options = _options(arguments)
+    if options.regenerate:
+        return regenerate()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the running bench is ended, too
+    out = Path(tempfile.mkdtemp(prefix="bench-")) if options.dry and options.out is None else options.out or RESULTS
+    chosen = [part for part in suite.parts() if part.name in (options.only or [part.name])]
+    file = out / suite.file_name()
+    ended = suite.run(chosen, file, options.budget, dry=options.dry)
+    print(markdown_table([["part", *_COLUMNS[1:]], *([str(row[key]) for key in _COLUMNS] for row in ended)], words=2))
+    print(f"\nrows: {file}", flush=True)
+    failed = any(row["status"] != "ok" and not row["status"].startswith("skipped: not") for row in ended)
+    made = regenerate() if out == RESULTS else 0
+    return int(failed or bool(made))
+
+
+def regenerate() -> int:
+    """Make the pictures and tables of the pages anew from the rows. Return 1 if that fails for one."""
+    statuses = [
+        subprocess.run([sys.executable, *command], cwd=suite.ROOT, check=False).returncode for command in _PAGES
+    ]
+    return int(any(statuses))
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench", description="all benches of this machine, in one file")
+    names = [part.name for part in suite.parts()]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=f"some of: {', '.join(names)}")
+    parser.add_argument("--dry", action="store_true", help="run each at toy size, and change no page")
+    parser.add_argument("--regenerate", action="store_true", help="only make the tables and pictures of the pages")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="for all (as many as the parts need)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for the rows (bench/results; dry: a new one)")
+    options = parser.parse_args(arguments)
+    if options.budget is None:
+        options.budget = suite.BUDGET + sum(part.seconds for part in suite.parts() if part in suite.ON_GPU)
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

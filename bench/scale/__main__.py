@@ -1,0 +1,7 @@
+"""`python -m bench.scale`."""
+
+import sys
+
+from bench.scale.run import main
+
+sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,186 @@
+"""Weak and strong scaling of ShardLite at stage 3: measured on this machine, and simulated there and on other clusters.
+
+    python -m bench.scale --model gpt --ranks 1 2 4
+
+starts its ranks itself, one number of ranks after the other, and writes `bench/results/scale-MODEL.jsonl`. Weak scaling
+gives each rank the batch of the workload, strong scaling gives it that batch divided by the number of ranks. Results
+are compared with DDP's before anything is timed. One JSON object for each mode, place and number of ranks:
+
+| key | what it is |
+|---|---|
+| `kind` | `measured` or `simulated` |
+| `cluster` | `this machine`, or a cluster of `shardlite plan` |
+| `mode`, `ranks` | `weak` or `strong`; ranks |
+| `ms_p50` | milliseconds of a step: the median on the slowest rank, or what the simulation says |
+| `efficiency` | throughput of all ranks as a part of as many times that of one rank, of the same kind and cluster |
+| `per_second`, `item` | tokens or samples of all ranks in a second |
+| `simulated_vs_measured` | of simulated rows: `ms_p50` as a part of the measured one, where that is |
+
+The simulation is that of `shardlite plan`. For this machine it is given three measured things
+(`bench.scale.simulated`): the time of forward and backward on one rank, that of the optimizer's step, and a link fitted
+to collectives of 2 ranks. A row `"scale-fit"` has them. `--table FILE` prints the table again, `--figure FILE` draws
+the rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from bench.ring import run as ring
+from bench.ring.systems import GLOO, System
+from bench.scale import simulated
+from bench.scale.table import paint, render
+from bench.support.check import verify
+from bench.support.machine import machine
+from bench.support.measure import WARM_UP, percentile, seconds, time_steps
+from bench.support.ranks import one_of_them, start_ranks
+from bench.support.selection import rows_for
+from bench.support.systems import SYSTEMS, Build
+from bench.support.table import RESULTS, Row, read_rows, write_rows
+from bench.support.workloads import WORKLOADS, Batch, Workload
+from shardlite.apps.plan.clusters import CLUSTERS
+
+SYSTEM = "stage3"
+
+_SIZES = (1 << 14, 1 << 18, 1 << 20, 1 << 22)
+"""Bytes of the buffers to which the link is fitted: those of units lie between."""
+
+
+def measure(workload: Workload, rounds: int, group: dist.ProcessGroup) -> list[Row]:
+    """Verify and time both modes on as many ranks as there are. To be called by every rank.
+
+    Raises:
+        ResultError: results differ from DDP's; nothing is timed.
+    """
+    systems: dict[str, Build] = {name: SYSTEMS[name] for name in ("ddp", SYSTEM)}
+    verify(workload, systems, group)
+    chosen = {SYSTEM: systems[SYSTEM]}
+    rows = []
+    for mode in ("weak", "strong"):
+        given = workload if mode == "weak" else divided(workload, group.size())
+        wall = time_steps(given, chosen, rounds, group)[SYSTEM].wall
+        ms = {f"ms_p{percent}": round(1e3 * percentile(wall, percent), 2) for percent in (20, 50, 80)}
+        per_second = round(group.size() * given.items / percentile(wall, 50), 1)
+        rows.append(
+            {
+                "bench": "scale",
+                "kind": "measured",
+                "cluster": simulated.HERE,
+                "mode": mode,
+                "ranks": group.size(),
+                "model": workload.name,
+                "words": workload.words,
+                "rounds": rounds,
+                **ms,
+                "per_second": per_second,
+                "item": workload.item,
+                **machine(),
+            }
+        )
+    return rows
+
+
+def divided(workload: Workload, ranks: int) -> Workload:
+    """Return a workload of which each rank has an equal part of the batch.
+
+    Raises:
+        ValueError: the batch cannot be divided so.
+    """
+
+    def draw(rank: int, step: int) -> Batch:
+        x, y = workload.draw(rank, step)
+        return x[: len(x) // ranks], y[: len(y) // ranks]
+
+    batch = len(workload.draw(0, 0)[0])
+    if batch % ranks:
+        raise ValueError(f"{workload.name}: a batch of {batch} cannot be divided among {ranks} ranks")
+    return replace(workload, draw=draw, terms=workload.terms // ranks, items=workload.items // ranks)
+
+
+def measure_fit(workload: Workload, rounds: int, group: dist.ProcessGroup) -> Row:
+    """Measure what the simulation needs: on one rank the times of a step's parts, on two the link between them."""
+    if group.size() == 1:
+        trainer = SYSTEMS[SYSTEM](workload, group)
+        taken = []
+        for turn in range(WARM_UP + rounds):
+            backward = seconds(partial(trainer.backward, workload.batch(0, turn)), workload.device)[0]
+            taken.append((backward, seconds(trainer.update, workload.device)[0]))
+        compute, update = (percentile([each[i] for each in taken[WARM_UP:]], 50) for i in (0, 1))
+        return {"bench": "scale-fit", "compute_seconds": compute, "update_seconds": update}
+    rows = ring.measure(_SIZES, [System(GLOO), System("shared_memory", "direct")], max(rounds, 4), group)
+    link = next(row for row in rows if row["bench"] == "ring-fit" and row["key"] == "ms_p50")
+    names = ("alpha", "beta", "gamma", "overhead", "overlaps", "error_p50", "error_max")
+    return {"bench": "scale-fit", **{name: link[name] for name in names}}
+
+
+def _run_rank(options: argparse.Namespace) -> None:
+    """Be one of the ranks of one number of ranks."""
+    with one_of_them() as group:
+        workload = WORKLOADS[options.model]
+        rows = measure(workload, options.steps, group)
+        if group.size() <= 2:
+            rows.append(measure_fit(workload, options.steps, group))
+        if group.rank() == 0:
+            file = options.out / f"measured-{group.size()}.jsonl"
+            file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def _run_all(options: argparse.Namespace) -> int:
+    """Measure on each number of ranks, simulate the same, and write all rows."""
+    with tempfile.TemporaryDirectory() as folder:
+        for ranks in options.ranks:
+            print(f"scale: measuring {ranks} ranks", file=sys.stderr, flush=True)
+            given = ["--model", options.model, "--steps", str(options.steps), "--out", folder]
+            if status := start_ranks("bench.scale", ranks, given):
+                return status
+        found = read_rows(Path(folder).glob("*.jsonl"))
+    measured = simulated.with_efficiency([row for row in found if row["bench"] == "scale"])
+    fit = {key: value for row in found if row["bench"] == "scale-fit" for key, value in row.items()}
+    rows = [*measured, {**fit, "model": options.model, **machine()}]
+    rows += simulated.here(WORKLOADS[options.model], fit, measured)
+    print(f"scale: simulating {options.planned} on {', '.join(options.named)}", file=sys.stderr, flush=True)
+    rows += simulated.elsewhere([CLUSTERS[name] for name in options.named], options.planned)
+    write_rows(rows, options.out / f"scale-{options.model}.jsonl")
+    print(f"\n{render(rows)}")
+    return 0
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.scale", description="weak and strong scaling")
+    parser.add_argument("--model", choices=list(WORKLOADS), default="gpt", help="that is measured (%(default)s)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="1, 2 and others (%(default)s)")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps (%(default)s)")
+    parser.add_argument("--planned", default="gpt2-xl", help="preset simulated on named clusters (%(default)s)")
+    parser.add_argument("--named", nargs="*", choices=list(CLUSTERS), default=["dgx-h100", "ethernet-a100"])
+    parser.add_argument("--table", nargs="+", type=Path, metavar="FILE", help="only print the table of these rows")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="only draw the newest rows; needs matplotlib")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
+    options = parser.parse_args(arguments)
+    if "RANK" not in os.environ and not {1, 2} <= set(options.ranks):
+        parser.error("--ranks needs 1 and 2: the simulation is fitted to them")
+    return options
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure and simulate, or print or draw rows, or be a rank if a launcher started this process."""
+    options = _options(arguments)
+    if "RANK" in os.environ:
+        _run_rank(options)
+        return 0
+    if options.table:
+        print(render(read_rows(options.table)))
+        return 0
+    if options.figure:
+        paint(rows_for(["bench/results/scale-gpt.jsonl", "bench=scale"]), options.figure)
+        return 0
+    return _run_all(options)

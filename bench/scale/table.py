@@ -1,0 +1,133 @@
+"""The table and the figure of the rows of `bench.scale`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench.scale.simulated import HERE
+from bench.support.table import Row, markdown_table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_HEAD = ("scaling", "ranks", "step, ms", "simulated, ms", "simulated / measured", "efficiency", "simulated")
+_SHOWN = (1, 8, 64, 512, 4096)
+"""Numbers of ranks in the table of a named cluster."""
+
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")  # Wong 2011, Nature Methods 8, 441
+_MARKERS = ("o", "s", "^", "D", "v")
+_DASHES = ("--", "-.", ":", (0, (5, 1)), (0, (1, 1)))
+
+
+def render(rows: Sequence[Row]) -> str:
+    """Return a table of this machine, measured beside simulated, and one of each other cluster."""
+    rows = [row for row in rows if row["bench"] == "scale"]
+    tables = [_render_here([row for row in rows if row["cluster"] == HERE])]
+    for cluster in dict.fromkeys(row["cluster"] for row in rows if row["cluster"] != HERE):
+        tables.append(_render_cluster([row for row in rows if row["cluster"] == cluster]))
+    return "\n\n".join(tables)
+
+
+def _render_here(rows: Sequence[Row]) -> str:
+    simulated = {(row["mode"], row["ranks"]): row for row in rows if row["kind"] == "simulated"}
+    lines = []
+    for row in (each for each in rows if each["kind"] == "measured"):
+        beside = simulated[row["mode"], row["ranks"]]
+        lines.append(
+            [
+                row["mode"],
+                str(row["ranks"]),
+                f"{row['ms_p50']:.0f}",
+                f"{beside['ms_p50']:.0f}",
+                f"{beside['simulated_vs_measured']:.2f}",
+                _percent(row),
+                _percent(beside),
+            ]
+        )
+    first = rows[0]
+    heading = (
+        f"ShardLite, stage 3; {first['words']} per rank in weak scaling, for all ranks in strong scaling; "
+        f"medians of {first['rounds']} steps; {first['machine']}, torch {first['torch']}, {first['date']}."
+    )
+    lines.sort(key=lambda line: (line[0] != "weak", int(line[1])))
+    return f"{heading}\n\n{markdown_table([_HEAD, *lines])}"
+
+
+def _render_cluster(rows: Sequence[Row]) -> str:
+    lines = []
+    for ranks in _SHOWN:
+        weak, strong = (
+            next((row for row in rows if (row["mode"], row["ranks"]) == (mode, ranks)), None)
+            for mode in ("weak", "strong")
+        )
+        if weak and strong:
+            cells = (f"{weak['ms_p50']:.0f}", f"{strong['ms_p50']:.0f}", _percent(weak), _percent(strong))
+            lines.append([str(ranks), *cells])
+    head = ["ranks", "weak: step, ms", "strong: step, ms", "weak: efficiency", "strong: efficiency"]
+    heading = f"Simulated on `{rows[0]['cluster']}`, not measured: {rows[0]['words']} in weak scaling."
+    return f"{heading}\n\n{markdown_table([head, *lines])}"
+
+
+def _percent(row: Row) -> str:
+    return f"{100 * row['efficiency']:.0f} %"
+
+
+def paint(rows: Sequence[Row], path: Path) -> None:
+    """Draw efficiency against ranks: measured points are filled, simulated ones are open.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        OSError: `path` cannot be written.
+    """
+    import matplotlib  # optional, and slow to import
+    from matplotlib.figure import Figure
+
+    matplotlib.rcParams["svg.hashsalt"] = "scale"  # so that equal rows give an equal file
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    both = figure.subplots(1, 2, sharey=True)
+    for axes, mode in zip(both, ("weak", "strong"), strict=True):
+        chosen = [row for row in rows if row["bench"] == "scale" and row["mode"] == mode]
+        _paint_mode(axes, chosen)
+        axes.set_title({"weak": "same batch on each rank", "strong": "same batch on all ranks"}[mode], fontsize=10)
+    both[0].set_ylabel("scaling efficiency, %")
+    handles, labels = both[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _paint_mode(axes: Axes, rows: Sequence[Row]) -> None:
+    """Draw the curves of one mode."""
+    names = list(dict.fromkeys(row["cluster"] for row in rows))
+    for name, colour, marker, dashes in zip(names, _COLOURS, _MARKERS, _DASHES, strict=False):
+        for kind in ("simulated", "measured"):
+            found = sorted((row for row in rows if (row["cluster"], row["kind"]) == (name, kind)), key=_ranks)
+            if not found:
+                continue
+            measured = kind == "measured"
+            what = f"{found[0]['model']} on {found[0]['machine'] if name == HERE else name}, {kind}"
+            axes.plot(
+                [row["ranks"] for row in found],
+                [100 * row["efficiency"] for row in found],
+                color=colour,
+                linestyle="-" if measured else dashes,
+                marker=marker,
+                markersize=7 if measured else 5,
+                markerfacecolor=colour if measured else "white",
+                label=what,
+            )
+    axes.axhline(100, color="#777777", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    ticks = [1, 4, 16, 64, 256, 1024, 4096]
+    axes.set_xticks(ticks, [str(each) for each in ticks])
+    axes.set(xlabel="ranks", ylim=(0, 115))
+    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8)
+
+
+def _ranks(row: Row) -> int:
+    ranks: int = row["ranks"]
+    return ranks

@@ -1,0 +1,91 @@
+"""DeepSpeed's ZeRO stages as systems, where DeepSpeed is installed. It is no requirement of this project.
+
+    DS_BUILD_OPS=0 pip install deepspeed
+
+0.19.8 runs its stages 1 and 3 on CPU ranks over gloo, with PyTorch's own fused AdamW, and compiles an operator for
+messages in shared memory at its first start. In fp32 its results are DDP's, with accumulation and clipping too. In bf16
+it casts gradients to bf16, so its weights are further from the exact ones than `bench.support.check` allows: it is left
+out there.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bench.support.systems import Trainer, torch_adamw
+from bench.support.workloads import Batch, Workload
+
+STAGES = (1, 3)
+
+
+def is_installed() -> bool:
+    """Whether the systems of this module can be built."""
+    return find_spec("deepspeed") is not None
+
+
+class DeepSpeed(Trainer):
+    """Trains by an engine, which counts micro-batches, clips, and drops gradients by itself."""
+
+    def backward(self, batch: Batch) -> Tensor:
+        """Forward and backward; returns the loss of this rank's batch, []."""
+        engine: Any = self.model
+        losses = []
+        for place, parts in enumerate(zip(*(each.chunk(self.accumulation) for each in batch), strict=True)):
+            if place:
+                engine.step()  # of the micro-batch before: it only counts
+            loss = self.loss(parts)
+            engine.backward(loss)
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
+
+    def update(self) -> Tensor | None:
+        """Step. Returns the norm before clipping if gradients are clipped."""
+        engine: Any = self.model
+        engine.step()
+        return None if self.max_norm is None else torch.as_tensor(engine.get_global_grad_norm())
+
+    def weights(self) -> dict[str, Tensor]:
+        """All parameters by their names in the plain model, whole and flat."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return {name: self.whole(safe_get_full_fp32_param(param)) for name, param in self._named()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """All gradients by the names of their parameters, whole and flat."""
+        from deepspeed.utils import safe_get_full_grad
+
+        return {name: self.whole(safe_get_full_grad(param)) for name, param in self._named()}
+
+
+def build_deepspeed(
+    workload: Workload,
+    group: dist.ProcessGroup,
+    *,
+    stage: int,
+    accumulation: int,
+    max_norm: float | None,
+    compute: torch.dtype | None = None,
+) -> Trainer:
+    """DeepSpeed at one stage of ZeRO. It needs the default group. Its buckets are as large as a unit."""
+    import deepspeed
+
+    assert group == dist.group.WORLD
+    assert compute is None, "only in fp32"
+    model = workload.model()
+    units = [*model.get_submodule(workload.blocks).children()]
+    numel = max(sum(param.numel() for param in unit.parameters()) for unit in units)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,  # it counts no samples
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": max_norm or 0.0,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": numel, "allgather_bucket_size": numel},
+        "zero_allow_untested_optimizer": True,
+    }
+    optimizer = torch_adamw(model.parameters())
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    return DeepSpeed(engine, optimizer, lambda tensor: tensor.detach().reshape(-1).clone())

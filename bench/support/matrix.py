@@ -1,0 +1,156 @@
+"""Settings in which systems are compared: precision, accumulation and clipping, and the systems that each one has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+
+from bench.support import deepspeed
+from bench.support.systems import (
+    ADAMW,
+    ORDERS,
+    Build,
+    Trainer,
+    build_ddp,
+    build_floor,
+    build_format,
+    build_fsdp1,
+    build_fsdp2,
+    build_shardlite,
+    build_zero,
+)
+from bench.support.workloads import Batch, Workload
+from shardlite import Precision
+
+PrecisionName = Literal["fp32", "bf16"]
+PRECISIONS: Sequence[PrecisionName] = get_args(PrecisionName)
+
+ROUNDOFF = {None: 2.0**-24, torch.bfloat16: 2.0**-9}
+"""The largest relative error of rounding to the dtype of computation, where `None` is fp32."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How all systems of a comparison train."""
+
+    precision: PrecisionName = "fp32"
+    """Dtype of forward and backward. Weights, reductions and moments are in fp32."""
+
+    accumulation: int = 1
+    """Micro-batches in a step."""
+
+    max_norm: float | None = None
+    """Norm to which gradients are clipped; `None`: they are not."""
+
+    @property
+    def compute(self) -> torch.dtype | None:
+        """The dtype of forward and backward, `None` for that of the weights."""
+        return torch.bfloat16 if self.precision == "bf16" else None
+
+    @property
+    def optimizer(self) -> str:
+        """The optimizer in words."""
+        return f"{ADAMW}, {'no clipping' if self.max_norm is None else f'clipping to {self.max_norm:g}'}"
+
+    @property
+    def words(self) -> str:
+        """The setting in words."""
+        clip = "no clipping" if self.max_norm is None else f"clipping to {self.max_norm:g}"
+        return f"{self.precision}, accumulation {self.accumulation}, {clip}"
+
+    def row(self) -> dict[str, str | int | float | None]:
+        """What rows say of the setting."""
+        return {"precision": self.precision, "accumulation": self.accumulation, "clip": self.max_norm}
+
+    def workload(self, workload: Workload) -> Workload:
+        """Return the workload with the micro-batches of a step in one batch."""
+        count = self.accumulation
+        if count == 1:
+            return workload
+
+        def draw(rank: int, step: int) -> Batch:
+            x, y = zip(*(workload.draw(rank, count * step + i) for i in range(count)), strict=True)
+            return torch.cat(x), torch.cat(y)
+
+        return replace(workload, draw=draw, terms=count * workload.terms, items=count * workload.items)
+
+    def build(self, build: Callable[..., Trainer]) -> Build:
+        """Return what builds a system in this setting, of what builds it with a dtype `compute`."""
+
+        def built(workload: Workload, group: dist.ProcessGroup) -> Trainer:
+            trainer = build(workload, group, compute=self.compute)
+            return replace(trainer, accumulation=self.accumulation, max_norm=self.max_norm)
+
+        return built
+
+
+def settings(
+    precisions: Sequence[PrecisionName], counts: Sequence[int], norms: Sequence[float | None]
+) -> list[Setting]:
+    """Return all combinations."""
+    return [Setting(*each) for each in product(precisions, counts, norms)]
+
+
+def _format(
+    workload: Workload,
+    group: dist.ProcessGroup,
+    *,
+    compute: torch.dtype | None,
+    master: Literal["fp32", "split24"] = "fp32",
+    state: str = "fp32",
+    in_backward: bool = False,
+) -> Trainer:
+    precision = Precision(compute=compute, master="split24" if master == "split24" else torch.float32)
+    return build_format(workload, group, precision=precision, state=state, in_backward=in_backward)
+
+
+_ALWAYS: dict[str, Callable[..., Trainer]] = {
+    "floor": build_floor,
+    "ddp": build_ddp,
+    "zero": build_zero,
+    "fsdp1": build_fsdp1,
+    "fsdp2": build_fsdp2,
+    **{f"stage{stage}": partial(build_shardlite, stage=stage) for stage in range(4)},
+    "int8": partial(_format, state="int8"),
+    **{name: partial(build_shardlite, stage=3, transport=name) for name in ("p2p", "collectives")},
+}
+
+_IN_BACKWARD: dict[str, Callable[..., Trainer]] = {"in_backward": partial(_format, in_backward=True)}
+"""Only where a step is one backward without a norm."""
+
+_SPLIT: dict[str, Callable[..., Trainer]] = {"split24": partial(_format, master="split24")}
+"""Only in bf16."""
+
+_COMPACT: dict[str, Callable[..., Trainer]] = {
+    "compact": partial(_format, master="split24", state="int8", in_backward=True)
+}
+
+_DEEPSPEED = tuple(f"deepspeed{stage}" for stage in deepspeed.STAGES)
+"""Only where it is installed, and in fp32."""
+
+NAMES = (*_ALWAYS, *_DEEPSPEED, *_IN_BACKWARD, *_SPLIT, *_COMPACT, *ORDERS)
+"""All systems, in the order of a table."""
+
+
+def systems_in(setting: Setting) -> dict[str, Build]:
+    """Return the systems that can train in a setting."""
+    narrow = setting.precision == "bf16"
+    steps_in_backward = setting.accumulation == 1 and setting.max_norm is None
+    builds = dict(_ALWAYS)
+    builds |= _IN_BACKWARD if steps_in_backward else {}
+    builds |= _SPLIT if narrow else {}
+    builds |= _COMPACT if narrow and steps_in_backward else {}
+    if narrow and setting.accumulation > 1:
+        del builds["fsdp1"]  # PyTorch 2.13 refuses the bf16 gradients that `no_sync` leaves in fp32 parameters
+    if deepspeed.is_installed() and not narrow:
+        given = {"accumulation": setting.accumulation, "max_norm": setting.max_norm}
+        stages = [partial(deepspeed.build_deepspeed, stage=stage, **given) for stage in deepspeed.STAGES]
+        builds |= dict(zip(_DEEPSPEED, stages, strict=True))
+    found = {name: setting.build(build) for name, build in builds.items()}
+    return found | (ORDERS if setting == Setting() else {})

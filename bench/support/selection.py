@@ -1,0 +1,83 @@
+"""Rows behind a table: those of the newest run of `python -m bench` that has such rows, else those of given files.
+
+    python -m bench.support.table bench/results/step-gpt-2ranks.jsonl --select bench=step model=gpt ranks=2
+
+prints the table of such rows. `python -m bench` writes the rows of all benches to one file, `MACHINE-DATE.jsonl`, so a
+page names a bench's own file only for what that file lacks. A term `clip=none` matches rows without clipping.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+from bench.support.table import RESULTS, Row, read_rows
+
+RENDERERS = {
+    "step": "bench.support.table:render",
+    "footprint": "bench.footprint:render",
+    "ring": "bench.ring.table:render_speedups",
+    "scale": "bench.scale.table:render",
+    "host": "bench.host:render",
+    "host-fake": "bench.host:render",
+    "checkpoint": "bench.faults.checkpoint:render",
+    "kernels": "bench.kernels.table:render",
+}
+"""What makes a table of rows, by their `bench`."""
+
+_DEFAULTS: Row = {"precision": "fp32", "accumulation": 1, "clip": None}
+"""Of rows that do not say so."""
+
+_DATE = re.compile(r"-(\d{4}-\d\d-\d\d)\.jsonl$")
+
+
+def rows_for(words: Sequence[str], folder: Path = RESULTS, root: Path = RESULTS.parents[1]) -> list[Row]:
+    """Return the rows that the words of a command name.
+
+    Args:
+        words: files end in `.jsonl`, and are relative to `root`; terms are `KEY=VALUE`; others are ignored.
+        folder: where the runs of `python -m bench` are.
+        root: of the repository.
+
+    Raises:
+        ValueError: there are none.
+    """
+    terms = dict(word.split("=", 1) for word in words if "=" in word)
+    files = [root / word for word in words if word.endswith(".jsonl")]
+    candidates = [*([file] for file in runs(folder) if terms), files]
+    for each in candidates:
+        if found := [row for row in read_rows(each) if matches(row, terms)]:
+            return found
+    raise ValueError(f"no row in {', '.join(map(str, files)) or folder} matches {terms}")
+
+
+def runs(folder: Path = RESULTS) -> list[Path]:
+    """Return the files of `python -m bench`, newest first."""
+    dated = [(found[1], file) for file in folder.glob("*.jsonl") if (found := _DATE.search(file.name))]
+    return [file for _, file in sorted(dated, reverse=True)]
+
+
+def matches(row: Row, terms: dict[str, str]) -> bool:
+    """Whether a row has these values."""
+    values = {**_DEFAULTS, **row}
+    return all(str(values.get(key)).lower() == value.lower() for key, value in terms.items())
+
+
+def render(rows: Sequence[Row]) -> str:
+    """Return the table of rows of one bench."""
+    module, _, name = RENDERERS[rows[0]["bench"]].partition(":")
+    table: str = getattr(import_module(module), name)(rows)
+    return table
+
+
+def main() -> None:
+    """Print the tables of the files given, or of the rows selected, or of all steps."""
+    parser = argparse.ArgumentParser(prog="python -m bench.support.table", description=main.__doc__)
+    parser.add_argument("files", nargs="*", help="rows, one JSON object a line")
+    parser.add_argument("--select", nargs="+", default=[], metavar="KEY=VALUE", help="of the newest run that has them")
+    options = parser.parse_args()
+    files = options.files or ([] if options.select else sorted(map(str, RESULTS.glob("step-*.jsonl"))))
+    print(render(rows_for([*files, *options.select], root=Path())))

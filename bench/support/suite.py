@@ -1,0 +1,207 @@
+"""All benches that this machine can run, one after the other, each with a limit, and their rows in one file.
+
+A bench is a child process that writes its rows to a folder of its own. They are added to `MACHINE-DATE.jsonl` as soon
+as it has ended, together with a row `"suite"` that says how. One that fails, hangs or is missing costs no other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from bench.support.machine import machine
+from bench.support.table import Row, read_rows
+
+ROOT = Path(__file__).parents[2]
+
+BUDGET = 19 * 60.0
+"""Seconds that all benches may take on a machine without a GPU. The tables are made after that."""
+
+_GRACE = 10.0
+"""Seconds between asking a bench to end and ending it."""
+
+_SHARDED = ("fsdp2", "stage0", "stage1", "stage2", "stage3")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One run of one bench."""
+
+    name: str
+    command: str
+    """What follows `python`; `--out FOLDER` is added."""
+
+    seconds: float
+    """After which it is ended."""
+
+    dry: str
+    """The command at toy size."""
+
+    on_gpu: bool = False
+    """Whether it sees the GPUs. The others compare ranks on CPUs, on any machine."""
+
+    @property
+    def is_there(self) -> bool:
+        """Whether this checkout has the bench."""
+        module = re.match(r"-m (\S+)", self.command)
+        return module is None or find_spec(module[1]) is not None
+
+
+def _step(name: str, options: str, systems: Iterable[str], seconds: float) -> Part:
+    toy = "-m bench.step --ranks 2 --model tiny --steps 1 --systems floor ddp fsdp2 stage3"
+    return Part(name, f"-m bench.step {options} --systems {' '.join(systems)}", seconds, toy)
+
+
+PARTS: Sequence[Part] = (
+    _step(
+        "step-gpt-2ranks",
+        "--ranks 2 --model gpt --steps 9",
+        ("floor", "ddp", "zero", "fsdp1", *_SHARDED, "in_backward"),
+        270,
+    ),
+    Part(
+        "ring",
+        "-m bench.ring --ranks 2 4 --sizes 4096 1048576 16777216 67108864 --rounds 8",
+        150,
+        "-m bench.ring --ranks 2 --sizes 4096 65536 --rounds 2",
+    ),
+    Part(
+        "footprint",
+        "-m bench.footprint --ranks 2 --model gpt2 --systems activations ddp fsdp2 stage3 in_backward compact",
+        150,
+        "-m bench.footprint --ranks 2 --model tiny --systems ddp stage3",
+    ),
+    _step(
+        "step-mlp",
+        "--ranks 2 4 --model mlp --steps 10",
+        ("floor", "ddp", "zero", "fsdp1", *_SHARDED, "in_backward"),
+        200,
+    ),
+    Part(
+        "scale",
+        "-m bench.scale --steps 5",
+        180,
+        "-m bench.scale --model tiny --ranks 1 2 --steps 1 --named dgx-h100 --planned demo-tiny",
+    ),
+    Part("host", "-m bench.host --ranks 2 --steps 30", 80, "-m bench.host --ranks 2 --steps 1"),
+    Part(
+        "checkpoint",
+        "-m bench.faults.checkpoint --ranks 2",
+        60,
+        "-m bench.faults.checkpoint --ranks 2 --model tiny --rounds 1",
+    ),
+    _step(
+        "step-settings",
+        "--ranks 2 1 4 --model small --steps 3 --precision fp32 bf16 --accumulation 1 4 --clip none 1.0",
+        ("floor", "ddp", "fsdp2", "stage3"),
+        260,
+    ),
+    _step("step-gpt-4ranks", "--ranks 4 --model gpt --steps 4", ("floor", "ddp", "fsdp2", "stage0", "stage3"), 220),
+    Part(
+        "kernels",
+        "-m bench.kernels --device cpu --numel 1e6 --threads 1 --rounds 8 --seconds 2",
+        90,
+        "-m bench.kernels --device cpu --numel 1e4 --threads 1 --rounds 2 --seconds 1",
+    ),
+    Part("strategies", "-m bench.strategies", 180, "-m bench.strategies --help"),
+)
+"""In the order in which they matter: the budget may not suffice for the last ones on a busy machine."""
+
+ON_GPU: Sequence[Part] = (Part("gpu", "-m bench.gpu", 36 * 60, "-m bench.gpu --dry --part 2", on_gpu=True),)
+"""More on a machine with a GPU: steps and memory beside FSDP2's, kernels, and the largest model."""
+
+
+def parts() -> list[Part]:
+    """Return the parts that this machine can run."""
+    return [*PARTS, *(ON_GPU if torch.cuda.is_available() else ())]
+
+
+def file_name() -> str:
+    """Return the name of this machine and day."""
+    here = machine(torch.device("cuda") if torch.cuda.is_available() else None)
+    return f"{re.sub(r'[^a-z0-9]+', '-', here['machine'].lower()).strip('-')}-{here['date']}.jsonl"
+
+
+def run(chosen: Sequence[Part], file: Path, budget: float, *, dry: bool) -> list[Row]:
+    """Run the parts, add their rows to the file, and return a row on how each ended.
+
+    Args:
+        chosen: to be run, in this order. Rows of an earlier run of them in `file` are replaced.
+        file: where all rows go.
+        budget: seconds for all of them.
+        dry: whether to run at toy size.
+    """
+    began, ended = perf_counter(), []
+    for number, part in enumerate(chosen, 1):
+        left = budget - (perf_counter() - began)
+        print(
+            f"bench {number}/{len(chosen)}: {part.name}, {left:.0f} s of the budget left", file=sys.stderr, flush=True
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            start = perf_counter()
+            status = _run_part(part, Path(folder), left, dry=dry)
+            rows = [row | {"suite": part.name} for row in read_rows(Path(folder).rglob("*.jsonl"))]
+        seconds = round(perf_counter() - start, 1)
+        told = {"bench": "suite", "suite": part.name, "status": status, "seconds": seconds, "rows": len(rows)}
+        ended.append({**told, "command": part.dry if dry else part.command, **machine()})
+        replace_rows(file, part.name, [*rows, ended[-1]])
+        print(f"  {status}, {len(rows)} rows, {seconds:.0f} s", file=sys.stderr, flush=True)
+    return ended
+
+
+def replace_rows(file: Path, part: str, rows: Sequence[Row]) -> None:
+    """Put the rows of a part into the file, in place of those of an earlier run of it, and never half of them."""
+    others = [row for row in read_rows([file]) if row["suite"] != part] if file.exists() else []
+    file.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.with_suffix(".new")
+    beside.write_text("".join(f"{json.dumps(row)}\n" for row in [*others, *rows]))
+    beside.replace(file)
+
+
+def _run_part(part: Part, folder: Path, left: float, *, dry: bool) -> str:
+    """Run one part in a process group of its own, and say how it ended."""
+    if not part.is_there:
+        return "skipped: not in this checkout"
+    limit = left if dry else min(part.seconds, left)
+    if limit < 1:
+        return "skipped: the budget is spent"
+    command = [sys.executable, *(part.dry if dry else part.command).split(), "--out", str(folder)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONUNBUFFERED": "1"}
+    if not part.on_gpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    log = folder / "log.txt"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            status = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return f"ended after {limit:.0f} s"
+        finally:
+            _end(process)
+    if status:
+        print(log.read_text()[-20_000:], file=sys.stderr, flush=True)
+    return "ok" if status == 0 else f"failed with status {status}"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a part with all that it has started: a launcher of ranks, asked to end, ends them."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):  # all of them have ended
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE)

@@ -1,0 +1,97 @@
+"""`python -m bench` runs all benches into one file, and one that fails or hangs costs no other."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import bench.__main__ as command
+from bench import step
+from bench.support import suite
+from bench.support.suite import ON_GPU, PARTS, Part, run
+from bench.support.table import read_rows
+
+WRITES = """
+import json, pathlib, sys
+folder = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+(folder / "rows.jsonl").write_text(json.dumps({"bench": "x", "value": int(sys.argv[1])}) + chr(10))
+"""
+
+
+@pytest.fixture
+def scripts(tmp_path):
+    made = {"writes": WRITES, "fails": f"{WRITES}\nsys.exit(3)", "hangs": f"{WRITES}\nimport time; time.sleep(1000)"}
+    for name, text in made.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    return tmp_path
+
+
+def part(scripts, name, value=1, seconds=60):
+    words = f"{scripts / name}.py {value}"
+    return Part(name, words, seconds, words)
+
+
+def test_what_fails_or_hangs_costs_no_other(scripts, capfd):
+    missing = Part("missing", "-m bench.nothing", 60, "-m bench.nothing")
+    chosen = [part(scripts, "fails"), part(scripts, "hangs", seconds=2), missing, part(scripts, "writes")]
+    file = scripts / "out" / "rows.jsonl"
+    ended = run(chosen, file, 60, dry=False)
+    statuses = [row["status"] for row in ended]
+    assert statuses == ["failed with status 3", "ended after 2 s", "skipped: not in this checkout", "ok"]
+    rows = read_rows([file])
+    assert [(row["suite"], row["bench"]) for row in rows] == [
+        *((name, bench) for name in ("fails", "hangs") for bench in ("x", "suite")),
+        ("missing", "suite"),
+        ("writes", "x"),
+        ("writes", "suite"),
+    ]
+    told = capfd.readouterr().err
+    assert "bench 4/4: writes, " in told
+    assert "s of the budget left" in told
+
+
+def test_a_part_that_is_run_again_replaces_its_rows(scripts):
+    file = scripts / "rows.jsonl"
+    for value in (1, 2):
+        run([part(scripts, "writes", value), part(scripts, "fails")], file, 60, dry=False)
+    assert sorted(row["value"] for row in read_rows([file]) if row["bench"] == "x") == [1, 2]
+    assert len(read_rows([file])) == 4
+
+
+def test_nothing_is_begun_once_the_budget_is_spent(scripts):
+    ended = run([part(scripts, "writes")], scripts / "rows.jsonl", 0.5, dry=False)
+    assert ended[0]["status"] == "skipped: the budget is spent"
+
+
+@pytest.mark.parametrize(("name", "status"), [("writes", 0), ("fails", 1)])
+def test_the_status_says_whether_all_went_well(scripts, name, status, monkeypatch, capsys):
+    monkeypatch.setattr(suite, "PARTS", (part(scripts, name),))
+    monkeypatch.setattr(command, "regenerate", lambda: pytest.fail("pages are made from the results folder only"))
+    assert command.main(["--out", str(scripts / "out")]) == status
+    assert f"| {name} |" in capsys.readouterr().out
+    assert [file.name for file in (scripts / "out").iterdir()] == [suite.file_name()]
+
+
+def test_an_unknown_part_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--only", "nothing"])
+    assert "step-gpt-2ranks" in capsys.readouterr().err
+
+
+def test_the_parts_have_names_of_their_own_and_options_that_are_understood():
+    names = [each.name for each in (*PARTS, *ON_GPU)]
+    assert len(set(names)) == len(names)
+    for each in PARTS:
+        assert each.is_there or each.name == "strategies"
+        for words in (each.command, each.dry):
+            if "-m bench.step " in words:
+                step._options(words.split()[2:])
+
+
+@pytest.mark.slow
+def test_all_run_at_toy_size(tmp_path):
+    done = subprocess.run([sys.executable, "-m", "bench", "--dry", "--out", str(tmp_path)], cwd=suite.ROOT, check=False)
+    assert done.returncode == 0
+    rows = [json.loads(line) for line in next(tmp_path.glob("*.jsonl")).read_text().splitlines()]
+    assert {row["bench"] for row in rows} >= {"step", "ring", "footprint", "scale", "host", "checkpoint", "kernels"}
