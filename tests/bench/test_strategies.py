@@ -113,11 +113,11 @@ def test_the_ring_sums_buffers_of_any_length(cluster, world_size):
 
 def _ring(group):
     mine = torch.arange(7.0) * (1 + group.rank())
-    dist.group.WORLD = group
+    default, dist.group.WORLD = dist.group.WORLD, group
     try:
         rings.ring_all_reduce(mine)
     finally:
-        dist.group.WORLD = None
+        dist.group.WORLD = default
     ranks = group.size()
     return mine, torch.arange(7.0) * (ranks * (ranks + 1) / 2)
 
