@@ -33,6 +33,8 @@ BUDGET = 19 * 60.0
 _GRACE = 10.0
 """Seconds between asking a bench to end and ending it."""
 
+_SETTINGS = "--model small --steps 2 --precision fp32 bf16 --accumulation 1 4"
+
 _SHARDED = ("fsdp2", "stage0", "stage1", "stage2", "stage3")
 
 
@@ -68,25 +70,25 @@ def _step(name: str, options: str, systems: Iterable[str], seconds: float) -> Pa
 PARTS: Sequence[Part] = (
     _step(
         "step-gpt-2ranks",
-        "--ranks 2 --model gpt --steps 9",
+        "--ranks 2 --model gpt --steps 6",
         ("floor", "ddp", "zero", "fsdp1", *_SHARDED, "in_backward"),
         270,
     ),
     Part(
         "ring",
-        "-m bench.ring --ranks 2 4 --sizes 4096 1048576 16777216 67108864 --rounds 8",
-        150,
+        "-m bench.ring --ranks 2 4 --sizes 4096 1048576 16777216 67108864 --rounds 6",
+        120,
         "-m bench.ring --ranks 2 --sizes 4096 65536 --rounds 2",
     ),
     Part(
         "footprint",
         "-m bench.footprint --ranks 2 --model gpt2 --systems activations ddp fsdp2 stage3 in_backward compact",
-        150,
+        260,
         "-m bench.footprint --ranks 2 --model tiny --systems ddp stage3",
     ),
     _step(
         "step-mlp",
-        "--ranks 2 4 --model mlp --steps 10",
+        "--ranks 2 4 --model mlp --steps 7",
         ("floor", "ddp", "zero", "fsdp1", *_SHARDED, "in_backward"),
         200,
     ),
@@ -96,19 +98,15 @@ PARTS: Sequence[Part] = (
         180,
         "-m bench.scale --model tiny --ranks 1 2 --steps 1 --named dgx-h100 --planned demo-tiny",
     ),
-    Part("host", "-m bench.host --ranks 2 --steps 30", 80, "-m bench.host --ranks 2 --steps 1"),
+    Part("host", "-m bench.host --ranks 2 --steps 20", 80, "-m bench.host --ranks 2 --steps 1"),
     Part(
         "checkpoint",
         "-m bench.faults.checkpoint --ranks 2",
         60,
         "-m bench.faults.checkpoint --ranks 2 --model tiny --rounds 1",
     ),
-    _step(
-        "step-settings",
-        "--ranks 2 1 4 --model small --steps 3 --precision fp32 bf16 --accumulation 1 4 --clip none 1.0",
-        ("floor", "ddp", "fsdp2", "stage3"),
-        260,
-    ),
+    _step("step-settings", f"--ranks 2 1 {_SETTINGS} --clip none 1.0", ("floor", "ddp", "fsdp2", "stage3"), 220),
+    _step("step-settings-4ranks", f"--ranks 4 {_SETTINGS} --clip 1.0", ("floor", "ddp", "fsdp2", "stage3"), 120),
     _step("step-gpt-4ranks", "--ranks 4 --model gpt --steps 4", ("floor", "ddp", "fsdp2", "stage0", "stage3"), 220),
     Part(
         "kernels",
