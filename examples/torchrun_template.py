@@ -1,6 +1,7 @@
 """A template for long runs: any number of ranks and hosts, gradient accumulation, a scaled learning rate, restarts.
 
     torchrun --nproc-per-node 2 examples/torchrun_template.py --out runs/template
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # a store of its own for each restart
     torchrun --nproc-per-node 2 --max-restarts 3 examples/torchrun_template.py --out runs/template
 
 Copy it, and put your model and your data in the place of `GPT` and `Windows`. `docs/launch.md` starts it on several
