@@ -37,7 +37,6 @@ import torch
 import torch.distributed as dist
 
 from bench.support.check import verify
-from bench.support.machine import machine
 from bench.support.matrix import NAMES, PRECISIONS, Setting, settings, systems_in
 from bench.support.measure import Times, activation_bytes, peak_bytes, percentile, time_steps
 from bench.support.ranks import device_of_rank, one_of_them, start_ranks
@@ -45,6 +44,7 @@ from bench.support.systems import ORDERS, TRANSPORTS, Build
 from bench.support.table import RESULTS, Row, render, write_rows
 from bench.support.workloads import MEASURED, WORKLOADS, Workload
 from shardlite import Route
+from shardlite.apps.footprint.machine import machine
 from shardlite.apps.launch import default_ranks
 from shardlite.comm.transport.select import choose
 

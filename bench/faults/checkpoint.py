@@ -47,7 +47,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from bench.support.machine import machine
 from bench.support.measure import largest, percentile, rotated
 from bench.support.ranks import add_table, on_ranks, options_of_ranks, report
 from bench.support.systems import SYSTEMS
@@ -55,6 +54,7 @@ from bench.support.table import Row, markdown_table, read_rows
 from bench.support.workloads import WORKLOADS, Workload
 from shardlite import AdamW, ShardLite, async_save, load, save, save_in_memory
 from shardlite.apps.checkpoint import files
+from shardlite.apps.footprint.machine import machine
 
 Save = Callable[[Path], "Future[Path] | None"]
 """Saves into a folder that is not there yet. What goes on after the call is in the future."""

@@ -25,13 +25,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.support.machine import machine
 from bench.support.measure import WARM_UP, percentile
 from bench.support.ranks import add_table, one_of_them, options_of_ranks, report, start_ranks
 from bench.support.systems import build_shardlite
 from bench.support.table import Row, markdown_table, read_rows
 from bench.support.workloads import WORKLOADS
 from shardlite import CommError
+from shardlite.apps.footprint.machine import machine
 
 TRANSPORTS = ("shared_memory", "p2p", "collectives")
 """As the argument of `ShardLite`."""

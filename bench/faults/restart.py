@@ -37,12 +37,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bench.support.machine import machine
 from bench.support.ranks import add_table, one_of_them, options_of_ranks, report
 from bench.support.systems import SYSTEMS
 from bench.support.table import Row, markdown_table, read_rows
 from bench.support.workloads import WORKLOADS
 from shardlite import AdamW, ShardLite, load, save, save_in_memory
+from shardlite.apps.footprint.machine import machine
 from shardlite.apps.launch import OWN_STORE
 
 WAYS = ("memory", "disk")

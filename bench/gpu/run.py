@@ -31,8 +31,8 @@ from time import perf_counter
 
 import torch
 
-from bench.support.machine import machine
 from bench.support.table import Row, markdown_table, read_rows
+from shardlite.apps.footprint.machine import machine
 
 
 @dataclass(frozen=True)

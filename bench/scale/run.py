@@ -41,13 +41,13 @@ from bench.ring.systems import GLOO, System
 from bench.scale import simulated
 from bench.scale.table import paint, render
 from bench.support.check import verify
-from bench.support.machine import machine
 from bench.support.measure import WARM_UP, percentile, seconds, time_steps
 from bench.support.ranks import one_of_them, start_ranks
 from bench.support.selection import rows_for
 from bench.support.systems import SYSTEMS, Build
 from bench.support.table import RESULTS, Row, read_rows, write_rows
 from bench.support.workloads import WORKLOADS, Batch, Workload
+from shardlite.apps.footprint.machine import machine
 from shardlite.apps.plan.clusters import CLUSTERS
 
 SYSTEM = "stage3"

@@ -51,10 +51,10 @@ from bench.strategies.rings import bucketed_ddp, ring
 from bench.strategies.sharded import fsdp2, sharded, shardlite
 from bench.strategies.table import render
 from bench.strategies.wire import counted
-from bench.support.machine import machine
 from bench.support.measure import largest, percentile, rotated, seconds
 from bench.support.ranks import one_of_them, start_ranks
 from bench.support.table import RESULTS, Row, write_rows
+from shardlite.apps.footprint.machine import machine
 from shardlite.telemetry.meter import Meter
 
 CLOSE = 0.02

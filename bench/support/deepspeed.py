@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.support.systems import Trainer, torch_adamw
+from bench.support.systems import Trainer, flat
 from bench.support.workloads import Batch, Workload
+from shardlite.apps.footprint.systems import deepspeed_engine, torch_adamw
 
 STAGES = (1, 3)
 
@@ -71,21 +72,10 @@ def build_deepspeed(
     max_norm: float | None,
     compute: torch.dtype | None = None,
 ) -> Trainer:
-    """DeepSpeed at one stage of ZeRO. It needs the default group. Its buckets are as large as a unit."""
-    import deepspeed
-
+    """DeepSpeed at one stage of ZeRO. It needs the default group."""
     assert group == dist.group.WORLD
     assert compute is None, "only in fp32"
     model = workload.model()
-    units = [*model.get_submodule(workload.blocks).children()]
-    numel = max(sum(param.numel() for param in unit.parameters()) for unit in units)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,  # it counts no samples
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": max_norm or 0.0,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": numel, "allgather_bucket_size": numel},
-        "zero_allow_untested_optimizer": True,
-    }
-    optimizer = torch_adamw(model.parameters())
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
-    return DeepSpeed(engine, optimizer, lambda tensor: tensor.detach().reshape(-1).clone())
+    units, optimizer = workload.units(model), torch_adamw(model.parameters())
+    limits = {"accumulation": accumulation, "max_norm": max_norm}
+    return DeepSpeed(deepspeed_engine(model, units, optimizer, stage=stage, **limits), optimizer, flat)

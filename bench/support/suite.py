@@ -22,8 +22,8 @@ from time import perf_counter
 
 import torch
 
-from bench.support.machine import machine
 from bench.support.table import Row, read_rows
+from shardlite.apps.footprint.machine import machine
 
 ROOT = Path(__file__).parents[2]
 
