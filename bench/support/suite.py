@@ -9,12 +9,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +20,7 @@ from time import perf_counter
 
 import torch
 
+from bench.support.ranks import end_group
 from bench.support.table import Row, read_rows
 from shardlite.apps.footprint.machine import machine
 
@@ -29,9 +28,6 @@ ROOT = Path(__file__).parents[2]
 
 BUDGET = 19 * 60.0
 """Seconds that all benches may take on a machine without a GPU. The tables are made after that."""
-
-_GRACE = 10.0
-"""Seconds between asking a bench to end and ending it."""
 
 _SHARDED = ("fsdp2", "stage0", "stage1", "stage2", "stage3")
 
@@ -164,7 +160,7 @@ def run(chosen: Sequence[Part], file: Path, budget: float, *, dry: bool) -> list
 
 def replace_rows(file: Path, part: str, rows: Sequence[Row]) -> None:
     """Put the rows of a part into the file, in place of those of an earlier run of it, and never half of them."""
-    others = [row for row in read_rows([file]) if row["suite"] != part] if file.exists() else []
+    others = [row for row in read_rows([file]) if row.get("suite") != part] if file.exists() else []
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_suffix(".new")
     beside.write_text("".join(f"{json.dumps(row)}\n" for row in [*others, *rows]))
@@ -192,16 +188,7 @@ def _run_part(part: Part, folder: Path, left: float, *, dry: bool) -> str:
         except subprocess.TimeoutExpired:
             return f"ended after {limit:.0f} s"
         finally:
-            _end(process)
+            end_group(process)
     if status:
         print(log.read_text()[-20_000:], file=sys.stderr, flush=True)
     return "ok" if status == 0 else f"failed with status {status}"
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a part with all that it has started: a launcher of ranks, asked to end, ends them."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):  # all of them have ended
-            os.killpg(process.pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE)

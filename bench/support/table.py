@@ -14,26 +14,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from shardlite.apps.report.cells import system_name
+
 Row = dict[str, Any]
 Columns = Mapping[str, Callable[[Row], str]]
 
 RESULTS = Path(__file__).parents[1] / "results"
 
-_NAMES = {
-    "floor": "floor: no communication",
-    "ddp": "DDP",
-    "zero": "DDP, ZeroRedundancyOptimizer",
-    "fsdp1": "FSDP1",
-    "fsdp2": "FSDP2",
-    **{f"deepspeed{stage}": f"DeepSpeed, ZeRO-{stage}" for stage in (1, 3)},
-    **{f"stage{stage}": f"ShardLite, stage {stage}" for stage in range(4)},
-    **{name: f"ShardLite, {name}" for name in ("p2p", "collectives", "int8", "split24", "compact")},
-    "in_backward": "ShardLite, in-backward step",
-    "tree": "ShardLite, in the order of a tree",
-}
-
 _COLUMNS: Columns = {
-    "system": lambda row: _NAMES.get(row["system"], str(row["system"])),
+    "system": lambda row: system_name(row["system"]),
     "step, ms": lambda row: f"{row['ms_p50']:.0f}",
     "p20 to p80": lambda row: f"{row['ms_p20']:.0f} to {row['ms_p80']:.0f}",
     "per second": lambda row: f"{row['per_second']:.0f}",
@@ -98,7 +87,7 @@ def _render_settings(rows: list[Row], markdown: bool) -> str:
     found = _settings(rows)
     cells = [["system", *found]]
     for system in dict.fromkeys(row["system"] for row in rows):
-        cells.append([_NAMES.get(system, system), *(rates.get((system, setting), "") for setting in found)])
+        cells.append([system_name(system), *(rates.get((system, setting), "") for setting in found)])
     first = rows[0]
     optimizer = first["optimizer"].partition(", no clipping")[0]
     heading = (

@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shardlite.apps.outputs import check_file, check_folder
+
 DEFAULT = ("ddp", "zero", "fsdp1", "fsdp2", "stage0", "stage1", "stage2", "stage3", "in_backward", "compact")
 """Systems of a run in which none are named."""
 
@@ -95,6 +97,7 @@ def _check(options: Namespace) -> list[str]:
 
     Raises:
         ValueError: an option has a value that it cannot have.
+        OSError: there cannot be rows or plots at their path.
     """
     from shardlite.apps.footprint.systems import SYSTEMS
 
@@ -106,6 +109,8 @@ def _check(options: Namespace) -> list[str]:
             raise ValueError(f"--{name} must be at least 1, got {value}")
     if min(options.ranks) < 1:
         raise ValueError(f"--ranks must be at least 1, got {min(options.ranks)}")
+    check_file("--json", options.json)
+    check_folder("--plots", options.plots)
     systems = list(SYSTEMS) if options.systems == ["all"] else options.systems
     for system in systems:
         if system not in SYSTEMS:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from shardlite.apps.memory.recorder import Timeline, record
 from shardlite.apps.memory.report import Comparison, heading, table
 from shardlite.apps.memory.systems import build_fsdp2, build_shardlite
+from shardlite.apps.outputs import check_file
 from shardlite.apps.plan.plan import Planner, Setting
 from shardlite.apps.plan.source import Source, find_source
 from shardlite.config import Precision
@@ -39,7 +40,7 @@ class Request:
 
         Raises:
             ValueError: an option has a value that it cannot have.
-            OSError: the folder of the picture does not exist.
+            OSError: there cannot be a picture at its path.
             ModuleNotFoundError: a picture needs matplotlib.
         """
         for name, least in (("batch", 1), ("context", 1), ("prefetch", 0)):
@@ -47,7 +48,9 @@ class Request:
             if value is not None and value < least:
                 raise ValueError(f"--{name} must be at least {least}, got {value}")
         if options.timeline is not None:
-            _check_picture(options.timeline)
+            check_file("--timeline", options.timeline)
+            if importlib.util.find_spec("matplotlib") is None:
+                raise ModuleNotFoundError("matplotlib is not installed", name="matplotlib")
         precision = Precision(
             compute=None if options.compute is None else dtypes[options.compute],
             reduce=dtypes[options.reduce],
@@ -63,6 +66,16 @@ class Request:
         )
         source = find_source(options.model, options.batch, options.context, options.inputs)
         return Request(source=source, setting=setting, picture=options.timeline)
+
+
+def check(request: Request, ranks: int) -> None:
+    """Plan the run, and drop the plan: what can be found out without training is found out before ranks are started.
+
+    Raises:
+        SourceError: the model cannot be made, called or traced.
+        LayoutError: ShardLite does not accept the model or the setting.
+    """
+    Planner(request.source, progress=_say).plan(replace(request.setting, world_size=ranks))
 
 
 def run(request: Request) -> None:
@@ -82,13 +95,6 @@ def run(request: Request) -> None:
         dist.destroy_process_group()
     if rank == 0:
         _show(request, setting, timelines)
-
-
-def _check_picture(path: Path) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ModuleNotFoundError("matplotlib is not installed", name="matplotlib")
-    if not path.absolute().parent.is_dir():
-        raise FileNotFoundError(f"--timeline {path}: there is no folder {path.absolute().parent}")
 
 
 def _measure(request: Request, setting: Setting) -> list[Timeline]:
