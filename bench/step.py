@@ -38,7 +38,7 @@ import torch.distributed as dist
 
 from bench.support.check import verify
 from bench.support.matrix import NAMES, PRECISIONS, Setting, settings, systems_in
-from bench.support.measure import Times, activation_bytes, peak_bytes, percentile, time_steps
+from bench.support.measure import Times, activation_bytes, milliseconds, peak_bytes, percentile, time_steps
 from bench.support.ranks import device_of_rank, one_of_them, start_ranks
 from bench.support.systems import ORDERS, TRANSPORTS, Build
 from bench.support.table import RESULTS, Row, render, write_rows
@@ -83,7 +83,8 @@ def measure(
     rows = []
     for name, times in taken.items():
         memory = {"peak_bytes": peaks.get(name), "activation_bytes": activations}
-        speed = _milliseconds(times) | _throughput(whole, times, group.size())
+        speed = milliseconds(times.wall) | {"cpu_ms_p50": round(1e3 * percentile(times.cpu, 50), 2)}
+        speed |= _throughput(whole, times, group.size())
         rows.append({**common, "system": name, "tolerance_used": round(checked[name], 3), **speed, **memory})
     return _compared(rows)
 
@@ -112,11 +113,6 @@ def _transports(group: dist.ProcessGroup, systems: Collection[str], device: torc
     choice = choose(group, device, timedelta(minutes=1), route=Route())
     ours = {"SharedMemoryTransport": "in shared memory"}.get(type(choice.transport).__name__, "by the same way")
     return f"{dist.get_backend(group)}, ShardLite's messages {ours}"
-
-
-def _milliseconds(times: Times) -> Row:
-    wall = {f"ms_p{percent}": round(1e3 * percentile(times.wall, percent), 2) for percent in (20, 50, 80)}
-    return {**wall, "cpu_ms_p50": round(1e3 * percentile(times.cpu, 50), 2)}
 
 
 def _throughput(workload: Workload, times: Times, ranks: int) -> Row:
@@ -153,7 +149,7 @@ def _file(rows: Sequence[Row], folder: Path, device: torch.device) -> Path:
 
 
 def _report(rows: list[Row], file: Path) -> None:
-    """Write the rows of one run, and print them for people."""
+    """Write and print the rows of one run, and their table."""
     write_rows(rows, file)
     worst = max(rows, key=lambda row: row["tolerance_used"])
     print(f"\n{render(rows, markdown=False)}")
@@ -215,8 +211,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if "ddp" not in options.systems:
         parser.error("--systems needs ddp: the others are verified against it")
-    if min(options.ranks) < 1 or min(options.accumulation) < 1:
-        parser.error("--ranks and --accumulation must be at least 1")
+    if min(*options.ranks, *options.accumulation, options.steps) < 1:
+        parser.error("--ranks, --accumulation and --steps must be at least 1")
     if any(norm is not None and norm <= 0 for norm in options.clip):
         parser.error("--clip must be none or a positive norm")
     return options

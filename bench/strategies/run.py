@@ -51,7 +51,7 @@ from bench.strategies.rings import bucketed_ddp, ring
 from bench.strategies.sharded import fsdp2, sharded, shardlite
 from bench.strategies.table import render
 from bench.strategies.wire import counted
-from bench.support.measure import largest, percentile, rotated, seconds
+from bench.support.measure import largest, milliseconds, rotated, seconds
 from bench.support.ranks import one_of_them, start_ranks
 from bench.support.table import RESULTS, Row, write_rows
 from shardlite.apps.footprint.machine import machine
@@ -161,7 +161,7 @@ def compare(steps: int, say: Callable[[str], None]) -> list[Row]:
         | {"strategy": name, "steps": steps, "largest_difference": difference(losses[name], losses["one process"])}
         | _formula(strategies[name])
         | sizes[name]
-        | {f"ms_p{percent}": round(1e3 * percentile(times[name], percent), 2) for percent in (20, 50, 80)}
+        | milliseconds(times[name])
         | {"losses": [round(loss, 7) for loss in losses[name]], "threads": torch.get_num_threads()}
         | machine()
         for name in strategies
