@@ -90,7 +90,7 @@ def measure(
 
 
 def _common(workload: Workload, rounds: int, group: dist.ProcessGroup, setting: Setting) -> Row:
-    """What all rows of a run share."""
+    """Return what all rows of a run share."""
     return {
         "bench": "step",
         "model": workload.name,
@@ -107,7 +107,7 @@ def _common(workload: Workload, rounds: int, group: dist.ProcessGroup, setting: 
 
 
 def _transports(group: dist.ProcessGroup, systems: Collection[str], device: torch.device) -> str:
-    """How messages travel: those of PyTorch's systems by the group's backend, ShardLite's by what it chooses."""
+    """Return how messages travel: PyTorch's by the group's backend, ShardLite's by what it chooses."""
     if not TRANSPORTS.keys().isdisjoint(systems):
         return str(dist.get_backend(group))
     choice = choose(group, device, timedelta(minutes=1), route=Route())
@@ -135,7 +135,7 @@ def _compared(rows: list[Row]) -> list[Row]:
 
 
 def _held(row: Row) -> int:
-    """Bytes at the peak that no activation explains."""
+    """Return the bytes at the peak that no activation explains."""
     held: int = row["peak_bytes"] - row["activation_bytes"]
     return held
 
@@ -159,7 +159,7 @@ def _report(rows: list[Row], file: Path) -> None:
 
 
 def _run_rank(options: argparse.Namespace) -> None:
-    """Be one of the ranks."""
+    """Measure as one of the ranks, and write the rows on rank 0."""
     with one_of_them() as group:
         if group.rank() == 0:
             print(json.dumps(machine()), flush=True)

@@ -53,7 +53,7 @@ def _render_run(run: Sequence[Row]) -> str:
 
 @contextmanager
 def _busy(loops: int) -> Iterator[None]:
-    """Let some loops run beside."""
+    """Run `loops` endless loops in processes beside the block."""
     programs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(loops)]
     try:
         yield

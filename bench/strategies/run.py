@@ -108,7 +108,7 @@ STRATEGIES = {
 
 
 def usable() -> dict[str, Strategy]:
-    """Return all strategies, `nn.DataParallel` only where there are GPUs: without, it is one process."""
+    """Return the strategies of this machine: without GPUs `nn.DataParallel` is one process, and left out."""
     return {name: each for name, each in STRATEGIES.items() if name != "nn.DataParallel" or torch.cuda.is_available()}
 
 
@@ -229,6 +229,7 @@ def larger_batches(say: Callable[[str], None]) -> list[Row]:
 
 
 def _run_rank(options: argparse.Namespace) -> int:
+    """Measure as one of the ranks. Return 1 if a result is wrong."""
     with one_of_them() as group:
         say = partial(print, file=sys.stderr, flush=True) if group.rank() == 0 else lambda _: None
         found = []

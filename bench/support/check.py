@@ -106,7 +106,7 @@ def record(trainer: Trainer, workload: Workload, group: dist.ProcessGroup) -> Re
 
 
 def _build_exact(workload: Workload, group: dist.ProcessGroup, setting: Setting) -> Trainer:
-    """The twin in fp64, which takes a batch at once, and averages each gradient as it comes."""
+    """Build the twin in fp64, which takes a batch at once, and averages each gradient as it comes."""
 
     def average(param: Tensor) -> None:
         assert param.grad is not None
@@ -132,7 +132,7 @@ def _slack(workload: Workload, setting: Setting) -> tuple[float, float]:
 
 
 def _shares(got: Record, ddp: Record, exact: Record, slack: tuple[float, float]) -> list[tuple[float, str]]:
-    """How much of the tolerance each result needs, and its name."""
+    """Return how much of the tolerance each result needs, and its name."""
     if got.is_format:
         pairs = enumerate(zip(got.losses, exact.losses, strict=True))
         return [

@@ -68,7 +68,7 @@ class Setting:
         return "no clipping" if self.max_norm is None else f"clipping to {self.max_norm:g}"
 
     def row(self) -> dict[str, str | int | float | None]:
-        """What rows say of the setting."""
+        """Return what rows say of the setting."""
         return {"precision": self.precision, "accumulation": self.accumulation, "clip": self.max_norm}
 
     def workload(self, workload: Workload) -> Workload:

@@ -79,7 +79,7 @@ def on_ranks(module: str, ranks: int, arguments: Sequence[str], run: Callable[[d
 
 @contextmanager
 def one_of_them() -> Iterator[dist.ProcessGroup]:
-    """Be a rank that was started so, with the group of all. After an error the others are left to their timeouts."""
+    """Join the group of all ranks, as one that `start_ranks` started. After an error the others are not waited for."""
     torch.set_num_threads(1)
     device, backend = place(torch.cuda.device_count())
     if torch.cuda.is_available():
@@ -105,7 +105,7 @@ def default_group(backend: str, **where: Any) -> Iterator[dist.ProcessGroup]:
 
 @contextmanager
 def only_rank(device: torch.device) -> Iterator[dist.ProcessGroup]:
-    """Be the only rank of a process group for tensors on a device, without a launcher."""
+    """Make a process group of one rank for tensors on a device, without a launcher."""
     _, backend = place(int(device.type == "cuda"), {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
     with (
         tempfile.NamedTemporaryFile() as store,

@@ -64,7 +64,7 @@ def runs(folder: Path = RESULTS) -> list[Path]:
 
 
 def matches(row: Row, terms: dict[str, str]) -> bool:
-    """Whether a row has these values."""
+    """Return whether a row has these values, as text."""
     values = {**_DEFAULTS, **row}
     return all(str(values.get(key)).lower() == value.lower() for key, value in terms.items())
 

@@ -58,7 +58,7 @@ class Trainer:
     """Norm to which the gradients are clipped; `None`: they are not clipped."""
 
     def backward(self, batch: Batch) -> Tensor:
-        """Forward and backward; returns the loss of this rank's batch, []."""
+        """Run forward and backward, and return the loss of this rank's batch, []."""
         if self.accumulation == 1:
             return self._backward(batch, 1)
         micro_batches = list(zip(*(each.chunk(self.accumulation) for each in batch), strict=True))
@@ -68,46 +68,46 @@ class Trainer:
         return torch.stack(losses).sum()
 
     def loss(self, batch: Batch) -> Tensor:
-        """Forward of one micro-batch."""
+        """Run the forward of one micro-batch, and return its loss, []."""
         loss: Tensor = self.model(*batch)
         return loss
 
     def update(self) -> Tensor | None:
-        """Clip if that is asked for, step the parameters and drop the gradients. Returns the norm before clipping."""
+        """Clip if that is asked for, step the parameters, drop the gradients. Return the norm before clipping, []."""
         norm = None if self.max_norm is None else self.clip(self.max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
 
     def clip(self, max_norm: float) -> Tensor:
-        """Clip the gradients, by the model's own method where it has one. Returns the norm before, []."""
+        """Clip the gradients, by the model's own method where it has one. Return the norm before, []."""
         clip: Any = getattr(self.model, "clip_grad_norm_", None)
         norm = clip(max_norm) if clip else nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def step(self, batch: Batch) -> Tensor:
-        """One step of training; returns the loss."""
+        """Take one step of training, and return the loss, []."""
         loss = self.backward(batch)
         self.update()
         return loss
 
     def weights(self) -> dict[str, Tensor]:
-        """All parameters by their names in the plain model, whole and flat."""
+        """Return all parameters by their names in the plain model, whole and flat."""
         return {name: self.whole(param.detach()) for name, param in self._named()}
 
     def gradients(self) -> dict[str, Tensor]:
-        """All gradients by the names of their parameters, whole and flat."""
+        """Return all gradients by the names of their parameters, whole and flat."""
         return {name: self.whole(param.grad) for name, param in self._named() if param.grad is not None}
 
     def _backward(self, batch: Batch, parts: int) -> Tensor:
-        """Forward and backward of one of some micro-batches; returns its part of the loss."""
+        """Run forward and backward of one of `parts` micro-batches, and return its part of the loss, []."""
         loss = self.loss(batch) if parts == 1 else self.loss(batch) / parts
         torch.autograd.backward(loss)
         return loss.detach()
 
     @contextmanager
     def _unsynced(self) -> Iterator[None]:
-        """Do not reduce gradients inside. A plain model never does."""
+        """Reduce no gradients within the block. A plain model never does."""
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(False)
             yield
@@ -144,12 +144,12 @@ class Fsdp1(Trainer):
     """Has views of flat shards as parameters, which are whole only inside `summon_full_params`."""
 
     def weights(self) -> dict[str, Tensor]:
-        """All parameters by their names in the plain model, whole and flat."""
+        """Return all parameters by their names in the plain model, whole and flat."""
         with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
             return super().weights()
 
     def gradients(self) -> dict[str, Tensor]:
-        """All gradients by the names of their parameters, whole and flat."""
+        """Return all gradients by the names of their parameters, whole and flat."""
         with FullyShardedDataParallel.summon_full_params(self.model, writeback=False, with_grads=True):
             return super().gradients()
 
@@ -161,7 +161,7 @@ class Autocast(Trainer):
     """Computes in bf16 where PyTorch deems that safe; weights are in fp32."""
 
     def loss(self, batch: Batch) -> Tensor:
-        """Forward of one micro-batch."""
+        """Run the forward of one micro-batch, and return its loss, []."""
         with torch.autocast(batch[0].device.type, torch.bfloat16):
             return super().loss(batch)
 
@@ -170,7 +170,7 @@ class InParts(Trainer):
     """Runs forward and backward in the loop that a sum in a tree takes. Each rank has one part."""
 
     def backward(self, batch: Batch) -> Tensor:
-        """Forward and backward; returns the loss of this rank's batch, []."""
+        """Run forward and backward, and return the loss of this rank's batch, []."""
         assert isinstance(self.model, ShardLite)
         for _ in self.model.parts():
             loss = super().backward(batch)
@@ -202,20 +202,20 @@ Build = Callable[[Workload, dist.ProcessGroup], Trainer]
 
 
 def build_floor(workload: Workload, group: dist.ProcessGroup, *, compute: torch.dtype | None = None) -> Trainer:
-    """The plain model, and one parameter [n/W] that stands for this rank's part of all."""
+    """Build the plain model, and one parameter [n/W] that stands for this rank's part of all."""
     share = nn.Parameter(torch.full((-(-workload.parameters() // group.size()),), 0.02, device=workload.device))
     share.grad = torch.full_like(share, 1e-3)
     return Floor(computing_in(workload.model(), compute), torch_adamw([share]), flat)
 
 
 def build_ddp(workload: Workload, group: dist.ProcessGroup, *, compute: torch.dtype | None = None) -> Trainer:
-    """PyTorch's data parallel: nothing is sharded."""
+    """Build PyTorch's data parallel: nothing is sharded."""
     model = wrap_ddp(computing_in(workload.model(), compute), group)
     return Trainer(model, torch_adamw(model.parameters()), flat)
 
 
 def build_fsdp2(workload: Workload, group: dist.ProcessGroup, *, compute: torch.dtype | None = None) -> Trainer:
-    """PyTorch's own full sharding. With `compute`, weights are gathered in it and gradients are reduced in fp32."""
+    """Build PyTorch's own full sharding. With `compute`, weights are gathered in it, gradients are reduced in fp32."""
     model = workload.model()
     model = wrap_fsdp2(model, workload.units(model), group, Precision(compute=compute))
     return Trainer(model, torch_adamw(model.parameters()), _whole_of_dtensor)
@@ -229,7 +229,7 @@ def build_shardlite(
     transport: TransportName = "auto",
     compute: torch.dtype | None = None,
 ) -> Trainer:
-    """ShardLite at one stage."""
+    """Build ShardLite at one stage."""
     precision = Precision(compute=compute)
     model = ShardLite(workload.model(), stage=stage, group=group, transport=transport, precision=precision)
     whole = flat if stage == 0 else partial(_join, group=group)
@@ -237,33 +237,33 @@ def build_shardlite(
 
 
 def build_tree(workload: Workload, group: dist.ProcessGroup) -> Trainer:
-    """ShardLite at stage 3, with gradients added in an order that does not depend on the number of ranks."""
+    """Build ShardLite at stage 3, with gradients added in an order that does not depend on the number of ranks."""
     model = ShardLite(workload.model(), group=group, order="tree", parts=group.size())
     return InParts(model, AdamW(model.parameters(), **OPTIONS), partial(_join, group=group))
 
 
 def build_plain(workload: Workload, group: dist.ProcessGroup) -> Trainer:
-    """The plain model on each rank by itself: what a program holds that has nothing to do with ranks."""
+    """Build the plain model on each rank by itself."""
     del group
     model = workload.model()
     return Trainer(model, torch_adamw(model.parameters()), flat)
 
 
 def build_autocast(workload: Workload, group: dist.ProcessGroup) -> Trainer:
-    """The plain model under autocast."""
+    """Build the plain model under autocast, on each rank by itself."""
     del group
     model = workload.model()
     return Autocast(model, torch_adamw(model.parameters()), flat)
 
 
 def build_zero(workload: Workload, group: dist.ProcessGroup, *, compute: torch.dtype | None = None) -> Trainer:
-    """DDP, with PyTorch's optimizer that shards its state by whole parameters (ZeRO stage 1)."""
+    """Build DDP with PyTorch's optimizer that shards its state by whole parameters (ZeRO stage 1)."""
     model = wrap_ddp(computing_in(workload.model(), compute), group)
     return Trainer(model, zero_optimizer(model.parameters(), group), flat)
 
 
 def build_fsdp1(workload: Workload, group: dist.ProcessGroup, *, compute: torch.dtype | None = None) -> Trainer:
-    """PyTorch's older full sharding, which has flat parameters, too."""
+    """Build PyTorch's older full sharding, which has flat parameters, too."""
     model = workload.model()
     model = wrap_fsdp1(model, workload.units(model), group, Precision(compute=compute))
     return Fsdp1(model, torch_adamw(model.parameters()), flat)
@@ -277,7 +277,7 @@ def build_format(
     state: str = "fp32",
     in_backward: bool = False,
 ) -> Trainer:
-    """ShardLite at stage 3 in another format than the standard one."""
+    """Build ShardLite at stage 3 in another format than the standard one."""
     model = ShardLite(workload.model(), precision=precision, group=group)
     return Format(model, AdamW(model.parameters(), state=state, in_backward=in_backward, **OPTIONS), flat)
 

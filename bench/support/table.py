@@ -37,7 +37,7 @@ _COLUMNS: Columns = {
 
 
 def read_rows(files: Iterable[Path]) -> list[Row]:
-    """All rows of some files, in the order of their names."""
+    """Return all rows of some files, in the order of their names."""
     return [json.loads(line) for file in sorted(files) for line in file.read_text().splitlines() if line.strip()]
 
 
@@ -50,7 +50,7 @@ def write_rows(rows: Sequence[Row], file: Path) -> None:
 
 
 def render(rows: Sequence[Row], *, markdown: bool = True) -> str:
-    """One table for each model and number of ranks, headed by what was measured and where.
+    """Return one table for each model and number of ranks, headed by what was measured and where.
 
     A run with several settings has a table of its throughput, with a column for each.
     """
@@ -107,7 +107,7 @@ def _render_run(rows: list[Row], markdown: bool) -> str:
 
 
 def _heading(row: Row) -> str:
-    """What is common to all rows of a run."""
+    """Return what is common to all rows of a run."""
     count = row.get("accumulation", 1)
     batches = f" in each of {count} micro-batches" if count > 1 else ""
     compute = ", computing in bf16" if row.get("precision") == "bf16" else ""
@@ -120,12 +120,12 @@ def _heading(row: Row) -> str:
 
 
 def cells_of(columns: Columns, rows: Sequence[Row]) -> list[list[str]]:
-    """The names of the columns, and the cells of each row."""
+    """Return the names of the columns, and the cells of each row."""
     return [list(columns), *([cell(row) for cell in columns.values()] for row in rows)]
 
 
 def markdown_table(cells: Sequence[Sequence[str]], *, words: int = 1) -> str:
-    """A table of which the first line of cells is the header; the first columns have words, the others numbers."""
+    """Return a table whose header is the first line of cells. After `words` columns of words come numbers."""
     header, *body = cells
     rule = [*["---"] * words, *["---:"] * (len(header) - words)]
     return "\n".join("| " + " | ".join(line) + " |" for line in [header, rule, *body])

@@ -73,6 +73,7 @@ def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) ->
 
 
 def _run_all(source: Any, systems: Sequence[str], options: Namespace, arguments: Sequence[str]) -> int:
+    """Measure all, print tables, and write rows and plots. Return 1 if a system failed."""
     from shardlite.apps.footprint.plots import paint
     from shardlite.apps.footprint.run import Program, measure_all
     from shardlite.apps.footprint.table import text
@@ -84,8 +85,9 @@ def _run_all(source: Any, systems: Sequence[str], options: Namespace, arguments:
     for measured in measure_all(source, program, systems, sorted(set(options.ranks)), progress=_say):
         rows += measured
         print(text(measured), end="\n\n", flush=True)
+        if options.json is not None:  # as they come: a run of many ranks may be ended early
+            options.json.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     if options.json is not None:
-        options.json.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         print(f"wrote {options.json}")
     if options.plots is not None:
         print(*(f"wrote {path}" for path in paint(rows, options.plots)), sep="\n")

@@ -19,9 +19,9 @@ from shardlite.apps.memory.recorder import Timeline, record
 from shardlite.apps.memory.report import Comparison, heading, table
 from shardlite.apps.memory.systems import build_fsdp2, build_shardlite
 from shardlite.apps.outputs import check_file
+from shardlite.apps.plan.command import check_numbers, precision_of
 from shardlite.apps.plan.plan import Planner, Setting
 from shardlite.apps.plan.source import Source, find_source
-from shardlite.config import Precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,22 +43,14 @@ class Request:
             OSError: there cannot be a picture at its path.
             ModuleNotFoundError: a picture needs matplotlib.
         """
-        for name, least in (("batch", 1), ("context", 1), ("prefetch", 0)):
-            value = getattr(options, name)
-            if value is not None and value < least:
-                raise ValueError(f"--{name} must be at least {least}, got {value}")
+        check_numbers(options)
         if options.timeline is not None:
             check_file("--timeline", options.timeline)
             if importlib.util.find_spec("matplotlib") is None:
                 raise ModuleNotFoundError("matplotlib is not installed", name="matplotlib")
-        precision = Precision(
-            compute=None if options.compute is None else dtypes[options.compute],
-            reduce=dtypes[options.reduce],
-            master="split24" if options.master == "split24" else torch.float32,
-        )
         setting = Setting(
             stage=options.stage,
-            precision=precision,
+            precision=precision_of(options, dtypes),
             state=options.state,
             in_backward=options.in_backward,
             prefetch=options.prefetch,
@@ -69,7 +61,7 @@ class Request:
 
 
 def check(request: Request, ranks: int) -> None:
-    """Plan the run, and drop the plan: what can be found out without training is found out before ranks are started.
+    """Plan the run, to find errors of the model and of the setting before ranks are started.
 
     Raises:
         SourceError: the model cannot be made, called or traced.

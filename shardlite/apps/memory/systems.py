@@ -42,7 +42,7 @@ class System:
 
 
 def build_shardlite(source: Source, setting: Setting) -> System:
-    """Wrap a new model. Collective."""
+    """Wrap a new model. To be called by every rank."""
     torch.manual_seed(SEED)
     module = source.make()
     model = ShardLite(
@@ -63,7 +63,7 @@ def build_shardlite(source: Source, setting: Setting) -> System:
 
 
 def build_fsdp2(source: Source, setting: Setting, units: Sequence[str]) -> System:
-    """Shard a new model by FSDP2: each of `units`, then the root. Fused AdamW in fp32. Collective."""
+    """Shard a new model by FSDP2: each of `units`, then the root. To be called by every rank."""
     torch.manual_seed(SEED)
     module = source.make()
     group = dist.group.WORLD
