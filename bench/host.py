@@ -39,12 +39,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.support.check import verify
 from bench.support.fake_group import all_reduce_bucket, as_over_nccl, fake_group, launches
-from bench.support.machine import machine
-from bench.support.measure import WARM_UP, largest, percentile, rotated
+from bench.support.measure import WARM_UP, largest, percentile, quantiles, rotated
 from bench.support.ranks import add_table, on_ranks, options_of_ranks, report
-from bench.support.systems import OPTIMIZER, SYSTEMS, TRANSPORTS, Trainer
+from bench.support.systems import SYSTEMS, TRANSPORTS, Trainer
 from bench.support.table import Row, markdown_table, read_rows
 from bench.support.workloads import WORKLOADS, Batch, Workload
+from shardlite.apps.footprint.machine import machine
+from shardlite.apps.footprint.systems import OPTIMIZER
 
 CHOSEN = ("floor", "ddp", "fsdp2", "stage0", "stage3")
 CHOSEN_ON_FAKE = ("floor", "ddp", "fsdp2", *TRANSPORTS)
@@ -77,7 +78,7 @@ def measure(workload: Workload, rounds: int, group: dist.ProcessGroup) -> list[R
             {
                 **_setting("host", workload, units, rounds, group),
                 "system": name,
-                **{f"us_per_unit_p{percent}": round(percentile(wall, percent), 1) for percent in (20, 50, 80)},
+                **quantiles("us_per_unit", wall, 1),
                 "main_us_per_unit_p50": round(percentile(main, 50), 1),
                 "calls_per_step": round(calls[name]),
             }
@@ -107,7 +108,7 @@ def measure_on_fake(workload: Workload, rounds: int, world_size: int) -> list[Ro
                 {
                     **_setting("host-fake", workload, units, rounds, group),
                     "system": name,
-                    **{f"cpu_us_per_unit_p{percent}": round(percentile(spent, percent), 1) for percent in (20, 50, 80)},
+                    **quantiles("cpu_us_per_unit", spent, 1),
                     "launches_per_unit": round(launches(lambda trainer=trainer: trainer.step(batch)) / units, 2),
                 }
             )
@@ -122,7 +123,7 @@ def _beside_fsdp2(rows: Sequence[Row], key: str, ratio: str) -> list[Row]:
 
 def _units(trainer: Trainer, workload: Workload) -> int:
     """Return the number of blocks of the model."""
-    return len(list(trainer.model.get_submodule(workload.blocks).children()))
+    return len(workload.units(trainer.model))
 
 
 def _setting(bench: str, workload: Workload, units: int, rounds: int, group: dist.ProcessGroup) -> Row:

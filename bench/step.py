@@ -37,14 +37,14 @@ import torch
 import torch.distributed as dist
 
 from bench.support.check import verify
-from bench.support.machine import machine
 from bench.support.matrix import NAMES, PRECISIONS, Setting, settings, systems_in
-from bench.support.measure import Times, activation_bytes, peak_bytes, percentile, time_steps
+from bench.support.measure import Times, activation_bytes, milliseconds, peak_bytes, percentile, time_steps
 from bench.support.ranks import device_of_rank, one_of_them, start_ranks
 from bench.support.systems import ORDERS, TRANSPORTS, Build
 from bench.support.table import RESULTS, Row, render, write_rows
 from bench.support.workloads import MEASURED, WORKLOADS, Workload
 from shardlite import Route
+from shardlite.apps.footprint.machine import machine
 from shardlite.apps.launch import default_ranks
 from shardlite.comm.transport.select import choose
 
@@ -83,13 +83,14 @@ def measure(
     rows = []
     for name, times in taken.items():
         memory = {"peak_bytes": peaks.get(name), "activation_bytes": activations}
-        speed = _milliseconds(times) | _throughput(whole, times, group.size())
+        speed = milliseconds(times.wall) | {"cpu_ms_p50": round(1e3 * percentile(times.cpu, 50), 2)}
+        speed |= _throughput(whole, times, group.size())
         rows.append({**common, "system": name, "tolerance_used": round(checked[name], 3), **speed, **memory})
     return _compared(rows)
 
 
 def _common(workload: Workload, rounds: int, group: dist.ProcessGroup, setting: Setting) -> Row:
-    """What all rows of a run share."""
+    """Return what all rows of a run share."""
     return {
         "bench": "step",
         "model": workload.name,
@@ -106,17 +107,12 @@ def _common(workload: Workload, rounds: int, group: dist.ProcessGroup, setting: 
 
 
 def _transports(group: dist.ProcessGroup, systems: Collection[str], device: torch.device) -> str:
-    """How messages travel: those of PyTorch's systems by the group's backend, ShardLite's by what it chooses."""
+    """Return how messages travel: PyTorch's by the group's backend, ShardLite's by what it chooses."""
     if not TRANSPORTS.keys().isdisjoint(systems):
         return str(dist.get_backend(group))
     choice = choose(group, device, timedelta(minutes=1), route=Route())
     ours = {"SharedMemoryTransport": "in shared memory"}.get(type(choice.transport).__name__, "by the same way")
     return f"{dist.get_backend(group)}, ShardLite's messages {ours}"
-
-
-def _milliseconds(times: Times) -> Row:
-    wall = {f"ms_p{percent}": round(1e3 * percentile(times.wall, percent), 2) for percent in (20, 50, 80)}
-    return {**wall, "cpu_ms_p50": round(1e3 * percentile(times.cpu, 50), 2)}
 
 
 def _throughput(workload: Workload, times: Times, ranks: int) -> Row:
@@ -139,7 +135,7 @@ def _compared(rows: list[Row]) -> list[Row]:
 
 
 def _held(row: Row) -> int:
-    """Bytes at the peak that no activation explains."""
+    """Return the bytes at the peak that no activation explains."""
     held: int = row["peak_bytes"] - row["activation_bytes"]
     return held
 
@@ -153,7 +149,7 @@ def _file(rows: Sequence[Row], folder: Path, device: torch.device) -> Path:
 
 
 def _report(rows: list[Row], file: Path) -> None:
-    """Write the rows of one run, and print them for people."""
+    """Write and print the rows of one run, and their table."""
     write_rows(rows, file)
     worst = max(rows, key=lambda row: row["tolerance_used"])
     print(f"\n{render(rows, markdown=False)}")
@@ -163,7 +159,7 @@ def _report(rows: list[Row], file: Path) -> None:
 
 
 def _run_rank(options: argparse.Namespace) -> None:
-    """Be one of the ranks."""
+    """Measure as one of the ranks, and write the rows on rank 0."""
     with one_of_them() as group:
         if group.rank() == 0:
             print(json.dumps(machine()), flush=True)
@@ -215,8 +211,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if "ddp" not in options.systems:
         parser.error("--systems needs ddp: the others are verified against it")
-    if min(options.ranks) < 1 or min(options.accumulation) < 1:
-        parser.error("--ranks and --accumulation must be at least 1")
+    if min(*options.ranks, *options.accumulation, options.steps) < 1:
+        parser.error("--ranks, --accumulation and --steps must be at least 1")
     if any(norm is not None and norm <= 0 for norm in options.clip):
         parser.error("--clip must be none or a positive norm")
     return options

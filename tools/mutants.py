@@ -780,10 +780,10 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "shardlite/apps/memory/command.py",
-        "comparison",
-        '(("batch", 1), ("context", 1), ("prefetch", 0))',
-        '(("batch", 0), ("context", 1), ("prefetch", 0))',
-        "an empty batch is measured",
+        "call",
+        'check_file("--timeline", options.timeline)',
+        "pass",
+        "a picture without a place is drawn first and lost then",
     ),
     (
         "shardlite/apps/painting.py",

@@ -47,14 +47,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from bench.support.machine import machine
-from bench.support.measure import largest, percentile, rotated
+from bench.support.measure import largest, percentile, quantiles, rotated
 from bench.support.ranks import add_table, on_ranks, options_of_ranks, report
 from bench.support.systems import SYSTEMS
 from bench.support.table import Row, markdown_table, read_rows
 from bench.support.workloads import WORKLOADS, Workload
 from shardlite import AdamW, ShardLite, async_save, load, save, save_in_memory
 from shardlite.apps.checkpoint import files
+from shardlite.apps.footprint.machine import machine
 
 Save = Callable[[Path], "Future[Path] | None"]
 """Saves into a folder that is not there yet. What goes on after the call is in the future."""
@@ -117,7 +117,7 @@ def measure(workload: Workload, rounds: int, folder: Path, group: dist.ProcessGr
                 **machine(),
                 "system": name,
                 "bytes": int(told),
-                **{f"seconds_p{percent}": round(percentile(spent, percent), 4) for percent in (20, 50, 80)},
+                **quantiles("seconds", spent, 4),
                 "stall_p50": round(percentile(largest(stalls[name][WARM_UP:], group), 50), 4),
                 "mb_per_s": round(int(told) / 1e6 / percentile(spent, 50), 1),
             }

@@ -26,12 +26,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.support.machine import machine
 from bench.support.measure import WARM_UP, percentile, time_steps
 from bench.support.ranks import on_ranks, options_of_ranks, report
 from bench.support.systems import Trainer, build_shardlite
 from bench.support.table import Row
 from bench.support.workloads import WORKLOADS, Batch, Workload
+from shardlite.apps.footprint.machine import machine
 from shardlite.weights.coordination import END, Negotiation, Round
 
 

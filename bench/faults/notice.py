@@ -25,20 +25,20 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.support.machine import machine
-from bench.support.measure import WARM_UP, percentile
+from bench.support.measure import WARM_UP, quantiles
 from bench.support.ranks import add_table, one_of_them, options_of_ranks, report, start_ranks
 from bench.support.systems import build_shardlite
 from bench.support.table import Row, markdown_table, read_rows
 from bench.support.workloads import WORKLOADS
 from shardlite import CommError
+from shardlite.apps.footprint.machine import machine
 
 TRANSPORTS = ("shared_memory", "p2p", "collectives")
 """As the argument of `ShardLite`."""
 
 
 def train(transport: str, folder: Path, options: argparse.Namespace) -> None:
-    """Be a rank: train until the last rank kills itself, and note when this one raises."""
+    """Train as a rank until the last one kills itself, and write to `folder` when this one raises."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with one_of_them() as group:
         rank, workload = group.rank(), WORKLOADS[options.model]
@@ -57,7 +57,7 @@ def train(transport: str, folder: Path, options: argparse.Namespace) -> None:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
-    """Kill a rank of each transport again and again; return a row for each."""
+    """Kill a rank `options.kills` times over each transport, and return a row for each transport."""
     rows: list[Row] = []
     for transport in TRANSPORTS:
         seconds = []
@@ -73,17 +73,17 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
                 **machine(),
                 "transport": transport,
                 "kills": options.kills,
-                **{f"seconds_p{percent}": round(percentile(seconds, percent), 3) for percent in (20, 50, 80)},
+                **quantiles("seconds", seconds, 3),
             }
         )
     return rows
 
 
 def seconds_until_noticed(transport: str, folder: Path, options: argparse.Namespace) -> float:
-    """Start the ranks, of which the last one dies; return when the slowest of the others has raised.
+    """Start the ranks, of which the last one dies; return the seconds until the slowest of the others raises.
 
     Raises:
-        RuntimeError: one has not raised when `torchrun` kills it, 30 seconds after the first one has died.
+        RuntimeError: one has not raised when `torchrun` kills it, 30 seconds after the last one has died.
     """
     folder.mkdir()
     settings = ["--model", options.model, "--way", transport, "--folder", str(folder)]
@@ -115,6 +115,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--way", choices=TRANSPORTS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.ranks < 2 or options.kills < 1:
+        parser.error("--ranks must be at least 2, and --kills at least 1: one rank is killed, and another one notices")
     if options.table:
         print(render(read_rows(options.table)))
     elif options.way:

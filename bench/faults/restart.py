@@ -37,13 +37,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bench.support.machine import machine
 from bench.support.ranks import add_table, one_of_them, options_of_ranks, report
 from bench.support.systems import SYSTEMS
 from bench.support.table import Row, markdown_table, read_rows
 from bench.support.workloads import WORKLOADS
 from shardlite import AdamW, ShardLite, load, save, save_in_memory
-from shardlite.apps.launch import OWN_STORE
+from shardlite.apps.footprint.machine import machine
+from shardlite.apps.launch import OWN_STORE, torchrun
 
 WAYS = ("memory", "disk")
 AFTER = 2
@@ -111,9 +111,9 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
 def run(way: str, folder: Path, options: argparse.Namespace) -> Row:
     """Train once under `torchrun`, and return what rank 0 has noted."""
     folder.mkdir()
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
-    command = [*launcher, "--max-restarts", "1", "-m", "bench.faults.restart", "--way", way, "--folder", str(folder)]
-    command += ["--model", options.model, "--fatal", str(options.fatal), "--save-every", str(options.save_every)]
+    arguments = ["--way", way, "--folder", str(folder), "--model", options.model]
+    arguments += ["--fatal", str(options.fatal), "--save-every", str(options.save_every)]
+    command = torchrun(options.ranks, arguments, module="bench.faults.restart", restarts=1)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", OWN_STORE: "1"}
     done = subprocess.run(command, env=environment, check=False, stderr=subprocess.PIPE, text=True)
     if done.returncode:

@@ -2,5 +2,3 @@
 
 What it measures with is `shardlite/apps/footprint/`, which `shardlite footprint` runs on a user's own model.
 """
-
-from bench.footprint.run import render

@@ -30,7 +30,7 @@ from shardlite.apps.footprint.measure import STEPS
 from shardlite.apps.footprint.plots import paint
 from shardlite.apps.footprint.run import RETURNS, Program, be_rank, measure_all
 from shardlite.apps.footprint.systems import SYSTEMS
-from shardlite.apps.footprint.table import cells, failures, heading, runs
+from shardlite.apps.footprint.table import cells, failures, heading, run_stem, runs
 from shardlite.apps.plan.source import Source
 
 
@@ -40,7 +40,7 @@ def source_of(workload: Workload) -> Source:
 
 
 def render(rows: Sequence[Row]) -> str:
-    """One table for each run, in Markdown."""
+    """Return one table for each run, in Markdown."""
     return "\n\n".join(_render_run(run) for run in runs(rows))
 
 
@@ -53,7 +53,7 @@ def _render_run(run: Sequence[Row]) -> str:
 
 @contextmanager
 def _busy(loops: int) -> Iterator[None]:
-    """Let some loops run beside."""
+    """Run `loops` endless loops in processes beside the block."""
     programs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(loops)]
     try:
         yield
@@ -74,7 +74,10 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw the rows, too; needs matplotlib")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
     parser.add_argument("--row", type=Path, help=argparse.SUPPRESS)  # what a rank writes
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if min(options.ranks) < 1 or options.busy < 0:
+        parser.error("--ranks must be at least 1, and --busy at least 0")
+    return options
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -104,17 +107,11 @@ def _run_all(options: argparse.Namespace) -> list[Row]:
         source = source_of(WORKLOADS[model])
         with _busy(options.busy):
             for run in measure_all(source, program, options.systems, options.ranks, progress=_say):
-                file = options.out / _file(model, run[0]["ranks"], options)
-                file.write_text("".join(f"{json.dumps(row)}\n" for row in run))
-                rows += run
+                if run:  # some systems are installed
+                    file = options.out / f"{run_stem(run[0])}.jsonl"
+                    file.write_text("".join(f"{json.dumps(row)}\n" for row in run))
+                    rows += run
     return rows
-
-
-def _file(model: str, ranks: int, options: argparse.Namespace) -> str:
-    """Return the name of the file of one run."""
-    words = [model, f"{ranks}ranks"]
-    words += ["default-malloc"] * (options.malloc == "default") + ["busy"] * bool(options.busy)
-    return f"footprint-{'-'.join(words)}.jsonl"
 
 
 def _say(words: str) -> None:

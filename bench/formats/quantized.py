@@ -29,13 +29,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bench.support.machine import machine
 from bench.support.ranks import one_of_them, start_ranks
 from bench.support.table import RESULTS, Row
 from shardlite import AdamW, ShardLite
 from shardlite.apps.demo.gpt import GPT
 from shardlite.apps.demo.settings import GPTConfig
 from shardlite.apps.demo.text import Bytes, Corpus, draw_batch, read_corpus
+from shardlite.apps.footprint.machine import machine
 
 CONFIG = GPTConfig(layers=3, width=96, heads=3, context=64)
 BATCH = 8

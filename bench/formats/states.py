@@ -42,12 +42,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from bench.support.machine import machine
 from bench.support.table import RESULTS, Row
 from shardlite import AdamW, Precision, ShardLite
 from shardlite.apps.demo.gpt import GPT
 from shardlite.apps.demo.settings import GPTConfig
 from shardlite.apps.demo.text import Corpus, draw_batch, read_corpus
+from shardlite.apps.footprint.machine import machine
 
 CONFIG = GPTConfig(layers=1, width=64, heads=2, context=32)
 BATCH = 8

@@ -21,13 +21,12 @@ import triton
 from bench.gpu.run import device_of
 from bench.support.check import verify
 from bench.support.ranks import only_rank, start_ranks
-from bench.support.systems import FOOTPRINTS, SYSTEMS, Trainer
+from bench.support.systems import FORMATS, SYSTEMS, Trainer, build_plain
 from bench.support.table import read_rows
 from bench.support.workloads import WORKLOADS, Workload
 
 ROOT = Path(__file__).parents[2]
 STEPS = 20
-_FORMATS = ("in_backward", "bf16", "bf16, split24", "bf16, int8", "compact")
 _GPU_TESTS = (
     "tests/kernels/test_adamw_cuda.py",
     "tests/optim/test_optim_cuda.py",
@@ -92,9 +91,9 @@ def twins(report: Report, *, dry: bool) -> None:
         workload = WORKLOADS["tiny" if dry else "mlp"].on(device)
         for system, share in verify(workload, SYSTEMS, group).items():
             report(system=system, tolerance_used=round(share, 3))
-        expected = _losses(FOOTPRINTS["plain"](workload, group), workload)
-        for name in _FORMATS:
-            losses = _losses(FOOTPRINTS[name](workload, group), workload)
+        expected = _losses(build_plain(workload, group), workload)
+        for name, build in FORMATS.items():
+            losses = _losses(build(workload, group), workload)
             off = max(abs(got - want) / want for got, want in zip(losses, expected, strict=True))
             report(format=name, first_loss=losses[0], last_loss=losses[-1], plain_last_loss=expected[-1], off=off)
             _demand(off < 0.05, f"{name}: a loss is {100 * off:.1f} % off the plain model's")

@@ -19,20 +19,18 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
 import torch
 
-from bench.support.machine import machine
+from bench.support.ranks import end_group
 from bench.support.table import Row, markdown_table, read_rows
+from shardlite.apps.footprint.machine import machine
 
 
 @dataclass(frozen=True)
@@ -103,15 +101,8 @@ def _run_probe(probe: Probe, rows: Path, log: Path, *, dry: bool) -> str:
         except subprocess.TimeoutExpired:
             return f"ended after {probe.seconds:g} s"
         finally:
-            _end_group(process)
+            end_group(process)
     return "ok" if status == 0 else f"failed with status {status}"
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a probe with all that it has started."""
-    with suppress(ProcessLookupError):  # all of them have ended
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _append(file: Path, row: Row) -> None:

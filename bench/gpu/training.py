@@ -121,7 +121,7 @@ def _compiling(workload: Workload, options: dict[str, Any]) -> Callable[[], nn.M
 
     def make() -> nn.Module:
         model = workload.make()
-        for block in model.get_submodule(workload.blocks).children():
+        for block in workload.units(model):
             block.compile(**options)
         return model
 

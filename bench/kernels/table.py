@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from itertools import groupby
-from pathlib import Path
 
-from bench.support.table import RESULTS, Columns, Row, cells_of, markdown_table, read_rows
+from bench.support.table import Columns, Row, cells_of, markdown_table, print_tables
 
 _COLUMNS: Columns = {
     "kernel": lambda row: f"{row['system']}: {row['operation']}",
@@ -56,13 +54,5 @@ def _number(value: float | None, digits: int = 3) -> str:
     return "" if value is None else f"{value:.{digits}g}" if value < 999.5 else f"{value:.0f}"
 
 
-def main() -> None:
-    """Print the tables of the files given, or of all."""
-    parser = argparse.ArgumentParser(prog="python -m bench.kernels.table", description=main.__doc__)
-    parser.add_argument("files", nargs="*", type=Path, help="rows, one JSON object a line")
-    files = parser.parse_args().files or list(RESULTS.glob("kernels-*.jsonl"))
-    print(render(read_rows(files)))
-
-
 if __name__ == "__main__":
-    main()
+    print_tables("bench.kernels.table", "kernels-*.jsonl", render)

@@ -40,10 +40,10 @@ import torch.distributed as dist
 from bench.ring.fit import fit, predicted
 from bench.ring.systems import GLOO, NCCL, OPERATIONS, Case, System, cases
 from bench.ring.table import render
-from bench.support.machine import machine
 from bench.support.measure import Times, percentile, seconds
 from bench.support.ranks import device_of_rank, one_of_them, start_ranks
 from bench.support.table import RESULTS, Row, read_rows
+from shardlite.apps.footprint.machine import machine
 from shardlite.comm.chunking import CHUNK_BYTES
 from shardlite.comm.cost_model import LINKS
 from shardlite.comm.schedule import ALGORITHMS, IN_RING_ORDER

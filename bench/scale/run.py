@@ -41,14 +41,15 @@ from bench.ring.systems import GLOO, System
 from bench.scale import simulated
 from bench.scale.table import paint, render
 from bench.support.check import verify
-from bench.support.machine import machine
-from bench.support.measure import WARM_UP, percentile, seconds, time_steps
+from bench.support.measure import WARM_UP, milliseconds, percentile, seconds, time_steps
 from bench.support.ranks import one_of_them, start_ranks
 from bench.support.selection import rows_for
 from bench.support.systems import SYSTEMS, Build
 from bench.support.table import RESULTS, Row, read_rows, write_rows
 from bench.support.workloads import WORKLOADS, Batch, Workload
+from shardlite.apps.footprint.machine import machine
 from shardlite.apps.plan.clusters import CLUSTERS
+from shardlite.apps.plan.source import find_source
 
 SYSTEM = "stage3"
 
@@ -69,7 +70,6 @@ def measure(workload: Workload, rounds: int, group: dist.ProcessGroup) -> list[R
     for mode in ("weak", "strong"):
         given = workload if mode == "weak" else divided(workload, group.size())
         wall = time_steps(given, chosen, rounds, group)[SYSTEM].wall
-        ms = {f"ms_p{percent}": round(1e3 * percentile(wall, percent), 2) for percent in (20, 50, 80)}
         per_second = round(group.size() * given.items / percentile(wall, 50), 1)
         rows.append(
             {
@@ -81,7 +81,7 @@ def measure(workload: Workload, rounds: int, group: dist.ProcessGroup) -> list[R
                 "model": workload.name,
                 "words": workload.words,
                 "rounds": rounds,
-                **ms,
+                **milliseconds(wall),
                 "per_second": per_second,
                 "item": workload.item,
                 **machine(),
@@ -108,7 +108,10 @@ def divided(workload: Workload, ranks: int) -> Workload:
 
 
 def measure_fit(workload: Workload, rounds: int, group: dist.ProcessGroup) -> Row:
-    """Measure what the simulation needs: on one rank the times of a step's parts, on two the link between them."""
+    """Measure what the simulation needs: on one rank the seconds of a step's parts, on two the link between them.
+
+    To be called by every rank; returns the row `"scale-fit"`, of which each number of ranks has a part.
+    """
     if group.size() == 1:
         trainer = SYSTEMS[SYSTEM](workload, group)
         taken = []
@@ -124,7 +127,7 @@ def measure_fit(workload: Workload, rounds: int, group: dist.ProcessGroup) -> Ro
 
 
 def _run_rank(options: argparse.Namespace) -> None:
-    """Be one of the ranks of one number of ranks."""
+    """Measure as one of the ranks, and write the rows on rank 0."""
     with one_of_them() as group:
         workload = WORKLOADS[options.model]
         rows = measure(workload, options.steps, group)
@@ -166,9 +169,23 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--figure", type=Path, metavar="FILE", help="only draw the newest rows; needs matplotlib")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
     options = parser.parse_args(arguments)
-    if "RANK" not in os.environ and not {1, 2} <= set(options.ranks):
-        parser.error("--ranks needs 1 and 2: the simulation is fitted to them")
+    if "RANK" not in os.environ:
+        _check(parser, options)
     return options
+
+
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End the program before it measures if it could not end well."""
+    if not {1, 2} <= set(options.ranks):
+        parser.error("--ranks needs 1 and 2: the simulation is fitted to them")
+    if min(*options.ranks, options.steps) < 1:
+        parser.error("--ranks and --steps must be at least 1")
+    try:
+        for ranks in options.ranks:
+            divided(WORKLOADS[options.model], ranks)
+        find_source(options.planned, simulated.BATCH, None)
+    except ValueError as wrong:
+        parser.error(str(wrong))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from bench.support.machine import machine
 from bench.support.table import Row
 from bench.support.workloads import Batch, Workload
 from shardlite import Precision
+from shardlite.apps.footprint.machine import machine
 from shardlite.apps.launch import usable_cores
 from shardlite.apps.plan.clusters import Card, Cluster
 from shardlite.apps.plan.plan import Planner, Setting

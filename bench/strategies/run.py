@@ -51,10 +51,10 @@ from bench.strategies.rings import bucketed_ddp, ring
 from bench.strategies.sharded import fsdp2, sharded, shardlite
 from bench.strategies.table import render
 from bench.strategies.wire import counted
-from bench.support.machine import machine
-from bench.support.measure import largest, percentile, rotated, seconds
+from bench.support.measure import largest, milliseconds, rotated, seconds
 from bench.support.ranks import one_of_them, start_ranks
 from bench.support.table import RESULTS, Row, write_rows
+from shardlite.apps.footprint.machine import machine
 from shardlite.telemetry.meter import Meter
 
 CLOSE = 0.02
@@ -108,7 +108,7 @@ STRATEGIES = {
 
 
 def usable() -> dict[str, Strategy]:
-    """Return all strategies, `nn.DataParallel` only where there are GPUs: without, it is one process."""
+    """Return the strategies of this machine: without GPUs `nn.DataParallel` is one process, and left out."""
     return {name: each for name, each in STRATEGIES.items() if name != "nn.DataParallel" or torch.cuda.is_available()}
 
 
@@ -161,7 +161,7 @@ def compare(steps: int, say: Callable[[str], None]) -> list[Row]:
         | {"strategy": name, "steps": steps, "largest_difference": difference(losses[name], losses["one process"])}
         | _formula(strategies[name])
         | sizes[name]
-        | {f"ms_p{percent}": round(1e3 * percentile(times[name], percent), 2) for percent in (20, 50, 80)}
+        | milliseconds(times[name])
         | {"losses": [round(loss, 7) for loss in losses[name]], "threads": torch.get_num_threads()}
         | machine()
         for name in strategies
@@ -229,6 +229,7 @@ def larger_batches(say: Callable[[str], None]) -> list[Row]:
 
 
 def _run_rank(options: argparse.Namespace) -> int:
+    """Measure as one of the ranks. Return 1 if a result is wrong."""
     with one_of_them() as group:
         say = partial(print, file=sys.stderr, flush=True) if group.rank() == 0 else lambda _: None
         found = []

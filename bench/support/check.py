@@ -25,8 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.support.matrix import ROUNDOFF, Setting
-from bench.support.systems import BETAS, LR, WEIGHT_DECAY, Build, Floor, Format, Trainer
+from bench.support.measure import largest
+from bench.support.systems import Build, Floor, Format, Trainer, flat
 from bench.support.workloads import Workload
+from shardlite.apps.footprint.systems import OPTIONS
 
 STEPS = 3
 """How many steps are compared: the last ones depend on the optimizer's state."""
@@ -78,7 +80,7 @@ def verify(
     for name, build in systems.items():
         got = ddp if name == "ddp" else record(build(workload, group), workload, group)
         share, where = max(_shares(got, ddp, exact, _slack(workload, setting)))
-        shares[name] = _largest(share, group)
+        shares[name] = largest([share], group)[0]
         if shares[name] > 1:
             raise ResultError(
                 f"{name} on {workload.name} is {shares[name]:.3g} times as far from the exact result as allowed; "
@@ -104,7 +106,7 @@ def record(trainer: Trainer, workload: Workload, group: dist.ProcessGroup) -> Re
 
 
 def _build_exact(workload: Workload, group: dist.ProcessGroup, setting: Setting) -> Trainer:
-    """The twin in fp64, which takes a batch at once, and averages each gradient as it comes."""
+    """Build the twin in fp64, which takes a batch at once, and averages each gradient as it comes."""
 
     def average(param: Tensor) -> None:
         assert param.grad is not None
@@ -116,8 +118,7 @@ def _build_exact(workload: Workload, group: dist.ProcessGroup, setting: Setting)
     for param in model.parameters():
         on_gradient: Any = param.register_post_accumulate_grad_hook
         on_gradient(average)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY)
-    return Trainer(model, optimizer, lambda tensor: tensor.detach().reshape(-1).clone(), max_norm=setting.max_norm)
+    return Trainer(model, torch.optim.AdamW(model.parameters(), **OPTIONS), flat, max_norm=setting.max_norm)
 
 
 def _widened(tensor: Tensor) -> Tensor:
@@ -131,7 +132,7 @@ def _slack(workload: Workload, setting: Setting) -> tuple[float, float]:
 
 
 def _shares(got: Record, ddp: Record, exact: Record, slack: tuple[float, float]) -> list[tuple[float, str]]:
-    """How much of the tolerance each result needs, and its name."""
+    """Return how much of the tolerance each result needs, and its name."""
     if got.is_format:
         pairs = enumerate(zip(got.losses, exact.losses, strict=True))
         return [
@@ -170,10 +171,3 @@ def _share(got: Tensor, ddp: Tensor, exact: Tensor, slack: float, least: float =
 
 def _distance(tensor: Tensor, exact: Tensor) -> float:
     return float((tensor.double() - exact).norm())
-
-
-def _largest(value: float, group: dist.ProcessGroup) -> float:
-    """The largest value of all ranks."""
-    most = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    return most.item()

@@ -17,14 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.support.systems import Trainer, torch_adamw
+from bench.support.systems import Trainer, flat
 from bench.support.workloads import Batch, Workload
+from shardlite.apps.footprint.systems import deepspeed_engine, torch_adamw
 
 STAGES = (1, 3)
 
 
 def is_installed() -> bool:
-    """Whether the systems of this module can be built."""
+    """Return whether the systems of this module can be built."""
     return find_spec("deepspeed") is not None
 
 
@@ -32,7 +33,7 @@ class DeepSpeed(Trainer):
     """Trains by an engine, which counts micro-batches, clips, and drops gradients by itself."""
 
     def backward(self, batch: Batch) -> Tensor:
-        """Forward and backward; returns the loss of this rank's batch, []."""
+        """Run forward and backward, and return the loss of this rank's batch, []."""
         engine: Any = self.model
         losses = []
         for place, parts in enumerate(zip(*(each.chunk(self.accumulation) for each in batch), strict=True)):
@@ -44,19 +45,19 @@ class DeepSpeed(Trainer):
         return torch.stack(losses).mean()
 
     def update(self) -> Tensor | None:
-        """Step. Returns the norm before clipping if gradients are clipped."""
+        """Take the optimizer's step. Return the norm before clipping, [], if gradients are clipped."""
         engine: Any = self.model
         engine.step()
         return None if self.max_norm is None else torch.as_tensor(engine.get_global_grad_norm())
 
     def weights(self) -> dict[str, Tensor]:
-        """All parameters by their names in the plain model, whole and flat."""
+        """Return all parameters by their names in the plain model, whole and flat."""
         from deepspeed.utils import safe_get_full_fp32_param
 
         return {name: self.whole(safe_get_full_fp32_param(param)) for name, param in self._named()}
 
     def gradients(self) -> dict[str, Tensor]:
-        """All gradients by the names of their parameters, whole and flat."""
+        """Return all gradients by the names of their parameters, whole and flat."""
         from deepspeed.utils import safe_get_full_grad
 
         return {name: self.whole(safe_get_full_grad(param)) for name, param in self._named()}
@@ -71,21 +72,10 @@ def build_deepspeed(
     max_norm: float | None,
     compute: torch.dtype | None = None,
 ) -> Trainer:
-    """DeepSpeed at one stage of ZeRO. It needs the default group. Its buckets are as large as a unit."""
-    import deepspeed
-
+    """Build DeepSpeed at one stage of ZeRO. It needs the default group, and trains in fp32 only."""
     assert group == dist.group.WORLD
     assert compute is None, "only in fp32"
     model = workload.model()
-    units = [*model.get_submodule(workload.blocks).children()]
-    numel = max(sum(param.numel() for param in unit.parameters()) for unit in units)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,  # it counts no samples
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": max_norm or 0.0,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": numel, "allgather_bucket_size": numel},
-        "zero_allow_untested_optimizer": True,
-    }
-    optimizer = torch_adamw(model.parameters())
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
-    return DeepSpeed(engine, optimizer, lambda tensor: tensor.detach().reshape(-1).clone())
+    units, optimizer = workload.units(model), torch_adamw(model.parameters())
+    limits = {"accumulation": accumulation, "max_norm": max_norm}
+    return DeepSpeed(deepspeed_engine(model, units, optimizer, stage=stage, **limits), optimizer, flat)

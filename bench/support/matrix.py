@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from bench.support import deepspeed
 from bench.support.systems import (
-    ADAMW,
     ORDERS,
     Build,
     Trainer,
@@ -27,6 +26,7 @@ from bench.support.systems import (
 )
 from bench.support.workloads import Batch, Workload
 from shardlite import Precision
+from shardlite.apps.footprint.systems import ADAMW
 
 PrecisionName = Literal["fp32", "bf16"]
 PRECISIONS: Sequence[PrecisionName] = get_args(PrecisionName)
@@ -56,16 +56,19 @@ class Setting:
     @property
     def optimizer(self) -> str:
         """The optimizer in words."""
-        return f"{ADAMW}, {'no clipping' if self.max_norm is None else f'clipping to {self.max_norm:g}'}"
+        return f"{ADAMW}, {self._clipping}"
 
     @property
     def words(self) -> str:
         """The setting in words."""
-        clip = "no clipping" if self.max_norm is None else f"clipping to {self.max_norm:g}"
-        return f"{self.precision}, accumulation {self.accumulation}, {clip}"
+        return f"{self.precision}, accumulation {self.accumulation}, {self._clipping}"
+
+    @property
+    def _clipping(self) -> str:
+        return "no clipping" if self.max_norm is None else f"clipping to {self.max_norm:g}"
 
     def row(self) -> dict[str, str | int | float | None]:
-        """What rows say of the setting."""
+        """Return what rows say of the setting."""
         return {"precision": self.precision, "accumulation": self.accumulation, "clip": self.max_norm}
 
     def workload(self, workload: Workload) -> Workload:

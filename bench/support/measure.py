@@ -117,8 +117,18 @@ def activation_bytes(workload: Workload, compute: torch.dtype | None = None) -> 
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which `percent` of all lie, interpolated."""
+    """Return the value below which `percent` of all lie, interpolated."""
     return torch.quantile(torch.tensor(values, dtype=torch.float64), percent / 100).item()
+
+
+def quantiles(key: str, values: Sequence[float], digits: int) -> dict[str, float]:
+    """Return `{"KEY_p20": ..., "KEY_p50": ..., "KEY_p80": ...}`, the entries of a row, rounded to `digits`."""
+    return {f"{key}_p{percent}": round(percentile(values, percent), digits) for percent in (20, 50, 80)}
+
+
+def milliseconds(wall: Sequence[float]) -> dict[str, float]:
+    """Return the entries `ms_p20`, `ms_p50` and `ms_p80` of a row, of seconds."""
+    return quantiles("ms", [1e3 * each for each in wall], 2)
 
 
 def _live_bytes(device: torch.device) -> int:
@@ -136,7 +146,7 @@ def rotated(names: Sequence[str], turn: int) -> Sequence[str]:
 
 
 def largest(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
-    """The largest of all ranks, one by one."""
+    """Return the largest of all ranks, one by one. To be called by every rank, with as many values."""
     most = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
     values_of_all: list[float] = most.tolist()

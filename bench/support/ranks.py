@@ -3,29 +3,49 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
-import sys
 import tempfile
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from bench.support.table import RESULTS, Row, write_rows
-from shardlite.apps.launch import place
+from shardlite.apps.launch import place, torchrun
+
+_GRACE = 35.0
+"""Seconds between asking a group to end and killing it. `torchrun` kills ranks 30 s after it has asked them to end."""
 
 
 def start_ranks(module: str, ranks: int, arguments: Sequence[str], *, quiet: bool = False) -> int:
     """Start a module once per rank, and return the exit status. If `quiet`, drop what ranks and launcher print."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     output = subprocess.DEVNULL if quiet else None
-    command = [*launcher, "-m", module, *arguments]
+    command = torchrun(ranks, arguments, module=module)
     return subprocess.run(command, env=environment, stdout=output, stderr=output, check=False).returncode
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """End the leader of a process group with all that it has started.
+
+    Ranks are in sessions of their own, and only their launcher ends them: it is asked to, and waited for, even if the
+    leader has ended before it.
+    """
+    with suppress(ProcessLookupError):  # no process of the group is left
+        os.killpg(process.pid, signal.SIGTERM)
+        deadline = monotonic() + _GRACE
+        while monotonic() < deadline:
+            process.poll()
+            os.killpg(process.pid, 0)
+            sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def options_of_ranks(module: str, description: str) -> ArgumentParser:
@@ -59,7 +79,7 @@ def on_ranks(module: str, ranks: int, arguments: Sequence[str], run: Callable[[d
 
 @contextmanager
 def one_of_them() -> Iterator[dist.ProcessGroup]:
-    """Be a rank that was started so, with the group of all. After an error the others are left to their timeouts."""
+    """Join the group of all ranks, as one that `start_ranks` started. After an error the others are not waited for."""
     torch.set_num_threads(1)
     device, backend = place(torch.cuda.device_count())
     if torch.cuda.is_available():
@@ -85,7 +105,7 @@ def default_group(backend: str, **where: Any) -> Iterator[dist.ProcessGroup]:
 
 @contextmanager
 def only_rank(device: torch.device) -> Iterator[dist.ProcessGroup]:
-    """Be the only rank of a process group for tensors on a device, without a launcher."""
+    """Make a process group of one rank for tensors on a device, without a launcher."""
     _, backend = place(int(device.type == "cuda"), {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
     with (
         tempfile.NamedTemporaryFile() as store,

@@ -18,13 +18,16 @@ from bench.support.table import RESULTS, Row, read_rows
 
 RENDERERS = {
     "step": "bench.support.table:render",
-    "footprint": "bench.footprint:render",
+    "footprint": "bench.footprint.run:render",
     "ring": "bench.ring.table:render_speedups",
     "scale": "bench.scale.table:render",
     "host": "bench.host:render",
     "host-fake": "bench.host:render",
     "checkpoint": "bench.faults.checkpoint:render",
     "kernels": "bench.kernels.table:render",
+    "notice": "bench.faults.notice:render",
+    "restart": "bench.faults.restart:render",
+    **dict.fromkeys(("strategies", "strategies-batch", "strategies-accumulation"), "bench.strategies.table:render"),
 }
 """What makes a table of rows, by their `bench`."""
 
@@ -61,14 +64,21 @@ def runs(folder: Path = RESULTS) -> list[Path]:
 
 
 def matches(row: Row, terms: dict[str, str]) -> bool:
-    """Whether a row has these values."""
+    """Return whether a row has these values, as text."""
     values = {**_DEFAULTS, **row}
     return all(str(values.get(key)).lower() == value.lower() for key, value in terms.items())
 
 
 def render(rows: Sequence[Row]) -> str:
-    """Return the table of rows of one bench."""
-    module, _, name = RENDERERS[rows[0]["bench"]].partition(":")
+    """Return the table of rows of one bench.
+
+    Raises:
+        ValueError: they have none.
+    """
+    bench = rows[0]["bench"]
+    if bench not in RENDERERS:
+        raise ValueError(f"rows of {bench!r} have no table; those of {', '.join(RENDERERS)} have one")
+    module, _, name = RENDERERS[bench].partition(":")
     table: str = getattr(import_module(module), name)(rows)
     return table
 
@@ -80,4 +90,7 @@ def main() -> None:
     parser.add_argument("--select", nargs="+", default=[], metavar="KEY=VALUE", help="of the newest run that has them")
     options = parser.parse_args()
     files = options.files or ([] if options.select else sorted(map(str, RESULTS.glob("step-*.jsonl"))))
-    print(render(rows_for([*files, *options.select], root=Path())))
+    try:
+        print(render(rows_for([*files, *options.select], root=Path())))
+    except (ValueError, OSError) as wrong:
+        parser.error(str(wrong))

@@ -9,12 +9,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,20 +20,21 @@ from time import perf_counter
 
 import torch
 
-from bench.support.machine import machine
+from bench.support.ranks import end_group
 from bench.support.table import Row, read_rows
+from shardlite.apps.footprint.machine import machine
 
 ROOT = Path(__file__).parents[2]
 
 BUDGET = 19 * 60.0
 """Seconds that all benches may take on a machine without a GPU. The tables are made after that."""
 
-_GRACE = 10.0
-"""Seconds between asking a bench to end and ending it."""
+MISSING = "skipped: not in this checkout"
+"""Status of a bench that is not there, which is no failure."""
 
 _SETTINGS = "--model small --steps 2 --precision fp32 bf16 --accumulation 1 4"
 
-_SHARDED = ("fsdp2", "stage0", "stage1", "stage2", "stage3")
+_STEPPED = ("floor", "ddp", "zero", "fsdp1", "fsdp2", "stage0", "stage1", "stage2", "stage3", "in_backward")
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Part:
     """What follows `python`; `--out FOLDER` is added."""
 
     seconds: float
-    """After which it is ended."""
+    """After as many it is ended."""
 
     dry: str
     """The command at toy size."""
@@ -71,7 +70,7 @@ PARTS: Sequence[Part] = (
     _step(
         "step-gpt-2ranks",
         "--ranks 2 --model gpt --steps 6",
-        ("floor", "ddp", "zero", "fsdp1", *_SHARDED, "in_backward"),
+        _STEPPED,
         270,
     ),
     Part(
@@ -89,7 +88,7 @@ PARTS: Sequence[Part] = (
     _step(
         "step-mlp",
         "--ranks 2 4 --model mlp --steps 7",
-        ("floor", "ddp", "zero", "fsdp1", *_SHARDED, "in_backward"),
+        _STEPPED,
         200,
     ),
     Part(
@@ -142,7 +141,8 @@ def run(chosen: Sequence[Part], file: Path, budget: float, *, dry: bool) -> list
         budget: seconds for all of them.
         dry: whether to run at toy size.
     """
-    began, ended = perf_counter(), []
+    began = perf_counter()
+    ended: list[Row] = []
     for number, part in enumerate(chosen, 1):
         left = budget - (perf_counter() - began)
         print(
@@ -161,8 +161,8 @@ def run(chosen: Sequence[Part], file: Path, budget: float, *, dry: bool) -> list
 
 
 def replace_rows(file: Path, part: str, rows: Sequence[Row]) -> None:
-    """Put the rows of a part into the file, in place of those of an earlier run of it, and never half of them."""
-    others = [row for row in read_rows([file]) if row["suite"] != part] if file.exists() else []
+    """Put the rows of a part into the file, in place of those of an earlier run of it, by one rename."""
+    others = [row for row in read_rows([file]) if row.get("suite") != part] if file.exists() else []
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_suffix(".new")
     beside.write_text("".join(f"{json.dumps(row)}\n" for row in [*others, *rows]))
@@ -172,7 +172,7 @@ def replace_rows(file: Path, part: str, rows: Sequence[Row]) -> None:
 def _run_part(part: Part, folder: Path, left: float, *, dry: bool) -> str:
     """Run one part in a process group of its own, and say how it ended."""
     if not part.is_there:
-        return "skipped: not in this checkout"
+        return MISSING
     limit = left if dry else min(part.seconds, left)
     if limit < 1:
         return "skipped: the budget is spent"
@@ -190,16 +190,7 @@ def _run_part(part: Part, folder: Path, left: float, *, dry: bool) -> str:
         except subprocess.TimeoutExpired:
             return f"ended after {limit:.0f} s"
         finally:
-            _end(process)
+            end_group(process)
     if status:
         print(log.read_text()[-20_000:], file=sys.stderr, flush=True)
     return "ok" if status == 0 else f"failed with status {status}"
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a part with all that it has started: a launcher of ranks, asked to end, ends them."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):  # all of them have ended
-            os.killpg(process.pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE)

@@ -14,26 +14,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from shardlite.apps.report.cells import system_name
+
 Row = dict[str, Any]
 Columns = Mapping[str, Callable[[Row], str]]
 
 RESULTS = Path(__file__).parents[1] / "results"
 
-_NAMES = {
-    "floor": "floor: no communication",
-    "ddp": "DDP",
-    "zero": "DDP, ZeroRedundancyOptimizer",
-    "fsdp1": "FSDP1",
-    "fsdp2": "FSDP2",
-    **{f"deepspeed{stage}": f"DeepSpeed, ZeRO-{stage}" for stage in (1, 3)},
-    **{f"stage{stage}": f"ShardLite, stage {stage}" for stage in range(4)},
-    **{name: f"ShardLite, {name}" for name in ("p2p", "collectives", "int8", "split24", "compact")},
-    "in_backward": "ShardLite, in-backward step",
-    "tree": "ShardLite, in the order of a tree",
-}
-
 _COLUMNS: Columns = {
-    "system": lambda row: _NAMES.get(row["system"], str(row["system"])),
+    "system": lambda row: system_name(row["system"]),
     "step, ms": lambda row: f"{row['ms_p50']:.0f}",
     "p20 to p80": lambda row: f"{row['ms_p20']:.0f} to {row['ms_p80']:.0f}",
     "per second": lambda row: f"{row['per_second']:.0f}",
@@ -48,7 +37,7 @@ _COLUMNS: Columns = {
 
 
 def read_rows(files: Iterable[Path]) -> list[Row]:
-    """All rows of some files, in the order of their names."""
+    """Return all rows of some files, in the order of their names."""
     return [json.loads(line) for file in sorted(files) for line in file.read_text().splitlines() if line.strip()]
 
 
@@ -61,7 +50,7 @@ def write_rows(rows: Sequence[Row], file: Path) -> None:
 
 
 def render(rows: Sequence[Row], *, markdown: bool = True) -> str:
-    """One table for each model and number of ranks, headed by what was measured and where.
+    """Return one table for each model and number of ranks, headed by what was measured and where.
 
     A run with several settings has a table of its throughput, with a column for each.
     """
@@ -98,7 +87,7 @@ def _render_settings(rows: list[Row], markdown: bool) -> str:
     found = _settings(rows)
     cells = [["system", *found]]
     for system in dict.fromkeys(row["system"] for row in rows):
-        cells.append([_NAMES.get(system, system), *(rates.get((system, setting), "") for setting in found)])
+        cells.append([system_name(system), *(rates.get((system, setting), "") for setting in found)])
     first = rows[0]
     optimizer = first["optimizer"].partition(", no clipping")[0]
     heading = (
@@ -118,7 +107,7 @@ def _render_run(rows: list[Row], markdown: bool) -> str:
 
 
 def _heading(row: Row) -> str:
-    """What is common to all rows of a run."""
+    """Return what is common to all rows of a run."""
     count = row.get("accumulation", 1)
     batches = f" in each of {count} micro-batches" if count > 1 else ""
     compute = ", computing in bf16" if row.get("precision") == "bf16" else ""
@@ -131,12 +120,12 @@ def _heading(row: Row) -> str:
 
 
 def cells_of(columns: Columns, rows: Sequence[Row]) -> list[list[str]]:
-    """The names of the columns, and the cells of each row."""
+    """Return the names of the columns, and the cells of each row."""
     return [list(columns), *([cell(row) for cell in columns.values()] for row in rows)]
 
 
 def markdown_table(cells: Sequence[Sequence[str]], *, words: int = 1) -> str:
-    """A table of which the first line of cells is the header; the first columns have words, the others numbers."""
+    """Return a table whose header is the first line of cells. After `words` columns of words come numbers."""
     header, *body = cells
     rule = [*["---"] * words, *["---:"] * (len(header) - words)]
     return "\n".join("| " + " | ".join(line) + " |" for line in [header, rule, *body])

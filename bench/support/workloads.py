@@ -63,6 +63,10 @@ class Workload:
         x, y = self.draw(rank, step)
         return x.to(self.device), y.to(self.device)
 
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        """Return the units of a model that was built here."""
+        return [*model.get_submodule(self.blocks).children()]
+
     def parameters(self) -> int:
         """Elements in all parameters."""
         with torch.device("meta"):

@@ -152,17 +152,22 @@ def _add_memory(commands: Any) -> None:
 def _memory(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> int:
     """Check the options, then start the ranks, or run as one of them."""
     from shardlite.apps.launch import launch
-    from shardlite.apps.memory.command import Request, run
+    from shardlite.apps.memory.command import Request, check, run
+    from shardlite.errors import LayoutError
 
-    started = _started_ranks(parser, options)
+    started, ranks = _started_ranks(parser, options), options.ranks or 2
     try:
         request = Request.of(options, {name: _dtype(name) for name in _DTYPES})
-    except ModuleNotFoundError:
+        if started is None:
+            check(request, ranks)
+    except ModuleNotFoundError as missing:
+        if missing.name != "matplotlib":
+            raise
         parser.error("--timeline needs matplotlib, which is not installed; pip install 'shardlite[demo]'")
-    except (ValueError, OSError) as wrong:
+    except (ValueError, OSError, LayoutError) as wrong:
         parser.error(str(wrong))
     if started is None:
-        return launch(options.ranks or 2, arguments)
+        return launch(ranks, arguments)
     run(request)
     return 0
 

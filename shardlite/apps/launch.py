@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -59,12 +59,23 @@ def place(gpus: int, environment: Mapping[str, str] = os.environ) -> tuple[str, 
 def launch(ranks: int, arguments: Sequence[str], *, restarts: int = 0) -> int:
     """Run `shardlite ARGUMENTS` on `ranks` processes of this machine and return the exit status.
 
-    If one of them fails, all are started again, `restarts` times at most. Ctrl-C, SIGTERM and SIGHUP are passed on to
-    the ranks. The call returns when no process is left.
+    If one of them fails, all are started again, `restarts` times at most. See `run_agent` for signals.
     """
-    command, environment = torchrun(ranks, arguments, restarts=restarts), environment_for(ranks)
+    return run_agent(torchrun(ranks, arguments, restarts=restarts), environment_for(ranks))
+
+
+def run_agent(command: Sequence[str], environment: Mapping[str, str], output: IO[str] | None = None) -> int:
+    """Run a `torchrun` command, and return its exit status when none of its processes is left.
+
+    Ctrl-C, SIGTERM and SIGHUP are passed on to the ranks. The status is then 128 and the number of the signal.
+
+    Args:
+        command: as `torchrun` returns it.
+        environment: of all processes.
+        output: takes what they print; `None` takes that of this process.
+    """
     # In a session of its own, it has each signal from here only: a second one would interrupt the end of the ranks.
-    agent = subprocess.Popen(command, env=environment, start_new_session=True)
+    agent = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
     with _passed_on_to(agent) as signals:
         status = agent.wait()
     return 128 + signals[-1] if signals else status
@@ -91,12 +102,12 @@ def _passed_on_to(agent: subprocess.Popen[bytes]) -> Iterator[list[int]]:
 _ENDS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
-def torchrun(ranks: int, arguments: Sequence[str], *, restarts: int = 0) -> list[str]:
-    """Return the command that starts `shardlite ARGUMENTS` on `ranks` processes."""
+def torchrun(ranks: int, arguments: Sequence[str], *, module: str = "shardlite", restarts: int = 0) -> list[str]:
+    """Return the command that starts `python -m MODULE ARGUMENTS` on `ranks` processes."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     launcher += ["--max-restarts", str(restarts)] if restarts else []
     # without "--" torchrun would take our `--master` for an abbreviation of its own options
-    return [*launcher, "-m", "--", "shardlite", *arguments]
+    return [*launcher, "-m", "--", module, *arguments]
 
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"

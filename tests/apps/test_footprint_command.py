@@ -175,6 +175,8 @@ def test_systems_that_are_not_installed_are_left_out(monkeypatch):
         (["--systems", "fsdp3"], "--systems 'fsdp3' is not one of 'activations'"),
         (["--ranks", "0"], "--ranks must be at least 1, got 0"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--json", "nowhere/rows.jsonl"], "--json nowhere/rows.jsonl: there is no folder"),
+        (["--plots", __file__], "is a file; a folder is needed"),
         (["--model", "no-such-model"], "is no preset, no file and no module:name"),
     ],
 )
@@ -183,6 +185,12 @@ def test_wrong_options(wrong, words, capsys):
         cli.main(["footprint", "--model", f"{HERE}:Own", *wrong])
     assert stopped.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_plots_of_activations_alone_and_of_a_busy_machine(tmp_path):
+    rows = [json.loads(line) for line in (RESULTS / "footprint-gpt2-2ranks-busy.jsonl").read_text().splitlines()]
+    alone = [{**row, "predicted_bytes": 1} for row in rows if row["system"] == "activations"]
+    assert [path.name for path in paint(alone, tmp_path)] == ["footprint-gpt2-2ranks-busy.png"]
 
 
 def test_bars_need_no_predictions(tmp_path):

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from torch import Tensor, nn
 from torch.distributed.run import get_args_parser
 
 from shardlite.apps.cli import main
@@ -13,6 +14,18 @@ from shardlite.apps.memory.systems import build_fsdp2, build_shardlite
 from shardlite.apps.plan.plan import Planner, Setting
 from shardlite.apps.plan.source import find_source
 from shardlite.build import ACTIVATIONS
+
+HERE = "tests.apps.test_memory_command"
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise KeyError("no such layer")
+
 
 SETTING = Setting(world_size=2, on_gpu=False)
 BLOCKS = ["blocks.0", "blocks.1"]
@@ -97,6 +110,7 @@ def test_a_phase_without_samples_takes_no_place():
         (["--ranks", "0"], "--ranks is 0; it must be at least 1"),
         (["--master", "split24"], 'master="split24" keeps weights as bf16'),
         (["--timeline", "nowhere/step.png"], "there is no folder"),
+        (["--model", f"{HERE}:Broken"], "no such layer"),
     ],
 )
 def test_wrong_options_are_named(arguments, message, capsys):

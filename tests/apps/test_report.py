@@ -183,6 +183,26 @@ def test_without_rows_there_is_no_page(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_is_no_text_is_named(tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path), "--out", str(tmp_path / "out.html")])
+    assert "rows.jsonl: not a file of rows, which is text in UTF-8" in capsys.readouterr().err
+
+
+def test_the_place_of_the_page_is_checked_first(tmp_path, capsys):
+    for out, words in ((tmp_path, "is a folder"), (tmp_path / "no" / "out.html", "there is no folder")):
+        with pytest.raises(SystemExit):
+            main(["report", "--out", str(out)])
+        told = capsys.readouterr().err
+        assert words in told
+        assert "drawing" not in told
+
+
+def test_every_bench_that_has_rows_has_a_question():
+    assert by_bench(read_rows([ROOT / "bench" / "results"])).keys() <= BENCHES.keys()
+
+
 @pytest.mark.slow
 @needs_browser
 def test_a_browser_shows_the_report_of_all_rows_light_and_dark(tmp_path):

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bench import footprint
-from bench.footprint.run import source_of
+from bench.footprint.run import render, source_of
 from bench.support.workloads import perceptrons
 from shardlite import AdamW, ShardLite
 from shardlite.apps.footprint.measure import compared, measure
@@ -143,7 +142,7 @@ def test_a_row_has_what_its_table_shows(cluster, system):
     assert first["compute"] == ("bfloat16" if system in ("activations, bf16", "compact") else "float32")
     assert first["weight_bytes"] == first["parameters"] * (2 if first["compute"] == "bfloat16" else 4)
     row = {**first, "malloc": "returns", "busy": 2, "unexplained": 0.25}
-    table = footprint.render([row, {**row, "pss_vs_fsdp2": 0.5}])
+    table = render([row, {**row, "pss_vs_fsdp2": 0.5}])
     assert "2 CPU ranks, 2 busy loops beside; malloc returns large blocks" in table
     assert table.count(f"| {system} |") == 2
     assert "| 0.50 |" in table
@@ -169,7 +168,7 @@ def test_the_command_starts_its_ranks_and_wrapping_takes_one_unit_more(tmp_path)
     assert done.status == 0, done.err
     rows = [json.loads(line) for line in (tmp_path / "footprint-gpt-2ranks.jsonl").read_text().splitlines()]
     assert [row["system"] for row in rows] == systems
-    assert footprint.render(rows) in done.out
+    assert render(rows) in done.out
     assert (tmp_path / "footprint-gpt-2ranks.svg").stat().st_size > 10_000
     unit = 4 * 12 * 384 * 384
     for row in rows[2:]:

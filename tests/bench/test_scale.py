@@ -5,9 +5,9 @@ import torch
 
 from bench.scale import run, simulated
 from bench.scale.table import paint, render
-from bench.support.machine import machine
 from bench.support.table import read_rows
 from bench.support.workloads import WORKLOADS
+from shardlite.apps.footprint.machine import machine
 from shardlite.apps.launch import usable_cores
 from shardlite.apps.plan.clusters import CLUSTERS
 
@@ -116,10 +116,19 @@ def _measure(group):
     return run.measure(TINY, 1, group)
 
 
-def test_one_and_two_ranks_are_needed(capsys):
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--ranks", "4"], "needs 1 and 2"),
+        (["--ranks", "1", "2", "3"], "a batch of 8 cannot be divided among 3 ranks"),
+        (["--planned", "gpt5"], "'gpt5' is no preset"),
+        (["--steps", "0"], "must be at least 1"),
+    ],
+)
+def test_what_cannot_end_well_is_not_begun(options, words, capsys):
     with pytest.raises(SystemExit):
-        run.main(["--ranks", "4"])
-    assert "needs 1 and 2" in capsys.readouterr().err
+        run.main(options)
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -51,6 +51,15 @@ def test_nothing_selected_is_an_error(folder):
         selected(folder, "step-gpt-2ranks.jsonl", "model=mlp")
 
 
+def test_rows_without_a_table_are_refused(monkeypatch, capsys, tmp_path):
+    write(tmp_path / "other.jsonl", bench="other")
+    for file, words in (("other.jsonl", "rows of 'other' have no table"), ("missing.jsonl", "No such file")):
+        monkeypatch.setattr("sys.argv", ["table", str(tmp_path / file)])
+        with pytest.raises(SystemExit):
+            selection.main()
+        assert words in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("bench", sorted(selection.RENDERERS))
 def test_each_renderer_exists(bench):
     module, _, name = selection.RENDERERS[bench].partition(":")

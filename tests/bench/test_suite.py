@@ -9,6 +9,7 @@ import pytest
 import bench.__main__ as command
 from bench import step
 from bench.support import suite
+from bench.support.ranks import end_group
 from bench.support.suite import ON_GPU, PARTS, Part, run
 from bench.support.table import read_rows
 
@@ -51,6 +52,23 @@ def test_what_fails_or_hangs_costs_no_other(scripts, capfd):
     assert "s of the budget left" in told
 
 
+LEADS = """
+import signal, subprocess, sys
+child = "import signal, sys, time, pathlib; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), " \
+    "pathlib.Path(sys.argv[1]).write_text('ended its ranks'), sys.exit())); print(flush=True); time.sleep(1000)"
+process = subprocess.Popen([sys.executable, "-c", child, sys.argv[1]], stdout=subprocess.PIPE)
+process.stdout.readline()
+sys.exit(3)
+"""
+
+
+def test_a_launcher_may_end_its_ranks_after_the_bench_has_ended(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", LEADS, str(tmp_path / "told")], start_new_session=True)
+    process.wait(30)
+    end_group(process)
+    assert (tmp_path / "told").read_text() == "ended its ranks"
+
+
 def test_a_part_that_is_run_again_replaces_its_rows(scripts):
     file = scripts / "rows.jsonl"
     for value in (1, 2):
@@ -83,7 +101,7 @@ def test_the_parts_have_names_of_their_own_and_options_that_are_understood():
     names = [each.name for each in (*PARTS, *ON_GPU)]
     assert len(set(names)) == len(names)
     for each in PARTS:
-        assert each.is_there or each.name == "strategies"
+        assert each.is_there
         for words in (each.command, each.dry):
             if "-m bench.step " in words:
                 step._options(words.split()[2:])

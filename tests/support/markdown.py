@@ -55,24 +55,11 @@ def made(source: str) -> str:
 
         return losses.table()
 
-    from bench import footprint, host
-    from bench.faults import checkpoint, notice, restart
-    from bench.strategies import table as strategies
-
     command, _, systems = source.partition(", only: ")
     rows = selection.rows_for(command.split())
     if systems:
         rows = [row for row in rows if row["system"] in systems.split(", ")]
-    render = {
-        "bench.support.table": selection.render,
-        "bench.faults.checkpoint": checkpoint.render,
-        "bench.faults.notice": notice.render,
-        "bench.faults.restart": restart.render,
-        "bench.footprint": footprint.render,
-        "bench.host": host.render,
-        "bench.strategies.table": strategies.render,
-    }
-    return render[command.split()[2]](rows)
+    return selection.render(rows)
 
 
 def main() -> None:

@@ -178,7 +178,7 @@ class SummedFile:
 
 
 def begin_writeback(file: int, begin: int) -> None:
-    """Let the system begin to write a block to the disk, so that `fsync` has less to wait for.
+    """Ask the system to begin to write a block to the disk, so that `fsync` has less to wait for.
 
     Linux does so when it is told that the pages will not be read soon. It keeps those that are not on the disk yet.
     """

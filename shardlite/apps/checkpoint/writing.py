@@ -18,7 +18,21 @@ from shardlite.params import ShardTensor
 
 
 def write_part(folder: Path, rank: int, items: Iterable[WriteItem], entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the file of a rank. Return where each item lies, and the checksums of the file."""
+    """Write the file of a rank, and return what the metadata and the manifest need to know of it, in JSON types.
+
+    Args:
+        folder: of the checkpoint that is being written.
+        rank: names the file.
+        items: what to write, in this order.
+        entries: tensors and objects, by the names in `items`.
+
+    Returns:
+        `rows`: per item its name, [file, first byte, bytes], and for tensors dtype, shape, offsets and sizes.
+        `files`: size and checksums of the file, by its name.
+
+    Raises:
+        CheckpointError: the file cannot be written, or an object has more than plain values.
+    """
     read = _Reader(entries)
     file, rows = f"__{rank}_0.distcp", []
     # Torch would compute a second checksum of all bytes, which no reader of checkpoints compares.

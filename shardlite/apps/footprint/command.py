@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shardlite.apps.outputs import check_file, check_folder
+
 DEFAULT = ("ddp", "zero", "fsdp1", "fsdp2", "stage0", "stage1", "stage2", "stage3", "in_backward", "compact")
 """Systems of a run in which none are named."""
 
@@ -71,6 +73,7 @@ def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) ->
 
 
 def _run_all(source: Any, systems: Sequence[str], options: Namespace, arguments: Sequence[str]) -> int:
+    """Measure all, print tables, and write rows and plots. Return 1 if a system failed."""
     from shardlite.apps.footprint.plots import paint
     from shardlite.apps.footprint.run import Program, measure_all
     from shardlite.apps.footprint.table import text
@@ -82,8 +85,9 @@ def _run_all(source: Any, systems: Sequence[str], options: Namespace, arguments:
     for measured in measure_all(source, program, systems, sorted(set(options.ranks)), progress=_say):
         rows += measured
         print(text(measured), end="\n\n", flush=True)
+        if options.json is not None:  # as they come: a run of many ranks may be ended early
+            options.json.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     if options.json is not None:
-        options.json.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         print(f"wrote {options.json}")
     if options.plots is not None:
         print(*(f"wrote {path}" for path in paint(rows, options.plots)), sep="\n")
@@ -95,6 +99,7 @@ def _check(options: Namespace) -> list[str]:
 
     Raises:
         ValueError: an option has a value that it cannot have.
+        OSError: there cannot be rows or plots at their path.
     """
     from shardlite.apps.footprint.systems import SYSTEMS
 
@@ -106,6 +111,8 @@ def _check(options: Namespace) -> list[str]:
             raise ValueError(f"--{name} must be at least 1, got {value}")
     if min(options.ranks) < 1:
         raise ValueError(f"--ranks must be at least 1, got {min(options.ranks)}")
+    check_file("--json", options.json)
+    check_folder("--plots", options.plots)
     systems = list(SYSTEMS) if options.systems == ["all"] else options.systems
     for system in systems:
         if system not in SYSTEMS:

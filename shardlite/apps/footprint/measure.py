@@ -62,31 +62,22 @@ def measure(source: Source, system: str, group: dist.ProcessGroup, *, steps: int
     source = replace(source, batch=lambda: given)
     gc.collect()
     sampler = Sampler(group)
-    made = source.make()
-    _, made_bytes = sampler.take()
-    del made
-    gc.collect()
-    sampler.take()
+    sizes = {"made_bytes": _made_bytes(source, sampler)}
     trainer = SYSTEMS[system].build(source, group)
-    wrap_peak, wrapped = sampler.take()
+    sizes["wrap_peak_bytes"], sizes["wrapped_bytes"] = sampler.take()
     for _ in range(WARM_UP):
         trainer.step()
     sampler.take()
     with Account(trainer.model) as account:
         for _ in range(steps):
             trainer.step()
-        peak, between = sampler.take()
+        sizes["pss_bytes"], sizes["between_bytes"] = sampler.take()
     sampler.close()
-    tensors, purposes = _tensors(trainer)
+    sizes["tensor_bytes"], purposes = _tensors(trainer)
     compute = _compute(trainer.model)
     return {
         **_facts(source, system, group, parameters),
-        "made_bytes": made_bytes,
-        "wrap_peak_bytes": wrap_peak,
-        "wrapped_bytes": wrapped,
-        "pss_bytes": peak,
-        "between_bytes": between,
-        "tensor_bytes": tensors,
+        **sizes,
         "purposes": purposes,
         "pss_purposes": account.mean_at(sampler.when, group),
         "weight_bytes": parameters * compute.itemsize,
@@ -131,6 +122,16 @@ def _count(source: Source) -> int:
     except (NotImplementedError, RuntimeError):  # its constructor reads values
         model = source.make()
     return sum(param.numel() for param in model.parameters())
+
+
+def _made_bytes(source: Source, sampler: Sampler) -> int:
+    """Return what the model alone adds to a process. It is dropped again."""
+    made = source.make()
+    _, nbytes = sampler.take()
+    del made
+    gc.collect()
+    sampler.take()
+    return nbytes
 
 
 def _tensors(trainer: Trainer) -> tuple[int, dict[str, int]]:

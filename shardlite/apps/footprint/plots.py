@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardlite.apps.footprint.measure import Row
 from shardlite.apps.footprint.systems import SYSTEMS
-from shardlite.apps.footprint.table import runs
+from shardlite.apps.footprint.table import model_stem, run_stem, runs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,12 +49,12 @@ def paint(rows: Sequence[Row], folder: Path, *, kind: str = "png") -> list[Path]
     written = []
     with matplotlib.rc_context({"svg.hashsalt": "footprint", "hatch.linewidth": 0.5}):
         for run in runs(measured):
-            written.append(folder / f"footprint-{_file(run[0])}-{run[0]['ranks']}ranks.{kind}")
+            written.append(folder / f"{run_stem(run[0])}.{kind}")
             _paint_bars(run, written[-1])
         for _, group in groupby(measured, key=lambda row: row["model"]):
-            model = list(group)
+            model = [row for row in group if not row["system"].startswith("activations")]
             if any("predicted_bytes" in row for row in model):
-                written.append(folder / f"footprint-{_file(model[0])}.{kind}")
+                written.append(folder / f"{model_stem(model[0])}.{kind}")
                 _paint_ranks(model, written[-1])
     return written
 
@@ -147,18 +147,13 @@ def _draw_system(axes: Axes, rows: Sequence[Row], place: int) -> None:
 
 
 def _panels(rows: Sequence[Row]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the systems of each panel. `activations` are none."""
-    names = [name for name in dict.fromkeys(row["system"] for row in rows) if not name.startswith("activations")]
+    """Yield the systems of each panel."""
+    names = list(dict.fromkeys(row["system"] for row in rows))
     stages = [name for name in names if name.startswith("stage")]
     formats = [name for name in names if name not in stages and SYSTEMS[name].setting is not None]
     others = [name for name in names if name not in (*stages, *formats)]
     panels = {"other systems": others, "ShardLite": stages, "ShardLite, stage 3, other formats": formats}
     yield from ((title, systems) for title, systems in panels.items() if systems)
-
-
-def _file(row: Row) -> str:
-    """Return the model's name as a part of a file's name."""
-    return "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in row["model"])
 
 
 def _dateless(file: Path) -> dict[str, None]:

@@ -1,9 +1,9 @@
-"""The proportional set size of some processes together, sampled from outside: `python bench/support/pss.py PID...`.
+"""The proportional set size of some processes together, sampled from outside: `python pss.py PID...`.
 
 A page that `n` processes share counts as `1/n` in each, so that the sum is what the processes hold together. The kernel
 keeps no maximum of it. So this program, which imports nothing large, reads it again and again. It answers each line on
-its input with `peak now samples when`: bytes since the last line, bytes now, how often it has looked, and when it has
-found the peak, in nanoseconds of the monotonic clock, which all processes share.
+its input with `peak now when`: the most bytes since the last line, bytes now, and when it has found the peak, in
+nanoseconds of the monotonic clock, which all processes share.
 """
 
 import os
@@ -24,21 +24,20 @@ def _read(descriptor: int) -> int:
 def _watch(processes: list[str]) -> None:
     """Sample until the input ends or a process does."""
     descriptors = [os.open(f"/proc/{process}/smaps_rollup", os.O_RDONLY) for process in processes]
-    peak = samples = when = 0
+    peak = when = 0
     while True:
         before = time.monotonic_ns()
         try:
             now = sum(map(_read, descriptors))
         except ProcessLookupError:
             return
-        samples += 1
         if now > peak:
             peak, when = now, (before + time.monotonic_ns()) // 2
         if select.select([sys.stdin], [], [], _PAUSE)[0]:
             if not sys.stdin.readline():
                 return
-            print(peak, now, samples, when, flush=True)
-            peak = samples = 0
+            print(peak, now, when, flush=True)
+            peak = 0
 
 
 if __name__ == "__main__":

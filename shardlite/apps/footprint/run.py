@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +21,7 @@ import torch.distributed as dist
 from shardlite.apps.footprint.measure import Row, compared, measure
 from shardlite.apps.footprint.predict import Predictor
 from shardlite.apps.footprint.systems import SYSTEMS
-from shardlite.apps.launch import environment_for
+from shardlite.apps.launch import environment_for, run_agent, torchrun
 from shardlite.apps.plan.source import Source
 
 RETURNS = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18)}
@@ -31,6 +29,7 @@ RETURNS = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18)}
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
 _TIMEOUT = timedelta(minutes=10)
+_SIGNALLED = 128  # exit statuses above it are those of signals
 _LINES = 3
 """Of the standard error of ranks that left no message, shown in its place."""
 
@@ -46,20 +45,23 @@ class Program:
     """Keys of every row that say how the program was run."""
 
     def run(self, system: str, ranks: int) -> Row:
-        """Measure one system, and return its row, or one with `error` only."""
+        """Measure one system, and return its row, or one with `error` only.
+
+        Raises:
+            SystemExit: a signal has ended the ranks, and is to end this process.
+        """
         with tempfile.TemporaryDirectory() as folder:
             file, told = Path(folder) / "row.json", Path(folder) / "stderr"
-            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-            command = [sys.executable, *launcher, "-m", self.module, *self.arguments, "--systems", system]
+            arguments = [*self.arguments, "--systems", system, "--row", str(file)]
             environment = environment_for(ranks, {**os.environ, **_ENVIRONMENT, **self.environment})
-            with told.open("w") as stderr:
-                done = subprocess.run(
-                    [*command, "--row", str(file)], env=environment, stdout=stderr, stderr=stderr, check=False
-                )
+            with told.open("w") as output:
+                status = run_agent(torchrun(ranks, arguments, module=self.module), environment, output)
+            if status > _SIGNALLED:
+                raise SystemExit(status)
             if file.exists():
                 row: Row = json.loads(file.read_text())
                 return row
-            return {"error": _cause(done.returncode, told.read_text())}
+            return {"error": _cause(status, told.read_text())}
 
 
 def be_rank(find: Callable[[], Source], system: str, file: Path, *, steps: int) -> int:

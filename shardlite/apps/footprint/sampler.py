@@ -40,14 +40,14 @@ class Sampler:
         `when` is the moment of the most, in nanoseconds of the monotonic clock.
         """
         dist.barrier(self._group)
-        answer = [0, 0, 0, 0]
+        answer = [0, 0, 0]
         if self._program is not None:
             assert self._program.stdin is not None
             assert self._program.stdout is not None
             print(file=self._program.stdin, flush=True)
             answer = [int(word) for word in self._program.stdout.readline().split()]
         dist.broadcast_object_list(answer, 0, group=self._group)
-        peak, now, _, self.when = answer
+        peak, now, self.when = answer
         return peak // self._group.size() - self._start, now // self._group.size() - self._start
 
     def close(self) -> None:

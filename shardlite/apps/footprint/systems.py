@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -38,7 +38,8 @@ from shardlite.params import partition_module
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 """Of AdamW. They do not change what is held."""
 
-OPTIMIZER = f"fused AdamW, lr {OPTIONS['lr']:g}, betas {OPTIONS['betas']}, weight decay 0.1, no clipping"
+ADAMW = f"fused AdamW, lr {OPTIONS['lr']:g}, betas {OPTIONS['betas']}, weight decay {OPTIONS['weight_decay']}"
+OPTIMIZER = f"{ADAMW}, no clipping"
 
 
 @dataclass(frozen=True)
@@ -95,24 +96,47 @@ def wrap_ddp(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
 
 
-def wrap_fsdp1(model: nn.Module, units: Sequence[nn.Module], group: dist.ProcessGroup) -> nn.Module:
-    """Return PyTorch's older full sharding, which has flat parameters, too."""
+def wrap_fsdp1(
+    model: nn.Module, units: Sequence[nn.Module], group: dist.ProcessGroup, precision: Precision
+) -> nn.Module:
+    """Return PyTorch's older full sharding, which has flat parameters, too. See `wrap_fsdp2` for the arguments."""
     chosen = set(units)
-    return FullyShardedDataParallel(
-        model,
-        process_group=group,
-        auto_wrap_policy=CustomPolicy(lambda module: module in chosen),
-        device_id=torch.device("cpu"),
-        use_orig_params=True,
-    )
+    policy = None
+    if precision.compute is not None:
+        policy = MixedPrecision(param_dtype=precision.compute, reduce_dtype=precision.reduce)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")  # one rank has nothing to shard
+        return FullyShardedDataParallel(
+            model,
+            process_group=group,
+            auto_wrap_policy=CustomPolicy(lambda module: module in chosen),
+            device_id=_device_of(model),
+            mixed_precision=policy,
+            use_orig_params=True,
+        )
 
 
-def wrap_fsdp2(model: nn.Module, units: Sequence[nn.Module], group: dist.ProcessGroup) -> nn.Module:
-    """Shard a model by PyTorch's `fully_shard`, unit by unit, and return it."""
-    mesh, policy = DeviceMesh.from_group(group, "cpu"), MixedPrecisionPolicy()
+def wrap_fsdp2(
+    model: nn.Module, units: Sequence[nn.Module], group: dist.ProcessGroup, precision: Precision
+) -> nn.Module:
+    """Shard a model by PyTorch's `fully_shard`, unit by unit, and return it.
+
+    Args:
+        model: on the device on which it is trained.
+        units: modules that are gathered each as a whole, the inner ones first, without the root.
+        group: all ranks.
+        precision: `compute` and `reduce` are used. Without `compute` gradients are reduced in their own dtype.
+    """
+    mesh = DeviceMesh.from_group(group, _device_of(model).type)
+    reduce = None if precision.compute is None else precision.reduce
+    policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=reduce)
     for unit in [*units, model]:
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     return model
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
 
 
 def _import_zero() -> type[Optimizer]:
@@ -130,7 +154,43 @@ def zero_optimizer(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> 
     return optimizer
 
 
-def _torch_adamw(params: Iterable[nn.Parameter]) -> Optimizer:
+def deepspeed_engine(
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    optimizer: Optimizer,
+    *,
+    stage: int,
+    accumulation: int = 1,
+    max_norm: float | None = None,
+) -> Any:
+    """Return DeepSpeed's engine on the default group. Its buckets have the size of the largest of `units`.
+
+    The default is 2 GB. DeepSpeed has to be installed.
+
+    Args:
+        model: on the device on which it is trained.
+        units: modules that ShardLite gathers as a whole; without any, a bucket has the size of the model.
+        optimizer: of the model's parameters.
+        stage: of ZeRO, 1 to 3.
+        accumulation: micro-batches in a step.
+        max_norm: to which gradients are clipped; `None` clips nothing.
+    """
+    import deepspeed
+
+    numel = max(sum(param.numel() for param in unit.parameters()) for unit in units or [model])
+    config = {
+        "train_micro_batch_size_per_gpu": 1,  # it counts no samples
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": max_norm or 0.0,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": numel, "allgather_bucket_size": numel},
+        "zero_allow_untested_optimizer": True,
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    return engine
+
+
+def torch_adamw(params: Iterable[nn.Parameter]) -> Optimizer:
+    """Return PyTorch's fused AdamW with `OPTIONS`."""
     return torch.optim.AdamW(params, fused=True, **OPTIONS)
 
 
@@ -158,12 +218,12 @@ def _build_activations(source: Source, group: dist.ProcessGroup, *, dtype: torch
 def _build_plain(source: Source, group: dist.ProcessGroup) -> Trainer:
     del group
     model = source.make()
-    return _trainer(source, model, _torch_adamw(model.parameters()))
+    return _trainer(source, model, torch_adamw(model.parameters()))
 
 
 def _build_ddp(source: Source, group: dist.ProcessGroup) -> Trainer:
     model = wrap_ddp(source.make(), group)
-    return _trainer(source, model, _torch_adamw(model.parameters()))
+    return _trainer(source, model, torch_adamw(model.parameters()))
 
 
 def _build_zero(source: Source, group: dist.ProcessGroup) -> Trainer:
@@ -175,27 +235,17 @@ def _build_fsdp(
     source: Source,
     group: dist.ProcessGroup,
     *,
-    wrap: Callable[[nn.Module, Sequence[nn.Module], dist.ProcessGroup], nn.Module],
+    wrap: Callable[[nn.Module, Sequence[nn.Module], dist.ProcessGroup, Precision], nn.Module],
 ) -> Trainer:
     model = source.make()
-    model = wrap(model, units_of(model), group)
-    return _trainer(source, model, _torch_adamw(model.parameters()))
+    model = wrap(model, units_of(model), group, Precision())
+    return _trainer(source, model, torch_adamw(model.parameters()))
 
 
 def _build_deepspeed(source: Source, group: dist.ProcessGroup, *, stage: int) -> Trainer:
-    """Build DeepSpeed's engine. Its buckets have the size of the largest unit; the default is 2 GB."""
     del group  # it takes the default group
-    import deepspeed
-
     model = source.make()
-    numel = max(sum(param.numel() for param in module.parameters()) for module in [*units_of(model), model])
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": numel, "allgather_bucket_size": numel},
-    }
-    optimizer = _torch_adamw(model.parameters())
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    engine = deepspeed_engine(model, units_of(model), torch_adamw(model.parameters()), stage=stage)
     return Trainer(engine, source.loss(engine, None), engine.step, engine.backward)
 
 

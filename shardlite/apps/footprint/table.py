@@ -42,6 +42,17 @@ def runs(rows: Sequence[Row]) -> Iterator[list[Row]]:
         yield sorted(run, key=lambda row: "error" in row)
 
 
+def model_stem(row: Row) -> str:
+    """Return the name of a file of all rows of a model, without its ending: `footprint-gpt2`."""
+    return "footprint-" + "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in row["model"])
+
+
+def run_stem(row: Row) -> str:
+    """Return the name of a file of the run of a row, without its ending: `footprint-gpt2-2ranks-busy`."""
+    ways = ["default-malloc"] * (row.get("malloc") == "default") + ["busy"] * bool(row.get("busy"))
+    return "-".join([model_stem(row), f"{row['ranks']}ranks", *ways])
+
+
 def cells(run: Sequence[Row]) -> list[list[str]]:
     """Return the names of the columns, and the cells of each system that was measured."""
     measured = [row for row in run if "error" not in row]

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from shardlite.apps.memory.recorder import Timeline, record
 from shardlite.apps.memory.report import Comparison, heading, table
 from shardlite.apps.memory.systems import build_fsdp2, build_shardlite
+from shardlite.apps.outputs import check_file
+from shardlite.apps.plan.command import check_numbers, precision_of
 from shardlite.apps.plan.plan import Planner, Setting
 from shardlite.apps.plan.source import Source, find_source
-from shardlite.config import Precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,23 +40,17 @@ class Request:
 
         Raises:
             ValueError: an option has a value that it cannot have.
-            OSError: the folder of the picture does not exist.
+            OSError: there cannot be a picture at its path.
             ModuleNotFoundError: a picture needs matplotlib.
         """
-        for name, least in (("batch", 1), ("context", 1), ("prefetch", 0)):
-            value = getattr(options, name)
-            if value is not None and value < least:
-                raise ValueError(f"--{name} must be at least {least}, got {value}")
+        check_numbers(options)
         if options.timeline is not None:
-            _check_picture(options.timeline)
-        precision = Precision(
-            compute=None if options.compute is None else dtypes[options.compute],
-            reduce=dtypes[options.reduce],
-            master="split24" if options.master == "split24" else torch.float32,
-        )
+            check_file("--timeline", options.timeline)
+            if importlib.util.find_spec("matplotlib") is None:
+                raise ModuleNotFoundError("matplotlib is not installed", name="matplotlib")
         setting = Setting(
             stage=options.stage,
-            precision=precision,
+            precision=precision_of(options, dtypes),
             state=options.state,
             in_backward=options.in_backward,
             prefetch=options.prefetch,
@@ -63,6 +58,16 @@ class Request:
         )
         source = find_source(options.model, options.batch, options.context, options.inputs)
         return Request(source=source, setting=setting, picture=options.timeline)
+
+
+def check(request: Request, ranks: int) -> None:
+    """Plan the run, to find errors of the model and of the setting before ranks are started.
+
+    Raises:
+        SourceError: the model cannot be made, called or traced.
+        LayoutError: ShardLite does not accept the model or the setting.
+    """
+    Planner(request.source, progress=_say).plan(replace(request.setting, world_size=ranks))
 
 
 def run(request: Request) -> None:
@@ -82,13 +87,6 @@ def run(request: Request) -> None:
         dist.destroy_process_group()
     if rank == 0:
         _show(request, setting, timelines)
-
-
-def _check_picture(path: Path) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ModuleNotFoundError("matplotlib is not installed", name="matplotlib")
-    if not path.absolute().parent.is_dir():
-        raise FileNotFoundError(f"--timeline {path}: there is no folder {path.absolute().parent}")
 
 
 def _measure(request: Request, setting: Setting) -> list[Timeline]:

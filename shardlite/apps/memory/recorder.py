@@ -62,7 +62,7 @@ class Timeline:
 
     @property
     def peak(self) -> int:
-        """The most bytes together."""
+        """Return the most bytes together."""
         return max(self.totals)
 
     def places(self) -> list[float]:
@@ -76,7 +76,7 @@ class Timeline:
 
 
 def record(name: str, build: Callable[[], System], source: Source) -> Timeline:
-    """Build a system, train it for some steps, and record one. Collective."""
+    """Build a system, train it for some steps, and record one. To be called by every rank."""
     before = _live()
     system = build()
     loss = source.loss(system.model, None)
@@ -168,7 +168,7 @@ class _Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record inside."""
+        """Record the operators and phases of the block."""
         handles = [
             handle
             for number, name in enumerate(self.system.units)
@@ -182,7 +182,7 @@ class _Recorder:
                 handle.remove()
 
     def _watch(self, unit: int, module: nn.Module) -> Iterator[Any]:
-        """Let a unit's passes begin phases. Its forward begins before its weights are gathered."""
+        """Register hooks by which a unit's passes begin phases. A forward begins before its weights are gathered."""
 
         def after(_: nn.Module, __: Any, outputs: Any) -> None:
             grown = [each for each in tree_leaves(outputs) if isinstance(each, Tensor) and each.requires_grad]

@@ -22,7 +22,7 @@ class Comparison:
 
     @cached_property
     def prompt(self) -> Course:
-        """The course of a step whose reductions are over before the next gradient: a run holds no less."""
+        """Return the course of a step whose reductions end before the next gradient: a run holds no less."""
         return course_of(self.plan.budget, self.plan.events, prompt=True)
 
     def rows(self) -> Iterator[tuple[str, int, int, int]]:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 
 from shardlite import AdamW, ShardLite
+from shardlite.apps.footprint.systems import wrap_fsdp2
 from shardlite.apps.plan.plan import Setting
 from shardlite.apps.plan.source import Source
 from shardlite.telemetry import Held
@@ -42,7 +42,7 @@ class System:
 
 
 def build_shardlite(source: Source, setting: Setting) -> System:
-    """Wrap a new model. Collective."""
+    """Wrap a new model. To be called by every rank."""
     torch.manual_seed(SEED)
     module = source.make()
     model = ShardLite(
@@ -63,16 +63,11 @@ def build_shardlite(source: Source, setting: Setting) -> System:
 
 
 def build_fsdp2(source: Source, setting: Setting, units: Sequence[str]) -> System:
-    """Shard a new model by FSDP2: each of `units`, then the root. Fused AdamW in fp32. Collective."""
+    """Shard a new model by FSDP2: each of `units`, then the root. To be called by every rank."""
     torch.manual_seed(SEED)
     module = source.make()
-    mesh = init_device_mesh("cpu", (setting.world_size,))
-    precision = setting.precision
-    policy = MixedPrecisionPolicy(
-        param_dtype=precision.compute, reduce_dtype=None if precision.compute is None else precision.reduce
-    )
-    for name in units:
-        fully_shard(module.get_submodule(name), mesh=mesh, mp_policy=policy)
-    fully_shard(module, mesh=mesh, mp_policy=policy)
+    group = dist.group.WORLD
+    assert group is not None
+    wrap_fsdp2(module, [module.get_submodule(name) for name in units], group, setting.precision)
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)
     return System(model=module, module=module, optimizer=optimizer, units=units, held=dict)

@@ -46,10 +46,7 @@ class Request:
         """
         if options.cluster is not None and options.cluster not in CLUSTERS:
             raise ValueError(f"--cluster {options.cluster!r} is not one of {', '.join(CLUSTERS)}")
-        for name, least in (("batch", 1), ("context", 1), ("prefetch", 0)):
-            value = getattr(options, name)
-            if value is not None and value < least:
-                raise ValueError(f"--{name} must be at least {least}, got {value}")
+        check_numbers(options)
         cluster = None if options.cluster is None else CLUSTERS[options.cluster]
         return Request(
             source=find_source(options.model, options.batch, options.context, options.inputs),
@@ -60,6 +57,31 @@ class Request:
             json=options.json,
             plots=options.plots,
         )
+
+
+def check_numbers(options: Namespace) -> None:
+    """Raise an error if a number of a command line is too small.
+
+    Raises:
+        ValueError: the message names the option.
+    """
+    for name, least in (("batch", 1), ("context", 1), ("prefetch", 0)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise ValueError(f"--{name} must be at least {least}, got {value}")
+
+
+def precision_of(options: Namespace, dtypes: Mapping[str, torch.dtype]) -> Precision:
+    """Return the precision of a command line, whose options have the names of `dtypes`.
+
+    Raises:
+        ValueError: the dtypes do not go together.
+    """
+    return Precision(
+        compute=None if options.compute is None else dtypes[options.compute],
+        reduce=dtypes[options.reduce],
+        master="split24" if options.master == "split24" else torch.float32,
+    )
 
 
 def run(request: Request, *, progress: Callable[[str], None]) -> str:
@@ -88,11 +110,7 @@ def run(request: Request, *, progress: Callable[[str], None]) -> str:
 
 def _settings(options: Namespace, dtypes: Mapping[str, torch.dtype], *, on_gpu: bool) -> Iterator[Setting]:
     """Yield each stage, without and with checkpointing."""
-    precision = Precision(
-        compute=None if options.compute is None else dtypes[options.compute],
-        reduce=dtypes[options.reduce],
-        master="split24" if options.master == "split24" else torch.float32,
-    )
+    precision = precision_of(options, dtypes)
     for stage in options.stage:
         for recomputes in {"both": (False, True), "with": (True,), "without": (False,)}[options.checkpoint]:
             yield Setting(

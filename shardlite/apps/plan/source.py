@@ -135,8 +135,8 @@ def _imported(path: str, option: str) -> Callable[[], Any]:
         sys.path.insert(0, str(Path.cwd()))
     try:
         found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as wrong:
-        raise SourceError(f"{option} {path}: {wrong}") from wrong
+    except Exception as wrong:  # the module's own code runs
+        raise SourceError(f"{option} {path}: {type(wrong).__name__}: {wrong}") from wrong
     if not callable(found):
         raise SourceError(
             f"{option} {path} is a {type(found).__name__}; a function or class without arguments is needed"

@@ -89,6 +89,12 @@ BENCHES = {
         values=("efficiency",),
         axis="ranks",
     ),
+    "scale-fit": Bench(
+        question="What is scaling simulated from?",
+        words="Seconds of computation and of the optimizer's step on one rank, and the link that fits collectives of"
+        " two.",
+        command="python -m bench.scale",
+    ),
     "ring": Bench(
         question="How fast are the collectives?",
         words="Times of a call on the slowest rank, on fp32 buffers, beside the peer's own collective (gloo or NCCL).",
@@ -148,6 +154,13 @@ BENCHES = {
         question="How long is a run away when a rank dies?",
         command="python -m bench.faults.restart --ranks {ranks}",
     ),
+    "notice": Bench(
+        question="When do ranks notice that another one is gone?",
+        words="From the kill of a rank to an error on the slowest of the others.",
+        command="python -m bench.faults.notice --ranks {ranks} --model {model}",
+        labels=("transport",),
+        values=("seconds_p50",),
+    ),
     "strategies": Bench(
         question="How do the ways of data parallelism train?",
         words="The same model on the same batches, each strategy written in the simplest way. Averaged parameters"
@@ -165,6 +178,11 @@ BENCHES = {
         labels=("batch", "rule", "lr"),
         values=("losses",),
         axis="samples",
+    ),
+    "strategies-accumulation": Bench(
+        question="Are accumulated gradients those of the large batch?",
+        words="How far each is from the exact gradient, as a part of it. A tolerance of 1 is as much as is allowed.",
+        command="python -m bench.strategies --what batch",
     ),
     "kernels": Bench(
         question="How fast are the kernels?",
@@ -206,6 +224,12 @@ BENCHES = {
         command="python -m bench.gpu",
         labels=("probe", "system", "operation", "format"),
         values=("ms_p50", "peak_bytes"),
+    ),
+    "suite": Bench(
+        question="How did the benches end?",
+        command="python -m bench",
+        labels=("suite",),
+        values=("seconds",),
     ),
 }
 

@@ -19,7 +19,7 @@ _BINARY = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
 _WORDS = {
     **{word: word.upper() for word in ("cpu", "gpu", "pss", "ddp", "fsdp1", "fsdp2", "lr")},
     **{"ms": "time", "us": "time", "seconds": "time", "gbps": "rate", "bytes": "size", "nbytes": "size"},
-    **{"algbw": "algorithm", "busbw": "bus", "held": "held", "main": "main thread"},
+    **{"algbw": "algorithm", "busbw": "bus", "main": "main thread"},
 }
 _TITLES = {
     "mb_per_s": "MB/s",
@@ -49,8 +49,10 @@ _SYSTEMS = {
     "fsdp2": "FSDP2",
     **{f"deepspeed{stage}": f"DeepSpeed, ZeRO-{stage}" for stage in range(1, 4)},
     **{f"stage{stage}": f"ShardLite, stage {stage}" for stage in range(4)},
-    **{name: f"ShardLite, {name}" for name in ("p2p", "collectives", "in_backward", "in_backward, prefetch 0")},
-    **{name: f"ShardLite, {name}" for name in ("bf16", "bf16, split24", "bf16, int8", "int8", "split24", "compact")},
+    **{name: f"ShardLite, {name}" for name in ("p2p", "collectives", "int8", "split24", "compact")},
+    **{name: f"ShardLite, {name}" for name in ("bf16", "bf16, split24", "bf16, int8")},
+    "in_backward": "ShardLite, in-backward step",
+    "in_backward, prefetch 0": "ShardLite, in-backward step, prefetch 0",
     "tree": "ShardLite, in the order of a tree",
     "shardlite": "ShardLite",
     "torch": "PyTorch",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
+from shardlite.apps.outputs import check_file
 from shardlite.apps.report.benches import BENCHES, Bench, bench_of
 from shardlite.apps.report.cells import numbers
 from shardlite.apps.report.plots import COLOURS, caption, plot
@@ -32,13 +33,14 @@ def write_report(paths: Sequence[Path], out: Path, *, progress: Callable[[str], 
 
     Raises:
         ValueError: a line is no row, or there is none. The message names file and line.
-        OSError: a file cannot be read or written.
+        OSError: a file cannot be read, or there cannot be one at `out`.
         ModuleNotFoundError: matplotlib is not installed.
 
     Example::
 
         write_report([Path("bench/results")], Path("report.html"))
     """
+    check_file("--out", out)
     rows = read_rows(paths)
     out.write_text(page(rows, progress=progress), encoding="utf-8")
     return len(rows)

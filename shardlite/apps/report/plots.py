@@ -199,7 +199,7 @@ def _parts(row: Row, bench: Bench) -> dict[str, float]:
 
 
 def _lines(figure: Figure, run: Run, bench: Bench, key: str) -> None:
-    """Draw a line for each series over the axis, which is logarithmic if there are few places on it."""
+    """Draw a line for each series over the axis, which is logarithmic if few places are on it, and none is 0."""
     figure.set_size_inches(_WIDTH, 3.2)
     axes = figure.subplots()
     series = _series(run, bench, key)
@@ -217,7 +217,8 @@ def _lines(figure: Figure, run: Run, bench: Bench, key: str) -> None:
     elif few:
         axes.set_ylim(bottom=0)
     if few:
-        axes.set_xscale("log", base=2)
+        if places[0] > 0:
+            axes.set_xscale("log", base=2)
         axes.set_xticks(places, [_tick(bench.axis, each) for each in places])
     axes.minorticks_off()
     axes.set_xlabel(title(bench.axis))

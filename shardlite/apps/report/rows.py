@@ -27,25 +27,14 @@ NOISE = ("rounds", "load", "verified")
 """What may differ from row to row or from day to day without being another setting."""
 
 SETTINGS = (
-    *(
-        "model",
-        "words",
-        "training",
-        "parameters",
-        "operation",
-        "cluster",
-        "mode",
-        "device",
-        "ranks",
-        "world_size",
-        "threads",
-        "transport",
-    ),
-    *("precision", "accumulation", "clip", "numel", "order", "optimizer", "units", "batch", "context"),
-    *("steps", "budget_bytes", "within", "malloc", "busy", "probe", "dry"),
+    *("model", "words", "training", "parameters", "operation", "cluster", "mode", "device", "ranks", "world_size"),
+    *("threads", "transport", "precision", "accumulation", "clip", "numel", "order", "optimizer", "units", "batch"),
+    *("context", "steps", "budget_bytes", "within", "malloc", "busy", "probe", "dry"),
 )
 """What was run, most telling first. Rows are compared if they agree in these, except in those that label a row."""
 
+TOLD_ELSEWHERE = ("bench", "command", "suite")
+"""Keys of rows that are neither a column nor a fact: the page has a section for each bench, and shows the command."""
 
 _DEFAULTS: Row = {"precision": "fp32", "accumulation": 1}
 """Settings of rows that do not name them."""
@@ -71,7 +60,11 @@ def _files(path: Path) -> list[Path]:
 
 
 def _rows_of(file: Path) -> list[Row]:
-    lines = enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as wrong:
+        raise ValueError(f"{file}: not a file of rows, which is text in UTF-8 ({wrong.reason})") from None
+    lines = enumerate(text.splitlines(), 1)
     return [{**_row(line, f"{file}, line {number}"), FILE: file.name} for number, line in lines if line.strip()]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shardlite.apps.report.benches import Bench
 from shardlite.apps.report.cells import QUANTILES, heading, is_number, texts, title, unit
-from shardlite.apps.report.rows import NOISE, PROVENANCE, SETTINGS, Row, Run, flat, keys_of
+from shardlite.apps.report.rows import NOISE, PROVENANCE, SETTINGS, TOLD_ELSEWHERE, Row, Run, flat, keys_of
 
 _LOW, _MEDIAN, _HIGH = QUANTILES
 
@@ -54,7 +54,7 @@ def names_of(settings: Sequence[Run], bench: Bench) -> list[str]:
 def facts(run: Run, settings: Sequence[Run], bench: Bench) -> list[str]:
     """Return what is so for all rows of a run, and is neither in its name nor in `provenance`."""
     rows = [flat(row) for row in run]
-    told = {*PROVENANCE, "bench", "command", *bench.labels, *_hidden(bench)}
+    told = {*PROVENANCE, *TOLD_ELSEWHERE, *bench.labels, *_hidden(bench)}
     if len(settings) == 1 or "words" in _varying([each[0] for each in settings], bench):
         told |= {"words", "model"}
     told |= set(_varying([each[0] for each in settings], bench))
@@ -67,7 +67,7 @@ def columns(run: Run, bench: Bench) -> list[Column]:
     """Return the columns of a run's table: labels first, then what differs between rows."""
     rows = [flat(row) for row in run]
     present = keys_of(rows)
-    left_out = {*PROVENANCE, "bench", "command", *bench.labels, *_hidden(bench), *NOISE}
+    left_out = {*PROVENANCE, *TOLD_ELSEWHERE, *bench.labels, *_hidden(bench), *NOISE}
     named = [key for key in bench.labels if key in present]
     labels = [key for key in named if len(rows) == 1 or key == "system" or not _is_fact(rows, key)]
     others = [key for key in present if _base(key) not in left_out and not _is_fact(rows, key)]
