@@ -68,7 +68,7 @@ def _mebibytes(row: Row, less: int) -> str:
 
 
 def _run(row: Row) -> tuple[object, ...]:
-    return row["model"], row["ranks"], row["transport"]
+    return row["model"], row["ranks"], row["transport"], row["machine"], row["date"]
 
 
 def _settings(rows: Sequence[Row]) -> list[str]:
