@@ -69,7 +69,7 @@ def _step(name: str, options: str, systems: Iterable[str], seconds: float) -> Pa
 PARTS: Sequence[Part] = (
     _step(
         "step-gpt-2ranks",
-        "--ranks 2 --model gpt --steps 6",
+        "--ranks 2 --model gpt --steps 5",
         _STEPPED,
         270,
     ),
@@ -87,13 +87,13 @@ PARTS: Sequence[Part] = (
     ),
     _step(
         "step-mlp",
-        "--ranks 2 4 --model mlp --steps 7",
+        "--ranks 2 4 --model mlp --steps 6",
         _STEPPED,
         200,
     ),
     Part(
         "scale",
-        "-m bench.scale --steps 5",
+        "-m bench.scale --steps 4",
         180,
         "-m bench.scale --model tiny --ranks 1 2 --steps 1 --named dgx-h100 --planned demo-tiny",
     ),
@@ -106,7 +106,7 @@ PARTS: Sequence[Part] = (
     ),
     _step("step-settings", f"--ranks 2 1 {_SETTINGS} --clip none 1.0", ("floor", "ddp", "fsdp2", "stage3"), 220),
     _step("step-settings-4ranks", f"--ranks 4 {_SETTINGS} --clip 1.0", ("floor", "ddp", "fsdp2", "stage3"), 120),
-    _step("step-gpt-4ranks", "--ranks 4 --model gpt --steps 4", ("floor", "ddp", "fsdp2", "stage0", "stage3"), 220),
+    _step("step-gpt-4ranks", "--ranks 4 --model gpt --steps 3", ("floor", "ddp", "fsdp2", "stage0", "stage3"), 220),
     Part(
         "kernels",
         "-m bench.kernels --device cpu --numel 1e6 --threads 1 --rounds 8 --seconds 2",
