@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardlite import ShardLite
+from shardlite.comm import all_gather_json
 
 _PAUSE = 0.002
 """Seconds between two looks at `memory()`."""
@@ -25,8 +26,7 @@ class Sampler:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        processes: list[int] = [0] * group.size()
-        dist.all_gather_object(processes, os.getpid(), group=group)
+        processes = all_gather_json(group, os.getpid(), "the numbers of the processes")
         self._program = None
         if group.rank() == 0:
             command = [sys.executable, "-S", "-E", str(Path(__file__).parent / "pss.py"), *map(str, processes)]
@@ -46,8 +46,7 @@ class Sampler:
             assert self._program.stdout is not None
             print(file=self._program.stdin, flush=True)
             answer = [int(word) for word in self._program.stdout.readline().split()]
-        dist.broadcast_object_list(answer, 0, group=self._group)
-        peak, now, self.when = answer
+        peak, now, self.when = all_gather_json(self._group, answer, "what the processes hold")[0]
         return peak // self._group.size() - self._start, now // self._group.size() - self._start
 
     def close(self) -> None:
@@ -81,8 +80,7 @@ class Account:
     def mean_at(self, when: int, group: dist.ProcessGroup) -> dict[str, int]:
         """Return the bytes by purpose at a moment of the monotonic clock, means of the ranks. All ranks call it."""
         own = self._said[max(0, bisect(self._said, when, key=itemgetter(0)) - 1)][1]
-        said: list[dict[str, int]] = [own] * group.size()
-        dist.all_gather_object(said, own, group=group)
+        said = all_gather_json(group, own, "what memory() says")
         return {purpose: sum(each.get(purpose, 0) for each in said) // len(said) for purpose in own}
 
     def _watch(self) -> None:
