@@ -324,16 +324,20 @@ class Run:
         return losses
 
     def cost(self) -> tuple[Any, Any]:
-        """Return the bytes that this rank holds, and what another step sends."""
+        """Return the bytes that this rank holds, and what another step sends.
+
+        What ranks tell each other of the order of gathers is left out: it travels beside the steps, at any moment.
+        """
         before = self.model.traffic()
         self.train([7])
         sent = {
             (unit, purpose): (each.calls - before[unit][purpose].calls, each.nbytes - before[unit][purpose].nbytes)
             for unit, purposes in self.model.traffic().items()
             for purpose, each in purposes.items()
-            if purpose in before.get(unit, {})
+            if purpose in before.get(unit, {}) and purpose != "order negotiation"
         }
         held = {purpose: each.now for purpose, each in self.model.memory().items() if each.now}
+        held.pop("messages", None)  # of that
         del held["idle shared memory"]  # other models have some of it
         return held, {what: each for what, each in sent.items() if each != (0, 0)}
 
