@@ -753,8 +753,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/apps/footprint/command.py",
         "condition",
-        "if value is not None and value < 1:",
-        "if value is not None and value < 0:",
+        "check_numbers(options, batch=1, context=1, steps=1)",
+        "check_numbers(options, batch=1, context=1, steps=0)",
         "a run without steps is started",
     ),
     (

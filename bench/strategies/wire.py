@@ -1,4 +1,4 @@
-"""Count the bytes that this rank sends, whoever sends them."""
+"""Count the bytes that this rank sends, by calls of `torch.distributed` and by ShardLite."""
 
 from __future__ import annotations
 

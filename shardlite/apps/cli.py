@@ -120,18 +120,12 @@ def _add_plan_run(group: Any) -> None:
 
 def _plan(parser: ArgumentParser, options: Namespace) -> int:
     """Print the plan, and write what else was asked for."""
+    from shardlite.apps.options import usage_errors
     from shardlite.apps.plan.command import Request, run
-    from shardlite.errors import LayoutError
 
-    try:
+    with usage_errors(parser, "--plots"):
         request = Request.of(options, {name: _dtype(name) for name in _DTYPES})
         print(run(request, progress=lambda words: print(f"{words} ...", file=sys.stderr, flush=True)))
-    except ModuleNotFoundError as missing:
-        if missing.name != "matplotlib":
-            raise
-        parser.error("--plots needs matplotlib, which is not installed; pip install 'shardlite[demo]'")
-    except (ValueError, OSError, LayoutError) as wrong:
-        parser.error(str(wrong))
     return 0
 
 
@@ -153,19 +147,13 @@ def _memory(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]
     """Check the options, then start the ranks, or run as one of them."""
     from shardlite.apps.launch import launch
     from shardlite.apps.memory.command import Request, check, run
-    from shardlite.errors import LayoutError
+    from shardlite.apps.options import usage_errors
 
     started, ranks = _started_ranks(parser, options), options.ranks or 2
-    try:
+    with usage_errors(parser, "--timeline"):
         request = Request.of(options, {name: _dtype(name) for name in _DTYPES})
         if started is None:
             check(request, ranks)
-    except ModuleNotFoundError as missing:
-        if missing.name != "matplotlib":
-            raise
-        parser.error("--timeline needs matplotlib, which is not installed; pip install 'shardlite[demo]'")
-    except (ValueError, OSError, LayoutError) as wrong:
-        parser.error(str(wrong))
     if started is None:
         return launch(ranks, arguments)
     run(request)

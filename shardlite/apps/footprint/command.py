@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardlite.apps.outputs import check_file, check_folder
+from shardlite.apps.options import check_file, check_folder, check_numbers, usage_errors
 
 DEFAULT = ("ddp", "zero", "fsdp1", "fsdp2", "stage0", "stage1", "stage2", "stage3", "in_backward", "compact")
 """Systems of a run in which none are named."""
@@ -60,16 +60,11 @@ def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) ->
 
     if options.row is not None and "RANK" in os.environ:
         return be_rank(find, options.systems[0], options.row, steps=options.steps)
-    try:
+    status = 0
+    with usage_errors(parser, "--plots"):
         systems = _check(options)
-        source = find()
-        return _run_all(source, systems, options, _of_model(options))
-    except ModuleNotFoundError as missing:
-        if missing.name != "matplotlib":
-            raise
-        parser.error("--plots needs matplotlib, which is not installed; pip install 'shardlite[demo]'")
-    except (ValueError, OSError) as wrong:
-        parser.error(str(wrong))
+        status = _run_all(find(), systems, options, _of_model(options))
+    return status
 
 
 def _run_all(source: Any, systems: Sequence[str], options: Namespace, arguments: Sequence[str]) -> int:
@@ -105,10 +100,7 @@ def _check(options: Namespace) -> list[str]:
 
     if not Path("/proc/self/smaps_rollup").exists():
         raise ValueError("the memory of processes is read from /proc/PID/smaps_rollup, which this system does not have")
-    for name in ("batch", "context", "steps"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} must be at least 1, got {value}")
+    check_numbers(options, batch=1, context=1, steps=1)
     if min(options.ranks) < 1:
         raise ValueError(f"--ranks must be at least 1, got {min(options.ranks)}")
     check_file("--json", options.json)

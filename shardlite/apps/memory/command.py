@@ -18,8 +18,8 @@ import torch.distributed as dist
 from shardlite.apps.memory.recorder import Timeline, record
 from shardlite.apps.memory.report import Comparison, heading, table
 from shardlite.apps.memory.systems import build_fsdp2, build_shardlite
-from shardlite.apps.outputs import check_file
-from shardlite.apps.plan.command import check_numbers, precision_of
+from shardlite.apps.options import check_file, check_numbers
+from shardlite.apps.plan.command import precision_of
 from shardlite.apps.plan.plan import Planner, Setting
 from shardlite.apps.plan.source import Source, find_source
 
@@ -43,7 +43,7 @@ class Request:
             OSError: there cannot be a picture at its path.
             ModuleNotFoundError: a picture needs matplotlib.
         """
-        check_numbers(options)
+        check_numbers(options, batch=1, context=1, prefetch=0)
         if options.timeline is not None:
             check_file("--timeline", options.timeline)
             if importlib.util.find_spec("matplotlib") is None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from shardlite.apps.options import check_numbers
 from shardlite.apps.plan.clusters import CLUSTERS, Cluster
 from shardlite.apps.plan.plan import Planner, Setting
 from shardlite.apps.plan.report import Group, as_json, memory_of, text
@@ -46,7 +47,7 @@ class Request:
         """
         if options.cluster is not None and options.cluster not in CLUSTERS:
             raise ValueError(f"--cluster {options.cluster!r} is not one of {', '.join(CLUSTERS)}")
-        check_numbers(options)
+        check_numbers(options, batch=1, context=1, prefetch=0)
         cluster = None if options.cluster is None else CLUSTERS[options.cluster]
         return Request(
             source=find_source(options.model, options.batch, options.context, options.inputs),
@@ -57,18 +58,6 @@ class Request:
             json=options.json,
             plots=options.plots,
         )
-
-
-def check_numbers(options: Namespace) -> None:
-    """Raise an error if a number of a command line is too small.
-
-    Raises:
-        ValueError: the message names the option.
-    """
-    for name, least in (("batch", 1), ("context", 1), ("prefetch", 0)):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise ValueError(f"--{name} must be at least {least}, got {value}")
 
 
 def precision_of(options: Namespace, dtypes: Mapping[str, torch.dtype]) -> Precision:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
-from shardlite.apps.outputs import check_file
+from shardlite.apps.options import check_file
 from shardlite.apps.report.benches import BENCHES, Bench, bench_of
 from shardlite.apps.report.cells import numbers
 from shardlite.apps.report.plots import COLOURS, caption, plot

@@ -1,4 +1,4 @@
-"""What is said of a run, and the columns of its table: keys with one value are facts, the others are columns."""
+"""The facts of a run and the columns of its table: keys with one value are facts, the others are columns."""
 
 from __future__ import annotations
 
