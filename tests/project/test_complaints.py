@@ -22,6 +22,7 @@ from tests.comm.test_races import HIDDEN, block_sizes, late_messages, on_rows, p
 from tests.comm.test_races import WIDTH as LARGE
 from tests.support.models.residual import WIDTH, net, square
 from tests.support.models.small import VOCABULARY, LanguageModel, Residual
+from tests.support.patience import passes_over
 from tests.support.ranks.cluster import Cluster
 from tests.support.ranks.forkserver import ForkServer
 from tests.support.twins.sharded import WIDE, Pair, Turn, same_bits, some_stages
@@ -324,20 +325,18 @@ class Run:
         return losses
 
     def cost(self) -> tuple[Any, Any]:
-        """Return the bytes that this rank holds, and what another step sends.
-
-        What ranks tell each other of the order of gathers is left out: it travels beside the steps, at any moment.
-        """
+        """Return the bytes that this rank holds, and what another step sends."""
+        passes_over(self.model)
         before = self.model.traffic()
         self.train([7])
+        passes_over(self.model)
         sent = {
             (unit, purpose): (each.calls - before[unit][purpose].calls, each.nbytes - before[unit][purpose].nbytes)
             for unit, purposes in self.model.traffic().items()
             for purpose, each in purposes.items()
-            if purpose in before.get(unit, {}) and purpose != "order negotiation"
+            if purpose in before.get(unit, {})
         }
         held = {purpose: each.now for purpose, each in self.model.memory().items() if each.now}
-        held.pop("messages", None)  # of that
         del held["idle shared memory"]  # other models have some of it
         return held, {what: each for what, each in sent.items() if each != (0, 0)}
 

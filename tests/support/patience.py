@@ -1,8 +1,9 @@
-"""Timeouts of tests, in proportion to the machine: `SHARDLITE_TEST_PATIENCE=4` makes each four times as long."""
+"""Waiting in tests, in proportion to the machine: `SHARDLITE_TEST_PATIENCE=4` makes each timeout four times as long."""
 
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 PATIENCE = float(os.environ.get("SHARDLITE_TEST_PATIENCE", "1"))
 
@@ -18,3 +19,8 @@ def until(there: Callable[[], bool], what: str = "it") -> None:
     while not there():
         assert time.monotonic() < deadline, f"{what} has not happened"
         time.sleep(0.001)
+
+
+def passes_over(model: Any) -> None:
+    """Wait for what ranks exchange beside the program at the end of each pass, so that it is counted. Collective."""
+    model._bridge.gatherer._coordinator._collect(lambda ended: True)
