@@ -657,11 +657,11 @@ class ShardLite(nn.Module):
         self._full = FullParameters(self.module, units, context, gatherer, self._backward.calls)
         self._hooks = ModuleHooks(self._backward, gatherer)
         solo = SoloGradientFlags(flats, context.device, diagnose=diagnose) if single_rank else None
-        nonfinite = solo.nonfinite if solo else self._reducer.nonfinite
+        nonfinite = solo.nonfinite if solo else self._reducer.results.nonfinite
         self._bridge = OptimizerBridge(
             shards=shards,
             skips=Skips(nonfinite, context.device, context.rank, warns=not diagnose),
-            clipper=Clipper(flats, context, self._reducer.reduced_norm, by_blocks=self._parts is not None),
+            clipper=Clipper(flats, context, self._reducer.results.reduced_norm, by_blocks=self._parts is not None),
             context=context,
             in_backward=self._in_backward,
             backward=self._backward,

@@ -14,9 +14,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from shardlite.comm import Context
 from shardlite.errors import PhaseError
 from shardlite.grads.part_sums import PartSums
-from shardlite.params import Buffer, BufferPool, Flat, Gradients, Slot, Unit, check_move
+from shardlite.params import BUCKETS, Buffer, BufferPool, Flat, Gradients, Slot, Unit, check_move
+
+PURPOSE = "gradient buckets"
+"""How the ledger names the memory of buckets, and of gradients that wait for it."""
 
 
 @dataclass(eq=False)
@@ -26,6 +30,9 @@ class Bucket:
     unit: Unit
     pools: Sequence[BufferPool]
     """Where memory is from, a pool for each flat."""
+
+    earlier: PartSums
+    """Sums over earlier parts of the global batch."""
 
     phase: Gradients = Gradients.EMPTY
     flats: list[Flat] = field(init=False)
@@ -50,10 +57,7 @@ class Bucket:
     """The ids of the module's parameters whose gradients the bucket holds."""
 
     reduced: bool = False
-    """Whether the bucket was reduced in the current backward."""
-
-    earlier: PartSums = field(init=False)
-    """Sums over earlier parts of the global batch."""
+    """Whether the gradients of the current backward are reduced, or added to those of earlier parts."""
 
     expected: int = field(init=False)
     """Number of parameters that have gradients."""
@@ -62,7 +66,6 @@ class Bucket:
     """Number of gradients that arrived in the current backward. A reentrant backward brings several per parameter."""
 
     def __post_init__(self) -> None:
-        self.earlier = PartSums(self.pools)
         self.follow_requires_grad()
 
     def move(self, to: Gradients) -> None:
@@ -120,17 +123,14 @@ class Bucket:
             return
         dense = grad.to_dense() if grad.is_sparse else grad
         if not self.full:
-            self._keep_early(key, dense.clone() if is_watched else dense)
+            self.early[key] = dense.clone() if is_watched else dense
+            if self.phase is Gradients.EMPTY:
+                self.move(Gradients.FILLING)
         elif key in self.used:
             self.places[key].add_(dense)
         else:
             self.places[key].copy_(dense)
         self.used.add(key)
-
-    def _keep_early(self, key: int, grad: Tensor) -> None:
-        self.early[key] = grad
-        if self.phase is Gradients.EMPTY:
-            self.move(Gradients.FILLING)
 
     def gradient(self, param: nn.Parameter) -> Tensor | None:
         """Return the gradient collected for `param`, or `None`."""
@@ -138,14 +138,6 @@ class Bucket:
         if self.phase is not Gradients.FILLING or key not in self.used:
             return None
         return self.early[key] if key in self.early else self.places[key]
-
-    def early_gradient(self, param: nn.Parameter) -> Tensor | None:
-        """Return the gradient of `param` as autograd made it, if it has arrived before `full` was allocated."""
-        return self.early.get(id(param))
-
-    def holds(self, param: nn.Parameter) -> bool:
-        """Return whether the bucket holds a gradient of `param`."""
-        return id(param) in self.used
 
     def multiply(self, factor: float) -> None:
         """Multiply all collected gradients by `factor`."""
@@ -169,10 +161,8 @@ class Bucket:
                 self.clear()
 
     def _name_of(self, param: nn.Parameter) -> str:
-        members = (
-            (each, slot) for flat in self.unit.flats for each, slot in zip(flat.params, flat.layout.slots, strict=True)
-        )
-        return next(slot.name for each, slot in members if each is param)
+        flat = next(flat for flat in self.unit.flats if any(each is param for each in flat.params))
+        return next(slot.name for each, slot in zip(flat.params, flat.layout.slots, strict=True) if each is param)
 
     def zero_the_rest(self) -> None:
         """Zero the padding and the places of missing gradients. The buffers were allocated uninitialised.
@@ -191,9 +181,9 @@ class Bucket:
     def _used_slots(self, flat: Flat) -> set[int]:
         return {i for i, row in enumerate(flat.rows) if id(flat.params[row]) in self.used}
 
-    def flags(self) -> list[int]:
-        """Return one flag per parameter that may have a gradient: 1 if the bucket holds one, else 0."""
-        return [int(id(flat.params[row]) in self.used) for flat in self.flats for row in flat.rows]
+    def flags(self, flats: Sequence[Flat]) -> list[int]:
+        """Return one flag per parameter of `flats` that may have a gradient: 1 if the bucket holds one, else 0."""
+        return [int(id(flat.params[row]) in self.used) for flat in flats for row in flat.rows]
 
     def first_bad(self) -> int | None:
         """Return the flag index of the first gradient with a NaN or an infinity, or `None`. Synchronizes the host."""
@@ -209,21 +199,29 @@ class Bucket:
         """Whether there are gradients that are not reduced yet."""
         return self.phase is Gradients.FILLING or bool(self.earlier)
 
-    def keep_part(self, most: int) -> None:
-        """Add the gradients to those of earlier parts, and be empty for the next part. Nothing may be missing.
-
-        Sums of `most` parts are kept apart.
-        """
-        parts = self.earlier.add_to(self.full, most)
-        self.earlier.keep(parts, self.full, self.buffers, self.used)
+    def keep_part(self) -> None:
+        """Add the gradients to those of earlier parts, and be empty for the next part. Nothing may be missing."""
+        self.earlier.keep(self.full, self.buffers, self.used)
         self.full, self.places, self.buffers, self.used = [], {}, [], set()
         self.move(Gradients.EMPTY)
+        self.reduced = True
 
-    def add_earlier_parts(self, most: int) -> int:
-        """Add the gradients of earlier parts, but for sums of `most` parts. Return how many parts there are in all."""
-        parts = self.earlier.add_to(self.full, most)
+    def add_earlier_parts(self) -> int:
+        """Add the gradients of earlier parts, but for sums that are kept apart. Return the number of all parts."""
+        parts = self.earlier.add_to(self.full)
         self.used |= self.earlier.used
         return parts + self.earlier.parts
+
+    def begin_reduction(self) -> None:
+        """Note that the gradients are on their way, so that no more may come in this backward."""
+        self.move(Gradients.REDUCING)
+        self.reduced = True
+
+    def start_over(self) -> None:
+        """Be ready for the next backward."""
+        self.arrivals, self.reduced = 0, False
+        self.unit.stepped.clear()
+        self.unit.overwritten.clear()
 
     def follow_requires_grad(self) -> None:
         """Update which parameters have gradients. Call it while the bucket is empty."""
@@ -243,6 +241,21 @@ class Bucket:
         self.earlier.clear()
         if self.phase is not Gradients.EMPTY:
             self.move(Gradients.EMPTY)
+
+
+def make_buckets(units: Sequence[Unit], context: Context, most_parts: int) -> dict[Unit, Bucket]:
+    """Make a bucket for each unit of a model, with a pool of memory for each of its flats.
+
+    Sums of `most_parts` parts of a global batch are kept apart until the unit is reduced.
+
+    Pools keep no bucket of the root. It exists at the end of a backward only, where there are no activations any more;
+    kept, it would add to what they take at their peak. The others are in use there already.
+    """
+    flats = range(max((len(unit.flats) for unit in units), default=0))
+    kept = [BufferPool(context, PURPOSE, most=BUCKETS) for _ in flats]
+    none = [BufferPool(context, PURPOSE, most=0) for _ in flats]
+    pools = {unit: none if unit.is_root or len(units) == 1 else kept for unit in units}
+    return {unit: Bucket(unit, pools[unit], PartSums(pools[unit], most_parts)) for unit in units}
 
 
 def _padding(flat: Flat) -> tuple[torch.dtype, tuple[tuple[int, int], ...]]:

@@ -31,7 +31,7 @@ class GradientFlags:
             bad: flags of this rank's means, each [] and above 0 if it has a NaN or an infinity, else 0.
         """
         flags = torch.cat([self._row(tuple(used)), torch.stack(list(bad)).sum(0, keepdim=True, dtype=torch.int32)])
-        self._add_up(flags, "gradient flags")
+        self._context.all_reduce_numbers(flags, self._context.operation("gradient flags", "gradient flags"))
         anything = (flags[-1] > 0).to(torch.float32)
         return (used if all(used) else flags[:-1].tolist()), anything
 
@@ -43,16 +43,12 @@ class GradientFlags:
             self._rows[used] = send(used, torch.int32, self._context.device)
         return self._rows[used]
 
-    def _add_up(self, flags: Tensor, what: str) -> None:
-        """Add `flags` up over all ranks, in place."""
-        self._context.all_reduce_numbers(flags, self._context.operation(what, "gradient flags"))
-
     def first_bad(self, index: int | None) -> list[tuple[int, int]]:
         """Exchange the index of each rank's first own gradient that is not finite; return (rank, index) of those."""
         context = self._context
         ranks = torch.zeros(context.world_size, dtype=torch.int32, device=context.device)
         ranks[context.rank] = 0 if index is None else index + 1
-        self._add_up(ranks, "whose gradients are not finite")
+        context.all_reduce_numbers(ranks, context.operation("whose gradients are not finite", "gradient flags"))
         return [(rank, found - 1) for rank, found in enumerate(ranks.tolist()) if found]
 
 

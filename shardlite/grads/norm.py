@@ -69,7 +69,7 @@ class ReducedNorm:
         """Whether `squares` are those of the gradients of `shards` as they are now."""
         if self._written or not self.are_all(shards):
             return False
-        return all(grad is not None and grad._version == was for grad, was in self._now())
+        return all((now := grad()) is not None and now._version == was for grad, was in self._marks.values())
 
     def squares(self, flats: Iterable[Flat]) -> Tensor:
         """Add up the squares in this rank's parts of all these flats, in their order: [] in fp64."""
@@ -89,9 +89,6 @@ class ReducedNorm:
             grads = [shard.grad for shard in flat.shards if id(shard) in self._marks and shard.grad is not None]
             if parts := [grad for grad in grads if grad.numel()]:
                 yield _span(parts)
-
-    def _now(self) -> Iterable[tuple[Tensor | None, int]]:
-        return ((grad(), version) for grad, version in self._marks.values())
 
 
 def _span(parts: Sequence[Tensor]) -> Tensor:
@@ -119,7 +116,7 @@ class Clipper:
         context: Context,
         reduced_norm: Callable[[], ReducedNorm | None],
         *,
-        by_blocks: bool = False,
+        by_blocks: bool,
     ) -> None:
         """`reduced_norm` returns the norm of what the last reduction left in `.grad`, if it is known.
 
@@ -153,8 +150,7 @@ class Clipper:
 
     def _partial(self, norm_type: float, only: Collection[Tensor] | None, dtype: torch.dtype) -> Tensor | float:
         """Return the norm of this rank's part of the gradients."""
-        graded = self._graded(only)
-        if (reduced_norm := self._known(norm_type, graded)) is not None:
+        if (reduced_norm := self._known(norm_type, only)) is not None:
             return reduced_norm.squares(self._flats).sqrt()
         pieces = [piece for flat in self._flats for piece in _pieces(flat, self._context.transport.rank, only)]
         if not pieces:
@@ -163,11 +159,9 @@ class Clipper:
         partial: Tensor = torch.linalg.vector_norm(norms, norm_type)
         return partial
 
-    def _graded(self, only: Collection[Tensor] | None) -> list[nn.Parameter]:
-        return _graded(shard for flat in self._flats for shard in flat.shards if only is None or shard in only)
-
-    def _known(self, norm_type: float, graded: Collection[nn.Parameter]) -> ReducedNorm | None:
+    def _known(self, norm_type: float, only: Collection[Tensor] | None) -> ReducedNorm | None:
         """Return the norm that a reduction has measured, if it is that of these gradients as they are now."""
+        graded = _graded(shard for flat in self._flats for shard in flat.shards if only is None or shard in only)
         reduced_norm = self._reduced_norm()
         known = norm_type == 2 and reduced_norm is not None and reduced_norm.describes(graded)
         return reduced_norm if known else None
@@ -175,7 +169,7 @@ class Clipper:
     def _norm_of_blocks(self, norm_type: float, only: Collection[Tensor] | None) -> Tensor:
         """Return the norm of the gradients of all ranks, [] in fp64, by way of the norms of all blocks."""
         context, transport = self._context, self._context.inline[0]
-        reduced_norm = self._known(norm_type, self._graded(only))
+        reduced_norm = self._known(norm_type, only)
         own = []
         for flat in self._flats:
             norms = reduced_norm.norm_of_blocks(flat) if reduced_norm is not None else None
@@ -218,7 +212,8 @@ class Clipper:
         if reduced_norm is not None and reduced_norm.are_all(graded):
             runs = list(reduced_norm.runs())
         else:
-            runs = [run for grad in _grads(graded) if (run := _run_or_scaled(grad, factor)) is not None]
+            grads = [shard.grad for shard in graded if shard.grad is not None]
+            runs = [run for grad in grads if (run := _run_or_scaled(grad, factor)) is not None]
         for run in runs:
             scale(run, factor)
         torch.autograd.graph.increment_version(runs)  # a kernel does not count its writes
@@ -232,10 +227,6 @@ class Clipper:
 
 def _graded(shards: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return [shard for shard in shards if shard.grad is not None]
-
-
-def _grads(shards: Iterable[nn.Parameter]) -> Iterator[Tensor]:
-    return (shard.grad for shard in shards if shard.grad is not None)
 
 
 def _run_or_scaled(grad: Tensor, factor: Tensor) -> Tensor | None:

@@ -39,6 +39,9 @@ class PartSums:
     pools: Sequence[BufferPool]
     """Where the memory goes, a pool for each flat."""
 
+    most: int
+    """Sums of so many parts are not added to any more."""
+
     used: set[int] = field(default_factory=set)
     """The ids of the parameters that an earlier part has used."""
 
@@ -54,13 +57,13 @@ class PartSums:
         """Number of parts that are summed here."""
         return sum(each.parts for each in self._sums)
 
-    def add_to(self, full: Sequence[Tensor], most: int) -> int:
+    def add_to(self, full: Sequence[Tensor]) -> int:
         """Add to the gradients of the next part, in place, the sums that count as many parts, one after the other.
 
-        Return how many parts are in `full` then. Sums of `most` parts are not added to any more.
+        Return how many parts are in `full` then.
         """
         parts = 1
-        while self._sums and self._sums[-1].parts == parts < most:
+        while self._sums and self._sums[-1].parts == parts < self.most:
             earlier = self._sums.pop()
             for own, before in zip(full, earlier.full, strict=True):
                 hop(own, before, own)
@@ -68,9 +71,9 @@ class PartSums:
             parts *= 2
         return parts
 
-    def keep(self, parts: int, full: Sequence[Tensor], buffers: Sequence[Buffer], used: set[int]) -> None:
-        """Keep the sum over `parts` parts until later ones come, with its memory."""
-        self._sums.append(_Sum(parts, full, buffers))
+    def keep(self, full: Sequence[Tensor], buffers: Sequence[Buffer], used: set[int]) -> None:
+        """Add to the gradients of the next part, in place, and keep the sum until later ones come, with its memory."""
+        self._sums.append(_Sum(self.add_to(full), full, buffers))
         self.used |= used
 
     def summands(self) -> Iterator[Sequence[Tensor]]:

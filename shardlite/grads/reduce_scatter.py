@@ -14,17 +14,21 @@ is no sum over the ranks that share a model (one rank alone, replicas) a pass ta
 Legend: `W` ranks that share a model, `S` elements per shard, `P` rows of statistics.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 from shardlite_kernels import hop, new_stats, send, stats, stats_block, stats_total
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardlite.comm import (
     Context,
     FusedStep,
     Operation,
+    Work,
     all_gather,
     all_reduce,
     reduce_scatter,
@@ -33,11 +37,8 @@ from shardlite.comm import (
     stages_in_out,
     staging_numel,
 )
-from shardlite.grads.norm import Squares
-from shardlite.params import Flat, storage_key
-
-Summands: TypeAlias = tuple[Tensor, Tensor | None]
-"""This rank's gradients [W*S]. On one rank, the second is the sum of the first half of the parts, if there are two."""
+from shardlite.grads.bucket import Bucket
+from shardlite.params import Flat, Unit, storage_key
 
 
 class Mean(NamedTuple):
@@ -55,10 +56,6 @@ class Mean(NamedTuple):
 
     total: Tensor
     """Statistics of all of `own`, [2] in fp64: the sum of squares, and how many blocks have a NaN or an infinity."""
-
-    def squares(self, total: Tensor, *, by_blocks: bool) -> Squares:
-        """Return the sums of squares: of all of `own` (`total`) and, with `by_blocks`, of each of its blocks."""
-        return Squares(total, self.stats[:, 0] if by_blocks else None)
 
 
 class ShardStep(Protocol):
@@ -83,18 +80,128 @@ class ShardStep(Protocol):
         """Return what one kernel steps by all `numel` elements of the mean, or `None` if that takes several calls."""
 
 
-class Averager:
-    """Averages the gradients of one wrapped model at one stage."""
+class Stepper(Protocol):
+    """Steps shards by their gradients while these are reduced. The engine has one."""
 
-    def __init__(self, context: Context, *, stage: int, divisor: int) -> None:
+    def begin(self, *, steps: bool) -> bool:
+        """Note the first gradient of a backward, and return whether means are stepped by. `steps` if it may.
+
+        Raises:
+            PhaseError: an earlier backward has stepped, and its step is not closed.
+        """
+
+    def step(self, flat: Flat) -> ShardStep:
+        """Prepare the step of one flat."""
+
+    def end(self, bad: Tensor) -> None:
+        """Note that shards have changed; `bad`, [], is above 0 if any rank has found a NaN or an infinity."""
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """The reduction of one unit, and where its results will be."""
+
+    bucket: Bucket
+    work: Work
+    used: Sequence[int]
+    """1 for each parameter that this rank has used, else 0."""
+
+    first_bad: int | None
+    """The index in `used` of this rank's first own gradient that is not finite; with `diagnose` only."""
+
+    means: Sequence[Mean]
+    steps: Sequence[ShardStep]
+    """Those that are taken instead of keeping means."""
+
+    def parts(self) -> Iterable[tuple[nn.Parameter, Tensor, int]]:
+        """Yield each shard with its part of the mean, a view, and whether this rank has used its parameter."""
+        shards = [mean.flat.shards[row] for mean in self.means for row in mean.flat.rows]
+        views = [view for mean in self.means for view in mean.flat.gradient_views(mean.whole)]
+        return zip(shards, views, self.used, strict=True)
+
+
+class Summand(NamedTuple):
+    """What this rank adds to the sum of one flat's gradients, and how that is made."""
+
+    flat: Flat
+    full: Tensor
+    """This rank's gradients [W*S], which the sum overwrites."""
+
+    half: Tensor | None
+    """On one rank, the sum of the first half of the parts, if there are two."""
+
+    divisor: int
+    unit: str
+    """The name of the unit."""
+
+    operation: Operation
+
+
+class Averager:
+    """Averages the gradients of one wrapped model at one stage, one unit after the other, beside the computation."""
+
+    def __init__(self, context: Context, stepper: Stepper, *, stage: int, diagnose: bool) -> None:
+        """With `diagnose`, gradients that are not finite are looked for before they are reduced."""
         self._context = context
+        self._stepper = stepper
         self._stage = stage
-        self.divisor = divisor
-        """Number of ranks, or parts, whose gradients count: the divisor of their sum."""
+        self._diagnose = diagnose
+        self._queue = context.queue("reduce")
         self._staging = torch.empty(0, dtype=torch.uint8, device=context.device)
 
-    def place(self, flat: Flat, full: Tensor) -> Mean:
-        """Find memory for the mean of `full`. It lives as long as a `.grad` views it."""
+    def start(self, bucket: Bucket, divisor: int, *, stepping: bool, died: bool) -> Reduction:
+        """Start the reduction of a bucket.
+
+        Args:
+            bucket: holds a gradient, or zeros, of each parameter.
+            divisor: number of ranks, or parts, whose gradients count: the divisor of their sum.
+            stepping: whether means are stepped by, and not kept.
+            died: whether the backward ended in an exception, so that what is reduced now is not all.
+        """
+        context, unit = self._context, bucket.unit
+        flags, first_bad = bucket.flags(bucket.flats), bucket.first_bad() if self._diagnose else None
+        means: list[Mean] = []
+        steps: list[ShardStep] = []
+        jobs: deque[Callable[[], None]] = deque()
+        for i, (flat, full) in enumerate(zip(bucket.flats, bucket.full, strict=True)):
+            half = next((full[i] for full in bucket.earlier.summands()), None)
+            operation = context.operation(f"reduce-scatter of unit {unit.name!r}, flat {i}", "reduce", unit.name)
+            grads = Summand(flat, full, half, divisor, unit.name, operation)
+            if stepping:
+                steps.append(self._prepare_step(unit, flat))
+                # No rank steps by gradients that are not whole.
+                used = [-context.world_size] * len(flat.rows) if died else bucket.flags([flat])
+                jobs.append(partial(self._step_by, grads, steps[-1], used))
+            else:
+                means.append(self._place(grads))
+                jobs.append(partial(self._average, grads, means[-1]))
+        work = self._queue.submit(partial(self._run, unit.name, jobs))
+        return Reduction(bucket, work, flags, first_bad, means, steps)
+
+    def _run(self, unit: str, jobs: deque[Callable[[], None]]) -> None:
+        """Reduce flat by flat. On the queue."""
+        with self._context.traffic.running("reduce", unit):
+            while jobs:  # emptied, so that the bucket is free when the work is done
+                jobs.popleft()()
+
+    def _prepare_step(self, unit: Unit, flat: Flat) -> ShardStep:
+        """Get ready for the step of a flat in this backward.
+
+        Weights that are sent to other ranks must not change under way: a gather that was started ahead and never needed
+        here may still be. Nodes of this backward may not use them again: where full weights always have memory autograd
+        is informed by their version, and elsewhere handles check when the weights would be gathered again.
+        """
+        if unit.work is not None:
+            unit.work.wait(self._context.progress.publish)
+        if flat.full is None:
+            unit.stepped.add(flat)
+        else:
+            torch.autograd.graph.increment_version([flat.params[row] for row in flat.rows])
+        return self._stepper.step(flat)
+
+    def _place(self, grads: Summand) -> Mean:
+        """Find memory for a mean. It lives as long as a `.grad` views it."""
+        flat, full = grads.flat, grads.full
         layout, dtype = flat.gradients, flat.master
         start, stop = layout.shard_range(self._context.transport.rank)
         if self._stage == 0:
@@ -107,28 +214,22 @@ class Averager:
         self._context.ledger.track("gradients", whole)
         return Mean(flat, whole, own, new_stats(own), full.new_empty(2, dtype=torch.float64))
 
-    def average(self, grads: Summands, mean: Mean, divisor: int, unit: str, operation: Operation) -> None:
+    def _average(self, grads: Summand, mean: Mean) -> None:
         """Reduce this rank's gradients into `mean`, and overwrite them. On the queue."""
-        full, half = grads
-        context, cuts = self._context, mean.flat.gradients.uneven_cuts
+        flat, full, half, divisor, unit, operation = grads
+        context, cuts = self._context, flat.gradients.uneven_cuts
         shard, replicas = context.reducing
         in_place = half is None and shard.world_size == 1 and mean.own.data_ptr() == full.data_ptr()
         if half is not None:
             hop(mean.own, half, full, divisor, mean.stats)
         elif not in_place:
+            staging, by = self._staging_for(full, mean), 1 if replicas else divisor
+            rows = None if replicas else mean.stats
             reduce_scatter(
-                full,
-                shard,
-                out=mean.own,
-                divisor=1 if replicas else divisor,
-                stats=None if replicas else mean.stats,
-                staging=self._staging_for(full, mean),
-                operation=operation,
-                cuts=cuts,
+                full, shard, out=mean.own, divisor=by, stats=rows, staging=staging, operation=operation, cuts=cuts
             )
         if replicas:
-            numel = staging_numel(mean.own.numel(), replicas, mean.own.dtype)
-            room = self._room(numel, mean.own.dtype)
+            room = self._room(staging_numel(mean.own.numel(), replicas, mean.own.dtype), mean.own.dtype)
             across = operation._replace(tally=context.traffic.tally("reduce over replicas", unit))
             all_reduce(mean.own, replicas, divisor=divisor, staging=room, operation=across)
         if in_place or replicas:
@@ -137,32 +238,23 @@ class Averager:
             all_gather(mean.whole, shard, operation=operation, cuts=cuts)
         stats_total(mean.stats, out=mean.total)
 
-    def step_by(
-        self,
-        grads: Summands,
-        flat: Flat,
-        step: ShardStep,
-        used: Sequence[int],
-        divisor: int,
-        unit: str,
-        operation: Operation,
-    ) -> None:
+    def _step_by(self, grads: Summand, step: ShardStep, used: Sequence[int]) -> None:
         """Reduce this rank's gradients, and step by their mean instead of keeping it. On the queue.
 
         Where the mean is the last addition of a ring, that and the step are one. Where it is gathered or added up once
         more (stage 0, replicas) the step follows. `used` is 1 for each parameter that this rank has used, else 0, and
         `-W` or less for those that no rank is to step.
         """
-        context, full = self._context, grads[0]
-        shard, replicas = context.reducing
+        flat, full, _, divisor, unit, operation = grads
+        shard, replicas = self._context.reducing
         step.activate(self._users(used, full.device, unit, operation))
         if self._stage == 0 or replicas or shard.world_size == 1:
-            mean = self.place(flat, full)
-            self.average(grads, mean, divisor, unit, operation)
+            mean = self._place(grads)
+            self._average(grads, mean)
             step(0, None, mean.whole)
             return
         if rings_in_kernel(full, shard, flat.gradients.uneven_cuts):
-            self._step_in_ring(full, flat, step, divisor, operation)
+            self._step_in_ring(grads, step)
             return
 
         def last(start: int, received: Tensor, own: Tensor | None, first: int | None = 0) -> None:
@@ -171,8 +263,9 @@ class Averager:
         staging, cuts = self._staging_of(flat, full), flat.gradients.uneven_cuts
         reduce_scatter(full, shard, last=last, staging=staging, operation=operation, cuts=cuts)
 
-    def _step_in_ring(self, full: Tensor, flat: Flat, step: ShardStep, divisor: int, operation: Operation) -> None:
+    def _step_in_ring(self, grads: Summand, step: ShardStep) -> None:
         """Step in the kernel that walks the ring, or behind it. Each rank does what its own shard allows."""
+        flat, full, _, divisor, _, operation = grads
         shard, _ = self._context.reducing
         numel = full.numel() // shard.world_size
         fused = step.fused(numel)
@@ -196,9 +289,7 @@ class Averager:
     def _staging_for(self, full: Tensor, mean: Mean) -> Tensor | None:
         """Return where partial sums arrive, if that cannot be the shard itself."""
         layout = mean.flat.gradients
-        if layout.world_size == 1:
-            return None
-        if rings_in_kernel(full, self._context.reducing[0], layout.uneven_cuts):
+        if layout.world_size == 1 or rings_in_kernel(full, self._context.reducing[0], layout.uneven_cuts):
             return None
         in_out = stages_in_out(self._context.reducing[0]) and mean.own.dtype == full.dtype
         if in_out and layout.uneven_cuts is None and storage_key(mean.own) != storage_key(full):
@@ -207,8 +298,7 @@ class Averager:
 
     def _staging_of(self, flat: Flat, full: Tensor) -> Tensor:
         """Return memory where partial sums can arrive."""
-        layout = flat.gradients
-        transport, _ = self._context.reducing
+        layout, transport = flat.gradients, self._context.reducing[0]
         cuts, grain = layout.uneven_cuts, stats_block(full)
         numel = staging_numel(layout.full_numel, transport, full.dtype, cuts=cuts, grain=grain)
         return self._room(numel, full.dtype)

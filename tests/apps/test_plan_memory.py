@@ -20,7 +20,8 @@ from shardlite.apps.plan.plan import Planner, Setting
 from shardlite.apps.plan.presets import Decoder, Shape
 from shardlite.apps.plan.source import Source
 from shardlite.build import STAGES
-from shardlite.grads import Reducer
+from shardlite.grads.order import Reductions
+from shardlite.grads.reduce_scatter import Averager
 from shardlite.telemetry import Meter
 from tests.kernels.all_pairs import all_pairs
 
@@ -96,17 +97,17 @@ def tensors() -> int:
 
 def pin_reductions(monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
     """Let every reduction end as late as it can, or before the next gradient."""
-    launch = Reducer._launch
+    start = Averager.start
 
-    def wait(self, bucket):
-        reduction = launch(self, bucket)
-        reduction.submitted().wait()
+    def wait(self, *bucket, **how):
+        reduction = start(self, *bucket, **how)
+        reduction.work.wait()
         return reduction
 
     if ends == LATE:
-        monkeypatch.setattr(Reducer, "_land_what_is_done", lambda self: None)
+        monkeypatch.setattr(Reductions, "land_what_is_done", lambda self: None)
     else:
-        monkeypatch.setattr(Reducer, "_launch", wait)
+        monkeypatch.setattr(Averager, "start", wait)
 
 
 def train(group, name: str, setting: Setting, ends: str) -> tuple[int, dict[str, int], dict[str, int], dict[str, int]]:

@@ -63,7 +63,7 @@ def allocations() -> Iterator[list[int]]:
 
 
 def pools_of(model: ShardLite) -> set[BufferPool]:
-    buckets = {pool for pools in model._reducer._pools.values() for pool in pools}
+    buckets = {pool for bucket in model._reducer._buckets.values() for pool in bucket.pools}
     return buckets | set(getattr(model._hooks._gatherer, "_pools", {}).values())
 
 

@@ -12,7 +12,8 @@ import torch
 
 from shardlite.comm.streams import CudaStreamQueue, ProgramStreams, _HostWork, _StreamWork
 from shardlite.engine.backward import Backward
-from shardlite.grads.reducer import Reducer
+from shardlite.grads.order import Reductions
+from shardlite.grads.reduce_scatter import Averager
 from shardlite.params import Weights
 from shardlite.weights.all_gather import GatherQueue
 from shardlite.weights.coordination import PassCoordinator
@@ -86,10 +87,10 @@ def forget_the_gather(_, unit):
     unit.gathered, unit.work = unit.work, None
 
 
-def clear_at_once(reducer, count):
-    for reduction in reducer._round.started[reducer._round.landed : count]:
+def clear_at_once(reductions, count):
+    for reduction in reductions.started[reductions.landed : count]:
         reduction.bucket.clear()
-        reducer._round.landed += 1
+        reductions.landed += 1
 
 
 def end_passes_at_once(coordinator):
@@ -97,9 +98,9 @@ def end_passes_at_once(coordinator):
         coordinator._ended.pop(0).revise()
 
 
-def step_at_once(reducer, unit, flat):
+def step_at_once(averager, unit, flat):
     unit.stepped.add(flat)
-    return reducer._stepper.step(flat)
+    return averager._stepper.step(flat)
 
 
 NOT_NEEDED = "a unit whose weights the backward does not need"
@@ -122,16 +123,16 @@ MUTANTS = {
         GatherQueue, "wait", forget_the_gather, partial(training, name="stage 2")
     ),
     "a bucket is freed before it is reduced": Mutant(
-        Reducer, "_land", clear_at_once, partial(training, name="stage 3")
+        Reductions, "land", clear_at_once, partial(training, name="stage 3")
     ),
     "gradients are used before they are reduced": Mutant(
-        Reducer, "_land", clear_at_once, partial(training, name="stage 0")
+        Reductions, "land", clear_at_once, partial(training, name="stage 0")
     ),
     "a step does not wait for gathers": Mutant(
         PassCoordinator, "settle", end_passes_at_once, partial(is_interrupted, event=NOT_NEEDED)
     ),
     "a step in the backward does not wait for a gather": Mutant(
-        Reducer, "_prepare_step", step_at_once, partial(is_interrupted, event=NOT_NEEDED, in_backward=True)
+        Averager, "_prepare_step", step_at_once, partial(is_interrupted, event=NOT_NEEDED, in_backward=True)
     ),
     "messages are not waited for": Mutant(
         simulated_gpu._Sent, "wait", nothing, partial(training, name="stage 3, ring")
@@ -158,7 +159,7 @@ MUTANTS = {
         ProgramStreams, "move_home", move_at_once, alternates
     ),
     "a bucket is used again before it is reduced": Mutant(
-        Reducer, "_land", clear_at_once, partial(training, name="in_backward, stage 3")
+        Reductions, "land", clear_at_once, partial(training, name="in_backward, stage 3")
     ),
 }
 

@@ -1,0 +1,104 @@
+"""Gradient shards: what a backward leaves in the `.grad` of the shards, and what is known of it.
+
+A parameter that no rank has used keeps its `.grad`. All ranks know whether any gradient is not finite, and of what was
+reduced just now the norm is known, too.
+
+In: reductions that are over. Out: gradients, a flag for the skipping of steps, squares for clipping.
+"""
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shardlite.comm import Context
+from shardlite.grads.flags import GradientFlags, any_bad, warn_of
+from shardlite.grads.norm import ReducedNorm, Squares
+from shardlite.grads.reduce_scatter import Reduction
+from shardlite.params import Unit
+
+
+class GradientShards:
+    """The gradient shards of one wrapped model."""
+
+    _nonfinite: Tensor | None = None
+    _judged: Sequence["weakref.ref[Tensor]"] = ()
+    """The gradients that `_nonfinite` is about."""
+
+    _reduced_norm: ReducedNorm | None = None
+
+    def __init__(self, units: Sequence[Unit], context: Context, *, by_blocks: bool, diagnose: bool) -> None:
+        """Norms are made of those of blocks if `by_blocks`; `diagnose` names gradients that are not finite."""
+        self._shards = [shard for unit in units for flat in unit.flats for shard in flat.shards]
+        self._device = context.device
+        self._flags = GradientFlags(context)
+        self._by_blocks = by_blocks
+        self._diagnose = diagnose
+
+    def take(self, reductions: Sequence[Reduction]) -> None:
+        """Give the shards their gradients, as far as any rank has used their parameters.
+
+        Of what was reduced just now the statistics are known. Sums with what was accumulated before are checked by a
+        pass, and so are gradients that this backward has not touched.
+
+        Raises:
+            CommError: a peer failed, is late or does another operation.
+        """
+        parts = [part for reduction in reductions for part in reduction.parts()]
+        if not parts:
+            return
+        reduced = {id(shard) for shard, _, _ in parts}
+        before = self._graded()
+        sums = [grad for shard, grad in before if id(shard) not in reduced]
+        for shard, grad, used in parts:
+            if shard.grad is not None:
+                sums.append(shard.grad.add_(grad) if used else shard.grad + grad)
+            elif used:
+                shard.grad = grad
+        means = [mean for reduction in reductions for mean in reduction.means]
+        bad = torch.stack([mean.total for mean in means])[:, 1]
+        flags = [*bad.unbind(), any_bad(sums, self._device).double()]
+        users, self._nonfinite = self._flags.take([used for _, _, used in parts], flags)
+        for (shard, grad, used), count in zip(parts, users, strict=True):
+            if count and not used:
+                shard.grad = grad if shard.grad is None else shard.grad.add_(grad)
+        graded = self._graded()
+        squares = {mean.flat: Squares(mean.total[0], mean.stats[:, 0] if self._by_blocks else None) for mean in means}
+        self._reduced_norm = None if before else ReducedNorm(squares, graded)
+        self._judged = [weakref.ref(grad) for _, grad in graded]
+        if self._diagnose and self._nonfinite.item():
+            self._name_bad(reductions)
+
+    def take_none(self, reductions: Sequence[Reduction]) -> Tensor:
+        """Note that shards were stepped instead; return above 0 if any rank has found a NaN or an infinity, [].
+
+        Raises:
+            CommError: a peer failed, is late or does another operation.
+        """
+        bad = [step.bad for reduction in reductions for step in reduction.steps]
+        self._reduced_norm, self._judged = None, []
+        return self._flags.take([], bad)[1]
+
+    def reduced_norm(self) -> ReducedNorm | None:
+        """Return what the last backward left in `.grad`, and its squares; `None` if some of it was there before."""
+        return self._reduced_norm
+
+    def nonfinite(self) -> Tensor | None:
+        """Return whether what the last backward left in `.grad` has a NaN or an infinity on any rank, [], 1 or 0.
+
+        `None` if none of those gradients is there any more.
+        """
+        now = {id(grad) for _, grad in self._graded()}
+        return self._nonfinite if any(id(each()) in now for each in self._judged) else None
+
+    def _graded(self) -> list[tuple[nn.Parameter, Tensor]]:
+        return [(shard, shard.grad) for shard in self._shards if shard.grad is not None]
+
+    def _name_bad(self, reductions: Sequence[Reduction]) -> None:
+        """Warn of the first gradient that is not finite, of each rank that has one."""
+        flats = [mean.flat for each in reductions for mean in each.means]
+        names = [flat.layout.slots[row].name for flat in flats for row in flat.rows]
+        is_first = [i == each.first_bad for each in reductions for i in range(len(each.used))]
+        found = self._flags.first_bad(is_first.index(True) if any(is_first) else None)
+        warn_of([(rank, names[index]) for rank, index in found])
