@@ -1,9 +1,10 @@
 """Rank 0 of any number of ranks in one process: the others cost nothing, and say what rank 0 says.
 
-The process group is PyTorch's own "fake" one. Its collectives move nothing, so weights and losses mean nothing; each
-is one small operator, because PyTorch's would copy this rank's part `W` times. ShardLite runs as over NCCL on a GPU that is never behind: collectives and batches of messages do not
-block the host, operations are launched by the program's thread, and each kernel of `shardlite_kernels` is one small
-operator instead. Not in it: what the launches of NCCL and Triton and messages between hosts cost.
+The process group is PyTorch's own "fake" one. Its collectives move nothing, so weights and losses mean nothing; each is
+one small operator, because PyTorch's would copy this rank's part `W` times. ShardLite runs as over NCCL on a GPU that
+is never behind: collectives and batches of messages do not block the host, operations are launched by the program's
+thread, and each kernel of `shardlite_kernels` is one small operator instead. Not in it: what the launches of NCCL and
+Triton and messages between hosts cost.
 
 Legend: `W` ranks.
 """

@@ -353,7 +353,11 @@ def _reduce_rows(full: Tensor, transport: WholeCollectives, cut: Cut, finish: La
     start, stop = cut.bounds[transport.rank]
     for part in transport.slices(cut, full.itemsize, cut.grain):
         rows = transport.exchange_rows(full, cut, part, staging)
-        if part[0] < stop - start:
+        if part[0] >= stop - start:
+            continue
+        if len(rows) < transport.world_size:  # the other's of two ranks, to which this rank's own is added
+            finish(part[0], rows[0], full[start:stop][slice(*part)])
+        else:
             first = None if transport.algorithm == "halving" else (transport.rank + 1) % transport.world_size
             finish(part[0], rows, None, first)
 

@@ -37,9 +37,11 @@ ROOM = 64 << 20
 
 @lru_cache(maxsize=1024)
 def rows_numel(longest: int, world_size: int, itemsize: int, grain: int, room: int = ROOM) -> int:
-    """Return the elements of a row of each rank, and of what is sent if there are several slices."""
+    """Return the elements of a row of each rank, and of what is sent in slices; of two ranks, of the other's row."""
     slices = slices_of(longest, world_size, itemsize, grain, room)
     numel = max((stop - start for start, stop in slices), default=0)
+    if world_size == 2:
+        return numel
     return world_size * numel * (1 if len(slices) <= 1 else 2)
 
 
@@ -105,13 +107,16 @@ class GroupCollectives(WholeCollectives, GroupTransport):
     def exchange_rows(self, full: Tensor, cut: Cut, part: tuple[int, int], room: Tensor) -> Tensor:
         """Return the elements `part` of this rank's segment as every rank has them in `full` [n]: rows [W, .].
 
-        A segment that is shorter than `part` counts as far as it goes. The rows are in `room` [`rows_numel(...)`].
+        Of two ranks, each needs the other's row only: [1, .]. So nothing is copied within a rank. A segment that is
+        shorter than `part` counts as far as it goes. The rows are in `room` [`rows_numel(...)`].
 
         Raises:
             CommError: a peer failed or is late.
         """
+        if self.world_size == 2:
+            return self._swap(full, cut, part, room)
         sent, own = full, cut.longest
-        splits: tuple[list[int], list[int]] = [], []  # equal ones
+        splits: tuple[list[int], ...] = ()  # equal ones
         if not cut.even or part != (0, cut.longest):
             ranges = [(min(low + part[0], high), min(low + part[1], high)) for low, high in cut.bounds]
             sizes = [stop - start for start, stop in ranges]
@@ -121,12 +126,26 @@ class GroupCollectives(WholeCollectives, GroupTransport):
                 there = room[self.world_size * own :][: sum(sizes)]
                 sent = torch.cat([full[start:stop] for start, stop in ranges], out=there)
         rows = room[: self.world_size * own]
+        self._all_to_all(rows, sent, *splits)
+        return rows.view(self.world_size, own)
+
+    def _swap(self, full: Tensor, cut: Cut, part: tuple[int, int], room: Tensor) -> Tensor:
+        own, others = (
+            slice(min(low + part[0], high), min(low + part[1], high))
+            for low, high in (cut.bounds[self.rank], cut.bounds[1 - self.rank])
+        )
+        row, sent = room[: own.stop - own.start], full[others]
+        received, sending = ([0, each.nbytes][:: 1 - 2 * self.rank] for each in (row, sent))
+        self._all_to_all(row, sent, received, sending)
+        return row.view(1, -1)
+
+    def _all_to_all(self, rows: Tensor, sent: Tensor, *splits: list[int]) -> None:
+        """Receive `rows` [.] and send `sent` [.], in parts of equal length or `splits` in bytes: received, and sent."""
 
         def call(rows: Tensor, sent: Tensor) -> Any:
-            return self._group.alltoall_base(rows, sent, *splits, _EXCHANGE)
+            return self._group.alltoall_base(rows, sent, *(splits or ([], [])), _EXCHANGE)
 
         self._run("all-to-all", call, as_bytes(rows), as_bytes(sent))
-        return rows.view(self.world_size, own)
 
     def sums(self, cut: Cut) -> bool:
         """Return whether the process group adds up such a buffer: it takes segments of one length."""

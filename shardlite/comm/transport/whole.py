@@ -62,7 +62,8 @@ class WholeCollectives(Transport):
     def exchange_rows(self, full: Tensor, cut: Cut, part: tuple[int, int], room: Tensor) -> Tensor:
         """Return the elements `part` of this rank's segment as every rank has them in `full` [n]: rows [W, .].
 
-        A segment that is shorter than `part` counts as far as it goes. The rows are in `room` [`rows_numel(...)`].
+        Of two ranks it may be the other's row only, [1, .]. A segment that is shorter than `part` counts as far as it
+        goes. The rows are in `room` [`rows_numel(...)`].
 
         Raises:
             CommError: a peer failed or is late.

@@ -248,7 +248,7 @@ def test_a_silent_peer_is_an_error_with_the_operation(throwaway):
     assert (silent, kind) == (None, "CommError")
     assert message.startswith(
         "reduce-scatter of unit 'head' (operation 3, 4 elements of torch.float32): rank 1 in all-to-all failed: "
-        "16 bytes, timeout "
+        "8 bytes, timeout "
     )
 
 
