@@ -78,7 +78,7 @@ def usage_errors(parser: ArgumentParser, plots: str | None = None) -> Iterator[N
     try:
         yield
     except ModuleNotFoundError as missing:
-        if missing.name != "matplotlib" or plots is None:
+        if plots is None or str(missing.name).split(".")[0] != "matplotlib":
             raise
         parser.error(f"{plots} needs matplotlib, which is not installed; pip install 'shardlite[demo]'")
     except (ValueError, OSError) as wrong:

@@ -74,9 +74,8 @@ def settings_of(options: Namespace) -> Settings:
     given = vars(options)
     size = SIZES[options.size]
     shape = {name: given[name] for name in vars(size) if given[name] is not None}
-    return Settings(
-        gpt=replace(size, **shape), **{each.name: given[each.name] for each in fields(Settings) if each.name in given}
-    )
+    numbers = {each.name: given[each.name] for each in fields(Settings) if each.name in given}
+    return Settings(gpt=replace(size, **shape), **numbers)
 
 
 def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> int:
