@@ -1,7 +1,7 @@
 """Rank 0 of any number of ranks in one process: the others cost nothing, and say what rank 0 says.
 
-The process group is PyTorch's own "fake" one, whose collectives return at once and move nothing, so weights and losses
-mean nothing. ShardLite runs as over NCCL on a GPU that is never behind: collectives and batches of messages do not
+The process group is PyTorch's own "fake" one. Its collectives move nothing, so weights and losses mean nothing; each
+is one small operator, because PyTorch's would copy this rank's part `W` times. ShardLite runs as over NCCL on a GPU that is never behind: collectives and batches of messages do not
 block the host, operations are launched by the program's thread, and each kernel of `shardlite_kernels` is one small
 operator instead. Not in it: what the launches of NCCL and Triton and messages between hosts cost.
 
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -35,6 +36,15 @@ from shardlite.config import Route
 _STORAGE_ONLY = {"detach", "empty", "empty_like", "empty_strided", "new_empty", "resize_", "set_", "_unsafe_view"}
 """Operators of PyTorch that launch nothing though they return no view."""
 
+
+_COLLECTIVES = (
+    "_allgather_base",
+    "all_gather_single",
+    "_reduce_scatter_base",
+    "reduce_scatter_single",
+    "alltoall_base",
+)
+"""Methods of a process group; what PyTorch calls some of them depends on its version."""
 
 _KERNELS = (hop, add_rows, stats, adamw, adamw_cpu, add_rows_adamw, reduce_adamw)
 _TOKEN = torch.zeros(1)
@@ -83,7 +93,16 @@ def _launching_queue(*_: Any, **__: Any) -> _LaunchingQueue:
 @contextmanager
 def fake_group(world_size: int) -> Iterator[dist.ProcessGroup]:
     """Be rank 0 of a fake default process group of `world_size` ranks."""
-    with default_group("fake", rank=0, world_size=world_size, store=dist.HashStore()) as group:
+    with ExitStack() as stack:
+        group = stack.enter_context(default_group("fake", rank=0, world_size=world_size, store=dist.HashStore()))
+        done = group.barrier()
+
+        def collective(*_: Any, **__: Any) -> dist.Work:
+            _launch()
+            return done
+
+        for name in filter(partial(hasattr, dist.ProcessGroup), _COLLECTIVES):
+            stack.enter_context(mock.patch.object(dist.ProcessGroup, name, collective))
         yield group
 
 

@@ -381,6 +381,7 @@ spec = importlib.util.spec_from_file_location("keeper", sys.argv[1])
 keeper = sys.modules["keeper"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(keeper)
 if "TORCHELASTIC_RUN_ID" not in os.environ:  # the agent
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell started in the background
     rank = [sys.executable, __file__, sys.argv[1]]
     for attempt in range(2):
         subprocess.run(rank, env={**os.environ, "TORCHELASTIC_RUN_ID": "x"}, start_new_session=True)
