@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 import shardlite  # noqa: E402
-from shardlite.apps.report import write_report  # noqa: E402
+from shardlite.apps.report.page import write_report  # noqa: E402
 
 project = "ShardLite"
 author = "The ShardLite authors"

@@ -7,16 +7,18 @@ import platform
 import statistics
 import sys
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 
-from shardlite.apps.launch import OWN_STORE, process_group
+from shardlite.apps import launch
+from shardlite.apps.options import started_ranks
 from shardlite.comm import Operation, Transport, all_gather, choose, reduce_scatter
 from shardlite.config import Route, TransportName
 from shardlite.errors import LayoutError, ShardLiteError
@@ -39,9 +41,23 @@ class Finding:
     """Result of the trial, or `""` if it is not available."""
 
 
-def examine() -> int:
-    """Examine this machine as one of its ranks; rank 0 prints. Return 1 if a trial failed, else 0."""
-    with process_group() as device:
+def add_doctor(commands: Any) -> None:
+    """Add `shardlite doctor` to the commands."""
+    parser: ArgumentParser = commands.add_parser(
+        "doctor",
+        help="say what this machine offers, which way messages take here, and why",
+        description="Starts some ranks, asks for each transport as the library would, tries those that can be had, and"
+        " says why each choice was made. The exit status is 1 if one gave wrong results or an error.",
+    )
+    parser.set_defaults(run=lambda options, arguments: run(parser, options, arguments))
+    parser.add_argument("--ranks", type=int, metavar="N", help="processes (one per GPU, 2 without any)")
+
+
+def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> int:
+    """Start the ranks, or examine this machine as one of them; rank 0 prints. Return 1 if a trial failed, else 0."""
+    if started_ranks(parser, options) is None:
+        return launch.launch(options.ranks or launch.default_ranks(), arguments)
+    with launch.process_group() as device:
         findings = [
             _ask(name, each)
             for each in dict.fromkeys((torch.device("cpu"), device))
@@ -71,9 +87,9 @@ def machine() -> list[tuple[str, str]]:
 
 def _restarts() -> str:
     """Return whether `torchrun --max-restarts` can restart ranks that use gloo."""
-    if os.environ.get(OWN_STORE) == "1":
-        return f"{OWN_STORE}=1 is set: each attempt of torchrun --max-restarts has a store of its own"
-    return f"set {OWN_STORE}=1 before torchrun --max-restarts: else gloo finds the addresses of dead processes"
+    if os.environ.get(launch.OWN_STORE) == "1":
+        return f"{launch.OWN_STORE}=1 is set: each attempt of torchrun --max-restarts has a store of its own"
+    return f"set {launch.OWN_STORE}=1 before torchrun --max-restarts: else gloo finds the addresses of dead processes"
 
 
 def report(facts: Sequence[tuple[str, str]], findings: Sequence[Finding], ranks: int) -> str:

@@ -1,25 +1,84 @@
-"""Checks of the options of a command, made before it begins to work, and how wrong usage ends it."""
+"""What commands share: options, their checks before a command begins to work, and how wrong usage ends it."""
 
-from __future__ import annotations
-
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardlite.apps.launch import world_size
+from shardlite.config import Precision
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Values of options that name a dtype."""
+
+
+def add_model(parser: ArgumentParser, *, example: str, batch: int) -> None:
+    """Add the options that `plan.source.find_source` takes, with a preset as an example and a default for `--batch`."""
+    group = parser.add_argument_group("model")
+    meaning = f"a preset ({example}), a Hugging Face config file, or module:name"
+    group.add_argument("--model", required=True, metavar="MODEL", help=meaning)
+    group.add_argument("--batch", type=int, default=batch, metavar="N", help=f"sequences per rank ({batch})")
+    group.add_argument("--context", type=int, metavar="N", help="tokens per sequence (the model's own)")
+    group.add_argument("--inputs", metavar="MODULE:NAME", help="function that returns a batch, for other inputs")
+
+
+def add_training(group: Any) -> None:
+    """Add the options of a run that `ShardLite`, `Precision` and `AdamW` have as arguments."""
+    group.add_argument("--state", choices=("fp32", "bf16", "int8"), default="fp32", help="of the moments (fp32)")
+    group.add_argument("--in-backward", action="store_true", help="step in the backward")
+    add_precision(group)
+    group.add_argument("--master", choices=("fp32", "split24"), default="fp32", help="format of the weights (fp32)")
+    group.add_argument("--prefetch", type=int, default=1, metavar="N", help="units that are gathered ahead (1)")
+
+
+def add_precision(group: Any) -> None:
+    """Add the dtypes of `Precision` that `precision_of` reads."""
+    group.add_argument("--compute", choices=DTYPES, help="what forward and backward run in (no casts)")
+    group.add_argument("--reduce", choices=DTYPES, default="fp32", help="what gradients are summed in (fp32)")
+
+
+def precision_of(options: Namespace) -> Precision:
+    """Return the precision of a command line; of the weights if the command has `--master`.
+
+    Raises:
+        ValueError: the dtypes do not go together.
+    """
+    return Precision(
+        compute=None if options.compute is None else DTYPES[options.compute],
+        reduce=DTYPES[options.reduce],
+        master="split24" if getattr(options, "master", "fp32") == "split24" else torch.float32,
+    )
+
+
+def started_ranks(parser: ArgumentParser, options: Namespace) -> int | None:
+    """Return the number of ranks that a launcher has started, or `None`. It must agree with `--ranks`."""
+    started = world_size()
+    if options.ranks is not None and (options.ranks < 1 or started not in (None, options.ranks)):
+        parser.error(f"--ranks is {options.ranks}; it must be at least 1, and what torchrun started ({started})")
+    return started
+
+
+def progress(words: str) -> None:
+    """Print what begins now, apart from the results."""
+    print(f"{words} ...", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def usage_errors(parser: ArgumentParser, plots: str) -> Iterator[None]:
+def usage_errors(parser: ArgumentParser, plots: str | None = None) -> Iterator[None]:
     """End the program with status 2 and one line where the block raises an error of its options.
 
     Args:
         parser: prints the usage and the line.
-        plots: the option that needs matplotlib.
+        plots: what needs matplotlib: an option, or the command.
     """
     try:
         yield
     except ModuleNotFoundError as missing:
-        if missing.name != "matplotlib":
+        if plots is None or str(missing.name).split(".")[0] != "matplotlib":
             raise
         parser.error(f"{plots} needs matplotlib, which is not installed; pip install 'shardlite[demo]'")
     except (ValueError, OSError) as wrong:

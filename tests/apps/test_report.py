@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from shardlite.apps.cli import main
-from shardlite.apps.report import write_report
 from shardlite.apps.report.benches import BENCHES, bench_of
 from shardlite.apps.report.cells import heading, texts
+from shardlite.apps.report.page import write_report
 from shardlite.apps.report.rows import by_bench, by_setting, read_rows
 from shardlite.apps.report.tables import columns, facts
 from tests.support.browser import browse, needs_browser

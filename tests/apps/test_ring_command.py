@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from shardlite.apps.cli import main
-from shardlite.apps.painting import paint
-from shardlite.apps.ring_picture import HEIGHT, WIDTH, brief, frames, text
+from shardlite.apps.ring.painting import paint
+from shardlite.apps.ring.picture import HEIGHT, WIDTH, brief, frames, text
 from shardlite.comm.schedule import all_gather, order_of_addition, reduce_scatter
 from tests.support.markdown import ROOT, blocks
 from tests.support.simulated import MAKERS, by_steps, cases, every

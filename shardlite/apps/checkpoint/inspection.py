@@ -10,7 +10,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from shardlite.apps.checkpoint import files
 from shardlite.apps.checkpoint.reading import Checkpoint
-from shardlite.errors import CheckpointError
 
 
 def inspect(path: str | os.PathLike[str], *, check: bool = True) -> Iterator[str]:
@@ -46,17 +45,6 @@ def inspect(path: str | os.PathLike[str], *, check: bool = True) -> Iterator[str
         files.check_size(checkpoint.folder / name, sums["size"])
         files.check(checkpoint.folder, told, {name: [(0, sums["size"])]})
     yield f"all {len(told['files'])} files have the checksums with which they were written"
-
-
-def print_report(path: Path, *, check: bool) -> int:
-    """Print the lines of `inspect`, and return the exit status of the command."""
-    try:
-        for line in inspect(path, check=check):
-            print(line)
-    except CheckpointError as error:
-        print(f"shardlite inspect: {error}")
-        return 1
-    return 0
 
 
 def _amount(nbytes: int) -> str:

@@ -1,4 +1,5 @@
-"""A small GPT trained on text over several ranks, as an example and a measurement of the library.
+"""`shardlite train`: a small GPT trained on text over several ranks, as an example and a measurement of the library.
 
-In: a text and the settings of the run. Out: losses, memory and speed, printed and plotted. Read `train.py` first.
+In: a text and the settings of the run. Out: losses, memory and speed, printed and plotted. Read `train.py` first;
+`command.py` has the options.
 """

@@ -3,8 +3,6 @@
 In: the command line. Out: an exit status; 1 if a system failed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -14,14 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardlite.apps.options import check_file, check_folder, check_numbers, usage_errors
+from shardlite.apps.options import add_model, check_file, check_folder, check_numbers, usage_errors
 
 DEFAULT = ("ddp", "zero", "fsdp1", "fsdp2", "stage0", "stage1", "stage2", "stage3", "in_backward", "compact")
 """Systems of a run in which none are named."""
 
 
 def add_footprint(commands: Any) -> None:
-    """Add the subcommand to those of a parser."""
+    """Add `shardlite footprint` to the commands."""
     parser: ArgumentParser = commands.add_parser(
         "footprint",
         help="measure the memory of a step of your model in ShardLite, FSDP2, DDP and others",
@@ -30,13 +28,7 @@ def add_footprint(commands: Any) -> None:
         " that fails is reported, and the others go on; the exit status is 1 then. Needs Linux, runs on the CPU.",
     )
     parser.set_defaults(run=lambda options, arguments: run(parser, options, arguments))
-    group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model", required=True, metavar="MODEL", help="a preset (gpt2), a Hugging Face config file, or module:name"
-    )
-    group.add_argument("--batch", type=int, default=1, metavar="N", help="sequences per rank (1)")
-    group.add_argument("--context", type=int, metavar="N", help="tokens per sequence (the model's own)")
-    group.add_argument("--inputs", metavar="MODULE:NAME", help="function that returns a batch, for other inputs")
+    add_model(parser, example="gpt2", batch=1)
     group = parser.add_argument_group("run")
     group.add_argument("--ranks", type=int, nargs="+", default=[2], metavar="N", help="processes, one or more (2)")
     group.add_argument(

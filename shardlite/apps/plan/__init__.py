@@ -1,8 +1,9 @@
 """`shardlite plan`: memory, bytes on the wire and step time of a training run, before it.
 
 In: a model (a preset, a Hugging Face config, an import path), options of the run, and a named cluster. Out: a table,
-JSON and plots. Read `command.py` first, then `plan.py`.
+JSON and plots. Read `run.py` first, then `plan.py`.
 
+    command.py    the options                            run.py      from them to the output
     source.py     the model, made of fake tensors        trace.py    its activations and work, as events
     presets.py    models by name                         clusters.py cards and links by name, with sources
     plan.py       bytes of a rank, for one setting       simulate.py step time, from events and the cost model

@@ -1,126 +1,42 @@
-"""`shardlite plan` as a function: what is asked for, and what is printed and written.
+"""`shardlite plan` on the command line."""
 
-In: the options of the command line. Out: text, and files.
-"""
-
-from __future__ import annotations
-
-import json
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from typing import Any
 
-import torch
-
-from shardlite.apps.options import check_numbers
-from shardlite.apps.plan.clusters import CLUSTERS, Cluster
-from shardlite.apps.plan.plan import Planner, Setting
-from shardlite.apps.plan.report import Group, as_json, memory_of, text
-from shardlite.apps.plan.simulate import scaling
-from shardlite.apps.plan.source import Source, find_source
-from shardlite.config import Precision
+from shardlite.apps.options import add_model, add_training, progress, usage_errors
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What is to be planned."""
-
-    source: Source
-    settings: Sequence[Setting]
-    """For one rank each."""
-
-    ranks: Sequence[int]
-    card: int | None = None
-    """Bytes that a rank may hold."""
-
-    cluster: Cluster | None = None
-    json: Path | None = None
-    plots: Path | None = None
-
-    @staticmethod
-    def of(options: Namespace, dtypes: Mapping[str, torch.dtype]) -> Request:
-        """Return the request of a command line.
-
-        Raises:
-            ValueError: an option has a value that it cannot have.
-        """
-        if options.cluster is not None and options.cluster not in CLUSTERS:
-            raise ValueError(f"--cluster {options.cluster!r} is not one of {', '.join(CLUSTERS)}")
-        check_numbers(options, batch=1, context=1, prefetch=0)
-        cluster = None if options.cluster is None else CLUSTERS[options.cluster]
-        return Request(
-            source=find_source(options.model, options.batch, options.context, options.inputs),
-            settings=list(_settings(options, dtypes, on_gpu=cluster is None or cluster.on_gpu)),
-            ranks=sorted(set(options.ranks)),
-            card=None if options.card is None else memory_of(options.card),
-            cluster=cluster,
-            json=options.json,
-            plots=options.plots,
-        )
-
-
-def precision_of(options: Namespace, dtypes: Mapping[str, torch.dtype]) -> Precision:
-    """Return the precision of a command line, whose options have the names of `dtypes`.
-
-    Raises:
-        ValueError: the dtypes do not go together.
-    """
-    return Precision(
-        compute=None if options.compute is None else dtypes[options.compute],
-        reduce=dtypes[options.reduce],
-        master="split24" if options.master == "split24" else torch.float32,
+def add_plan(commands: Any) -> None:
+    """Add `shardlite plan` to the commands."""
+    parser: ArgumentParser = commands.add_parser(
+        "plan",
+        help="say what a training run will hold and send, before it",
+        description="Print what each rank will hold at the peak of a step, by purpose, and send, for any number of"
+        " ranks, and the predicted step time on a named cluster. The model is made of fake tensors: nothing is"
+        " allocated, downloaded or trained, and no other process is started.",
     )
+    parser.set_defaults(run=lambda options, _: run(parser, options))
+    add_model(parser, example="gpt2-xl", batch=8)
+    group = parser.add_argument_group("run", "As the arguments of ShardLite, Precision and AdamW.")
+    group.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N", help="1 to 4096")
+    group.add_argument("--stage", type=int, nargs="+", choices=(0, 1, 2, 3), default=[3], help="(3)")
+    add_training(group)
+    group.add_argument("--keep-unsharded", action="store_true", help="keep weights until the backward")
+    group.add_argument(
+        "--checkpoint", choices=("both", "with", "without"), default="both", help="activation checkpointing (both)"
+    )
+    group = parser.add_argument_group("output")
+    group.add_argument("--card", metavar="CARD", help="H100 or 80GB: also find the fewest ranks that fit")
+    group.add_argument("--cluster", metavar="NAME", help="dgx-h100, pcie-a100, ...: also predict the step time")
+    group.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
+    group.add_argument("--plots", type=Path, metavar="FOLDER", help="draw plots, too; needs matplotlib")
 
 
-def run(request: Request, *, progress: Callable[[str], None]) -> str:
-    """Plan, write the files that were asked for, and return the text.
+def run(parser: ArgumentParser, options: Namespace) -> int:
+    """Print the plan, and write what else was asked for."""
+    from shardlite.apps.plan.run import Request, plan
 
-    Raises:
-        SourceError: the model cannot be made or traced.
-        LayoutError: a setting is invalid.
-        ModuleNotFoundError: plots need matplotlib.
-        OSError: a file cannot be written.
-    """
-    planner = Planner(request.source, progress=progress)
-    groups = [_group(planner, setting, request, progress) for setting in request.settings]
-    shown = text(planner, groups, request.cluster, request.card)
-    if request.json is not None:
-        data = as_json(planner, groups, request.cluster, request.card)
-        request.json.write_text(json.dumps(data, indent=1) + "\n")
-        shown += f"\n\nwrote {request.json}"
-    if request.plots is not None:
-        from shardlite.apps.plan.plots import paint
-
-        written = paint(planner, groups, request.cluster, request.card, request.plots)
-        shown += "\n\n" + "\n".join(f"wrote {path}" for path in written)
-    return shown
-
-
-def _settings(options: Namespace, dtypes: Mapping[str, torch.dtype], *, on_gpu: bool) -> Iterator[Setting]:
-    """Yield each stage, without and with checkpointing."""
-    precision = precision_of(options, dtypes)
-    for stage in options.stage:
-        for recomputes in {"both": (False, True), "with": (True,), "without": (False,)}[options.checkpoint]:
-            yield Setting(
-                stage=stage,
-                precision=precision,
-                state=options.state,
-                in_backward=options.in_backward,
-                prefetch=options.prefetch,
-                reshard_after_forward=not options.keep_unsharded,
-                checkpoint=recomputes,
-                on_gpu=on_gpu,
-            )
-
-
-def _group(planner: Planner, setting: Setting, request: Request, progress: Callable[[str], None]) -> Group:
-    plans = [planner.plan(replace(setting, world_size=ranks)) for ranks in request.ranks]
-    curve, fewest = [], None
-    if request.cluster is not None:
-        alone = planner.plan(replace(setting, world_size=1))
-        curve = scaling(alone, plans, request.cluster)
-    if request.card is not None:
-        progress("looking for the fewest ranks that fit")
-        fewest = planner.smallest_world(setting, request.card)
-    return Group(plans=plans, curve=curve, fewest=fewest)
+    with usage_errors(parser, "--plots"):
+        print(plan(Request.of(options), progress=progress))
+    return 0

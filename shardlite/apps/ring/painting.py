@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardlite.apps.ring_picture import Frame, addends, brief, frames, headline, summary
+from shardlite.apps.ring.picture import Frame, addends, brief, frames, headline, summary
 from shardlite.comm import Schedule
 
 if TYPE_CHECKING:
