@@ -172,7 +172,7 @@ def _sent_by_gather(flat: Flat) -> int:
 def _staging_nbytes(flat: Flat, recipe: Recipe) -> int:
     """Return where messages of a reduction arrive: over collectives a row of each rank, over shared memory one block.
 
-    Two ranks of a host read each other's memory.
+    Two ranks have less to receive: over collectives one row, and over shared memory each reads the other's memory.
     """
     shard, itemsize = flat.gradients.shard_numel, flat.reduce.itemsize
     if recipe.world_size == 1:

@@ -95,8 +95,8 @@ def staging_numel(
 
     This is two chunks; over a batched transport, which receives whole pieces, all that arrives in one step; over a
     transport that lends, room for the sum of several messages if a rank adds several at a time; and over collectives of
-    a process group a row of each rank. Chunks are multiples of `grain` elements: of a block of statistics, if the
-    reduction computes them.
+    a process group a row of each rank, or of the other one of two. Chunks are multiples of `grain` elements: of a block
+    of statistics, if the reduction computes them.
 
     Raises:
         LayoutError: as `segment_bounds`.

@@ -2,7 +2,8 @@
 
     gather     `all_gather_into_tensor`, in place; over gloo by messages
     reduction  `all_to_all_single`: rank `k` receives segment `k` of every rank, a row each; one kernel then adds the
-               rows in the order of the ring (`shardlite_kernels.add_rows`)
+               rows in the order of the ring (`shardlite_kernels.add_rows`). Of two ranks, each receives one row and
+               adds its own from the bucket (`shardlite_kernels.hop`)
 
 So the bits are those of the ring, at a number of calls that does not depend on the number of ranks. Over NCCL, where a
 message costs the host more than a whole collective, and over gloo. Such calls have no tags: all ranks must make them in
