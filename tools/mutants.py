@@ -1060,6 +1060,13 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "shardlite/comm/transport/group_collectives.py",
+        "index",
+        "if self.rank == 0 else [each.nbytes, 0]",
+        "if self.rank == 1 else [each.nbytes, 0]",
+        "each of two ranks exchanges a row with itself",
+    ),
+    (
+        "shardlite/comm/transport/group_collectives.py",
         "call",
         "super()._run(what, call, *map(_on_same_memory, tensors))",
         "super()._run(what, call, *tensors)",

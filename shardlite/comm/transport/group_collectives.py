@@ -131,13 +131,14 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         return rows.view(self.world_size, own)
 
     def _swap(self, full: Tensor, cut: Cut, part: tuple[int, int], room: Tensor) -> Tensor:
+        """Return the other rank's row of this rank's segment, [1, .], and send it this rank's row of its segment."""
         own, others = (
             slice(min(low + part[0], high), min(low + part[1], high))
             for low, high in (cut.bounds[self.rank], cut.bounds[1 - self.rank])
         )
         row, sent = room[: own.stop - own.start], full[others]
-        received, sending = ([0, each.nbytes][:: 1 - 2 * self.rank] for each in (row, sent))
-        self._all_to_all(row, sent, received, sending)
+        splits = [[0, each.nbytes] if self.rank == 0 else [each.nbytes, 0] for each in (row, sent)]
+        self._all_to_all(row, sent, *splits)
         return row.view(1, -1)
 
     def _all_to_all(self, rows: Tensor, sent: Tensor, *splits: list[int]) -> None:

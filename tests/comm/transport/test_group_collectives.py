@@ -164,6 +164,15 @@ def test_long_rows_go_in_slices(cluster, size):
             assert_equal_bits(result[i], total[start:stop])
 
 
+def staged_row_by_row(transport):
+    return staging_numel(30, transport, torch.float32)
+
+
+def test_two_ranks_stage_only_the_row_of_the_other(cluster):
+    assert run("whole", cluster, staged_row_by_row, 2) == [15, 15]
+    assert run("whole", cluster, staged_row_by_row, 3) == [30, 30, 30]
+
+
 def count_one_of_each(transport):
     tally = Tally()
     given = {"operation": Operation("a trial", tally=tally)}
