@@ -940,7 +940,7 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "what was accumulated before a rank ran out of batches is weighed the wrong way",
     ),
     (
-        "shardlite/comm/collectives.py",
+        "shardlite/comm/operation.py",
         "condition",
         r'what = f"{self.label}\n{self.sequence}\n{full.dtype}',
         r'what = f"{self.label}\n{full.dtype}',
@@ -1682,6 +1682,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "shardlite/grads/order.py": ("test_buckets", "test_memory", "test_races"),
     "shardlite/grads/gradient_shards.py": ("test_norm_of_hops", "test_unused"),
     "shardlite/comm/collectives.py": ("test_ring", "test_desync"),
+    "shardlite/comm/operation.py": ("test_ring", "test_desync"),
     "shardlite/optim/plan.py": ("test_optim_amp", "test_scaler", "test_optim", "test_optimizers"),
     "shardlite/engine/local_shards.py": ("test_freezing",),
     "shardlite/comm/context.py": ("test_groups", "test_nonfinite"),

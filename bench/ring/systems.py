@@ -20,6 +20,7 @@ from torch import Tensor
 
 from bench.support.check import UNIT_ROUNDOFF, ResultError
 from shardlite.comm import collectives
+from shardlite.comm import operation as names
 from shardlite.comm.schedule import IN_RING_ORDER, Algorithm
 from shardlite.comm.traffic import Tally
 from shardlite.comm.transport.base import Transport
@@ -172,10 +173,10 @@ def _of_ours(
     operation: Operation, full: Tensor, shard: Tensor, staging: Tensor, transport: Transport, tally: Tally
 ) -> Callable[[], object]:
     """Return a call of a collective. Its first call counts messages, which takes time; the others do not."""
-    first = iter([collectives.Operation(tally=tally)])
+    first = iter([names.Operation(tally=tally)])
 
-    def name() -> collectives.Operation:
-        return next(first, collectives.UNNAMED)
+    def name() -> names.Operation:
+        return next(first, names.UNNAMED)
 
     match operation:
         case "all-gather":

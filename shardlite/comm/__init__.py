@@ -8,7 +8,6 @@ executes them, `streams.py` runs operations beside the computation. Read `collec
 from shardlite.comm import cost_model, schedule
 from shardlite.comm.collectives import (
     SUMMABLE,
-    Operation,
     all_gather,
     all_reduce,
     broadcast,
@@ -23,6 +22,7 @@ from shardlite.comm.context import SPARE, Context, WeightVersion, share
 from shardlite.comm.control.store import all_gather_json
 from shardlite.comm.cost_model import LinkCost
 from shardlite.comm.executor import BLOCK
+from shardlite.comm.operation import Operation
 from shardlite.comm.schedule import Order, order_of_addition
 from shardlite.comm.shm.heap import Mapping, has_fixed_size, lazy_zeros, make_memory, physical_memory
 from shardlite.comm.shm.rendezvous import host_name

@@ -11,9 +11,6 @@ Legend: `W` ranks, `r` this rank, `t` a step of the ring, `n` elements in the fu
 """
 
 from collections.abc import Sequence
-from types import TracebackType
-from typing import NamedTuple
-from zlib import crc32
 
 import torch
 from shardlite_kernels import add_rows, check_stats, hop, stats_block
@@ -22,14 +19,13 @@ from torch import Tensor
 
 from shardlite.comm import schedule
 from shardlite.comm.chunking import CHUNK_BYTES, Cut, chunk_numel, cut_up, split
-from shardlite.comm.control.failure_reports import FailureReports
-from shardlite.comm.executor import Channel, Chunk, LastHop, run_all_reduce, run_gather, run_reduce
+from shardlite.comm.executor import Chunk, LastHop, run_all_reduce, run_gather, run_reduce
+from shardlite.comm.operation import UNNAMED, Operation, Running
 from shardlite.comm.schedule import IN_RING_ORDER
-from shardlite.comm.traffic import Tally
 from shardlite.comm.transfers import Schedule
 from shardlite.comm.transport.base import Transport
 from shardlite.comm.transport.whole import FusedStep, WholeCollectives
-from shardlite.errors import CommError, LayoutError
+from shardlite.errors import LayoutError
 
 SHORT = 32 << 10
 """Maximum bytes of a buffer whose all-reduce is one round, if the transport lends."""
@@ -38,48 +34,6 @@ _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SUMMABLE = (*_FLOATS, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)  # dtypes that `hop` adds
 
 _NARROW = (torch.bfloat16, torch.float16)
-
-
-class Operation(NamedTuple):
-    """The name of a collective, equal on every rank: `Operation("all-gather of unit 'blocks.0'", 17)`.
-
-    `sequence` distinguishes repeated operations with one label.
-    """
-
-    label: str = "unnamed collective"
-    sequence: int = 0
-    reports: FailureReports | None = None
-    """Failure reports, which describe on an error what the other ranks are doing."""
-
-    during: str = ""
-    """Detail for error messages. It is not part of the name: ranks may differ in it."""
-
-    tally: Tally | None = None
-    """Counts the messages that this rank sends."""
-
-    def tag(self, full: Tensor, cuts: Sequence[int] = (), algorithm: str = "") -> int:
-        """Return a message tag shared only by ranks that run the same operation on a like buffer in the same way.
-
-        Ranks that disagree do not mix data: their receives stay unanswered and end in a `CommError`. (NCCL has no tags,
-        so nothing separates such ranks.) The tag is 31 bits of a CRC, so ranks need not agree on a registry of labels;
-        two names collide with probability 2^-31.
-        """
-        what = f"{self.label}\n{self.sequence}\n{full.dtype}\n{full.numel()}\n{list(cuts)}\n{algorithm}"
-        return crc32(what.encode()) & 0x7FFFFFFF
-
-    def channel(self, transport: Transport, full: Tensor, cuts: Sequence[int] = (), algorithm: str = "") -> Channel:
-        """Return the links of this rank in the operation."""
-        return Channel(transport, self.tag(full, cuts, algorithm), self.tally)
-
-    def count_collective(self, nbytes: int) -> None:
-        """Count a whole collective, in which this rank sends `nbytes`, as one message."""
-        if self.tally is not None:
-            self.tally.messages += 1
-            self.tally.nbytes += nbytes
-
-
-UNNAMED = Operation()
-"""The name for programs that run one collective at a time."""
 
 
 def staging_numel(
@@ -145,7 +99,7 @@ def all_gather(
     cut = cut_up("all-gather", full.numel(), full.dtype, transport, cuts, chunk_bytes)
     if transport.world_size == 1:
         return
-    with _Named(operation, full):
+    with Running(operation, full):
         if isinstance(transport, WholeCollectives):
             start, stop = cut.bounds[transport.rank]
             operation.count_collective((transport.world_size - 1) * (stop - start) * full.itemsize)
@@ -213,7 +167,7 @@ def reduce_scatter(
         return _finished_alone(full[start:stop], shard, divisor, stats)
     finish = last or _into(shard, divisor, stats)
     if isinstance(transport, WholeCollectives):
-        with _Named(operation, full):
+        with Running(operation, full):
             operation.count_collective((full.numel() - (stop - start)) * full.itemsize)
             if last is None and transport.rings(full, cut):
                 transport.ring_reduce(shard, full, divisor)
@@ -225,7 +179,7 @@ def reduce_scatter(
     plan = _reduction(transport)
     in_out = stages_in_out(transport) and staging is None and last is None and cut.even and shard.dtype == full.dtype
     slots = cut.chunks(shard) if in_out and _apart(shard, full) else _slots(full, cut, plan, transport, staging)
-    with _Named(operation, full):
+    with Running(operation, full):
         channel = operation.channel(transport, full, cut.offsets, transport.algorithm)
         run_reduce(channel, plan, cut.of(full, plan.parts), finish, slots)
     return shard
@@ -245,7 +199,7 @@ def ring_step(
     _check_flat("full", full)
     _check_arithmetic(full, divisor)
     assert isinstance(transport, WholeCollectives), "or no kernel walks a ring"
-    with _Named(operation, full):
+    with Running(operation, full):
         operation.count_collective(full.nbytes - full.nbytes // transport.world_size)
         transport.ring_step(step, full, divisor)
 
@@ -272,13 +226,13 @@ def all_reduce(
     _check_flat("full", full)
     _check_arithmetic(full, divisor)
     if isinstance(transport, WholeCollectives) and transport.world_size > 1 and _is_flag(full):
-        with _Named(operation, full):
+        with Running(operation, full):
             operation.count_collective((transport.world_size - 1) * full.nbytes)
             _all_reduce_flags(full, transport, divisor)
         return
     if _is_at_once(full, transport):
         cut = cut_up("reduce-scatter", full.numel(), full.dtype, transport, cuts, chunk_bytes)
-        with _Named(operation, full):
+        with Running(operation, full):
             run_all_reduce(operation.channel(transport, full, cut.offsets, "whole"), full, cut.bounds, divisor)
         return
     # Both halves may share a tag: on each link all messages of the first are posted before those of the second.
@@ -315,12 +269,12 @@ def broadcast(
     if world_size == 1:
         return
     if isinstance(transport, WholeCollectives):
-        with _Named(operation, full):
+        with Running(operation, full):
             operation.count_collective(full.nbytes)
             transport.broadcast(full, source)
         return
     chunks = split(full, chunk_numel(full.dtype, chunk_bytes))
-    with _Named(operation, full):
+    with Running(operation, full):
         chain = schedule.broadcast(world_size, source, parts=len(chunks))
         run_gather(operation.channel(transport, full), chain, lambda _, part: [Chunk(0, chunks[part])])
 
@@ -451,33 +405,3 @@ def _check_arithmetic(full: Tensor, divisor: int) -> None:
         raise LayoutError(f"{full.dtype} cannot be summed: convert it first (bool to uint8, for example)")
     if divisor < 1 or (divisor != 1 and full.dtype not in _FLOATS):
         raise LayoutError(f"cannot divide a sum of {full.dtype} by {divisor}: integers take 1, floats 1 or more")
-
-
-class _Named(NamedTuple):
-    """Context that adds the operation and `full` to a transport's error, which knows only ranks and bytes."""
-
-    operation: Operation
-    full: Tensor
-
-    def __enter__(self) -> None:
-        reports = self.operation.reports
-        if reports is not None:
-            if reports.failed:
-                why = f"not begun, for this rank has failed before: {reports.failed}"
-                raise CommError(f"{self}: {why}{reports.compare(str(self), why)}")
-            reports.begin(self)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        operation, full = self
-        if operation.reports is not None:
-            operation.reports.end(self)
-        if isinstance(error, CommError):
-            during = f", during {operation.during}" if operation.during else ""
-            which = f"operation {operation.sequence}, {full.numel()} elements of {full.dtype}"
-            what = f"{operation.label}{during} ({which})"
-            others = "" if operation.reports is None else operation.reports.compare(what, str(error))
-            raise CommError(f"{what}: {error}{others}") from error
-
-    def __str__(self) -> str:
-        """Return the name that all ranks in this operation share."""
-        return f"{self.operation.label} ({self.operation.sequence})"

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from shardlite.comm.chunking import CHUNK_BYTES, cut_up
-from shardlite.comm.collectives import Operation, reduce_scatter, staging_numel
+from shardlite.comm.collectives import reduce_scatter, staging_numel
 from shardlite.comm.cost_model import LINKS, LinkCost, best_chunk, plan_of
+from shardlite.comm.operation import Operation
 from shardlite.comm.traffic import Tally
 from tests.support.ranks.cluster import run_local
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from shardlite.comm.collectives import Operation, all_gather, all_reduce, broadcast, reduce_scatter
+from shardlite.comm.collectives import all_gather, all_reduce, broadcast, reduce_scatter
+from shardlite.comm.operation import Operation
 from shardlite.comm.traffic import Tally
 from tests.support.ranks.cluster import run_local
 from tests.support.transports.worlds import IN_PROCESS, Batched, run

@@ -11,7 +11,8 @@ import torch
 
 from shardlite.comm import schedule
 from shardlite.comm.chunking import segment_bounds
-from shardlite.comm.collectives import Operation, all_gather, all_reduce, broadcast, reduce_scatter
+from shardlite.comm.collectives import all_gather, all_reduce, broadcast, reduce_scatter
+from shardlite.comm.operation import Operation
 from shardlite.comm.shm.mailbox import PLACES
 from shardlite.comm.shm.rendezvous import rendezvous
 from shardlite.comm.transport.select import connect

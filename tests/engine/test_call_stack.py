@@ -66,7 +66,7 @@ STORY = [
     "comm/streams.py: _work_off",  # from here on the queue's thread, which failed
     "weights/all_gather.py: run",
     "comm/collectives.py: all_gather",
-    "comm/collectives.py: __exit__",  # which names the operation
+    "comm/operation.py: __exit__",  # which names the operation
 ]
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from shardlite import ShardLite
-from shardlite.comm.collectives import Operation, all_gather, reduce_scatter
+from shardlite.comm.collectives import all_gather, reduce_scatter
+from shardlite.comm.operation import Operation
 from shardlite.comm.transport.select import connect
 from shardlite.config import Route
 from tests.support.models.small import Residual

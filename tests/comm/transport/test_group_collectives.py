@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardlite import Precision, ShardLite
 from shardlite.comm.chunking import cut_up
-from shardlite.comm.collectives import Operation, all_gather, all_reduce, reduce_scatter, staging_numel
+from shardlite.comm.collectives import all_gather, all_reduce, reduce_scatter, staging_numel
+from shardlite.comm.operation import Operation
 from shardlite.comm.traffic import Tally
 from shardlite.comm.transport.group_collectives import GlooCollectives, GroupCollectives
 from shardlite.comm.transport.select import connect, connect_hosts

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from shardlite.comm.chunking import cut_up
-from shardlite.comm.collectives import Operation, all_gather
+from shardlite.comm.collectives import all_gather
+from shardlite.comm.operation import Operation
 from shardlite.comm.transport import symmetric
 from shardlite.comm.transport.group_collectives import NcclCollectives
 from shardlite.comm.transport.process_group import StagedTransport

@@ -14,7 +14,8 @@ from torch import nn
 
 from shardlite import AdamW, ShardLite
 from shardlite.comm.chunking import cut_up
-from shardlite.comm.collectives import Operation, all_gather, reduce_scatter
+from shardlite.comm.collectives import all_gather, reduce_scatter
+from shardlite.comm.operation import Operation
 from shardlite.comm.transport.select import connect
 from shardlite.comm.transport.symmetric import SymmetricMemoryTransport, symmetric_memory
 from shardlite.config import Route

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
-from shardlite.comm.collectives import Operation, all_gather, reduce_scatter
+from shardlite.comm.collectives import all_gather, reduce_scatter
 from shardlite.comm.control.worker import Worker
+from shardlite.comm.operation import Operation
 from shardlite.comm.traffic import Tally
 from shardlite.comm.transport import process_group, select
 from shardlite.comm.transport.base import Message
