@@ -181,9 +181,9 @@ class Bucket:
     def _used_slots(self, flat: Flat) -> set[int]:
         return {i for i, row in enumerate(flat.rows) if id(flat.params[row]) in self.used}
 
-    def flags(self, flats: Sequence[Flat]) -> list[int]:
-        """Return one flag per parameter of `flats` that may have a gradient: 1 if the bucket holds one, else 0."""
-        return [int(id(flat.params[row]) in self.used) for flat in flats for row in flat.rows]
+    def flags(self, flat: Flat) -> list[int]:
+        """Return one flag per parameter of `flat` that may have a gradient: 1 if the bucket holds one, else 0."""
+        return [int(id(flat.params[row]) in self.used) for row in flat.rows]
 
     def first_bad(self) -> int | None:
         """Return the flag index of the first gradient with a NaN or an infinity, or `None`. Synchronizes the host."""

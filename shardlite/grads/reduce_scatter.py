@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 import torch
@@ -159,7 +160,8 @@ class Averager:
             died: whether the backward ended in an exception, so that what is reduced now is not all.
         """
         context, unit = self._context, bucket.unit
-        flags, first_bad = bucket.flags(bucket.flats), bucket.first_bad() if self._diagnose else None
+        flags = list(map(bucket.flags, bucket.flats))
+        first_bad = bucket.first_bad() if self._diagnose else None
         means: list[Mean] = []
         steps: list[ShardStep] = []
         jobs: deque[Callable[[], None]] = deque()
@@ -170,13 +172,13 @@ class Averager:
             if stepping:
                 steps.append(self._prepare_step(unit, flat))
                 # No rank steps by gradients that are not whole.
-                used = [-context.world_size] * len(flat.rows) if died else bucket.flags([flat])
+                used = [-context.world_size] * len(flat.rows) if died else flags[i]
                 jobs.append(partial(self._step_by, grads, steps[-1], used))
             else:
                 means.append(self._place(grads))
                 jobs.append(partial(self._average, grads, means[-1]))
         work = self._queue.submit(partial(self._run, unit.name, jobs))
-        return Reduction(bucket, work, flags, first_bad, means, steps)
+        return Reduction(bucket, work, [*chain.from_iterable(flags)], first_bad, means, steps)
 
     def _run(self, unit: str, jobs: deque[Callable[[], None]]) -> None:
         """Reduce flat by flat. On the queue."""

@@ -218,10 +218,8 @@ class Reducer:
         while reducing and (turn := self._reductions.next_unit()) is not None:
             self._reduce(turn, died=True)
         self._reductions.land(len(self._reductions.started))
-        if reducing and self._reductions.stepping:
-            self._stepper.end(
-                self.results.take_none(self._reductions.started)
-            )  # of those units that all ranks had reduced before
+        if reducing and self._reductions.stepping:  # units that all ranks had reduced before are stepped
+            self._stepper.end(self.results.take_none(self._reductions.started))
         self.discard()
         self.start_over()
 
