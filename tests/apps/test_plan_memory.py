@@ -54,12 +54,11 @@ SMALL = {
     "small gpt2": partial(decoder, "gpt2", layers=1, width=768, heads=12),
     "small llama": partial(decoder, "llama", layers=3, width=128, heads=8, kv_heads=4, hidden=344),
 }
-GPT2 = "GPT-2 small"
 LARGE = {
     "demo": partial(GPT, GPTConfig()),
     "GPT-2, one block": partial(gpt2, n_layer=1, vocab_size=500, n_positions=64),
     "Llama": partial(llama, hidden_size=128, intermediate_size=344, num_hidden_layers=3, vocab_size=500),
-    GPT2: gpt2,
+    "GPT-2 small": gpt2,
 }
 MODELS = SMALL | LARGE
 FORMATS = {
@@ -175,7 +174,12 @@ RANKS = (1, 2, 3, 4)
 
 def pairs(names: Iterable[str]) -> list[Any]:
     """Return cases of the grid in which each value meets each of another factor."""
-    return [case for case in all_pairs(names, FORMATS, STAGES, RANKS) if not case.marks]
+    return [case for case in whole_grid(names) if not case.marks]
+
+
+def whole_grid(names: Iterable[str]) -> list[Any]:
+    """Return all cases of the grid. Those that are not among `pairs(names)` are slow."""
+    return all_pairs(names, FORMATS, STAGES, RANKS)
 
 
 def check_case(cluster, name: str, how: str, stage: int, ranks: int) -> None:
@@ -192,17 +196,14 @@ def test_a_rank_holds_and_sends_what_is_planned(cluster, name, how, stage, ranks
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("how", FORMATS)
-@pytest.mark.parametrize("name", [name for name in LARGE if name != GPT2])
-def test_every_model_stage_format_and_world_size(cluster, name, how, stage, ranks):
+@pytest.mark.parametrize(GRID, whole_grid(["small llama"]))
+def test_every_stage_format_and_world_size(cluster, name, how, stage, ranks):
     check_case(cluster, name, how, stage, ranks)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(GRID, pairs([GPT2]))
-def test_gpt2_small(cluster, name, how, stage, ranks):
+@pytest.mark.parametrize(GRID, pairs(LARGE))
+def test_large_models(cluster, name, how, stage, ranks):
     check_case(cluster, name, how, stage, ranks)
 
 
