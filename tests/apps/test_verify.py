@@ -508,7 +508,7 @@ def test_the_launcher_passes_the_failure_on(tmp_path):
     script.write_text(
         "import sys\nfrom tests.apps.test_verify import main_with_a_spoilt_rank as main\nsys.exit(main(sys.argv[1:]))\n"
     )
-    launcher = launch.torchrun(2, [])[1:-2]  # without `-m shardlite`
+    launcher = launch.torchrun(2, [])[1:-3]  # without `-m -- shardlite`
     done = run_process(*launcher, str(script), "verify", "--ranks", "2", *SMALL)
     assert done.status == 1, done.err
     assert_says_what_is_spoilt(done.out)

@@ -33,6 +33,7 @@ from shardlite.errors import LayoutError
 log = logging.getLogger("shardlite")
 
 _BOOT = "/proc/sys/kernel/random/boot_id"  # one per running kernel
+_NETWORK = "/proc/self/ns/net"
 
 _STRANGERS = 64
 """Number of foreign connections that may queue before a rank's connection has to wait."""
@@ -97,12 +98,13 @@ def _rendezvous(group: dist.ProcessGroup, timeout: timedelta) -> Rendezvous:
         except OSError as error:
             why_not = f"this system gives no shared memory: {error}"
     part = secrets.token_hex(handshake.NUMBER)
-    rows = all_gather_json(group, (why_not, host_name(), address, part), "shared memory of one host", timeout)
+    rows = all_gather_json(group, (why_not, _reach(), address, part), "shared memory of one host", timeout)
     why_not = next((f"rank {r}: {row[0]}" for r, row in enumerate(rows) if row[0]), "")
     if why_not:  # `p2p` was not requested
         log.warning("no shared memory between the ranks of this host: %s", why_not)
-    elif len({row[1] for row in rows}) > 1:
-        why_not = "the ranks are on several hosts"
+    elif len({tuple(row[1]) for row in rows}) > 1:
+        apart = len({row[1][0] for row in rows}) > 1
+        why_not = f"the ranks are {'on several hosts' if apart else 'in several network namespaces of one host'}"
     if why_not:
         _close([] if listener is None else [listener])
         return Rendezvous(None, why_not)
@@ -131,6 +133,17 @@ def host_name() -> str:
             return boot.read().strip()
     except OSError:
         return socket.gethostname()
+
+
+def _reach() -> tuple[str, str]:
+    """Return a value that is equal for processes whose abstract sockets reach each other: host, network namespace.
+
+    Containers of one host have namespaces of their own, unless they share the network of the host.
+    """
+    try:
+        return host_name(), os.readlink(_NETWORK)
+    except OSError:
+        return host_name(), ""
 
 
 def _listen(world_size: int) -> socket.socket:

@@ -453,6 +453,8 @@ class Broken:
         match self.kind:
             case "host":
                 set_to(rendezvous, "host_name", lambda: "elsewhere")
+            case "network":
+                set_to(rendezvous, "_NETWORK", "/proc/self/ns/pid")
             case "platform":
                 set_to(futex.platform, "machine", lambda: "riscv64")
             case "memory":
@@ -496,6 +498,7 @@ def broken_body(group, kind):
     ("kind", "reason"),
     [
         ("host", "the ranks are on several hosts"),
+        ("network", "the ranks are in several network namespaces of one host"),
         ("platform", "rank 1: it takes an x86-64 processor, which keeps the order of writes; this is riscv64"),
         ("memory", "rank 1: this system gives no shared memory: none left"),
         ("sockets", "rank 1: this system gives no shared memory: none left"),
