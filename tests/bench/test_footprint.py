@@ -162,7 +162,7 @@ def test_what_nothing_explains_is_beside_purposes_and_activations():
 
 @pytest.mark.slow
 def test_the_command_starts_its_ranks_and_wrapping_takes_one_unit_more(tmp_path):
-    systems = ["plain", "fsdp2", "stage3", "in_backward"]
+    systems = ["fsdp2", "stage3", "in_backward"]
     options = ["--model", "gpt", "--systems", *systems, "--out", str(tmp_path), "--plots", str(tmp_path)]
     done = run_process("-m", "bench.footprint", *options)
     assert done.status == 0, done.err
@@ -171,5 +171,5 @@ def test_the_command_starts_its_ranks_and_wrapping_takes_one_unit_more(tmp_path)
     assert render(rows) in done.out
     assert (tmp_path / "footprint-gpt-2ranks.svg").stat().st_size > 10_000
     unit = 4 * 12 * 384 * 384
-    for row in rows[2:]:
+    for row in rows[1:]:
         assert row["wrap_peak_bytes"] <= max(row["made_bytes"], row["wrapped_bytes"]) + 1.2 * unit

@@ -37,6 +37,8 @@ from tests.support.ranks.doomed import JOIN
 WIDTH, STEPS = 8, 12
 LONG = JOIN + 60
 """The timeout: longer than the ranks may live."""
+MOMENTS = 15
+"""How many moments of a run, drawn from its first 0.15 s, the slow tests interrupt in each way."""
 
 
 class Slow(nn.Module):
@@ -127,8 +129,8 @@ def test_a_run_goes_on_or_ends_at_once(doomed, tmp_path, stage):
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "stage", "transport"), [(2, 0, "shared_memory"), (2, 3, "p2p"), (3, 2, "p2p")])
 def test_at_many_moments(doomed, tmp_path, world_size, stage, transport):
-    went_on, errors = check_moments(doomed, tmp_path, world_size, stage, transport, range(35))
-    print(f"{went_on} of 35 went on", *errors, sep="\n")
+    went_on, errors = check_moments(doomed, tmp_path, world_size, stage, transport, range(MOMENTS))
+    print(f"{went_on} of {MOMENTS} went on", *errors, sep="\n")
     assert went_on > 0
 
 
