@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from shardlite_kernels import chunk_memory
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
@@ -25,6 +26,9 @@ from shardlite.telemetry import Meter
 
 PURPOSES = (*HELD, "gradients", "gradient buckets", "gather buffers")
 """Those of `memory()` that are tensors, in the order of a table."""
+
+CHUNKS = "chunks of a step"
+"""The purpose that counts what all models of the process share."""
 
 ROOT = None
 """The unit with the rest."""
@@ -77,18 +81,20 @@ class Timeline:
 
 def record(name: str, build: Callable[[], System], source: Source) -> Timeline:
     """Build a system, train it for some steps, and record one. To be called by every rank."""
-    before = _live()
+    before, chunks = _live(), sum(each.nbytes for each in chunk_memory())
     system = build()
     loss = source.loss(system.model, None)
     for _ in range(_WARM_UP):
         _step(system, loss, lambda *_: None)
     gc.collect()
-    recorder = _Recorder(system, before)
+    recorder = _Recorder(system, before, chunks)
     if isinstance(system.model, ShardLite):
         system.model.ledger.reset_peak()
     with recorder.recording():
         _step(system, loss, recorder.begin)
     peaks = {purpose: held.peak for purpose, held in system.held().items() if purpose in PURPOSES}
+    if CHUNKS in peaks:
+        peaks[CHUNKS] = max(peaks[CHUNKS] - chunks, 0)
     return Timeline(
         system=name,
         units=system.units,
@@ -146,6 +152,9 @@ class _Recorder:
     before: int
     """Bytes that existed before the model was made."""
 
+    chunks: int
+    """Bytes among them that steps of earlier models left in this process. `memory()` counts them, too."""
+
     phases: list[Phase] = field(default_factory=list)
     totals: list[int] = field(default_factory=list)
     purposes: list[dict[str, int]] = field(default_factory=list)
@@ -162,6 +171,8 @@ class _Recorder:
     def sample(self) -> None:
         """Note what is alive. Memory that is made by no operator is known to its purpose first."""
         held = {name: each.now for name, each in self.system.held().items() if name in PURPOSES}
+        if CHUNKS in held:
+            held[CHUNKS] = max(held[CHUNKS] - self.chunks, 0)
         total = max(self.meter.live - self.before, sum(held.values()))
         self.totals.append(total)
         self.purposes.append({**held, ACTIVATIONS: total - sum(held.values())} if held else {})
