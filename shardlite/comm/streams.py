@@ -228,7 +228,8 @@ def _work_off(queue: "SimpleQueue[_Job | None]") -> None:
             with work:
                 for operation in operations:
                     operation()
-            del work, operation, operations, job  # or the last operation's buffers would live until the next one
+                del operation, operations, job  # who waited for the work may measure memory: its buffers are gone
+            del work
 
 
 class ProgramStreams:

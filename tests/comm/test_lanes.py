@@ -1,6 +1,7 @@
 """Lanes, and what is to run on a GPU as far as that can be shown without one."""
 
 import threading
+import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -12,6 +13,7 @@ from torch import nn
 
 import shardlite.comm.context
 from shardlite import AdamW, CommError, ShardLite
+from shardlite.comm.control.worker import Worker
 from shardlite.comm.streams import CudaStreamQueue, ProgramStreams, ThreadQueue, check_connections, make_queue
 from shardlite.comm.transport.process_group import NcclTransport, StagedTransport
 from tests.support.patience import seconds
@@ -35,6 +37,24 @@ def test_a_thread_lane_works_in_order_and_hands_errors_on():
     assert first.done()
     with pytest.raises(ZeroDivisionError):
         failing.wait()
+
+
+@pytest.mark.parametrize("make", [ThreadQueue, Worker])
+def test_an_operation_that_is_over_holds_nothing(make):
+    queue, gate, was_over = make("test"), threading.Event(), []
+
+    class Operation:
+        def __call__(self) -> None:
+            gate.wait(seconds(10))
+
+    operation = Operation()
+    work = queue.submit(operation)
+    end = weakref.finalize(operation, lambda: was_over.append(work.done()))
+    del operation
+    assert end.alive
+    gate.set()
+    (work.result if make is Worker else work.wait)()
+    assert was_over == [False]
 
 
 def test_one_queue_for_all_streams_is_warned_of(monkeypatch):

@@ -44,8 +44,14 @@ class Worker:
 def _work_off(jobs: "SimpleQueue[_Job | None]") -> None:
     while (job := jobs.get()) is not None:
         future, call = job
+        del job
         try:
-            future.set_result(call())
+            result = call()
         except BaseException as error:
+            del call
             future.set_exception(error)
-        del future, call, job  # otherwise objects of this call would live until the next one
+        else:
+            del call  # who waited for the result may measure memory: what only the call held is gone
+            future.set_result(result)
+            del result
+        del future
