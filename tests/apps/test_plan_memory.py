@@ -174,12 +174,7 @@ RANKS = (1, 2, 3, 4)
 
 def pairs(names: Iterable[str]) -> list[Any]:
     """Return cases of the grid in which each value meets each of another factor."""
-    return [case for case in whole_grid(names) if not case.marks]
-
-
-def whole_grid(names: Iterable[str]) -> list[Any]:
-    """Return all cases of the grid. Those that are not among `pairs(names)` are slow."""
-    return all_pairs(names, FORMATS, STAGES, RANKS)
+    return [case for case in all_pairs(names, FORMATS, STAGES, RANKS) if not case.marks]
 
 
 def check_case(cluster, name: str, how: str, stage: int, ranks: int) -> None:
@@ -196,8 +191,8 @@ def test_a_rank_holds_and_sends_what_is_planned(cluster, name, how, stage, ranks
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(GRID, whole_grid(["small llama"]))
-def test_every_stage_format_and_world_size(cluster, name, how, stage, ranks):
+@pytest.mark.parametrize(GRID, pairs(["small llama"]))
+def test_every_format_at_every_stage(cluster, name, how, stage, ranks):
     check_case(cluster, name, how, stage, ranks)
 
 

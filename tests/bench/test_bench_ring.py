@@ -16,7 +16,7 @@ from bench.support.table import read_rows
 from shardlite.comm import collectives
 from shardlite.comm.collectives import SHORT
 from shardlite.comm.cost_model import LINKS, LinkCost
-from tests.support.ranks.scripts import run_command, run_process
+from tests.support.ranks.scripts import run_command
 
 ROOT = Path(__file__).parents[2]
 SYSTEMS = systems_on(torch.device("cpu"), ["ring", "direct", "bidirectional"])
@@ -150,13 +150,6 @@ def test_the_command_writes_rows(cluster, tmp_path):
     assert first.status == second.status == 0
     assert second.out == ""
     assert_prints_what_it_writes(first.out, tmp_path, {2})
-
-
-@pytest.mark.slow
-def test_the_command_starts_each_number_of_ranks(tmp_path):
-    done = run_process("-m", "bench.ring", "--ranks", "2", "3", *OPTIONS, str(tmp_path))
-    assert done.status == 0, done.err
-    assert_prints_what_it_writes(done.out, tmp_path, {2, 3})
 
 
 def test_the_command_starts_itself_for_each_number_of_ranks(monkeypatch):

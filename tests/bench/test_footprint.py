@@ -162,7 +162,7 @@ def test_what_nothing_explains_is_beside_purposes_and_activations():
 
 @pytest.mark.slow
 def test_the_command_starts_its_ranks_and_wrapping_takes_one_unit_more(tmp_path):
-    systems = ["fsdp2", "stage3", "in_backward"]
+    systems = ["fsdp2", "stage3"]
     options = ["--model", "gpt", "--systems", *systems, "--out", str(tmp_path), "--plots", str(tmp_path)]
     done = run_process("-m", "bench.footprint", *options)
     assert done.status == 0, done.err

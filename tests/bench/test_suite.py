@@ -109,7 +109,9 @@ def test_the_parts_have_names_of_their_own_and_options_that_are_understood():
 
 @pytest.mark.slow
 def test_all_run_at_toy_size(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "bench", "--dry", "--out", str(tmp_path)], cwd=suite.ROOT, check=False)
-    assert done.returncode == 0
+    """The commands start their ranks. Of parts that are the same one at toy size, the last is run."""
+    names = {each.dry: each.name for each in PARTS}.values()
+    command = [sys.executable, "-m", "bench", "--dry", "--only", *names, "--out", str(tmp_path)]
+    assert subprocess.run(command, cwd=suite.ROOT, check=False).returncode == 0
     rows = [json.loads(line) for line in next(tmp_path.glob("*.jsonl")).read_text().splitlines()]
     assert {row["bench"] for row in rows} >= {"step", "ring", "footprint", "scale", "host", "checkpoint", "kernels"}
