@@ -529,7 +529,7 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/comm/streams.py",
         "call",
-        "del work, operation, operations, job  # or the last operation's buffers would live until the next one",
+        "del operation, operations, job  # who waited for the work may measure memory: its buffers are gone",
         "pass",
         "the buffers of the last operation live until the next one",
     ),

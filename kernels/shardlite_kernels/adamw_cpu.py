@@ -46,7 +46,7 @@ _all_kept: WeakSet[_CpuMemory] = WeakSet()
 
 def chunk_memory() -> list[Tensor]:
     """Return the memory that the threads of this process keep for chunks of CPU steps."""
-    return [room for kept in list(_all_kept) for room in list(kept.values())]
+    return [buffer for kept in list(_all_kept) for buffer in list(kept.values())]
 
 
 def chunk_nbytes(numel: int, *, split: bool, narrow: bool, sums: bool) -> int:
@@ -71,7 +71,7 @@ def temporary_nbytes(numel: int, moments: str) -> int:
     return round(min(numel, _NARROW_CHUNK) * _TEMPORARIES[moments])
 
 
-class _Rooms(threading.local):
+class _Buffers(threading.local):
     """Buffers that a thread keeps from step to step: allocating pages takes as long as the step of a chunk."""
 
     def __init__(self) -> None:
@@ -80,16 +80,16 @@ class _Rooms(threading.local):
 
     def of(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a buffer for `numel` elements of a chunk."""
-        room = self._kept.get((name, dtype))
-        if room is None or len(room) < numel:
+        buffer = self._kept.get((name, dtype))
+        if buffer is None or len(buffer) < numel:
             with torch.inference_mode(False):  # other steps may be in another mode
-                room = torch.empty(numel, dtype=dtype, device="cpu")
-            if type(room) is Tensor:  # a mode may create other types, which cannot be used outside of it
-                self._kept[name, dtype] = room
-        return room[:numel]
+                buffer = torch.empty(numel, dtype=dtype, device="cpu")
+            if type(buffer) is Tensor:  # a mode may create other types, which cannot be used outside of it
+                self._kept[name, dtype] = buffer
+        return buffer[:numel]
 
 
-_rooms = _Rooms()
+_buffers = _Buffers()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +189,7 @@ def _sums(
 ) -> Iterator[Tensor]:
     """Yield the gradient of each chunk of a state, written by the next of `additions` to memory that is reused."""
     for piece, add in zip(state.split(_chunk_of(state)), additions, strict=True):
-        total = _rooms.of("sums", len(piece.param), weight)
+        total = _buffers.of("sums", len(piece.param), weight)
         add(total)
         _look(total, bad)
         yield total
@@ -218,8 +218,8 @@ def _by_chunks(state: State, gradients: Iterable[Tensor], step: CpuStep) -> None
     for piece, g in zip(state.split(_chunk_of(state)), gradients, strict=True):
         p, (m, v) = piece.param, piece.moments()
         if piece.low is not None:
-            p = _rooms.of("weights", len(g), torch.float32)
-            join_on_cpu(p, piece.param, piece.low, _rooms.of("bytes", len(g), torch.int32))
+            p = _buffers.of("weights", len(g), torch.float32)
+            join_on_cpu(p, piece.param, piece.low, _buffers.of("bytes", len(g), torch.int32))
         run(p, g if step.factor == 1 else g * step.factor, m, v)
         if piece.low is not None:
             split_on_cpu(piece.param, piece.low, p)

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from shardlite_kernels.adamw_cpu import _rooms
+from shardlite_kernels import chunk_memory
 from torch import Tensor, nn
 from torch.distributed.run import get_args_parser
 
+from shardlite import AdamW, Precision, ShardLite
 from shardlite.apps.cli import main
 from shardlite.apps.launch import torchrun
 from shardlite.apps.memory.recorder import BACKWARD, FORWARD, ROOT, STEP, Phase, Timeline, record
@@ -35,7 +36,14 @@ BLOCKS = ["blocks.0", "blocks.1"]
 
 def record_both(group) -> list[Timeline]:
     """Body of a rank: record a step of each system, in a process in which earlier models have left chunks."""
-    _rooms.of("left by another test", 1 << 20, torch.float32)
+    earlier = ShardLite(
+        nn.Linear(1024, 1024), precision=Precision(compute=torch.bfloat16, master="split24"), group=group
+    )
+    optimizer = AdamW(earlier.parameters())
+    torch.autograd.backward(earlier(torch.ones(1, 1024)).float().sum())
+    optimizer.step()
+    del earlier, optimizer
+    assert sum(each.nbytes for each in chunk_memory()) >= 4 << 20
     source = find_source("demo-tiny", 2, None)
     return [
         record("ShardLite", lambda: build_shardlite(source, SETTING), source),

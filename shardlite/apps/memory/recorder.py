@@ -22,7 +22,7 @@ from shardlite import ShardLite
 from shardlite.apps.memory.systems import System
 from shardlite.apps.plan.source import Source
 from shardlite.build import ACTIVATIONS, HELD
-from shardlite.telemetry import Meter
+from shardlite.telemetry import Held, Meter
 
 PURPOSES = (*HELD, "gradients", "gradient buckets", "gather buffers")
 """Those of `memory()` that are tensors, in the order of a table."""
@@ -92,9 +92,7 @@ def record(name: str, build: Callable[[], System], source: Source) -> Timeline:
         system.model.ledger.reset_peak()
     with recorder.recording():
         _step(system, loss, recorder.begin)
-    peaks = {purpose: held.peak for purpose, held in system.held().items() if purpose in PURPOSES}
-    if CHUNKS in peaks:
-        peaks[CHUNKS] = max(peaks[CHUNKS] - chunks, 0)
+    peaks = recorder.held(lambda each: each.peak)
     return Timeline(
         system=name,
         units=system.units,
@@ -170,12 +168,17 @@ class _Recorder:
 
     def sample(self) -> None:
         """Note what is alive. Memory that is made by no operator is known to its purpose first."""
-        held = {name: each.now for name, each in self.system.held().items() if name in PURPOSES}
-        if CHUNKS in held:
-            held[CHUNKS] = max(held[CHUNKS] - self.chunks, 0)
+        held = self.held(lambda each: each.now)
         total = max(self.meter.live - self.before, sum(held.values()))
         self.totals.append(total)
         self.purposes.append({**held, ACTIVATIONS: total - sum(held.values())} if held else {})
+
+    def held(self, bytes_of: Callable[[Held], int]) -> dict[str, int]:
+        """Return the bytes of each purpose, without the chunks that earlier models left."""
+        held = {name: bytes_of(each) for name, each in self.system.held().items() if name in PURPOSES}
+        if CHUNKS in held:
+            held[CHUNKS] = max(held[CHUNKS] - self.chunks, 0)
+        return held
 
     @contextmanager
     def recording(self) -> Iterator[None]:

@@ -13,10 +13,11 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from threading import get_ident
+from pathlib import Path
+from threading import Lock, get_ident
 from typing import NoReturn
 
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
 
 from shardlite.comm.control.interrupts import SLOW, raise_pending_interrupt
 from shardlite.comm.control.store import bounded_store
@@ -71,6 +72,20 @@ class StoreReports:
         return f"shardlite/{self._name}/{rank}"
 
 
+class _ErrorFile(ErrorHandler):
+    """The error file of `torchrun`, which appears whole: `torchrun` ends the run if it reads part of one."""
+
+    def record_exception(self, e: BaseException) -> None:
+        """Write an error to it. Without `torchrun` there is none, and nothing is written."""
+        super().record_exception(e)
+        if whole := super()._get_error_file_path():
+            Path(self._get_error_file_path() or "").replace(whole)
+
+    def _get_error_file_path(self) -> str | None:
+        whole = super()._get_error_file_path()
+        return f"{whole}.part" if whole else None
+
+
 class FailureReports:
     """The failure reports of ranks that exchange messages, from the view of one rank."""
 
@@ -112,6 +127,8 @@ class FailureReports:
         self._rank = rank
         self._others = [other for other in range(world_size) if other != rank]
         self._patience = patience
+        self._recording = Lock()
+        self._is_recorded = False  # in the error file
         self._since: float | None = None  # when the current report was published; several queues read it
 
     def leave(self, note: str) -> float:
@@ -142,7 +159,7 @@ class FailureReports:
     def withdraw(self) -> None:
         """Withdraw the report: this rank continues."""
         if self._since is not None and not self.failed:
-            self._since = None
+            self._since, self._is_recorded = None, False
             with suppress(RuntimeError):
                 self._board.put(self._rank, "")
 
@@ -289,9 +306,11 @@ class FailureReports:
         may end this process soon. Later failures of this rank do not wait again.
         """
         log.error("rank %d: %s: %s", self._rank, note, why)
-        if self._since is None:
-            with suppress(OSError):
-                get_error_handler().record_exception(CommError(f"{note}: {why}"))
+        with self._recording:  # several queues may fail at once
+            if self._since is None and not self._is_recorded:
+                self._is_recorded = True
+                with suppress(OSError):
+                    _ErrorFile().record_exception(CommError(f"{note}: {why}"))
         self.failed = self.failed or f"{note}: {why}"
         deadline = self.fail(f"{note}{self.call_site()}") + self._patience
         if _STANDSTILL in why:

@@ -1,7 +1,9 @@
 """Notes that ranks leave for each other when something has failed."""
 
+import threading
+
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, ProcessFailure
 
 from shardlite.comm.control import failure_reports
 from shardlite.comm.control.failure_reports import FailureReports
@@ -129,3 +131,24 @@ def test_the_first_error_is_in_the_file_that_torchrun_reads(clock, tmp_path, mon
     own.compare("reduce-scatter at step 3", "rank 1 is gone")
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(file))
     assert failure.message["message"] == "CommError: all-gather at step 3: rank 1 is gone"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_two_queues_that_fail_at_once_write_one_error(clock, tmp_path, monkeypatch):
+    """Of two that write to one file at once, `torchrun` reads a mixture, and ends the run."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    own, written = FailureReports(SharedBoard(), rank=0, world_size=2), []
+    record = ErrorHandler.record_exception
+
+    def slowly(handler, error):
+        written.append(error)
+        if len(written) == 1:
+            second.start()
+            second.join(0.1)  # it waits for this one
+        record(handler, error)
+
+    monkeypatch.setattr(ErrorHandler, "record_exception", slowly)
+    second = threading.Thread(target=own.compare, args=("reduce-scatter at step 3", "rank 1 is gone"))
+    own.compare("all-gather at step 3", "rank 1 is gone")
+    second.join()
+    assert [str(error) for error in written] == ["all-gather at step 3: rank 1 is gone"]
