@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +134,12 @@ def started(
         try:
             yield agent
         finally:
+            ranks = ranks_of(agent.pid) if agent.poll() is None else []
             agent.kill()
             agent.wait()
+            for rank in ranks:  # of a test that failed: they would train on
+                with suppress(ProcessLookupError):
+                    os.kill(rank, signal.SIGKILL)
 
 
 @pytest.mark.slow

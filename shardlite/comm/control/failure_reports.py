@@ -72,18 +72,21 @@ class StoreReports:
         return f"shardlite/{self._name}/{rank}"
 
 
+_PART = ".part"
+
+
 class _ErrorFile(ErrorHandler):
     """The error file of `torchrun`, which appears whole: `torchrun` ends the run if it reads part of one."""
 
     def record_exception(self, e: BaseException) -> None:
         """Write an error to it. Without `torchrun` there is none, and nothing is written."""
         super().record_exception(e)
-        if whole := super()._get_error_file_path():
-            Path(self._get_error_file_path() or "").replace(whole)
+        if part := self._get_error_file_path():
+            Path(part).replace(part.removesuffix(_PART))
 
     def _get_error_file_path(self) -> str | None:
         whole = super()._get_error_file_path()
-        return f"{whole}.part" if whole else None
+        return f"{whole}{_PART}" if whole else None
 
 
 class FailureReports:
@@ -127,8 +130,7 @@ class FailureReports:
         self._rank = rank
         self._others = [other for other in range(world_size) if other != rank]
         self._patience = patience
-        self._recording = Lock()
-        self._is_recorded = False  # in the error file
+        self._comparing = Lock()  # several queues may fail at once
         self._since: float | None = None  # when the current report was published; several queues read it
 
     def leave(self, note: str) -> float:
@@ -159,7 +161,7 @@ class FailureReports:
     def withdraw(self) -> None:
         """Withdraw the report: this rank continues."""
         if self._since is not None and not self.failed:
-            self._since, self._is_recorded = None, False
+            self._since = None
             with suppress(RuntimeError):
                 self._board.put(self._rank, "")
 
@@ -306,13 +308,12 @@ class FailureReports:
         may end this process soon. Later failures of this rank do not wait again.
         """
         log.error("rank %d: %s: %s", self._rank, note, why)
-        with self._recording:  # several queues may fail at once
-            if self._since is None and not self._is_recorded:
-                self._is_recorded = True
+        with self._comparing:
+            if self._since is None:
                 with suppress(OSError):
                     _ErrorFile().record_exception(CommError(f"{note}: {why}"))
-        self.failed = self.failed or f"{note}: {why}"
-        deadline = self.fail(f"{note}{self.call_site()}") + self._patience
+            self.failed = self.failed or f"{note}: {why}"
+            deadline = self.fail(f"{note}{self.call_site()}") + self._patience
         if _STANDSTILL in why:
             return ""  # it says what each rank does
         told: dict[int, str] = {}
