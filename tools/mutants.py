@@ -1080,6 +1080,13 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "ranks look for each other under different names",
     ),
     (
+        "shardlite/comm/transport/reconnect.py",
+        "call",
+        "    made.barrier().wait()",
+        "    made.barrier()",
+        "a rank closes its connection while peers are not connected yet",
+    ),
+    (
         "shardlite/comm/transport/select.py",
         "condition",
         '    if wanted == "shared_memory":\n        raise LayoutError(f"transport=\'shared_memory\' cannot be had',

@@ -57,7 +57,10 @@ def over_gloo(name: str, rank: int, size: int, timeout: timedelta) -> Backend:
         RuntimeError: ranks cannot be connected.
     """
     store = PrefixStore(f"shardlite/gloo/{name}", _get_default_store())
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
+    made = dist.ProcessGroupGloo(store, rank, size, timeout)
+    # A rank may be connected while its peers still wait to hear of it, and closes the connection when it drops `made`.
+    made.barrier().wait()  # type: ignore[attr-defined]  # it is not in the stubs
+    return made
 
 
 def _options(group: dist.ProcessGroup, name: str, timeout: timedelta) -> Any:

@@ -1,6 +1,7 @@
 """Every transport: order, dtypes, empty messages, silent peers; which one serves what. And the tests' own cluster."""
 
 import os
+import time
 import warnings
 import weakref
 from datetime import timedelta
@@ -10,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroupGloo
 from torch.testing import assert_close
 
 from shardlite.comm.collectives import all_gather, reduce_scatter
@@ -551,6 +553,27 @@ def test_ranks_in_different_numbers_of_groups_are_connected_and_the_connection_i
     assert_came_from_the_left(results)
     assert all(freed)
     assert all(closed)
+
+
+def reconnect_late(group):
+    """Rank 0 is connected and hears of it late. Return when this rank heard of it, and when it may drop the result."""
+    heard = []
+
+    def connected(*arguments):
+        made = ProcessGroupGloo(*arguments)
+        time.sleep(0.1 * (dist.get_rank() == 0))
+        heard.append(time.monotonic())
+        return made
+
+    with patch("torch.distributed.ProcessGroupGloo", connected):
+        reconnect(group, "gloo", timedelta(seconds=seconds(30)))
+    return *heard, time.monotonic()
+
+
+def test_no_rank_returns_before_all_are_connected(cluster):
+    """A rank that drops the connection closes it, and gloo fails on peers that were still waiting to be connected."""
+    heard, returned = zip(*cluster.run(reconnect_late, 2), strict=True)
+    assert min(returned) >= max(heard)
 
 
 def reconnect_alone(group):
