@@ -176,18 +176,18 @@ def test_a_run_on_two_hosts_goes_on_when_one_is_lost(hosts, tmp_path):
         variables = {"HOSTS": "1:2", "RANKS": "2", "HEAD": HOSTS["first"], "ADDRESS": HOSTS[host], "DEVICE": host}
         command = [str(LAUNCH / "host.sh"), str(TEMPLATE), "--out", str(tmp_path / "run"), "--batch", "1"]
         settings = [f"{name}={value}" for name, value in {**variables, "LAST_CALL": "5"}.items()]
-        return ["ip", "netns", "exec", hosts[host], "env", *settings, *command, "--samples", "4000", "--every", "10"]
+        return ["ip", "netns", "exec", hosts[host], "env", *settings, *command, "--samples", "800", "--every", "10"]
 
     log = tmp_path / "first.log"
     with log.open("w") as file, (tmp_path / "second.log").open("w") as other:
         with running(on("first"), {}, file) as first, running(on("second"), {}, other):
             until(lambda: "samples 160 to" in log.read_text() or first.poll() is not None)
-            assert "4 ranks go on at sample 0 of 4000, 8 a step" in log.read_text(), log.read_text()
+            assert "4 ranks go on at sample 0 of 800, 8 a step" in log.read_text(), log.read_text()
             for pid in ip("netns", "pids", hosts["second"]).stdout.split():
                 os.kill(int(pid), signal.SIGKILL)
             assert first.wait(seconds(240)) == 0, log.read_text()
-    assert re.search(r"2 ranks go on at sample [1-9]\d* of 4000, 4 a step", log.read_text())
-    assert_each_sample_was_read_once(log.read_text(), 4000)
+    assert re.search(r"2 ranks go on at sample [1-9]\d* of 800, 4 a step", log.read_text())
+    assert_each_sample_was_read_once(log.read_text(), 800)
 
 
 def test_the_manifest_for_kubernetes_says_what_the_recipe_takes():
