@@ -24,7 +24,7 @@ from tests.support.ranks.scripts import run_command
 from tests.support.twins.sharded import same_bits
 
 TINY = [*("--size", "tiny", "--layers", "2", "--width", "16", "--heads", "2", "--context", "16", "--batch", "1")]
-TINY += ["--lr", "0.01", "--stage", "3"]
+TINY += ["--lr", "0.01", "--stage", "3", "--data", __file__]
 
 
 def weights_in(folder: Path) -> dict[str, torch.Tensor]:
