@@ -37,20 +37,11 @@ def test_what_is_not_loaded_as_it_was_saved_is_not_timed(cluster, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_writes_its_rows(tmp_path):
-    options = ["--model", "tiny", "--rounds", "1", "--out", str(tmp_path), "--folder", str(tmp_path)]
-    done = run_process("-m", "bench.faults.checkpoint", *options)
-    assert done.status == 0, done.err
-    assert checkpoint.render(read_rows([tmp_path / "checkpoint-tiny-2ranks.jsonl"])) in done.out
-    assert [each.name for each in tmp_path.iterdir()] == ["checkpoint-tiny-2ranks.jsonl"]
-
-
-@pytest.mark.slow
 def test_a_restart_from_memory_loses_no_step(tmp_path):
-    options = ["--fatal", "3", "--save-every", "2", "--out", str(tmp_path), "--folder", str(tmp_path)]
-    done = run_process("-m", "bench.faults.restart", *options)
+    options = ["--model", "tiny", "--fatal", "3", "--save-every", "2", "--folder", str(tmp_path)]
+    done = run_process("-m", "bench.faults.restart", *options, "--out", str(tmp_path))
     assert done.status == 0, done.err
-    rows = read_rows([tmp_path / "restart-mlp-2ranks.jsonl"])
+    rows = read_rows([tmp_path / "restart-tiny-2ranks.jsonl"])
     assert [(row["way"], row["resumed"], row["lost"]) for row in rows] == [("memory", 3, 0), ("disk", 2, 1)]
     assert all(0 < row["started"] < row["started"] + row["loaded"] < row["seconds"] for row in rows)
     assert restart.render(rows) in done.out
@@ -58,9 +49,9 @@ def test_a_restart_from_memory_loses_no_step(tmp_path):
 
 @pytest.mark.slow
 def test_the_end_of_a_rank_is_noticed_over_each_transport(tmp_path):
-    done = run_process("-m", "bench.faults.notice", "--kills", "1", "--out", str(tmp_path))
+    done = run_process("-m", "bench.faults.notice", "--model", "tiny", "--kills", "1", "--out", str(tmp_path))
     assert done.status == 0, done.err
-    rows = read_rows([tmp_path / "notice-mlp-2ranks.jsonl"])
+    rows = read_rows([tmp_path / "notice-tiny-2ranks.jsonl"])
     assert [row["transport"] for row in rows] == list(notice.TRANSPORTS)
     assert all(row["seconds_p50"] > 0 for row in rows)
     assert notice.render(rows) in done.out

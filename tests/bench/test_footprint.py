@@ -163,13 +163,13 @@ def test_what_nothing_explains_is_beside_purposes_and_activations():
 @pytest.mark.slow
 def test_the_command_starts_its_ranks_and_wrapping_takes_one_unit_more(tmp_path):
     systems = ["fsdp2", "stage3"]
-    options = ["--model", "gpt", "--systems", *systems, "--out", str(tmp_path), "--plots", str(tmp_path)]
+    options = ["--model", "mlp", "--systems", *systems, "--out", str(tmp_path), "--plots", str(tmp_path)]
     done = run_process("-m", "bench.footprint", *options)
     assert done.status == 0, done.err
-    rows = [json.loads(line) for line in (tmp_path / "footprint-gpt-2ranks.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "footprint-mlp-2ranks.jsonl").read_text().splitlines()]
     assert [row["system"] for row in rows] == systems
     assert render(rows) in done.out
-    assert (tmp_path / "footprint-gpt-2ranks.svg").stat().st_size > 10_000
-    unit = 4 * 12 * 384 * 384
+    assert (tmp_path / "footprint-mlp-2ranks.svg").stat().st_size > 10_000
+    unit = 4 * 2 * 512 * 4 * 512
     for row in rows[1:]:
         assert row["wrap_peak_bytes"] <= max(row["made_bytes"], row["wrapped_bytes"]) + 1.2 * unit

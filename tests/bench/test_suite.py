@@ -1,6 +1,5 @@
 """`python -m bench` runs all benches into one file, and one that fails or hangs costs no other."""
 
-import json
 import subprocess
 import sys
 
@@ -113,5 +112,5 @@ def test_all_run_at_toy_size(tmp_path):
     names = {each.dry: each.name for each in PARTS}.values()
     command = [sys.executable, "-m", "bench", "--dry", "--only", *names, "--out", str(tmp_path)]
     assert subprocess.run(command, cwd=suite.ROOT, check=False).returncode == 0
-    rows = [json.loads(line) for line in next(tmp_path.glob("*.jsonl")).read_text().splitlines()]
+    rows = read_rows(tmp_path.glob("*.jsonl"))
     assert {row["bench"] for row in rows} >= {"step", "ring", "footprint", "scale", "host", "checkpoint", "kernels"}
