@@ -1,5 +1,6 @@
 """Settings and fixtures for all tests."""
 
+import gc
 import os
 
 # Before anything reads it: released buffers are filled with NaN, here and in the workers, which inherit it.
@@ -14,6 +15,7 @@ import torch
 from tests.support.ranks.cluster import SEED, Cluster, run_local
 from tests.support.ranks.doomed import Doomed
 from tests.support.ranks.forkserver import ForkServer
+from tests.support.ranks.frozen import freeze
 from tests.support.twins.sharded import EVERY_STAGE, STAGES, number_of
 
 torch.set_num_threads(1)  # the workers use one thread: a matmul has the same bits here and there
@@ -139,6 +141,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the `LONGEST`."""
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(_group(item), len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from all modules of tests and what they import."""
+    freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Free modules when Python ends: Triton reports what is not freed."""
+    gc.unfreeze()
 
 
 def _group(item: pytest.Item) -> str:

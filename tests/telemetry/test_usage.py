@@ -11,7 +11,7 @@ import shardlite.comm.context
 from shardlite import AdamW, Precision, ShardLite
 from shardlite.comm.traffic import Tally, Traffic
 from shardlite.params.layout import ARENA_ALIGN, round_up
-from tests.support.ranks.new_objects import looking_at_new_objects
+from tests.support.ranks.frozen import freeze
 from tests.support.transports.delegating import Counted
 from tests.support.twins.sharded import slow
 
@@ -113,14 +113,14 @@ NOT_OF_ONE_MODEL = ("mailboxes", "idle shared memory", "chunks of a step", "mess
 
 
 def memory_body(group, stage):
-    with looking_at_new_objects():
-        model = ShardLite(net(), stage=stage, group=group, prefetch=0)
-        optimizer = AdamW(model.parameters())
-        unclipped_step(model, optimizer)
-        memory = model.memory()
-        counted = sum(held.now for purpose, held in memory.items() if purpose not in NOT_OF_ONE_MODEL)
-        small = 8 * 4096  # placeholders, version counts, flags
-        assert counted <= (there := living()) <= counted + small, (counted, there)
+    freeze()
+    model = ShardLite(net(), stage=stage, group=group, prefetch=0)
+    optimizer = AdamW(model.parameters())
+    unclipped_step(model, optimizer)
+    memory = model.memory()
+    counted = sum(held.now for purpose, held in memory.items() if purpose not in NOT_OF_ONE_MODEL)
+    small = 8 * 4096  # placeholders, version counts, flags
+    assert counted <= (there := living()) <= counted + small, (counted, there)
     optimizer.zero_grad()
     assert model.memory()["gradients"].now == 0
     assert model.memory()["gradients"].peak == memory["gradients"].now

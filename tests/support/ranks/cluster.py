@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from tests.support.patience import seconds
 from tests.support.ranks.forkserver import ForkServer, find, name_of
+from tests.support.ranks.frozen import freeze
 
 SMALL, LARGE = 2, 4
 SEED = 0
@@ -299,7 +300,7 @@ def _serve(rank: int, size: int, directory: str) -> None:
     store = f"file://{directory}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=GLOO_TIMEOUT)
     groups = {n: dist.new_group(list(range(n)), timeout=GLOO_TIMEOUT) for n in range(1, size + 1)}
-    own = set(dist.distributed_c10d._world.pg_map)
+    own, imported = set(dist.distributed_c10d._world.pg_map), len(sys.modules)
     with contextlib.suppress(EOFError):
         while True:
             request = connection.recv_bytes()  # so all ranks have answered the last one
@@ -307,6 +308,9 @@ def _serve(rank: int, size: int, directory: str) -> None:
                 _destroy(made)
                 del made
             gc.collect()  # models of the last body: their ends take time, and tensors, which another body may measure
+            if len(sys.modules) > imported:  # else each of these collections walks over what bodies have imported
+                freeze()
+                imported = len(sys.modules)
             connection.send_bytes(_answer(request, groups))
     os._exit(0)  # gloo's threads may still be waiting
 

@@ -4,7 +4,6 @@
 program does when the function returns. The server ends when its input is closed, and kills what still runs.
 """
 
-import gc
 import importlib
 import importlib.util
 import json
@@ -21,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from tests.support.patience import seconds
+from tests.support.ranks.frozen import freeze
 
 ROOT = Path(__file__).parents[3]
 
@@ -132,8 +132,7 @@ def _import_everything() -> None:
 
     torch.set_num_threads(1)
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports much
-    gc.collect()
-    gc.freeze()  # or each collection in a child would copy the pages of all that is imported
+    freeze()  # or each collection in a child would copy the pages of all that is imported
 
 
 def _serve() -> Callable[[], None] | None:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from tests.support.patience import seconds
 from tests.support.ranks.cluster import Cluster
-from tests.support.ranks.new_objects import looking_at_new_objects
+from tests.support.ranks.frozen import freeze
 
 ROOT = Path(__file__).parents[3]
 IMPORTED_FROM = (ROOT, ROOT / "kernels", ROOT / "examples")
@@ -128,6 +128,7 @@ def launched(
     """
     out, err = io.StringIO(), io.StringIO()
     search = [str(Path(argv[0]).parent), *map(str, IMPORTED_FROM), *sys.path]
+    freeze()  # a `Meter` counts what the script makes
     with contextlib.ExitStack() as stack:
         for context in (
             mock.patch.dict(os.environ, _environment(group)),
@@ -135,7 +136,6 @@ def launched(
             mock.patch.object(sys, "path", search),
             mock.patch.object(torch.cuda, "is_available", return_value=False),
             mock.patch.object(torch.cuda, "device_count", return_value=0),
-            looking_at_new_objects(),  # as if there were no others: a `Meter` counts what the script makes
             _folder(folder),
             _random_state(),
             _loggers(),
