@@ -86,9 +86,9 @@ def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) ->
     started = started_ranks(parser, options)
     with usage_errors(parser):
         settings = settings_of(options)
-        read_corpus(settings.data, context=settings.gpt.context)
+        corpus = read_corpus(settings.data, context=settings.gpt.context)
         settings.out.mkdir(parents=True, exist_ok=True)
     if started is None:
         return launch.launch(options.ranks or launch.default_ranks(), arguments, restarts=options.restarts)
-    train(settings)
+    train(settings, corpus)
     return 0

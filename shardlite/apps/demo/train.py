@@ -29,7 +29,7 @@ from shardlite.apps.demo.report import (
     write_curve,
 )
 from shardlite.apps.demo.settings import Settings
-from shardlite.apps.demo.text import Bytes, Corpus, draw_sequences, read_corpus, unigram_entropy
+from shardlite.apps.demo.text import Bytes, Corpus, draw_sequences, unigram_entropy
 from shardlite.apps.launch import process_group
 from shardlite.comm import all_gather_json
 
@@ -55,13 +55,8 @@ class Run:
     device: torch.device
 
 
-def train(settings: Settings) -> None:
-    """Train, validate, report, sample.
-
-    Raises:
-        ValueError: there is too little text.
-    """
-    corpus = read_corpus(settings.data, context=settings.gpt.context)
+def train(settings: Settings, corpus: Corpus) -> None:
+    """Train on `corpus`, validate, report, sample."""
     with process_group() as device:
         plain = _measure_data_parallel(settings, corpus, device)
         run = _set_up(settings, corpus, device)
