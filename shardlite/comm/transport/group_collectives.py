@@ -96,9 +96,6 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         memory = as_bytes(full)
         self._run("all-gather", call, memory, memory[start * full.itemsize : stop * full.itemsize])
 
-    def _slice(self, itemsize: int, grain: int) -> int:
-        return max(ROOM // (self.world_size * itemsize) // grain * grain, grain)
-
     def rows_numel(self, cut: Cut, itemsize: int, grain: int) -> int:
         """Return how many elements `exchange_rows` needs for its rows, and for what it sends if it goes in slices."""
         if self.sums(cut):
