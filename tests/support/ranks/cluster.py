@@ -307,10 +307,12 @@ def _serve(rank: int, size: int, directory: str) -> None:
             if made := set(dist.distributed_c10d._world.pg_map) - own:
                 _destroy(made)
                 del made
-            gc.collect()  # models of the last body: their ends take time, and tensors, which another body may measure
+            # Models of the last body go: their ends take time, and tensors, which another body may measure.
             if len(sys.modules) > imported:  # else each of these collections walks over what bodies have imported
                 freeze()
                 imported = len(sys.modules)
+            else:
+                gc.collect()
             connection.send_bytes(_answer(request, groups))
     os._exit(0)  # gloo's threads may still be waiting
 
