@@ -183,7 +183,8 @@ def main(arguments: Sequence[str]) -> int:
     """Measure, as one rank if a launcher started this process, else by starting the ranks."""
     parser = options_of_ranks("bench.host", "what the host does per unit and step")
     add_table(parser)
-    parser.add_argument("--fake", type=int, nargs="+", metavar="RANKS", help="ranks of fake groups, instead")
+    parser.add_argument("--model", nargs="+", choices=list(WORKLOADS), default=["many", "mlp"], help="(many mlp)")
+    parser.add_argument("--fake", type=int, nargs="+", metavar="RANKS", help="ranks of fake groups of `many`, instead")
     parser.add_argument("--steps", type=int, default=60, help="timed steps of each system (%(default)s)")
     options = parser.parse_args(arguments)
     if options.table:
@@ -200,7 +201,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
     """Be one of the ranks."""
-    rows = [row for name in ("many", "mlp") for row in measure(WORKLOADS[name], options.steps, group)]
+    rows = [row for name in options.model for row in measure(WORKLOADS[name], options.steps, group)]
     if group.rank() == 0:
         report(rows, options.out / f"host-{options.ranks}ranks.jsonl", render)
 

@@ -83,7 +83,7 @@ PARTS: Sequence[Part] = (
         "footprint",
         "-m bench.footprint --ranks 2 --model gpt2 --systems activations ddp fsdp2 stage3 in_backward compact",
         260,
-        "-m bench.footprint --ranks 2 --model tiny --systems ddp stage3",
+        "-m bench.footprint --ranks 2 --model mlp --systems stage3",
     ),
     _step(
         "step-mlp",
@@ -97,7 +97,7 @@ PARTS: Sequence[Part] = (
         180,
         "-m bench.scale --model tiny --ranks 1 2 --steps 1 --named dgx-h100 --planned demo-tiny",
     ),
-    Part("host", "-m bench.host --ranks 2 --steps 20", 80, "-m bench.host --ranks 2 --steps 1"),
+    Part("host", "-m bench.host --ranks 2 --steps 20", 80, "-m bench.host --ranks 2 --model tiny --steps 1"),
     Part(
         "checkpoint",
         "-m bench.faults.checkpoint --ranks 2",

@@ -20,6 +20,7 @@ from shardlite.apps.checkpoint.reading import Checkpoint
 from shardlite.apps.demo.settings import Settings
 from shardlite.apps.demo.train import _firsts
 from tests.support.patience import seconds, until
+from tests.support.ranks.cluster import Cluster
 from tests.support.ranks.scripts import run_command
 from tests.support.twins.sharded import same_bits
 
@@ -94,9 +95,15 @@ def ranks_of(agent: int) -> list[int]:
     return [int(child) for child in children]
 
 
-def trained(folder: Path, kills: int, seed: int = 0) -> int:
+def train_straight(cluster: Cluster, folder: Path, ranks: int) -> None:
+    """Train as `started` does, without a launcher and without interruptions."""
+    options = ["--steps", "40", "--out", str(folder), "--checkpoints", str(folder / "run"), "--save-every", "40"]
+    assert run_command(cluster, cli.main, "train", *TINY, *options, ranks=ranks)[0].status == 0
+
+
+def trained(folder: Path, kills: int) -> int:
     """Train on three ranks; kill a random one at a random moment, again and again. Return how many were killed."""
-    killed, dice = 0, random.Random(seed)
+    killed, dice = 0, random.Random(0)
     with started(folder, restarts=kills) as agent:
 
         def newest() -> int:
@@ -144,8 +151,8 @@ def started(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks /proc for children")
-def test_a_run_whose_ranks_are_killed_ten_times_has_the_same_bits(tmp_path):
-    trained(tmp_path / "straight", 0)
+def test_a_run_whose_ranks_are_killed_ten_times_has_the_same_bits(cluster, tmp_path):
+    train_straight(cluster, tmp_path / "straight", 3)
     assert trained(tmp_path / "killed", 10) == 10
     assert_same_weights(tmp_path / "killed" / "run", tmp_path / "straight" / "run")
 

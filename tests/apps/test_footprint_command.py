@@ -152,7 +152,7 @@ def test_a_broken_model_is_a_row_with_its_error(on_cluster, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_processes_are_started_and_what_ends_them_is_reported():
-    done = run_process("-m", "shardlite", *options("Own", "ddp", "compact"), "--steps", "1")
+    done = run_process("-m", "shardlite", *options("Own", "compact"), "--steps", "1")
     assert done.status == 0, done.err
     assert "2 CPU ranks; malloc returns large blocks" in done.out
     program = Program(module="shardlite", arguments=["footprint", "--model", f"{HERE}:NoSuchModel"])

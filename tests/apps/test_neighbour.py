@@ -22,7 +22,7 @@ from shardlite.apps.checkpoint.keeper import Agent, Keeper, KeeperError
 from shardlite.apps.checkpoint.neighbour import Nodes, key_of, newest
 from shardlite.apps.checkpoint.versions import Version, Versions
 from tests.apps.test_checkpoint import OPTIMIZERS, Run
-from tests.apps.test_failover import assert_same_weights, ranks_of, started
+from tests.apps.test_failover import assert_same_weights, ranks_of, started, train_straight
 from tests.support.patience import seconds, until
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the system says who a process is")
@@ -475,11 +475,10 @@ def newest_of_all(agent: int, ranks: int) -> int:
 
 
 @pytest.mark.slow
-def test_a_run_of_torchrun_whose_ranks_are_killed_loses_no_step(tmp_path):
+def test_a_run_of_torchrun_whose_ranks_are_killed_loses_no_step(cluster, tmp_path):
     """No checkpoint is on the disk before the end."""
     dice, resumed = random.Random(3), []
-    with started(tmp_path / "straight", *REDUNDANT) as agent:
-        assert agent.wait(seconds(240)) == 0
+    train_straight(cluster, tmp_path / "straight", 3)
     with started(tmp_path / "killed", *REDUNDANT, restarts=3) as agent:
         for _ in range(3):
             goal = newest_of_all(agent.pid, 3) + dice.randint(1, 6)
@@ -512,7 +511,7 @@ def test_nothing_remains_of_a_run_that_is_ended(tmp_path, end):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_when_one_of_two_agents_is_lost_with_all_that_it_has_started(tmp_path):
+def test_a_run_goes_on_when_one_of_two_agents_is_lost_with_all_that_it_has_started(cluster, tmp_path):
     """Two agents are two hosts: each has its keeper."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -520,8 +519,7 @@ def test_a_run_goes_on_when_one_of_two_agents_is_lost_with_all_that_it_has_start
     options = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "run"]
     options += ["--rdzv-endpoint", endpoint, "--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=3,is_host="]
     first, second = ([*options[:-1], options[-1] + each] for each in ("true", "false"))  # the first keeps the store
-    with started(tmp_path / "straight", *REDUNDANT, nodes=["--standalone", "--nproc-per-node", "4"]) as agent:
-        assert agent.wait(seconds(240)) == 0
+    train_straight(cluster, tmp_path / "straight", 4)
     folder = tmp_path / "lost"
     with started(folder, *REDUNDANT, restarts=3, nodes=first) as one:
         with started(folder, *REDUNDANT, restarts=3, nodes=second) as other:
