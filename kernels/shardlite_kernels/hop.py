@@ -88,7 +88,7 @@ def hop(out: Tensor, received: Tensor, own: Tensor, divisor: int = 1, stats: Ten
     check_hop("hop", out, received, own, divisor, stats)
     tensors = out, received, own
     if not use_triton(out):
-        _hop_cpu(*tensors, divisor)
+        hop_cpu(*tensors, divisor)
         if stats is not None:
             stats_cpu(out, stats)  # a separate pass: several calls per cached chunk would take longer
         return
@@ -144,7 +144,8 @@ def check_hop(who: str, out: Tensor, received: Tensor, own: Tensor, divisor: int
         check_stats(who, out, stats)
 
 
-def _hop_cpu(out: Tensor, received: Tensor, own: Tensor, divisor: int) -> None:
+def hop_cpu(out: Tensor, received: Tensor, own: Tensor, divisor: int = 1) -> None:
+    """Do what `hop` does with tensors of the CPU that have been checked."""
     summed_in = torch.promote_types(received.dtype, own.dtype)
     wide = summed_in in (torch.float32, *_NATIVE)
     if divisor == 1 and (wide or summed_in == out.dtype):

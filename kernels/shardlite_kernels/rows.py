@@ -22,7 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .hop import check_hop, dtype_of_sums, hop, hop_is_native, write_mean
+from .hop import check_hop, dtype_of_sums, hop_cpu, hop_is_native, write_mean
 from .launch import INTERPRET, block_size, jit, launch, tl, use_triton
 from .rounding import load_fp32, rounded, widened
 from .stats import stats_block, stats_cpu, stats_reference
@@ -223,23 +223,24 @@ def _add_rows_cpu(out: Tensor, rows: Tensor, first: int | None, divisor: int) ->
     if len(rows) == 1:
         out.copy_(rows[0] if divisor == 1 else rows[0].to(dtype_of_sums(out)) / divisor)
         return
+    if first is not None:
+        order = [*range(first, len(rows)), *range(first)]
+        _ring_cpu(out, [rows[k] for k in order], divisor)
+        return
+    half = len(rows) // 2
     for start in range(0, out.numel(), _CPU_CHUNK):
-        here = slice(start, min(start + _CPU_CHUNK, out.numel()))
-        if first is None:
-            half = len(rows) // 2
-            hop(out[here], _tree_cpu(rows[:half, here]), _tree_cpu(rows[half:, here]), divisor)
-        else:
-            order = [*range(first, len(rows)), *range(first)]
-            _ring_cpu(out[here], [rows[k, here] for k in order], divisor)
+        here = slice(start, start + _CPU_CHUNK)
+        hop_cpu(out[here], _tree_cpu(rows[:half, here]), _tree_cpu(rows[half:, here]), divisor)
 
 
 def _ring_cpu(out: Tensor, rows: Sequence[Tensor], divisor: int) -> None:
-    total, *others, last = rows
-    room = torch.empty_like(total) if others else total
-    for other in others:
-        hop(room, total, other)
-        total = room
-    hop(out, total, last, divisor)
+    """Add two rows or more in their order."""
+    room = torch.empty_like(rows[0][:_CPU_CHUNK])
+    for out_chunk, total, *others, last in zip(*(torch.split(each, _CPU_CHUNK) for each in (out, *rows)), strict=True):
+        for other in others:
+            hop_cpu(partial_sum := room[: other.numel()], total, other)
+            total = partial_sum
+        hop_cpu(out_chunk, total, last, divisor)
 
 
 def _tree_cpu(rows: Tensor) -> Tensor:
@@ -249,5 +250,5 @@ def _tree_cpu(rows: Tensor) -> Tensor:
     half = len(rows) // 2
     first, second = _tree_cpu(rows[:half]), _tree_cpu(rows[half:])
     total = torch.empty_like(first) if half == 1 else first
-    hop(total, first, second)
+    hop_cpu(total, first, second)
     return total
