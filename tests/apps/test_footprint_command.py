@@ -157,6 +157,9 @@ def test_processes_are_started_and_what_ends_them_is_reported():
     assert "2 CPU ranks; malloc returns large blocks" in done.out
     program = Program(module="shardlite", arguments=["footprint", "--model", f"{HERE}:NoSuchModel"])
     assert "has no attribute 'NoSuchModel'" in program.run("ddp", 1)["error"]
+
+
+def test_ranks_that_end_without_a_row_are_reported():
     assert "the ranks ended with status 1" in Program(module="no_such_module", arguments=[]).run("ddp", 1)["error"]
 
 

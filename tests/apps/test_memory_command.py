@@ -17,6 +17,7 @@ from shardlite.apps.memory.systems import build_fsdp2, build_shardlite
 from shardlite.apps.plan.plan import Planner, Setting
 from shardlite.apps.plan.source import find_source
 from shardlite.build import ACTIVATIONS
+from tests.support.ranks.scripts import run_command
 
 HERE = "tests.apps.test_memory_command"
 
@@ -106,6 +107,19 @@ def test_the_table_and_the_picture(timelines, comparison, tmp_path):
     assert printed[-1].split()[:3] == ["FSDP2,", "all", "together"]
     paint(source, SETTING, timelines, tmp_path / "step.png")
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_measures_both_systems_for_a_picture(cluster, tmp_path):
+    pytest.importorskip("matplotlib", reason="--timeline needs it")
+    picture = tmp_path / "step.png"
+    arguments = ["memory", "--model", "demo-tiny", "--batch", "2", "--timeline", str(picture)]
+    first, second = run_command(cluster, main, *arguments)
+    assert first.status == second.status == 0
+    assert second.out == second.err == ""
+    assert "FSDP2 trains it" in first.err
+    assert first.out.startswith("demo-tiny on 2 ranks, batch 2 x 64 tokens per rank")
+    assert f"wrote {picture}" in first.out
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_phase_without_samples_takes_no_place():
