@@ -83,7 +83,7 @@ PARTS: Sequence[Part] = (
         "footprint",
         "-m bench.footprint --ranks 2 --model gpt2 --systems activations ddp fsdp2 stage3 in_backward compact",
         260,
-        "-m bench.footprint --ranks 2 --model mlp --systems stage3",
+        "-m bench.footprint --ranks 2 --model tiny --systems ddp stage3",
     ),
     _step(
         "step-mlp",

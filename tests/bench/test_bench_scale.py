@@ -5,6 +5,7 @@ import torch
 
 from bench.scale import run, simulated
 from bench.scale.table import paint, render
+from bench.support.table import read_rows
 from bench.support.workloads import WORKLOADS
 from shardlite.apps.footprint.machine import machine
 from shardlite.apps.launch import usable_cores
@@ -128,3 +129,13 @@ def test_what_cannot_end_well_is_not_begun(options, words, capsys):
     with pytest.raises(SystemExit):
         run.main(options)
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_command_writes_measured_and_simulated_rows(tmp_path, capsys):
+    options = ["--model", "tiny", "--ranks", "1", "2", "--steps", "1", "--named", "cpu", "--planned", "demo-tiny"]
+    assert run.main([*options, "--out", str(tmp_path)]) == 0
+    found = read_rows(tmp_path.glob("scale-*.jsonl"))
+    assert {row["bench"] for row in found} == {"scale", "scale-fit"}
+    assert {row["kind"] for row in found if row["bench"] == "scale"} == {"measured", "simulated"}
+    assert render(found) in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """What is held is in the account, goes when it is of no more use, and is what `bench.footprint` measures."""
 
 import gc
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from shardlite import AdamW, ShardLite
 from shardlite.apps.footprint.measure import compared, measure
 from shardlite.comm.shm.rendezvous import rendezvous
 from tests.support.patience import passes_over
+from tests.support.ranks.scripts import run_process
 from tests.support.twins.sharded import slow
 
 ROOT = Path(__file__).parents[2]
@@ -159,3 +161,18 @@ def test_what_nothing_explains_is_beside_purposes_and_activations():
     assert [each["pss_vs_fsdp2"] for each in rows] == [0.25, 1.0, 0.5, 0.5]
     assert ["unexplained" in each for each in rows] == [False, False, True, False]
     assert row["unexplained"] == 0.2  # 1000 - 600 - (500 - 300)
+
+
+@pytest.mark.slow
+def test_the_command_starts_its_ranks_and_wrapping_takes_one_unit_more(tmp_path):
+    systems = ["fsdp2", "stage3"]
+    options = ["--model", "mlp", "--systems", *systems, "--out", str(tmp_path), "--plots", str(tmp_path)]
+    done = run_process("-m", "bench.footprint", *options)
+    assert done.status == 0, done.err
+    rows = [json.loads(line) for line in (tmp_path / "footprint-mlp-2ranks.jsonl").read_text().splitlines()]
+    assert [row["system"] for row in rows] == systems
+    assert render(rows) in done.out
+    assert (tmp_path / "footprint-mlp-2ranks.svg").stat().st_size > 10_000
+    unit = 4 * 2 * 512 * 4 * 512
+    for row in rows[1:]:
+        assert row["wrap_peak_bytes"] <= max(row["made_bytes"], row["wrapped_bytes"]) + 1.2 * unit
