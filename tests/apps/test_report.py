@@ -203,6 +203,28 @@ def test_every_bench_that_has_rows_has_a_question():
     assert by_bench(read_rows([ROOT / "bench" / "results"])).keys() <= BENCHES.keys()
 
 
+def check_self_contained(text: str) -> None:
+    """Check that a page fetches nothing, and that its plots do not get into each other's way."""
+    assert not re.search(r"<(script|link|img|iframe)\b|(src|href)=\"(?!#)|url\((?!#)|@import", text), (
+        "not self-contained"
+    )
+    ids = re.findall(r'\bid="?([^\s">]+)', text)
+    assert len(ids) == len(set(ids)), "plots share an identifier"
+
+
+def test_a_run_of_each_bench_is_drawn_below_its_question(tmp_path):
+    pytest.importorskip("matplotlib", reason="the plots need it")
+    benches = by_bench(read_rows([ROOT / "bench" / "results"]))
+    newest = [by_setting(rows, BENCHES[name].labels)[0][0] for name, rows in benches.items()]
+    text = report(tmp_path, [row for run in newest for row in run])
+    check_self_contained(text)
+    sections = {unescape(question): rest for question, rest in re.findall(r"<h2>(.*?)</h2>([^\0]*?)(?=<h2>|$)", text)}
+    for name in benches:
+        plots = re.findall(r"<svg.*?</svg>", sections[BENCHES[name].question], flags=re.DOTALL)
+        assert len(plots) == bool(BENCHES[name].values), name
+        assert all("fill: var(--" in plot for plot in plots), name
+
+
 @pytest.mark.slow
 @needs_browser
 def test_a_browser_shows_the_report_of_all_rows_light_and_dark(tmp_path):
@@ -211,11 +233,7 @@ def test_a_browser_shows_the_report_of_all_rows_light_and_dark(tmp_path):
     rows = read_rows([ROOT / "bench" / "results"])
     assert write_report([ROOT / "bench" / "results"], page) == len(rows)
     text = page.read_text()
-    assert not re.search(r"<(script|link|img|iframe)\b|(src|href)=\"(?!#)|url\((?!#)|@import", text), (
-        "not self-contained"
-    )
-    ids = re.findall(r'\bid="?([^\s">]+)', text)
-    assert len(ids) == len(set(ids)), "plots share an identifier"
+    check_self_contained(text)
     dom = browse(page, "--dump-dom")
     for name in by_bench(rows):
         assert f"<h2>{BENCHES[name].question}</h2>" in dom, f"rows of {name} are shown without a question of their own"
