@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from bench.support import suite
 from bench.support.ranks import end_group
 from bench.support.suite import ON_GPU, PARTS, Part, run
 from bench.support.table import read_rows
+from tests.support.patience import seconds, until
 
 WRITES = """
 import json, pathlib, sys
@@ -27,16 +29,29 @@ def scripts(tmp_path):
     return tmp_path
 
 
-def part(scripts, name, value=1, seconds=60):
+BUDGET = seconds(60)
+
+
+def part(scripts, name, value=1, limit=BUDGET):
     words = f"{scripts / name}.py {value}"
-    return Part(name, words, seconds, words)
+    return Part(name, words, limit, words)
 
 
-def test_what_fails_or_hangs_costs_no_other(scripts, capfd):
-    missing = Part("missing", "-m bench.nothing", 60, "-m bench.nothing")
-    chosen = [part(scripts, "fails"), part(scripts, "hangs", seconds=2), missing, part(scripts, "writes")]
+class Started(subprocess.Popen):
+    """A bench whose limit counts from when it has written its rows: a busy machine may start it late."""
+
+    def wait(self, timeout=None):
+        rows = Path(self.args[-1]) / "rows.jsonl"
+        until(lambda: rows.exists() and rows.stat().st_size > 0, "the bench")
+        return super().wait(timeout)
+
+
+def test_what_fails_or_hangs_costs_no_other(scripts, capfd, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    missing = Part("missing", "-m bench.nothing", BUDGET, "-m bench.nothing")
+    chosen = [part(scripts, "fails"), part(scripts, "hangs", limit=2), missing, part(scripts, "writes")]
     file = scripts / "out" / "rows.jsonl"
-    ended = run(chosen, file, 60, dry=False)
+    ended = run(chosen, file, BUDGET, dry=False)
     statuses = [row["status"] for row in ended]
     assert statuses == ["failed with status 3", "ended after 2 s", "skipped: not in this checkout", "ok"]
     rows = read_rows([file])
@@ -63,7 +78,7 @@ sys.exit(3)
 
 def test_a_launcher_may_end_its_ranks_after_the_bench_has_ended(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", LEADS, str(tmp_path / "told")], start_new_session=True)
-    process.wait(30)
+    process.wait(seconds(30))
     end_group(process)
     assert (tmp_path / "told").read_text() == "ended its ranks"
 
@@ -71,7 +86,7 @@ def test_a_launcher_may_end_its_ranks_after_the_bench_has_ended(tmp_path):
 def test_a_part_that_is_run_again_replaces_its_rows(scripts):
     file = scripts / "rows.jsonl"
     for value in (1, 2):
-        run([part(scripts, "writes", value), part(scripts, "fails")], file, 60, dry=False)
+        run([part(scripts, "writes", value), part(scripts, "fails")], file, BUDGET, dry=False)
     assert sorted(row["value"] for row in read_rows([file]) if row["bench"] == "x") == [1, 2]
     assert len(read_rows([file])) == 4
 
