@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.patience import seconds
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -24,6 +26,7 @@ except RuntimeError as error:
     print(error)
 """
     environment = os.environ | {"PYTHONPATH": str(ROOT / "kernels")}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=100)
+    command, limit = [sys.executable, "-c", program], seconds(100)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
     assert done.returncode == 0, done.stderr
     assert "tensors on meta need Triton, which is not installed" in done.stdout

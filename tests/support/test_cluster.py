@@ -19,7 +19,7 @@ def waits_for_good(group: Any) -> None:
 
 @pytest.mark.parametrize("call", [Cluster.run, Cluster.failures])
 def test_a_rank_that_hangs_says_where(fork_server, call):
-    gloo = Cluster(fork_server, sizes=[2], timeout=0.5)
+    gloo = Cluster(fork_server, sizes=[2], timeout=seconds(0.5))
     try:
         with pytest.raises(RemoteError, match=r"(?s)rank 1:\nno answer in time.*line \d+ in waits_for_good"):
             call(gloo, waits_for_good, 2)
