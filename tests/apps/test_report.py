@@ -218,7 +218,7 @@ def test_a_run_of_each_bench_is_drawn_below_its_question(tmp_path):
     newest = [by_setting(rows, BENCHES[name].labels)[0][0] for name, rows in benches.items()]
     text = report(tmp_path, [row for run in newest for row in run])
     check_self_contained(text)
-    sections = {unescape(question): rest for question, rest in re.findall(r"<h2>(.*?)</h2>([^\0]*?)(?=<h2>|$)", text)}
+    sections = dict(re.findall(r"<h2>(.*?)</h2>(.*?)(?=<h2>|$)", unescape(text), flags=re.DOTALL))
     for name in benches:
         plots = re.findall(r"<svg.*?</svg>", sections[BENCHES[name].question], flags=re.DOTALL)
         assert len(plots) == bool(BENCHES[name].values), name

@@ -143,7 +143,7 @@ def refused_body(group: Any, take: Any, kind: str, stage: int) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "stage"),
-    [("ours", 1), ("fused", 3), slow("ours", 2), slow("ours", 3), slow("fused", 1), slow("fused", 2)],
+    [("ours", 3), ("fused", 1), slow("ours", 1), slow("ours", 2), slow("fused", 2), slow("fused", 3)],
 )
 @pytest.mark.parametrize("take", FOREIGN)
 def test_any_other_is_refused_on_every_rank(cluster, take, kind, stage):
