@@ -35,8 +35,9 @@ class Meter(Generic[T]):
         print(meter.peak - meter.live)
 
     Tensors that exist at entry are found through the garbage collector and count from the start. A tensor that only
-    C++ holds (for example saved in the graph of an earlier forward) counts from its first use. Operators run some ten
-    microseconds longer under a meter: do not time the steps that are metered.
+    C++ holds (for example saved in the graph of an earlier forward) counts from its first use, and so does one that
+    `gc.freeze()` has hidden from the collector. Operators run some ten microseconds longer under a meter: do not time
+    the steps that are metered.
 
     `on_peak` is called after each new peak, just before the next operator runs, so that other ledgers are up to date
     by then. `at_peak` is its latest result.

@@ -163,13 +163,17 @@ def test_ranks_that_end_without_a_row_are_reported():
     assert "the ranks ended with status 1" in Program(module="no_such_module", arguments=[]).run("ddp", 1)["error"]
 
 
-def test_systems_that_are_not_installed_are_left_out(monkeypatch):
+def test_systems_that_are_not_installed_are_left_out_of_all_and_an_error_by_name(monkeypatch, capsys):
     monkeypatch.setitem(SYSTEMS, "deepspeed1", System(build=lambda *_: None, package="no_such_package"))
     told: list[str] = []
     source = find_source(f"{HERE}:Own", 1, None, f"{HERE}:batch")
     program = Program(module="shardlite", arguments=[])
     assert list(measure_all(source, program, ["deepspeed1"], [1], progress=told.append)) == [[]]
     assert "deepspeed1 is left out: no_such_package is not installed; pip install no_such_package" in told
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["footprint", "--model", f"{HERE}:Own", "--systems", "ddp", "deepspeed1"])
+    assert stopped.value.code == 2
+    assert "--systems 'deepspeed1': no_such_package is not installed; pip install no_such" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

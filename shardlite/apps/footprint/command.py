@@ -32,7 +32,11 @@ def add_footprint(commands: Any) -> None:
     group = parser.add_argument_group("run")
     group.add_argument("--ranks", type=int, nargs="+", default=[2], metavar="N", help="processes, one or more (2)")
     group.add_argument(
-        "--systems", nargs="+", default=list(DEFAULT), metavar="NAME", help=f"({' '.join(DEFAULT)}); `all` for all"
+        "--systems",
+        nargs="+",
+        default=list(DEFAULT),
+        metavar="NAME",
+        help=f"({' '.join(DEFAULT)}); `all` for all whose packages are installed",
     )
     group.add_argument("--steps", type=int, default=3, metavar="N", help="steps that are sampled, after 3 others (3)")
     group = parser.add_argument_group("output")
@@ -97,11 +101,14 @@ def _check(options: Namespace) -> list[str]:
         raise ValueError(f"--ranks must be at least 1, got {min(options.ranks)}")
     check_file("--json", options.json)
     check_folder("--plots", options.plots)
-    systems = list(SYSTEMS) if options.systems == ["all"] else options.systems
-    for system in systems:
+    if options.systems == ["all"]:
+        return list(SYSTEMS)
+    for system in options.systems:
         if system not in SYSTEMS:
             raise ValueError(f"--systems {system!r} is not one of {', '.join(map(repr, SYSTEMS))}, or `all`")
-    return list(dict.fromkeys(systems))
+        if SYSTEMS[system].missing:
+            raise ValueError(f"--systems {system!r}: {SYSTEMS[system].missing}")
+    return list(dict.fromkeys(options.systems))
 
 
 def _of_model(options: Namespace) -> list[str]:
