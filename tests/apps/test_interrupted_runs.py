@@ -42,6 +42,17 @@ class Run:
                     found[int(each.name)] = (each / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         return found
 
+    def state(self) -> str:
+        """Say how the command fares, what each process does, and what they have printed, for a test that fails."""
+        lines = [f"status of the command: {self.command.poll()}"]
+        for pid, words in self.processes().items():
+            with suppress(OSError):
+                process = Path(f"/proc/{pid}")
+                state, seconds_of_work = process_state(process)
+                where = (process / "wchan").read_text()
+                lines.append(f"{pid} is {state}, has worked {seconds_of_work:.1f} s, waits in {where!r}: {words[:80]!r}")
+        return "\n".join([*lines, "printed:", self.log.read_text(errors="replace")[-4000:]])
+
     def interrupt(self, number: int = signal.SIGINT) -> int:
         """Send a signal to the process group, as a terminal does, and return the exit status."""
         os.killpg(self.command.pid, number)
@@ -54,6 +65,12 @@ class Run:
         assert not left, text
         until(lambda: not self.processes(), "the end of the keeper")
         assert not [each.name for each in Path("/dev/shm").iterdir() if "shardlite" in each.name]
+
+
+def process_state(process: Path) -> tuple[str, float]:
+    """Return the letter of a process's state in Linux, and the seconds of CPU time that it has used."""
+    fields = (process / "stat").read_text().rpartition(")")[2].split()
+    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
@@ -69,6 +86,9 @@ def started(folder: Path, *command: str) -> Iterator[Run]:
     run = Run(process, mark.encode(), folder / "log")
     try:
         yield run
+    except BaseException:
+        print(run.state())
+        raise
     finally:
         for pid in run.processes():
             with suppress(ProcessLookupError):
@@ -102,7 +122,7 @@ sys.exit(launch.launch(2, ["train"]))
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_launcher_passes_a_signal_on_once_and_waits(tmp_path, number):
     with started(tmp_path, "-c", LAUNCHER, str(tmp_path)) as run:
-        until((tmp_path / "ready").exists)
+        until(lambda: (tmp_path / "ready").exists() or run.command.poll() is not None, "the start of the agent")
         assert run.interrupt(number) == 128 + number
         assert (tmp_path / "came").read_text() == str(int(number))
         run.assert_nothing_is_left()
