@@ -47,10 +47,10 @@ class Run:
         lines = [f"status of the command: {self.command.poll()}"]
         for pid, words in self.processes().items():
             with suppress(OSError):
-                process = Path(f"/proc/{pid}")
-                state, seconds_of_work = process_state(process)
-                where = (process / "wchan").read_text()
-                lines.append(f"{pid} is {state}, has worked {seconds_of_work:.1f} s, waits in {where!r}: {words[:80]!r}")
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                worked = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+                where = Path(f"/proc/{pid}/wchan").read_text()
+                lines.append(f"{pid} is {fields[0]}, has worked {worked:.1f} s, is in {where!r}: {words[:80]!r}")
         return "\n".join([*lines, "printed:", self.log.read_text(errors="replace")[-4000:]])
 
     def interrupt(self, number: int = signal.SIGINT) -> int:
@@ -65,12 +65,6 @@ class Run:
         assert not left, text
         until(lambda: not self.processes(), "the end of the keeper")
         assert not [each.name for each in Path("/dev/shm").iterdir() if "shardlite" in each.name]
-
-
-def process_state(process: Path) -> tuple[str, float]:
-    """Return the letter of a process's state in Linux, and the seconds of CPU time that it has used."""
-    fields = (process / "stat").read_text().rpartition(")")[2].split()
-    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
