@@ -18,7 +18,7 @@ from shardlite.errors import CommError
 from tests.support.patience import seconds
 from tests.support.twins.sharded import slow
 
-LIMIT = 0.3
+LIMIT = seconds(0.3)
 PATIENT = timedelta(seconds=seconds(30))
 
 
@@ -114,7 +114,7 @@ def test_a_stopped_keeper_is_waited_for_once(kept):
     store.ask(lambda given: given.set("a", "1"), seconds(30))
     os.kill(keeper, signal.SIGSTOP)
     os.waitpid(keeper, os.WUNTRACED)  # until it is stopped
-    with pytest.raises(CommError, match=r"does not answer: the process that keeps it.*\(waited 0.3 s\)"):
+    with pytest.raises(CommError, match=rf"does not answer: the process that keeps it.*\(waited {LIMIT:g} s\)"):
         store.ask(lambda given: given.get("a"), LIMIT)
     with pytest.raises(CommError, match=r"cannot be reached$"):
         store.ask(lambda given: given.get("a"), seconds(1e6))

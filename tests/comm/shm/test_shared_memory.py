@@ -25,9 +25,10 @@ from shardlite.comm.shm.transport import Neighbours, SharedMemoryTransport
 from shardlite.comm.transport.select import connect
 from shardlite.config import Route
 from shardlite.errors import CommError, LayoutError
+from tests.support.patience import seconds
 
 PAGE = 4096
-PATIENT = timedelta(seconds=60)
+PATIENT = timedelta(seconds=seconds(60))
 CPU = torch.device("cpu")
 
 
@@ -43,7 +44,7 @@ def small(monkeypatch):
     return make
 
 
-def world(size, alive=lambda peer: True, limit=20.0):
+def world(size, alive=lambda peer: True, limit=PATIENT.total_seconds()):
     """Ranks that see each other's memory as processes do: each maps it for itself."""
     heaps = [Heap(control_nbytes(size)) for _ in range(size)]
     return [
@@ -353,7 +354,7 @@ def test_a_message_of_another_kind_is_noticed_by_both_ranks(sent, numel, lent):
 
 def test_what_came_before_a_peer_went_is_received():
     """A process may end between two looks at what came."""
-    ranks = world(2, limit=20.0)
+    ranks = world(2)
     went = threading.Event()
 
     def alive(peer):
@@ -481,9 +482,9 @@ def broken_body(group, kind):
     with Broken(kind):
         rendezvous._RENDEZVOUS.pop(group, None)
         try:
-            transport = connect(group, CPU, timedelta(seconds=20))
+            transport = connect(group, CPU, timedelta(seconds=seconds(20)))
             with pytest.raises(LayoutError) as refused:
-                connect(group, CPU, timedelta(seconds=20), route=Route(transport="shared_memory"))
+                connect(group, CPU, timedelta(seconds=seconds(20)), route=Route(transport="shared_memory"))
             left, right = ((transport.rank + i) % transport.world_size for i in (-1, 1))
             received = torch.zeros(1)
             arriving = transport.irecv(received, left, tag=1)

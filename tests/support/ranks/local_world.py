@@ -13,12 +13,15 @@ from torch import Tensor
 
 from shardlite.comm.transport.base import Completed, Pending, Transport
 from shardlite.errors import CommError
+from tests.support.patience import seconds
+
+_PATIENT = timedelta(seconds=seconds(30))
 
 _Route = tuple[int, int, int]  # source rank, destination rank, tag
 
 
 def local_world(
-    world_size: int, *, timeout: timedelta = timedelta(seconds=30), delays: Sequence[float] = ()
+    world_size: int, *, timeout: timedelta = _PATIENT, delays: Sequence[float] = ()
 ) -> list["LocalTransport"]:
     """Return one transport per rank; run each in a separate thread.
 
