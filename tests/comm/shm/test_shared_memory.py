@@ -44,13 +44,13 @@ def small(monkeypatch):
     return make
 
 
-def world(size, alive=lambda peer: True, limit=PATIENT.total_seconds()):
+def world(size, alive=lambda peer: True, limit=PATIENT):
     """Ranks that see each other's memory as processes do: each maps it for itself."""
     heaps = [Heap(control_nbytes(size)) for _ in range(size)]
     return [
         SharedMemoryTransport(
             Neighbours(r, heaps[r], [h if h is heaps[r] else Mapping(h.descriptor) for h in heaps], alive),
-            timedelta(seconds=limit),
+            limit,
         )
         for r in range(size)
     ]
@@ -371,7 +371,7 @@ def test_what_came_before_a_peer_went_is_received():
 
 
 def test_what_a_peer_that_gave_up_has_sent_is_not_used():
-    first, second = world(2, limit=0.1)
+    first, second = world(2, limit=timedelta(seconds=0.1))
     failure(first.isend(torch.ones(4), 1, tag=3).wait)
     assert failure(second.irecv(torch.zeros(4), 0, tag=3).wait).endswith(
         "rank 0 has given up: an operation of its own failed."
@@ -399,7 +399,7 @@ def test_more_messages_than_places_wait_for_nobody():
 
 
 def test_a_message_whose_place_is_wanted_is_not_taken_yet():
-    first, _ = world(2, limit=0.2)
+    first, _ = world(2, limit=timedelta(seconds=0.2))
     opened = first.isend(torch.ones(1), 1, tag=1)
     for _ in range(PLACES):
         first.isend(torch.ones(1), 1, tag=2)
