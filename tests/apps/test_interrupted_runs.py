@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from shardlite.apps import launch
 from shardlite.apps.checkpoint.files import checkpoints_in
 from shardlite.apps.checkpoint.inspection import inspect
 from tests.apps.test_failover import TINY
@@ -92,9 +93,12 @@ def started(folder: Path, *command: str) -> Iterator[Run]:
 
 # ---- the launcher ---------------------------------------------------------------------------------------------------
 
+# It imports the file of the launcher alone: the package imports PyTorch, and on a busy machine a process may wait for
+# minutes to be given those seconds of work.
 LAUNCHER = """
 import sys
-from shardlite.apps import launch
+sys.path.append(sys.argv[2])
+import launch
 launch.torchrun = lambda *_, **__: [sys.executable, "-c", AGENT, sys.argv[1]]
 AGENT = '''
 import signal, sys, time
@@ -115,7 +119,7 @@ sys.exit(launch.launch(2, ["train"]))
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_launcher_passes_a_signal_on_once_and_waits(tmp_path, number):
-    with started(tmp_path, "-c", LAUNCHER, str(tmp_path)) as run:
+    with started(tmp_path, "-c", LAUNCHER, str(tmp_path), str(Path(launch.__file__).parent)) as run:
         until(lambda: (tmp_path / "ready").exists() or run.command.poll() is not None, "the start of the agent")
         assert run.interrupt(number) == 128 + number
         assert (tmp_path / "came").read_text() == str(int(number))
