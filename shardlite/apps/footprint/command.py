@@ -106,8 +106,8 @@ def _check(options: Namespace) -> list[str]:
     for system in options.systems:
         if system not in SYSTEMS:
             raise ValueError(f"--systems {system!r} is not one of {', '.join(map(repr, SYSTEMS))}, or `all`")
-        if SYSTEMS[system].missing:
-            raise ValueError(f"--systems {system!r}: {SYSTEMS[system].missing}")
+        if missing := SYSTEMS[system].missing:
+            raise ValueError(f"--systems {system!r}: {missing}")
     return list(dict.fromkeys(options.systems))
 
 

@@ -43,7 +43,8 @@ def together(make):
     while True:
         try:
             made = make()
-        except CommError:
+        except CommError as error:
+            print(error, flush=True)  # for the log, if they never meet
             made = None
         late = torch.tensor(made is None, dtype=torch.int32)
         dist.all_reduce(late)

@@ -29,6 +29,7 @@ from tests.support.patience import seconds
 
 PAGE = 4096
 PATIENT = timedelta(seconds=seconds(60))
+AMPLE = timedelta(seconds=seconds(20))  # for what ends at once
 CPU = torch.device("cpu")
 
 
@@ -44,7 +45,7 @@ def small(monkeypatch):
     return make
 
 
-def world(size, alive=lambda peer: True, limit=PATIENT):
+def world(size, alive=lambda peer: True, limit=AMPLE):
     """Ranks that see each other's memory as processes do: each maps it for itself."""
     heaps = [Heap(control_nbytes(size)) for _ in range(size)]
     return [
@@ -482,9 +483,9 @@ def broken_body(group, kind):
     with Broken(kind):
         rendezvous._RENDEZVOUS.pop(group, None)
         try:
-            transport = connect(group, CPU, timedelta(seconds=seconds(20)))
+            transport = connect(group, CPU, AMPLE)
             with pytest.raises(LayoutError) as refused:
-                connect(group, CPU, timedelta(seconds=seconds(20)), route=Route(transport="shared_memory"))
+                connect(group, CPU, AMPLE, route=Route(transport="shared_memory"))
             left, right = ((transport.rank + i) % transport.world_size for i in (-1, 1))
             received = torch.zeros(1)
             arriving = transport.irecv(received, left, tag=1)
