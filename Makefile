@@ -5,8 +5,9 @@ ARGS ?=
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 # Two workers: each has a cluster of two ranks, which wait for each other about as often as they compute.
-# Groups of tests begin in the order of tests/conftest.py.
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+# Groups of tests begin in the order of tests/conftest.py. A worker that a test has ended is not started again: the
+# same test would end it again, and what hangs would do so for hours.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 
 .PHONY: help demo test test-all lint docs bench gpu clean
 .DEFAULT_GOAL := help

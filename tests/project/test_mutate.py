@@ -6,12 +6,12 @@ import json
 import os
 import shutil
 import subprocess
-import time
 from itertools import chain
 from pathlib import Path
 
 import pytest
 
+from tests.support.patience import until
 from tools import mutate
 from tools.mutants import FIRST, KINDS
 
@@ -130,8 +130,7 @@ def test_processes_that_have_left_the_group_of_the_command_end_with_it(tmp_path)
     script = "setsid sh -c 'echo > ready; sleep 600' & sleep 600"
     environment = {**os.environ, "SHARDLITE_MUTANT": str(tmp_path)}
     process = subprocess.Popen(["sh", "-c", script], cwd=tmp_path, env=environment, start_new_session=True)
-    while not (tmp_path / "ready").exists():
-        time.sleep(0.01)
+    until((tmp_path / "ready").exists, "the start of the process that leaves the group")
     assert len(_sleepers(tmp_path)) > 1
     mutate.end_tree(process, str(tmp_path))
     assert _sleepers(tmp_path) == []

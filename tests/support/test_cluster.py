@@ -1,5 +1,7 @@
 """The cluster of the tests: a rank that hangs says where, whether the body was meant to fail or not."""
 
+import subprocess
+import sys
 from threading import Event
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.patience import seconds
+from tests.support.ranks import forkserver
 from tests.support.ranks.cluster import Cluster, RemoteError, without_repetition
 
 
@@ -27,6 +30,18 @@ def test_a_rank_that_hangs_says_where(fork_server, call):
         assert gloo.run(dist.get_rank, 2) == [0, 1], "new processes answer"
     finally:
         gloo.close()
+
+
+def test_a_fork_server_that_hangs_is_an_error(monkeypatch):
+    sleeping = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+    server = subprocess.Popen(sleeping, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    monkeypatch.setattr(forkserver, "_start", lambda environment: server)
+    monkeypatch.setattr(forkserver, "_ANSWER", 0.1)
+    asked = forkserver.ForkServer()
+    with pytest.raises(AssertionError, match="the fork server does not answer to 'statuses'"):
+        asked.kill([1])
+    assert server.returncode is not None
+    asked.close()
 
 
 def timeouts(group: Any) -> list[float]:

@@ -268,6 +268,7 @@ def _start_workers(servers: Sequence[ForkServer], directory: Path) -> list[_Work
         connections: dict[int, Connection] = {}
         while len(connections) < size:
             connection = Connection(listener.accept()[0].detach())
+            assert connection.poll(STARTING), "a rank has connected, and does not say which it is"
             connections[connection.recv()] = connection
     return [_Worker(servers[rank], pids[rank], connections[rank], logs[rank]) for rank in range(size)]
 

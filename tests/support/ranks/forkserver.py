@@ -4,6 +4,7 @@
 program does when the function returns. The server ends when its input is closed, and kills what still runs.
 """
 
+import faulthandler
 import importlib
 import importlib.util
 import json
@@ -15,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +26,7 @@ from tests.support.ranks.frozen import freeze
 
 ROOT = Path(__file__).parents[3]
 
+_ANSWER = seconds(300)  # of the server, which has to import everything first
 _POLL = 0.01
 
 
@@ -62,8 +65,12 @@ class ForkServer:
     def close(self) -> None:
         """End the server and all processes that it has forked."""
         if self._server is not None:
-            self._server.communicate()
-            self._server = None
+            server, self._server = self._server, None
+            try:
+                server.communicate(timeout=_ANSWER)
+            except subprocess.TimeoutExpired:
+                _end(server)
+                raise
 
     def _statuses(self, pids: list[int]) -> list[int | None]:
         return list(self._ask("statuses", pids)) if pids else []
@@ -75,6 +82,9 @@ class ForkServer:
         assert self._server.stdout is not None
         self._server.stdin.write(json.dumps(request).encode() + b"\n")
         self._server.stdin.flush()
+        if not wait([self._server.stdout], _ANSWER):
+            _end(self._server)
+            raise AssertionError(f"the fork server does not answer to {request[0]!r}")
         answer = self._server.stdout.readline()
         assert answer, f"the fork server has ended with status {self._server.wait()}"
         return json.loads(answer)
@@ -121,6 +131,14 @@ def _start(environment: dict[str, str]) -> "subprocess.Popen[bytes]":
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
         cwd=ROOT,
     )
+
+
+def _end(server: "subprocess.Popen[bytes]") -> None:
+    """End a server that hangs. It says first where, on the standard error of the tests."""
+    server.send_signal(signal.SIGUSR1)
+    time.sleep(1.0)
+    server.kill()
+    server.wait()
 
 
 def _import_everything() -> None:
@@ -172,6 +190,7 @@ def _status(pid: int, running: dict[int, int | None]) -> int | None:
 
 
 if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1)
     _import_everything()
     warnings.simplefilter("error")
     entry = _serve()
