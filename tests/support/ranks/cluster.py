@@ -236,12 +236,15 @@ class _Worker:
 
     def say_where(self) -> None:
         """Have every thread's traceback in the log."""
-        before = self.log.stat().st_size
+        before = size = self.log.stat().st_size
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
         deadline = time.monotonic() + seconds(2)
-        while self.log.stat().st_size == before and time.monotonic() < deadline:
-            time.sleep(0.05)
+        while time.monotonic() < deadline:
+            time.sleep(seconds(0.2))
+            size, known = self.log.stat().st_size, size
+            if before < known == size:  # a report is written thread by thread, the main one last
+                return
 
 
 def without_repetition(text: str) -> str:
