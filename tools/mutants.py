@@ -1138,8 +1138,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/comm/control/interrupts.py",
         "condition",
-        "            return not file.startswith(_PROGRAMS)\n",
-        "            return False\n",
+        "        return not file.startswith(_PROGRAMS)\n",
+        "        return False\n",
         "Ctrl-C leaves a rank half-way between two states",
     ),
     (

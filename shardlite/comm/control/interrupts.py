@@ -5,6 +5,9 @@ filled but not reduced, a number that is counted on this rank alone. So it is ra
 forward, in a hook, between two calls. A call that waits for other ranks is interrupted after half a second, and the
 rank then takes part in nothing more. The same holds for a second Ctrl-C.
 
+The step of any optimizer counts as a call of the library. Between the change of the weights and the hook that reports
+it, an interrupt would leave this rank a step ahead of what it tells the others, and they would go on with its weights.
+
 Only Python's default handler is replaced. A program's own handler is left in place.
 """
 
@@ -15,9 +18,10 @@ import sysconfig
 import time
 from pathlib import Path
 from threading import Thread, current_thread, main_thread
-from types import FrameType
+from types import CodeType, FrameType
 
 import shardlite_kernels
+from torch.optim import Optimizer
 
 from shardlite.comm.control.uncaught import LIBRARIES, reporters
 
@@ -34,6 +38,8 @@ _PROGRAMS = tuple(f"{_OURS[0]}apps{os.sep}{name}" for name in ("cli.py", "demo",
 _PLACES = tuple(f"{sysconfig.get_paths()[name]}{os.sep}" for name in ("purelib", "platlib"))
 _STANDARD = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
 _PYTORCH = LIBRARIES[1]
+_STEP = next((each for each in Optimizer.profile_hook_step.__code__.co_consts if isinstance(each, CodeType)), None)
+"""What PyTorch makes of each optimizer's `step`: it calls the hooks before it, the step, and the hooks after it."""
 
 
 class _Deferring:
@@ -111,13 +117,20 @@ def _break_off() -> None:
 
 
 def _in_library(frame: FrameType | None) -> bool:
-    """Return whether the innermost frame that is neither PyTorch's nor Python's own belongs to this library."""
+    """Return whether an optimizer steps, or the innermost frame that counts belongs to this library."""
+    ours = None
     while frame is not None:
-        file = frame.f_code.co_filename
-        if file.startswith(_OURS):
-            return not file.startswith(_PROGRAMS)
-        is_standard = file.startswith(_STANDARD) and not file.startswith(_PLACES)
-        if not (is_standard or file.startswith((_PYTORCH, "<"))):
-            return False
+        if frame.f_code is _STEP:
+            return True
+        if ours is None:
+            ours = _is_ours(frame.f_code.co_filename)
         frame = frame.f_back
-    return False
+    return bool(ours)
+
+
+def _is_ours(file: str) -> bool | None:
+    """Return whether a file belongs to this library, not to a program; `None` for PyTorch's and Python's own files."""
+    if file.startswith(_OURS):
+        return not file.startswith(_PROGRAMS)
+    is_standard = file.startswith(_STANDARD) and not file.startswith(_PLACES)
+    return None if is_standard or file.startswith((_PYTORCH, "<")) else False

@@ -20,6 +20,7 @@ import pytest
 import shardlite_kernels
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import shardlite.apps.cli
 import shardlite.comm.streams
@@ -158,6 +159,56 @@ def test_it_waits_for_a_call_of_the_library(deferring):
         program()
     assert done == [1]
     assert not interrupts.interrupt_pending()
+
+
+def test_it_waits_for_the_step_of_any_optimizer_and_its_hooks(deferring):
+    """The weights have changed when a hook of the program runs, and the library's own hook comes behind it."""
+    told = []
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    optimizer.register_step_post_hook(lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    last = register_optimizer_step_post_hook(lambda *_: told.append(1))
+
+    def program() -> None:
+        optimizer.step()
+        until(lambda: False)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            program()
+    finally:
+        last.remove()
+    assert told == [1]
+    assert not interrupts.interrupt_pending()
+
+
+def apart_body(group, stage):
+    """Press Ctrl-C before the step on rank 0, and in a hook behind it on rank 1; go on as both count their steps."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    model = ShardLite(Slow(), group=group, stage=stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    press = partial(os.kill, os.getpid(), signal.SIGINT)
+    steps = []
+    optimizer.register_step_post_hook(lambda *_: (steps.append(1), press()))
+
+    def train(step: int, *, press_before: bool = False) -> None:
+        model.zero_grad()
+        model(batch(step, group.rank())).backward()
+        if press_before:
+            press()
+        optimizer.step()
+        until(lambda: False)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(0, press_before=group.rank() == 0)
+    assert len(steps) == group.rank()
+    with pytest.raises(CommError, match="step"):
+        train(len(steps))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_that_are_a_step_apart_do_not_go_on(doomed, tmp_path, stage):
+    for each in doomed.run(apart_body, 2, stage, directory=tmp_path):
+        assert (each.status, each.kind) == (0, ""), f"{each.text}\n{each.log}"
 
 
 def test_in_the_lines_of_a_program_it_comes_at_once(deferring):
