@@ -69,32 +69,39 @@ def interrupted_body(group, stage, transport, seed):
     optimizer = AdamW(model.parameters(), lr=0.1)
     some = next(model.parameters())
     moment = random.Random(seed).uniform(0, 0.15) + random.Random(f"{seed}, {group.rank()}").uniform(0, 0.004)
-    pressed = threading.Event()
-    timer = threading.Timer(moment, lambda: (pressed.set(), os.kill(os.getpid(), signal.SIGINT)))
+    begun, given_up, pressed = threading.Event(), threading.Event(), threading.Event()
+
+    def press() -> None:
+        begun.wait()
+        if not given_up.wait(moment):
+            pressed.set()
+            os.kill(os.getpid(), signal.SIGINT)
+
+    pressing = threading.Thread(target=press)
     if seed is not None:
-        timer.start()
+        pressing.start()
     losses: dict[int, float] = {}
-    came, error, over = 0, "", False
-    while not over:
+    came, error = 0, ""
+    while True:  # it comes once at most, so each line in which it may come is in this block
         try:
-            while not error and (step := _taken(optimizer, some)) < STEPS:
-                model.zero_grad()
-                loss = model(batch(step, group.rank()))
-                loss.backward()
-                losses[step] = loss.item()
-                optimizer.step()
-            if error:
-                timer.cancel()
-            if timer.is_alive():
-                timer.join()
+            begun.set()
+            try:
+                while not error and (step := _taken(optimizer, some)) < STEPS:
+                    model.zero_grad()
+                    loss = model(batch(step, group.rank()))
+                    loss.backward()
+                    losses[step] = loss.item()
+                    optimizer.step()
+            except CommError as failure:
+                error = str(failure)
+                given_up.set()
+            if seed is not None:
+                pressing.join()
             while came != pressed.is_set():
                 time.sleep(1e-3)
-            over = True
+            return list(losses.values()), came, error
         except KeyboardInterrupt:
             came += 1
-        except CommError as failure:
-            error = str(failure)
-    return list(losses.values()), came, error
 
 
 def _taken(optimizer: AdamW, param: Tensor) -> int:
