@@ -1143,6 +1143,13 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "Ctrl-C leaves a rank half-way between two states",
     ),
     (
+        "shardlite/comm/control/interrupts.py",
+        "condition",
+        "        if frame.f_code is _STEP:\n",
+        "        if False:\n",
+        "Ctrl-C leaves a rank a step ahead of what it tells the others",
+    ),
+    (
         "shardlite/comm/transport/groups.py",
         "index",
         "return Ranks(ranks.get_group(1), ranks.get_group(0))",

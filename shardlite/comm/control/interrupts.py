@@ -117,7 +117,7 @@ def _break_off() -> None:
 
 
 def _in_library(frame: FrameType | None) -> bool:
-    """Return whether an optimizer steps, or the innermost frame that counts belongs to this library."""
+    """Return whether an optimizer steps, or the innermost frame that is neither PyTorch's nor Python's own is ours."""
     ours = None
     while frame is not None:
         if frame.f_code is _STEP:
