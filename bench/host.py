@@ -42,7 +42,7 @@ from bench.support.fake_group import all_reduce_bucket, as_over_nccl, fake_group
 from bench.support.measure import WARM_UP, largest, percentile, quantiles, rotated
 from bench.support.ranks import add_table, on_ranks, options_of_ranks, report
 from bench.support.systems import SYSTEMS, TRANSPORTS, Trainer
-from bench.support.table import Row, markdown_table, read_rows
+from bench.support.table import Columns, Row, cells_of, markdown_table, read_rows
 from bench.support.workloads import WORKLOADS, Batch, Workload
 from shardlite.apps.footprint.machine import machine
 from shardlite.apps.footprint.systems import OPTIMIZER
@@ -51,6 +51,22 @@ CHOSEN = ("floor", "ddp", "fsdp2", "stage0", "stage3")
 CHOSEN_ON_FAKE = ("floor", "ddp", "fsdp2", *TRANSPORTS)
 COUNTED = 5
 """Steps over which Python calls are averaged."""
+
+_REAL: Columns = {
+    "model": lambda row: row["model"],
+    "system": lambda row: row["system"],
+    "us per unit": lambda row: f"{row['us_per_unit_p50']:.0f}",
+    "main thread, us": lambda row: f"{row['main_us_per_unit_p50']:.0f}",
+    "Python calls per step": lambda row: f"{row['calls_per_step']}",
+    "/ FSDP2's": lambda row: f"{row['us_vs_fsdp2']:.2f}",
+}
+_FAKE: Columns = {
+    "system": lambda row: row["system"],
+    "ranks": lambda row: f"{row['ranks']}",
+    "CPU us per unit": lambda row: f"{row['cpu_us_per_unit_p50']}",
+    "launches per unit": lambda row: f"{row['launches_per_unit']}",
+    "/ FSDP2's": lambda row: f"{row['cpu_vs_fsdp2']}",
+}
 
 
 def measure(workload: Workload, rounds: int, group: dist.ProcessGroup) -> list[Row]:
@@ -159,24 +175,11 @@ def calls_per_step(trainer: Trainer, batch: Batch) -> float:
 
 
 def render(rows: Sequence[Row]) -> str:
-    """Return a table for people, of one kind of rows."""
-    if rows[0]["bench"] == "host-fake":
-        head = ["system", "ranks", "CPU us per unit", "launches per unit", "/ FSDP2's"]
-        keys = ("system", "ranks", "cpu_us_per_unit_p50", "launches_per_unit", "cpu_vs_fsdp2")
-        return markdown_table([head, *([str(row[key]) for key in keys] for row in rows)])
-    head = ["model", "system", "us per unit", "main thread, us", "Python calls per step", "/ FSDP2's"]
-    lines = [
-        [
-            row["model"],
-            row["system"],
-            f"{row['us_per_unit_p50']:.0f}",
-            f"{row['main_us_per_unit_p50']:.0f}",
-            f"{row['calls_per_step']}",
-            f"{row['us_vs_fsdp2']:.2f}",
-        ]
-        for row in rows
-    ]
-    return markdown_table([head, *lines])
+    """Return a table for people for each kind of rows: those of real ranks, then those of fake groups."""
+    fake = [row for row in rows if row["bench"] == "host-fake"]
+    real = [row for row in rows if row["bench"] == "host"]
+    tables = [cells_of(columns, some) for columns, some in ((_REAL, real), (_FAKE, fake)) if some]
+    return "\n\n".join(map(markdown_table, tables))
 
 
 def main(arguments: Sequence[str]) -> int:
