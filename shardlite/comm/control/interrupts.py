@@ -39,7 +39,10 @@ _PLACES = tuple(f"{sysconfig.get_paths()[name]}{os.sep}" for name in ("purelib",
 _STANDARD = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
 _PYTORCH = LIBRARIES[1]
 _STEP = next((each for each in Optimizer.profile_hook_step.__code__.co_consts if isinstance(each, CodeType)), None)
-"""What PyTorch makes of each optimizer's `step`: it calls the hooks before it, the step, and the hooks after it."""
+"""What PyTorch makes of each optimizer's `step`: it calls the hooks before it, the step, and the hooks after it.
+
+`torch.compile` leaves it as it is, because it may not trace this library's hooks, and compiles what it calls.
+"""
 
 
 class _Deferring:

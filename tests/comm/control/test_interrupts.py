@@ -168,15 +168,17 @@ def test_it_waits_for_a_call_of_the_library(deferring):
     assert not interrupts.interrupt_pending()
 
 
-def test_it_waits_for_the_step_of_any_optimizer_and_its_hooks(deferring):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_it_waits_for_the_step_of_any_optimizer_and_its_hooks(deferring, compiled):
     """The weights have changed when a hook of the program runs, and the library's own hook comes behind it."""
     told = []
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     optimizer.register_step_post_hook(lambda *_: os.kill(os.getpid(), signal.SIGINT))
     last = register_optimizer_step_post_hook(lambda *_: told.append(1))
+    step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
 
     def program() -> None:
-        optimizer.step()
+        step()
         until(lambda: False)
 
     try:
