@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from . import moments
-from .hop import LARGEST_DIVISOR
+from .hop import LARGEST_DIVISOR, divided_reference
 from .launch import INTERPRET, SCALE_BLOCK, block_size, jit, launch, tl, use_triton
 from .moments import load_avg, load_sq, store_avg, store_sq
 from .noise import random_bits
@@ -279,7 +279,7 @@ def reduce_adamw_reference(
     state: State, received: Tensor, own: Tensor, table: Table, *, divisor: int = 1, bad: Tensor | None = None
 ) -> None:
     """Specification of `reduce_adamw`."""
-    adamw_reference(state, (received.float() + own.float()) / divisor, table, bad=bad)
+    adamw_reference(state, divided_reference(received.float() + own.float(), divisor), table, bad=bad)
 
 
 def add_rows_adamw_reference(

@@ -102,9 +102,18 @@ def hop_reference(out: Tensor, received: Tensor, own: Tensor, divisor: int = 1, 
     check_hop("hop", out, received, own, divisor, stats)
     accumulate = dtype_of_sums(out)
     total = received.to(accumulate) + own.to(accumulate)
-    out.copy_(total / divisor if divisor > 1 else total)
+    out.copy_(divided_reference(total, divisor))
     if stats is not None:
         stats_reference(out, stats)
+
+
+def divided_reference(total: Tensor, divisor: int) -> Tensor:
+    """Return `total / divisor` [S], correctly rounded on every device.
+
+    CUDA multiplies by the rounded reciprocal of a divisor that the host knows, which changes a third of all fp32 means
+    over 3 ranks (aten/src/ATen/native/cuda/BinaryDivTrueKernel.cu). It divides by a tensor of its own.
+    """
+    return total if divisor == 1 else total / total.new_tensor(float(divisor))
 
 
 def hop_is_native(out: Tensor) -> bool:

@@ -22,7 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .hop import check_hop, dtype_of_sums, hop_cpu, hop_is_native, write_mean
+from .hop import check_hop, divided_reference, dtype_of_sums, hop_cpu, hop_is_native, write_mean
 from .launch import INTERPRET, block_size, jit, launch, tl, use_triton
 from .rounding import load_fp32, rounded, widened
 from .stats import stats_block, stats_cpu, stats_reference
@@ -184,7 +184,7 @@ def add_rows_reference(
         total, *others = rows.roll(-first, 0).to(accumulate)
         for other in others:
             total = total.to(rows.dtype).to(accumulate) + other
-    out.copy_(total / divisor if divisor > 1 else total)
+    out.copy_(divided_reference(total, divisor))
     if stats is not None:
         stats_reference(out, stats)
 

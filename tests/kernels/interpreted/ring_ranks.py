@@ -90,6 +90,7 @@ def interpreted():
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "(overflow|invalid value|divide by zero)", RuntimeWarning)
+            warnings.filterwarnings("ignore", "Conversion of an array", DeprecationWarning)  # Triton 3.6 on numpy 2.3
             yield
     finally:
         InterpreterBuilder.create_atomic_rmw = look

@@ -71,6 +71,7 @@ def test_statistics(out):
         *((FORMS[0], *each) for each in ((1, 0), (2, 0), (8, 7), (70, 3), (8, None), (128, None))),
     ],
 )
+@pytest.mark.usefixtures("fused")
 def test_a_step_by_the_sum(dtype, form, count, first):
     numel = 1003
     rows = torch.stack([random_grad(numel, seed, dtype) for seed in range(count)])
