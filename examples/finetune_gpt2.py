@@ -35,7 +35,8 @@ def finetune(options: argparse.Namespace, train: Bytes, validation: Bytes, devic
     torch.manual_seed(options.seed + rank)  # each rank has its own dropout; the weights are rank 0's
     net = make_model(options.model, reads=rank == 0)
     if options.checkpointing:
-        net.activation_checkpointing_enable()
+        enable = getattr(net, "activation_checkpointing_enable", None)  # older versions have another name
+        (enable or net.gradient_checkpointing_enable)()
     net.train()
     model = ShardLite(net, stage=options.stage, device=device)
     optimizer = AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)

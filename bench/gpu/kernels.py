@@ -1,84 +1,216 @@
-"""Part 2: how near kernels come to the bandwidth of the card, alone and beside computation.
+"""Whether every kernel has the bits that it promises, and how near it comes to the bandwidth of the card.
 
 Legend: `S` elements, `W` ranks.
 """
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import chain
+from typing import Any
+from unittest import mock
 
 import torch
-from shardlite_kernels import add_rows, hop
+from shardlite_kernels import (
+    Peers,
+    device_ring,
+    flag_numel,
+    ring_failure,
+    ring_reduce_scatter,
+    ring_reduce_scatter_reference,
+    slots_nbytes,
+)
+from torch import Tensor
 
-import bench.kernels.run
-from bench.gpu.correctness import Report
-from bench.gpu.run import device_of
-from bench.support.measure import percentile, seconds
-from bench.support.table import read_rows
+from bench.gpu.report import Report, milliseconds, synchronize
+from bench.kernels.chain import chains
+from bench.kernels.peers import raw_fused
+from bench.kernels.timing import Clock, DeviceClock, HostClock, Work, bandwidth_run, same_bits, verify
+from bench.kernels.work import works
+from bench.support.fake_group import fake_group
+from bench.support.measure import percentile
+from shardlite.comm import collectives
+from shardlite.comm.transport.group_collectives import NcclCollectives
 
-_ROUNDS = 20
-_WARM_UP = 3
+RANKS = 4
+"""Virtual ranks of the ring kernel, a stream each."""
 
+BLOCK_NUMEL = 218_112_000
+"""Parameters of a block of Llama 3 8B."""
 
-def copies(report: Report, *, dry: bool) -> None:
-    """The bandwidth of a copy, which is what kernels can reach."""
-    device = device_of(dry)
-    for nbytes in (1 << 16,) if dry else (1 << 24, 1 << 28, 1 << 32):
-        source = torch.randn(nbytes // 4, device=device)
-        target = torch.empty_like(source)
-        ms = _milliseconds(lambda source=source, target=target: target.copy_(source), device)
-        report(nbytes=nbytes, ms_p50=ms, gbps=round(2 * nbytes / ms / 1e6, 1))
+_ROUNDS = 8
+_WARM_UP = 2
 
+_LONG = (
+    ("adamw", "fp32 weights, fp32 moments, fp32 gradient"),
+    ("adamw", "split24 weights, fp32 moments, fp32 gradient"),
+    ("adamw", "split24 weights, int8 moments, fp32 gradient"),
+    ("cast", "fp32 to bf16"),
+    ("quantize", "fp32 to 8 bits"),
+    ("dequantize", "8 bits to bf16"),
+    ("hop", "fp32"),
+    ("hop with statistics", "fp32"),
+    ("reduce_adamw", "fp32 weights, fp32 moments, fp32 gradient"),
+    ("hop, adamw", "fp32 weights, fp32 moments, fp32 gradient"),
+)
+"""Timed on 2^27 elements."""
 
-def all_kernels(report: Report, *, dry: bool) -> None:
-    """`bench.kernels`: verified and timed, beside PyTorch's own and a copy."""
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = ["--out", folder, "--rounds", "2" if dry else "20", "--seconds", "1" if dry else "5"]
-        sizes = ["--device", "cpu", "--threads", "1", "--numel", "1e4"] if dry else ["--numel", "1e7", "1e8"]
-        status = bench.kernels.run.main([*arguments, *sizes])
-        for row in read_rows(Path(folder).glob("*.jsonl")):
-            report(**{key: value for key, value in row.items() if key != "bench"})
-    if status:
-        raise SystemExit(f"bench.kernels ended with status {status}")
-
-
-def beside_a_matrix_product(report: Report, *, dry: bool) -> None:
-    """One hop of a ring, and the sum of `W` rows, alone and while a matrix product runs on another stream."""
-    device = device_of(dry)
-    numel, width = (1 << 10, 32) if dry else (1 << 24, 8192)
-    factor = torch.randn(width, width, device=device, dtype=torch.bfloat16)
-    product = torch.empty_like(factor)
-    out, received, own = (torch.randn(numel, device=device) for _ in range(3))
-    rows = torch.randn(8, numel, device=device)
-    works: dict[str, Callable[[], object]] = {
-        "matrix product": lambda: torch.matmul(factor, factor, out=product),
-        "hop": lambda: hop(out, received, own),
-        "8 rows": lambda: add_rows(out, rows, 1, 8),
-    }
-    alone = {name: _milliseconds(work, device) for name, work in works.items()}
-    for name in ("hop", "8 rows"):
-        both = _milliseconds(lambda name=name: _at_once(works["matrix product"], works[name], dry), device)
-        report(work=name, ms_alone=alone[name], product_ms_alone=alone["matrix product"], ms_both=both)
-
-
-def _at_once(first: Callable[[], object], second: Callable[[], object], dry: bool) -> None:
-    """Run two works on two streams, both ordered by the current one."""
-    side: AbstractContextManager[object] = nullcontext()
-    if not dry:
-        stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        side = torch.cuda.stream(stream)
-    first()
-    with side:
-        second()
-    if not dry:
-        torch.cuda.current_stream().wait_stream(stream)
+_ROWS = (
+    ("add 8 rows in ring order", "fp32 to fp32"),
+    ("add 8 rows and adamw", "fp32 weights, fp32 moments, fp32 gradient"),
+    ("add 8 rows and adamw", "split24 weights, int8 moments, fp32 gradient"),
+)
+"""Timed on the segment of a Llama-8B block at 8 ranks."""
 
 
-def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return the median time of a call."""
-    taken = [seconds(call, device)[0] for _ in range(_WARM_UP + _ROUNDS)]
-    return round(1e3 * percentile(taken[_WARM_UP:], 50), 4)
+def bits(report: Report) -> None:
+    """Each kernel by itself: its results beside those of its reference."""
+    for work in [raw_fused(), *works(report.device)]:
+        with report.guarded(kernel=work.operation, format=work.format):
+            verdict = verify(work, report.device)
+            report(
+                kernel=work.operation,
+                format=work.format,
+                contract=verdict.contract,
+                relative_error=verdict.error,
+                tolerance_used=verdict.tolerance_used,
+            )
+    for dtype in (torch.float32, torch.bfloat16):
+        name = f"{RANKS} virtual ranks, {str(dtype).removeprefix('torch.')}"
+        with report.guarded(kernel="ring reduce-scatter", format=name):
+            if report.dry:
+                report(kernel="ring reduce-scatter", format=name, note="needs a GPU or Triton's interpreter")
+            else:
+                report(kernel="ring reduce-scatter", format=name, **ring_on_streams(report.device, dtype))
+
+
+def ring_on_streams(device: torch.device, dtype: torch.dtype, numel: int = 1 << 20) -> dict[str, Any]:
+    """Run the kernel that walks a ring on `RANKS` streams of one GPU at a time, and compare its results [S].
+
+    Raises:
+        AssertionError: a rank failed, or has other bits than its reference.
+    """
+    programs = 8  # all ranks' together must be resident at once
+    fulls = [torch.randn(RANKS * numel, device=device).to(dtype) for _ in range(RANKS)]
+    outs = [torch.empty(numel, device=device) for _ in range(RANKS)]
+    slots = [torch.empty(slots_nbytes(programs), dtype=torch.uint8, device=device) for _ in range(RANKS)]
+    flags = [torch.zeros(flag_numel(programs), dtype=torch.int64, device=device) for _ in range(RANKS)]
+    peers = [
+        Peers(
+            rank=rank,
+            world_size=RANKS,
+            slots=_addresses(slots),
+            flags=_addresses(flags),
+            error=torch.zeros(1, dtype=torch.int64, device=device),
+            programs=programs,
+        )
+        for rank in range(RANKS)
+    ]
+    plain = mock.patch.object(device_ring, "_ring_reduce_scatter_kernel", _NotCooperative())
+    streams = [torch.cuda.Stream() if device.type == "cuda" else None for _ in range(RANKS)]  # type: ignore[no-untyped-call]
+    synchronize(device)
+
+    def reduce(epoch: int) -> None:
+        for rank, stream in enumerate(streams):
+            with plain, nullcontext() if stream is None else torch.cuda.stream(stream):
+                ring_reduce_scatter(outs[rank], fulls[rank], peers[rank], epoch=epoch, divisor=3)
+
+    epochs = iter(range(1, 100))
+    for epoch in (next(epochs), next(epochs)):
+        reduce(epoch)
+        synchronize(device)
+    for rank, (out, each) in enumerate(zip(outs, peers, strict=True)):
+        assert (failure := ring_failure(each.error)) is None, f"rank {rank}: {failure}"
+        expected = torch.empty_like(out)
+        ring_reduce_scatter_reference(expected, fulls, rank, divisor=3)
+        assert same_bits(out, expected), f"rank {rank}: {int((out != expected).sum())} of {numel} sums are wrong"
+
+    def reduce_and_wait() -> None:
+        reduce(next(epochs))
+        synchronize(device)
+
+    return {"contract": "bits", "ranks": RANKS, **milliseconds(reduce_and_wait, device, _ROUNDS)}
+
+
+class _NotCooperative:
+    """The kernel of the ring without a cooperative launch: a GPU runs those one after the other, also of two streams.
+
+    That all programs are resident at once is given here: they are few.
+    """
+
+    def __init__(self) -> None:
+        self._kernel = device_ring._ring_reduce_scatter_kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        """Return what launches so many programs."""
+
+        def launch(*arguments: Any, launch_cooperative_grid: bool = False, **options: Any) -> object:
+            del launch_cooperative_grid
+            return self._kernel[grid](*arguments, **options)
+
+        return launch
+
+
+def _addresses(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.tensor([each.data_ptr() for each in tensors], dtype=torch.int64, device=tensors[0].device)
+
+
+def bandwidth(report: Report) -> None:
+    """Kernels on sizes of training, as parts of the bandwidth of a copy, each with nothing in the cache at the start."""
+    device, dry = report.device, report.dry
+    clock: Clock = HostClock() if dry else DeviceClock(device)
+    copy = bandwidth_run(1 << 16 if dry else 1 << 31, device)
+    ms = _timed(clock, copy.step)
+    ceiling = copy.moved / ms["ms_p50"] / 1e6
+    report(kernel="copy", numel=copy.moved // 8, gbps=round(ceiling, 1), **ms)
+    known = {(work.operation, work.format): work for work in works(device)}
+    torch_fused, ours_chain, theirs_chain = raw_fused(), next(iter(chains())), [*chains()][-2]
+    segment = BLOCK_NUMEL // 8
+    plan: list[tuple[Work, int]] = [
+        (torch_fused, 1 << 27),
+        *((known[key], 1 << 27) for key in _LONG if key in known),
+        *((known[key], segment) for key in _ROWS if key in known),
+        *((each, 1 << 27) for each in (ours_chain, theirs_chain)),
+    ]
+    for work, numel in plan:
+        names = {"kernel": work.operation, "format": work.format, "system": work.system}
+        with report.guarded(**names):
+            numel = 3200 if dry else numel
+            run = work.make(numel, device)
+            ms = _timed(clock, run.step)
+            gbps = run.moved / ms["ms_p50"] / 1e6
+            report(**names, numel=numel, gbps=round(gbps, 1), share_of_copy=round(gbps / ceiling, 3), **ms)
+    with report.guarded(kernel="slices of a reduction"):
+        _slices(report)
+
+
+def _timed(clock: Clock, step: Any) -> dict[str, float]:
+    samples = [clock.sample(step) for _ in range(_WARM_UP + _ROUNDS)][_WARM_UP:]
+    walls, cpus = zip(*samples, strict=True)
+    found = {f"ms_p{percent}": round(1e3 * percentile(walls, percent), 4) for percent in (20, 50, 80)}
+    return found | {"host_ms_p50": round(1e3 * percentile(cpus, 50), 4)}
+
+
+def _slices(report: Report) -> None:
+    """The exact reduction of a Llama-8B block without its messages: what cutting it into slices costs host and GPU."""
+    for world_size in (8,) if report.dry else (8, 64, 512):
+        with fake_group(world_size, lambda *_: None) as group:
+            transport = NcclCollectives(group)
+            numel = -(-BLOCK_NUMEL // world_size // 1024) * 1024 * world_size
+            numel = world_size * 1024 if report.dry else numel
+            full, out = torch.zeros(numel, device=report.device), torch.empty(numel // world_size, device=report.device)
+            needed = collectives.staging_numel(numel, transport, torch.float32, grain=1024)
+            staging = torch.zeros(needed, device=report.device)
+
+            def reduce(full: Tensor = full, out: Tensor = out, staging: Tensor = staging) -> None:
+                collectives.reduce_scatter(full, transport, out=out, divisor=world_size, staging=staging)  # noqa: B023
+
+            reduce()
+            found = milliseconds(reduce, report.device, _ROUNDS)
+            report(kernel="slices of a reduction", format="fp32", ranks=world_size, numel=numel, **found)
+
+
+def all_works(device: torch.device) -> list[Work]:
+    """Return all that the probes here launch, for the process that compiles it."""
+    return [*chain([raw_fused()], works(device), chains())]

@@ -1,17 +1,21 @@
-"""Everything that this library wants to know of a GPU, in four parts of less than nine minutes each.
+"""The probes, one after the other, each within its limit: `python -m bench.gpu`.
 
-    python -m bench.gpu --part 1 --out gpu         (without --part: all of them)
+    python -m bench.gpu --out gpu                 on a GPU; ends by itself within 8:30
+    python -m bench.gpu --only fake8 host         some of the probes
+    python -m bench.gpu --dry                     every line that needs no GPU: real models at one layer, on the CPU
+    python -m bench.gpu --land gpu                puts the rows of a folder into `bench/results/` and onto the pages
 
-| part | probes |
+A probe that fails, hangs or crashes costs no other: it is a process group, which is killed at its limit, and what it
+has found by then is in the rows. Kernels are compiled by a process of their own beside the first probes.
+
+| file in the folder | content |
 |---|---|
-| 1 | what the machine is; the tests for GPUs; the kernels under memcheck; all stages and formats beside a plain twin |
-| 2 | bandwidth of a copy; all kernels; the additions of a reduction beside a running matrix product |
-| 3 | steps of GPT-2 XL beside FSDP2; waits of the host; compiled blocks; messages of a rank to itself |
-| 4 | the largest model that trains |
+| `rows.jsonl` | one JSON object for each finding, written as it comes; a row with `status` for each probe that ended |
+| `log.txt` | what probes printed, tracebacks included |
+| `table.md` | the table that is printed at the end |
+| `gpu.tar.gz` | the three files together |
 
-Each probe is a process of its own with a time limit, so one that hangs or crashes costs no other. Its rows are written
-as they come, to `part-N.jsonl`, and what it prints to `part-N.log`: at most eight files. A row `"status"` tells how it
-ended. The end is a table of all probes. `--dry` runs every line that does not need a GPU at toy size on the CPU.
+This file imports no PyTorch, so the first probe starts at once.
 """
 
 from __future__ import annotations
@@ -19,133 +23,209 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
+import signal
 import subprocess
 import sys
+import tarfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
+from time import monotonic, sleep
+from typing import IO, Any
 
-import torch
+from bench.gpu import ROOT
 
-from bench.support.ranks import end_group
-from bench.support.table import Row, markdown_table, read_rows
-from shardlite.apps.footprint.machine import machine
+Row = dict[str, Any]
+
+LIMIT = 8 * 60 + 30
+"""Seconds that everything takes at most."""
+
+GRACE = 2
+"""Seconds between asking the processes of a probe to end and killing them."""
+
+TABLE = 10
+"""Seconds for the table and the archive."""
+
+ROWS, LOG, TABLE_FILE, ARCHIVE = "rows.jsonl", "log.txt", "table.md", "gpu.tar.gz"
 
 
 @dataclass(frozen=True)
 class Probe:
-    """One question to a GPU: a function `NAME(report, dry)` of a module of this folder."""
+    """One question to a GPU."""
+
+    name: str
+    """A function `NAME(report)` of the module."""
 
     module: str
-    name: str
+    """Of this folder."""
+
     seconds: float
-    """After which it is ended."""
+    """After which it is ended, imports included."""
 
 
-PARTS: dict[int, Sequence[Probe]] = {
-    1: (
-        Probe("correctness", "environment", 60),
-        Probe("correctness", "gpu_tests", 200),
-        Probe("correctness", "memcheck", 90),
-        Probe("correctness", "twins", 120),
-        Probe("correctness", "ranks_on_one_card", 60),
-    ),
-    2: (
-        Probe("kernels", "copies", 30),
-        Probe("kernels", "all_kernels", 400),
-        Probe("kernels", "beside_a_matrix_product", 90),
-    ),
-    3: (
-        Probe("training", "steps", 300),
-        Probe("training", "host_waits", 60),
-        Probe("training", "compiled", 120),
-        Probe("training", "messages_to_itself", 50),
-    ),
-    4: (Probe("training", "largest_model", 520),),
-}
-"""The limits of a part add up to less than nine minutes."""
+PROBES = (
+    Probe("environment", "checks", 25),
+    Probe("nccl", "checks", 30),
+    Probe("bits", "kernels", 60),
+    Probe("bandwidth", "kernels", 50),
+    Probe("fake8", "fake_ranks", 130),
+    Probe("host", "fake_ranks", 45),
+    Probe("twin", "training", 50),
+    Probe("compiled", "training", 40),
+    Probe("pair", "pair", 45),
+)
+"""In the order in which they matter. With the grace of each and the table, limits add up to `LIMIT` at most."""
 
-_COLUMNS = ("part", "probe", "status", "seconds", "rows")
+WARM_UP = "warm_up"
+"""The process that compiles all kernels, beside the probes before `AFTER_WARM_UP`."""
+
+AFTER_WARM_UP = "bits"
+PATIENCE = 45
+"""Seconds after the start for which `AFTER_WARM_UP` waits for the kernels."""
+
+NO_GPU = 3
+"""Exit status of a probe on a machine without a GPU."""
 
 
-def run_part(part: int, folder: Path, *, dry: bool) -> list[Row]:
-    """Run the probes of a part one after the other, and return a row on how each ended."""
+def run(names: Sequence[str], folder: Path, *, dry: bool) -> list[Row]:
+    """Run probes, and return a row on how each ended. Stop after the first one if there is no GPU.
+
+    Args:
+        names: of the probes, which run in the order of `PROBES`.
+        folder: for the files, whose earlier content goes.
+        dry: whether to run on the CPU.
+    """
+    began = monotonic()
     folder.mkdir(parents=True, exist_ok=True)
-    rows, log = folder / f"part-{part}.jsonl", folder / f"part-{part}.log"
-    for file in (rows, log):
-        file.write_text("")
+    rows, log = folder / ROWS, folder / LOG
+    rows.write_text("")
     ended = []
-    for probe in PARTS[part]:
-        before, start = len(read_rows([rows])), perf_counter()
-        status = _run_probe(probe, rows, log, dry=dry)
-        seconds = round(perf_counter() - start, 1)
-        found = len(read_rows([rows])) - before
-        ended.append(
-            {"bench": "gpu", "part": part, "probe": probe.name, "status": status, "seconds": seconds, "rows": found}
-        )
-        _append(rows, ended[-1])
-        print(f"{probe.name}: {status}, {found} rows, {seconds} s", flush=True)
+    with log.open("w") as output:
+        warm_up = _start(WARM_UP, rows, output, dry=dry)
+        try:
+            for probe in PROBES:
+                if probe.name not in names:
+                    continue
+                if probe.name == AFTER_WARM_UP:
+                    _await(warm_up, began + PATIENCE)
+                start = monotonic()
+                limit = probe.seconds if dry else min(probe.seconds, began + LIMIT - TABLE - GRACE - start)
+                status = _run_probe(probe, limit, rows, output, dry=dry)
+                row: Row = {"bench": "gpu", "probe": probe.name, "status": status, "dry": dry}
+                row |= {"seconds": round(monotonic() - start, 1), "rows": _count(rows, probe.name)}
+                _append(rows, row)
+                ended.append(row)
+                print(f"{probe.name}: {status}, {row['rows']} rows, {row['seconds']} s", flush=True)
+                if status == f"failed with status {NO_GPU}":
+                    print("there is no GPU that PyTorch can use; --dry runs on the CPU", file=sys.stderr, flush=True)
+                    break
+        finally:
+            _end_group(warm_up)
     return ended
 
 
-def _run_probe(probe: Probe, rows: Path, log: Path, *, dry: bool) -> str:
-    """Run one probe in a process group of its own, and tell how it ended."""
-    command = [sys.executable, "-m", "bench.gpu", "--probe", probe.name, "--out", str(rows), *["--dry"][: int(dry)]]
-    with log.open("a") as output:
-        output.write(f"==== {probe.name}\n")
-        output.flush()
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            status = process.wait(probe.seconds)
-        except subprocess.TimeoutExpired:
-            return f"ended after {probe.seconds:g} s"
-        finally:
-            end_group(process)
+def _start(name: str, rows: Path, output: IO[str], *, dry: bool) -> subprocess.Popen[bytes]:
+    """Start a probe as the leader of a process group."""
+    output.write(f"==== {name}\n")
+    output.flush()
+    command = [sys.executable, "-m", "bench.gpu", "--probe", name, "--out", str(rows), *["--dry"][: int(dry)]]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    if dry:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+def _run_probe(probe: Probe, limit: float, rows: Path, output: IO[str], *, dry: bool) -> str:
+    """Run one probe, and say how it ended."""
+    if limit < 1:
+        return "not started: no time was left"
+    process = _start(probe.name, rows, output, dry=dry)
+    try:
+        status = process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return f"ended after {limit:.0f} s"
+    finally:
+        _end_group(process)
     return "ok" if status == 0 else f"failed with status {status}"
 
 
-def _append(file: Path, row: Row) -> None:
-    with file.open("a") as rows:
-        rows.write(json.dumps(row) + "\n")
+def _await(process: subprocess.Popen[bytes], deadline: float) -> None:
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(max(0.0, deadline - monotonic()))
 
 
-def device_of(dry: bool) -> torch.device:
-    """Return the device of a probe: the GPU, or the CPU if it runs dry."""
-    return torch.device("cpu" if dry else "cuda")
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """End all processes of a group, whose leader may have ended before them."""
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):  # none is left
+            os.killpg(process.pid, how)
+            deadline = monotonic() + GRACE
+            while how == signal.SIGTERM and monotonic() < deadline:
+                process.poll()  # else the leader would stay as a zombie, and so the group
+                os.killpg(process.pid, 0)
+                sleep(0.05)
+    process.wait()
 
 
-def be_probe(name: str, file: Path, *, dry: bool) -> None:
-    """Be the process of one probe."""
-    probe = next(probe for probes in PARTS.values() for probe in probes if probe.name == name)
-
-    def report(**found: object) -> None:
-        row = {"bench": "gpu", "probe": name, "dry": dry, **found, **machine(device_of(dry))}
-        _append(file, row)
-        print(json.dumps(row), flush=True)
-
-    getattr(importlib.import_module(f"bench.gpu.{probe.module}"), name)(report, dry=dry)
+def _count(rows: Path, probe: str) -> int:
+    return sum(json.loads(line)["probe"] == probe for line in rows.read_text().splitlines())
 
 
-def render(ended: Sequence[Row]) -> str:
-    """Return the table of how probes ended."""
-    return markdown_table([list(_COLUMNS), *([str(row[key]) for key in _COLUMNS] for row in ended)])
+def _append(rows: Path, row: Row) -> None:
+    with rows.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def be_probe(name: str, rows: Path, *, dry: bool) -> int:
+    """Be the process of one probe, and return its exit status: 1 if any of its parts failed."""
+    import torch
+
+    if not dry and not torch.cuda.is_available():
+        return NO_GPU
+    from bench.gpu.report import Report
+
+    modules = {probe.name: probe.module for probe in PROBES} | {WARM_UP: WARM_UP}
+    report = Report(name, rows, dry=dry)
+    getattr(importlib.import_module(f"bench.gpu.{modules[name]}"), name)(report)
+    return int(report.failed)
+
+
+def finish(folder: Path) -> str:
+    """Write the table of the rows, and the archive; return the table."""
+    from bench.gpu.table import render, render_ended
+
+    rows = [json.loads(line) for line in (folder / ROWS).read_text().splitlines()]
+    table = f"{render(rows)}\n\n{render_ended(rows)}\n"
+    (folder / TABLE_FILE).write_text(table)
+    with tarfile.open(folder / ARCHIVE, "w:gz") as archive:
+        for name in (ROWS, LOG, TABLE_FILE):
+            archive.add(folder / name, name)
+    return table
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run parts and print how their probes ended, or be a probe. The status is 1 if any did not end well."""
+    """Run probes and print their table, or be a probe. The status is 1 if any did not end well."""
+    names = [probe.name for probe in PROBES]
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description="correctness and speed on a GPU")
-    parser.add_argument("--part", type=int, choices=[*PARTS], help="(all)")
-    parser.add_argument("--out", type=Path, default=Path("gpu"), help="folder for rows and logs (%(default)s)")
-    parser.add_argument("--dry", action="store_true", help="at toy size on the CPU")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"some of: {', '.join(names)}")
+    parser.add_argument("--out", type=Path, default=Path("gpu"), help="folder for the files (%(default)s)")
+    parser.add_argument("--dry", action="store_true", help="without a GPU, at one layer")
+    parser.add_argument("--land", type=Path, metavar="FOLDER", help="only take over the rows of a folder")
     parser.add_argument("--probe", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if not options.dry and not torch.cuda.is_available():
-        parser.error("there is no GPU that PyTorch can use; --dry runs at toy size on the CPU")
     if options.probe:
-        be_probe(options.probe, options.out, dry=options.dry)
-        return 0
-    parts = [options.part] if options.part else [*PARTS]
-    ended = [row for part in parts for row in run_part(part, options.out, dry=options.dry)]
-    print(f"\n{render(ended)}", flush=True)
+        return be_probe(options.probe, options.out, dry=options.dry)
+    if options.land:
+        from bench.gpu.land import land
+
+        try:
+            return land(options.land)
+        except (ValueError, OSError) as wrong:
+            parser.error(str(wrong))
+    ended = run(options.only or names, options.out.resolve(), dry=options.dry)
+    print(f"\n{finish(options.out)}\nto send back: {options.out / ARCHIVE}", flush=True)
     return int(any(row["status"] != "ok" for row in ended))

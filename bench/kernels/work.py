@@ -20,19 +20,33 @@ from shardlite_kernels import (
     adamw,
     adamw_cpu,
     adamw_reference,
+    add_rows,
+    add_rows_adamw,
+    add_rows_adamw_cpu,
+    add_rows_reference,
     cast,
     cast_reference,
+    dequantize,
+    dequantize_reference,
     encode,
     hop,
     hop_reference,
+    join,
+    join_reference,
     new_stats,
+    quantize,
+    quantize_reference,
     reduce_adamw,
     reduce_adamw_cpu,
     scale,
     scale_reference,
+    split,
     split_reference,
+    stats,
     stats_block,
+    stats_reference,
 )
+from shardlite_kernels.launch import SCALE_BLOCK
 from torch import Tensor
 
 from bench.kernels.inputs import (
@@ -50,6 +64,12 @@ from bench.kernels.inputs import (
 from bench.kernels.timing import Result, Run, Work
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+ROWS = 8
+"""Ranks whose parts of a segment are added at once."""
+
+DIVISOR = 7
+"""Of their sum: its reciprocal rounds, so a multiplication by it is not the division that kernels promise."""
 
 WEIGHT_BOUND = 2.0**-22
 """Of weights in fp32, relative, Euclidean. A step changes them by about 1e-3, so 2^-12 of the update may be wrong."""
@@ -69,9 +89,14 @@ def works(device: torch.device) -> Iterator[Work]:
         if by_kernels(device) or wire == torch.float32 or master == "fp32":
             yield _reduced("reduce_adamw", master, moments, wire)
             yield _reduced("hop, adamw", master, moments, wire)
+            yield _rows_adamw(master, moments, wire)
     for dtype in NAMES:
         yield from (_hop(dtype, False), _hop(dtype, True), _scale(dtype, 1.0), _scale(dtype, 0.99))
+        yield from (_rows(dtype, tree=False), _rows(dtype, tree=True), _stats(dtype))
+        yield from (_quantize(dtype), _dequantize(dtype))
     yield Work(system="shardlite", operation="cast", format="fp32 to bf16", make=_make_cast)
+    yield Work(system="shardlite", operation="split", format="fp32 to bf16 and 8 bits", make=_make_split)
+    yield Work(system="shardlite", operation="join", format="bf16 and 8 bits to fp32", make=_make_join)
 
 
 def step_by(state: State, grad: Tensor) -> Callable[[], None]:
@@ -227,6 +252,174 @@ def _scale(dtype: torch.dtype, factor: float) -> Work:
         )
 
     return Work(system="shardlite", operation=f"scale by {factor:g}", format=NAMES[dtype], make=make)
+
+
+def _draw_rows(numel: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """One row for each of `ROWS` ranks, [W, S]."""
+    rows = torch.empty(ROWS, numel, dtype=dtype, device=device)
+    for seed, row in enumerate(rows):
+        row.copy_(gradient(numel, device, dtype, seed))
+    return rows
+
+
+def _rows(dtype: torch.dtype, *, tree: bool) -> Work:
+    """The exact reduction of a segment into fp32, in the order of rank 0's ring or of a tree, with statistics."""
+
+    def make(numel: int, device: torch.device) -> Run:
+        rows, out = _draw_rows(numel, device, dtype), torch.empty(numel, device=device)
+        first, sums = (None if tree else 1), new_stats(out)
+
+        def expected() -> list[Tensor]:
+            right, right_sums = torch.empty_like(out), torch.empty_like(sums)
+            add_rows_reference(right, rows, first, DIVISOR, right_sums)
+            return [right, right_sums]
+
+        moved = nbytes(rows, out, sums)
+        return Run(
+            step=lambda: add_rows(out, rows, first, DIVISOR, sums),
+            results=lambda: [Result(out), Result(sums, (stats_block(out) + 3) * 2.0**-24)],
+            expected=expected,
+            moved=moved,
+            held=moved,
+        )
+
+    order = "as a tree" if tree else "in ring order"
+    return Work(system="shardlite", operation=f"add {ROWS} rows {order}", format=f"{NAMES[dtype]} to fp32", make=make)
+
+
+def _rows_adamw(master: str, moments: str, wire: torch.dtype) -> Work:
+    """The exact reduction of a segment and the step, in one."""
+
+    def make(numel: int, device: torch.device) -> Run:
+        state, rows = state_of(master, moments, numel, device), _draw_rows(numel, device, wire)
+        if by_kernels(device):
+            step = partial(add_rows_adamw, state, rows, table(numel, device), first=1, divisor=DIVISOR)
+        else:
+            step = partial(add_rows_adamw_cpu, state, rows, cpu_step(numel), first=1, divisor=DIVISOR)
+
+        def expected() -> Sequence[Tensor]:
+            mean = torch.empty(numel, device=device)
+            add_rows_reference(mean, rows, 1, DIVISOR)
+            return _tensors(after(state, mean))
+
+        return Run(
+            step=step,
+            results=lambda: _compared(state),
+            expected=expected,
+            moved=2 * nbytes(*state.tensors()) + nbytes(rows),
+            held=nbytes(*state.tensors(), rows),
+        )
+
+    operation = f"add {ROWS} rows and adamw"
+    return Work(system="shardlite", operation=operation, format=_format(master, moments, wire), make=make)
+
+
+def _stats(dtype: torch.dtype) -> Work:
+    def make(numel: int, device: torch.device) -> Run:
+        x = gradient(numel, device, dtype)
+        rows = new_stats(x)
+
+        def expected() -> list[Tensor]:
+            right = torch.empty_like(rows)
+            stats_reference(x, right)
+            return [right]
+
+        return Run(
+            step=lambda: stats(x, rows),
+            results=lambda: [Result(rows, (stats_block(x) + 3) * 2.0**-24)],
+            expected=expected,
+            moved=nbytes(x, rows),
+            held=nbytes(x, rows),
+        )
+
+    return Work(system="shardlite", operation="statistics", format=NAMES[dtype], make=make)
+
+
+def _codes(numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Memory for 8-bit codes [S] and their scales [G]; what is quantized is a multiple of 32."""
+    groups = -(-numel // SCALE_BLOCK)
+    codes = torch.empty(groups * SCALE_BLOCK, dtype=torch.int8, device=device)
+    return codes, torch.empty(groups, dtype=torch.uint8, device=device)
+
+
+def _quantize(dtype: torch.dtype) -> Work:
+    def make(numel: int, device: torch.device) -> Run:
+        codes, scales = _codes(numel, device)
+        source = gradient(len(codes), device, dtype)
+
+        def expected() -> list[Tensor]:
+            right = torch.empty_like(codes), torch.empty_like(scales)
+            quantize_reference(*right, source)
+            return [*right]
+
+        moved = nbytes(source, codes, scales)
+        return Run(
+            step=lambda: quantize(codes, scales, source),
+            results=lambda: [Result(codes), Result(scales)],
+            expected=expected,
+            moved=moved,
+            held=moved,
+        )
+
+    return Work(system="shardlite", operation="quantize", format=f"{NAMES[dtype]} to 8 bits", make=make)
+
+
+def _dequantize(dtype: torch.dtype) -> Work:
+    def make(numel: int, device: torch.device) -> Run:
+        codes, scales = _codes(numel, device)
+        quantize_reference(codes, scales, gradient(len(codes), device, torch.float32))
+        out = torch.empty(len(codes), dtype=dtype, device=device)
+
+        def expected() -> list[Tensor]:
+            right = torch.empty_like(out)
+            dequantize_reference(right, codes, scales)
+            return [right]
+
+        moved = nbytes(codes, scales, out)
+        return Run(
+            step=lambda: dequantize(out, codes, scales),
+            results=lambda: [Result(out)],
+            expected=expected,
+            moved=moved,
+            held=moved,
+        )
+
+    return Work(system="shardlite", operation="dequantize", format=f"8 bits to {NAMES[dtype]}", make=make)
+
+
+def _make_split(numel: int, device: torch.device) -> Run:
+    source = numbers(numel, device, 2)
+    parts = torch.empty_like(source, dtype=torch.bfloat16), torch.empty_like(source, dtype=torch.int8)
+
+    def expected() -> list[Tensor]:
+        right = [torch.empty_like(part) for part in parts]
+        split_reference(*right, source)
+        return right
+
+    moved = nbytes(source, *parts)
+    return Run(
+        step=lambda: split(*parts, source),
+        results=lambda: [Result(part) for part in parts],
+        expected=expected,
+        moved=moved,
+        held=moved,
+    )
+
+
+def _make_join(numel: int, device: torch.device) -> Run:
+    out = numbers(numel, device, 2)
+    parts = torch.empty_like(out, dtype=torch.bfloat16), torch.empty_like(out, dtype=torch.int8)
+    split_reference(*parts, out)
+
+    def expected() -> list[Tensor]:
+        right = torch.empty_like(out)
+        join_reference(right, *parts)
+        return [right]
+
+    moved = nbytes(out, *parts)
+    return Run(
+        step=lambda: join(out, *parts), results=lambda: [Result(out)], expected=expected, moved=moved, held=moved
+    )
 
 
 def _make_cast(numel: int, device: torch.device) -> Run:

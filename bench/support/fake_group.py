@@ -56,6 +56,10 @@ def _launch(*_: Any, **__: Any) -> None:
     _TOKEN.zero_()
 
 
+Replacement = Callable[..., None]
+"""What a collective is replaced by: called with the name of its method, its target, its source, and the rest."""
+
+
 class HostMessages(GroupCollectives):
     """Agreements of the hosts, in which all ranks say the same."""
 
@@ -87,23 +91,27 @@ class _LaunchingQueue:
         """Return `None`: all is done at once."""
 
 
-def _launching_queue(*_: Any, **__: Any) -> _LaunchingQueue:
+def launching_queue(*_: Any, **__: Any) -> _LaunchingQueue:
+    """Return a queue for tensors of the CPU."""
     return _LaunchingQueue()
 
 
 @contextmanager
-def fake_group(world_size: int) -> Iterator[dist.ProcessGroup]:
+def fake_group(world_size: int, replacement: Replacement = _launch) -> Iterator[dist.ProcessGroup]:
     """Be rank 0 of a fake default process group of `world_size` ranks."""
     with ExitStack() as stack:
         group = stack.enter_context(default_group("fake", rank=0, world_size=world_size, store=dist.HashStore()))
         done = group.barrier()
 
-        def collective(*_: Any, **__: Any) -> dist.Work:
-            _launch()
-            return done
+        def replacing(name: str) -> Callable[..., dist.Work]:
+            def collective(_: dist.ProcessGroup, *arguments: Any, **__: Any) -> dist.Work:
+                replacement(name, *arguments)
+                return done
+
+            return collective
 
         for name in filter(partial(hasattr, dist.ProcessGroup), _COLLECTIVES):
-            stack.enter_context(mock.patch.object(dist.ProcessGroup, name, collective))
+            stack.enter_context(mock.patch.object(dist.ProcessGroup, name, replacing(name)))
         yield group
 
 
@@ -111,15 +119,19 @@ def fake_group(world_size: int) -> Iterator[dist.ProcessGroup]:
 def as_over_nccl() -> Iterator[None]:
     """Within the block, ShardLite runs over a fake group, by the transport "collectives" or "p2p" (rings)."""
 
-    def connect(group: dist.ProcessGroup | None, route: Route) -> NcclTransport:
-        if route.transport == "collectives":
-            return NcclCollectives(group)
-        transport = NcclTransport(group)
-        transport.algorithm = "ring"
-        return transport
-
-    with as_one_rank(connect, _launching_queue), replaced(dict.fromkeys(_KERNELS, _launch)):
+    with as_one_rank(connect_as_over_nccl, launching_queue), replaced(dict.fromkeys(_KERNELS, _launch)):
         yield
+
+
+def connect_as_over_nccl(group: dist.ProcessGroup | None, route: Route) -> NcclTransport:
+    """Return what a route selects over NCCL."""
+    if route.transport == "collectives":
+        transport = NcclCollectives(group)
+        transport.fast = route.reduce == "fast"
+        return transport
+    rings = NcclTransport(group)
+    rings.algorithm = "ring"
+    return rings
 
 
 @contextmanager

@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 from bench.support.workloads import Batch, Workload
 from shardlite import AdamW, Precision, ShardLite
 from shardlite.apps.footprint.systems import OPTIONS, torch_adamw, wrap_ddp, wrap_fsdp1, wrap_fsdp2, zero_optimizer
-from shardlite.config import TransportName
+from shardlite.config import ReduceName, TransportName
 
 
 @dataclass(frozen=True)
@@ -227,11 +227,20 @@ def build_shardlite(
     *,
     stage: int,
     transport: TransportName = "auto",
+    reduce: ReduceName = "exact",
+    quantized_gather: bool = False,
     compute: torch.dtype | None = None,
 ) -> Trainer:
     """Build ShardLite at one stage."""
-    precision = Precision(compute=compute)
-    model = ShardLite(workload.model(), stage=stage, group=group, transport=transport, precision=precision)
+    model = ShardLite(
+        workload.model(),
+        stage=stage,
+        group=group,
+        transport=transport,
+        reduce=reduce,
+        quantized_gather=quantized_gather,
+        precision=Precision(compute=compute),
+    )
     whole = flat if stage == 0 else partial(_join, group=group)
     return Trainer(model, AdamW(model.parameters(), **OPTIONS), whole)
 
@@ -276,9 +285,10 @@ def build_format(
     precision: Precision = Precision(),  # noqa: B008 (frozen)
     state: str = "fp32",
     in_backward: bool = False,
+    transport: TransportName = "auto",
 ) -> Trainer:
     """Build ShardLite at stage 3 in another format than the standard one."""
-    model = ShardLite(workload.model(), precision=precision, group=group)
+    model = ShardLite(workload.model(), precision=precision, group=group, transport=transport)
     return Format(model, AdamW(model.parameters(), state=state, in_backward=in_backward, **OPTIONS), flat)
 
 

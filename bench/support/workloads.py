@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -157,7 +158,7 @@ def transformers_gpt2(name: str, *, layers: int, width: int, vocabulary: int, co
         model = GPT2LMHeadModel(
             GPT2Config(n_layer=layers, n_embd=width, n_head=width // 64, vocab_size=vocabulary, **dropouts)
         )
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_activations(model)
         return WithLoss(model.train())
 
     def draw(rank: int, step: int) -> Batch:
@@ -174,6 +175,55 @@ def transformers_gpt2(name: str, *, layers: int, width: int, vocabulary: int, co
         items=batch * context,
         blocks="model.transformer.h",
     )
+
+
+class LlamaBlocks(nn.Module):
+    """The blocks of a Llama of transformers, on hidden states; the loss is the mean squared distance from a target."""
+
+    def __init__(self, **settings: int) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaModel
+
+        self.model = LlamaModel(LlamaConfig(vocab_size=1, **settings))
+        self.model.embed_tokens = nn.Identity()  # hidden states are given, so there is nothing to embed
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """[b t c], [b t c] -> []."""
+        hidden = self.model(inputs_embeds=x, use_cache=False).last_hidden_state
+        return F.mse_loss(hidden.float(), y.float())
+
+
+def llama_blocks(name: str, *, layers: int, context: int) -> Workload:
+    """Blocks of Llama 3 8B (config.json of meta-llama/Meta-Llama-3-8B), 218.1M parameters each; they learn noise."""
+    width = 4096
+    shape = {"hidden_size": width, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return LlamaBlocks(num_hidden_layers=layers, **shape).train()
+
+    def draw(rank: int, step: int) -> Batch:
+        chance = _chance(rank, step)
+        return torch.randn(1, context, width, generator=chance), torch.randn(1, context, width, generator=chance)
+
+    return Workload(
+        name=name,
+        words=f"{layers} blocks of Llama 3 8B, no checkpointing, batch 1 x {context}",
+        make=make,
+        draw=draw,
+        terms=context * width,
+        items=context,
+        blocks="model.layers",
+    )
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Have a model of transformers recompute its blocks in the backward, by the name that its version gives the method."""
+    options = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
 def _chance(rank: int, step: int) -> torch.Generator:
@@ -194,10 +244,14 @@ WORKLOADS = {
         perceptrons("many", blocks=48, width=8, batch=2),
         transformers_gpt2("gpt2", layers=12, width=768, vocabulary=8192, context=128, batch=1),
         transformers_gpt2("gpt2-xl", layers=48, width=1600, vocabulary=50257, context=1024, batch=8),
+        transformers_gpt2("gpt2-xl-2k", layers=48, width=1600, vocabulary=50257, context=1024, batch=2),
         transformers_gpt2("gpt2-6", layers=6, width=768, vocabulary=8192, context=128, batch=1),
+        llama_blocks("llama-1k", layers=4, context=1024),
+        llama_blocks("llama-4k", layers=4, context=4096),
     )
 }
-"""By name. `deep`, `gpt2` and `gpt2-6` have many parameters and few tokens, to compare memory; `gpt2-xl` is for GPUs.
+"""By name. `deep`, `gpt2` and `gpt2-6` have many parameters and few tokens, to compare memory; `gpt2-xl` and Llama's blocks are
+for GPUs.
 Those of transformers need that package. `small` is for many settings in
 little time, `tiny` for trying out, `many` for what the host does around blocks that cost
 next to nothing.

@@ -1,97 +1,342 @@
-"""Every probe of `bench.gpu` runs at toy size on the CPU, and one that hangs or fails costs no other."""
+"""`bench.gpu` without a GPU: every probe runs at one layer, none costs another, and limits add up."""
 
+import json
+import re
 import sys
+import tarfile
+from contextlib import nullcontext
+from importlib.util import find_spec
+from unittest import mock
 
 import pytest
 import torch
+from shardlite_kernels import ring_reduce_scatter_reference
 
-from bench.gpu import run
-from bench.gpu.run import PARTS, Probe, be_probe, main, render, run_part
+from bench.gpu import ROOT, fake_ranks, kernels, pair, run, table
+from bench.gpu.fake_ranks import RANKS, SYSTEMS, Sleeps, Waits, idle
+from bench.gpu.report import Report
+from bench.gpu.run import LIMIT, NO_GPU, PROBES, Probe, be_probe, main
 from bench.support.table import read_rows
+from bench.support.workloads import WORKLOADS
+from tests.comm.streams.programs import RUNS, WORLD_SIZE, Training
+from tests.comm.streams.simulated_gpu import Event, Gpu
 
-SLOW = {"gpu_tests", "host_waits", "ranks_on_one_card", "all_kernels", "steps", "compiled", "largest_model"}
+CUDA = torch.device("cuda")
+NEEDS_TRANSFORMERS = {"fake8", "host", "twin"}
 EXPECTED = {
-    "environment": {"triton", "kernel"},
-    "gpu_tests": {"failures"},
-    "memcheck": {"tool", "note"},
-    "ranks_on_one_card": {"ranks", "system", "tolerance_used", "ms_p50"},
-    "copies": {"nbytes", "ms_p50", "gbps"},
-    "all_kernels": {"system", "operation", "ms_p50", "bytes_per_element"},
-    "beside_a_matrix_product": {"work", "ms_alone", "product_ms_alone", "ms_both"},
-    "steps": {"system", "ms_p50", "host_ms_p50", "peak_bytes", "ms_p50_vs_fsdp2", "peak_bytes_vs_fsdp2"},
-    "host_waits": {"system", "waits", "refused"},
+    "environment": {"triton", "kernel", "numpy", "transformers"},
+    "nccl": {"connection", "collective", "host_us", "us"},
+    "bits": {"kernel", "format"},
+    "bandwidth": {"kernel", "numel", "ms_p50"},
     "compiled": {"system", "compiled", "ms_p50"},
-    "messages_to_itself": {"nbytes", "us_p50", "host_us_p50"},
-    "largest_model": {"system", "parameters", "peak_bytes"},
+    "pair": {"ranks", "transport"},
 }
 """Keys of the rows of each probe."""
 
-
-def names():
-    for probes in PARTS.values():
-        for probe in probes:
-            yield pytest.param(probe.name, marks=pytest.mark.slow if probe.name in SLOW else ())
+needs_transformers = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers is not installed: make test-all installs it"
+)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
-@pytest.mark.parametrize("name", [*names()])
-def test_each_probe_runs_without_a_gpu(name, tmp_path):
+def found_by(name, tmp_path):
     rows = tmp_path / "rows.jsonl"
-    be_probe(name, rows, dry=True)
+    assert be_probe(name, rows, dry=True) == 0
     found = read_rows([rows])
-    assert found
     for row in found:
         assert row["probe"] == name
         assert row["dry"] is True
+        assert row["card"] == "none"
+        assert "error" not in row
         assert row.keys() >= EXPECTED.get(name, set()) | {"machine", "torch", "date"}
+    return found
 
 
-def test_all_stages_and_formats_are_beside_a_twin(tmp_path):
-    be_probe("twins", tmp_path / "rows.jsonl", dry=True)
-    found = read_rows([tmp_path / "rows.jsonl"])
-    assert {row["system"] for row in found if "system" in row} >= {f"stage{stage}" for stage in range(4)}
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
+@pytest.mark.parametrize(
+    "name",
+    ["environment", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nccl", "bits", "compiled", "bandwidth"))],
+)
+def test_a_probe_runs_without_a_gpu(name, tmp_path):
+    assert found_by(name, tmp_path)
+
+
+@pytest.mark.slow
+def test_ranks_of_one_card_have_the_weights_of_one_process(tmp_path):
+    staged, direct = found_by("pair", tmp_path)
+    assert (staged["transport"], staged["ranks"]) == ("p2p", 2)
+    assert staged["off"] < 1e-5
+    assert direct["note"] == "needs a GPU"
+
+
+@pytest.mark.slow
+@needs_transformers
+def test_all_systems_take_steps_of_eight_ranks(tmp_path):
+    found = found_by("fake8", tmp_path)
+    models = ("llama-1k", "llama-4k", "gpt2-xl")
+    steps = {(row["model"], row["system"]): row for row in found if "system" in row}
+    assert steps.keys() == {(model, system) for model in models for system in SYSTEMS}
+    for (_, system), row in steps.items():
+        assert row["ranks"] == RANKS
+        assert 0 < row["slept_ms"] < row["ms_p50"]
+        assert row.keys() >= {"exposed_ms", "host_ms_p50", "ms_p50_vs_fsdp2", "peak_bytes_vs_fsdp2"}
+        assert bool(row["predicted_bytes"]) == (system in ("exact", "in_backward"))
+        assert row["clip"] == (None if system == "in_backward" else 1.0)
+    assert steps["llama-4k", "fsdp2"]["slept_ms"] > steps["llama-4k", "exact"]["slept_ms"]
+
+
+@pytest.mark.slow
+@needs_transformers
+def test_the_host_of_eight_ranks_is_counted(tmp_path):
+    found = found_by("host", tmp_path)
+    assert {row["system"] for row in found} == {"fsdp2", "exact", "fast", "in_backward"}
     for row in found:
-        assert row.get("tolerance_used", 0) <= 1
-        assert row.get("off", 0) < 0.05
-    assert {row["format"] for row in found if "format" in row} >= {"in_backward", "compact"}
-    assert not torch.distributed.is_initialized()
+        assert row["launches_per_unit"] > 10
+        assert row["host_us_per_unit"] > 0
+        assert row.keys() >= {"waits", "wait_ms", "calls_that_wait", "idle_ms"}
 
 
-def test_a_probe_that_hangs_or_fails_costs_no_other(tmp_path, monkeypatch, capsys):
+@pytest.mark.slow
+@needs_transformers
+def test_all_stages_have_the_bits_of_the_twin_and_formats_are_near(tmp_path):
+    found = {row["system"]: row for row in found_by("twin", tmp_path)}
+    assert all(found[f"stage{stage}"]["same_as_stage3"] for stage in range(4))
+    assert all(found[f"stage{stage}"]["same_as_twin"] for stage in range(4))
+    assert found["compact"]["off"] < 0.05
+
+
+@needs_transformers
+def test_models_of_a_run_have_their_published_sizes():
+    assert WORKLOADS["gpt2-xl"].parameters() == 1_557_611_200  # Radford et al. 2019: 1.5 billion
+    assert WORKLOADS["llama-1k"].parameters() == 4 * 218_112_000 + 4096
+    with torch.device("meta"):
+        assert len(WORKLOADS["llama-4k"].units(WORKLOADS["llama-4k"].make())) == 4
+        assert len(WORKLOADS["gpt2-xl"].units(WORKLOADS["gpt2-xl"].make())) == 48
+
+
+# ---- the run --------------------------------------------------------------------------------------------------------
+
+
+def test_limits_add_up():
+    """With the grace of each probe and of what compiles, and the table."""
+    limits = sum(probe.seconds for probe in PROBES) + run.GRACE * (len(PROBES) + 1) + run.TABLE
+    assert limits <= LIMIT == 8 * 60 + 30
+    before = [probe.name for probe in PROBES].index(run.AFTER_WARM_UP)
+    assert sum(probe.seconds for probe in PROBES[:before]) >= run.PATIENCE  # so a wait for kernels costs nothing more
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    """Have the names of probes be their code."""
     script = "import sys, time; name = sys.argv[sys.argv.index('--probe') + 1]; exec(name)"
-    launched = []
+    launched, popen = [], run.subprocess.Popen
 
     def started(command, **options):
         launched.append(command)
         return popen([sys.executable, "-c", script, *command[3:]], **options)
 
-    popen = run.subprocess.Popen
     monkeypatch.setattr(run.subprocess, "Popen", started)
-    hangs = "time.sleep(1000)"
-    monkeypatch.setitem(PARTS, 1, [Probe("x", hangs, 1), Probe("x", "sys.exit(3)", 60), Probe("x", "print(7)", 60)])
-    ended = run_part(1, tmp_path, dry=True)
-    assert [row["status"] for row in ended] == ["ended after 1 s", "failed with status 3", "ok"]
-    assert [row["status"] for row in read_rows([tmp_path / "part-1.jsonl"])] == [row["status"] for row in ended]
-    assert "==== print(7)\n7\n" in (tmp_path / "part-1.log").read_text()
-    assert all(command[-1] == "--dry" for command in launched)
-    assert render(ended).count("\n| 1 |") == 3
-    assert main(["--dry", "--part", "1", "--out", str(tmp_path)]) == 1
-    assert "| sys.exit(3) | failed with status 3 |" in capsys.readouterr().out
+    monkeypatch.setattr(run, "WARM_UP", "print('compiling')")
+
+    def use(*codes):
+        monkeypatch.setattr(run, "PROBES", [Probe(code, "x", 1 if "sleep" in code else 60) for code in codes])
+        return [*codes]
+
+    use.launched = launched
+    return use
 
 
-def test_parts_take_less_than_nine_minutes():
-    for part, probes in PARTS.items():
-        assert sum(probe.seconds for probe in probes) < 9 * 60, part
+def test_a_probe_that_hangs_or_fails_costs_no_other(tmp_path, scripts):
+    names = scripts("time.sleep(1000)", "sys.exit(1)", "print(7)")
+    ended = run.run(names, tmp_path, dry=True)
+    assert [row["status"] for row in ended] == ["ended after 1 s", "failed with status 1", "ok"]
+    rows = read_rows([tmp_path / run.ROWS])
+    assert [row["status"] for row in rows] == [row["status"] for row in ended]
+    log = (tmp_path / run.LOG).read_text()
+    assert "==== print(7)\n7\n" in log
+    assert "compiling" in log
+    assert all(command[-1] == "--dry" for command in scripts.launched)
 
 
-@pytest.mark.slow
-def test_the_command_runs_a_part(tmp_path):
-    assert main(["--dry", "--part", "2", "--out", str(tmp_path)]) == 0
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["part-2.jsonl", "part-2.log"]
+def test_a_run_ends_with_a_table_and_one_archive(tmp_path, scripts, capsys):
+    scripts("sys.exit(1)", "print(7)")
+    assert main(["--dry", "--only", "print(7)", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "| print(7) | ok |" in said
+    assert f"to send back: {tmp_path / run.ARCHIVE}" in said
+    files = sorted(file.name for file in tmp_path.iterdir())
+    assert files == sorted((run.ROWS, run.LOG, run.TABLE_FILE, run.ARCHIVE))
+    with tarfile.open(tmp_path / run.ARCHIVE) as archive:
+        assert sorted(archive.getnames()) == sorted((run.ROWS, run.LOG, run.TABLE_FILE))
+    assert main(["--dry", "--out", str(tmp_path)]) == 1
+
+
+def test_without_a_gpu_it_ends_at_the_first_probe(tmp_path, scripts, capsys):
+    names = scripts(f"sys.exit({NO_GPU})", "print(7)")
+    assert len(run.run(names, tmp_path, dry=False)) == 1
+    assert "no GPU that PyTorch can use; --dry" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_without_a_gpu_it_says_so(capsys):
-    with pytest.raises(SystemExit):
-        main(["--part", "1"])
-    assert "no GPU that PyTorch can use; --dry" in capsys.readouterr().err
+def test_a_probe_without_a_gpu_says_so(tmp_path):
+    assert be_probe("bits", tmp_path / "rows.jsonl", dry=False) == NO_GPU
+
+
+def test_a_failed_part_is_a_row_and_the_next_one_runs(tmp_path, capsys):
+    report = Report("bits", tmp_path / "rows.jsonl", dry=True)
+    for kernel in ("first", "second"):
+        with report.guarded(kernel=kernel):
+            if kernel == "first":
+                raise AssertionError("3 of 8 sums are wrong")
+            report(kernel=kernel, contract="bits")
+    first, second = read_rows([tmp_path / "rows.jsonl"])
+    assert first["error"] == "AssertionError: 3 of 8 sums are wrong"
+    assert second["contract"] == "bits"
+    assert report.failed
+    assert "Traceback" in capsys.readouterr().err
+    assert "| first |  |  |  |  | AssertionError: 3 of 8 sums are wrong |".replace("  ", " ") in table.render(
+        [first, second]
+    )
+
+
+@pytest.mark.slow
+def test_a_bare_checkout_needs_no_path(tmp_path):
+    """Nothing of the project is installed or on the path, as on a machine that only has the files."""
+    script = (
+        "import sys; sys.path[:] = [each for each in sys.path if 'main' not in each or 'site-packages' in each];"
+        f"sys.path.insert(0, {str(ROOT)!r}); sys.meta_path[:] = [each for each in sys.meta_path "
+        "if 'editable' not in type(each).__module__ and 'editable' not in getattr(each, '__name__', '')];"
+        "import bench.gpu, shardlite_kernels; print(shardlite_kernels.__file__)"
+    )
+    done = run.subprocess.run(
+        [sys.executable, "-P", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == str(ROOT / "kernels" / "shardlite_kernels" / "__init__.py")
+
+
+# ---- what only a GPU runs -------------------------------------------------------------------------------------------
+
+
+def test_a_sleep_takes_bytes_by_bandwidth_and_fills_what_a_collective_fills():
+    sleeps = Sleeps(4, torch.device("cpu"))
+    source, target = torch.arange(3.0), torch.zeros(12)
+    sleeps("all_gather", target, source)
+    assert target.tolist() == [0, 1, 2] * 4
+    assert sleeps.seconds == pytest.approx(0.75 * 48 / fake_ranks.BANDWIDTH + fake_ranks.CLUSTER.base)
+    sleeps.awake = True
+    target.zero_()
+    sleeps("all_gather", target, source)
+    assert not target.any()
+    shard = torch.zeros(3)
+    sleeps("reduce_scatter", shard, target.add_(1))
+    assert shard.tolist() == [1, 1, 1]
+
+
+def test_a_sleep_on_a_gpu_is_ordered_with_its_stream():
+    """The fill is behind what made the source, and what reads the target is behind the fill."""
+    gpu, slept = Gpu(), []
+    with gpu.ranks(2), mock.patch.object(torch.cuda, "_sleep", slept.append, create=True):
+        sleeps, stream = Sleeps(2, CUDA, cycles=1e9), gpu.stream("gather")
+        source, target = torch.ones(1 << 20), torch.empty(2 << 20)
+        stream.wait_stream(gpu.current())
+        with gpu.on(stream):
+            source.mul_(2)
+            sleeps("all_gather", target, source)
+            assert target.sum() == 4 << 20
+    assert not gpu.races
+    assert slept == [int(1e9 * sleeps.seconds)]
+
+
+@pytest.mark.parametrize("missing", ["wait_stream"])
+def test_a_fill_without_order_would_be_a_race(missing):
+    gpu = Gpu()
+    with gpu.ranks(2), mock.patch.object(torch.cuda, "_sleep", lambda _: None, create=True):
+        sleeps, stream = Sleeps(2, CUDA, cycles=1e9), gpu.stream("gather")
+        source, target = torch.ones(1 << 20), torch.empty(2 << 20)
+        with mock.patch.object(type(stream), missing, lambda *_: None), gpu.on(stream):
+            source.mul_(2)
+            sleeps("all_gather", target, source)
+            target.sum()
+    assert gpu.races
+
+
+def test_waits_of_the_library_are_counted():
+    gpu, waits = Gpu(lag=3), Waits()
+    with gpu.ranks(WORLD_SIZE):
+        training = Training(**RUNS["stage 3"])
+        training.step()
+        gpu.waits.clear()
+        with waits.counted(Event):
+            training.step()
+    assert waits.counts["query"] == gpu.waits["query"]
+    assert waits.counts["synchronize"] == gpu.waits["synchronize"]
+    if waits.counts["sleep"]:
+        assert waits.seconds > 0
+
+
+def test_idle_is_what_no_kernel_covers():
+    busy = [(0, 4), (1, 3), (6, 8), (8, 9), (13, 15)]
+    assert idle(busy, 4, 12) == 2 + 4  # 4 to 6, and 9 to 13: the first kernel after the window is awaited
+    assert idle([(0, 20)], 4, 12) == 0
+    assert idle([], 4, 12) == 8
+
+
+def test_a_wrong_sum_of_virtual_ranks_is_told(monkeypatch):
+    def by_reference(wrong):
+        def reduce(out, full, peers, *, epoch, divisor):
+            calls.append((peers.rank, epoch))
+            fulls[peers.rank] = full
+            if len(fulls) == kernels.RANKS:
+                for rank, target in outs.items():
+                    ring_reduce_scatter_reference(target, [fulls[i] for i in range(4)], rank, divisor=divisor)
+            outs[peers.rank] = out
+            if peers.rank == 3:
+                ring_reduce_scatter_reference(out, [fulls[i] for i in range(4)], 3, divisor=divisor)
+                outs[2][5] += wrong
+
+        return reduce
+
+    for wrong in (0, 1):
+        calls, fulls, outs = [], {}, {}
+        monkeypatch.setattr(kernels, "ring_reduce_scatter", by_reference(wrong))
+        with pytest.raises(AssertionError, match="rank 2: 1 of 1000 sums") if wrong else nullcontext():
+            kernels.ring_on_streams(torch.device("cpu"), torch.bfloat16, 1000)
+        assert [rank for rank, _ in calls[:4]] == [0, 1, 2, 3]
+        assert len({epoch for _, epoch in calls}) == len(calls) / 4
+
+
+def test_rings_of_one_process_are_not_launched_cooperatively():
+    """A GPU would run such launches one after the other, and the ring would wait for ever."""
+    launched = {}
+    kernel = {(8,): lambda *arguments, **options: launched.update(options)}
+    with mock.patch.object(kernels.device_ring, "_ring_reduce_scatter_kernel", kernel):
+        kernels._NotCooperative()[8,](1, num_warps=8, launch_cooperative_grid=True)
+    assert launched == {"num_warps": 8}
+
+
+def test_a_rank_that_fails_fails_the_pair(tmp_path, monkeypatch):
+    script = "import sys, pathlib; pathlib.Path(sys.argv[3], 'rows.jsonl').write_text('{\"transport\": \"p2p\"}\\n'); sys.exit(int(sys.argv[1]))"
+    popen = pair.subprocess.Popen
+    monkeypatch.setattr(
+        pair.subprocess, "Popen", lambda command, **options: popen([sys.executable, "-c", script, *command[3:]])
+    )
+    report = Report("pair", tmp_path / "rows.jsonl", dry=True)
+    pair.pair(report)
+    first, second = read_rows([tmp_path / "rows.jsonl"])
+    assert first["transport"] == "p2p"
+    assert "ranks ended with [0, 1]" in second["error"]
+
+
+def test_rows_of_all_probes_have_a_table():
+    rows = [
+        {"probe": probe.name, "card": "Made-up 9000", "torch": "2.11.0", "date": "2026-01-02", "dry": False}
+        | {"kernel": "adamw", "model": "gpt2-xl", "system": "exact", "collective": "all-gather", "ranks": 2}
+        for probe in PROBES
+    ]
+    for row in rows:
+        row |= {"ms_p50": 12.5, "compiled": "no"}
+    text = table.render(json.loads(json.dumps(rows)))
+    assert len(re.findall(r"^\*\*", text, re.MULTILINE)) == len(PROBES)
+    assert text.count("Made-up 9000") == len(PROBES) + 1  # that of the machine has it in a cell, too
+    assert "| gpt2-xl | exact | 12.50 |" in text
+    assert "each collective is a sleep" in text
+    assert "one rank" in text.lower()

@@ -128,6 +128,8 @@ def test_a_thread_accesses_an_entry_of_a_side_table_once(rows):
             expected = {}
         if row["kernel"].startswith("ring") and not amd:  # and there tables too, while flags are read by atomics
             expected |= ring
+        elif row["kernel"].startswith("ring") and not NEW_TRITON:  # Triton 3.6 has an address for each of the four
+            expected |= {"flags": ring["flags"]}
         assert {name: sum(widths) for name, widths in row["side_widths"].items()} == expected, row
 
 

@@ -1,0 +1,169 @@
+"""What the machine is, and whether NCCL's collectives do what the library asks of them.
+
+Legend: `n` elements in a buffer.
+"""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bench.gpu.report import Report, synchronize
+from bench.support.ranks import only_rank
+from shardlite.comm.chunking import Cut, cut_up
+from shardlite.comm.transport.group_collectives import GroupCollectives, NcclCollectives
+from shardlite.comm.transport.reconnect import reconnect
+
+CALLS = 100
+_PACKAGES = ("triton", "einops", "numpy", "transformers")
+
+
+def environment(report: Report) -> None:
+    """What the machine is, and whether everything can be imported there."""
+    import shardlite  # noqa: F401
+
+    found: dict[str, Any] = {name: _version(name) for name in _PACKAGES} | {"kernel": platform.release()}
+    if not report.dry:
+        properties = torch.cuda.get_device_properties(0)
+        found |= {
+            "gpus": torch.cuda.device_count(),
+            "memory_bytes": properties.total_memory,
+            "multiprocessors": properties.multi_processor_count,
+            "capability": ".".join(map(str, torch.cuda.get_device_capability())),
+            "cuda": torch.version.cuda,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "driver": _driver(),
+        }
+    report(**found)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None
+
+
+def nccl(report: Report) -> None:
+    """Each collective, called directly at one rank, over the program's connection and one of the library's own.
+
+    On a side stream that is kept busy before: the call must return while that stream is busy, and what comes behind it
+    must see its result. At one rank nothing travels, so times are those of the call.
+    """
+    with only_rank(report.device) as group:
+        for connection in ("group", "own"):
+            with report.guarded(connection=connection):
+                transport = _transport(group, connection, dry=report.dry)
+                for name, call in _collectives(transport).items():
+                    with report.guarded(connection=connection, collective=name):
+                        _check(report, connection, name, call)
+
+
+def _transport(group: dist.ProcessGroup, connection: str, *, dry: bool) -> GroupCollectives:
+    """Return the library's transport over NCCL; dry, over gloo."""
+    if connection == "own":
+        made = reconnect(group, "gloo" if dry else "nccl", timedelta(seconds=20))
+        return NcclCollectives(made)
+    return NcclCollectives(group)
+
+
+Collective = Callable[[Tensor, Tensor], None]
+
+
+def _collectives(transport: GroupCollectives) -> dict[str, Collective]:
+    """Return calls with a source [n] and a target [n], which has the source's numbers afterwards."""
+
+    def gather(source: Tensor, target: Tensor) -> None:
+        target.copy_(source)  # in place: this rank's segment is there
+        transport.all_gather(target, _cut(target, transport))
+
+    def exchange(source: Tensor, target: Tensor) -> None:
+        transport._all_to_all(target, source)
+
+    def split_exchange(source: Tensor, target: Tensor) -> None:
+        transport._all_to_all(target, source, [target.nbytes], [source.nbytes])
+
+    def reduce_scatter(source: Tensor, target: Tensor) -> None:
+        transport.reduce_scatter(source, target)
+
+    def all_reduce(source: Tensor, target: Tensor) -> None:
+        target.copy_(source)
+        transport.all_reduce(target)
+
+    def broadcast(source: Tensor, target: Tensor) -> None:
+        target.copy_(source)
+        transport.broadcast(target, 0)
+
+    return {
+        "all-gather": gather,
+        "all-to-all": exchange,
+        "all-to-all, split": split_exchange,
+        "reduce-scatter": reduce_scatter,
+        "all-reduce": all_reduce,
+        "broadcast": broadcast,
+    }
+
+
+def _cut(full: Tensor, transport: GroupCollectives) -> Cut:
+    return cut_up("all-gather", full.numel(), full.dtype, transport, None, None)
+
+
+def _check(report: Report, connection: str, name: str, call: Collective) -> None:
+    """Report whether values and order are right, and what a call takes."""
+    device, n = report.device, 1 << 20
+    source, target, read = torch.randn(n, device=device), torch.zeros(n, device=device), torch.zeros(n, device=device)
+    expected = source + 1
+    call(source, target)  # makes the communicator
+    source.add_(0)  # and a GPU loads kernels, which may wait for those that run
+    read.copy_(target)
+    synchronize(device)
+    target.zero_()
+    stream, busy = nullcontext(), False
+    if device.type == "cuda":
+        side = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        stream = torch.cuda.stream(side)  # type: ignore[assignment]
+    with stream:
+        if device.type == "cuda":
+            torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]  # some 25 ms
+        source.add_(1)
+        call(source, target)
+        read.copy_(target)
+        if device.type == "cuda":
+            busy = not side.query()
+    synchronize(device)
+    assert torch.equal(read, expected), f"{int((read != expected).sum())} of {n} values are wrong"
+    assert busy or report.dry, "the host waited for the stream"
+    begin = time.perf_counter()
+    for _ in range(1 if report.dry else CALLS):
+        call(source, target)
+    host = time.perf_counter() - begin
+    synchronize(device)
+    whole = time.perf_counter() - begin
+    calls = 1 if report.dry else CALLS
+    us = {"host_us": round(1e6 * host / calls, 1), "us": round(1e6 * whole / calls, 1)}
+    report(connection=connection, collective=name, nbytes=source.nbytes, backend=_backend(connection), **us)
+
+
+def _backend(connection: str) -> str:
+    return "the program's process group" if connection == "group" else "a connection of the library's own"
+
+

@@ -1,0 +1,321 @@
+"""One GPU as rank 0 of eight: kernels, streams and memory are real, and each collective is a sleep of its stream.
+
+A collective of `n` bytes over `W` ranks sleeps `(W - 1) / W * n / bandwidth` and a latency, on the stream on which NCCL
+would run it, for ShardLite and FSDP2 alike: bandwidth and latency are those of a DGX H100 in `shardlite plan`, which
+names their source. Beside the sleep the other ranks' parts of the target are filled with this rank's, so that numbers
+are finite and memory is written; losses mean nothing. Not in it: the multiprocessors that NCCL's kernels take, waits
+for other ranks, and all-reduces (norms and flags), which are nothing here.
+
+Legend: `W` ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from bench.gpu.report import Report, free, milliseconds, synchronize
+from bench.support.fake_group import as_one_rank, connect_as_over_nccl, fake_group, launches, launching_queue
+from bench.support.measure import percentile
+from bench.support.systems import Build, Trainer, build_format, build_fsdp2, build_shardlite
+from bench.support.workloads import WORKLOADS, Workload, llama_blocks, transformers_gpt2
+from shardlite import Precision
+from shardlite.apps.plan.clusters import CLUSTERS
+from shardlite.apps.plan.plan import Planner, Setting
+from shardlite.apps.plan.source import Source
+from shardlite.comm import streams
+
+RANKS = 8
+CLUSTER = CLUSTERS["dgx-h100"]
+BANDWIDTH = 1 / CLUSTER.inside.beta
+"""Bytes per second in each direction."""
+
+_BF16 = Precision(compute=torch.bfloat16)
+_CLIP = 1.0
+_WARM_UP = 3
+_ROUNDS, _ROUNDS_AWAKE = 8, 4
+
+_SHARDLITE = partial(build_shardlite, stage=3, transport="collectives", compute=torch.bfloat16)
+SYSTEMS: Mapping[str, Build] = {
+    "fsdp2": partial(build_fsdp2, compute=torch.bfloat16),
+    "exact": _SHARDLITE,
+    "fast": partial(_SHARDLITE, reduce="fast"),
+    "in_backward": partial(build_format, precision=_BF16, in_backward=True, transport="collectives"),
+    "quantized": partial(_SHARDLITE, quantized_gather=True),
+}
+"""All compute in bf16, reduce in fp32, and clip to 1.0 but for `in_backward`, which cannot. FSDP2 comes first, for the
+others' ratios."""
+
+PLANNED = {
+    "exact": Setting(world_size=RANKS, precision=_BF16),
+    "in_backward": Setting(world_size=RANKS, precision=_BF16, in_backward=True),
+}
+"""How `shardlite plan` predicts the peak of these."""
+
+_ON_A_CPU: Mapping[str, Workload] = {
+    "gpt2-xl": transformers_gpt2("gpt2-xl", layers=1, width=1600, vocabulary=50257, context=8, batch=1),
+    "gpt2-xl-2k": transformers_gpt2("gpt2-xl-2k", layers=1, width=1600, vocabulary=50257, context=8, batch=1),
+    "llama-1k": llama_blocks("llama-1k", layers=1, context=8),
+    "llama-4k": llama_blocks("llama-4k", layers=1, context=16),
+}
+"""The same models at one layer."""
+
+
+class Sleeps:
+    """What collectives are replaced by."""
+
+    def __init__(self, world_size: int, device: torch.device, cycles: float | None = None) -> None:
+        """`cycles` is what the sleep of the GPU counts in a second, measured if `None`."""
+        self.world_size = world_size
+        self.awake = False
+        """Whether collectives take no time at all."""
+
+        self.seconds = 0.0
+        """Of all sleeps so far."""
+
+        self.calls: Counter[str] = Counter()
+        on_gpu = device.type == "cuda"
+        self.cycles = (cycles_per_second() if on_gpu else 0.0) if cycles is None else cycles
+        self._seen: set[tuple[int, int]] = set()
+        self._beside = torch.cuda.Stream() if on_gpu else None  # type: ignore[no-untyped-call]
+
+    def __call__(self, name: str, target: Tensor, source: Tensor, *_: Any) -> None:
+        """Sleep on the current stream."""
+        self.calls[name] += 1
+        place = (target.data_ptr(), target.nbytes)
+        if self.awake and place in self._seen:
+            return
+        self._seen.add(place)
+        nbytes = max(target.nbytes, source.nbytes)
+        seconds = (self.world_size - 1) / self.world_size * nbytes / BANDWIDTH + CLUSTER.base
+        self.seconds += seconds
+        if self._beside is None:
+            self._fill(target, source)
+            return
+        current = torch.cuda.current_stream()
+        self._beside.wait_stream(current)
+        with torch.cuda.stream(self._beside):
+            self._fill(target, source)
+        torch.cuda._sleep(int(seconds * self.cycles))  # type: ignore[no-untyped-call]
+        current.wait_stream(self._beside)
+
+    def _fill(self, target: Tensor, source: Tensor) -> None:
+        """Write this rank's part over each rank's part of the target [n]: one kernel, if all are equal."""
+        with torch.no_grad():
+            out, own = target.detach().view(-1), source.detach().reshape(-1)
+            if len(out) == self.world_size * len(own):
+                out.view(self.world_size, -1).copy_(own.expand(self.world_size, -1))
+            else:
+                count = min(len(out), len(own))
+                out[:count].copy_(own[:count])
+
+
+def cycles_per_second() -> float:
+    """Return the rate at which the GPU's sleep counts, measured over some 10 ms."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    cycles = 20_000_000
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+    start.record()
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+    end.record()
+    torch.cuda.synchronize()
+    return float(cycles / (start.elapsed_time(end) / 1e3))
+
+
+@contextmanager
+def one_of(world_size: int, device: torch.device) -> Iterator[tuple[dist.ProcessGroup, Sleeps]]:
+    """Be rank 0 of a fake process group whose collectives are sleeps."""
+    sleeps = Sleeps(world_size, device)
+    make_queue: Callable[..., object] = streams.make_queue if device.type == "cuda" else launching_queue
+    with fake_group(world_size, sleeps) as group, as_one_rank(connect_as_over_nccl, make_queue):
+        yield group, sleeps
+
+
+def fake8(report: Report) -> None:
+    """Steps of eight ranks: time, exposed communication, time of the host, peak of memory beside the predicted one."""
+    with one_of(RANKS, report.device) as (group, sleeps):
+        report(bandwidth_gbps=round(BANDWIDTH / 1e9), latency_us=round(1e6 * CLUSTER.base, 1), source=CLUSTER.source)
+        for model in ("llama-1k", "llama-4k", "gpt2-xl"):
+            workload = _workload(model, report)
+            predicted = _predicted(workload, report)
+            fsdp2: dict[str, Any] = {}
+            for system, build in SYSTEMS.items():
+                names = {"model": model, "system": system, "ranks": RANKS}
+                with report.guarded(**names):
+                    found = _step(workload, build, group, sleeps, clip=system != "in_backward", report=report)
+                    fsdp2 = fsdp2 or found if system == "fsdp2" else fsdp2
+                    found |= {f"{key}_vs_fsdp2": _ratio(found, fsdp2, key) for key in ("ms_p50", "peak_bytes")}
+                    report(**names, words=workload.words, **found, predicted_bytes=predicted.get(system))
+        if sleeps.cycles:
+            report(cycles_per_us=[round(sleeps.cycles / 1e6, 1), round(cycles_per_second() / 1e6, 1)])
+
+
+def _step(
+    workload: Workload, build: Build, group: dist.ProcessGroup, sleeps: Sleeps, *, clip: bool, report: Report
+) -> dict[str, Any]:
+    """Return what a step takes, and holds above what was there before."""
+    device, before = report.device, _allocated(report.device)
+    trainer = replace(build(workload, group), max_norm=_CLIP if clip else None)
+    batch, rounds = workload.batch(0, 0), 1 if report.dry else _ROUNDS
+    step = partial(trainer.step, batch)
+    for _ in range(1 if report.dry else _WARM_UP):
+        step()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    slept, sleeps.seconds = sleeps.seconds, 0.0
+    found: dict[str, Any] = milliseconds(step, device, rounds)
+    found["slept_ms"] = round(1e3 * sleeps.seconds / rounds, 3)
+    sleeps.seconds += slept
+    if device.type == "cuda":
+        found["peak_bytes"] = torch.cuda.max_memory_allocated(device) - before
+    loss = float(step())
+    assert loss == loss, "the loss is not a number, so steps may have been skipped"
+    sleeps.awake = True
+    try:
+        awake = milliseconds(step, device, 1 if report.dry else _ROUNDS_AWAKE)
+    finally:
+        sleeps.awake = False
+    return {**found, "exposed_ms": round(found["ms_p50"] - awake["ms_p50"], 3), "clip": _CLIP if clip else None}
+
+
+def _workload(model: str, report: Report) -> Workload:
+    return (_ON_A_CPU if report.dry else WORKLOADS)[model].on(report.device)
+
+
+def _allocated(device: torch.device) -> int:
+    free()
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _ratio(found: Mapping[str, Any], reference: Mapping[str, Any], key: str) -> float | None:
+    return round(found[key] / reference[key], 3) if reference.get(key) and found.get(key) else None
+
+
+def _predicted(workload: Workload, report: Report) -> dict[str, int]:
+    """Return the peak in bytes that `shardlite plan` predicts for some systems."""
+    predicted: dict[str, int] = {}
+    with report.guarded(model=workload.name, system="plan"):
+        planner = Planner(Source(workload.name, workload.make, lambda: workload.draw(0, 0), workload.words))
+        predicted = {system: planner.plan(setting).peak for system, setting in PLANNED.items()}
+    return predicted
+
+
+# ---- what the host does ---------------------------------------------------------------------------------------------
+
+_WAITING_CALLS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cudaMemcpy")
+"""What a host that waits for the GPU calls, by the profiler's names (`cudaMemcpy` is the copy that blocks)."""
+
+
+class Waits:
+    """Counts how often the host asks for an event or sleeps, and for how long: the library waits by these two."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.seconds = 0.0
+
+    @contextmanager
+    def counted(self, event: Any = torch.cuda.Event) -> Iterator[None]:
+        """Count within the block what is done with such events, and sleeps of the library's streams."""
+        with ExitStack() as stack:
+            for owner, name in ((event, "query"), (event, "synchronize"), (streams, "sleep")):
+                timed = self._timed(name, getattr(owner, name))
+                stack.enter_context(mock.patch.object(owner, name, timed))
+            yield
+
+    def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return function(*arguments)
+            finally:
+                self.counts[name] += 1
+                self.seconds += time.perf_counter() - begin
+
+        return call
+
+
+def host(report: Report) -> None:
+    """What the host does for a unit where communication takes no time, how long it waits, and the GPU for it."""
+    with one_of(RANKS, report.device) as (group, sleeps):
+        sleeps.awake = True
+        workload = _workload("gpt2-xl-2k", report)
+        for system in ("fsdp2", "exact", "in_backward", "fast"):
+            names = {"model": workload.name, "system": system, "ranks": RANKS}
+            with report.guarded(**names):
+                trainer = SYSTEMS[system](workload, group)
+                clip = None if system == "in_backward" else _CLIP
+                found = _host(replace(trainer, max_norm=clip), workload, report)
+                report(**names, words=workload.words, **found)
+
+
+def _host(trainer: Trainer, workload: Workload, report: Report) -> dict[str, Any]:
+    device, batch, units = report.device, workload.batch(0, 0), len(workload.units(trainer.model))
+    step = partial(trainer.step, batch)
+    for _ in range(1 if report.dry else _WARM_UP):
+        step()
+    synchronize(device)
+    waits, works, rounds = Waits(), [], 1 if report.dry else 4
+    with waits.counted():
+        found: dict[str, Any] = milliseconds(lambda: works.append(_worked(step)), device, rounds)
+    found |= {
+        "host_us_per_unit": round(1e6 * percentile(works, 50) / units, 1),
+        "waits": {name: count / rounds for name, count in waits.counts.items()},
+        "wait_ms": round(1e3 * waits.seconds / rounds, 3),
+    }
+    return found | _profiled(trainer, workload, units, report)
+
+
+def _worked(call: Callable[[], object]) -> float:
+    """Return the seconds that this thread works in a call; while it waits asleep it does not."""
+    begin = time.thread_time()
+    call()
+    return time.thread_time() - begin
+
+
+def _profiled(trainer: Trainer, workload: Workload, units: int, report: Report) -> dict[str, Any]:
+    """Return launches per unit, PyTorch's own waits, and how long the GPU idles between a backward and the next forward."""
+    device, batch = report.device, workload.batch(0, 0)
+    if device.type == "cpu":
+        count = launches(lambda: trainer.step(batch))
+        return {"launches_per_unit": round(count / units, 1), "calls_that_wait": {}, "idle_ms": None}
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        trainer.backward(batch)
+        torch.cuda._sleep(1)  # type: ignore[no-untyped-call]  # a kernel whose name marks the end of a backward
+        trainer.update()
+        torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
+        trainer.backward(batch)
+        trainer.update()
+        synchronize(device)
+    events = [each for each in profiled.events() if str(each.device_type).endswith("CUDA")]
+    spans = [(each.time_range.start, each.time_range.end, each.name) for each in events]
+    marks = sorted(start for start, _, name in spans if "spin" in name)
+    calls = Counter(each.name for each in profiled.events() if each.name in _WAITING_CALLS)
+    found = {"launches_per_unit": round(len(spans) / 2 / units, 1), "calls_that_wait": dict(calls), "idle_ms": None}
+    if len(marks) >= 2:
+        busy = [(start, end) for start, end, name in spans if "spin" not in name]
+        found["idle_ms"] = round(idle(busy, marks[0], marks[1]) / 1e3, 3)
+    return found
+
+
+def idle(busy: Sequence[tuple[float, float]], begin: float, end: float) -> float:
+    """Return for how long of a window none of the spans runs, nor any after it until the first one begins."""
+    ahead = [start for start, _ in busy if start >= end]
+    end = min(ahead, default=end)
+    free_since, found = begin, 0.0
+    for start, stop in sorted(busy):
+        if start >= end:
+            break
+        found += max(0.0, start - free_since) if start > begin else 0.0
+        free_since = max(free_since, stop)
+    return found + max(0.0, end - free_since)

@@ -1,0 +1,57 @@
+"""Takes the folder of a run into the repository: `python -m bench.gpu --land FOLDER`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from bench.gpu.run import ROWS
+from bench.support.table import RESULTS, Row, read_rows
+
+
+def land(folder: Path, results: Path = RESULTS) -> int:
+    """Put the rows of a run into `results`, and make the tables of the pages anew. Return 1 if that fails.
+
+    Rows of a probe replace those of an earlier run of it on the same card and day.
+
+    Args:
+        folder: what came back, with `rows.jsonl`.
+        results: where rows of all benches are.
+
+    Raises:
+        ValueError: there are no rows of a GPU.
+        OSError: the folder or its file is not there.
+    """
+    file = landed(folder, results)
+    print(f"rows: {file}", flush=True)
+    from bench.__main__ import regenerate
+
+    return regenerate()
+
+
+def landed(folder: Path, results: Path) -> Path:
+    """Put the rows into `results`, and return the file that has them now."""
+    rows = read_rows([folder / ROWS])
+    if not any("card" in row for row in rows):
+        raise ValueError(f"{folder / ROWS} has no row that names a card: did any probe run?")
+    if any(row.get("dry") for row in rows):
+        raise ValueError(f"{folder / ROWS} is of a dry run, which measures nothing: run it on a GPU")
+    first = next(row for row in rows if "card" in row)
+    file = results / f"gpu-{_slug(first['card'])}-{first['date']}.jsonl"
+    probes = {row["probe"] for row in rows}
+    kept = [row for row in read_rows([file]) if row["probe"] not in probes] if file.exists() else []
+    _replace(file, [*kept, *rows])
+    return file
+
+
+def _slug(card: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", card.lower().removeprefix("nvidia ")).strip("-")
+
+
+def _replace(file: Path, rows: list[Row]) -> None:
+    """Write the file by one rename."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.with_suffix(".new")
+    beside.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    beside.replace(file)

@@ -1,0 +1,100 @@
+"""What probes report to, and how they use their device.
+
+Legend: `S` elements.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.support.measure import percentile, quantiles
+from shardlite.apps.footprint.machine import machine
+
+
+class Report:
+    """Writes the rows of one probe as they come."""
+
+    def __init__(self, probe: str, file: Path, *, dry: bool) -> None:
+        self.dry = dry
+        self.device = torch.device("cpu" if dry else "cuda")
+        self.failed = False
+        self._file = file
+        self._common = {"bench": "gpu", "probe": probe, "dry": dry}
+        self._machine = machine(self.device)
+        self._machine["card"] = "none" if dry else torch.cuda.get_device_name()
+
+    def __call__(self, **found: object) -> None:
+        """Write a row."""
+        line = json.dumps({**self._common, **found, **self._machine})
+        with self._file.open("a") as rows:
+            rows.write(line + "\n")
+        print(line, flush=True)
+
+    @contextmanager
+    def guarded(self, **what: object) -> Iterator[None]:
+        """Report an error of the block as a row, with `what` failed, and go on after the block."""
+        try:
+            yield
+        except Exception as error:
+            self.failed = True
+            traceback.print_exc()
+            self(**what, error=f"{type(error).__name__}: {error}".splitlines()[0][:300])
+        free()
+
+
+def free() -> None:
+    """Free the memory of what is no longer used, cached memory of the GPU included."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def milliseconds(call: Callable[[], object], device: torch.device, rounds: int) -> dict[str, float]:
+    """Return how long each of `rounds` calls takes, which follow each other as in a loop of training.
+
+    `ms_p20`, `ms_p50` and `ms_p80` are between the ends of two calls on the current stream, `host_ms_p50` is how long
+    the host is in a call, waits included.
+    """
+    synchronize(device)
+    ends, hosts = [_mark(device)], []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        call()
+        hosts.append(1e3 * (time.perf_counter() - begin))
+        ends.append(_mark(device))
+    synchronize(device)
+    spans = [_span(before, after) for before, after in zip(ends, ends[1:], strict=False)]
+    return {**quantiles("ms", spans, 4), "host_ms_p50": round(percentile(hosts, 50), 4)}
+
+
+def _mark(device: torch.device) -> Any:
+    """Return this moment of the current stream: an event, or on the CPU a time in ms."""
+    if device.type == "cpu":
+        return 1e3 * time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _span(before: Any, after: Any) -> float:
+    return float(after - before if isinstance(before, float) else before.elapsed_time(after))
+
+
+def median(values: Sequence[float]) -> float:
+    """Return the median."""
+    return percentile(values, 50)

@@ -1,0 +1,192 @@
+"""Tables of the rows of `bench.gpu`: one for each probe, headed by what was measured, what was fake, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any
+
+from bench.support.table import Columns, Row, markdown_table
+
+
+def _number(key: str, digits: int = 2, scale: float = 1.0) -> Callable[[Row], str]:
+    return lambda row: "" if row.get(key) is None else f"{row[key] / scale:.{digits}f}"
+
+
+def _text(key: str) -> Callable[[Row], str]:
+    return lambda row: str(row.get(key, ""))
+
+
+def _yes(key: str) -> Callable[[Row], str]:
+    return lambda row: "" if row.get(key) is None else "yes" if row[key] else "no"
+
+
+def _pairs(key: str) -> Callable[[Row], str]:
+    return lambda row: ", ".join(f"{name} {count:g}" for name, count in (row.get(key) or {}).items())
+
+
+_GIB = float(2**30)
+
+FAKE = (
+    "One GPU is rank 0 of 8: kernels, streams and memory are real, and **each collective is a sleep** of (W - 1) / W x "
+    "bytes / bandwidth and a latency on its stream, for FSDP2 too, at the NVLink rate that `shardlite plan` assumes of a "
+    "DGX H100. NCCL's use of multiprocessors and memory, and waits for other ranks, are not in it."
+)
+ALONE = "One rank, so nothing travels."
+
+_PROBES: dict[str, tuple[str, str, Columns]] = {
+    "environment": (
+        "The machine",
+        "",
+        {
+            "card": _text("card"),
+            "memory, GiB": _number("memory_bytes", 0, _GIB),
+            "driver": _text("driver"),
+            "torch": _text("torch"),
+            "triton": _text("triton"),
+            "NCCL": _text("nccl"),
+        },
+    ),
+    "nccl": (
+        "NCCL's collectives on a side stream",
+        f"{ALONE} The host may not wait, and values must be right. Kernels were compiled beside it.",
+        {
+            "collective": _text("collective"),
+            "connection": _text("connection"),
+            "host, µs": _number("host_us", 1),
+            "call, µs": _number("us", 1),
+        },
+    ),
+    "bits": (
+        "Bits of kernels",
+        "Beside their references, on one GPU.",
+        {
+            "kernel": _text("kernel"),
+            "format": _text("format"),
+            "contract": _text("contract"),
+            "relative error": lambda row: "" if row.get("relative_error") is None else f"{row['relative_error']:.1e}",
+            "note": _text("note"),
+        },
+    ),
+    "bandwidth": (
+        "Bandwidth of kernels",
+        "Alone on the GPU, nothing in its cache at the start; a share of what a copy of 2 GiB reaches. The slices of a "
+        "reduction are without their messages.",
+        {
+            "kernel": _text("kernel"),
+            "format": _text("format"),
+            "elements": lambda row: f"{row['numel']:,}" if row.get("numel") else "",
+            "ranks": _text("ranks"),
+            "ms": _number("ms_p50", 3),
+            "GB/s": _number("gbps", 0),
+            "share": _number("share_of_copy"),
+            "host, ms": _number("host_ms_p50", 3),
+        },
+    ),
+    "fake8": (
+        "Steps of eight ranks, seven of them fake",
+        f"{FAKE} bf16 compute, reductions in fp32, fused AdamW, clipping to 1.0 but for `in_backward`. Exposed is the "
+        "step less the same step with sleeps of 0.",
+        {
+            "model": _text("model"),
+            "system": _text("system"),
+            "step, ms": _number("ms_p50"),
+            "/ FSDP2's": _number("ms_p50_vs_fsdp2"),
+            "sleeps, ms": _number("slept_ms"),
+            "exposed, ms": _number("exposed_ms"),
+            "host, ms": _number("host_ms_p50"),
+            "peak, GiB": _number("peak_bytes", 2, _GIB),
+            "peak / FSDP2's": _number("peak_bytes_vs_fsdp2"),
+            "predicted, GiB": _number("predicted_bytes", 2, _GIB),
+        },
+    ),
+    "host": (
+        "The host of eight ranks, seven of them fake, where communication takes no time",
+        "One GPU is rank 0 of 8, and **each collective is nothing**, for FSDP2 too. Idle is the time without a kernel "
+        "from the end of a backward to the first one of the next forward.",
+        {
+            "model": _text("model"),
+            "system": _text("system"),
+            "step, ms": _number("ms_p50"),
+            "host per unit, µs": _number("host_us_per_unit", 0),
+            "launches per unit": _number("launches_per_unit", 1),
+            "waits per step": _pairs("waits"),
+            "in waits, ms": _number("wait_ms"),
+            "PyTorch's waits": _pairs("calls_that_wait"),
+            "idle, ms": _number("idle_ms"),
+        },
+    ),
+    "twin": (
+        "Training beside a twin",
+        f"{ALONE} GPT-2 of transformers in bf16 with checkpointing; the twin is the plain model with PyTorch's "
+        "fused AdamW on fp32 weights. Losses of all steps are compared.",
+        {
+            "system": _text("system"),
+            "steps": _text("steps"),
+            "largest difference": lambda row: "" if row.get("off") is None else f"{100 * row['off']:.3f} %",
+            "the twin's bits": _yes("same_as_twin"),
+            "stage 3's bits": _yes("same_as_stage3"),
+            "last loss": _number("last_loss", 5),
+        },
+    ),
+    "compiled": (
+        "Compiled blocks",
+        f"{ALONE} 4 residual MLP blocks, bf16.",
+        {
+            "compiled": _text("compiled"),
+            "system": _text("system"),
+            "step, ms": _number("ms_p50", 3),
+            "host, ms": _number("host_ms_p50", 3),
+        },
+    ),
+    "pair": (
+        "Several ranks on one card",
+        "Processes of one GPU take turns on it, so **times say nothing of several cards**; bits do. `p2p` goes over gloo "
+        "through host memory.",
+        {
+            "ranks": _text("ranks"),
+            "transport": _text("transport"),
+            "error beside one process": lambda row: "" if row.get("off") is None else f"{row['off']:.1e}",
+            "bits of p2p": _yes("same_bits"),
+            "last step, ms": _number("ms", 1),
+            "note": _text("note"),
+        },
+    ),
+}
+"""Heading, words and columns of each probe's table. A row without the first column is not in the table."""
+
+
+def render(rows: Sequence[Row]) -> str:
+    """Return one table for each probe, in the order in which they ran."""
+    known = [row for row in rows if row["probe"] in _PROBES and "status" not in row]
+    order = list(_PROBES)
+    known.sort(key=lambda row: order.index(row["probe"]))
+    return "\n\n".join(_render_probe(probe, list(some)) for probe, some in groupby(known, key=lambda row: row["probe"]))
+
+
+def render_ended(rows: Sequence[Row]) -> str:
+    """Return the table of how the probes ended."""
+    ended = [[str(row[key]) for key in ("probe", "status", "seconds", "rows")] for row in rows if "status" in row]
+    return markdown_table([["probe", "status", "seconds", "rows"], *ended], words=2)
+
+
+def _render_probe(probe: str, rows: Sequence[Row]) -> str:
+    heading, words, columns = _PROBES[probe]
+    first = next(iter(columns))
+    shown = [row for row in rows if row.get(_key_of(probe, first)) is not None or "error" in row]
+    failed = any("error" in row for row in shown)
+    cells = [[*columns, *["failed"] * failed]]
+    for row in shown:
+        cells.append([*(cell(row) for cell in columns.values()), *[_escaped(row.get("error", ""))] * failed])
+    where = f"{rows[0]['card']}, torch {rows[0]['torch']}, {rows[0]['date']}."
+    dry = " **Dry: run without a GPU; times mean nothing.**" if rows[0]["dry"] else ""
+    return f"**{heading}.** {words}{dry} {where}\n\n{markdown_table(cells, words=2)}".replace("  ", " ")
+
+
+def _key_of(probe: str, column: str) -> str:
+    """Return the key of the first column."""
+    return column
+
+
+def _escaped(error: Any) -> str:
+    return str(error).replace("|", "\\|").replace("\n", " ")
