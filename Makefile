@@ -9,7 +9,11 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 # same test would end it again, and what hangs would do so for hours.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: help demo test test-all lint docs bench gpu clean
+GPU_BIN := .venv-gpu/bin
+GPU_TESTS := tests/project/test_imports.py tests/kernels tests/comm tests/params tests/weights tests/grads tests/optim \
+	tests/model/test_parity.py tests/bench/test_bench_gpu.py
+
+.PHONY: help demo test test-all lint docs bench gpu gpu-check clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -56,8 +60,18 @@ docs: .venv/for-docs  ## build the site into docs/_build; a warning is an error
 bench: .venv/for-test-all  ## all benches in 20 minutes; rows go to bench/results, tables are made anew
 	$(BIN)/python -m bench $(ARGS)
 
-gpu: .venv/for-test  ## correctness and speed on a GPU, in half an hour; rows go to gpu/
-	$(BIN)/python -m bench.gpu $(ARGS)
+gpu:  ## correctness and speed on a GPU, in nine minutes, with the PyTorch that PYTHON has; see docs/gpu.md
+	$(PYTHON) -m bench.gpu $(ARGS)
+
+.venv-gpu/ready: requirements-gpu.txt
+	$(PYTHON) -m venv .venv-gpu
+	$(GPU_BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements-gpu.txt
+	@touch $@
+
+gpu-check: .venv-gpu/ready  ## what can be known of a run on a GPU without one, with the versions of PyTorch and Triton there
+	$(GPU_BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder -m "not slow" $(GPU_TESTS)
+	$(GPU_BIN)/python bench/kernels/aot.py --target sm_90
+	$(GPU_BIN)/python -m bench.gpu --dry --out .venv-gpu/dry
 
 clean:  ## remove the virtual environment, the site and what the demo wrote
-	rm -rf .venv docs/_build outputs
+	rm -rf .venv .venv-gpu docs/_build outputs

@@ -1,6 +1,6 @@
 """Run all benches that this machine can, write their rows to one file, and make the tables of the pages anew.
 
-    python -m bench                     all, in less than 20 minutes on two cores; on a GPU half an hour more
+    python -m bench                     all, in less than 20 minutes on two cores; on a GPU nine more
     python -m bench --only step-mlp ring
     python -m bench --regenerate        only the tables and pictures, from the rows there are
     python -m bench --dry --out FOLDER  each bench at toy size; no page is changed

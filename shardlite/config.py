@@ -166,10 +166,10 @@ class Route:
     transport: TransportName = "auto"
     """`"shared_memory"`: CPU tensors of processes on one host are exchanged through shared memory.
     `"symmetric_memory"`: CUDA tensors go through memory that all GPUs of one host can read (PyTorch's symmetric memory;
-    64 MiB per rank and connection). Experimental: no GPU has run it. `"p2p"`: point-to-point messages of the process
-    group (NCCL, gloo; CUDA tensors over gloo are staged in pinned memory). `"collectives"`: whole collectives of the
-    process group (NCCL, or gloo for CPU tensors), with the bits of the ring. `"auto"`: for CPU tensors shared memory
-    where available, else `"p2p"`; over NCCL `"collectives"`, or `"p2p"` if an algorithm is named. It never selects
+    64 MiB per rank and connection). Experimental: it has not run between GPUs. `"p2p"`: point-to-point messages of the
+    process group (NCCL, gloo; CUDA tensors over gloo are staged in pinned memory). `"collectives"`: whole collectives
+    of the process group (NCCL, or gloo for CPU tensors), with the bits of the ring. `"auto"`: for CPU tensors shared
+    memory where available, else `"p2p"`; over NCCL `"collectives"`, or `"p2p"` if an algorithm is named. It never selects
     symmetric memory.
     """
 

@@ -49,7 +49,7 @@ def environment(report: Report) -> None:
 
 def _version(package: str) -> str | None:
     try:
-        return version(package)
+        return version(package)  # type: ignore[no-untyped-call, no-any-return]
     except PackageNotFoundError:
         return None
 
@@ -165,5 +165,3 @@ def _check(report: Report, connection: str, name: str, call: Collective) -> None
 
 def _backend(connection: str) -> str:
     return "the program's process group" if connection == "group" else "a connection of the library's own"
-
-

@@ -284,7 +284,7 @@ def _worked(call: Callable[[], object]) -> float:
 
 
 def _profiled(trainer: Trainer, workload: Workload, units: int, report: Report) -> dict[str, Any]:
-    """Return launches per unit, PyTorch's own waits, and how long the GPU idles between a backward and the next forward."""
+    """Return launches per unit, calls that block, and how long the GPU idles from a backward to the next forward."""
     device, batch = report.device, workload.batch(0, 0)
     if device.type == "cpu":
         count = launches(lambda: trainer.step(batch))

@@ -157,7 +157,7 @@ def _addresses(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def bandwidth(report: Report) -> None:
-    """Kernels on sizes of training, as parts of the bandwidth of a copy, each with nothing in the cache at the start."""
+    """Time kernels at sizes of training, beside a copy. The cache of the GPU is emptied before each run."""
     device, dry = report.device, report.dry
     clock: Clock = HostClock() if dry else DeviceClock(device)
     copy = bandwidth_run(1 << 16 if dry else 1 << 31, device)

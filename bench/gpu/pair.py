@@ -1,4 +1,4 @@
-"""Two, then four processes on one card, which NCCL refuses: staged gloo beside a twin, and symmetric memory beside that.
+"""Two, then four processes on one card, which NCCL refuses: staged gloo beside a twin, then symmetric memory.
 
 The ranks are children of the probe, in its process group, so that all end together.
 """
@@ -89,7 +89,7 @@ def _trained(device: torch.device, transport: TransportName) -> tuple[dict[str, 
         trainer.step(workload.batch(group.rank(), step))
         synchronize(device)
     ms = round(1e3 * (time.perf_counter() - begin), 2)
-    return {name: weight.cpu() for name, weight in trainer.model.full_state_dict().items()}, ms  # type: ignore[operator, union-attr]
+    return {name: weight.cpu() for name, weight in trainer.model.full_state_dict().items()}, ms  # type: ignore[operator]
 
 
 def _twin(ranks: int, device: torch.device) -> dict[str, Tensor]:

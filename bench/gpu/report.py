@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def milliseconds(call: Callable[[], object], device: torch.device, rounds: int) 
         hosts.append(1e3 * (time.perf_counter() - begin))
         ends.append(_mark(device))
     synchronize(device)
-    spans = [_span(before, after) for before, after in zip(ends, ends[1:], strict=False)]
+    spans = [_span(before, after) for before, after in pairwise(ends)]
     return {**quantiles("ms", spans, 4), "host_ms_p50": round(percentile(hosts, 50), 4)}
 
 

@@ -11,7 +11,7 @@ has found by then is in the rows. Kernels are compiled by a process of their own
 | file in the folder | content |
 |---|---|
 | `rows.jsonl` | one JSON object for each finding, written as it comes; a row with `status` for each probe that ended |
-| `log.txt` | what probes printed, tracebacks included |
+| `probes.log` | what probes printed, tracebacks included |
 | `table.md` | the table that is printed at the end |
 | `gpu.tar.gz` | the three files together |
 
@@ -48,7 +48,7 @@ GRACE = 2
 TABLE = 10
 """Seconds for the table and the archive."""
 
-ROWS, LOG, TABLE_FILE, ARCHIVE = "rows.jsonl", "log.txt", "table.md", "gpu.tar.gz"
+ROWS, LOG, TABLE_FILE, ARCHIVE = "rows.jsonl", "probes.log", "table.md", "gpu.tar.gz"
 
 
 @dataclass(frozen=True)

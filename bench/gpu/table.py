@@ -29,8 +29,8 @@ _GIB = float(2**30)
 
 FAKE = (
     "One GPU is rank 0 of 8: kernels, streams and memory are real, and **each collective is a sleep** of (W - 1) / W x "
-    "bytes / bandwidth and a latency on its stream, for FSDP2 too, at the NVLink rate that `shardlite plan` assumes of a "
-    "DGX H100. NCCL's use of multiprocessors and memory, and waits for other ranks, are not in it."
+    "bytes / bandwidth and a latency on its stream, for FSDP2 too, at the NVLink rate that `shardlite plan` assumes of "
+    "a DGX H100. NCCL's use of multiprocessors and memory, and waits for other ranks, are not in it."
 )
 ALONE = "One rank, so nothing travels."
 
@@ -141,8 +141,8 @@ _PROBES: dict[str, tuple[str, str, Columns]] = {
     ),
     "pair": (
         "Several ranks on one card",
-        "Processes of one GPU take turns on it, so **times say nothing of several cards**; bits do. `p2p` goes over gloo "
-        "through host memory.",
+        "Processes of one GPU take turns on it, so **times say nothing of several cards**; bits do. `p2p` goes over "
+        "gloo, through host memory.",
         {
             "ranks": _text("ranks"),
             "transport": _text("transport"),
@@ -172,8 +172,8 @@ def render_ended(rows: Sequence[Row]) -> str:
 
 def _render_probe(probe: str, rows: Sequence[Row]) -> str:
     heading, words, columns = _PROBES[probe]
-    first = next(iter(columns))
-    shown = [row for row in rows if row.get(_key_of(probe, first)) is not None or "error" in row]
+    first = next(iter(columns))  # the name of a key, too
+    shown = [row for row in rows if row.get(first) is not None or "error" in row]
     failed = any("error" in row for row in shown)
     cells = [[*columns, *["failed"] * failed]]
     for row in shown:
@@ -183,10 +183,6 @@ def _render_probe(probe: str, rows: Sequence[Row]) -> str:
     return f"**{heading}.** {words}{dry} {where}\n\n{markdown_table(cells, words=2)}".replace("  ", " ")
 
 
-def _key_of(probe: str, column: str) -> str:
-    """Return the key of the first column."""
-    return column
-
-
 def _escaped(error: Any) -> str:
-    return str(error).replace("|", "\\|").replace("\n", " ")
+    text = str(error).replace("|", "/").replace("`", "'").replace("\n", " ")
+    return f"`{text}`" if text else ""

@@ -25,16 +25,21 @@ RENDERERS = {
     "host-fake": "bench.host:render",
     "checkpoint": "bench.faults.checkpoint:render",
     "kernels": "bench.kernels.table:render",
+    "gpu": "bench.gpu.table:render",
     "notice": "bench.faults.notice:render",
     "restart": "bench.faults.restart:render",
     **dict.fromkeys(("strategies", "strategies-batch", "strategies-accumulation"), "bench.strategies.table:render"),
 }
 """What makes a table of rows, by their `bench`."""
 
+_DATE = re.compile(r"-(\d{4}-\d\d-\d\d)\.jsonl$")
+
 _DEFAULTS: Row = {"precision": "fp32", "accumulation": 1, "clip": None}
 """Of rows that do not say so."""
 
-_DATE = re.compile(r"-(\d{4}-\d\d-\d\d)\.jsonl$")
+
+class NoRowsError(ValueError):
+    """There is no row with such values."""
 
 
 def rows_for(words: Sequence[str], folder: Path = RESULTS, root: Path = RESULTS.parents[1]) -> list[Row]:
@@ -46,7 +51,7 @@ def rows_for(words: Sequence[str], folder: Path = RESULTS, root: Path = RESULTS.
         root: of the repository.
 
     Raises:
-        ValueError: there are none.
+        NoRowsError: there are none.
     """
     terms = dict(word.split("=", 1) for word in words if "=" in word)
     files = [root / word for word in words if word.endswith(".jsonl")]
@@ -54,7 +59,16 @@ def rows_for(words: Sequence[str], folder: Path = RESULTS, root: Path = RESULTS.
     for each in candidates:
         if found := [row for row in read_rows(each) if matches(row, terms)]:
             return found
-    raise ValueError(f"no row in {', '.join(map(str, files)) or folder} matches {terms}")
+    raise NoRowsError(f"no row in {', '.join(map(str, files)) or folder} matches {terms}")
+
+
+def gpu_has_run(probe: str, folder: Path = RESULTS) -> bool:
+    """Return whether a probe of `bench.gpu` has found something on a GPU."""
+    try:
+        rows = rows_for(["bench=gpu", f"probe={probe}"], folder)
+    except NoRowsError:
+        return False
+    return any("error" not in row and "status" not in row for row in rows)
 
 
 def runs(folder: Path = RESULTS) -> list[Path]:

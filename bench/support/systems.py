@@ -302,7 +302,7 @@ FORMATS: dict[str, Build] = {
     "bf16, int8": partial(build_format, precision=_BF16, state="int8"),
     "compact": partial(build_format, precision=_SPLIT, state="int8", in_backward=True),
 }
-"""What `bench.gpu` compares with the plain model, by losses: stage 3 in other formats. `compact` has all of them."""
+"""What `bench.gpu` compares with a plain twin, by losses: stage 3 in other formats. `compact` has all of them."""
 
 MIXED: dict[str, Build] = {
     "fsdp2": partial(build_fsdp2, compute=torch.bfloat16),
@@ -311,7 +311,7 @@ MIXED: dict[str, Build] = {
     "in_backward": partial(build_format, precision=_BF16, in_backward=True),
     "compact": FORMATS["compact"],
 }
-"""What `bench.gpu` compares: all compute in bf16 and reduce in fp32. FSDP2 comes first, for the others' ratios."""
+"""Systems that compute in bf16 and reduce in fp32, for blocks that `bench.gpu` compiles."""
 
 SYSTEMS: dict[str, Build] = {
     "floor": build_floor,

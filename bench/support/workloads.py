@@ -218,7 +218,7 @@ def llama_blocks(name: str, *, layers: int, context: int) -> Workload:
 
 
 def checkpoint_activations(model: Any) -> None:
-    """Have a model of transformers recompute its blocks in the backward, by the name that its version gives the method."""
+    """Make a model of transformers recompute its blocks in the backward; versions name the method differently."""
     options = {"use_reentrant": False}
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
@@ -250,9 +250,7 @@ WORKLOADS = {
         llama_blocks("llama-4k", layers=4, context=4096),
     )
 }
-"""By name. `deep`, `gpt2` and `gpt2-6` have many parameters and few tokens, to compare memory; `gpt2-xl` and Llama's blocks are
-for GPUs.
-Those of transformers need that package. `small` is for many settings in
-little time, `tiny` for trying out, `many` for what the host does around blocks that cost
-next to nothing.
+"""By name. `deep`, `gpt2` and `gpt2-6` have many parameters and few tokens, to compare memory; `gpt2-xl` and Llama's
+blocks are for GPUs. Those of transformers need that package. `small` is for many settings in little time, `tiny` for
+trying out, `many` for what the host does around blocks that cost next to nothing.
 """

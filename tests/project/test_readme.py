@@ -51,10 +51,10 @@ def test_links_lead_somewhere():
 
 def test_each_question_has_one_table():
     benches = [re.search(r"bench=(\w+)", source)[1] for source, _ in tables(README)]
-    assert benches == ["step", "footprint", "ring"]
+    assert [bench for bench in benches if bench != "gpu"] == ["step", "footprint", "ring"]
     for source, table in tables(README):
         assert table == made(source), "run `python -m tests.support.markdown`"
-        assert "2 cores" in table
+        assert "2 cores" in table or "bench=gpu" in source
 
 
 def test_measured_numbers_stand_in_tables_only():
@@ -65,4 +65,8 @@ def test_measured_numbers_stand_in_tables_only():
 
 
 def test_it_is_short():
-    assert len(README.splitlines()) <= 150
+    """Beside its tables of measured rows."""
+    text = README
+    for _, table in tables(README):
+        text = text.replace(table, "")
+    assert len(text.splitlines()) <= 130

@@ -2,7 +2,11 @@
 
     python -m tests.support.markdown
 
-writes each table of the pages anew from the rows that it names.
+writes each table of the pages anew from the rows that it names:
+
+    <!-- rows: COMMAND -->TABLE<!-- end of rows -->           there must be rows
+    <!-- rows if any: COMMAND -->TABLE<!-- end of rows -->    without rows nothing stands there
+    <!-- until gpu PROBE -->WORDS<!-- end -->                 goes for good with the first rows of this probe on a GPU
 """
 
 import re
@@ -14,8 +18,11 @@ ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 
 _TABLE = re.compile(
-    r"(?<=<!-- rows: )(?P<source>[^\n]*?)(?= -->)(?P<begin> -->\n)(?P<table>.*?)(?=<!-- end of rows -->)", re.DOTALL
+    r"(?P<open><!-- rows(?P<optional> if any)?: )(?P<source>[^\n]*?)(?P<begin> -->\n)(?P<table>.*?)"
+    r"(?=<!-- end of rows -->)",
+    re.DOTALL,
 )
+_UNTIL = re.compile(r"<!-- until gpu (?P<probe>\w+) -->.*?<!-- end -->\n?", re.DOTALL)
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -39,16 +46,37 @@ def assert_links_lead_somewhere(path: Path) -> None:
 
 
 def tables(text: str) -> list[tuple[str, str]]:
-    """Return the source and the content of each table that is made from rows."""
-    return [(found["source"], found["table"].strip()) for found in _TABLE.finditer(text)]
+    """Return the source and the content of each table that is made from rows, but for those without rows."""
+    found = [(each, each["table"].strip()) for each in _TABLE.finditer(text)]
+    return [(each["source"], table) for each, table in found if table or not each["optional"]]
 
 
-def with_new_tables(text: str) -> str:
-    """Return a page with each table made anew."""
-    return _TABLE.sub(lambda found: f"{found['source']}{found['begin']}\n{made(found['source'])}\n\n", text)
+def with_new_tables(text: str, results: Path = selection.RESULTS) -> str:
+    """Return a page with each table made anew, and without the words that rows of a GPU contradict."""
+
+    def renewed(found: re.Match[str]) -> str:
+        table = made(found["source"], results) if not found["optional"] else made_if_any(found["source"], results)
+        return f"{found['open']}{found['source']}{found['begin']}\n{table}\n\n" if table else _emptied(found)
+
+    def kept(found: re.Match[str]) -> str:
+        return "" if selection.gpu_has_run(found["probe"], results) else found[0]
+
+    return _UNTIL.sub(kept, _TABLE.sub(renewed, text))
 
 
-def made(source: str) -> str:
+def _emptied(found: re.Match[str]) -> str:
+    return f"{found['open']}{found['source']}{found['begin']}"
+
+
+def made_if_any(source: str, results: Path = selection.RESULTS) -> str:
+    """Return the table of a source, or nothing without rows."""
+    try:
+        return made(source, results)
+    except selection.NoRowsError:
+        return ""
+
+
+def made(source: str, results: Path = selection.RESULTS) -> str:
     """Return the table that `COMMAND FILE ...` prints, with some systems only if it ends in `, only: SYSTEM, ...`."""
     if "bench.support.losses" in source:  # it chooses among all rows
         from bench.support import losses
@@ -56,7 +84,7 @@ def made(source: str) -> str:
         return losses.table()
 
     command, _, systems = source.partition(", only: ")
-    rows = selection.rows_for(command.split())
+    rows = selection.rows_for(command.split(), results)
     if systems:
         rows = [row for row in rows if row["system"] in systems.split(", ")]
     return selection.render(rows)

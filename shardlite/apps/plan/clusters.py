@@ -1,5 +1,5 @@
 """Cards and clusters by name. Beside each figure stands its source; rates that a program reaches are marked as measured
-by whom, or as assumed. No GPU has run ShardLite, so all times that follow from them are predictions.
+by whom, or as assumed. All times that follow from them are predictions.
 
 Legend: `W` ranks.
 """

@@ -95,7 +95,7 @@ def _scaling(planner: Planner, groups: Sequence[Group], cluster: Cluster, path: 
         _plain(axes)
     every[-1].set_xlabel("ranks")
     every[0].legend(frameon=False, fontsize=8, loc="lower left")
-    figure.suptitle(f"{planner.source.name} on {cluster.name}, predicted: no GPU has run it", fontsize=10)
+    figure.suptitle(f"{planner.source.name} on {cluster.name}, predicted, not measured", fontsize=10)
     figure.savefig(path)
     return path
 
@@ -122,7 +122,7 @@ def _bandwidth(planner: Planner, group: Group, cluster: Cluster, path: Path) -> 
     axes.set(xscale="log", yscale="log", xlabel=f"parameters of a model in {units} units", ylabel="GB/s sent per rank")
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.legend(frameon=False, fontsize=8)
-    axes.set_title(f"{cluster.name}, predicted: no GPU has run it", fontsize=10, loc="left")
+    axes.set_title(f"{cluster.name}, predicted, not measured", fontsize=10, loc="left")
     _plain(axes)
     figure.savefig(path)
     return path

@@ -95,7 +95,7 @@ def as_json(planner: Planner, groups: Sequence[Group], cluster: Cluster | None, 
         "units": planner.unit_names,
         "card_bytes": card,
         "cluster": None if cluster is None else {"name": cluster.name, "source": cluster.source},
-        "predicted": "no GPU has run it",
+        "predicted": "not measured",
         "groups": [_group_json(group, cluster) for group in groups],
     }
 
@@ -134,7 +134,7 @@ def _head(planner: Planner, cluster: Cluster | None) -> Iterator[str]:
     if cluster is not None:
         yield f"cluster {cluster.name}: {cluster.source}"
         yield f"card {cluster.card.name}: {cluster.card.source}"
-        yield "step and exposed communication are predictions: no GPU has run it"
+        yield "step and exposed communication are predictions, not measurements"
 
 
 def _table(group: Group, cluster: Cluster | None, card: int | None) -> list[str]:

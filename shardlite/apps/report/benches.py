@@ -126,7 +126,7 @@ BENCHES = {
     "host-fake": Bench(
         question="What does the host do for a unit, in groups of any size?",
         words="CPU time of rank 0 in a group whose other ranks are not there, as over NCCL. Launches of NCCL and"
-        " Triton are not in it, and no GPU has run it.",
+        " Triton are not in it.",
         command="python -m bench.host --fake {ranks}",
         labels=("system", "ranks"),
         values=("cpu_us_per_unit_p50",),
@@ -220,10 +220,16 @@ BENCHES = {
         ),
     ),
     "gpu": Bench(
-        question="What did a GPU do?",
-        command="python -m bench.gpu",
-        labels=("probe", "system", "operation", "format"),
+        question="What did one GPU do?",
+        words="In fake8 and host the GPU is rank 0 of eight, and each collective is a sleep of its stream (in host,"
+        " nothing), for FSDP2 too. nccl, twin and compiled are one rank, so nothing travels. In pair, ranks share it.",
+        command="python -m bench.gpu --only {probe}",
+        labels=("system", "kernel", "format", "collective", "connection", "transport", "compiled", "ranks", "status"),
         values=("ms_p50", "peak_bytes"),
+        hidden=("dry", "source"),
+        headline=Headline(
+            key="ms_p50_vs_fsdp2", where={"system": "exact"}, words="of FSDP2's step, as rank 0 of eight, seven fake"
+        ),
     ),
     "suite": Bench(
         question="How did the benches end?",

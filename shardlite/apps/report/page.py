@@ -78,6 +78,7 @@ def _summary(rows: Sequence[Row]) -> str:
     dates = sorted({row["date"] for row in rows})
     days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     words = f"{len(rows):,} rows, on {'; '.join(machines)}, with PyTorch {', '.join(versions)}, {days}."
+    words += "" if any(row["bench"] == "gpu" for row in rows) else " No row is of a GPU."
     reading = "Times are medians. Each section names the machine, the versions and the command that repeats it."
     return f"<p class=lead>{escape(words)} {reading}</p>"
 

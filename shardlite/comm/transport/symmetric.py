@@ -1,7 +1,7 @@
 """Transport for CUDA tensors over PyTorch's symmetric memory: GPU memory that the other GPUs of the host can read.
 
-**Experimental: no GPU has run it.** The tests play symmetric memory on the CPU, and run the kernel in Triton's
-interpreter.
+**Experimental: it has not run between GPUs.** The tests play symmetric memory on the CPU, and run the kernel in
+Triton's interpreter.
 
     gather      a rank shows its segment in a window, and pulls the others' from theirs to their places: W - 1 copies
     reduction   one launch of a kernel that walks the ring, from the bucket to the shard, or to the step of AdamW
@@ -74,7 +74,7 @@ _IN_RING = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class SymmetricMemoryTransport(WholeCollectives):
-    """Whole collectives through `memory`, which no other transport uses. **Experimental: no GPU has run it.**
+    """Whole collectives through `memory`, which no other transport uses. **Experimental: it has not run between GPUs.**
 
     Collectives that run at the same time need separate transports, and streams that do not block each other, as those
     under `CUDA_DEVICE_MAX_CONNECTIONS=1` do. CUDA graphs are not supported: a replay would reuse the windows and epochs
@@ -337,7 +337,7 @@ def symmetric_memory(
         reason = next((said for said in all_gather_json(group, failure, _WHAT, timeout) if said), "")
         if not reason:
             assert memory is not None, "or there was a reason"
-            warnings.warn("transport='symmetric_memory' is experimental: no GPU has run it", stacklevel=1)
+            warnings.warn("transport='symmetric_memory' is experimental: it has not run between GPUs", stacklevel=1)
             return SymmetricMemoryTransport(memory, timeout, area)
     raise LayoutError(f"transport='symmetric_memory' cannot be had: {reason}. Use 'p2p', or 'auto'")
 

@@ -1,0 +1,114 @@
+"""The first rows of a GPU appear on the pages and in the report, and sentences that they contradict go by themselves.
+
+Rows here are made up, and stay in a temporary folder.
+"""
+
+import json
+import shutil
+
+import pytest
+
+from bench.gpu.land import landed
+from bench.gpu.run import PROBES, ROWS, main
+from bench.gpu.table import FAKE
+from bench.support.selection import gpu_has_run
+from bench.support.table import RESULTS, read_rows
+from shardlite.apps.report.page import page
+from shardlite.apps.report.rows import read_rows as read_files
+from tests.support.markdown import PAGES, ROOT, with_new_tables
+
+MACHINE = {"card": "NVIDIA Made-up 9000", "machine": "NVIDIA Made-up 9000; a processor, 16 cores", "torch": "2.11.0"}
+MACHINE |= {"python": "3.12.3", "date": "2026-01-02", "dry": False, "bench": "gpu"}
+STEP = {"probe": "fake8", "model": "gpt2-xl", "ranks": 8, "words": "GPT-2 XL", "clip": 1.0, "peak_bytes": 9 << 30}
+STEP |= {"ms_p20": 100.0, "ms_p80": 140.0, "host_ms_p50": 40.0, "slept_ms": 30.0, "exposed_ms": 2.5}
+FOUND = [
+    STEP | {"system": "fsdp2", "ms_p50": 130.25, "ms_p50_vs_fsdp2": 1.0},
+    STEP | {"system": "exact", "ms_p50": 117.5, "ms_p50_vs_fsdp2": 0.902},
+    {"probe": "bits", "kernel": "adamw", "format": "fp32", "error": "AssertionError: 3 sums are wrong"},
+    {"probe": "fake8", "status": "ok", "seconds": 99.0, "rows": 2},
+]
+SENTENCES = ("No GPU has run", "There are no rows yet")
+
+
+def folder_with(tmp_path, rows):
+    """A folder as it comes back."""
+    folder = tmp_path / "gpu"
+    folder.mkdir(exist_ok=True)
+    lines = [json.dumps(row if "status" in row else MACHINE | row) for row in rows]
+    (folder / ROWS).write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture
+def results(tmp_path):
+    """The results of all benches that there are, less those of GPUs."""
+    folder = tmp_path / "results"
+    folder.mkdir()
+    for file in RESULTS.glob("*.jsonl"):
+        if not file.name.startswith("gpu-"):
+            shutil.copy(file, folder)
+    return folder
+
+
+def test_rows_land_in_a_file_of_the_card_and_the_day(tmp_path, results):
+    file = landed(folder_with(tmp_path, FOUND), results)
+    assert file == results / "gpu-made-up-9000-2026-01-02.jsonl"
+    assert len(read_rows([file])) == len(FOUND)
+    again = [FOUND[2] | {"error": None, "contract": "bits"}]
+    assert landed(folder_with(tmp_path, again), results) == file
+    rows = read_rows([file])
+    assert [row["probe"] for row in rows] == ["fake8", "fake8", "fake8", "bits"]
+    assert rows[-1]["contract"] == "bits"
+
+
+def test_what_is_no_run_on_a_gpu_is_refused(tmp_path, results, capsys):
+    with pytest.raises(ValueError, match="dry run, which measures nothing"):
+        landed(folder_with(tmp_path, [FOUND[0] | {"dry": True}]), results)
+    with pytest.raises(ValueError, match="no row that names a card"):
+        landed(folder_with(tmp_path, FOUND[-1:]), results)
+    with pytest.raises(SystemExit):
+        main(["--land", str(tmp_path / "nowhere")])
+    assert "nowhere" in capsys.readouterr().err
+    assert not list(results.glob("gpu-*"))
+
+
+@pytest.mark.skipif(gpu_has_run("fake8"), reason="the sentences went with the first rows")
+def test_without_rows_the_pages_say_that_no_gpu_has_run(results):
+    for page_ in (ROOT / "README.md", ROOT / "docs" / "measured.md", ROOT / "docs" / "index.md"):
+        text = page_.read_text()
+        assert "No GPU has run" in text
+        assert with_new_tables(text, results).count("No GPU has run") == text.count("No GPU has run")
+
+
+def test_with_rows_no_page_says_that_no_gpu_has_run(tmp_path, results):
+    landed(folder_with(tmp_path, FOUND), results)
+    for page_ in PAGES:
+        new = with_new_tables(page_.read_text(), results)
+        assert not any(sentence in new for sentence in SENTENCES), page_.name
+        assert with_new_tables(new, results) == new
+    for name in ("README.md", "docs/measured.md"):
+        new = with_new_tables((ROOT / name).read_text(), results)
+        assert "| gpt2-xl | exact | 117.50 | 0.90 |" in new
+        assert FAKE in new
+        assert "NVIDIA Made-up 9000, torch 2.11.0, 2026-01-02." in new
+    assert "AssertionError: 3 sums are wrong" in new
+
+
+def test_the_report_shows_them(tmp_path, results):
+    before = page(read_files([results / "host-fake.jsonl"]))
+    assert "No row is of a GPU." in before
+    file = landed(folder_with(tmp_path, FOUND[:2]), results)
+    after = page(read_files([results / "host-fake.jsonl", file]))
+    assert "No row is of a GPU." not in after
+    assert "each collective is a sleep" in after
+    assert "NVIDIA Made-up 9000" in after
+
+
+def test_no_row_that_is_committed_is_made_up():
+    assert not [row for row in read_rows(RESULTS.glob("gpu-*.jsonl")) if "Made-up" in row.get("card", "")]
+
+
+def test_the_page_for_a_gpu_of_your_own_names_every_probe():
+    text = (ROOT / "docs" / "gpu.md").read_text()
+    for probe in PROBES:
+        assert f"| `{probe.name}` | {probe.seconds:g} |" in text
