@@ -169,8 +169,8 @@ class Route:
     64 MiB per rank and connection). Experimental: it has not run between GPUs. `"p2p"`: point-to-point messages of the
     process group (NCCL, gloo; CUDA tensors over gloo are staged in pinned memory). `"collectives"`: whole collectives
     of the process group (NCCL, or gloo for CPU tensors), with the bits of the ring. `"auto"`: for CPU tensors shared
-    memory where available, else `"p2p"`; over NCCL `"collectives"`, or `"p2p"` if an algorithm is named. It never selects
-    symmetric memory.
+    memory where available, else `"p2p"`; over NCCL `"collectives"`, or `"p2p"` if an algorithm is named. It never
+    selects symmetric memory.
     """
 
     algorithm: AlgorithmName = "auto"

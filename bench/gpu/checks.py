@@ -49,7 +49,7 @@ def environment(report: Report) -> None:
 
 def _version(package: str) -> str | None:
     try:
-        return version(package)  # type: ignore[no-untyped-call, no-any-return]
+        return version(package)
     except PackageNotFoundError:
         return None
 

@@ -12,6 +12,7 @@ Legend: `W` ranks.
 from __future__ import annotations
 
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,7 +31,7 @@ from bench.support.fake_group import as_one_rank, connect_as_over_nccl, fake_gro
 from bench.support.measure import percentile
 from bench.support.systems import Build, Trainer, build_format, build_fsdp2, build_shardlite
 from bench.support.workloads import WORKLOADS, Workload, llama_blocks, transformers_gpt2
-from shardlite import Precision
+from shardlite import NonFiniteWarning, Precision
 from shardlite.apps.plan.clusters import CLUSTERS
 from shardlite.apps.plan.plan import Planner, Setting
 from shardlite.apps.plan.source import Source
@@ -166,6 +167,7 @@ def _step(
 ) -> dict[str, Any]:
     """Return what a step takes, and holds above what was there before."""
     device, before = report.device, _allocated(report.device)
+    warnings.simplefilter("error", NonFiniteWarning)  # a step that is left out takes no time
     trainer = replace(build(workload, group), max_norm=_CLIP if clip else None)
     batch, rounds = workload.batch(0, 0), 1 if report.dry else _ROUNDS
     step = partial(trainer.step, batch)

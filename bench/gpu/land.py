@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from bench.gpu.run import ROWS
+from bench.gpu.run import ROWS, located
 from bench.support.table import RESULTS, Row, read_rows
 
 
@@ -32,13 +32,12 @@ def land(folder: Path, results: Path = RESULTS) -> int:
 
 def landed(folder: Path, results: Path) -> Path:
     """Put the rows into `results`, and return the file that has them now."""
-    rows = read_rows([folder / ROWS])
+    rows = located(read_rows([folder / ROWS]))
     if not any("card" in row for row in rows):
         raise ValueError(f"{folder / ROWS} has no row that names a card: did any probe run?")
     if any(row.get("dry") for row in rows):
         raise ValueError(f"{folder / ROWS} is of a dry run, which measures nothing: run it on a GPU")
-    first = next(row for row in rows if "card" in row)
-    file = results / f"gpu-{_slug(first['card'])}-{first['date']}.jsonl"
+    file = results / f"gpu-{_slug(rows[0]['card'])}-{rows[0]['date']}.jsonl"
     probes = {row["probe"] for row in rows}
     kept = [row for row in read_rows([file]) if row["probe"] not in probes] if file.exists() else []
     _replace(file, [*kept, *rows])

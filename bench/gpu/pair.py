@@ -5,15 +5,16 @@ The ranks are children of the probe, in its process group, so that all end toget
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,50 +32,63 @@ STEPS = 3
 LIMIT = 60.0
 """Seconds that ranks may take; the probe's own limit is shorter on a GPU."""
 
+NEAR = 1e-5
+"""By which weights may differ from those of one process: gradients are added in another order."""
+
 
 def pair(report: Report) -> None:
     """Train on 2 and on 4 ranks of one card, and report what each transport did."""
     for ranks in (2,) if report.dry else (2, 4):
         with report.guarded(ranks=ranks), tempfile.TemporaryDirectory() as folder:
-            processes = [_start(rank, ranks, Path(folder), dry=report.dry) for rank in range(ranks)]
+            processes = [_start(rank, ranks, Path(folder) / "store", report) for rank in range(ranks)]
             statuses = [process.wait(LIMIT) for process in processes]
-            for line in (Path(folder) / "rows.jsonl").read_text().splitlines():
-                report(ranks=ranks, **json.loads(line))
             assert not any(statuses), f"ranks ended with {statuses}; see the log"
 
 
-def _start(rank: int, ranks: int, folder: Path, *, dry: bool) -> subprocess.Popen[bytes]:
+def _start(rank: int, ranks: int, store: Path, report: Report) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
-    command = [sys.executable, "-m", "bench.gpu.pair", str(rank), str(ranks), str(folder), "cpu" if dry else "cuda:0"]
-    return subprocess.Popen(command, cwd=ROOT, env=environment)
+    command = [sys.executable, "-m", "bench.gpu.pair", str(rank), str(ranks), str(store), str(report.file)]
+    return subprocess.Popen([*command, *["--dry"][: int(report.dry)]], cwd=ROOT, env=environment)
 
 
-def be_rank(rank: int, ranks: int, folder: Path, device: torch.device) -> int:
-    """Train over each transport; rank 0 writes a row on each. Return 1 if any failed."""
+def be_rank(rank: int, ranks: int, store: Path, report: Report) -> int:
+    """Train over each transport; rank 0 reports each. Return 1 if any failed."""
     torch.set_num_threads(1)
+    device = report.device
     if device.type == "cuda":
-        torch.cuda.set_device(device)
-    store = f"file://{folder / 'store'}"
+        torch.cuda.set_device(0)
     dist.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=LIMIT / 2)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=LIMIT / 2)
     )
+    write = partial(report, ranks=ranks) if rank == 0 else _say_nothing
     staged, ms = _trained(device, "p2p")
-    rows: list[dict[str, Any]] = [{"transport": "p2p", "off": _largest_error(staged, _twin(ranks, device)), "ms": ms}]
-    _write(rank, folder, rows[-1])
-    try:
-        if device.type == "cuda":
-            direct, ms = _trained(device, "symmetric_memory")
-            same = all(torch.equal(direct[name], weight) for name, weight in staged.items())
-            rows.append({"transport": "symmetric_memory", "same_bits": same, "ms": ms})
-        else:
-            rows.append({"transport": "symmetric_memory", "note": "needs a GPU"})
-    except Exception as error:
-        rows.append({"transport": "symmetric_memory", "error": f"{type(error).__name__}: {error}"[:300]})
-    _write(rank, folder, rows[-1])
-    if "error" in rows[-1]:  # the others may wait for this rank, which cannot say goodbye
-        os._exit(1)
+    off = _largest_error(staged, _twin(ranks, device))
+    write(transport="p2p", off=off, ms=ms)
+    if report.dry:
+        write(transport="symmetric_memory", note="needs a GPU")
+        same = True
+    else:
+        same = _trained_directly(device, staged, write)
     dist.destroy_process_group()
-    return int(rows[0]["off"] > 1e-5 or not rows[1].get("same_bits", True))
+    return int(off > NEAR or not same)
+
+
+def _say_nothing(**_: object) -> None:
+    """Be a rank whose results rank 0 reports."""
+
+
+def _trained_directly(device: torch.device, staged: dict[str, Tensor], write: Callable[..., None]) -> bool:
+    """Train over symmetric memory, and return whether the weights have the bits of `staged`."""
+    try:
+        direct, ms = _trained(device, "symmetric_memory")
+        same = all(torch.equal(direct[name], weight) for name, weight in staged.items())
+        write(transport="symmetric_memory", same_bits=same, ms=ms)
+    except Exception as error:
+        traceback.print_exc()
+        write(transport="symmetric_memory", error=f"{type(error).__name__}: {error}"[:300])
+        sys.stdout.flush()
+        os._exit(1)  # other ranks may wait for this one, which could not leave the group
+    return same
 
 
 def _trained(device: torch.device, transport: TransportName) -> tuple[dict[str, Tensor], float]:
@@ -117,16 +131,10 @@ def _workload(device: torch.device) -> Any:
     return perceptrons("pair", blocks=3, width=64, batch=8).on(device)
 
 
-def _write(rank: int, folder: Path, row: dict[str, Any]) -> None:
-    if rank == 0:
-        with (folder / "rows.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
-
-
 def main(arguments: Sequence[str]) -> int:
     """Be one rank."""
-    rank, ranks, folder, device = arguments
-    return be_rank(int(rank), int(ranks), Path(folder), torch.device(device))
+    rank, ranks, store, rows, *dry = arguments
+    return be_rank(int(rank), int(ranks), Path(store), Report("pair", Path(rows), dry=bool(dry)))
 
 
 if __name__ == "__main__":

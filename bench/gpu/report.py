@@ -28,7 +28,7 @@ class Report:
         self.dry = dry
         self.device = torch.device("cpu" if dry else "cuda")
         self.failed = False
-        self._file = file
+        self.file = file
         self._common = {"bench": "gpu", "probe": probe, "dry": dry}
         self._machine = machine(self.device)
         self._machine["card"] = "none" if dry else torch.cuda.get_device_name()
@@ -36,7 +36,7 @@ class Report:
     def __call__(self, **found: object) -> None:
         """Write a row."""
         line = json.dumps({**self._common, **found, **self._machine})
-        with self._file.open("a") as rows:
+        with self.file.open("a") as rows:
             rows.write(line + "\n")
         print(line, flush=True)
 

@@ -85,6 +85,8 @@ AFTER_WARM_UP = "bits"
 PATIENCE = 45
 """Seconds after the start for which `AFTER_WARM_UP` waits for the kernels."""
 
+_WHERE = ("machine", "card", "torch", "python", "date")
+
 NO_GPU = 3
 """Exit status of a probe on a machine without a GPU."""
 
@@ -194,11 +196,18 @@ def be_probe(name: str, rows: Path, *, dry: bool) -> int:
     return int(report.failed)
 
 
+def located(rows: Sequence[Row]) -> list[Row]:
+    """Return rows that all name the machine. Those on how a probe ended do not know it."""
+    where = next((row for row in rows if "card" in row), {})
+    return [{**{key: where[key] for key in _WHERE if key in where}, **row} for row in rows]
+
+
 def finish(folder: Path) -> str:
     """Write the table of the rows, and the archive; return the table."""
     from bench.gpu.table import render, render_ended
 
-    rows = [json.loads(line) for line in (folder / ROWS).read_text().splitlines()]
+    rows = located([json.loads(line) for line in (folder / ROWS).read_text().splitlines()])
+    (folder / ROWS).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     table = f"{render(rows)}\n\n{render_ended(rows)}\n"
     (folder / TABLE_FILE).write_text(table)
     with tarfile.open(folder / ARCHIVE, "w:gz") as archive:

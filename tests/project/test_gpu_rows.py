@@ -25,7 +25,7 @@ FOUND = [
     STEP | {"system": "fsdp2", "ms_p50": 130.25, "ms_p50_vs_fsdp2": 1.0},
     STEP | {"system": "exact", "ms_p50": 117.5, "ms_p50_vs_fsdp2": 0.902},
     {"probe": "bits", "kernel": "adamw", "format": "fp32", "error": "AssertionError: 3 sums are wrong"},
-    {"probe": "fake8", "status": "ok", "seconds": 99.0, "rows": 2},
+    {"bench": "gpu", "dry": False, "probe": "fake8", "status": "ok", "seconds": 99.0, "rows": 2},
 ]
 SENTENCES = ("No GPU has run", "There are no rows yet")
 
@@ -97,7 +97,7 @@ def test_with_rows_no_page_says_that_no_gpu_has_run(tmp_path, results):
 def test_the_report_shows_them(tmp_path, results):
     before = page(read_files([results / "host-fake.jsonl"]))
     assert "No row is of a GPU." in before
-    file = landed(folder_with(tmp_path, FOUND[:2]), results)
+    file = landed(folder_with(tmp_path, FOUND), results)
     after = page(read_files([results / "host-fake.jsonl", file]))
     assert "No row is of a GPU." not in after
     assert "each collective is a sleep" in after
