@@ -12,7 +12,7 @@ has found by then is in the rows. Kernels are compiled by a process of their own
 |---|---|
 | `rows.jsonl` | one JSON object for each finding, written as it comes; a row with `status` for each probe that ended |
 | `probes.log` | what probes printed, tracebacks included |
-| `table.md` | the table that is printed at the end |
+| `table.md` | the table that is printed at the end, and one with all numbers for each probe |
 | `gpu.tar.gz` | the three files together |
 
 This file imports no PyTorch, so the first probe starts at once.
@@ -203,17 +203,17 @@ def located(rows: Sequence[Row]) -> list[Row]:
 
 
 def finish(folder: Path) -> str:
-    """Write the table of the rows, and the archive; return the table."""
-    from bench.gpu.table import render, render_ended
+    """Write the tables of the rows, and the archive; return the table of all probes."""
+    from bench.gpu.table import render, render_summary
 
     rows = located([json.loads(line) for line in (folder / ROWS).read_text().splitlines()])
     (folder / ROWS).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    table = f"{render(rows)}\n\n{render_ended(rows)}\n"
-    (folder / TABLE_FILE).write_text(table)
+    summary = render_summary(rows)
+    (folder / TABLE_FILE).write_text(f"{summary}\n\n{render(rows)}\n")
     with tarfile.open(folder / ARCHIVE, "w:gz") as archive:
         for name in (ROWS, LOG, TABLE_FILE):
             archive.add(folder / name, name)
-    return table
+    return summary
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -164,10 +164,59 @@ def render(rows: Sequence[Row]) -> str:
     return "\n\n".join(_render_probe(probe, list(some)) for probe, some in groupby(known, key=lambda row: row["probe"]))
 
 
-def render_ended(rows: Sequence[Row]) -> str:
-    """Return the table of how the probes ended."""
-    ended = [[str(row[key]) for key in ("probe", "status", "seconds", "rows")] for row in rows if "status" in row]
-    return markdown_table([["probe", "status", "seconds", "rows"], *ended], words=2)
+def render_summary(rows: Sequence[Row]) -> str:
+    """Return one table with a line for each probe that ended: how, what failed in it, and what it found in short."""
+    cells = [["probe", "status", "in short", "s", "rows", "failed"]]
+    for ended in rows:
+        if "status" in ended:
+            found = [row for row in rows if row["probe"] == ended["probe"] and "status" not in row]
+            failed = sum("error" in row for row in found)
+            right = [row for row in found if "error" not in row]
+            short = _IN_SHORT[ended["probe"]](right) if right and ended["probe"] in _IN_SHORT else ""
+            cells.append(
+                [ended["probe"], ended["status"], short, f"{ended['seconds']:g}", str(ended["rows"]), str(failed)]
+            )
+    return markdown_table(cells, words=3)
+
+
+def _named(rows: Sequence[Row], name: Callable[[Row], str], key: str, digits: int) -> str:
+    """Return names and numbers in words, of the rows that have the key."""
+    return ", ".join(f"{name(row)} {row[key]:.{digits}f}" for row in rows if row.get(key) is not None)
+
+
+def _steps_in_short(rows: Sequence[Row]) -> str:
+    parts = [row for row in rows if row.get("system") not in (None, "fsdp2", "plan")]
+    by_model = groupby(parts, key=lambda row: row["model"])
+    return "step / FSDP2's: " + "; ".join(
+        f"{model}: {_named(list(some), lambda row: row['system'], 'ms_p50_vs_fsdp2', 2)}" for model, some in by_model
+    )
+
+
+def _host_in_short(rows: Sequence[Row]) -> str:
+    work = _named(rows, lambda row: row["system"], "host_us_per_unit", 0)
+    return f"µs per unit: {work}; ms in waits: {_named(rows, lambda row: row['system'], 'wait_ms', 2)}"
+
+
+def _twin_in_short(rows: Sequence[Row]) -> str:
+    same = [row["same_as_stage3"] for row in rows if "same_as_stage3" in row]
+    off = max((row["off"] for row in rows if "off" in row), default=0.0)
+    return f"{sum(same)} of {len(same)} stages have one result; formats are at most {100 * off:.2f} % off"
+
+
+_IN_SHORT: dict[str, Callable[[list[Row]], str]] = {
+    "environment": lambda rows: f"{rows[0]['card']}, torch {rows[0]['torch']}, Triton {rows[0]['triton']}",
+    "nccl": lambda rows: f"{len(rows)} collectives are right",
+    "bits": lambda rows: f"{len(rows)} kernels keep their contract",
+    "bandwidth": lambda rows: (
+        "share of a copy: "
+        + _named([row for row in rows if row.get("system") == "shardlite"], _text("kernel"), "share_of_copy", 2)
+    ),
+    "fake8": _steps_in_short,
+    "host": _host_in_short,
+    "twin": _twin_in_short,
+    "compiled": lambda rows: "ms: " + _named(rows, lambda row: f"{row['compiled']} {row['system']}", "ms_p50", 2),
+    "pair": lambda rows: ", ".join(f"{row['transport']} of {row['ranks']}" for row in rows) + " ranks",
+}
 
 
 def _render_probe(probe: str, rows: Sequence[Row]) -> str:

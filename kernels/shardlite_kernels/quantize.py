@@ -114,7 +114,7 @@ def quantize_reference(codes: Tensor, scales: Tensor, source: Tensor) -> None:
     _check("quantise", "source", source, codes, scales)
     blocks = source.float().view(-1, SCALE_BLOCK)
     exponent = blocks.abs().amax(1).view(torch.int32) >> 23
-    step = torch.pow(2.0, exponent.double() - 133).unsqueeze(1)
+    step = _step_reference(exponent).unsqueeze(1)
     rounded = (blocks.double() / step).round().clamp(-127, 127)
     poisoned = (exponent == _POISON).unsqueeze(1)
     codes.copy_(torch.where(poisoned, 0.0, rounded).view(-1))
@@ -143,9 +143,14 @@ def dequantize(out: Tensor, codes: Tensor, scales: Tensor) -> None:
 def dequantize_reference(out: Tensor, codes: Tensor, scales: Tensor) -> None:
     """Specification of `dequantize`."""
     _check("dequantise", "out", out, codes, scales)
-    step = torch.pow(2.0, scales.reshape(-1, 1).double() - 133)
+    step = _step_reference(scales.reshape(-1, 1))
     values = codes.reshape(-1, SCALE_BLOCK).double() * step
     out.copy_(torch.where(scales.reshape(-1, 1) == _POISON, torch.nan, values).view(-1))
+
+
+def _step_reference(scales: Tensor) -> Tensor:
+    """Return `2^(scale - 133)` in fp64, by its bits: a device's power function need not be exact."""
+    return ((scales.long() + (1023 - 133)) << 52).view(torch.float64)
 
 
 def _check(who: str, name: str, floats: Tensor, codes: Tensor, scales: Tensor) -> None:
