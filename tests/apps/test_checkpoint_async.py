@@ -13,6 +13,7 @@ from torch import nn
 
 from shardlite import AdamW, CheckpointError, Precision, ShardLite, async_save, load, save
 from shardlite.apps.checkpoint import files, latest, saving
+from tests.apps.test_checkpoint_faults import names_in
 from tests.support.patience import seconds
 from tests.support.twins.sharded import same_bits
 
@@ -89,7 +90,7 @@ def queue_body(group: Any, path: Path) -> None:
         load(path, model, optimizer)
         assert third.done()
     dist.barrier(group)
-    assert sorted(each.name for each in path.iterdir()) == ["step-00000002", "step-00000003"]
+    assert names_in(path) == ["step-00000002", "step-00000003"]
 
 
 def test_a_second_save_waits(cluster, tmp_path):
@@ -107,7 +108,7 @@ def failed_body(group: Any, path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'ranks\.1\.extra' holds something that is neither"):
         async_save(path, model, extra={"bad": Bad()} if dist.get_rank(group) else {})
     dist.barrier(group)
-    assert [each.name for each in path.iterdir()] == [whole.name]
+    assert names_in(path) == [whole.name]
     dist.barrier(group)
 
     def fails(*args: Any) -> Any:
@@ -123,7 +124,7 @@ def failed_body(group: Any, path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"save: rank 1: OSError: no disk"):
             save(path, model, optimizer)  # says so once
     dist.barrier(group)
-    assert [each.name for each in path.iterdir()] == [whole.name]
+    assert names_in(path) == [whole.name]
     dist.barrier(group)
     assert save(path, model, optimizer).name == "step-00000001"
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from shardlite import AdamW, CheckpointError, CommError, ShardLite, load, save
-from shardlite.apps.checkpoint import SafeLoadPlanner, SafeReader, files, latest, saving, writing
+from shardlite.apps.checkpoint import SafeLoadPlanner, SafeReader, files, latest, lease, saving, writing
 from tests.support.patience import seconds
 from tests.support.twins.sharded import same_bits
 
@@ -39,6 +39,11 @@ def train(model: ShardLite, optimizer: AdamW, steps: int = 1) -> None:
         model(torch.ones(2, 64)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def names_in(path: Path) -> list[str]:
+    """Return what is in the folder of a run, beside its lease."""
+    return sorted(each.name for each in path.iterdir() if each.name != lease.NAME)
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------
@@ -203,6 +208,7 @@ def malicious_body(group: Any, path: Path) -> None:
         SafeReader(place).read_metadata()
     dist.barrier(group)
     if dist.get_rank(group) == 0:
+        metadata = metadata.replace(b"ranks.0.generators", b"ranks.0.generatorz")  # as another program's
         (place / files.METADATA).write_bytes(metadata)
         content = pickle.loads(metadata)
         where = next(each for index, each in content.storage_data.items() if index.fqn.endswith("param_groups.0.lr"))
@@ -247,7 +253,8 @@ def outside_body(group: Any, path: Path) -> None:
         metadata = pickle.loads((place / files.METADATA).read_bytes())
         for where in metadata.storage_data.values():
             where.relative_path = "../../secret"
-        (place / files.METADATA).write_bytes(pickle.dumps(metadata))
+        content = pickle.dumps(metadata).replace(b"ranks.0.generators", b"ranks.0.generatorz")  # another program's
+        (place / files.METADATA).write_bytes(content)
     dist.barrier(group)
     with pytest.raises(CheckpointError, match=r"names a file outside of the checkpoint: \.\./\.\./secret"):
         load(path, model)
@@ -285,7 +292,7 @@ def full_body(group: Any, path: Path) -> None:
             save(path, model, optimizer)
     signal.signal(signal.SIGXFSZ, handler)
     dist.barrier(group)
-    assert [each.name for each in path.iterdir()] == [whole.name]
+    assert names_in(path) == [whole.name]
     dist.barrier(group)
     other, its = run_on(group, seed=1)
     load(path, other, its)
@@ -327,7 +334,7 @@ def resumed_body(group: Any, path: Path) -> int:
     for name, value in model.full_state_dict().items():
         same_bits(name, value, straight.full_state_dict()[name])
     save(path, model, optimizer, {"step": step + 1}, step=step + 1)
-    assert not [each for each in path.iterdir() if each.name.startswith(".")]
+    assert [each.name for each in path.iterdir() if each.name.startswith(".")] == [lease.NAME]
     return step
 
 

@@ -7,6 +7,7 @@ Each file has one CRC-32 per 4 MiB, computed as the file is written; a reader ch
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 from zlib import crc32
 
+from shardlite.apps.checkpoint.lease import Lease
 from shardlite.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -34,82 +36,134 @@ _HELD = 1 << 16
 
 _NAME = re.compile(r"(\.old-)?step-(\d+)")
 
+_OURS = b"ranks.0.generators"
+"""An entry that `save` writes, and no other program."""
+
+FORMAT = 1
+"""Of the manifest."""
+
+log = logging.getLogger("shardlite")
+
 
 def name_of(step: int) -> str:
     """Return the name of the checkpoint of a step. Names sort like steps."""
     return f"step-{step:08}"
 
 
-def checkpoints_in(root: Path) -> dict[int, Path]:
-    """Return the checkpoints in a folder by step, in ascending order.
+def folders_in(root: Path) -> dict[int, Path]:
+    """Return the folders with the name of a checkpoint by step, in ascending order, damaged ones included.
 
     A crash while a checkpoint was replaced may have left the old one under another name.
     """
     found: dict[int, Path] = {}
     for each in sorted(root.iterdir() if root.is_dir() else (), key=lambda path: path.name):
-        match = _NAME.fullmatch(each.name)
-        if match and (each / METADATA).is_file():
+        if (match := _NAME.fullmatch(each.name)) and each.is_dir():
             found[int(match[2])] = each  # `.old-` sorts first
     return dict(sorted(found.items()))
 
 
+def checkpoints_in(root: Path) -> dict[int, Path]:
+    """Return the checkpoints in a folder by step, in ascending order, without those that lack a file."""
+    return {step: folder for step, folder in folders_in(root).items() if lacking(folder) is None}
+
+
+def lacking(folder: Path) -> str | None:
+    """Return the name of a file without which a folder is no whole checkpoint, or `None` if it has what it needs.
+
+    A checkpoint that something else than ShardLite has written needs no manifest.
+    """
+    if not (folder / METADATA).is_file():
+        return METADATA
+    if not (folder / MANIFEST).is_file() and _OURS in (folder / METADATA).read_bytes():
+        return MANIFEST
+    return None
+
+
 def latest(path: str | os.PathLike[str]) -> Path | None:
-    """Return the newest checkpoint in the folder of a run, or `None` if there is none."""
-    return next(reversed(checkpoints_in(Path(path)).values()), None)
+    """Return the newest checkpoint in the folder of a run, or `None` if there is none.
+
+    Raises:
+        CheckpointError: the newest one lacks a file.
+    """
+    found = next(reversed(folders_in(Path(path)).values()), None)
+    if found is not None:
+        check_whole(found)
+    return found
+
+
+def check_whole(folder: Path) -> None:
+    """Raise `CheckpointError` if a checkpoint lacks a file that says what it holds."""
+    if (missing := lacking(folder)) is not None:
+        older = [other for other in checkpoints_in(folder.parent).values() if other != folder]
+        remedy = f"; the newest whole checkpoint is {older[-1]}" if older else ""
+        raise CheckpointError(f"{folder} is damaged: {missing} is missing. Nothing was loaded{remedy}")
 
 
 def find(path: Path) -> Path:
     """Return `path` if it is a checkpoint, else the newest one in it.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or it lacks a file.
     """
-    found = path if (path / METADATA).is_file() else latest(path)
+    if (path / METADATA).is_file() or (path / MANIFEST).is_file() or _NAME.fullmatch(path.name):
+        check_whole(path)
+        return path
+    found = latest(path)
     if found is None:
         raise CheckpointError(f"there is no checkpoint in {path}")
     return found
 
 
-def begin(root: Path, step: int) -> Path:
+def begin(root: Path, step: int, lease: Lease) -> Path:
     """Make the folder in which the checkpoint of `step` is written. What a crash has left is put in order."""
     folder = root / f".saving-{name_of(step)}"
-    root.mkdir(parents=True, exist_ok=True)
-    whole = checkpoints_in(root)
-    for number, place in whole.items():
+    for number, place in folders_in(root).items():
         if place.name != name_of(number):
+            lease.check()
             place.rename(root / name_of(number))
-    clear(root)
+    for left in (*root.glob(".saving-*"), *root.glob(".old-*")):
+        lease.check()
+        discard(left)
     folder.mkdir()
     return folder
 
 
-def clear(root: Path) -> None:
-    """Remove what saves that failed have left."""
-    for left in (*root.glob(".saving-*"), *root.glob(".old-*")):
-        shutil.rmtree(left)
+def discard(left: Path) -> None:
+    """Remove what a save has left. What cannot be removed stays, and is warned of."""
+    try:
+        left.unlink() if left.is_symlink() or not left.is_dir() else shutil.rmtree(left)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        log.warning("%s is left of a save and cannot be removed: %s", left, error)
 
 
-def publish(folder: Path, root: Path, step: int, keep: int | None) -> Path:
-    """Give a finished checkpoint its name in the place of one that had it, and leave `keep` of them: the newest."""
+def publish(folder: Path, root: Path, step: int, keep: int | None, lease: Lease) -> Path:
+    """Give a finished checkpoint its name in the place of one that had it, and leave `keep` of them: the newest.
+
+    A checkpoint that is a symbolic link is neither counted nor removed.
+    """
     place, old = root / name_of(step), root / f".old-{name_of(step)}"
     _sync(folder)
-    if place.exists():
+    lease.check()
+    if place.exists() or place.is_symlink():
         place.rename(old)
     folder.rename(place)
     _sync(root)
-    if old.exists():
-        _remove(old)
-    others = [path for number, path in checkpoints_in(root).items() if number != step]
+    if old.exists() or old.is_symlink():
+        _remove(old, lease)
+    others = [path for number, path in checkpoints_in(root).items() if number != step and not path.is_symlink()]
     for path in others[: max(0, len(others) + 1 - keep)] if keep is not None else ():
-        _remove(path)
+        _remove(path, lease)
     return place
 
 
-def _remove(checkpoint: Path) -> None:
+def _remove(checkpoint: Path, lease: Lease) -> None:
     """Remove a checkpoint. One that is removed in part is no checkpoint: it loses its name first."""
     doomed = checkpoint.with_name(f".saving-{checkpoint.name}-removed")
+    lease.check()
     checkpoint.rename(doomed)
-    shutil.rmtree(doomed)
+    discard(doomed)
 
 
 def write_synced(path: Path, content: bytes) -> None:
@@ -216,7 +270,7 @@ def sums_of(path: Path) -> dict[str, Any]:
 
 def write_manifest(folder: Path, facts: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> None:
     """Write `shardlite.json`: `facts`, and the checksums of all files of a checkpoint."""
-    told = {"format": 1, **facts, "block": BLOCK, "files": dict(files)}
+    told = {"format": FORMAT, **facts, "block": BLOCK, "files": dict(files)}
     text = json.dumps({**told, "crc32": _crc_of(told)}, indent=1)
     write_synced(folder / MANIFEST, text.encode())
 
@@ -225,7 +279,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Return what `shardlite.json` says, or `None` for a checkpoint that something else has written.
 
     Raises:
-        CheckpointError: the file is damaged.
+        CheckpointError: the file is damaged, or of another format.
     """
     path = folder / MANIFEST
     if not path.exists():
@@ -236,6 +290,11 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
             raise ValueError("its checksum is another")
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged: {error}. {REMEDY}") from None
+    if told.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {told.get('format')!r}, and this version of ShardLite reads format {FORMAT}: install "
+            "the version that wrote it, or a newer one. Nothing was loaded"
+        )
     return cast("dict[str, Any]", told)
 
 

@@ -76,7 +76,8 @@ def load(
         optimizer: its optimizer; without one, a saved state is left alone.
         extra: objects with `load_state_dict()`, under the keys under which `save` was given them: their states are
             loaded.
-        missing_ok: whether there may be nothing to load, at the begin of a run. Then nothing changes.
+        missing_ok: whether there may be nothing to load, at the begin of a run; then nothing changes. If the newest
+            checkpoint lacks a file, the newest whole one is loaded, with a warning that names those passed over.
 
     Returns:
         What `save` was given as `extra`, with the objects of this call's `extra` in their places. Each rank gets its
@@ -91,8 +92,10 @@ def load(
     """
     wait_for_save(model)
     talk = Talk(model)
-    _, told = talk.agree(lambda: _find(Path(path)), "load", tell=lambda found: found)
-    folder, step = told[0]
+    _, told = talk.agree(lambda: _find(Path(path), missing_ok), "load", tell=lambda found: found)
+    folder, step, passed = told[0]
+    if passed and talk.rank == 0:
+        log.warning("load: damaged checkpoints in %s are passed over: %s", path, passed)
     memory = neighbour.find(path, model, talk)
     if memory is not None and memory.step >= step:
         try:
@@ -106,13 +109,25 @@ def load(
     return Restored({}, 0, "")
 
 
-def _find(path: Path) -> tuple[str | None, int]:
-    """Return the folder to load, and the step of the newest checkpoint of a run; -1 if it is no run's."""
-    checkpoints = files.checkpoints_in(path)
-    if (path / files.METADATA).is_file() or (not checkpoints and is_safetensors(path)):
-        return str(path), -1
-    newest = max(checkpoints, default=-1)
-    return (str(checkpoints[newest]) if checkpoints else None), newest
+def _find(path: Path, missing_ok: bool) -> tuple[str | None, int, str]:
+    """Return the folder to load, the step of a run's newest checkpoint (else -1), and which ones are passed over.
+
+    Raises:
+        CheckpointError: the newest one lacks a file, and with `missing_ok` so do all others.
+    """
+    folders = files.folders_in(path)
+    if (path / files.METADATA).is_file() or (path / files.MANIFEST).is_file() or (not folders and is_safetensors(path)):
+        return str(files.find(path) if not is_safetensors(path) else path), -1, ""
+    if not folders:
+        return None, -1, ""
+    newest, whole = max(folders), files.checkpoints_in(path)
+    if newest in whole:
+        return str(folders[newest]), newest, ""
+    if not (missing_ok and whole):
+        files.check_whole(folders[newest])
+    passed = [folder for step, folder in folders.items() if step > max(whole)]
+    reasons = ", ".join(f"{folder.name} lacks {files.lacking(folder)}" for folder in passed)
+    return str(whole[max(whole)]), max(whole), reasons
 
 
 @contextmanager

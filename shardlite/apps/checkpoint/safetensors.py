@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 
 from shardlite.apps.checkpoint import files
+from shardlite.apps.checkpoint.lease import hold
 from shardlite.apps.checkpoint.reading import Checkpoint
 from shardlite.apps.checkpoint.saving import finish
 from shardlite.apps.checkpoint.writing import write_part
@@ -186,7 +187,10 @@ def export_weights(
     for number, members in enumerate(parts, start=1):
         file = folder / (_ONE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors")
         tensors = {name.removeprefix("model."): _converted(checkpoint.object(name), dtype) for name in members}
+        file.touch()  # with the permissions that new files get, which the package does not give
+        mode = file.stat().st_mode
         package.torch.save_file(tensors, file, metadata={"format": "pt"})
+        file.chmod(mode)
         places.update(dict.fromkeys(tensors, file.name))
         written.append(file)
     if count > 1:
@@ -213,12 +217,14 @@ def import_weights(path: str | os.PathLike[str], out: str | os.PathLike[str]) ->
     """
     source, root = SafetensorsFolder(Path(path)), Path(out)
     entries = {f"model.{name}": _later(source, name) for name in source.entries}
-    step = max(files.checkpoints_in(root), default=-1) + 1
-    folder = files.begin(root, step)
+    root.mkdir(parents=True, exist_ok=True)
+    lease = hold(root, source)
+    step = max(files.folders_in(root), default=-1) + 1
+    folder = files.begin(root, step, lease)
     items = [item for name, value in entries.items() for item in _create_write_items(name, value)]
     part = write_part(folder, 0, items, entries)
     part |= {"aliases": {}, "paths": {name: ("model", name.removeprefix("model.")) for name in entries}}
-    finish(folder, root, {"step": step, "ranks": 1, "stage": 0}, [part], keep=None)
+    finish(folder, root, {"step": step, "ranks": 1, "stage": 0}, [part], None, lease)
     return root / files.name_of(step)
 
 

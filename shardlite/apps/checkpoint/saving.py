@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import os
 import pickle
-import shutil
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import index
 from pathlib import Path
 from threading import Thread
@@ -42,6 +40,7 @@ from torch.optim import Optimizer
 
 from shardlite.apps.checkpoint import files
 from shardlite.apps.checkpoint.contents import Paths, contents, pickled
+from shardlite.apps.checkpoint.lease import Lease, hold
 from shardlite.apps.checkpoint.writing import write_part
 from shardlite.comm import Ranks, all_gather_json
 from shardlite.errors import CheckpointError
@@ -81,8 +80,9 @@ def save(
         The path of the checkpoint.
 
     Raises:
-        CheckpointError: on every rank, if any rank cannot write its part, or has something in `extra` that loading
-            could execute code for. The earlier checkpoints are as they were.
+        CheckpointError: on every rank, if any rank cannot write its part, has something in `extra` that loading could
+            execute code for, or another job that is running saves into the folder. The earlier checkpoints are as
+            they were.
         CommError: a rank did not come to the call.
     """
     return _begin(path, model, optimizer, extra, step, keep, snapshot=False).run()
@@ -160,13 +160,19 @@ def _begin(
     wait_for_save(model)
     talk, root = Talk(model), Path(path)
 
+    made: list[Path] = []
+    leases: list[Lease] = []
+
     def prepare() -> tuple[int, _Part]:
         part = _part_of(model, optimizer, extra, talk)
         if snapshot:
             part = part.copied()
-        chosen = step if step is not None else max(files.checkpoints_in(root), default=-1) + 1
         if talk.rank == 0:
-            files.begin(root, chosen)
+            root.mkdir(parents=True, exist_ok=True)
+            leases.append(hold(root, model, talk))
+        chosen = step if step is not None else max(files.folders_in(root), default=-1) + 1
+        if talk.rank == 0:
+            made.append(files.begin(root, chosen, leases[0]))
         return chosen, part
 
     try:
@@ -177,17 +183,20 @@ def _begin(
         if step is not None and len(set(steps)) > 1:
             raise CheckpointError(f"save: ranks were given different steps, {steps} by rank")
     except CheckpointError:
-        if talk.rank == 0:
-            files.clear(root)
+        for each in made:
+            files.discard(each)
         raise
     folder = root / f".saving-{files.name_of(steps[0])}"
     facts = {"step": steps[0], "ranks": talk.size, "stage": model.stage}
     if model._parts is not None:
         facts[files.LOOPS] = model._parts.finished
-    return _Save(folder, root, facts, keep, part, talk if not snapshot else talk.on_thread("save"))
+    job = _Save(folder, root, facts, keep, part, talk if not snapshot else talk.on_thread("save"), leases)
+    for lease in leases:
+        lease.holders.add(job)
+    return job
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Save:
     """A save whose ranks have agreed to begin. It knows no model, which may train on."""
 
@@ -197,17 +206,24 @@ class _Save:
     keep: int | None
     part: _Part
     talk: Talk
+    leases: Sequence[Lease]
+    """Rank 0's on the folder of the run."""
 
     def run(self) -> Path:
         """Write this rank's part and, on rank 0, publish the checkpoint. Return its path."""
         talk = self.talk
         try:
             _, parts = talk.agree(lambda: self.part.write(self.folder, talk.rank), "save", tell=lambda part: part)
-            publish = partial(finish, self.folder, self.root, self.facts, parts, self.keep)
-            talk.agree(publish if talk.rank == 0 else lambda: None, "save", tell=lambda _: None)
+
+            def publish() -> None:
+                for lease in self.leases:
+                    finish(self.folder, self.root, self.facts, parts, self.keep, lease)
+
+            talk.agree(publish, "save", tell=lambda _: None)
         except BaseException:
-            if talk.rank == 0:
-                shutil.rmtree(self.folder, ignore_errors=True)
+            for lease in self.leases:
+                if lease.renew():  # else the folder is another job's
+                    files.discard(self.folder)
             raise
         return self.root / files.name_of(self.facts["step"])
 
@@ -352,13 +368,13 @@ def _key(value: Tensor) -> Hashable:
 
 
 def finish(
-    folder: Path, root: Path, facts: Mapping[str, Any], parts: Sequence[dict[str, Any]], keep: int | None
+    folder: Path, root: Path, facts: Mapping[str, Any], parts: Sequence[dict[str, Any]], keep: int | None, lease: Lease
 ) -> None:
     """Write what describes the parts of all ranks, and publish the checkpoint. `facts` are those of the manifest."""
     files.write_synced(folder / files.METADATA, pickle.dumps(_metadata(parts)))
     sums = {name: told for part in parts for name, told in part["files"].items()}
     files.write_manifest(folder, facts, {**sums, files.METADATA: files.sums_of(folder / files.METADATA)})
-    files.publish(folder, root, facts["step"], keep)
+    files.publish(folder, root, facts["step"], keep, lease)
 
 
 def _metadata(parts: Sequence[dict[str, Any]]) -> Metadata:

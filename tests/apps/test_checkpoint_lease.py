@@ -1,0 +1,302 @@
+"""One job at a time saves into a folder: a second one is refused while the first lives, and takes over when it died."""
+
+import gc
+import os
+import shutil
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from shardlite import CheckpointError, save
+from shardlite.apps.checkpoint import files, latest, lease
+from tests.apps.test_checkpoint_faults import run_on, train
+from tests.support.patience import seconds, until
+
+DEAD = 2**22 + 1  # above the highest number of a process
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch):
+    monkeypatch.setattr(lease, "_LOOK", 0.02)
+
+
+def write(root: Path, **changes: Any) -> dict[str, Any]:
+    """Write the lease of another process: by default of this test's parent, which is alive."""
+    root.mkdir(exist_ok=True)
+    process = os.getppid()
+    told = {**lease._of_this_process(root), "token": "another", "process": process, "began": lease._began(process)}
+    told |= {"host": "elsewhere", **changes}
+    file = os.open(root / lease.NAME, os.O_CREAT | os.O_RDWR, 0o644)
+    lease._write(file, told)
+    os.close(file)
+    return told
+
+
+def give_up_all() -> None:
+    with lease._lock:
+        while lease._held:
+            lease._held.popitem()[1].give_up()
+
+
+@contextmanager
+def renewed(root: Path, told: dict[str, Any]):
+    """Renew a lease as its owner would, all the time."""
+    end = threading.Event()
+
+    def renew() -> None:
+        number = 0
+        while not end.wait(0.01):
+            write(root, **told | {"renewals": (number := number + 1)})
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+
+
+class Holder:
+    """Something that holds a lease."""
+
+
+# ---- whose the folder is --------------------------------------------------------------------------------------------
+
+
+def test_a_live_process_of_this_host_keeps_its_lease(tmp_path):
+    told = write(tmp_path)
+    with pytest.raises(CheckpointError, match=f"another job, which is running: process {os.getppid()} on elsewhere"):
+        lease.hold(tmp_path, Holder())
+    assert lease._read(tmp_path / lease.NAME) == told
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"process": DEAD}, {"began": "1"}, {"folder": 1}],
+    ids=["it has died", "its number was given to another", "the folder is a copy"],
+)
+def test_the_lease_of_a_dead_process_is_taken_over_at_once(tmp_path, changes):
+    write(tmp_path, **changes)
+    holder = Holder()
+    mine = lease.hold(tmp_path, holder)
+    mine.check()
+    assert lease._read(tmp_path / lease.NAME)["process"] == os.getpid()
+    assert lease.hold(tmp_path, holder) is mine
+    assert [each.name for each in tmp_path.iterdir()] == [lease.NAME]
+    give_up_all()
+    assert not list(tmp_path.iterdir())
+
+
+def test_on_another_host_a_lease_that_is_renewed_is_kept(tmp_path):
+    with renewed(tmp_path, write(tmp_path, where="another host")):
+        with pytest.raises(CheckpointError, match="is the folder of another job"):
+            lease.hold(tmp_path, Holder())
+
+
+def test_on_another_host_a_lease_that_is_not_renewed_is_taken_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(lease, "STALE", 0.3)
+    write(tmp_path, where="another host", process=DEAD)
+    holder = Holder()
+    lease.hold(tmp_path, holder).check()
+    give_up_all()
+
+
+def test_the_clock_of_the_file_system_tells_that_a_lease_is_old(tmp_path, monkeypatch):
+    write(tmp_path, where="another host")
+    os.utime(tmp_path / lease.NAME, (1, 1))
+    monkeypatch.setattr(lease, "sleep", lambda _: None)  # and nobody has to watch it
+    holder = Holder()
+    with mock.patch.object(lease, "monotonic", side_effect=AssertionError("it was watched")):
+        lease.hold(tmp_path, holder)
+    give_up_all()
+
+
+def test_a_lease_that_is_being_written_is_not_taken(tmp_path):
+    """Its maker has created it, and not said yet who it is."""
+    (tmp_path / lease.NAME).touch()
+
+    def say() -> None:
+        write(tmp_path, where="another host")
+
+    timer = threading.Timer(0.1, say)
+    timer.start()
+    with pytest.raises(CheckpointError, match="on elsewhere"):
+        lease.hold(tmp_path, Holder())
+    timer.join()
+
+
+def test_of_many_threads_that_take_over_one_has_it(tmp_path):
+    """Each for itself, as processes would."""
+    write(tmp_path, process=DEAD)
+    got: list[Any] = []
+
+    def take() -> None:
+        try:
+            got.append(lease._take(tmp_path))
+        except CheckpointError as error:
+            got.append(error)
+
+    threads = [threading.Thread(target=take) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    owner = lease._read(tmp_path / lease.NAME)["token"]
+    valid = [each for each in got if isinstance(each, lease.Lease) and each.told["token"] == owner]
+    assert len(valid) == 1
+    for each in got:
+        if isinstance(each, lease.Lease) and each is not valid[0]:
+            with pytest.raises(CheckpointError, match="was taken over by"):
+                each.check()
+    valid[0].give_up()
+
+
+def test_a_lease_ends_with_what_holds_it(tmp_path):
+    holder = Holder()
+    lease.hold(tmp_path, holder)
+    lease.renew_all()
+    assert lease._read(tmp_path / lease.NAME)["renewals"] == 1
+    del holder
+    gc.collect()
+    lease.renew_all()
+    assert not (tmp_path / lease.NAME).exists()
+
+
+def test_a_lease_that_was_lost_is_not_renewed(tmp_path):
+    holder = Holder()
+    mine = lease.hold(tmp_path, holder)
+    told = lease._of_this_process(tmp_path) | {"token": "another"}
+    beside = tmp_path / "beside"
+    beside.write_text("")
+    file = os.open(beside, os.O_RDWR)
+    lease._write(file, told)
+    os.close(file)
+    beside.rename(tmp_path / lease.NAME)
+    lease.renew_all()
+    assert lease._read(tmp_path / lease.NAME) == told
+    with pytest.raises(CheckpointError, match="was taken over by process"):
+        mine.check()
+    mine.give_up()
+    assert (tmp_path / lease.NAME).exists()
+
+
+# ---- saves ----------------------------------------------------------------------------------------------------------
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    return {str(each.relative_to(root)): each.read_bytes() for each in sorted(root.rglob("*")) if each.is_file()}
+
+
+def refused_body(group: Any, path: Path) -> None:
+    """All ranks are told, nothing of the other job is touched, and afterwards the save succeeds."""
+    model, optimizer = run_on(group)
+    train(model, optimizer)
+    theirs = path / ".saving-step-00000007"
+    if dist.get_rank(group) == 0:
+        theirs.mkdir(parents=True)
+        (theirs / "__0_0.distcp").write_bytes(b"theirs")
+        write(path)
+    dist.barrier(group)
+    before = tree(path)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"is the folder of another job, which is running: process \d+ on"):
+            save(path, model, optimizer, step=1, keep=1)
+        dist.barrier(group)
+        assert tree(path) == before
+        dist.barrier(group)
+    if dist.get_rank(group) == 0:
+        (path / lease.NAME).unlink()
+    save(path, model, optimizer, step=1, keep=1)
+    assert latest(path) == path / "step-00000001"
+    assert not theirs.exists()  # its job is gone
+
+
+def test_a_second_job_is_refused_on_all_ranks(cluster, tmp_path):
+    cluster.check(refused_body, 2, tmp_path / "run")
+
+
+def taken_over_body(group: Any, path: Path) -> None:
+    """The lease goes to another job while this one writes: it publishes nothing, and removes nothing."""
+    model, optimizer = run_on(group)
+    train(model, optimizer)
+    for step in (1, 2):
+        save(path, model, optimizer, step=step)
+    sync = files._sync
+
+    def lose(folder: Path) -> None:
+        sync(folder)
+        (path / lease.NAME).unlink()
+        write(path)
+
+    with mock.patch.object(files, "_sync", lose), pytest.raises(CheckpointError, match="was taken over by process"):
+        save(path, model, optimizer, step=3, keep=1)
+    dist.barrier(group)
+    assert list(files.checkpoints_in(path)) == [1, 2]
+    assert (path / ".saving-step-00000003").exists()  # the folder is another's now
+    with pytest.raises(CheckpointError, match="another job"):
+        save(path, model, optimizer, step=4, keep=1)
+    dist.barrier(group)
+    assert list(files.checkpoints_in(path)) == [1, 2]
+
+
+def test_a_job_that_has_lost_its_lease_publishes_nothing(cluster, tmp_path):
+    cluster.check(taken_over_body, 2, tmp_path / "run")
+
+
+def saving_body(group: Any, path: str) -> str:
+    model, optimizer = run_on(group)
+    train(model, optimizer)
+    return save(path, model, optimizer, keep=1).name
+
+
+def owning_body(group: Any, path: Path) -> None:
+    """Save, and stay alive until the other job has tried to."""
+    model, optimizer = run_on(group)
+    train(model, optimizer)
+    save(path, model, optimizer, step=5)
+    if dist.get_rank(group) == 0:
+        (path.parent / "saved").touch()
+        until((path.parent / "tried").exists)
+    dist.barrier(group)
+    save(path, model, optimizer, step=6)
+    assert list(files.checkpoints_in(path)) == [5, 6]
+
+
+def test_a_process_of_another_job_is_refused_until_the_first_has_ended(cluster, doomed, tmp_path):
+    path, tried = tmp_path / "run", threading.Event()
+
+    def second() -> None:
+        until((tmp_path / "saved").exists)
+        ended.extend(doomed.run(saving_body, 1, str(path), directory=beside))
+        (tmp_path / "tried").touch()
+        tried.set()
+
+    beside, ended = tmp_path / "second", list[Any]()
+    beside.mkdir()
+    thread = threading.Thread(target=second)
+    thread.start()
+    try:
+        cluster.check(owning_body, 2, path)
+    finally:
+        thread.join(seconds(60))
+    assert ended[0].kind == "CheckpointError", ended
+    assert "another job, which is running" in ended[0].text
+
+
+def test_a_folder_is_free_when_its_job_was_killed(cluster, doomed, tmp_path):
+    path = tmp_path / "run"
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    (ended,) = doomed.run(saving_body, 1, str(path), directory=first)
+    assert ended.result == "step-00000000"
+    shutil.rmtree(second)
+    second.mkdir()
+    (ended,) = doomed.run(saving_body, 1, str(path), directory=second)
+    assert ended.result == "step-00000001"

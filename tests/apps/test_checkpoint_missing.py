@@ -1,0 +1,215 @@
+"""A checkpoint that lacks a file, or is of a newer format, is an error that names the file; links are left alone."""
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+from zlib import crc32
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from shardlite import CheckpointError, load, save
+from shardlite.apps.checkpoint import files, latest
+from shardlite.apps.checkpoint.inspection import inspect
+from tests.apps.test_checkpoint_faults import names_in, run_on, train
+from tests.apps.test_checkpoint_lease import tree
+from tests.support.twins.sharded import same_bits
+
+
+def on_first(group: Any, act: Callable[[], object]) -> None:
+    """Let rank 0 act, between two barriers."""
+    dist.barrier(group)
+    if dist.get_rank(group) == 0:
+        act()
+    dist.barrier(group)
+
+
+def missing_body(group: Any, path: Path, name: str) -> None:
+    model, optimizer = run_on(group)
+    for step in (1, 2, 3):
+        train(model, optimizer)
+        save(path, model, optimizer, step=step)
+    weights = model.full_state_dict()
+    newest = path / "step-00000003"
+    on_first(group, (newest / name).unlink)
+    other, its = run_on(group, seed=1)
+    before = other.full_state_dict()
+    for place in (path, newest):
+        with pytest.raises(CheckpointError, match=rf"step-00000003(/| is damaged: ){name}"):
+            load(place, other, its)
+    for name_, value in other.full_state_dict().items():
+        same_bits(name_, value, before[name_])
+    if name not in (files.METADATA, files.MANIFEST):
+        return
+    for call in (lambda: latest(path), lambda: next(inspect(path))):
+        with pytest.raises(CheckpointError, match=f"{name} is missing.*the newest whole checkpoint is .*step-00000002"):
+            call()
+    assert load(path, other, its, missing_ok=True).step == 2
+    assert load(path / "step-00000001", other, its).step == 1
+    on_first(group, lambda: [(path / f"step-0000000{step}" / name).unlink() for step in (1, 2)])
+    with pytest.raises(CheckpointError, match=f"step-00000003 is damaged: {name} is missing. Nothing was loaded"):
+        load(path, other, its, missing_ok=True)
+    damaged = tree(newest)
+    save(path, model, optimizer, keep=1)
+    assert names_in(path) == [f"step-0000000{step}" for step in range(1, 5)]  # what is damaged may be mended
+    assert tree(newest) == damaged
+    load(path, other, its)
+    for name_, value in other.full_state_dict().items():
+        same_bits(name_, value, weights[name_])
+
+
+@pytest.mark.parametrize("name", [files.METADATA, files.MANIFEST, "__1_0.distcp"])
+def test_a_missing_file_is_named(cluster, tmp_path, name):
+    cluster.check(missing_body, 2, tmp_path, name)
+
+
+def passed_over_body(group: Any, path: Path) -> list[str]:
+    model, optimizer = run_on(group)
+    for step in (1, 2, 3):
+        save(path, model, optimizer, step=step)
+    on_first(group, lambda: [(path / f"step-0000000{step}" / files.METADATA).unlink() for step in (2, 3)])
+    said: list[str] = []
+    with mock.patch.object(logging.getLogger("shardlite"), "warning", lambda words, *given: said.append(words % given)):
+        assert load(path, model, optimizer, missing_ok=True).step == 1
+    return said
+
+
+def test_a_warning_names_what_is_passed_over(cluster, tmp_path):
+    first, second = cluster.run(passed_over_body, 2, tmp_path)
+    (words,) = first
+    assert "step-00000002 lacks .metadata, step-00000003 lacks .metadata" in words
+    assert second == []
+
+
+def empty_body(group: Any, path: Path) -> None:
+    """A folder whose content never came, as of a copy that was interrupted."""
+    model, optimizer = run_on(group)
+    save(path, model, optimizer, step=1)
+    on_first(group, (path / "step-00000002").mkdir)
+    with pytest.raises(CheckpointError, match=r"step-00000002 is damaged: .metadata is missing"):
+        load(path, model, optimizer)
+    assert save(path, model, optimizer).name == "step-00000003"
+
+
+def test_an_empty_folder_is_no_checkpoint(cluster, tmp_path):
+    cluster.check(empty_body, 2, tmp_path)
+
+
+def foreign_body(group: Any, path: Path) -> None:
+    """What DCP has written has no manifest, and needs none."""
+    model, _ = run_on(group)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=path / "step-00000004", process_group=group)
+    other, _ = run_on(group, seed=1)
+    assert load(path, other).source == str(path / "step-00000004")
+
+
+def test_a_checkpoint_of_another_program_needs_no_manifest(cluster, tmp_path):
+    cluster.check(foreign_body, 2, tmp_path)
+
+
+def newer_body(group: Any, path: Path) -> None:
+    model, optimizer = run_on(group)
+    place = save(path, model, optimizer)
+
+    def make_newer() -> None:
+        told = json.loads((place / files.MANIFEST).read_text())
+        del told["crc32"]
+        told["format"] = files.FORMAT + 1
+        told["crc32"] = crc32(json.dumps(told, sort_keys=True).encode())
+        (place / files.MANIFEST).write_text(json.dumps(told))
+
+    on_first(group, make_newer)
+    words = f"has format {files.FORMAT + 1}, and this version of ShardLite reads format {files.FORMAT}"
+    with pytest.raises(CheckpointError, match=words):
+        load(path, model, optimizer)
+
+
+def test_a_newer_format_is_refused_with_both_numbers(cluster, tmp_path):
+    cluster.check(newer_body, 2, tmp_path)
+
+
+# ---- links ----------------------------------------------------------------------------------------------------------
+
+
+def linked_body(group: Any, path: Path, far: Path) -> None:
+    """An old checkpoint was moved to another disk and linked; the folder that a link leads to is never touched."""
+    model, optimizer = run_on(group)
+    for step in (0, 1):
+        save(path, model, optimizer, step=step)
+
+    def move() -> None:
+        shutil.move(path / "step-00000000", far)
+        (path / "step-00000000").symlink_to(far)
+        (path / ".saving-step-00000009").symlink_to(far)  # which an earlier version may have left
+        (path / "step-00000042").symlink_to(path / "nowhere")
+
+    on_first(group, move)
+    content = tree(far)
+    for step in (2, 3, 4):
+        save(path, model, optimizer, step=step, keep=2)
+        dist.barrier(group)
+        assert names_in(path) == sorted(
+            ["step-00000000", f"step-0000000{step - 1}", f"step-0000000{step}", "step-00000042"]
+        )
+        dist.barrier(group)
+    assert tree(far) == content
+    assert load(path / "step-00000000", model, optimizer).step == 0
+    for step in (0, 42):  # in the place of a link
+        place = save(path, model, optimizer, step=step)
+        dist.barrier(group)
+        assert not place.is_symlink()
+    assert tree(far) == content
+
+
+def test_links_are_never_followed_for_removal(cluster, tmp_path):
+    cluster.check(linked_body, 2, tmp_path / "run", tmp_path / "far")
+
+
+def stubborn_body(group: Any, path: Path) -> None:
+    """What cannot be removed costs only its place, and an error in the middle of a save is the same on all ranks."""
+    model, optimizer = run_on(group)
+    for step in (1, 2):
+        save(path, model, optimizer, step=step)
+    with mock.patch.object(files.shutil, "rmtree", side_effect=PermissionError("no")):
+        for step in (3, 4):
+            save(path, model, optimizer, step=step, keep=1)
+            assert load(path, model, optimizer).step == step
+    with mock.patch.object(files, "_sync", side_effect=OSError("the disk is gone")):
+        with pytest.raises(CheckpointError, match="save: rank 0: OSError: the disk is gone"):
+            save(path, model, optimizer, step=5, keep=1)
+    save(path, model, optimizer, step=6, keep=1)
+    dist.barrier(group)
+    assert names_in(path) == ["step-00000006"]
+
+
+def test_a_save_that_failed_does_not_make_the_next_one_fail(cluster, tmp_path):
+    cluster.check(stubborn_body, 2, tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "umask"), reason="files have no permissions here")
+def test_exported_files_have_the_permissions_of_new_files(cluster, tmp_path):
+    pytest.importorskip("safetensors")
+    from shardlite.apps.checkpoint.safetensors import export_weights
+
+    cluster.check(saved_body, 1, tmp_path / "run")
+    before = os.umask(0o027)
+    try:
+        written = export_weights(tmp_path / "run", tmp_path / "out", largest=1 << 15)
+    finally:
+        os.umask(before)
+    assert len(written) > 1
+    for file in written:
+        assert file.stat().st_mode & 0o777 == 0o640, file
+
+
+def saved_body(group: Any, path: Path) -> None:
+    model, optimizer = run_on(group)
+    save(path, model, optimizer)
+    assert torch.is_grad_enabled()
