@@ -1410,6 +1410,27 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "the last block of a range is not checked",
     ),
     (
+        "shardlite/apps/checkpoint/command.py",
+        "call",
+        '        files.check(checkpoint.folder, told, {name: [(0, sums["size"])]})\n',
+        "",
+        "shardlite inspect finds no flipped bit",
+    ),
+    (
+        "shardlite/apps/checkpoint/lease.py",
+        "condition",
+        'if _began(told.get("process", 0)) == told.get("began"):',
+        'if _began(told.get("process", 0)) is not None:',
+        "the number of a process that was given to another one keeps a folder for ever",
+    ),
+    (
+        "shardlite/apps/checkpoint/files.py",
+        "call",
+        "    _sync(folder)\n    lease.check()\n",
+        "    _sync(folder)\n",
+        "a job whose lease was taken over publishes into the folder of another",
+    ),
+    (
         "shardlite/apps/checkpoint/contents.py",
         "call",
         '    torch.set_rng_state(states["torch"])\n',
@@ -1565,11 +1586,14 @@ FIRST: dict[str, tuple[str, ...]] = {
         "test_checkpoint_async",
     ),
     "shardlite/apps/checkpoint/files.py": (
+        "test_checkpoint_lease",
+        "test_checkpoint_missing",
         "test_checkpoint",
         "test_checkpoint_interchange",
         "test_checkpoint_faults",
         "test_checkpoint_async",
     ),
+    "shardlite/apps/checkpoint/lease.py": ("test_checkpoint_lease",),
     "shardlite/apps/checkpoint/loading.py": (
         "test_checkpoint",
         "test_checkpoint_interchange",
