@@ -146,13 +146,17 @@ class AdamW(Optimizer):
         """Return what decodes the narrow moments of one parameter to fp32, by name: functions with their tensors."""
         return decoders(entry) if entry else {}
 
-    def load_entry(self, param: Tensor, entry: dict[str, Any]) -> None:
-        """Load the state of one parameter as `state_dict()` holds it: `step`, and moments in the shape of `param`."""
-        check_state(param, entry)
-        slot = self._current_plan().by_param.get(param)
-        self.state[param] = entry
-        if slot is not None:
-            slot.adopt(self.state)
+    def load_entries(self, entries: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
+        """Load states of parameters as `state_dict()` holds them: `step`, and moments in the shape of the parameter.
+
+        Entries may be made one by one: each is copied before the next one is asked for.
+        """
+        slots = self._current_plan().by_param
+        for param, entry in entries:
+            check_state(param, entry)
+            self.state[param] = entry
+            if param in slots:
+                slots[param].adopt(self.state)
 
     def tables(self) -> list[Tensor]:
         """Return the tensors held beside the state: the row of scalars of each group of 32 elements."""

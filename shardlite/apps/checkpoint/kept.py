@@ -202,13 +202,14 @@ class Found:
                 entries.setdefault(name, {})[key] = row
         for name, key, value in self._objects["values"]:
             entries.setdefault(name, {})[key] = value
-        for name, entry in entries.items():
-            param = by_name[name]
-            state = {key: self._value(value, param) for key, value in entry.items()}
-            if isinstance(optimizer, AdamW):
-                optimizer.load_entry(param, state)
-            else:
-                optimizer.state[param] = state
+        states = (
+            (param := by_name[name], {key: self._value(value, param) for key, value in entry.items()})
+            for name, entry in entries.items()
+        )
+        if isinstance(optimizer, AdamW):
+            optimizer.load_entries(states)
+        else:
+            optimizer.state.update(states)
 
     def _value(self, value: Any, param: Tensor) -> Any:
         """Return a value of the state of a parameter in memory of its own."""

@@ -379,13 +379,15 @@ class _Plan:
         optimizer = self._optimizer
         if optimizer is None:
             return
+        states = (
+            (self._params[name], {key: self._state(name, key, entry) for key, entry in entries.items()})
+            for name, entries in self._moments.items()
+        )
+        if isinstance(optimizer, AdamW):
+            optimizer.load_entries(states)
+            return
         by_param = {param: group for group in optimizer.param_groups for param in group["params"]}
-        for name, entries in self._moments.items():
-            param = self._params[name]
-            state = {key: self._state(name, key, entry) for key, entry in entries.items()}
-            if isinstance(optimizer, AdamW):
-                optimizer.load_entry(param, state)
-                continue
+        for param, state in states:
             if isinstance(step := state.get("step"), Tensor) and (
                 by_param[param].get("fused") or by_param[param].get("capturable")
             ):
