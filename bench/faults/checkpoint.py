@@ -22,6 +22,7 @@ first, and compared. Systems take turns.
 | `bytes` | of weights and moments, of all ranks |
 | `seconds_p20`, `_p50`, `_p80` | until the checkpoint is on the disk, on the slowest rank |
 | `stall_p50` | seconds until the call returns, on the slowest rank |
+| `load_p50` | seconds until what was saved is loaded again, on the slowest rank; for `fsdp2` and `save` |
 | `mb_per_s` | `bytes` by `seconds_p50`, of all ranks together |
 | `vs_raw` | `mb_per_s` as a part of that of `raw` |
 """
@@ -45,7 +46,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from bench.support.measure import largest, percentile, quantiles, rotated
 from bench.support.ranks import add_table, on_ranks, options_of_ranks, report
@@ -89,6 +90,11 @@ def measure(workload: Workload, rounds: int, folder: Path, group: dist.ProcessGr
     if save_in_memory(folder / "copies", model, optimizer, step=0):
         verify(workload, model, optimizer, folder / "copies", group)
         systems["save_in_memory"] = lambda _: _copy(folder / "copies", model, optimizer, next(copies))
+    loads: dict[str, Callable[[Path], object]] = {
+        "fsdp2": lambda path: _dcp_load(path, theirs),
+        "save": lambda path: load(path, model, optimizer),
+    }
+    loaded: Mapping[str, list[float]] = {name: [] for name in loads}
     stalls: Mapping[str, list[float]] = {name: [] for name in systems}
     ends: Mapping[str, list[float]] = {name: [] for name in systems}
     for turn in range(WARM_UP + rounds):
@@ -102,6 +108,11 @@ def measure(workload: Workload, rounds: int, folder: Path, group: dist.ProcessGr
                 running.result()
             ends[name].append(perf_counter() - begin)
             dist.barrier(group)
+            if name in loads:
+                begin = perf_counter()
+                loads[name](place)
+                loaded[name].append(perf_counter() - begin)
+                dist.barrier(group)
             if group.rank() == 0 and place.exists():
                 shutil.rmtree(place)
     rows: list[Row] = []
@@ -122,6 +133,8 @@ def measure(workload: Workload, rounds: int, folder: Path, group: dist.ProcessGr
                 "mb_per_s": round(int(told) / 1e6 / percentile(spent, 50), 1),
             }
         )
+        if name in loads:
+            rows[-1]["load_p50"] = round(percentile(largest(loaded[name][WARM_UP:], group), 50), 4)
     raw = rows[0]["mb_per_s"]
     return [{**row, "vs_raw": round(row["mb_per_s"] / raw, 3)} for row in rows]
 
@@ -179,6 +192,14 @@ def _dcp_save(path: Path, trainer: Any) -> None:
         dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
 
 
+def _dcp_load(path: Path, trainer: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
+        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+        set_state_dict(trainer.model, trainer.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+
+
 def _copy(path: Path, model: ShardLite, optimizer: AdamW, step: int) -> None:
     assert save_in_memory(path, model, optimizer, step=step)
 
@@ -190,7 +211,7 @@ def _nothing(_: object) -> None:
 def render(rows: Sequence[Row]) -> str:
     """Return a table for people."""
     first = rows[0]
-    head = ["system", "seconds", "MB/s", "/ raw", "the step waits, s"]
+    head = ["system", "seconds", "MB/s", "/ raw", "the step waits, s", "load, s"]
     lines = [
         [
             row["system"],
@@ -198,6 +219,7 @@ def render(rows: Sequence[Row]) -> str:
             f"{row['mb_per_s']:.0f}",
             f"{row['vs_raw']:.2f}",
             f"{row['stall_p50']:.3f}",
+            f"{row['load_p50']:.3f}" if "load_p50" in row else "",
         ]
         for row in rows
     ]

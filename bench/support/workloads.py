@@ -118,6 +118,33 @@ def perceptrons(name: str, *, blocks: int, width: int, batch: int) -> Workload:
     return Workload(name=name, words=words, make=make, draw=draw, terms=batch * width, items=batch, item="samples")
 
 
+class Pieces(nn.Module):
+    """Many small parameters in one module; the loss is the mean square of the sum of all, each with its input."""
+
+    def __init__(self, count: int, numel: int) -> None:
+        super().__init__()
+        self.pieces = nn.ParameterList(nn.Parameter(torch.randn(numel)) for _ in range(count))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """[c], [c] -> []."""
+        return F.mse_loss(torch.stack([*self.pieces]).mean(0) * x, y)
+
+
+def pieces(name: str, *, count: int, numel: int) -> Workload:
+    """Many small parameters, which make work for what handles each by itself."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Pieces(count, numel)
+
+    def draw(rank: int, step: int) -> Batch:
+        chance = _chance(rank, step)
+        return torch.randn(numel, generator=chance), torch.randn(numel, generator=chance)
+
+    words = f"{count:,} parameters of {numel:,} elements in one module"
+    return Workload(name=name, words=words, make=make, draw=draw, terms=numel, items=1, item="samples", blocks="pieces")
+
+
 def gpt(name: str, config: GPTConfig, *, batch: int) -> Workload:
     """The demo's model, on random bytes."""
 
@@ -242,6 +269,7 @@ WORKLOADS = {
         gpt("deep", GPTConfig(layers=20, width=512, heads=8), batch=2),
         perceptrons("tiny", blocks=2, width=32, batch=4),
         perceptrons("many", blocks=48, width=8, batch=2),
+        pieces("pieces", count=2000, numel=6000),
         transformers_gpt2("gpt2", layers=12, width=768, vocabulary=8192, context=128, batch=1),
         transformers_gpt2("gpt2-xl", layers=48, width=1600, vocabulary=50257, context=1024, batch=8),
         transformers_gpt2("gpt2-xl-2k", layers=48, width=1600, vocabulary=50257, context=1024, batch=2),
@@ -251,6 +279,6 @@ WORKLOADS = {
     )
 }
 """By name. `deep`, `gpt2` and `gpt2-6` have many parameters and few tokens, to compare memory; `gpt2-xl` and Llama's
-blocks are for GPUs. Those of transformers need that package. `small` is for many settings in little time, `tiny` for
-trying out, `many` for what the host does around blocks that cost next to nothing.
+blocks are for GPUs, and `pieces` is for checkpoints. Those of transformers need that package. `small` is for many
+settings in little time, `tiny` for trying out, `many` for what the host does around blocks that cost next to nothing.
 """
