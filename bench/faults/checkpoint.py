@@ -211,7 +211,8 @@ def _nothing(_: object) -> None:
 def render(rows: Sequence[Row]) -> str:
     """Return a table for people."""
     first = rows[0]
-    head = ["system", "seconds", "MB/s", "/ raw", "the step waits, s", "load, s"]
+    loads = any("load_p50" in row for row in rows)  # which earlier rows do not have
+    head = ["system", "seconds", "MB/s", "/ raw", "the step waits, s", *["load, s"][: int(loads)]]
     lines = [
         [
             row["system"],
@@ -219,7 +220,7 @@ def render(rows: Sequence[Row]) -> str:
             f"{row['mb_per_s']:.0f}",
             f"{row['vs_raw']:.2f}",
             f"{row['stall_p50']:.3f}",
-            f"{row['load_p50']:.3f}" if "load_p50" in row else "",
+            *[f"{row['load_p50']:.3f}" if "load_p50" in row else ""][: int(loads)],
         ]
         for row in rows
     ]

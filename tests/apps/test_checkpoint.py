@@ -3,6 +3,7 @@
 import random
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardlite import EMA, AdamW, CheckpointError, LayoutError, Precision, ShardLite, load, save
 from shardlite.apps.checkpoint import latest
 from shardlite.apps.checkpoint.reading import Checkpoint, read_metadata
+from shardlite.optim.plan import OptimizerLayout
 from shardlite.telemetry import Meter
 from tests.apps.test_checkpoint_faults import names_in
 from tests.support.twins.sharded import same_bits, slow
@@ -490,3 +492,35 @@ def test_a_rank_reads_only_what_overlaps_its_part(cluster, tmp_path):
     assert [read for read, _ in cluster.run(bytes_read_body, 2, tmp_path, False)] == [0, 0]
     for read, whole in cluster.run(bytes_read_body, 4, tmp_path, True):
         assert 0 < read + 1 <= 0.6 * whole
+
+
+class Pieces(nn.Module):
+    """Many small parameters in one unit."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.pieces = nn.ParameterList(nn.Parameter(torch.randn(3)) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([*self.pieces]).mean(0) * x
+
+
+def pieces_body(group: Any, path: Path) -> None:
+    """What is compared for each parameter of a layout is compared a fixed number of times, however many there are."""
+    looks: list[int] = []
+    for count in (10, 100):
+        torch.manual_seed(0)
+        model = ShardLite(Pieces(count), group=group)
+        optimizer = AdamW(model.parameters())
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        save(path / str(count), model, optimizer)
+        fits = OptimizerLayout.fits
+        with mock.patch.object(OptimizerLayout, "fits", autospec=True, side_effect=fits) as compared:
+            load(path / str(count), model, optimizer)
+        looks.append(compared.call_count)
+    assert looks[0] == looks[1] < 5
+
+
+def test_many_parameters_are_loaded_in_linear_time(cluster, tmp_path):
+    cluster.check(pieces_body, 2, tmp_path)
