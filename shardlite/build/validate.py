@@ -85,6 +85,11 @@ def check(
     lazy = [name for name, param in module.named_parameters() if isinstance(param, UninitializedParameter)]
     if lazy:
         raise LayoutError(f"parameter {lazy[0]!r} has no shape yet: run the lazy module once before wrapping")
+    if isinstance(module, torch.jit.ScriptModule) and stage > 0:
+        raise LayoutError(
+            f"the model is one TorchScript module, which runs no hook before its forward, and stage {stage} needs one: "
+            "script its blocks instead, or call it from the forward of a plain nn.Module, and wrap that"
+        )
     inner = [name or "(the module itself)" for name, each in module.named_modules() if isinstance(each, wrapper)]
     if inner:
         raise LayoutError(f"{inner[0]!r} is wrapped already: wrap the whole model once, and name its parts by `units`")

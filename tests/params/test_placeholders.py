@@ -235,6 +235,34 @@ def test_torchscript(cluster, how, stage):
     cluster.check(scripted, 2, how, stage)
 
 
+class Outside(nn.Module):
+    """Calls a TorchScript module, as the refusal of one says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        blocks = nn.Sequential(*(Block() for _ in range(3)))
+        self.inner = Scripted._compiled(blocks, how)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def one_script(group: Any, how: str, stage: int) -> None:
+    if stage > 0:
+        with pytest.raises(LayoutError, match=r"the model is one TorchScript module, .* script its blocks instead"):
+            ShardLite(Outside(how).inner, group=group, stage=stage)
+    else:
+        trained(lambda: Outside(how).inner, on_width, group, stage=stage)
+    trained(partial(Outside, how), on_width, group, stage=stage)
+
+
+@pytest.mark.parametrize("how", ["script", "trace"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_model_that_is_one_torchscript_module(cluster, how, stage):
+    """It would run with what its shards are replaced by."""
+    cluster.check(one_script, 2, how, stage)
+
+
 def attributes(group: Any, stage: int) -> None:
     plain = net()
     plain[1].inner.bias._no_weight_decay = True
