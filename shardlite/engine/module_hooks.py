@@ -67,11 +67,10 @@ class ModuleHooks:
         """
         self._needs, self._locations, self._root, self._keeps = needs, param_locations, roots[0], keeps
         self._names = {module: name for root in roots[:1] for name, module in root.named_modules()}
+        of_roots = _breaking_graphs(self._enter), _breaking_graphs(self._leave)
+        of_others = _unless_compiling(self._enter), _unless_compiling(self._leave)
         for module in needs:
-            around = _breaking_graphs if module in roots else _unless_compiling
-            module.register_forward_pre_hook(around(self._enter), prepend=True)
-            # `always_call`: an early-stopped recomputation leaves its modules by an exception.
-            module.register_forward_hook(around(self._leave), always_call=True)
+            _register(module, *(of_roots if module in roots else of_others))
 
     def use(self, unit: Unit) -> bool:
         """Unshard a unit for code outside of the modules that own its weights, until the pass in progress ends.
@@ -264,6 +263,31 @@ def _without_params(outputs: Any) -> Any:
 
 
 _Hook = Callable[..., Any]
+
+
+_KEY = -1
+"""Key of our hooks in the tables of every module, where PyTorch numbers hooks from 0 on. `torch.compile` guards on
+keys, and would compile equal blocks again if their hooks had different numbers.
+"""
+
+
+def _register(module: nn.Module, enter: _Hook, leave: _Hook) -> None:
+    """Register the hooks of one module.
+
+    `leave` is called even if the forward raises: an early-stopped recomputation leaves its modules by an exception.
+    """
+    before = module.register_forward_pre_hook(enter, prepend=True)
+    after = module.register_forward_hook(leave, always_call=True)
+    tables: list[tuple[dict[int, Any], int]] = [
+        (module._forward_pre_hooks, before.id),
+        (module._forward_hooks, after.id),
+        (module._forward_hooks_always_called, after.id),
+    ]
+    for table, given in tables:
+        rest = dict(table)
+        table.clear()
+        for number, each in rest.items():
+            table[_KEY if number == given else number] = each
 
 
 def _breaking_graphs(hook: _Hook) -> _Hook:

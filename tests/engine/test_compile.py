@@ -6,12 +6,15 @@ The graph breaks where a unit begins and where it ends, since the gather must ha
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from shardlite import ShardLite
 from tests.support.models.small import VOCABULARY, LanguageModel
 from tests.support.twins.sharded import Pair, Turn, most_buffers
 
@@ -79,17 +82,17 @@ def few(*fast: tuple[str, int, int]) -> pytest.MarkDecorator:
 
 @few(("aot_eager", 2, 3))
 def test_compiled_blocks(cluster, backend, world_size, stage):
-    """A graph has all four linear layers of a block, and one buffer is enough for all blocks."""
+    """Both blocks share a graph with all four linear layers of a block, and one buffer is enough for both."""
     for graphs, buffers in cluster.run(compiles, world_size, False, backend, None, stage):
-        assert graphs == [4, 4]
+        assert graphs == [4]
         assert buffers == 1
 
 
 @few()
 def test_the_compiled_inner_model_breaks_its_graph_at_units(cluster, backend, world_size, stage):
-    """One graph for each block, and one with the head, which belongs to the root."""
+    """One graph for the blocks, and one with the head, which belongs to the root."""
     for graphs, buffers in cluster.run(compiles, world_size, True, backend, None, stage):
-        assert graphs == [4, 4, 1]
+        assert graphs == [4, 1]
         assert buffers == 1
 
 
@@ -104,4 +107,78 @@ def test_the_compiled_inner_model_breaks_its_graph_at_units(cluster, backend, wo
 def test_compiled_blocks_under_activation_checkpointing(cluster, reentrant, world_size, stage):
     """Reentrant checkpointing runs each block with gradients and without, in a graph for either."""
     for graphs, _ in cluster.run(compiles, world_size, False, "aot_eager", reentrant, stage):
-        assert graphs == [4] * (4 if reentrant else 2)
+        assert graphs == [4] * (2 if reentrant else 1)
+
+
+# ---- equal blocks ---------------------------------------------------------------------------------------------------
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rise, self.fall = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fall(torch.tanh(self.rise(x)))
+
+
+class Block(nn.Module):
+    """Has modules with parameters inside modules with parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(8), Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.norm(x))
+
+
+def graphs_of(group: Any, stage: int | None, how: str, dynamic: bool) -> int:
+    """Train twelve equal blocks, each compiled by itself, and return how many graphs that took. No stage: DDP."""
+    torch.manual_seed(0)
+    with recorded_graphs("eager") as (noting, graphs):
+        blocks = [Block() for _ in range(12)]
+        net = nn.Sequential(*blocks)
+        if how == "before":
+            for block in blocks:
+                block.compile(backend=noting, dynamic=dynamic)
+        elif how == "by function":
+            net = nn.Sequential(*(torch.compile(block, backend=noting, dynamic=dynamic) for block in blocks))
+        options = {"process_group": group} if stage is None else {"group": group, "stage": stage}
+        model: Any = (DistributedDataParallel if stage is None else ShardLite)(net, **options)
+        if how == "after":
+            for block in blocks:
+                block.compile(backend=noting, dynamic=dynamic)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(samples: int) -> None:
+            model(torch.ones(samples, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for samples in (3, 4, 5, 6) if dynamic else (3, 3, 3):
+            step(samples)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            step(7 if dynamic else 3)
+        return len(graphs)
+
+
+def as_many_as_ddp(group: Any, stage: int, how: str, dynamic: bool) -> None:
+    theirs = graphs_of(group, None, how, dynamic)
+    ours = graphs_of(group, stage, how, dynamic)
+    assert 0 < ours <= theirs <= 2, (ours, theirs)
+
+
+FAST = [(3, "after", True), (2, "after", False), (3, "by function", False)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "how", "dynamic"),
+    [
+        case if case in FAST else pytest.param(*case, marks=pytest.mark.slow)
+        for case in product(range(4), ("after", "before", "by function"), (True, False))
+    ],
+)
+def test_equal_blocks_take_as_many_graphs_as_under_ddp(cluster, stage, how, dynamic):
+    """Dynamo guards on the keys of hooks: if those differed from block to block, each would be compiled again."""
+    cluster.check(as_many_as_ddp, 2, stage, how, dynamic)
