@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +12,7 @@ from bench.gpu.report import Report, milliseconds
 from bench.support.ranks import only_rank
 from bench.support.systems import FORMATS, MIXED, Build, Trainer, build_plain, build_shardlite
 from bench.support.workloads import WORKLOADS, Batch, Workload, perceptrons, transformers_gpt2
+from bench.support.workloads import compiled as with_compiled_blocks
 from shardlite.apps.footprint.systems import torch_adamw
 
 STEPS = 20
@@ -93,7 +92,7 @@ def compiled(report: Report) -> None:
         for way, options in ways.items():
             each = workload.on(report.device)
             if options is not None:
-                each = replace(each, make=_compiling(each, {"backend": "eager"} if report.dry else options))
+                each = with_compiled_blocks(each, **({"backend": "eager"} if report.dry else options))
             for name in ("standard", "fsdp2"):
                 with report.guarded(system=name, compiled=way):
                     torch.compiler.reset()
@@ -102,15 +101,3 @@ def compiled(report: Report) -> None:
                     milliseconds(step, report.device, 3)
                     found = milliseconds(step, report.device, 1 if report.dry else 10)
                     report(system=name, compiled=way, words=workload.words, **found)
-
-
-def _compiling(workload: Workload, options: dict[str, Any]) -> Callable[[], nn.Module]:
-    """Return what makes the model with compiled blocks."""
-
-    def make() -> nn.Module:
-        model = workload.make()
-        for block in workload.units(model):
-            block.compile(**options)
-        return model
-
-    return make

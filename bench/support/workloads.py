@@ -244,6 +244,19 @@ def llama_blocks(name: str, *, layers: int, context: int) -> Workload:
     )
 
 
+def compiled(workload: Workload, **options: Any) -> Workload:
+    """Return the workload with each block compiled by itself. `options` are those of `torch.compile`."""
+
+    def make() -> nn.Module:
+        model = workload.make()
+        for block in workload.units(model):
+            block.compile(**options)
+        return model
+
+    words = f"{workload.words}, each block by torch.compile"
+    return replace(workload, name=f"{workload.name}-compiled", words=words, make=make)
+
+
 def checkpoint_activations(model: Any) -> None:
     """Make a model of transformers recompute its blocks in the backward; versions name the method differently."""
     options = {"use_reentrant": False}
@@ -264,6 +277,7 @@ WORKLOADS = {
     workload.name: workload
     for workload in (
         perceptrons("mlp", blocks=8, width=512, batch=64),
+        compiled(perceptrons("mlp", blocks=8, width=512, batch=64)),
         gpt("gpt", GPTConfig(), batch=8),
         gpt("small", GPTConfig(layers=4, width=128, heads=4, context=64), batch=8),
         gpt("deep", GPTConfig(layers=20, width=512, heads=8), batch=2),
