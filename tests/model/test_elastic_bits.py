@@ -6,6 +6,7 @@ batch and its dropout too, follows from the step and the part, so the runs of on
 Legend: `W` ranks, `P` parts.
 """
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -198,7 +199,10 @@ def goes_on(group: Any, name: str, path: str, steps: range) -> dict[str, Tensor]
         load(path, run.model, run.optimizer)
     run.train(steps)
     save(path, run.model, run.optimizer)
-    return of_first_rank(group, run.result())
+    result = of_first_rank(group, run.result())
+    del run
+    gc.collect()  # the lease on the folder ends with the model: the next ranks are other processes
+    return result
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", slow("bf16-moments"), "int8-moments-of-split-weights"])

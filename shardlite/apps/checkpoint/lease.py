@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 from shardlite.errors import CheckpointError
 
@@ -109,7 +109,9 @@ def hold(root: Path, *holders: object) -> Lease:
         if lease is None or not lease.renew():
             lease = _held[key] = _take(root)
         for each in holders:
-            lease.holders.add(each)
+            if each not in lease.holders:
+                lease.holders.add(each)
+                finalize(each, _let_go).atexit = False
         _begin_to_renew()
     return lease
 
@@ -259,12 +261,20 @@ def _renew() -> None:
 
 
 def renew_all() -> None:
-    """Renew the leases of this process, and give up those that nothing holds any more."""
+    """Renew the leases of this process, and forget those that it has lost."""
     with _lock:
         for key, lease in list(_held.items()):
-            if not lease.holders:
+            if not lease.renew():
+                os.close(lease.file)
+                del _held[key]
+
+
+def _let_go() -> None:
+    """Give up the leases that nothing holds any more."""
+    with _lock:
+        for key, lease in list(_held.items()):
+            if next(iter(lease.holders), None) is None:
                 lease.give_up()
-            if not lease.holders or not lease.renew():
                 del _held[key]
 
 

@@ -191,8 +191,8 @@ def _begin(
     if model._parts is not None:
         facts[files.LOOPS] = model._parts.finished
     job = _Save(folder, root, facts, keep, part, talk if not snapshot else talk.on_thread("save"), leases)
-    for lease in leases:
-        lease.holders.add(job)
+    if leases:
+        hold(root, job)
     return job
 
 
