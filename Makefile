@@ -1,4 +1,4 @@
-# Every target sets up by itself what it needs, with the tested versions, in a virtual environment in .venv.
+# Targets set up what they need, with the tested versions, in .venv (gpu-check: .venv-gpu); gpu uses PYTHON as it is.
 PYTHON ?= python3
 RANKS ?=
 ARGS ?=
@@ -73,5 +73,5 @@ gpu-check: .venv-gpu/ready  ## what can be known of a run on a GPU without one, 
 	$(GPU_BIN)/python bench/kernels/aot.py --target sm_90
 	$(GPU_BIN)/python -m bench.gpu --dry --out .venv-gpu/dry
 
-clean:  ## remove the virtual environment, the site and what the demo wrote
+clean:  ## remove the virtual environments, the site and what the demo wrote
 	rm -rf .venv .venv-gpu docs/_build outputs

@@ -1,4 +1,4 @@
-"""What this library wants to know of a GPU, in eight minutes and a half: `python -m bench.gpu`. See `docs/gpu.md`.
+"""Checks and measures ShardLite on one GPU in 8.5 minutes: `python -m bench.gpu`. See `docs/gpu.md`.
 
 In: a bare checkout on a machine with PyTorch and Triton. Out: a folder with rows, a log, a table and an archive of the
 three. Read `run.py` first: it lists the probes. Each probe is a function of a module here, in a process of its own.

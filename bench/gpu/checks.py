@@ -29,9 +29,7 @@ _PACKAGES = ("triton", "einops", "numpy", "transformers")
 
 
 def environment(report: Report) -> None:
-    """What the machine is, and whether everything can be imported there."""
-    import shardlite  # noqa: F401
-
+    """What the machine is."""
     found: dict[str, Any] = {name: _version(name) for name in _PACKAGES} | {"kernel": platform.release()}
     if not report.dry:
         properties = torch.cuda.get_device_properties(0)
@@ -63,7 +61,7 @@ def _driver() -> str | None:
 
 
 def nccl(report: Report) -> None:
-    """Each collective, called directly at one rank, over the program's connection and one of the library's own.
+    """Call each collective directly at one rank, over the program's connection and one of the library's own.
 
     On a side stream that is kept busy before: the call must return while that stream is busy, and what comes behind it
     must see its result. At one rank nothing travels, so times are those of the call.
@@ -132,7 +130,7 @@ def _check(report: Report, connection: str, name: str, call: Collective) -> None
     source, target, read = torch.randn(n, device=device), torch.zeros(n, device=device), torch.zeros(n, device=device)
     expected = source + 1
     call(source, target)  # makes the communicator
-    source.add_(0)  # and a GPU loads kernels, which may wait for those that run
+    source.add_(0)  # load the kernels now: loading may synchronize the device
     read.copy_(target)
     synchronize(device)
     target.zero_()

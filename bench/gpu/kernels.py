@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 from unittest import mock
 
@@ -86,7 +86,7 @@ def bits(report: Report) -> None:
 
 
 def ring_on_streams(device: torch.device, dtype: torch.dtype, numel: int = 1 << 20) -> dict[str, Any]:
-    """Run the kernel that walks a ring on `RANKS` streams of one GPU at a time, and compare its results [S].
+    """Run the ring kernel of `RANKS` virtual ranks at once, on streams of one GPU, and compare the results [S].
 
     Raises:
         AssertionError: a rank failed, or has other bits than its reference.
@@ -107,16 +107,16 @@ def ring_on_streams(device: torch.device, dtype: torch.dtype, numel: int = 1 << 
         )
         for rank in range(RANKS)
     ]
-    plain = mock.patch.object(device_ring, "_ring_reduce_scatter_kernel", _NotCooperative())
+    not_cooperative = mock.patch.object(device_ring, "_ring_reduce_scatter_kernel", _NotCooperative())
     streams = [torch.cuda.Stream() if device.type == "cuda" else None for _ in range(RANKS)]  # type: ignore[no-untyped-call]
     synchronize(device)
 
     def reduce(epoch: int) -> None:
         for rank, stream in enumerate(streams):
-            with plain, nullcontext() if stream is None else torch.cuda.stream(stream):
+            with not_cooperative, nullcontext() if stream is None else torch.cuda.stream(stream):
                 ring_reduce_scatter(outs[rank], fulls[rank], peers[rank], epoch=epoch, divisor=3)
 
-    epochs = iter(range(1, 100))
+    epochs = count(1)
     for epoch in (next(epochs), next(epochs)):
         reduce(epoch)
         synchronize(device)
@@ -169,8 +169,8 @@ def bandwidth(report: Report) -> None:
     segment = BLOCK_NUMEL // 8
     plan: list[tuple[Work, int]] = [
         (torch_fused, 1 << 27),
-        *((known[key], 1 << 27) for key in _LONG if key in known),
-        *((known[key], segment) for key in _ROWS if key in known),
+        *((known[key], 1 << 27) for key in _LONG),
+        *((known[key], segment) for key in _ROWS),
         *((each, 1 << 27) for each in (ours_chain, theirs_chain)),
     ]
     for work, numel in plan:
@@ -189,26 +189,30 @@ def _timed(clock: Clock, step: Any) -> dict[str, float]:
     samples = [clock.sample(step) for _ in range(_WARM_UP + _ROUNDS)][_WARM_UP:]
     walls, cpus = zip(*samples, strict=True)
     found = {f"ms_p{percent}": round(1e3 * percentile(walls, percent), 4) for percent in (20, 50, 80)}
-    return found | {"host_ms_p50": round(1e3 * percentile(cpus, 50), 4)}
+    return found | {"launch_ms_p50": round(1e3 * percentile(cpus, 50), 4)}
 
 
 def _slices(report: Report) -> None:
     """The exact reduction of a Llama-8B block without its messages: what cutting it into slices costs host and GPU."""
     for world_size in (8,) if report.dry else (8, 64, 512):
-        with fake_group(world_size, lambda *_: None) as group:
-            transport = NcclCollectives(group)
-            numel = -(-BLOCK_NUMEL // world_size // 1024) * 1024 * world_size
-            numel = world_size * 1024 if report.dry else numel
-            full, out = torch.zeros(numel, device=report.device), torch.empty(numel // world_size, device=report.device)
-            needed = collectives.staging_numel(numel, transport, torch.float32, grain=1024)
-            staging = torch.zeros(needed, device=report.device)
+        _slices_at(world_size, report)
 
-            def reduce(full: Tensor = full, out: Tensor = out, staging: Tensor = staging) -> None:
-                collectives.reduce_scatter(full, transport, out=out, divisor=world_size, staging=staging)  # noqa: B023
 
-            reduce()
-            found = milliseconds(reduce, report.device, _ROUNDS)
-            report(kernel="slices of a reduction", format="fp32", ranks=world_size, numel=numel, **found)
+def _slices_at(world_size: int, report: Report) -> None:
+    with fake_group(world_size, lambda *_: None) as group:
+        transport = NcclCollectives(group)
+        segment = 1024 if report.dry else -(-BLOCK_NUMEL // world_size // 1024) * 1024
+        full = torch.zeros(world_size * segment, device=report.device)
+        out = torch.empty(segment, device=report.device)
+        needed = collectives.staging_numel(len(full), transport, torch.float32, grain=1024)
+        staging = torch.zeros(needed, device=report.device)
+
+        def reduce() -> None:
+            collectives.reduce_scatter(full, transport, out=out, divisor=world_size, staging=staging)
+
+        reduce()
+        found = milliseconds(reduce, report.device, _ROUNDS)
+        report(kernel="slices of a reduction", format="fp32", ranks=world_size, numel=len(full), **found)
 
 
 def all_works(device: torch.device) -> list[Work]:

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from bench.gpu.run import ROWS, located
+from bench.gpu.run import ROWS, WARM_UP, located
 from bench.support.table import RESULTS, Row, read_rows
 
 
@@ -32,7 +32,7 @@ def land(folder: Path, results: Path = RESULTS) -> int:
 
 def landed(folder: Path, results: Path) -> Path:
     """Put the rows into `results`, and return the file that has them now."""
-    rows = located(read_rows([folder / ROWS]))
+    rows = [row for row in located(read_rows([folder / ROWS])) if row["probe"] != WARM_UP]
     if not any("card" in row for row in rows):
         raise ValueError(f"{folder / ROWS} has no row that names a card: did any probe run?")
     if any(row.get("dry") for row in rows):

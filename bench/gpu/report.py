@@ -9,7 +9,7 @@ import gc
 import json
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -94,8 +94,3 @@ def _mark(device: torch.device) -> Any:
 
 def _span(before: Any, after: Any) -> float:
     return float(after - before if isinstance(before, float) else before.elapsed_time(after))
-
-
-def median(values: Sequence[float]) -> float:
-    """Return the median."""
-    return percentile(values, 50)

@@ -49,7 +49,7 @@ _PROBES: dict[str, tuple[str, str, Columns]] = {
     ),
     "nccl": (
         "NCCL's collectives on a side stream",
-        f"{ALONE} The host may not wait, and values must be right. Kernels were compiled beside it.",
+        f"{ALONE} The host may not wait, and results must be in stream order. Kernels were compiled meanwhile.",
         {
             "collective": _text("collective"),
             "connection": _text("connection"),
@@ -70,8 +70,8 @@ _PROBES: dict[str, tuple[str, str, Columns]] = {
     ),
     "bandwidth": (
         "Bandwidth of kernels",
-        "Alone on the GPU, nothing in its cache at the start; a share of what a copy of 2 GiB reaches. The slices of a "
-        "reduction are without their messages.",
+        "Alone on the GPU; a share of what a copy of 2 GiB reaches. The cache of the GPU is emptied before each run, "
+        "but for the slices of a reduction, whose messages are left out.",
         {
             "kernel": _text("kernel"),
             "format": _text("format"),
@@ -80,6 +80,7 @@ _PROBES: dict[str, tuple[str, str, Columns]] = {
             "ms": _number("ms_p50", 3),
             "GB/s": _number("gbps", 0),
             "share": _number("share_of_copy"),
+            "launching, ms": _number("launch_ms_p50", 3),
             "host, ms": _number("host_ms_p50", 3),
         },
     ),
@@ -112,7 +113,7 @@ _PROBES: dict[str, tuple[str, str, Columns]] = {
             "launches per unit": _number("launches_per_unit", 1),
             "waits per step": _pairs("waits"),
             "in waits, ms": _number("wait_ms"),
-            "PyTorch's waits": _pairs("calls_that_wait"),
+            "blocking CUDA calls per step": _pairs("blocking_calls"),
             "idle, ms": _number("idle_ms"),
         },
     ),
@@ -203,19 +204,21 @@ def _twin_in_short(rows: Sequence[Row]) -> str:
     return f"{sum(same)} of {len(same)} stages have one result; formats are at most {100 * off:.2f} % off"
 
 
+def _bandwidth_in_short(rows: Sequence[Row]) -> str:
+    ours = [row for row in rows if row.get("system") == "shardlite"]
+    return "share of a copy: " + _named(ours, lambda row: f"{row['kernel']} ({row['format']})", "share_of_copy", 2)
+
+
 _IN_SHORT: dict[str, Callable[[list[Row]], str]] = {
     "environment": lambda rows: f"{rows[0]['card']}, torch {rows[0]['torch']}, Triton {rows[0]['triton']}",
-    "nccl": lambda rows: f"{len(rows)} collectives are right",
-    "bits": lambda rows: f"{len(rows)} kernels keep their contract",
-    "bandwidth": lambda rows: (
-        "share of a copy: "
-        + _named([row for row in rows if row.get("system") == "shardlite"], _text("kernel"), "share_of_copy", 2)
-    ),
+    "nccl": lambda rows: f"{len(rows)} calls return early and keep the order of their stream",
+    "bits": lambda rows: f"{len(rows)} formats of kernels keep their contract",
+    "bandwidth": _bandwidth_in_short,
     "fake8": _steps_in_short,
     "host": _host_in_short,
     "twin": _twin_in_short,
     "compiled": lambda rows: "ms: " + _named(rows, lambda row: f"{row['compiled']} {row['system']}", "ms_p50", 2),
-    "pair": lambda rows: ", ".join(f"{row['transport']} of {row['ranks']}" for row in rows) + " ranks",
+    "pair": lambda rows: "right: " + ", ".join(f"{row['transport']} of {row['ranks']} ranks" for row in rows),
 }
 
 
@@ -228,8 +231,9 @@ def _render_probe(probe: str, rows: Sequence[Row]) -> str:
     for row in shown:
         cells.append([*(cell(row) for cell in columns.values()), *[_escaped(row.get("error", ""))] * failed])
     where = f"{rows[0]['card']}, torch {rows[0]['torch']}, {rows[0]['date']}."
-    dry = " **Dry: run without a GPU; times mean nothing.**" if rows[0]["dry"] else ""
-    return f"**{heading}.** {words}{dry} {where}\n\n{markdown_table(cells, words=2)}".replace("  ", " ")
+    dry = "**Dry: run without a GPU; times mean nothing.**" if rows[0]["dry"] else ""
+    head = " ".join(filter(None, (f"**{heading}.**", words, dry, where)))
+    return f"{head}\n\n{markdown_table(cells, words=2)}"
 
 
 def _escaped(error: Any) -> str:

@@ -42,7 +42,7 @@ def warm_up(report: Report) -> None:
 
 
 def compile_share(first: int, *, processes: int, dry: bool) -> int:
-    """Compile every kernel whose number is `first` plus a multiple of `processes`; return how many that were."""
+    """Run every `processes`-th task from `first` on; return how many succeeded."""
     tasks, count = _tasks_dry() if dry else _tasks(), 0
     for name, task in islice(tasks.items(), first, None, processes):
         try:

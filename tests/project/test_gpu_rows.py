@@ -72,7 +72,7 @@ def test_what_is_no_run_on_a_gpu_is_refused(tmp_path, results, capsys):
     assert not list(results.glob("gpu-*"))
 
 
-@pytest.mark.skipif(gpu_has_run("fake8"), reason="the sentences went with the first rows")
+@pytest.mark.skipif(gpu_has_run(), reason="the sentences went with the first rows")
 def test_without_rows_the_pages_say_that_no_gpu_has_run(results):
     for page_ in (ROOT / "README.md", ROOT / "docs" / "measured.md", ROOT / "docs" / "index.md"):
         text = page_.read_text()
@@ -104,8 +104,31 @@ def test_the_report_shows_them(tmp_path, results):
     assert "NVIDIA Made-up 9000" in after
 
 
-def test_no_row_that_is_committed_is_made_up():
-    assert not [row for row in read_rows(RESULTS.glob("gpu-*.jsonl")) if "Made-up" in row.get("card", "")]
+@pytest.mark.parametrize(
+    ("rows", "has"),
+    [
+        (
+            [STEP | {"system": "exact", "error": "OutOfMemoryError: no"}, {"probe": "fake8", "bandwidth_gbps": 310}],
+            False,
+        ),
+        ([{"probe": "bits", "kernel": "adamw", "format": "fp32", "contract": "bits"}], True),
+        (FOUND, True),
+    ],
+)
+def test_only_a_result_contradicts_the_pages(tmp_path, results, rows, has):
+    landed(folder_with(tmp_path, rows), results)
+    assert gpu_has_run(results) == has
+    text = (ROOT / "docs" / "measured.md").read_text()
+    assert any(sentence in with_new_tables(text, results) for sentence in SENTENCES) != has
+
+
+def test_a_later_run_of_some_probes_leaves_the_tables_of_the_others(tmp_path, results):
+    landed(folder_with(tmp_path, FOUND), results)
+    bits = {"probe": "bits", "kernel": "adamw", "format": "fp32", "contract": "bits", "date": "2026-02-03"}
+    landed(folder_with(tmp_path, [bits]), results)
+    new = with_new_tables((ROOT / "docs" / "measured.md").read_text(), results)
+    assert "| gpt2-xl | exact | 117.50 | 0.90 |" in new
+    assert "NVIDIA Made-up 9000, torch 2.11.0, 2026-02-03." in new
 
 
 def test_the_page_for_a_gpu_of_your_own_names_every_probe():

@@ -6,7 +6,7 @@ writes each table of the pages anew from the rows that it names:
 
     <!-- rows: COMMAND -->TABLE<!-- end of rows -->           there must be rows
     <!-- rows if any: COMMAND -->TABLE<!-- end of rows -->    without rows nothing stands there
-    <!-- until gpu PROBE -->WORDS<!-- end -->                 goes for good with the first rows of this probe on a GPU
+    <!-- until gpu -->WORDS<!-- end -->                       goes for good with the first results of a GPU
 """
 
 import re
@@ -22,7 +22,7 @@ _TABLE = re.compile(
     r"(?=<!-- end of rows -->)",
     re.DOTALL,
 )
-_UNTIL = re.compile(r"<!-- until gpu (?P<probe>\w+) -->.*?<!-- end -->\n?", re.DOTALL)
+_UNTIL = re.compile(r"<!-- until gpu -->.*?<!-- end -->\n?", re.DOTALL)
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -58,10 +58,8 @@ def with_new_tables(text: str, results: Path = selection.RESULTS) -> str:
         table = made(found["source"], results) if not found["optional"] else made_if_any(found["source"], results)
         return f"{found['open']}{found['source']}{found['begin']}\n{table}\n\n" if table else _emptied(found)
 
-    def kept(found: re.Match[str]) -> str:
-        return "" if selection.gpu_has_run(found["probe"], results) else found[0]
-
-    return _UNTIL.sub(kept, _TABLE.sub(renewed, text))
+    text = _TABLE.sub(renewed, text)
+    return _UNTIL.sub("", text) if selection.gpu_has_run(results) else text
 
 
 def _emptied(found: re.Match[str]) -> str:
