@@ -89,7 +89,9 @@ class Sleeps:
         on_gpu = device.type == "cuda"
         self.cycles = (cycles_per_second() if on_gpu else 0.0) if cycles is None else cycles
         self._seen: set[tuple[int, int]] = set()
-        self._beside = torch.cuda.Stream() if on_gpu else None  # type: ignore[no-untyped-call]
+        self._on_gpu = on_gpu
+        self._beside: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
+        """For each stream one on which targets are filled, so that streams stay independent of each other."""
 
     def __call__(self, name: str, target: Tensor, source: Tensor, *_: Any) -> None:
         """Sleep on the current stream."""
@@ -101,16 +103,19 @@ class Sleeps:
         nbytes = max(target.nbytes, source.nbytes)
         seconds = (self.world_size - 1) / self.world_size * nbytes / BANDWIDTH + CLUSTER.base
         self.seconds += 0.0 if self.awake else seconds
-        if self._beside is None:
+        if not self._on_gpu:
             self._fill(target, source)
             return
         current = torch.cuda.current_stream()
-        self._beside.wait_stream(current)
-        with torch.cuda.stream(self._beside):
+        if current not in self._beside:
+            self._beside[current] = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        beside = self._beside[current]
+        beside.wait_stream(current)
+        with torch.cuda.stream(beside):
             self._fill(target, source)
         if not self.awake:
             torch.cuda._sleep(int(seconds * self.cycles))  # type: ignore[no-untyped-call]
-        current.wait_stream(self._beside)
+        current.wait_stream(beside)
 
     def forget(self) -> None:
         """Fill all targets again: their memory may have been given to other tensors."""
@@ -119,7 +124,7 @@ class Sleeps:
     def _fill(self, target: Tensor, source: Tensor) -> None:
         """Write this rank's part over each rank's part of the target [n]: one kernel, if all are equal."""
         with torch.no_grad():
-            out, own = target.detach().view(-1), source.detach().reshape(-1)
+            out, own = _in_wide_elements(target.detach().view(-1), source.detach().reshape(-1))
             if len(out) == self.world_size * len(own):
                 out.view(self.world_size, -1).copy_(own.expand(self.world_size, -1))
             else:
@@ -127,8 +132,21 @@ class Sleeps:
                 out[:count].copy_(own[:count])
 
 
+def _in_wide_elements(out: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+    """View both tensors in the widest integers that fit, so that a gather of bytes costs as much as one in bf16."""
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        places = [each.nbytes for each in (out, own)] + [each.data_ptr() for each in (out, own)]
+        offsets = [each.storage_offset() * each.itemsize for each in (out, own)]
+        if not any(place % dtype.itemsize for place in (*places, *offsets)):
+            return out.view(dtype), own.view(dtype)
+    return out, own
+
+
 def cycles_per_second() -> float:
-    """Return the rate at which the GPU's sleep counts, measured over some 10 ms."""
+    """Return the rate at which the GPU's sleep counts, measured over some 10 ms, at the clock of matrix products."""
+    factor = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    for _ in range(50):
+        factor @ factor
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     cycles = 20_000_000
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
@@ -183,11 +201,20 @@ def _step(
     _check_loss(step)
     sleeps.awake = True
     try:
-        awake = milliseconds(step, device, 1 if report.dry else _ROUNDS_AWAKE)
+        with _any_numbers():
+            awake = milliseconds(step, device, 1 if report.dry else _ROUNDS_AWAKE)
     finally:
         sleeps.awake = False
     del trainer
     return {**found, "exposed_ms": round(found["ms_p50"] - awake["ms_p50"], 3), "clip": _CLIP if clip else None}
+
+
+@contextmanager
+def _any_numbers() -> Iterator[None]:
+    """Take steps whatever is in memory: awake collectives bring nothing, so a loss may be no number."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NonFiniteWarning)
+        yield
 
 
 Step = Callable[[], Tensor]
@@ -271,14 +298,16 @@ class Waits:
 def host(report: Report) -> None:
     """What the host does for a unit where communication takes no time, how long it waits, and the GPU for it."""
     with one_of(RANKS, report.device) as (group, sleeps):
-        sleeps.awake = True
         workload = _workload("gpt2-xl-2k", report)
         for system in ("fsdp2", "exact", "in_backward", "fast"):
             names = {"model": workload.name, "system": system, "ranks": RANKS}
             with report.guarded(**names):
                 clip = system != "in_backward"
+                sleeps.awake = False
                 trainer, step = _prepared(workload, SYSTEMS[system], group, sleeps, clip=clip, report=report)
-                found = _host(trainer, step, workload, report)
+                sleeps.awake = True
+                with _any_numbers():
+                    found = _host(trainer, step, workload, report)
                 del trainer, step
                 report(**names, words=workload.words, **found)
 
@@ -294,17 +323,15 @@ def _host(trainer: Trainer, step: Step, workload: Workload, report: Report) -> d
         "waits": {name: count / rounds for name, count in waits.counts.items()},
         "wait_ms": round(1e3 * waits.seconds / rounds, 3),
     }
-    found |= _profiled(trainer, workload, units, report)
-    if trainer.model.__class__.__name__ == "ShardLite":  # FSDP2 leaves no step out, and its targets are not all filled
-        _check_loss(step)
-    return found
+    loss = float(step())
+    return found | _profiled(trainer, workload, units, report) | {"finite": loss == loss}
 
 
 def _worked(call: Callable[[], object]) -> float:
-    """Return the seconds that this thread works in a call; while it waits asleep it does not."""
-    begin = time.thread_time()
+    """Return the seconds that all threads of this process work in a call: on a GPU autograd has one for a backward."""
+    begin = time.process_time()
     call()
-    return time.thread_time() - begin
+    return time.process_time() - begin
 
 
 def _profiled(trainer: Trainer, workload: Workload, units: int, report: Report) -> dict[str, Any]:
@@ -313,7 +340,7 @@ def _profiled(trainer: Trainer, workload: Workload, units: int, report: Report) 
     if device.type == "cpu":
         count = launches(lambda: trainer.step(batch))
         return {"launches_per_unit": round(count / units, 1), "blocking_calls": {}, "idle_ms": None}
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         trainer.backward(batch)
         torch.cuda._sleep(1)  # type: ignore[no-untyped-call]  # a kernel whose name marks the end of a backward
         trainer.update()
@@ -321,7 +348,11 @@ def _profiled(trainer: Trainer, workload: Workload, units: int, report: Report) 
         trainer.backward(batch)
         trainer.update()
         synchronize(device)
-    events = [each for each in profiled.events() if str(each.device_type).endswith("CUDA")]
+    events = [
+        each
+        for each in profiled.events()
+        if str(each.device_type).endswith("CUDA") and not getattr(each, "is_user_annotation", False)
+    ]
     spans = [(each.time_range.start, each.time_range.end, each.name) for each in events]
     marks = sorted(start for start, _, name in spans if "spin" in name)
     calls = Counter(each.name for each in profiled.events() if each.name in _BLOCKING_CALLS)

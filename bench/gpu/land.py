@@ -35,6 +35,10 @@ def landed(folder: Path, results: Path) -> Path:
     rows = [row for row in located(read_rows([folder / ROWS])) if row["probe"] != WARM_UP]
     if not any("card" in row for row in rows):
         raise ValueError(f"{folder / ROWS} has no row that names a card: did any probe run?")
+    if len({row["card"] for row in rows}) > 1:
+        raise ValueError(
+            f"{folder / ROWS} has rows of several cards: {', '.join(sorted({row['card'] for row in rows}))}"
+        )
     if any(row.get("dry") for row in rows):
         raise ValueError(f"{folder / ROWS} is of a dry run, which measures nothing: run it on a GPU")
     file = results / f"gpu-{_slug(rows[0]['card'])}-{rows[0]['date']}.jsonl"

@@ -57,6 +57,7 @@ def _statuses(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
 
 def _start(rank: int, ranks: int, store: Path, report: Report) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+    environment["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # which one card twice cannot have, and nothing here uses
     command = [sys.executable, "-m", "bench.gpu.pair", str(rank), str(ranks), str(store), str(report.file)]
     return subprocess.Popen([*command, *["--dry"][: int(report.dry)]], cwd=ROOT, env=environment)
 

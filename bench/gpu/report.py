@@ -10,7 +10,7 @@ import json
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,8 @@ class Report:
             self.failed = True
             traceback.print_exc()
             self(**what, error=f"{type(error).__name__}: {error}".splitlines()[0][:300])
-        free()
+        with suppress(RuntimeError):  # of a context that an illegal access has ended
+            free()
 
 
 def free() -> None:

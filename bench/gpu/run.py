@@ -66,7 +66,7 @@ class Probe:
 
 
 PROBES = (
-    Probe("environment", "checks", 25),
+    Probe("environment", "checks", 30),
     Probe("nccl", "checks", 30),
     Probe("bits", "kernels", 60),
     Probe("bandwidth", "kernels", 50),
@@ -79,11 +79,13 @@ PROBES = (
 """In the order in which they matter. With the grace of each and the table, limits add up to `LIMIT` at most."""
 
 WARM_UP = "warm_up"
-"""The process that compiles all kernels, beside the probes before `AFTER_WARM_UP`."""
+"""The process that compiles all kernels, beside the first probes."""
 
-AFTER_WARM_UP = "bits"
+BESIDE_WARM_UP = ("environment", "nccl")
+"""Probes that run while kernels are compiled."""
+
 PATIENCE = 45
-"""Seconds after the start for which `AFTER_WARM_UP` waits for the kernels."""
+"""Seconds after the start for which all others wait for the kernels. Then what compiles is ended."""
 
 _WHERE = ("machine", "card", "torch", "python", "date")
 
@@ -110,8 +112,11 @@ def run(names: Sequence[str], folder: Path, *, dry: bool) -> list[Row]:
             for probe in PROBES:
                 if probe.name not in names:
                     continue
-                if probe.name == AFTER_WARM_UP:
+                if probe.name not in BESIDE_WARM_UP:
                     _await(warm_up, began + PATIENCE)
+                    if warm_up.poll() is None:
+                        _end_group(warm_up)
+                        print("not all kernels were compiled in time; the probes compile the rest", flush=True)
                 start = monotonic()
                 limit = probe.seconds if dry else min(probe.seconds, began + LIMIT - TABLE - GRACE - start)
                 status = _run_probe(probe, limit, rows, output, dry=dry)
@@ -134,6 +139,7 @@ def _start(name: str, rows: Path, output: IO[str], *, dry: bool) -> subprocess.P
     output.flush()
     command = [sys.executable, "-m", "bench.gpu", "--probe", name, "--out", str(rows), *["--dry"][: int(dry)]]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # else streams of several systems share hardware queues
     if dry:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     return subprocess.Popen(
@@ -170,11 +176,20 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
                 process.poll()  # else the leader would stay as a zombie, and so the group
                 os.killpg(process.pid, 0)
                 sleep(0.05)
-    process.wait()
+    _await(process, monotonic() + GRACE)  # one that hangs in the driver is left
 
 
 def _count(rows: Path, probe: str) -> int:
-    return sum(json.loads(line)["probe"] == probe for line in rows.read_text().splitlines())
+    return sum(row["probe"] == probe for row in _read(rows))
+
+
+def _read(rows: Path) -> list[Row]:
+    """Return the rows of a file, without one that a probe was writing when it was ended."""
+    found = []
+    for line in rows.read_text().splitlines():
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return found
 
 
 def _append(rows: Path, row: Row) -> None:
@@ -206,7 +221,7 @@ def finish(folder: Path) -> str:
     """Write the tables of the rows, and the archive; return the table of all probes."""
     from bench.gpu.table import render, render_summary
 
-    rows = located([json.loads(line) for line in (folder / ROWS).read_text().splitlines()])
+    rows = located(_read(folder / ROWS))
     (folder / ROWS).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     summary = render_summary(rows)
     (folder / TABLE_FILE).write_text(f"{summary}\n\n{render(rows)}\n")
@@ -235,6 +250,10 @@ def main(arguments: Sequence[str]) -> int:
             return land(options.land)
         except (ValueError, OSError) as wrong:
             parser.error(str(wrong))
-    ended = run(options.only or names, options.out.resolve(), dry=options.dry)
-    print(f"\n{finish(options.out)}\nto send back: {options.out / ARCHIVE}", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that probes are ended, too
+    ended: list[Row] = []
+    try:
+        ended = run(options.only or names, options.out.resolve(), dry=options.dry)
+    finally:
+        print(f"\n{finish(options.out)}\nto send back: {options.out / ARCHIVE}", flush=True)
     return int(any(row["status"] != "ok" for row in ended))

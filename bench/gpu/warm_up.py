@@ -43,6 +43,7 @@ def warm_up(report: Report) -> None:
 
 def compile_share(first: int, *, processes: int, dry: bool) -> int:
     """Run every `processes`-th task from `first` on; return how many succeeded."""
+    torch.set_num_threads(1)  # beside as many processes
     tasks, count = _tasks_dry() if dry else _tasks(), 0
     for name, task in islice(tasks.items(), first, None, processes):
         try:
