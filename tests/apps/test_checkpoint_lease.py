@@ -2,8 +2,9 @@
 
 import gc
 import os
-import shutil
+import signal
 import threading
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,9 @@ def write(root: Path, **changes: Any) -> dict[str, Any]:
 
 
 def give_up_all() -> None:
-    with lease._lock:
-        while lease._held:
-            lease._held.popitem()[1].give_up()
+    for each in [*lease._held.values()]:
+        each.give_up()
+    lease._held.clear()
 
 
 @contextmanager
@@ -84,7 +85,8 @@ def test_a_live_process_of_this_host_keeps_its_lease(tmp_path):
 def test_the_lease_of_a_dead_process_is_taken_over_at_once(tmp_path, changes):
     write(tmp_path, **changes)
     holder = Holder()
-    mine = lease.hold(tmp_path, holder)
+    with mock.patch.object(lease, "monotonic", side_effect=AssertionError("it was watched")):
+        mine = lease.hold(tmp_path, holder)
     mine.check()
     assert lease._read(tmp_path / lease.NAME)["process"] == os.getpid()
     assert lease.hold(tmp_path, holder) is mine
@@ -107,14 +109,62 @@ def test_on_another_host_a_lease_that_is_not_renewed_is_taken_over(tmp_path, mon
     give_up_all()
 
 
-def test_the_clock_of_the_file_system_tells_that_a_lease_is_old(tmp_path, monkeypatch):
+def test_a_lease_that_is_old_by_the_clock_of_the_file_system_is_watched_for_two_renewals_only(tmp_path, monkeypatch):
     write(tmp_path, where="another host")
     os.utime(tmp_path / lease.NAME, (1, 1))
-    monkeypatch.setattr(lease, "sleep", lambda _: None)  # and nobody has to watch it
-    holder = Holder()
-    with mock.patch.object(lease, "monotonic", side_effect=AssertionError("it was watched")):
-        lease.hold(tmp_path, holder)
+    monkeypatch.setattr(lease, "RENEWAL", 0.1)
+    holder, begin = Holder(), time.monotonic()
+    lease.hold(tmp_path, holder).check()
+    assert time.monotonic() - begin >= 0.2
     give_up_all()
+
+
+def test_a_process_takes_back_what_it_has_lost(tmp_path, monkeypatch):
+    """By another name of the folder, or where the folder was away for a moment."""
+    holder = Holder()
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    first = lease.hold(Path("run"), holder)
+    monkeypatch.chdir("/")
+    lease.renew_all()
+    assert lease.hold(tmp_path / "run", holder) is first
+    lease._held.clear()
+    again = lease.hold(tmp_path / "run", holder)
+    again.check()
+    assert again is not first
+    give_up_all()
+
+
+def test_files_are_closed_and_holders_go_to_the_lease_that_follows(tmp_path):
+    holder, other = Holder(), Holder()
+    lease.hold(tmp_path, holder)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        (tmp_path / lease.NAME).unlink()
+        lease.renew_all()
+        mine = lease.hold(tmp_path, other)
+        mine.check()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert holder in mine.holders
+    give_up_all()
+
+
+def test_a_file_system_that_is_away_ends_no_renewal(tmp_path):
+    holder = Holder()
+    mine = lease.hold(tmp_path, holder)
+    with mock.patch.object(lease, "_read", side_effect=OSError("stale file handle")):
+        lease.renew_all()
+    lease.renew_all()
+    mine.check()
+    assert lease._read(tmp_path / lease.NAME)["renewals"] >= 1
+    give_up_all()
+
+
+def test_a_process_of_which_nothing_can_be_seen_lives(tmp_path):
+    """`hidepid` hides other users' processes."""
+    write(tmp_path)
+    with mock.patch.object(lease, "_began", return_value=None), pytest.raises(CheckpointError, match="is running"):
+        lease.hold(tmp_path, Holder())
 
 
 def test_a_lease_that_is_being_written_is_not_taken(tmp_path):
@@ -148,7 +198,7 @@ def test_of_many_threads_that_take_over_one_has_it(tmp_path):
     for thread in threads:
         thread.join()
     owner = lease._read(tmp_path / lease.NAME)["token"]
-    valid = [each for each in got if isinstance(each, lease.Lease) and each.told["token"] == owner]
+    valid = [each for each in got if isinstance(each, lease.Lease) and each.content["token"] == owner]
     assert len(valid) == 1
     for each in got:
         if isinstance(each, lease.Lease) and each is not valid[0]:
@@ -164,7 +214,7 @@ def test_a_lease_ends_with_what_holds_it(tmp_path):
     assert lease._read(tmp_path / lease.NAME)["renewals"] == 1
     del holder
     gc.collect()
-    assert not (tmp_path / lease.NAME).exists()
+    until(lambda: not (tmp_path / lease.NAME).exists())  # the thread is woken
 
 
 def test_a_lease_that_was_lost_is_not_renewed(tmp_path):
@@ -183,6 +233,7 @@ def test_a_lease_that_was_lost_is_not_renewed(tmp_path):
         mine.check()
     mine.give_up()
     assert (tmp_path / lease.NAME).exists()
+    give_up_all()
 
 
 # ---- saves ----------------------------------------------------------------------------------------------------------
@@ -268,13 +319,12 @@ def owning_body(group: Any, path: Path) -> None:
 
 
 def test_a_process_of_another_job_is_refused_until_the_first_has_ended(cluster, doomed, tmp_path):
-    path, tried = tmp_path / "run", threading.Event()
+    path = tmp_path / "run"
 
     def second() -> None:
         until((tmp_path / "saved").exists)
         ended.extend(doomed.run(saving_body, 1, str(path), directory=beside))
         (tmp_path / "tried").touch()
-        tried.set()
 
     beside, ended = tmp_path / "second", list[Any]()
     beside.mkdir()
@@ -288,14 +338,19 @@ def test_a_process_of_another_job_is_refused_until_the_first_has_ended(cluster, 
     assert "another job, which is running" in ended[0].text
 
 
-def test_a_folder_is_free_when_its_job_was_killed(cluster, doomed, tmp_path):
+def dying_body(group: Any, path: str) -> None:
+    model, optimizer = run_on(group)
+    save(path, model, optimizer)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_folder_is_free_when_its_job_was_killed(doomed, tmp_path):
     path = tmp_path / "run"
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     second.mkdir()
-    (ended,) = doomed.run(saving_body, 1, str(path), directory=first)
-    assert ended.result == "step-00000000"
-    shutil.rmtree(second)
-    second.mkdir()
+    (ended,) = doomed.run(dying_body, 1, str(path), directory=first)
+    assert ended.status == -signal.SIGKILL
+    assert (path / lease.NAME).exists()
     (ended,) = doomed.run(saving_body, 1, str(path), directory=second)
     assert ended.result == "step-00000001"

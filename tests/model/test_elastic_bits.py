@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from torch.optim import Optimizer
 from shardlite import EMA, AdamW, LayoutError, NonFiniteWarning, PhaseError, Precision, ShardLite, load, save
 from shardlite.telemetry import Held
 from tests.support.models.small import VOCABULARY, LanguageModel
+from tests.support.patience import until
 from tests.support.ranks.in_process import run_in_process
 from tests.support.twins.sharded import local_parts, same_bits, slow
 
@@ -201,7 +203,8 @@ def goes_on(group: Any, name: str, path: str, steps: range) -> dict[str, Tensor]
     save(path, run.model, run.optimizer)
     result = of_first_rank(group, run.result())
     del run
-    gc.collect()  # the lease on the folder ends with the model: the next ranks are other processes
+    gc.collect()
+    until(lambda: not Path(path, ".lease").exists())  # it ends with the model, and the next ranks are other processes
     return result
 
 

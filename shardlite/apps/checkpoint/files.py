@@ -150,11 +150,13 @@ def publish(folder: Path, root: Path, step: int, keep: int | None, lease: Lease)
         place.rename(old)
     folder.rename(place)
     _sync(root)
-    if old.exists() or old.is_symlink():
-        _remove(old, lease)
     others = [path for number, path in checkpoints_in(root).items() if number != step and not path.is_symlink()]
-    for path in others[: max(0, len(others) + 1 - keep)] if keep is not None else ():
-        _remove(path, lease)
+    doomed = others[: max(0, len(others) + 1 - keep)] if keep is not None else []
+    try:
+        for each in ([old] if old.exists() or old.is_symlink() else []) + doomed:
+            _remove(each, lease)
+    except (CheckpointError, OSError) as error:  # the new one is published
+        log.warning("%s is saved, and earlier checkpoints could not be removed: %s", place, error)
     return place
 
 

@@ -7,8 +7,8 @@ lease is renamed over the old one, so an old owner that is alive after all renew
 the lease before each rename and removal, and stops if it is another's.
 
 This needs what NFS has since version 3: exclusive creation, atomic renames, and that opening a file shows what was
-synced before. It does not need `flock`. Milliseconds pass between a check and the rename behind it: an owner that was
-stopped there for more than `STALE` seconds would still rename once.
+synced before. It does not need `flock`. An owner that is suspended for more than `STALE` seconds between its check and
+the rename can still publish once.
 """
 
 from __future__ import annotations
@@ -39,79 +39,113 @@ STALE = 60.0
 _LOOK = 1.0
 """Seconds between two looks at a lease that is watched."""
 
+_RACE = 0.1
+"""Seconds after a takeover, in which a third process may do the same: the last one has the lease."""
+
 _NBYTES = 512
 """Of the file, so that a renewal never makes it shorter."""
+
+Content = dict[str, Any]
 
 
 @dataclass(eq=False)
 class Lease:
-    """The lease that this process holds on a folder."""
+    """The lease that this process has on a folder."""
 
     root: Path
-    told: dict[str, Any]
-    """What the file says: `token`, `host`, `where`, `process`, `began`, `folder` and the number of renewals."""
+    content: Content
+    """Of the file: `token`, `host`, `where`, `process`, `began`, `folder` and the number of renewals."""
 
     file: int
-    """The open file. Writes to it reach nobody after another process has taken the lease."""
+    """The open file, -1 when closed. Writes to it reach nobody after another process has taken the lease."""
 
     holders: WeakSet[Any] = field(default_factory=WeakSet)
     """The models that were saved here, and saves in progress. Without any, the lease is given up."""
 
+    def keep_for(self, holder: object) -> None:
+        """Keep the lease at least as long as an object lives."""
+        if holder not in self.holders:
+            self.holders.add(holder)
+            finalize(holder, _wake.set).atexit = False  # nothing else: it may run anywhere, locks held
+
+    def is_mine(self) -> bool:
+        """Return whether the file is still this process's."""
+        content = _read(self.root / NAME)
+        return content is not None and content.get("token") == self.content["token"]
+
     def check(self) -> None:
         """Raise `CheckpointError` unless this process still has the lease."""
-        told = _read(self.root / NAME)
-        if told is None or told.get("token") != self.told["token"]:
-            whose = "was removed" if told is None else f"was taken over by {_owner(told)}"
-            raise CheckpointError(
-                f"the lease on {self.root} {whose}: this process had not renewed it for {STALE:g} s, or the folder was "
-                "replaced. What was being saved is not published, and nothing of the other job was touched"
-            )
+        if self.is_mine():
+            return
+        content = _read(self.root / NAME)
+        whose = "was removed" if content is None else f"was taken over by {_owner(content)}"
+        raise CheckpointError(
+            f"the lease on {self.root} {whose}: this process had not renewed it for {STALE:g} s, or the folder was "
+            "replaced. The save that is running publishes nothing more, and touches nothing of the other job"
+        )
 
     def renew(self) -> bool:
         """Write the lease again. Return whether it is still this process's."""
-        told = _read(self.root / NAME)
-        if told is None or told.get("token") != self.told["token"]:
+        if self.file < 0 or not self.is_mine():
             return False
-        self.told["renewals"] += 1
+        self.content["renewals"] += 1
         with suppress(OSError):  # a full or lost disk: the next renewal may succeed
-            _write(self.file, self.told)
+            _write(self.file, self.content)
         return True
 
     def give_up(self) -> None:
-        """Remove the lease, if it is this process's."""
-        told = _read(self.root / NAME)
-        if told is not None and told.get("token") == self.told["token"]:
-            with suppress(OSError):
-                (self.root / NAME).unlink()
+        """Remove the lease if it is this process's, and close it."""
         with suppress(OSError):
-            os.close(self.file)
+            if self.is_mine():
+                (self.root / NAME).unlink()
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        file, self.file = self.file, -1
+        if file >= 0:
+            with suppress(OSError):
+                os.close(file)
 
 
 _held: dict[tuple[int, int], Lease] = {}
 """Leases of this process, by device and inode of the folder."""
 
-_lock = threading.RLock()
+_lock = threading.Lock()
+"""Of `_held`. It is never held while a lease is waited for, and never taken by a finalizer."""
+
+_taking = threading.Lock()
+"""Held while a lease is taken, one at a time."""
+
 _renewing: list[threading.Thread] = []
-_end = threading.Event()
+_wake = threading.Event()
+_ended = threading.Event()
 
 
-def hold(root: Path, *holders: object) -> Lease:
-    """Return this process's lease on a folder, which it takes if it does not have it. It lasts while a holder does.
+def hold(root: Path, holder: object) -> Lease:
+    """Take the lease on a folder, or return the one that this process has. It is given up when all holders are gone.
 
     Raises:
         CheckpointError: another job has it and is alive.
         OSError: the lease cannot be written.
     """
+    root = root.resolve()
     status = root.stat()
     key = status.st_dev, status.st_ino
-    with _lock:
-        lease = _held.get(key)
+    with _taking:
+        with _lock:
+            lease = _held.get(key)
+            if lease is not None:
+                lease.keep_for(holder)
         if lease is None or not lease.renew():
-            lease = _held[key] = _take(root)
-        for each in holders:
-            if each not in lease.holders:
-                lease.holders.add(each)
-                finalize(each, _let_go).atexit = False
+            earlier, lease = lease, _take(root)
+            for each in () if earlier is None else list(earlier.holders):
+                lease.keep_for(each)
+            lease.keep_for(holder)
+            with _lock:
+                _held[key] = lease
+            if earlier is not None:
+                earlier.close()
         _begin_to_renew()
     return lease
 
@@ -122,52 +156,63 @@ def _take(root: Path) -> Lease:
     while True:
         with suppress(FileExistsError):
             return _written(root, path, mine)
-        told = _read(path)
-        if told is None:
+        content = _read(path)
+        if content is None:
             continue  # it was given up meanwhile
-        _demand_dead(root, path, told)
+        _demand_dead(root, path, content)
         beside = root / f"{NAME}-{mine['token']}"
         lease = _written(root, beside, mine)
+        if _read(path) != content:  # its owner goes on, or another process was faster
+            lease.close()
+            beside.unlink(missing_ok=True)
+            continue
         beside.rename(path)
-        sleep(_LOOK / 10)  # a third process may do the same: the last rename counts
-        lease.check()
+        sleep(_RACE)
+        try:
+            lease.check()
+        except CheckpointError:
+            lease.close()
+            raise
         return lease
 
 
-def _demand_dead(root: Path, path: Path, told: dict[str, Any]) -> None:
+def _demand_dead(root: Path, path: Path, content: Content) -> None:
     """Return if the owner of a lease is dead.
 
     Raises:
         CheckpointError: it is alive.
     """
-    if told and told.get("folder") != root.stat().st_ino:
-        return  # the folder was copied, and its lease with it
-    if told and told.get("where") == _where():
-        if _began(told.get("process", 0)) == told.get("began"):
-            raise _taken(root, told)
+    if content.get("where") == _where():
+        if content.get("folder") != root.stat().st_ino:
+            return  # the folder was copied, and its lease with it
+        if content.get("process") == os.getpid():
+            return  # of this process, which has lost it
+        if _lives(content.get("process", 0), content.get("began")):
+            raise _taken(root, content)
         return
-    if _age(root, path) > STALE:
-        return
-    deadline = monotonic() + STALE
+    limit = STALE if _age(root, path) <= STALE else 2 * RENEWAL  # the file system's clock may be that of another host
+    deadline = monotonic() + limit
     while monotonic() < deadline:
         sleep(_LOOK)
         now = _read(path)
         if now is None:
             return
-        if now != told:
+        if now != content:
             raise _taken(root, now)
 
 
-def _taken(root: Path, told: dict[str, Any]) -> CheckpointError:
+def _taken(root: Path, content: Content) -> CheckpointError:
     return CheckpointError(
-        f"{root} is the folder of another job, which is running: {_owner(told)}. Save into a folder of its own, or end "
-        f"that job first. The lease of a job that has died is taken over: on its own host at once, on others after "
+        f"{root} is the folder of another job, which is running: {_owner(content)}. Save into a folder of its own, or "
+        f"end that job first. The lease of a job that has died is taken over: on its own host at once, on others after "
         f"{STALE:g} s"
     )
 
 
-def _owner(told: dict[str, Any]) -> str:
-    return f"process {told.get('process')} on {told.get('host')}"
+def _owner(content: Content) -> str:
+    if "process" not in content:
+        return "an unknown process"
+    return f"process {content['process']} on {content.get('host')}"
 
 
 def _age(root: Path, path: Path) -> float:
@@ -182,7 +227,7 @@ def _age(root: Path, path: Path) -> float:
         probe.unlink(missing_ok=True)
 
 
-def _written(root: Path, path: Path, told: dict[str, Any]) -> Lease:
+def _written(root: Path, path: Path, content: Content) -> Lease:
     """Make a file of a lease that does not exist.
 
     Raises:
@@ -190,31 +235,31 @@ def _written(root: Path, path: Path, told: dict[str, Any]) -> Lease:
     """
     file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_CLOEXEC", 0), 0o644)
     try:
-        _write(file, told)
+        _write(file, content)
     except BaseException:
         os.close(file)
         path.unlink(missing_ok=True)
         raise
-    return Lease(root, told, file)
+    return Lease(root, content, file)
 
 
-def _write(file: int, told: dict[str, Any]) -> None:
-    os.pwrite(file, json.dumps(told).encode().ljust(_NBYTES), 0)
+def _write(file: int, content: Content) -> None:
+    os.pwrite(file, json.dumps(content).encode().ljust(_NBYTES), 0)
     os.fsync(file)
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """Return what a lease says, nothing of one that is just being written, or `None` if there is none."""
+def _read(path: Path) -> Content | None:
+    """Return the content of a lease: `{}` if it is unreadable, `None` if there is none."""
     try:
-        told = json.loads(path.read_bytes() or b"{}")
+        content = json.loads(path.read_bytes() or b"{}")
     except FileNotFoundError:
         return None
     except ValueError:
         return {}
-    return told if isinstance(told, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
-def _of_this_process(root: Path) -> dict[str, Any]:
+def _of_this_process(root: Path) -> Content:
     return {
         "token": secrets.token_hex(16),
         "host": socket.gethostname(),
@@ -227,8 +272,8 @@ def _of_this_process(root: Path) -> dict[str, Any]:
 
 
 @cache
-def _where() -> str | None:
-    """Return what processes have in common that see each other: a host since it was started, and a namespace."""
+def _where() -> str:
+    """Identify the boot and the PID namespace. Processes with equal values see each other."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -236,14 +281,26 @@ def _where() -> str | None:
         return secrets.token_hex(16)  # nobody's: leases of this process are watched by others
 
 
+def _lives(process: int, began: str | None) -> bool:
+    """Return whether a process of this host lives that began at that time. If that is hidden, its number decides."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass  # it is another user's
+    now = _began(process)
+    return now == began or now is None
+
+
 def _began(process: int) -> str | None:
-    """Return when a process of this host began, in ticks since the host did, or `None` if there is none."""
+    """Return when a process of this host began, in ticks since the host did; `None` if that is hidden."""
     try:
         status = Path(f"/proc/{process}/stat").read_text()
     except OSError:
         return None
     state, *rest = status.rpartition(")")[2].split()
-    return None if state in "ZX" else rest[18]
+    return "it has ended" if state in "ZX" else rest[18]
 
 
 # ---- the thread -----------------------------------------------------------------------------------------------------
@@ -256,43 +313,52 @@ def _begin_to_renew() -> None:
 
 
 def _renew() -> None:
-    while not _end.wait(RENEWAL):
-        renew_all()
+    latest = monotonic()
+    while not _ended.is_set():
+        woken = _wake.wait(max(0.0, latest + RENEWAL - monotonic()))
+        _wake.clear()
+        renew_all(renew=not woken)
+        latest = latest if woken else monotonic()
 
 
-def renew_all() -> None:
-    """Renew the leases of this process, and forget those that it has lost."""
+def renew_all(*, renew: bool = True) -> None:
+    """Give up the leases that nothing holds any more, and renew the others."""
     with _lock:
-        for key, lease in list(_held.items()):
-            if not lease.renew():
-                os.close(lease.file)
+        held = list(_held.items())
+    for key, lease in held:
+        with _lock:
+            unheld = next(iter(lease.holders), None) is None  # its length may count what is just being freed
+            if unheld and _held.get(key) is lease:
                 del _held[key]
-
-
-def _let_go() -> None:
-    """Give up the leases that nothing holds any more."""
-    with _lock:
-        for key, lease in list(_held.items()):
-            if next(iter(lease.holders), None) is None:
+        with suppress(OSError):  # of a file system that is away for the moment
+            if unheld:
                 lease.give_up()
-                del _held[key]
+            elif renew:
+                lease.renew()
 
 
 def _give_up_all() -> None:
-    _end.set()
+    _ended.set()
+    _wake.set()
     with _lock:
-        while _held:
-            _held.popitem()[1].give_up()
+        held = list(_held.values())
+        _held.clear()
+    for lease in held:
+        lease.give_up()
 
 
-def _forget() -> None:
-    """Leave the leases of the parent to it, in a forked child."""
-    global _lock
-    _lock = threading.RLock()
+def _after_fork() -> None:
+    """Leave the leases of the parent to it."""
+    global _lock, _taking, _wake, _ended
+    _lock, _taking = threading.Lock(), threading.Lock()
+    _wake, _ended = threading.Event(), threading.Event()
+    for lease in _held.values():
+        lease.close()
     _held.clear()
     _renewing.clear()
+    _where.cache_clear()
 
 
 atexit.register(_give_up_all)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_after_fork)

@@ -169,7 +169,7 @@ def _begin(
             part = part.copied()
         if talk.rank == 0:
             root.mkdir(parents=True, exist_ok=True)
-            leases.append(hold(root, model, talk))
+            leases.append(hold(root, model))
         chosen = step if step is not None else max(files.folders_in(root), default=-1) + 1
         if talk.rank == 0:
             made.append(files.begin(root, chosen, leases[0]))
@@ -183,16 +183,17 @@ def _begin(
         if step is not None and len(set(steps)) > 1:
             raise CheckpointError(f"save: ranks were given different steps, {steps} by rank")
     except CheckpointError:
-        for each in made:
-            files.discard(each)
+        for each, lease in zip(made, leases, strict=True):
+            if lease.is_mine():
+                files.discard(each)
         raise
     folder = root / f".saving-{files.name_of(steps[0])}"
     facts = {"step": steps[0], "ranks": talk.size, "stage": model.stage}
     if model._parts is not None:
         facts[files.LOOPS] = model._parts.finished
     job = _Save(folder, root, facts, keep, part, talk if not snapshot else talk.on_thread("save"), leases)
-    if leases:
-        hold(root, job)
+    for lease in leases:
+        lease.keep_for(job)
     return job
 
 
@@ -222,7 +223,7 @@ class _Save:
             talk.agree(publish, "save", tell=lambda _: None)
         except BaseException:
             for lease in self.leases:
-                if lease.renew():  # else the folder is another job's
+                if lease.is_mine():
                     files.discard(self.folder)
             raise
         return self.root / files.name_of(self.facts["step"])
