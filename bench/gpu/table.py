@@ -201,7 +201,7 @@ def _host_in_short(rows: Sequence[Row]) -> str:
 def _twin_in_short(rows: Sequence[Row]) -> str:
     same = [row["same_as_stage3"] for row in rows if "same_as_stage3" in row]
     off = max((row["off"] for row in rows if "off" in row), default=0.0)
-    return f"{sum(same)} of {len(same)} stages have one result; formats are at most {100 * off:.2f} % off"
+    return f"{sum(same)} of {len(same)} runs have the losses of stage 3; formats are at most {100 * off:.2f} % off"
 
 
 def _bandwidth_in_short(rows: Sequence[Row]) -> str:
