@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 from bench.gpu.run import ROWS, WARM_UP, located
-from bench.support.table import RESULTS, Row, read_rows
+from bench.support.table import RESULTS, read_rows, replace_rows
 
 
 def land(folder: Path, results: Path = RESULTS) -> int:
@@ -42,19 +41,9 @@ def landed(folder: Path, results: Path) -> Path:
     if any(row.get("dry") for row in rows):
         raise ValueError(f"{folder / ROWS} is of a dry run, which measures nothing: run it on a GPU")
     file = results / f"gpu-{_slug(rows[0]['card'])}-{rows[0]['date']}.jsonl"
-    probes = {row["probe"] for row in rows}
-    kept = [row for row in read_rows([file]) if row["probe"] not in probes] if file.exists() else []
-    _replace(file, [*kept, *rows])
+    replace_rows(file, "probe", {row["probe"] for row in rows}, rows)
     return file
 
 
 def _slug(card: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", card.lower().removeprefix("nvidia ")).strip("-")
-
-
-def _replace(file: Path, rows: list[Row]) -> None:
-    """Write the file by one rename."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_suffix(".new")
-    beside.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    beside.replace(file)

@@ -6,7 +6,6 @@ as it has ended, together with a row `"suite"` that says how. One that fails, ha
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -21,7 +20,7 @@ from time import perf_counter
 import torch
 
 from bench.support.ranks import end_group
-from bench.support.table import Row, read_rows
+from bench.support.table import Row, read_rows, replace_rows
 from shardlite.apps.footprint.machine import machine
 
 ROOT = Path(__file__).parents[2]
@@ -155,18 +154,9 @@ def run(chosen: Sequence[Part], file: Path, budget: float, *, dry: bool) -> list
         seconds = round(perf_counter() - start, 1)
         told = {"bench": "suite", "suite": part.name, "status": status, "seconds": seconds, "rows": len(rows)}
         ended.append({**told, "command": part.dry if dry else part.command, **machine()})
-        replace_rows(file, part.name, [*rows, ended[-1]])
+        replace_rows(file, "suite", {part.name}, [*rows, ended[-1]])
         print(f"  {status}, {len(rows)} rows, {seconds:.0f} s", file=sys.stderr, flush=True)
     return ended
-
-
-def replace_rows(file: Path, part: str, rows: Sequence[Row]) -> None:
-    """Put the rows of a part into the file, in place of those of an earlier run of it, by one rename."""
-    others = [row for row in read_rows([file]) if row.get("suite") != part] if file.exists() else []
-    file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_suffix(".new")
-    beside.write_text("".join(f"{json.dumps(row)}\n" for row in [*others, *rows]))
-    beside.replace(file)
 
 
 def _run_part(part: Part, folder: Path, left: float, *, dry: bool) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,15 @@ def write_rows(rows: Sequence[Row], file: Path) -> None:
     lines = [json.dumps(row) for row in rows]
     file.write_text("\n".join(lines) + "\n")
     print(*lines, sep="\n")
+
+
+def replace_rows(file: Path, key: str, runs: Container[str], rows: Sequence[Row]) -> None:
+    """Put rows into a file by one rename, in place of those whose `key` is in `runs`."""
+    others = [row for row in read_rows([file]) if row.get(key) not in runs] if file.exists() else []
+    file.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.with_suffix(".new")
+    beside.write_text("".join(f"{json.dumps(row)}\n" for row in [*others, *rows]))
+    beside.replace(file)
 
 
 def render(rows: Sequence[Row], *, markdown: bool = True) -> str:
