@@ -31,7 +31,7 @@ from shardlite.build import (
     placement_of,
     validate,
 )
-from shardlite.comm import GroupLike, Sent, Transport, agree, ranks_of, share
+from shardlite.comm import GroupLike, Sent, Transport, agree, all_gather_json, ranks_of, share
 from shardlite.config import (
     AlgorithmName,
     MemoryLimit,
@@ -540,21 +540,33 @@ class ShardLite(nn.Module):
         self._recover()
         return self._full.state_dict(rank)
 
-    def load_full_state_dict(self, state_dict: Mapping[str, Tensor] | None) -> None:
-        """Take over rank 0's `state_dict`, as `full_state_dict` or an unsharded model gives it.
+    def load_full_state_dict(self, state_dict: Mapping[str, Tensor] | None, strict: bool = True) -> Any:
+        """Load rank 0's `state_dict`, as `full_state_dict` or an unsharded model returns it.
 
-        What other ranks pass is ignored. Ignored parameters, which are each rank's own, and the optimizer state stay as
-        they are. To be called by every rank.
+        What other ranks pass is not used. Ignored parameters, which are each rank's own, and the optimizer state stay
+        as they are. Collective: every rank must call it.
+
+        Args:
+            state_dict: whole tensors by the names of the model.
+            strict: whether names must be those of the model. If `False`, what `state_dict` lacks keeps its values, and
+                unknown names are ignored.
+
+        Returns:
+            What `nn.Module.load_state_dict` returns, on every rank: the names that are missing and unexpected.
 
         Raises:
             LayoutError: on every rank, if names or shapes do not fit; nothing is changed then.
         """
         self._recover()
-        misfit = self._full.misfit(state_dict or {}) if self._context.rank == 0 else None
+        given = state_dict or {}
+        misfit = self._full.misfit(given, strict=strict) if self._context.rank == 0 else None
         agree(self._groups, [], misfit, what="load_full_state_dict", timeout=self._context.timeout)
         self._bridge.gatherer.settle()
         entries = self._full.entries()
-        source = {entry: (state_dict or {}).get(name, entry) for name, entry in entries.items()}
+        missing, unexpected = self._from_first_rank(self._full.other_names(given))
+        kept = self._full.state_dict(0) if missing else {}
+        source = {entry: kept.get(name, entry) for name, entry in entries.items()}
+        source.update({entry: given[name] for name, entry in entries.items() if name in given})  # by any of tied names
         for unit in self._units:
             broadcast_values(unit, self._context, lambda param: source[param])
         with torch.no_grad():
@@ -564,17 +576,34 @@ class ShardLite(nn.Module):
         broadcast_buffers(self.module, self._context)
         self._context.trim(keep=0)
         self._bridge.mark_changed()
+        return _IncompatibleKeys(missing, unexpected)
 
-    def state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:  # type: ignore[override]
+    def _from_first_rank(self, names: tuple[list[str], list[str]]) -> tuple[list[str], list[str]]:
+        """Return what rank 0 passes. Collective."""
+        for group in self._groups.all:
+            names = all_gather_json(group, names, "load_full_state_dict", self._context.timeout)[0]
+        return names
+
+    def state_dict(  # type: ignore[override]
+        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
         """Return the sharded state: original names and shapes, of which this rank holds a part. Nothing is gathered.
 
         Each parameter is a `ShardTensor`, which `torch.distributed.checkpoint` saves and loads at any world size; what
         this rank keeps whole (buffers, all parameters at stage 0) is a plain tensor. As in PyTorch, they are no copies:
         what DCP loads into them is in the model, and `load_state_dict()` makes it known. Pickling (`torch.save`) writes
         this rank's elements only. For whole tensors call `full_state_dict()`; to save a run, `shardlite.save`.
+
+        Args:
+            destination, prefix: as in `nn.Module.state_dict`, which passes them if this model is inside another module.
+            keep_vars: has no effect, because shards have no history.
         """
         self._recover()
-        return self._full.sharded_state_dict()
+        entries = {f"{prefix}{name}": value for name, value in self._full.sharded_state_dict().items()}
+        if destination is None:
+            return entries
+        destination.update(entries)
+        return destination
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a sharded state. To be called by every rank.
@@ -599,8 +628,14 @@ class ShardLite(nn.Module):
         self._bridge.gatherer.settle()
         self._full.take_sharded(state_dict)
         self._bridge.mark_changed()
-        ours = self._full.entries().keys()
-        return _IncompatibleKeys([*(ours - state_dict.keys())], [*(state_dict.keys() - ours)])
+        return _IncompatibleKeys(*self._full.other_names(state_dict))
+
+    def _load_from_state_dict(self, _: Any, prefix: str, *__: Any) -> None:
+        """Raise: PyTorch calls this where the model is inside the module whose `load_state_dict()` was called."""
+        raise LayoutError(
+            f"load_state_dict() of a module with a ShardLite model inside, {prefix.removesuffix('.')!r}: load the "
+            "ShardLite model by its own load_state_dict() or load_full_state_dict(), and the rest by itself"
+        )
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:

@@ -8,11 +8,13 @@ Legend: `W` ranks that share a model, `S` elements per shard; a full buffer has 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from shardlite.comm import Context, all_gather
+from shardlite.engine.local_shards import gather_row
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.params import Flat, ShardTensor, Unit, is_dtensor, scripts
 from shardlite.weights import Calls, Gathering, differs, places, pop_hooks, push_hooks, take_over
@@ -112,7 +114,10 @@ class FullParameters:
 
     def sharded_state_dict(self) -> dict[str, Tensor]:
         """Return this rank's part of all parameters, and the persistent buffers, by all of their names. No copies."""
-        mine: dict[Tensor, Tensor] = {param: flat.shard_tensor(row) for flat, row, param in self._rows()}
+        mine: dict[Tensor, Tensor] = {
+            param: flat.shard_tensor(row, partial(gather_row, self._context, flat, row))
+            for flat, row, param in self._rows()
+        }
         return {name: mine[entry] if entry in mine else entry.detach() for name, entry in self.entries().items()}
 
     @torch.no_grad()
@@ -164,6 +169,12 @@ class FullParameters:
         shared = {name: entry for name, entry in entries.items() if name in state_dict}
         wrong = (_misfit(name, state_dict[name], entry) for name, entry in shared.items())
         return next((LayoutError(why) for why in wrong if why), None)
+
+    def other_names(self, state_dict: Mapping[str, object]) -> tuple[list[str], list[str]]:
+        """Return the names that a state dict lacks, and those that the model does not have, in their order."""
+        entries = self.entries()
+        missing = [name for name in entries if name not in state_dict]
+        return missing, [name for name in state_dict if name not in entries]
 
     def shard_misfit(self, state_dict: Mapping[str, Tensor]) -> LayoutError | None:
         """Return which shard of a state dict is not this rank's."""
