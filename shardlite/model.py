@@ -4,9 +4,9 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from inspect import ismethod
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from shardlite_kernels import chunk_memory
@@ -62,6 +62,7 @@ from shardlite.engine import (
     in_backward,
     needs,
     param_locations,
+    refuse_conversions,
     torch_patches,
 )
 from shardlite.errors import LayoutError
@@ -98,6 +99,21 @@ class _Uncompiled:
     @_uncompiled
     def __exit__(self, *raised: Any) -> bool | None:
         return self._manager.__exit__(*raised)
+
+
+class _SignatureOfModule:
+    """A method whose signature is that of the wrapped module's `forward`: trainers choose inputs by it."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+
+    def __get__(self, model: "ShardLite | None", _: object = None) -> Callable[..., Any]:
+        """Bind the method. (`inspect.signature` follows `__wrapped__`.)"""
+        if model is None:
+            return self._method
+        bound: Any = partial(self._method, model)
+        bound.__wrapped__ = model.module.forward
+        return cast(Callable[..., Any], bound)
 
 
 class ShardLite(nn.Module):
@@ -232,6 +248,7 @@ class ShardLite(nn.Module):
         with self._running():
             return super().__call__(*args, **kwargs)
 
+    @_SignatureOfModule
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]  # the module's own is compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, with inputs and outputs cast as `precision` says."""
@@ -644,10 +661,10 @@ class ShardLite(nn.Module):
             "DistributedDataParallel would give all ranks the shards of the first: a wrapped model is one"
         )
 
-    def _apply(self, *_: Any, **__: Any) -> Any:
-        raise LayoutError(
-            "a wrapped model cannot be moved or converted: call .to(), .half() and the like before wrapping"
-        )
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ShardLite":
+        """Refuse to move or convert the model, unless that changes nothing."""
+        self.module._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     # ---- construction -------------------------------------------------------------------------------------------
 
@@ -710,6 +727,7 @@ class ShardLite(nn.Module):
             self._hooks.install(modules, param_locations(self.module, units), roots, keeps=self._bridge)
             attach_all(units, self._hooks, self._reducer)
         self._backward.catch_gradients()
+        refuse_conversions(self.module, self._ignored)
         torch_patches.watch(self._bridge)
         adopt(shards.by_param(), part_of(units))
 

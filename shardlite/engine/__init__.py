@@ -7,6 +7,7 @@ In: forwards, backwards, and what programs do to parameters and optimizers betwe
 from shardlite.engine import torch_patches
 from shardlite.engine.backward import Backward, Mode, in_backward
 from shardlite.engine.buffers import Buffers
+from shardlite.engine.conversions import allow_conversions, refuse_conversions
 from shardlite.engine.full_params import NO_COPY, FullParameters
 from shardlite.engine.homes import attach_all
 from shardlite.engine.input_casts import cast_floats
