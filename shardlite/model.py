@@ -57,6 +57,7 @@ from shardlite.engine import (
     OptimizerBridge,
     PartLoop,
     Shards,
+    allow_conversions,
     attach_all,
     cast_floats,
     in_backward,
@@ -65,7 +66,7 @@ from shardlite.engine import (
     refuse_conversions,
     torch_patches,
 )
-from shardlite.errors import LayoutError
+from shardlite.errors import LayoutError, PhaseError
 from shardlite.grads import Clipper, Reducer, Skips, SoloGradientFlags
 from shardlite.optim import accumulating, adopt
 from shardlite.params import Unit, UnitPolicy, UnitRule
@@ -175,6 +176,8 @@ class ShardLite(nn.Module):
         TypeError: an option is of another type than it has to be.
         ValueError: an option has a value that it cannot have.
     """
+
+    _unwrapped = False
 
     def __init__(
         self,
@@ -303,6 +306,8 @@ class ShardLite(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if self._unwrapped:
+                raise PhaseError("this ShardLite model was unwrapped: use the module that unwrap() returned") from None
             if name == "module":
                 raise
             value = getattr(self.module, name)
@@ -340,6 +345,8 @@ class ShardLite(nn.Module):
 
     def extra_repr(self) -> str:
         """Say how the model is cut."""
+        if self._unwrapped:
+            return "unwrapped"
         route = f"transport={type(self._context.transport).__name__}, algorithm={self._context.transport.algorithm}"
         tree = "" if self._parts is None else f", order=tree, parts={self._parts.total}"
         return f"stage={self.stage}, ranks={self._context.world_size}, {route}{tree}, units={self.unit_names}"
@@ -600,6 +607,40 @@ class ShardLite(nn.Module):
         for group in self._groups.all:
             names = all_gather_json(group, names, "load_full_state_dict", self._context.timeout)[0]
         return names
+
+    def unwrap(self) -> nn.Module:
+        """Return the wrapped module as a plain one, with whole weights on every rank. Collective.
+
+        This is the way to another wrapper or trainer, `torch.optim.swa_utils.AveragedModel` or `save_pretrained()`.
+        The module is the one that was wrapped, with new parameters in the precision in which weights are kept. They
+        have the class, the attributes and the `requires_grad` of the former ones, and no gradients. This model and its
+        optimizers are of no more use afterwards, and hold memory until they are deleted.
+
+        Raises:
+            PhaseError: on every rank, if some rank is inside a forward, a backward, `gathered()` or `EMA.swapped()`.
+        """
+        self._recover()
+        try:
+            self._check_idle()
+            problem = None
+        except PhaseError as error:
+            problem = error
+        agree(self._groups, [], problem, what="unwrap", timeout=self._context.timeout)
+        self._bridge.gatherer.settle()
+        module = self.module
+        self._full.make_plain()
+        self._hooks.uninstall()
+        allow_conversions(module)
+        for name in vars(self).keys() - vars(nn.Module()).keys():
+            delattr(self, name)
+        self._modules.clear()
+        self._unwrapped = True
+        return module
+
+    def _check_idle(self) -> None:
+        if self._hooks.running() or any(unit.users for unit in self._units):
+            raise PhaseError("unwrap(): call it outside of forwards, backwards and `gathered()`")
+        self._in_backward.announce_change()
 
     def state_dict(  # type: ignore[override]
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False

@@ -72,6 +72,12 @@ class ModuleHooks:
         for module in needs:
             _register(module, *(of_roots if module in roots else of_others))
 
+    def uninstall(self) -> None:
+        """Remove the hooks."""
+        for module in self._needs:
+            for table in _tables(module):
+                table.pop(_KEY, None)
+
     def use(self, unit: Unit) -> bool:
         """Unshard a unit for code outside of the modules that own its weights, until the pass in progress ends.
 
@@ -278,16 +284,16 @@ def _register(module: nn.Module, enter: _Hook, leave: _Hook) -> None:
     """
     before = module.register_forward_pre_hook(enter, prepend=True)
     after = module.register_forward_hook(leave, always_call=True)
-    tables: list[tuple[dict[int, Any], int]] = [
-        (module._forward_pre_hooks, before.id),
-        (module._forward_hooks, after.id),
-        (module._forward_hooks_always_called, after.id),
-    ]
-    for table, given in tables:
+    for table, given in zip(_tables(module), (before.id, after.id, after.id), strict=True):
         rest = dict(table)
         table.clear()
         for number, each in rest.items():
             table[_KEY if number == given else number] = each
+
+
+def _tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Return where a module keeps hooks that run before, and twice those that run after its forward."""
+    return module._forward_pre_hooks, module._forward_hooks, module._forward_hooks_always_called
 
 
 def _breaking_graphs(hook: _Hook) -> _Hook:
