@@ -1412,8 +1412,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/apps/checkpoint/command.py",
         "call",
-        '        files.check(checkpoint.folder, told, {name: [(0, sums["size"])]})\n',
-        "",
+        '            files.check(folder, told, {name: [(0, sums[name]["size"])]})\n',
+        "            pass\n",
         "shardlite inspect finds no flipped bit",
     ),
     (
