@@ -2,11 +2,12 @@
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Any
 
 from shardlite.apps.options import usage_errors
 from shardlite.apps.ring.painting import paint
-from shardlite.apps.ring.picture import text
+from shardlite.apps.ring.picture import NARROW, WIDTH, text
 from shardlite.comm import Schedule
 from shardlite.comm import schedule as schedules
 from shardlite.config import ALGORITHMS
@@ -39,7 +40,8 @@ def run(parser: ArgumentParser, options: Namespace) -> int:
         schedule = _schedule(options, node)
         if options.png is not None:
             paint(schedule, options.png, node)
-    print(text(schedule, node))
+    columns = get_terminal_size((WIDTH, 0)).columns  # COLUMNS, or those of the terminal, or else `WIDTH`
+    print(text(schedule, node, min(WIDTH, max(NARROW, columns))))
     if options.png is not None:
         print(f"\nwrote {options.png}")
     return 0
