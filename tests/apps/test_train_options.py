@@ -29,8 +29,10 @@ FORMATS = ["--precision", "bf16", "--reduce", "bf16", "--master", "split24", "--
 
 @pytest.fixture
 def refused(monkeypatch, capsys):
-    """Return the last line that a command prints which is refused before any rank starts."""
+    """Return the last line that a command prints which is refused before any work: no text is read, no rank starts."""
     monkeypatch.setattr(launch, "launch", None)
+    for name in ("text", "train"):
+        monkeypatch.setitem(sys.modules, f"shardlite.apps.demo.{name}", None)  # to import it is an error
 
     def message(*arguments: object) -> str:
         with pytest.raises(SystemExit) as stop:
