@@ -14,7 +14,7 @@ import torch
 
 from shardlite import config
 from shardlite.apps import cli, launch
-from shardlite.apps.demo import command, settings, train
+from shardlite.apps.demo import command, config_file, settings, train
 from shardlite.apps.demo.log import COLUMNS, CSVLog, open_log
 from shardlite.apps.demo.report import Point, Progress, duration
 from shardlite.apps.demo.settings import Settings
@@ -119,6 +119,12 @@ def test_a_file_that_is_no_toml_or_not_there_is_named(refused, file):
     assert f"No such file or directory: '{file}'" in refused("--config", file)
     file.write_text("steps = \n")
     assert f"{file} is not TOML: Invalid value (at line 1" in refused("--config", file)
+
+
+def test_python_3_10_reads_no_file(refused, file, monkeypatch):
+    file.write_text("steps = 3\n")
+    monkeypatch.setattr(config_file, "sys", SimpleNamespace(version_info=(3, 10, 2), version="3.10.2 (main)"))
+    assert f"{file}: files of options take Python 3.11 or newer, this is 3.10.2" in refused("--config", file)
 
 
 def test_numbers_of_a_file_are_checked_like_others(refused, file):
