@@ -6,7 +6,7 @@ hooks innermost even where a user's own (`save_on_cpu`, a checkpoint) were enter
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shardlite.engine.backward import Backward, in_backward
 from shardlite.engine.module_map import ParamLocation
 from shardlite.errors import LayoutError
-from shardlite.params import Shard, Unit
+from shardlite.params import ROOT, Shard, Unit
+from shardlite.telemetry import profile_label
 from shardlite.weights import Call, Gathering, are_innermost, pop_hooks, push_hooks, take_over_all
 
 
@@ -31,6 +32,8 @@ class _Frame:
     pushed: bool = False
     outermost: bool = False
     """Whether a pass began with it, and ends with it."""
+    label: AbstractContextManager[object] | None = None
+    """Its name in a profile, if a unit starts with it."""
 
 
 class ModuleHooks:
@@ -43,6 +46,7 @@ class ModuleHooks:
         self._needs: Mapping[nn.Module, Sequence[Unit]] = {}
         self._locations: Mapping[Unit, Sequence[ParamLocation]] = {}
         self._names: Mapping[nn.Module, str] = {}
+        self._unit_names: Mapping[nn.Module, str] = {}
         self._frames: list[_Frame] = []
         self._depth: dict[Unit, int] = {}
         self._written: dict[Unit, int] = {}
@@ -67,6 +71,7 @@ class ModuleHooks:
         """
         self._needs, self._locations, self._root, self._keeps = needs, param_locations, roots[0], keeps
         self._names = {module: name for root in roots[:1] for name, module in root.named_modules()}
+        self._unit_names = {module: self._names[module] or ROOT for module in roots}
         of_roots = _breaking_graphs(self._enter), _breaking_graphs(self._leave)
         of_others = _unless_compiling(self._enter), _unless_compiling(self._leave)
         for module in needs:
@@ -139,6 +144,9 @@ class ModuleHooks:
             self._enter_unit(unit)
             frame.entered.append(unit)
         frame.pushed = self._calls is not None and push_hooks(self._calls)
+        if module in self._unit_names:
+            frame.label = profile_label("recompute" if in_backward() else "forward", self._unit_names[module])
+            frame.label.__enter__()
 
     def _has_entered(self, module: nn.Module, units: Sequence[Unit]) -> bool:
         """Whether a forward around that of `module` has done what its units need: a layer inside of a block."""
@@ -155,6 +163,8 @@ class ModuleHooks:
             return None  # a forward around it has its units; or an earlier hook, not ours, failed, and ours never ran
         replaced = _without_params(outputs) if self._frames[-1].outermost else None
         frame = self._frames.pop()
+        if frame.label is not None:
+            frame.label.__exit__(None, None, None)
         if frame.pushed:
             pop_hooks()
         try:
