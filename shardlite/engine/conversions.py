@@ -1,17 +1,20 @@
-"""Conversions of a wrapped model's modules: `.to()`, `.half()`, `.cuda()` and the like.
+"""Conversions: of what goes into a model and comes out, and of its modules (`.to()`, `.half()`, `.cuda()`).
 
 PyTorch converts a module by `nn.Module._apply`, which gives its parameters other memory. The shards would not follow.
 So a conversion raises before it has changed anything, whichever module of the model it begins at. One that changes
 nothing (`.to(device)` where the model is) does nothing.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, MutableMapping
+from copy import copy
+from dataclasses import fields, is_dataclass
 from functools import wraps
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from shardlite.errors import LayoutError
 from shardlite.params import as_they_are
@@ -60,3 +63,44 @@ def _changes(tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> bool:
 
 
 setattr(nn.Module, "_apply", _guarded(nn.Module._apply))  # noqa: B010 (mypy refuses assignment)
+
+
+# ---- inputs and outputs ----------------------------------------------------------------------------------------------
+
+
+def cast_floats(container: Any, dtype: torch.dtype) -> Any:
+    """Return `container` with its floating-point tensors in `dtype`, wherever they are in it.
+
+    They are looked for in what PyTorch knows as a tree (lists, tuples, dicts, named tuples, what was registered) and in
+    dataclasses and mappings of other classes. All of these are copied, all else is left as it is.
+    """
+
+    def cast(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(dtype) if leaf.is_floating_point() else leaf
+        if isinstance(leaf, MutableMapping):
+            return _cast_values(leaf, dtype)
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            return _cast_fields(leaf, dtype)
+        return leaf
+
+    return tree_map(cast, container)
+
+
+def _cast_values(mapping: Any, dtype: torch.dtype) -> Any:
+    """Cast a mapping of a class of its own. One that is a dataclass as well has its values as fields too."""
+    converted = _cast_fields(mapping, dtype) if is_dataclass(mapping) else copy(mapping)
+    for key, value in mapping.items():
+        converted[key] = cast_floats(value, dtype)
+    return converted
+
+
+def _cast_fields(instance: Any, dtype: torch.dtype) -> Any:
+    """Cast a dataclass, without its constructor: that may want or do anything."""
+    kind: Any = type(instance)
+    converted = kind.__new__(kind)
+    for name, value in getattr(instance, "__dict__", {}).items():
+        object.__setattr__(converted, name, value)
+    for field in fields(instance):
+        object.__setattr__(converted, field.name, cast_floats(getattr(instance, field.name), dtype))
+    return converted
