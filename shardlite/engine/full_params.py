@@ -178,18 +178,25 @@ class FullParameters:
                 )
         return None
 
-    def _refuse(self, *_: object) -> None:
-        """Make `state_dict()` of the module itself raise: it would hold placeholders."""
-        if not self._reading:
-            raise LayoutError("the module's parameters are sharded: use full_state_dict() of the ShardLite model")
+    def _refuse(self, module: nn.Module, *_: object) -> None:
+        """Make `state_dict()` of the module itself raise outside `gathered()`: it would hold placeholders."""
+        if not self._reading and self._is_sharded(module):
+            raise LayoutError(
+                "the module's parameters are sharded: use full_state_dict() of the ShardLite model, or be inside "
+                "`with model.gathered():`"
+            )
 
     def _refuse_to_load(self, module: nn.Module, *_: object) -> None:
         """Make `load_state_dict()` of the module itself raise outside `gathered()`: nothing of it would be kept."""
-        if any(param in self._homes and not self._homes[param].users for param in module._parameters.values()):
+        if self._is_sharded(module):
             raise LayoutError(
                 "the module's parameters are sharded: use load_full_state_dict() of the ShardLite model, or load "
                 "inside `gathered()`"
             )
+
+    def _is_sharded(self, module: nn.Module) -> bool:
+        """Whether a module has a parameter of its own whose unit is not in use."""
+        return any(param in self._homes and not self._homes[param].users for param in module._parameters.values())
 
     def _units_with(self, names: Iterable[str]) -> list[Unit]:
         params = self._module.named_parameters(remove_duplicate=False)
