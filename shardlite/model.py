@@ -268,7 +268,7 @@ class ShardLite(nn.Module):
         """Yield the modules as ever. Raise where `torch.export` looks for them: it was given the wrapper."""
         if torch.compiler.is_exporting():
             raise LayoutError(NO_GRAPH)
-        return super().named_modules(*args, **kwargs)
+        yield from super().named_modules(*args, **kwargs)
 
     def requires_grad_(self, requires_grad: bool = True) -> "ShardLite":
         """Set it on the module's own parameters, which decide. It may change between steps."""

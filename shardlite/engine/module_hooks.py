@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shardlite.engine.backward import Backward, in_backward
 from shardlite.engine.module_map import ParamLocation
 from shardlite.errors import LayoutError
-from shardlite.params import Shard, Unit
+from shardlite.params import OTHER_SHAPES, Shard, Unit
 from shardlite.weights import Call, Gathering, are_innermost, pop_hooks, push_hooks, take_over_all
 
 NO_GRAPH = (
@@ -126,7 +126,7 @@ class ModuleHooks:
                 "this module is a copy of a wrapped one, whose parameters it does not have: wrap a second model, and "
                 "load it with load_full_state_dict()"
             )
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[no-untyped-call]
             _check_held(units)
             return
         if self._thread != get_ident():
@@ -235,8 +235,8 @@ class ModuleHooks:
             ):
                 raise LayoutError(
                     f"parameter {location.name!r} was replaced after wrapping, so the sharded one would never be used. "
-                    "Write into it inside `gathered()` or with `load_full_state_dict()`, or change the module "
-                    "before wrapping it"
+                    "Write into it inside `gathered()` or with `load_full_state_dict()`, or change the module before "
+                    f"wrapping it. For other shapes {OTHER_SHAPES}"
                 )
 
 

@@ -23,6 +23,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardlite.errors import LayoutError
 
+OTHER_SHAPES = (
+    "load `full_state_dict()` into a new model that is not wrapped, change that one (`resize_token_embeddings(...)`), "
+    "and wrap it, with a new optimizer"
+)
+"""What to do instead of changing the shape of a parameter of a wrapped model."""
+
 _ATTRIBUTES = (
     *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "names", "requires_grad", "grad"),
     *("grad_dtype", "is_leaf", "grad_fn", "output_nr", "retains_grad", "_version", "_backward_hooks"),
@@ -237,8 +243,8 @@ def _copy_into(param: Any, value: Tensor) -> None:
     """
     if value.shape != param.shape:
         raise LayoutError(
-            f"a parameter of shape {list(param.shape)} of a wrapped model was given data of shape {list(value.shape)}: "
-            "a model changes its shapes before wrapping only"
+            f"a parameter of shape {list(param.shape)} of a wrapped model was given data of shape {list(value.shape)}, "
+            f"but its shards keep their place: {OTHER_SHAPES}"
         )
     there = param.data
     with as_they_are():
