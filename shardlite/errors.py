@@ -25,6 +25,14 @@ class DesyncError(CommError):
     """Ranks run different passes or numbers of steps. Detected by comparison, before any data were mixed."""
 
 
+SAME_PASSES = (
+    "Before each step every rank makes as many forwards and backwards. Where ranks have different numbers of "
+    "micro-batches, iterate over them by `for batch in model.join(batches)`; or, at stages 0 to 2, make all backwards "
+    "but each rank's last inside `model.no_sync()`"
+)
+"""What to do about a `DesyncError`."""
+
+
 class CheckpointError(ShardLiteError, RuntimeError):
     """A checkpoint is missing, damaged, or of something else, or could not be written. Names the file."""
 
