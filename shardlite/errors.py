@@ -1,5 +1,7 @@
 """Errors and warnings that ShardLite raises. Each message names the subject, the value and the remedy."""
 
+from collections.abc import Collection, Iterable
+
 
 class ShardLiteError(Exception):
     """Base class of all errors below."""
@@ -51,3 +53,15 @@ class ShardWarning(UserWarning):
 
 class NonFiniteError(ShardLiteError, ArithmeticError):
     """Too many consecutive steps were skipped because gradients contained a NaN or an infinity."""
+
+
+def some_of(names: Iterable[str]) -> str:
+    """Return the first of many names."""
+    listed = sorted(names)
+    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "") or "nothing"
+
+
+def lacking(missing: Collection[str], unknown: Collection[str]) -> str:
+    """Return what something lacks, and what it has that is unknown; of these only what there is."""
+    parts = (f"{what} {some_of(names)}" for what, names in (("lacks", missing), ("has unknown", unknown)) if names)
+    return " and ".join(parts)

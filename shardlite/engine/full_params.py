@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlite.comm import Context, all_gather
-from shardlite.errors import LayoutError, PhaseError
+from shardlite.errors import LayoutError, PhaseError, lacking, some_of
 from shardlite.params import Flat, ShardTensor, Unit, is_dtensor, scripts
 from shardlite.weights import Calls, Gathering, differs, places, pop_hooks, push_hooks, take_over
 
@@ -158,8 +158,8 @@ class FullParameters:
         missing, unknown = entries.keys() - state_dict.keys(), state_dict.keys() - entries.keys()
         if strict and (missing or unknown):
             return LayoutError(
-                f"the state dict lacks {_some(missing)} and has unknown {_some(unknown)}: was it saved from another "
-                "model, or from a wrapped one by something else than full_state_dict()?"
+                f"the state dict {lacking(missing, unknown)}: was it saved from another model, or from a wrapped one "
+                "by something else than full_state_dict()?"
             )
         shared = {name: entry for name, entry in entries.items() if name in state_dict}
         wrong = (_misfit(name, state_dict[name], entry) for name, entry in shared.items())
@@ -203,7 +203,7 @@ class FullParameters:
         known = {name: self._homes[param] for name, param in params if param in self._homes}
         for name in names:
             if name not in known:
-                raise LayoutError(f"there is no parameter {name!r}; there are {_some(known)}")
+                raise LayoutError(f"there is no parameter {name!r}; there are {some_of(known)}")
         return [unit for unit in self._units if not names or unit in {known[name] for name in names}]
 
     def _write_back(self, units: Sequence[Unit], before: Sequence["_Before"]) -> None:
@@ -288,9 +288,3 @@ def _kind(dtype: torch.dtype) -> str:
     if dtype.is_complex:
         return "complex"
     return "float" if dtype.is_floating_point else "bool" if dtype == torch.bool else "integer"
-
-
-def _some(names: Iterable[str]) -> str:
-    """Return the first of many names."""
-    listed = sorted(names)
-    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "") or "nothing"

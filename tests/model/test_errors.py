@@ -158,6 +158,18 @@ def missing_body(group):
     model.load_full_state_dict(state)
 
 
+def only_missing_body(group):
+    model = ShardLite(net(), group=group)
+    state = model.full_state_dict()
+    del state["1.0.bias"], state["1.0.weight"]
+    model.load_state_dict(state)
+
+
+def only_unknown_body(group):
+    model = ShardLite(net(), group=group)
+    model.load_full_state_dict(model.full_state_dict() | {"extra": torch.zeros(1)})
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -185,7 +197,9 @@ def missing_body(group):
         (submodule_state_dict_body, "use full_state_dict()"),
         (unknown_name_body, "there is no parameter '0.0.wieght'; there are 0.0.bias, 0.0.weight"),
         (misfit_body, "'0.0.weight' has shape [3, 3], the model's is [8, 8]"),
-        (missing_body, "lacks 1.0.bias and has unknown extra"),
+        (missing_body, "the state dict lacks 1.0.bias and has unknown extra: was it"),
+        (only_missing_body, "the state dict lacks 1.0.bias, 1.0.weight: was it"),
+        (only_unknown_body, "the state dict has unknown extra: was it"),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
 )
