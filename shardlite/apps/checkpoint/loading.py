@@ -113,12 +113,13 @@ def _find(path: Path, missing_ok: bool) -> tuple[str | None, int, str]:
     """Return the folder to load, the step of a run's newest checkpoint (else -1), and which ones are passed over.
 
     Raises:
-        CheckpointError: the newest one lacks a file, and with `missing_ok` so do all others.
+        CheckpointError: the newest one lacks a file, and with `missing_ok` so do all others; or no folder can be there.
     """
     folders = files.folders_in(path)
     if (path / files.METADATA).is_file() or (path / files.MANIFEST).is_file() or (not folders and is_safetensors(path)):
         return str(files.find(path) if not is_safetensors(path) else path), -1, ""
     if not folders:
+        files.check_folder(path)  # with `missing_ok`, too: a run whose disk is not mounted must not begin anew
         return None, -1, ""
     newest, whole = max(folders), files.checkpoints_in(path)
     if newest in whole:
