@@ -46,6 +46,18 @@ def prefetch_body(group):
     ShardLite(net(), prefetch=-1, group=group)
 
 
+def prefetch_type_body(group):
+    ShardLite(net(), prefetch="1", group=group)
+
+
+def precision_body(group):
+    ShardLite(net(), precision=torch.bfloat16, group=group)
+
+
+def device_body(group):
+    ShardLite(net(), device="gpu", group=group)
+
+
 def units_body(group):
     ShardLite(net(), units="blocks", group=group)
 
@@ -178,6 +190,9 @@ def only_unknown_body(group):
         (not_a_module_body, "wraps an nn.Module, got list"),
         (stage_body, "stage must be one of (0, 1, 2, 3), got 7"),
         (prefetch_body, "must be at least 0, got -1"),
+        (prefetch_type_body, "prefetch counts units and must be an int, got '1'"),
+        (precision_body, "precision must be a Precision, as Precision(compute=torch.bfloat16), got torch.bfloat16"),
+        (device_body, "device must name the CPU or a CUDA device, got 'gpu'"),
         (units_body, "units must be a module class"),
         (class_body, "the model has no module of this class"),
         (complex_body, "gradients of that dtype cannot be reduced"),
