@@ -21,7 +21,7 @@ from shardlite_kernels import join, split
 from torch import Tensor
 
 from shardlite.build import flats_of
-from shardlite.errors import LayoutError, PhaseError
+from shardlite.errors import LayoutError, PhaseError, lacking
 from shardlite.model import ShardLite
 from shardlite.params import Flat, allocate_arenas, joined, zeros_on
 
@@ -272,11 +272,10 @@ def _named(memory: Iterable[tuple[Flat, Tensor]]) -> Iterator[tuple[str, Tensor]
 
 def _check_fit(ours: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
     """Raise unless `given` are tensors like `ours`."""
-    missing, unknown = sorted(ours.keys() - given.keys()), sorted(given.keys() - ours.keys())
+    missing, unknown = ours.keys() - given.keys(), given.keys() - ours.keys()
     if missing or unknown:
         raise LayoutError(
-            f"EMA: the state lacks {missing[:8]} and has unknown {unknown[:8]}: was it saved from another model, or "
-            "while those were frozen that it lacks?"
+            f"EMA: the state {lacking(missing, unknown)}: was it saved from another model, or while others were frozen?"
         )
     for name, mine in ours.items():
         if given[name].shape != mine.shape:

@@ -1,5 +1,7 @@
 """Errors and warnings that ShardLite raises. Each message names the subject, the value and the remedy."""
 
+from collections.abc import Collection, Iterable
+
 
 class ShardLiteError(Exception):
     """Base class of all errors below."""
@@ -25,6 +27,14 @@ class DesyncError(CommError):
     """Ranks run different passes or numbers of steps. Detected by comparison, before any data were mixed."""
 
 
+SAME_PASSES = (
+    "Before each step every rank makes as many forwards and backwards. Where ranks have different numbers of "
+    "micro-batches, iterate over them by `for batch in model.join(batches)`; or, at stages 0 to 2, make all backwards "
+    "but each rank's last inside `model.no_sync()`"
+)
+"""What to do about a `DesyncError`."""
+
+
 class CheckpointError(ShardLiteError, RuntimeError):
     """A checkpoint is missing, damaged, or of something else, or could not be written. Names the file."""
 
@@ -43,3 +53,15 @@ class ShardWarning(UserWarning):
 
 class NonFiniteError(ShardLiteError, ArithmeticError):
     """Too many consecutive steps were skipped because gradients contained a NaN or an infinity."""
+
+
+def some_of(names: Iterable[str]) -> str:
+    """Return the first of many names."""
+    listed = sorted(names)
+    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "") or "nothing"
+
+
+def lacking(missing: Collection[str], unknown: Collection[str]) -> str:
+    """Return what something lacks, and what it has that is unknown; of these only what there is."""
+    parts = (f"{what} {some_of(names)}" for what, names in (("lacks", missing), ("has unknown", unknown)) if names)
+    return " and ".join(parts)

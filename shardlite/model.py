@@ -46,6 +46,7 @@ from shardlite.config import (
 )
 from shardlite.engine import (
     NO_COPY,
+    NO_GRAPH,
     Backward,
     Batch,
     Buffers,
@@ -282,6 +283,12 @@ class ShardLite(nn.Module):
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the module's buffers under the original names. They are not sharded."""
         yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Yield the modules as ever. Raise where `torch.export` looks for them: it was given the wrapper."""
+        if torch.compiler.is_exporting():
+            raise LayoutError(NO_GRAPH)
+        yield from super().named_modules(*args, **kwargs)
 
     def requires_grad_(self, requires_grad: bool = True) -> "ShardLite":
         """Set it on the module's own parameters, which decide. It may change between steps."""
@@ -545,6 +552,9 @@ class ShardLite(nn.Module):
         `torch.no_grad()`. Every rank must make the same changes: of the full parameters each writes its own shard back.
         After an exception inside nothing is written. To be called by every rank.
 
+        `torch.export` and `torch.jit.trace` record the wrapped module here. Use and save what they return here, too:
+        its weights are those of the model.
+
         Raises:
             LayoutError: there is no parameter of such a name.
         """
@@ -699,7 +709,8 @@ class ShardLite(nn.Module):
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
         """Raise: `DistributedDataParallel` looks here before it gives all ranks the first one's parameters."""
         raise LayoutError(
-            "DistributedDataParallel would give all ranks the shards of the first: a wrapped model is one"
+            "DistributedDataParallel would give all ranks the shards of the first: a wrapped model is one. (What else "
+            f"looks at all attributes: {NO_GRAPH}.)"
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ShardLite":

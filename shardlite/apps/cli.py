@@ -5,9 +5,10 @@ the exit status. It imports what `import shardlite` has loaded; what takes long 
 """
 
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NoReturn
 
 from shardlite.apps.checkpoint.command import add_export, add_import, add_inspect
 from shardlite.apps.demo.command import add_train
@@ -29,7 +30,7 @@ COMMANDS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `shardlite ARGV` and return its exit status. Wrong usage exits with status 2, as in argparse."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = ArgumentParser(prog="shardlite", description="Sharded training for PyTorch, small enough to read.")
+    parser = _Parser(prog="shardlite", description="Sharded training for PyTorch, small enough to read.")
     parser.add_argument("--version", action="version", version=f"shardlite {_version()}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in COMMANDS:
@@ -37,6 +38,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     status: int = options.run(options, arguments)
     return status
+
+
+class _Parser(ArgumentParser):
+    """A parser, also of commands, for which wrong usage is one line instead of a page of usage."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Namespace, list[str]]:  # type: ignore[override]
+        """Parse options. The command that does not know one says so, and not the program."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unknown arguments: {' '.join(unknown)}")
+        return parsed, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """End the program with status 2 and one line."""
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def _version() -> str:

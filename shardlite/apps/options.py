@@ -72,7 +72,7 @@ def usage_errors(parser: ArgumentParser, plots: str | None = None) -> Iterator[N
     """End the program with status 2 and one line where the block raises an error of its options.
 
     Args:
-        parser: prints the usage and the line.
+        parser: prints the line.
         plots: what needs matplotlib: an option, or the command.
     """
     try:

@@ -49,11 +49,14 @@ def device_for(module: nn.Module, device: torch.device | str | None, default: to
     """Return the device of shards: `device`, or that of the parameters, or `default` if all are on meta.
 
     Raises:
-        LayoutError: it is neither the CPU nor CUDA.
+        LayoutError: it is neither the CPU nor CUDA, or no device.
     """
     if device is None:
         device = next((param.device for param in module.parameters() if not param.is_meta), default)
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise LayoutError(f"device must name the CPU or a CUDA device, got {device!r}") from error
     if device.type not in ("cpu", "cuda"):
         raise LayoutError(f"device={device}: only the CPU and CUDA are supported")
     if device.type == "cuda" and device.index is None:
@@ -73,13 +76,17 @@ def check(
     """Check a module and options before the module is changed.
 
     Raises:
-        TypeError: `module` is not an `nn.Module`.
+        TypeError: `module` is not an `nn.Module`, or an option is of another type than it has to be.
         LayoutError: the module or an option is invalid.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"ShardLite wraps an nn.Module, got {type(module).__name__}")
     if stage not in STAGES:
         raise LayoutError(f"stage must be one of {STAGES}, got {stage!r}")
+    if not isinstance(precision, Precision):
+        raise TypeError(f"precision must be a Precision, as Precision(compute=torch.bfloat16), got {precision!r}")
+    if not isinstance(prefetch, int):
+        raise TypeError(f"prefetch counts units and must be an int, got {prefetch!r}")
     if prefetch < 0:
         raise LayoutError(f"prefetch counts units and must be at least 0, got {prefetch}")
     lazy = [name for name, param in module.named_parameters() if isinstance(param, UninitializedParameter)]

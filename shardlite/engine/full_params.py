@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardlite.comm import Context, all_gather
 from shardlite.engine.local_shards import gather_row
-from shardlite.errors import LayoutError, PhaseError
+from shardlite.errors import LayoutError, PhaseError, lacking, some_of
 from shardlite.params import Flat, ShardTensor, Unit, is_dtensor, new_plain, scripts
 from shardlite.weights import Calls, Gathering, differs, places, pop_hooks, push_hooks, take_over
 
@@ -183,8 +183,8 @@ class FullParameters:
         missing, unknown = entries.keys() - state_dict.keys(), state_dict.keys() - entries.keys()
         if strict and (missing or unknown):
             return LayoutError(
-                f"the state dict lacks {_some(missing)} and has unknown {_some(unknown)}: was it saved from another "
-                "model, or from a wrapped one by something else than full_state_dict()?"
+                f"the state dict {lacking(missing, unknown)}: was it saved from another model, or from a wrapped one "
+                "by something else than full_state_dict()?"
             )
         shared = {name: entry for name, entry in entries.items() if name in state_dict}
         wrong = (_misfit(name, state_dict[name], entry) for name, entry in shared.items())
@@ -209,25 +209,32 @@ class FullParameters:
                 )
         return None
 
-    def _refuse(self, *_: object) -> None:
-        """Make `state_dict()` of the module itself raise: it would hold placeholders."""
-        if not self._reading:
-            raise LayoutError("the module's parameters are sharded: use full_state_dict() of the ShardLite model")
+    def _refuse(self, module: nn.Module, *_: object) -> None:
+        """Make `state_dict()` of the module itself raise outside `gathered()`: it would hold placeholders."""
+        if not self._reading and self._is_sharded(module):
+            raise LayoutError(
+                "the module's parameters are sharded: use full_state_dict() of the ShardLite model, or be inside "
+                "`with model.gathered():`"
+            )
 
     def _refuse_to_load(self, module: nn.Module, *_: object) -> None:
         """Make `load_state_dict()` of the module itself raise outside `gathered()`: nothing of it would be kept."""
-        if any(param in self._homes and not self._homes[param].users for param in module._parameters.values()):
+        if self._is_sharded(module):
             raise LayoutError(
                 "the module's parameters are sharded: use load_full_state_dict() of the ShardLite model, or load "
                 "inside `gathered()`"
             )
+
+    def _is_sharded(self, module: nn.Module) -> bool:
+        """Whether a module has a parameter of its own whose unit is not in use."""
+        return any(param in self._homes and not self._homes[param].users for param in module._parameters.values())
 
     def _units_with(self, names: Iterable[str]) -> list[Unit]:
         params = self._module.named_parameters(remove_duplicate=False)
         known = {name: self._homes[param] for name, param in params if param in self._homes}
         for name in names:
             if name not in known:
-                raise LayoutError(f"there is no parameter {name!r}; there are {_some(known)}")
+                raise LayoutError(f"there is no parameter {name!r}; there are {some_of(known)}")
         return [unit for unit in self._units if not names or unit in {known[name] for name in names}]
 
     def _write_back(self, units: Sequence[Unit], before: Sequence["_Before"]) -> None:
@@ -312,9 +319,3 @@ def _kind(dtype: torch.dtype) -> str:
     if dtype.is_complex:
         return "complex"
     return "float" if dtype.is_floating_point else "bool" if dtype == torch.bool else "integer"
-
-
-def _some(names: Iterable[str]) -> str:
-    """Return the first of many names."""
-    listed = sorted(names)
-    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "") or "nothing"

@@ -34,7 +34,9 @@ class _Owner:
             raise LayoutError(
                 f"parameter {self.name!r} is sharded, so its values are not here: use it inside `gathered()` of the "
                 "ShardLite model, or in the model's forward. (The local shards, which optimizers step, are in "
-                "`parameters()` of the ShardLite model.)"
+                "`parameters()` of the ShardLite model.) If a hook of `model.module` reads it, as those of "
+                "`wandb.watch` do, call the ShardLite model instead of its modules, or remove the hook "
+                "(`wandb.unwatch`)"
             )
 
     def gradient(self) -> Tensor | None:

@@ -5,7 +5,7 @@ other than `forward`, or a module recomputed by activation checkpointing finds i
 hooks innermost even where a user's own (`save_on_cpu`, a checkpoint) were entered after ours.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
@@ -18,9 +18,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shardlite.engine.backward import Backward, in_backward
 from shardlite.engine.module_map import ParamLocation
 from shardlite.errors import LayoutError
-from shardlite.params import ROOT, Shard, Unit
+from shardlite.params import OTHER_SHAPES, ROOT, Shard, Unit
 from shardlite.telemetry import profile_label
 from shardlite.weights import Call, Gathering, are_innermost, pop_hooks, push_hooks, take_over_all
+
+NO_GRAPH = (
+    "torch.export and torch.jit.trace record a graph with whole weights in it: call them with the module that was "
+    "wrapped, `model.module`, inside `with model.gathered():`, on every rank"
+)
 
 
 @dataclass(eq=False)
@@ -132,6 +137,9 @@ class ModuleHooks:
                 "this module is a copy of a wrapped one, whose parameters it does not have: wrap a second model, and "
                 "load it with load_full_state_dict()"
             )
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[no-untyped-call]
+            _check_held(units)
+            return
         if self._thread != get_ident():
             self._claim()
         if self._frames and self._has_entered(module, units):
@@ -243,9 +251,15 @@ class ModuleHooks:
             ):
                 raise LayoutError(
                     f"parameter {location.name!r} was replaced after wrapping, so the sharded one would never be used. "
-                    "Write into it inside `gathered()` or with `load_full_state_dict()`, or change the module "
-                    "before wrapping it"
+                    "Write into it inside `gathered()` or with `load_full_state_dict()`, or change the module before "
+                    f"wrapping it. For other shapes {OTHER_SHAPES}"
                 )
+
+
+def _check_held(units: Iterable[Unit]) -> None:
+    """Raise unless `gathered()` holds the units: a graph that is recorded has weights in it, and no gathers."""
+    if not all(unit.users or not unit.needs_gather for unit in units):
+        raise LayoutError(NO_GRAPH)
 
 
 def _of_shards(tensor: Tensor) -> bool:
@@ -307,7 +321,8 @@ def _tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
 
 
 def _breaking_graphs(hook: _Hook) -> _Hook:
-    disabled: _Hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    reason = "it gathers weights; export by torch.export with strict=False, inside `with model.gathered():`"
+    disabled: _Hook = torch.compiler.disable(hook, reason=reason)  # type: ignore[no-untyped-call]
     return disabled
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from importlib import import_module
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,10 @@ id is that of another object only once the entry is gone."""
 
 _known: "WeakKeyDictionary[Optimizer, int]" = WeakKeyDictionary()
 """For each optimizer the number of its parameters when its models were looked up last."""
+
+
+_given_unsharded: "WeakSet[Optimizer]" = WeakSet()
+"""Optimizers that were given parameters of modules that were wrapped already."""
 
 
 def watch(model: OptimizerBridge) -> None:
@@ -172,9 +176,15 @@ def _check(optimizer: Optimizer, model: OptimizerBridge, params: Iterable[Tensor
     """Raise if an optimizer cannot step `params`, some of which are of a wrapped model."""
     unsharded = model.shards.first_unsharded(params)
     if unsharded is not None:
+        why = (
+            "its parameters are those of a module in or around the ShardLite model (`nn.DataParallel(model)`, "
+            "`model.module`)"
+            if optimizer in _given_unsharded
+            else "it was built before the model was wrapped"
+        )
         raise LayoutError(
-            f"{type(optimizer).__name__} holds the unsharded parameter {unsharded!r}, which gets no gradient: it was "
-            "built before the model was wrapped. Build it from `model.parameters()` of the ShardLite model"
+            f"{type(optimizer).__name__} holds the unsharded parameter {unsharded!r}, which gets no gradient: {why}. "
+            "Build it from `model.parameters()` of the ShardLite model"
         )
     if model.shards.are_split and not getattr(optimizer, "steps_split_weights", False):
         raise LayoutError(
@@ -192,6 +202,18 @@ def _check(optimizer: Optimizer, model: OptimizerBridge, params: Iterable[Tensor
             f"{type(optimizer).__name__} computes with whole parameters or all of them together, and would "
             "train something else on shards: use an elementwise optimizer (SGD, AdamW, ...), or stage 0"
         )
+
+
+def _add_param_group(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def add_param_group(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
+        """Add the group as ever, and note whether its parameters had been wrapped by then."""
+        original(optimizer, param_group)
+        params = optimizer.param_groups[-1]["params"]
+        if any(model.shards.first_unsharded(params) for model in _models_with(params)):
+            _given_unsharded.add(optimizer)
+
+    return add_param_group
 
 
 # ---- states of optimizers -------------------------------------------------------------------------------------------
@@ -352,6 +374,7 @@ register_optimizer_step_pre_hook(torch.compiler.disable(_before))  # type: ignor
 register_optimizer_step_post_hook(torch.compiler.disable(_after))  # type: ignore[no-untyped-call]
 setattr(Optimizer, "state_dict", _state_dict(Optimizer.state_dict))  # noqa: B010 (mypy refuses assignment)
 setattr(Optimizer, "load_state_dict", _load_state_dict(Optimizer.load_state_dict))  # noqa: B010
+setattr(Optimizer, "add_param_group", _add_param_group(Optimizer.add_param_group))  # noqa: B010
 setattr(GradScaler, "_unscale_grads_", _unscale(GradScaler._unscale_grads_))  # noqa: B010 (mypy refuses assignment)
 setattr(clip_grad, "_get_total_norm", _total_norm(clip_grad._get_total_norm))  # noqa: B010
 setattr(clip_grad, "_clip_grads_with_norm_", _clip(clip_grad._clip_grads_with_norm_))  # noqa: B010

@@ -18,6 +18,7 @@ from shardlite.params.layout import (
     zeros_on,
 )
 from shardlite.params.parameters import (
+    OTHER_SHAPES,
     Placeholder,
     Shard,
     Sharded,

@@ -23,6 +23,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardlite.errors import LayoutError
 
+OTHER_SHAPES = (
+    "load `full_state_dict()` into a new model that is not wrapped, change that one (`resize_token_embeddings(...)`), "
+    "and wrap it, with a new optimizer"
+)
+"""What to do instead of changing the shape of a parameter of a wrapped model."""
+
 _ATTRIBUTES = (
     *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "names", "requires_grad", "grad"),
     *("grad_dtype", "is_leaf", "grad_fn", "output_nr", "retains_grad", "_version", "_backward_hooks"),
@@ -78,7 +84,7 @@ _homes: Any = WeakTensorKeyDictionary()
 
 
 _handed_out: Any = WeakTensorKeyDictionary()
-"""The latest `.data` of each parameter. (Not an attribute of the parameter: attributes are pickled with it.)"""
+"""The `.data` of each parameter that live. (Not an attribute of the parameter: attributes are pickled with it.)"""
 
 
 class Sharded:
@@ -232,29 +238,53 @@ class Shard(nn.Parameter):
 
 
 def _hand_out(param: Any, view: Tensor) -> Tensor:
-    """Record `view` as the latest `.data` of `param`, and return it."""
-    _handed_out[param] = ref(view)
+    """Record `view` among the living `.data` of `param`, and return it."""
+    _handed_out[param] = [*(each for each in _handed_out.get(param, ()) if each() is not None), ref(view)]
     return view
 
 
 def _copy_into(param: Any, value: Tensor) -> None:
     """Copy `value` into `param` when `.data` is assigned. The memory of `param` is a part of a larger buffer.
 
+    A program that kept a former `.data` finds the former values there, as with any other parameter: it gets memory of
+    its own, as does a `value` that is a view of `param` (`param.data.T`).
+
     Raises:
-        LayoutError: the shape differs, or the former `.data` is still alive and would change, too.
+        LayoutError: the shape differs, or views of a former `.data` are alive and would change, too.
     """
-    former = _handed_out[param]() if param in _handed_out else None
     if value.shape != param.shape:
         raise LayoutError(
-            f"a parameter of shape {list(param.shape)} of a wrapped model was given data of shape {list(value.shape)}"
+            f"a parameter of shape {list(param.shape)} of a wrapped model was given data of shape {list(value.shape)}, "
+            f"but its shards keep their place: {OTHER_SHAPES}"
         )
-    if former is not None and former is not value:
+    there = param.data
+    with as_they_are():
+        if value.data_ptr() == there.data_ptr() and value.stride() == there.stride():
+            return
+        held = [each for former in _handed_out[param] if (each := former()) is not None and each is not there]
+        held = [each for each in held if each.data_ptr() == there.data_ptr()]  # others are of a buffer of before
+        for each in held:
+            _check_unviewed(each, value)
+        for each in (*held, value) if _begins_in(there, value) else held:
+            _own_data.__set__(each, each.detach().clone())
+    there.copy_(value)
+
+
+def _check_unviewed(former: Tensor, value: Tensor) -> None:
+    """Raise if views of a former `.data` may be alive. What `value` was computed from is not looked at.
+
+    (A graph that saved it counts as a view, for PyTorch does not say which of both holds a tensor.)
+    """
+    if former._use_count() > 1 and value.grad_fn is None and value._base is not former:  # type: ignore[attr-defined]
         raise LayoutError(
-            "a parameter of a wrapped model was given other memory (`.data = ...`) while its former `.data` is kept "
-            "somewhere, which would change with it: copy into it, `.data.copy_(...)`"
+            "a parameter of a wrapped model was given other memory (`.data = ...`) while a view of its former `.data`, "
+            "or a computation with it, is kept somewhere, which would change with it: keep a copy, `.data.clone()`"
         )
-    if former is not value:
-        param.data.copy_(value)
+
+
+def _begins_in(memory: Tensor, tensor: Tensor) -> bool:
+    """Whether a tensor begins inside the memory of another one, which is contiguous."""
+    return memory.data_ptr() <= tensor.data_ptr() < memory.data_ptr() + memory.nbytes
 
 
 def is_dtensor(value: object) -> bool:

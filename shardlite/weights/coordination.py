@@ -50,7 +50,7 @@ from zlib import crc32
 import torch
 
 from shardlite.comm import Context, Moment, Work, all_gather
-from shardlite.errors import CommError, DesyncError
+from shardlite.errors import SAME_PASSES, CommError, DesyncError
 from shardlite.params import Unit
 from shardlite.weights.all_gather import GatherQueue
 from shardlite.weights.gather_order import GatherOrder
@@ -128,14 +128,15 @@ class Negotiation:
                     mine,
                     kind,
                     f"{here} has taken {mine.step} steps, but rank {rank} has taken {theirs.step}: a rank has left "
-                    "one out",
+                    f"one out. {SAME_PASSES}",
                 )
             if theirs.kind != mine.kind:
                 self._fail(
                     mine,
                     kind,
                     f"{here} at step {mine.step}, meets rank {rank} in {self._wish(theirs, 'another pass')}. All ranks "
-                    "must call the same modules, in one mode (train or eval, with or without gradients)",
+                    "must call the same modules, in one mode (train or eval, with or without gradients). "
+                    f"{SAME_PASSES}",
                 )
 
     def _fail(self, mine: Proposal, kind: str, why: str) -> NoReturn:

@@ -88,6 +88,36 @@ def test_a_warning_names_what_is_passed_over(cluster, tmp_path):
     assert second == []
 
 
+def no_folder_body(group: Any, root: Path) -> None:
+    """A file, or a link to a disk that is not there, is where the folder of a run should be."""
+    model, optimizer = run_on(group)
+    before = tree(root)
+    for name, place, words in (
+        ("file", "file", "is a file, and checkpoints are in a folder: remove it, or name another path"),
+        ("file/run", "file", "is a file, and checkpoints are in a folder"),
+        ("link", "link", rf"is a link to {root}/disk/run, which is not there, .*: make that folder, or mount its disk"),
+        ("link/run", "link", "is a link to"),
+    ):
+        for act in (
+            lambda path: save(path, model, optimizer),
+            lambda path: save(path, model, optimizer, step=3, keep=1),
+            lambda path: load(path, model, optimizer),
+            lambda path: load(path, model, optimizer, missing_ok=True),
+        ):
+            with pytest.raises(CheckpointError, match=f"{root / name}: {root / place} {words}"):
+                act(root / name)
+    assert tree(root) == before
+    on_first(group, lambda: (root / "disk" / "run").mkdir(parents=True))
+    save(root / "link", model, optimizer)
+    load(root / "link", model, optimizer)
+
+
+def test_a_file_or_dangling_link_in_place_of_the_folder_is_named(cluster, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "run")
+    cluster.check(no_folder_body, 2, tmp_path)
+
+
 def empty_body(group: Any, path: Path) -> None:
     """A folder whose content never came, as of a copy that was interrupted."""
     model, optimizer = run_on(group)

@@ -321,6 +321,26 @@ def test_an_image_that_cannot_be_written(name, tmp_path, capsys):
     assert str(tmp_path) in error
 
 
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("", "is a folder; a file is needed"),
+        ("nowhere/ring.png", "there is no folder"),
+        ("gone.png", "cannot be written (No such file or directory): name a file elsewhere"),
+    ],
+)
+def test_a_png_that_cannot_be_written(tmp_path, capsys, path, words):
+    pytest.importorskip("matplotlib", reason="matplotlib paints the image")
+    (tmp_path / "gone.png").symlink_to(tmp_path / "nowhere" / "ring.png")
+    with pytest.raises(SystemExit) as end:
+        main(["ring", "--png", str(tmp_path / path)])
+    assert end.value.code == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert f"--png {tmp_path / path}" in printed.err
+    assert words in printed.err
+
+
 def test_without_matplotlib_the_remedy_is_told(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for name in [name for name in sys.modules if name.startswith("matplotlib.")]:

@@ -211,6 +211,34 @@ def test_another_optimizer_is_refused_at_its_first_step(cluster, stepped):
     cluster.check(late_body, 2, stepped)
 
 
+AROUND = {
+    "DataParallel": nn.DataParallel,
+    "Sequential": lambda model: nn.Sequential(model, nn.Tanh()),
+    "module": lambda model: model.module,
+}
+
+
+def around_body(group: Any, around: str, stage: int) -> None:
+    """`parameters()` of such a module are the wrapped module's own."""
+    model = ShardLite(net(), stage=stage, group=group)
+    outer = AROUND[around](model)
+    optimizer = torch.optim.SGD(outer.parameters(), lr=0.1)
+    later = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    later.add_param_group({"params": list(outer.parameters())})
+    loss(model, 16, 0, 0).backward()
+    for each in (optimizer, later):
+        with pytest.raises(
+            LayoutError, match=r"holds the unsharded .* in or around the ShardLite model.*Build it from"
+        ):
+            each.step()
+
+
+@pytest.mark.every_stage
+@pytest.mark.parametrize("around", AROUND)
+def test_an_optimizer_over_a_module_around_the_model_is_refused(cluster, around, stage):
+    cluster.check(around_body, 2, around, stage)
+
+
 def ignored_body(group: Any) -> None:
     """Ignored parameters are each rank's own, and any optimizer may train them with the others."""
     module = nn.Sequential(nn.Linear(16, 5), nn.Linear(5, 5))

@@ -46,6 +46,18 @@ def prefetch_body(group):
     ShardLite(net(), prefetch=-1, group=group)
 
 
+def prefetch_type_body(group):
+    ShardLite(net(), prefetch="1", group=group)
+
+
+def precision_body(group):
+    ShardLite(net(), precision=torch.bfloat16, group=group)
+
+
+def device_body(group):
+    ShardLite(net(), device="gpu", group=group)
+
+
 def units_body(group):
     ShardLite(net(), units="blocks", group=group)
 
@@ -158,6 +170,18 @@ def missing_body(group):
     model.load_full_state_dict(state)
 
 
+def only_missing_body(group):
+    model = ShardLite(net(), group=group)
+    state = model.full_state_dict()
+    del state["1.0.bias"], state["1.0.weight"]
+    model.load_state_dict(state)
+
+
+def only_unknown_body(group):
+    model = ShardLite(net(), group=group)
+    model.load_full_state_dict(model.full_state_dict() | {"extra": torch.zeros(1)})
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -166,6 +190,9 @@ def missing_body(group):
         (not_a_module_body, "wraps an nn.Module, got list"),
         (stage_body, "stage must be one of (0, 1, 2, 3), got 7"),
         (prefetch_body, "must be at least 0, got -1"),
+        (prefetch_type_body, "prefetch counts units and must be an int, got '1'"),
+        (precision_body, "precision must be a Precision, as Precision(compute=torch.bfloat16), got torch.bfloat16"),
+        (device_body, "device must name the CPU or a CUDA device, got 'gpu'"),
         (units_body, "units must be a module class"),
         (class_body, "the model has no module of this class"),
         (complex_body, "gradients of that dtype cannot be reduced"),
@@ -185,7 +212,9 @@ def missing_body(group):
         (submodule_state_dict_body, "use full_state_dict()"),
         (unknown_name_body, "there is no parameter '0.0.wieght'; there are 0.0.bias, 0.0.weight"),
         (misfit_body, "'0.0.weight' has shape [3, 3], the model's is [8, 8]"),
-        (missing_body, "lacks 1.0.bias and has unknown extra"),
+        (missing_body, "the state dict lacks 1.0.bias and has unknown extra: was it"),
+        (only_missing_body, "the state dict lacks 1.0.bias, 1.0.weight: was it"),
+        (only_unknown_body, "the state dict has unknown extra: was it"),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
 )

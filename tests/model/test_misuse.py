@@ -13,6 +13,35 @@ from tests.support.models.residual import WIDTH, Block, net, square
 from tests.support.twins.sharded import assert_gradients_equal, compare
 
 
+def watch(module: nn.Module) -> None:
+    """Look at weights after each forward, and at gradients, as `wandb.watch(module, log="all")` does."""
+
+    def look(module: nn.Module, *_: object) -> None:
+        for param in module.parameters():
+            assert param.data.cpu().isfinite().all()
+
+    module.register_forward_hook(look)
+    for param in module.parameters():
+        param.register_hook(lambda grad: None)
+
+
+def watched_body(group, stage):
+    plain = net()
+    model = ShardLite(plain, group=group, stage=stage)
+    watch(plain)
+    if stage == 3:
+        with pytest.raises(
+            LayoutError, match=r"If a hook of `model\.module` reads it.*call the ShardLite model instead"
+        ):
+            square(plain)
+    square(model).backward()
+
+
+@pytest.mark.every_stage
+def test_hooks_that_look_at_weights(cluster, stage):
+    cluster.check(watched_body, 2, stage)
+
+
 def idle_body(group):
     """Between uses a weight is a placeholder, whatever happens to lie in a buffer."""
     plain = net()

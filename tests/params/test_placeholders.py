@@ -182,20 +182,61 @@ def test_shards_may_be_written_through_data(cluster, step, stage):
     cluster.check(writes, 2, step, stage)
 
 
-def swaps(group: Any) -> None:
-    model = ShardLite(net(), group=group)
+def shards_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(model.named_parameters())
+
+
+def swaps(group: Any, of: Any, stage: int) -> None:
+    """Body of a rank: averages take the place of weights for a while, as a program does it that knows of no shards."""
+    model = ShardLite(net(), group=group, stage=stage)
+    with model.gathered() if of is whole_by_name else nullcontext():
+        params = of(model)
+        before = {name: param.detach().clone() for name, param in params.items()}
+        kept = {name: param.data for name, param in params.items()}
+        assert all(param.data.isfinite().all() for param in params.values())  # other `.data`, which are gone at once
+        for param in params.values():
+            param.data = torch.full_like(param.data, 0.25)
+        assert all((param == 0.25).all() for param in params.values())
+        for name, value in before.items():
+            same_bits(f"{name} kept", kept[name], value)
+        other = nn.Parameter(torch.zeros_like(next(iter(params.values())).data))
+        first = next(iter(params.values()))
+        first.data, other.data = other.data, first.data
+        assert (first == 0).all()
+        assert (other == 0.25).all()
+        for name, param in params.items():
+            param.data = kept[name]
+            same_bits(f"{name} restored", param.detach(), before[name])
+
+
+def whole_by_name(model: ShardLite) -> dict[str, nn.Parameter]:
+    return dict(model.module.named_parameters())
+
+
+@pytest.mark.parametrize("of", [shards_by_name, whole_by_name])
+@pytest.mark.every_stage
+def test_former_data_keeps_its_values(cluster, of, stage):
+    cluster.check(swaps, 2, of, stage)
+
+
+def refused(group: Any, stage: int) -> None:
+    model = ShardLite(net(), group=group, stage=stage)
     shard = next(model.parameters())
-    other = torch.zeros_like(shard)
     before = shard.detach().clone()
-    with pytest.raises(LayoutError, match="copy into it"):
-        shard.data, other.data = other.data, shard.data
-    with pytest.raises(LayoutError, match="was given data of shape"):
+    with pytest.raises(LayoutError, match=r"data of shape \[7, 7, 7\], but its shards keep their place: load"):
         shard.data = torch.zeros(7, 7, 7)
+    row = shard.data[:1]
+    with pytest.raises(LayoutError, match=r"view of its former `\.data`, or a computation with it, is kept somewhere"):
+        shard.data = torch.zeros_like(before)
     assert torch.equal(shard.detach(), before)
+    del row
+    shard.data = torch.zeros_like(before)
+    assert not shard.any()
 
 
-def test_memory_of_shards_cannot_be_exchanged(cluster):
-    cluster.check(swaps, 2)
+@pytest.mark.every_stage
+def test_data_that_would_change_something_else_is_refused(cluster, stage):
+    cluster.check(refused, 2, stage)
 
 
 # ---- TorchScript ----------------------------------------------------------------------------------------------------

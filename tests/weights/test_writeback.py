@@ -139,6 +139,53 @@ def test_what_is_assigned_inside_gathered_is_kept(cluster, stage):
     cluster.check(assigns_inside, 2, stage)
 
 
+class Scaled(nn.Module):
+    """A frozen weight with a trained magnitude, as DoRA has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+        self.scale = nn.Parameter(torch.linspace(1.0, 2.0, WIDTH)[:, None])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.scale * self.base.weight).T
+
+    def unmerge(self) -> None:
+        self.base.weight.data = self.base.weight.data / self.scale
+
+    def transpose(self) -> None:
+        self.base.weight.data = self.base.weight.data.T
+
+    def alias(self) -> None:
+        weight = self.base.weight.data
+        self.base.weight.data = weight.view(WIDTH, WIDTH)
+        weight.add_(1.0)
+
+
+def assigns_what_it_computes(group: Any, change: Any, stage: int) -> None:
+    """Body of a rank: a module changes its weights in the same way, wrapped or not."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Scaled() for _ in range(3)))
+    twin = copy.deepcopy(plain)
+    model = ShardLite(plain, group=group, stage=stage)
+    with model.gathered():
+        for layer in model.module:
+            change(layer)
+    for layer in twin:
+        change(layer)
+    x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1))
+    same_bits("outputs", model(x), twin(x))
+    full = model.full_state_dict()
+    for name, value in twin.state_dict().items():
+        same_bits(name, full[name], value)
+
+
+@pytest.mark.every_stage
+@pytest.mark.parametrize("change", [Scaled.unmerge, Scaled.transpose, Scaled.alias])
+def test_what_was_computed_from_former_data_may_be_assigned(cluster, change, stage):
+    cluster.check(assigns_what_it_computes, 2, change, stage)
+
+
 def lost_outside(group: Any) -> None:
     """Where the shards are other memory, a write into full weights between passes would be lost."""
     for stage, precision in ((3, Precision()), (2, Precision(compute=torch.bfloat16))):

@@ -91,6 +91,16 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
     return found
 
 
+def check_folder(path: Path) -> None:
+    """Raise `CheckpointError` if no folder can be at `path`, because a file or a dangling link is on the way."""
+    for place in (*reversed(path.parents), path):
+        if os.path.lexists(place) and not place.is_dir():
+            gone = place.is_symlink() and not place.exists()
+            what = f"a link to {os.readlink(place)}, which is not there" if gone else "a file"
+            remedy = "make that folder, or mount its disk" if gone else "remove it, or name another path"
+            raise CheckpointError(f"{path}: {place} is {what}, and checkpoints are in a folder: {remedy}")
+
+
 def check_whole(folder: Path) -> None:
     """Raise `CheckpointError` if a checkpoint lacks a file that says what it holds."""
     if (missing := lacking(folder)) is not None:
@@ -110,6 +120,7 @@ def find(path: Path) -> Path:
         return path
     found = latest(path)
     if found is None:
+        check_folder(path)
         raise CheckpointError(f"there is no checkpoint in {path}")
     return found
 

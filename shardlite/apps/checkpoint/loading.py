@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -29,7 +29,7 @@ from shardlite.apps.checkpoint.reading import Checkpoint
 from shardlite.apps.checkpoint.safetensors import SafetensorsFolder, is_safetensors
 from shardlite.apps.checkpoint.saving import Talk, wait_for_save
 from shardlite.engine import NUMBERS
-from shardlite.errors import CheckpointError
+from shardlite.errors import CheckpointError, lacking, some_of
 from shardlite.model import ShardLite
 from shardlite.optim import AdamW, check_loaded
 from shardlite.params import ShardTensor
@@ -113,12 +113,13 @@ def _find(path: Path, missing_ok: bool) -> tuple[str | None, int, str]:
     """Return the folder to load, the step of a run's newest checkpoint (else -1), and which ones are passed over.
 
     Raises:
-        CheckpointError: the newest one lacks a file, and with `missing_ok` so do all others.
+        CheckpointError: the newest one lacks a file, and with `missing_ok` so do all others; or no folder can be there.
     """
     folders = files.folders_in(path)
     if (path / files.METADATA).is_file() or (path / files.MANIFEST).is_file() or (not folders and is_safetensors(path)):
         return str(files.find(path) if not is_safetensors(path) else path), -1, ""
     if not folders:
+        files.check_folder(path)  # with `missing_ok`, too: a run whose disk is not mounted must not begin anew
         return None, -1, ""
     newest, whole = max(folders), files.checkpoints_in(path)
     if newest in whole:
@@ -268,9 +269,7 @@ class _Plan:
         missing = self._targets.keys() - entries.keys()
         unknown = {name for name in entries if name.startswith("model.")} - self._targets.keys()
         if missing or (unknown and self._prefix == "model."):
-            raise CheckpointError(
-                f"{folder} is of another model: it lacks {_some(missing)} and has unknown {_some(unknown)}"
-            )
+            raise CheckpointError(f"{folder} is of another model: it {lacking(missing, unknown)}")
         for name, target in self._targets.items():
             size = self._checkpoint.size_of(name)
             if size != target.shape:
@@ -301,13 +300,13 @@ class _Plan:
         assert self._optimizer is not None
         kind, folder = type(self._optimizer).__name__, self._checkpoint.folder
         for saved, group in zip(self._groups, self._optimizer.param_groups, strict=False):
-            lacking = group.keys() - saved.keys() - {"params", "initial_lr", "max_update"}
-            if lacking:
-                raise CheckpointError(f"{folder} is of another optimizer: {kind} has {_some(lacking)}, it has not")
+            absent = group.keys() - saved.keys() - {"params", "initial_lr", "max_update"}
+            if absent:
+                raise CheckpointError(f"{folder} is of another optimizer: {kind} has {some_of(absent)}, it has not")
         keys = {key for entries in self._moments.values() for key in entries}
         if isinstance(self._optimizer, AdamW):
             if keys - {"step", "exp_avg", "exp_avg_sq"}:
-                raise CheckpointError(f"{folder} is of another optimizer than AdamW: it has {_some(keys)}")
+                raise CheckpointError(f"{folder} is of another optimizer than AdamW: it has {some_of(keys)}")
             try:
                 check_loaded({"state": {}, "param_groups": self._groups})
             except ValueError as error:
@@ -410,7 +409,3 @@ class _Plan:
 
 def _local_numel(target: Tensor) -> int:
     return target.stop - target.start if isinstance(target, ShardTensor) else target.numel()
-
-
-def _some(names: Collection[str]) -> str:
-    return ", ".join(sorted(names)[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") or "nothing"

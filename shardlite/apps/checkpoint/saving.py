@@ -168,6 +168,7 @@ def _begin(
         if snapshot:
             part = part.copied()
         if talk.rank == 0:
+            files.check_folder(root)
             root.mkdir(parents=True, exist_ok=True)
             leases.append(hold(root, model))
         chosen = step if step is not None else max(files.folders_in(root), default=-1) + 1

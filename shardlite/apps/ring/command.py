@@ -5,7 +5,7 @@ from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any
 
-from shardlite.apps.options import usage_errors
+from shardlite.apps.options import check_file, usage_errors
 from shardlite.apps.ring.painting import paint
 from shardlite.apps.ring.picture import NARROW, WIDTH, text
 from shardlite.comm import Schedule
@@ -39,12 +39,20 @@ def run(parser: ArgumentParser, options: Namespace) -> int:
     with usage_errors(parser, "--png"):
         schedule = _schedule(options, node)
         if options.png is not None:
-            paint(schedule, options.png, node)
+            _write(schedule, options.png, node)
     columns = get_terminal_size((WIDTH, 0)).columns  # COLUMNS, or those of the terminal, or else `WIDTH`
     print(text(schedule, node, min(WIDTH, max(NARROW, columns))))
     if options.png is not None:
         print(f"\nwrote {options.png}")
     return 0
+
+
+def _write(schedule: Schedule, path: Path, node: int) -> None:
+    check_file("--png", path)
+    try:
+        paint(schedule, path, node)
+    except OSError as error:
+        raise OSError(f"--png {path} cannot be written ({error.strerror or error}): name a file elsewhere") from error
 
 
 def _schedule(options: Namespace, node: int) -> Schedule:

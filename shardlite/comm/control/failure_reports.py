@@ -9,9 +9,10 @@ to all, none will ever continue. Both cases raise an error at once.
 """
 
 import logging
+import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock, get_ident
@@ -22,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors.error_handler import Error
 from shardlite.comm.control.interrupts import SLOW, raise_pending_interrupt
 from shardlite.comm.control.store import bounded_store
 from shardlite.comm.control.uncaught import LIBRARIES
-from shardlite.errors import CommError
+from shardlite.errors import SAME_PASSES, CommError
 
 log = logging.getLogger("shardlite")
 
@@ -274,7 +275,7 @@ class FailureReports:
             f"\n  rank {rank} in {' and '.join(operations[rank])}{self._first[rank][1].splitlines()[1]}"
             for rank in sorted(operations)
         )
-        standstill = f"{_STANDSTILL}{''.join(each)}"
+        standstill = f"{_STANDSTILL}{''.join(each)}{_remedy(map(' '.join, operations.values()))}"
         with suppress(RuntimeError):
             self._waits.put(self._rank, standstill)
         # After publishing the standstill, which ranks that see the failure read.
@@ -327,7 +328,14 @@ class FailureReports:
                 time.sleep(_LOOK)
         except RuntimeError as error:
             return f" (What other ranks were doing is not known: {error})"
-        return "".join(f"\n  Meanwhile rank {other}: {told.get(other, _SILENT)}" for other in self._others)
+        each = "".join(f"\n  Meanwhile rank {other}: {told.get(other, _SILENT)}" for other in self._others)
+        return each if SAME_PASSES in why else f"{each}{_remedy([note, *told.values()])}"
+
+
+def _remedy(said: Iterable[str]) -> str:
+    """Return what to do, if ranks that say what they do are in no common step."""
+    steps = [found for words in said if (found := set(re.findall(r" at step (\d+)", words)))]
+    return f"\n{SAME_PASSES}" if steps and not set.intersection(*steps) else ""
 
 
 _watching: dict[int, FailureReports] = {}

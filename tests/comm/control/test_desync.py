@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardlite import AdamW, ShardLite
 from shardlite.comm import streams
 from shardlite.comm.shm import transport
-from shardlite.errors import ShardLiteError
+from shardlite.errors import SAME_PASSES, ShardLiteError
 from tests.support.models.small import Residual
 from tests.support.patience import seconds
 from tests.support.twins.sharded import slow
@@ -77,6 +77,32 @@ def step_left_out(trained: Trained, rank: int) -> None:
     if rank != 1:
         trained.optimizer.step()
     trained.step()
+
+
+def uneven_backwards(trained: Trained, rank: int) -> None:
+    """Rank 1 has one micro-batch more than others before a step."""
+    trained.step()
+    for _ in range(2 + (rank == 1)):
+        trained.backward()
+    trained.optimizer.step()
+    trained.step()
+
+
+def uneven_accumulation(trained: Trained, rank: int) -> None:
+    """The same, and each rank reduces with its last backward."""
+    trained.step()
+    with trained.model.no_sync():
+        for _ in range(1 + (rank == 1)):
+            trained.backward()
+    trained.step()
+
+
+def uneven_but_joined(trained: Trained, rank: int) -> None:
+    for _ in range(3):
+        for x in trained.model.join([trained.x] * (2 + (rank == 1))):
+            trained.model(x).backward()
+        trained.optimizer.step()
+        trained.optimizer.zero_grad()
 
 
 def loop_left_early(trained: Trained, rank: int) -> None:
@@ -169,6 +195,32 @@ def test_a_step_that_one_rank_left_out(cluster, stage):
     assert "at step 1" in first.split("Meanwhile rank 1:")[1]
     assert "at step 1" in second
     assert "at step 2" in second.split("Meanwhile rank 0:")[1]
+
+
+@pytest.mark.parametrize("stage", [3, 2, *map(slow, (0, 1))])
+def test_uneven_micro_batches(cluster, stage):
+    for message in errors(cluster, uneven_backwards, stage=stage):
+        assert SAME_PASSES in message
+
+
+def test_uneven_micro_batches_that_are_accumulated(cluster):
+    for message in errors(cluster, uneven_accumulation):
+        assert message.startswith("DesyncError: ")
+        assert message.count(SAME_PASSES) == 1
+
+
+def joined_body(world, stage, scenario: Callable[[Trained, int], None]) -> None:
+    trained = Trained(dist.new_group(list(range(world.size()))), stage)
+    scenario(trained, world.rank())
+    trained.step()
+
+
+@pytest.mark.parametrize(
+    ("stage", "scenario"),
+    [(3, uneven_but_joined), (2, uneven_but_joined), (2, uneven_accumulation), (0, uneven_accumulation)],
+)
+def test_what_the_error_says_about_micro_batches_works(cluster, stage, scenario):
+    cluster.run(joined_body, 2, stage, scenario)
 
 
 @pytest.mark.slow  # four ranks do the same in the next test
