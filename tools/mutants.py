@@ -373,7 +373,7 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "the demo accumulates gradients over all its steps",
     ),
     (
-        "shardlite/apps/doctor.py",
+        "shardlite/apps/doctor/trials.py",
         "operator",
         "right &= bool((shard == (mine[own]",
         "right = bool((shard == (mine[own]",
@@ -1410,7 +1410,14 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "the last block of a range is not checked",
     ),
     (
-        "shardlite/apps/checkpoint/command.py",
+        "shardlite/apps/checkpoint_commands.py",
+        "condition",
+        "inspect(options.path, check=not options.no_check)",
+        "inspect(options.path, check=options.no_check)",
+        "shardlite inspect reads the files exactly where it shall not",
+    ),
+    (
+        "shardlite/apps/checkpoint/listing.py",
         "call",
         '        files.check(checkpoint.folder, told, {name: [(0, sums["size"])]})\n',
         "",
@@ -1650,6 +1657,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "shardlite/apps/verify/command.py": ("test_verify",),
     "shardlite/apps/demo/command.py": ("test_demo",),
     "shardlite/apps/options.py": ("test_demo",),
+    "shardlite/apps/checkpoint_commands.py": ("test_checkpoint_interchange",),
     "shardlite/config.py": ("test_precision",),
     "shardlite/optim/step_counts.py": ("test_optim", "test_optim_in_backward", "test_in_backward", "test_unused"),
     "shardlite/comm/chunking.py": ("test_cut", "test_ring"),

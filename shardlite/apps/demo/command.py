@@ -80,15 +80,16 @@ def settings_of(options: Namespace) -> Settings:
 
 def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> int:
     """Check the options, then start the ranks, or run as one of them."""
-    from shardlite.apps.demo.text import read_corpus
-    from shardlite.apps.demo.train import train
-
     started = started_ranks(parser, options)
     with usage_errors(parser):
         settings = settings_of(options)
+        from shardlite.apps.demo.text import read_corpus
+
         corpus = read_corpus(settings.data, context=settings.gpt.context)
         settings.out.mkdir(parents=True, exist_ok=True)
     if started is None:
         return launch.launch(options.ranks or launch.default_ranks(), arguments, restarts=options.restarts)
+    from shardlite.apps.demo.train import train
+
     train(settings, corpus)
     return 0

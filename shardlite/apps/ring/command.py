@@ -2,14 +2,12 @@
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shardlite.apps.options import usage_errors
-from shardlite.apps.ring.painting import paint
-from shardlite.apps.ring.picture import text
-from shardlite.comm import Schedule
-from shardlite.comm import schedule as schedules
-from shardlite.config import ALGORITHMS
+from shardlite.apps.options import ALGORITHMS, usage_errors
+
+if TYPE_CHECKING:
+    from shardlite.comm import Schedule
 
 _MOST_RANKS = 64  # in a picture
 
@@ -36,6 +34,10 @@ def run(parser: ArgumentParser, options: Namespace) -> int:
     """Print the picture of a schedule, and write the image if a file is given."""
     node = 1 if options.node is None else options.node
     with usage_errors(parser, "--png"):
+        _check(options)
+        from shardlite.apps.ring.painting import paint
+        from shardlite.apps.ring.picture import text
+
         schedule = _schedule(options, node)
         if options.png is not None:
             paint(schedule, options.png, node)
@@ -45,11 +47,17 @@ def run(parser: ArgumentParser, options: Namespace) -> int:
     return 0
 
 
-def _schedule(options: Namespace, node: int) -> Schedule:
-    """Return the schedule of a command line, or raise a `ValueError` where there is none."""
+def _check(options: Namespace) -> None:
+    """Raise a `ValueError` if there is no schedule, or none that can be shown."""
     if not 1 <= options.ranks <= _MOST_RANKS:
         raise ValueError(f"--ranks is {options.ranks}; pictures are made for 1 to {_MOST_RANKS} ranks")
     if options.algorithm == "hierarchical" and options.node is None:
         raise ValueError(f"--algorithm hierarchical needs --node: ranks per node, a divisor of {options.ranks}")
+
+
+def _schedule(options: Namespace, node: int) -> "Schedule":
+    """Return the schedule of a command line, or raise a `ValueError` where there is none."""
+    from shardlite.comm import schedule as schedules
+
     make = schedules.all_gather if options.operation == "all-gather" else schedules.reduce_scatter
     return make(options.algorithm, options.ranks, node=node)

@@ -1,18 +1,12 @@
 """`shardlite inspect`, `shardlite export` and `shardlite import` on the command line."""
 
-import os
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-from shardlite.apps.checkpoint import files
-from shardlite.apps.checkpoint.reading import Checkpoint
-from shardlite.apps.checkpoint.safetensors import export_weights, import_weights
-from shardlite.apps.options import DTYPES
+from shardlite.apps.options import DTYPES, dtype_of
 from shardlite.errors import CheckpointError
 
 
@@ -51,12 +45,14 @@ def add_import(commands: Any) -> None:
         description="Write a checkpoint with the weights of a folder of safetensors files, as save_pretrained of"
         " Hugging Face writes them. Needs the package safetensors.",
     )
-    parser.set_defaults(run=lambda options, _: _convert(lambda: [import_weights(options.path, options.out)]))
+    parser.set_defaults(run=lambda options, _: _import(options))
     parser.add_argument("path", type=Path, metavar="FOLDER", help="with the files")
     parser.add_argument("out", type=Path, metavar="PATH", help="folder of a run: the checkpoint becomes its newest")
 
 
 def _inspect(options: Namespace) -> int:
+    from shardlite.apps.checkpoint.listing import inspect
+
     try:
         for line in inspect(options.path, check=not options.no_check):
             print(line)
@@ -67,8 +63,16 @@ def _inspect(options: Namespace) -> int:
 
 
 def _export(options: Namespace) -> int:
-    dtype = None if options.dtype is None else DTYPES[options.dtype]
+    from shardlite.apps.checkpoint.safetensors import export_weights
+
+    dtype = None if options.dtype is None else dtype_of(options.dtype)
     return _convert(lambda: export_weights(options.path, options.out, dtype=dtype))
+
+
+def _import(options: Namespace) -> int:
+    from shardlite.apps.checkpoint.safetensors import import_weights
+
+    return _convert(lambda: [import_weights(options.path, options.out)])
 
 
 def _convert(write: Callable[[], Sequence[Path]]) -> int:
@@ -79,45 +83,3 @@ def _convert(write: Callable[[], Sequence[Path]]) -> int:
         print(f"shardlite: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def inspect(path: str | os.PathLike[str], *, check: bool = True) -> Iterator[str]:
-    """Yield lines about the newest checkpoint of a run, or about one checkpoint.
-
-    Args:
-        path: the folder of the run, or of the checkpoint.
-        check: whether to read all files and compare their checksums.
-
-    Raises:
-        CheckpointError: there is none, or a file is missing or damaged.
-    """
-    checkpoint = Checkpoint(files.find(Path(path)))
-    told = checkpoint.manifest
-    tensors = {name: each for name, each in checkpoint.entries.items() if isinstance(each, TensorStorageMetadata)}
-    sizes = {name: each.size.numel() * each.properties.dtype.itemsize for name, each in tensors.items()}
-    origin = "written by torch.distributed.checkpoint"
-    if told is not None:
-        origin = f"step {told['step']}, saved by {told['ranks']} ranks at stage {told['stage']}"
-    yield f"{checkpoint.folder}: {origin}, {len(tensors)} tensors, {_amount(sum(sizes.values()))}"
-    width = max(map(len, tensors), default=0)
-    for name, each in tensors.items():
-        dtype, shape = str(each.properties.dtype).removeprefix("torch."), str([*each.size])
-        parts = "1 part" if len(each.chunks) == 1 else f"{len(each.chunks)} parts"
-        yield f"  {name:{width}}  {shape:16}  {dtype:8}  {_amount(sizes[name]):>9}  {parts}"
-    if not check:
-        return
-    if told is None:
-        checkpoint.check(checkpoint.object_items(checkpoint.entries))
-        yield "all files have their lengths; there are no checksums"
-        return
-    for name, sums in told["files"].items():
-        files.check_size(checkpoint.folder / name, sums["size"])
-        files.check(checkpoint.folder, told, {name: [(0, sums["size"])]})
-    yield f"all {len(told['files'])} files have the checksums with which they were written"
-
-
-def _amount(nbytes: int) -> str:
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.1f} {unit}"
-    return f"{nbytes} B"
