@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Values of options that name a dtype, and its name in PyTorch."""
 
-# Names that modules with PyTorch give a meaning to. Written once more, because the command line offers them without it.
+# Written once more, because the modules that give them a meaning import PyTorch. A test compares both.
 STATES = ("fp32", "bf16", "int8")
 ALGORITHMS = ("ring", "bidirectional", "direct", "hierarchical", "halving")
+MOST_RANKS = 4096  # of a plan
 
 
 def add_model(parser: ArgumentParser, *, example: str, batch: int) -> None:
