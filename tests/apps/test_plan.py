@@ -251,6 +251,7 @@ def test_the_command_prints_writes_and_draws(tmp_path, capsys):
     assert [row["ranks"] for row in group["ranks"]] == [1, 4]
     for row in group["ranks"]:
         assert sum(row["bytes"].values()) == row["peak_bytes"] >= row["peak_bytes_at_least"]
+        assert row["activation_peak_bytes"] < row["peak_bytes"]
         assert row["seconds"]["total"] > 0
     assert sorted(path.name for path in folder.iterdir()) == ["bandwidth.png", "memory.png", "scaling.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.iterdir())
