@@ -1,7 +1,7 @@
 """A whole training script: join the other ranks, wrap, train, validate, save, and go on from what was saved.
 
     torchrun --nproc-per-node 2 examples/plain_loop.py --steps 100
-    torchrun --nproc-per-node 2 examples/plain_loop.py --steps 100 --resume runs/plain
+    torchrun --nproc-per-node 2 examples/plain_loop.py --steps 200 --resume runs/plain
 
 Model and loop are ordinary ones. Comments say where sharding asks for something.
 """

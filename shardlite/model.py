@@ -4,9 +4,9 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from inspect import ismethod
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from shardlite_kernels import chunk_memory
@@ -31,7 +31,7 @@ from shardlite.build import (
     placement_of,
     validate,
 )
-from shardlite.comm import GroupLike, Sent, Transport, agree, ranks_of, share
+from shardlite.comm import GroupLike, Sent, Transport, agree, all_gather_json, ranks_of, share
 from shardlite.config import (
     AlgorithmName,
     MemoryLimit,
@@ -57,14 +57,16 @@ from shardlite.engine import (
     OptimizerBridge,
     PartLoop,
     Shards,
+    allow_conversions,
     attach_all,
     cast_floats,
     in_backward,
     needs,
     param_locations,
+    refuse_conversions,
     torch_patches,
 )
-from shardlite.errors import LayoutError
+from shardlite.errors import LayoutError, PhaseError
 from shardlite.grads import Clipper, Reducer, Skips, SoloGradientFlags
 from shardlite.optim import accumulating, adopt
 from shardlite.params import Unit, UnitPolicy, UnitRule
@@ -101,6 +103,21 @@ class _Uncompiled:
     @_uncompiled
     def __exit__(self, *raised: Any) -> bool | None:
         return self._manager.__exit__(*raised)
+
+
+class _SignatureOfModule:
+    """A method whose signature is that of the wrapped module's `forward`: trainers choose inputs by it."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+
+    def __get__(self, model: "ShardLite | None", _: object = None) -> Callable[..., Any]:
+        """Bind the method. (`inspect.signature` follows `__wrapped__`.)"""
+        if model is None:
+            return self._method
+        bound: Any = partial(self._method, model)
+        bound.__wrapped__ = model.module.forward
+        return cast(Callable[..., Any], bound)
 
 
 class ShardLite(nn.Module):
@@ -162,6 +179,8 @@ class ShardLite(nn.Module):
         TypeError: an option is of another type than it has to be.
         ValueError: an option has a value that it cannot have.
     """
+
+    _unwrapped = False
 
     def __init__(
         self,
@@ -235,6 +254,7 @@ class ShardLite(nn.Module):
         with self._running():
             return super().__call__(*args, **kwargs)
 
+    @_SignatureOfModule
     @torch._disable_dynamo(recursive=False)  # the module's own is compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, with inputs and outputs cast as `precision` says."""
@@ -289,6 +309,8 @@ class ShardLite(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if self._unwrapped:
+                raise PhaseError("this ShardLite model was unwrapped: use the module that unwrap() returned") from None
             if name == "module":
                 raise
             value = getattr(self.module, name)
@@ -326,6 +348,8 @@ class ShardLite(nn.Module):
 
     def extra_repr(self) -> str:
         """Say how the model is cut."""
+        if self._unwrapped:
+            return "unwrapped"
         route = f"transport={type(self._context.transport).__name__}, algorithm={self._context.transport.algorithm}"
         tree = "" if self._parts is None else f", order=tree, parts={self._parts.total}"
         return f"stage={self.stage}, ranks={self._context.world_size}, {route}{tree}, units={self.unit_names}"
@@ -543,21 +567,33 @@ class ShardLite(nn.Module):
         self._recover()
         return self._full.state_dict(rank)
 
-    def load_full_state_dict(self, state_dict: Mapping[str, Tensor] | None) -> None:
-        """Take over rank 0's `state_dict`, as `full_state_dict` or an unsharded model gives it.
+    def load_full_state_dict(self, state_dict: Mapping[str, Tensor] | None, strict: bool = True) -> Any:
+        """Load rank 0's `state_dict`, as `full_state_dict` or an unsharded model returns it.
 
-        What other ranks pass is ignored. Ignored parameters, which are each rank's own, and the optimizer state stay as
-        they are. To be called by every rank.
+        What other ranks pass is not used. Ignored parameters, which are each rank's own, and the optimizer state stay
+        as they are. Collective: every rank must call it.
+
+        Args:
+            state_dict: whole tensors by the names of the model.
+            strict: whether names must be those of the model. If `False`, what `state_dict` lacks keeps its values, and
+                unknown names are ignored.
+
+        Returns:
+            What `nn.Module.load_state_dict` returns, on every rank: the names that are missing and unexpected.
 
         Raises:
             LayoutError: on every rank, if names or shapes do not fit; nothing is changed then.
         """
         self._recover()
-        misfit = self._full.misfit(state_dict or {}) if self._context.rank == 0 else None
+        given = state_dict or {}
+        misfit = self._full.misfit(given, strict=strict) if self._context.rank == 0 else None
         agree(self._groups, [], misfit, what="load_full_state_dict", timeout=self._context.timeout)
         self._bridge.gatherer.settle()
         entries = self._full.entries()
-        source = {entry: (state_dict or {}).get(name, entry) for name, entry in entries.items()}
+        missing, unexpected = self._from_first_rank(self._full.other_names(given))
+        kept = self._full.state_dict(0) if missing else {}
+        source = {entry: kept.get(name, entry) for name, entry in entries.items()}
+        source.update({entry: given[name] for name, entry in entries.items() if name in given})  # by any of tied names
         for unit in self._units:
             broadcast_values(unit, self._context, lambda param: source[param])
         with torch.no_grad():
@@ -567,17 +603,68 @@ class ShardLite(nn.Module):
         broadcast_buffers(self.module, self._context)
         self._context.trim(keep=0)
         self._bridge.mark_changed()
+        return _IncompatibleKeys(missing, unexpected)
 
-    def state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:  # type: ignore[override]
+    def _from_first_rank(self, names: tuple[list[str], list[str]]) -> tuple[list[str], list[str]]:
+        """Return what rank 0 passes. Collective."""
+        for group in self._groups.all:
+            names = all_gather_json(group, names, "load_full_state_dict", self._context.timeout)[0]
+        return names
+
+    def unwrap(self) -> nn.Module:
+        """Return the wrapped module as a plain one, with whole weights on every rank. Collective.
+
+        This is the way to another wrapper or trainer, `torch.optim.swa_utils.AveragedModel` or `save_pretrained()`.
+        The module is the one that was wrapped, with new parameters in the precision in which weights are kept. They
+        have the class, the attributes and the `requires_grad` of the former ones, and no gradients. This model and its
+        optimizers are of no more use afterwards, and hold memory until they are deleted.
+
+        Raises:
+            PhaseError: on every rank, if some rank is inside a forward, a backward, `gathered()` or `EMA.swapped()`.
+        """
+        self._recover()
+        try:
+            self._check_idle()
+            problem = None
+        except PhaseError as error:
+            problem = error
+        agree(self._groups, [], problem, what="unwrap", timeout=self._context.timeout)
+        self._bridge.gatherer.settle()
+        module = self.module
+        self._full.make_plain()
+        self._hooks.uninstall()
+        allow_conversions(module)
+        for name in vars(self).keys() - vars(nn.Module()).keys():
+            delattr(self, name)
+        self._modules.clear()
+        self._unwrapped = True
+        return module
+
+    def _check_idle(self) -> None:
+        if self._hooks.running() or any(unit.users for unit in self._units):
+            raise PhaseError("unwrap(): call it outside of forwards, backwards and `gathered()`")
+        self._in_backward.announce_change()
+
+    def state_dict(  # type: ignore[override]
+        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
         """Return the sharded state: original names and shapes, of which this rank holds a part. Nothing is gathered.
 
         Each parameter is a `ShardTensor`, which `torch.distributed.checkpoint` saves and loads at any world size; what
         this rank keeps whole (buffers, all parameters at stage 0) is a plain tensor. As in PyTorch, they are no copies:
         what DCP loads into them is in the model, and `load_state_dict()` makes it known. Pickling (`torch.save`) writes
         this rank's elements only. For whole tensors call `full_state_dict()`; to save a run, `shardlite.save`.
+
+        Args:
+            destination, prefix: as in `nn.Module.state_dict`, which passes them if this model is inside another module.
+            keep_vars: has no effect, because shards have no history.
         """
         self._recover()
-        return self._full.sharded_state_dict()
+        entries = {f"{prefix}{name}": value for name, value in self._full.sharded_state_dict().items()}
+        if destination is None:
+            return entries
+        destination.update(entries)
+        return destination
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a sharded state. To be called by every rank.
@@ -602,8 +689,14 @@ class ShardLite(nn.Module):
         self._bridge.gatherer.settle()
         self._full.take_sharded(state_dict)
         self._bridge.mark_changed()
-        ours = self._full.entries().keys()
-        return _IncompatibleKeys([*(ours - state_dict.keys())], [*(state_dict.keys() - ours)])
+        return _IncompatibleKeys(*self._full.other_names(state_dict))
+
+    def _load_from_state_dict(self, _: Any, prefix: str, *__: Any) -> None:
+        """Raise: PyTorch calls this where the model is inside the module whose `load_state_dict()` was called."""
+        raise LayoutError(
+            f"load_state_dict() of a module with a ShardLite model inside, {prefix.removesuffix('.')!r}: load the "
+            "ShardLite model by its own load_state_dict() or load_full_state_dict(), and the rest by itself"
+        )
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
@@ -612,10 +705,10 @@ class ShardLite(nn.Module):
             "DistributedDataParallel would give all ranks the shards of the first: a wrapped model is one"
         )
 
-    def _apply(self, *_: Any, **__: Any) -> Any:
-        raise LayoutError(
-            "a wrapped model cannot be moved or converted: call .to(), .half() and the like before wrapping"
-        )
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ShardLite":
+        """Refuse to move or convert the model, unless that changes nothing."""
+        self.module._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     # ---- construction -------------------------------------------------------------------------------------------
 
@@ -678,6 +771,7 @@ class ShardLite(nn.Module):
             self._hooks.install(modules, param_locations(self.module, units), roots, keeps=self._bridge)
             attach_all(units, self._hooks, self._reducer)
         self._backward.catch_gradients()
+        refuse_conversions(self.module, self._ignored)
         torch_patches.watch(self._bridge)
         adopt(shards.by_param(), part_of(units))
 

@@ -118,6 +118,8 @@ def _paint_mode(axes: Axes, rows: Sequence[Row]) -> None:
                 markerfacecolor=colour if measured else "white",
                 label=what,
             )
+            if measured:
+                _mark_shared(axes, found, colour)
     axes.axhline(100, color="#777777", linewidth=0.8)
     axes.set_xscale("log", base=2)
     ticks = [1, 4, 16, 64, 256, 1024, 4096]
@@ -126,6 +128,20 @@ def _paint_mode(axes: Axes, rows: Sequence[Row]) -> None:
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8)
+
+
+def _mark_shared(axes: Axes, rows: Sequence[Row], colour: str) -> None:
+    """Say at the point with the most ranks how many cores they share, if there are fewer cores than ranks."""
+    last, cores = rows[-1], _cores(rows[-1])
+    if last["ranks"] > cores:
+        words = f"{last['ranks']} ranks share {cores} cores:\nabout {100 * cores / last['ranks']:.0f} % at most"
+        place = last["ranks"], 100 * last["efficiency"]
+        axes.annotate(words, place, (8, -4), textcoords="offset points", va="top", fontsize=8, color=colour)
+
+
+def _cores(row: Row) -> int:
+    """Return the number of cores in the description of a machine."""
+    return int(row["machine"].rpartition(", ")[2].split()[0])
 
 
 def _ranks(row: Row) -> int:

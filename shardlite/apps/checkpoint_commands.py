@@ -14,13 +14,15 @@ def add_inspect(commands: Any) -> None:
     """Add `shardlite inspect` to the commands."""
     parser: ArgumentParser = commands.add_parser(
         "inspect",
-        help="list what a checkpoint holds, and check its files",
-        description="Print the step, the number of ranks, and each tensor of a checkpoint, and compare all files with"
-        " their checksums. The exit status is 1 if a file is missing or damaged. Executes no code of the checkpoint.",
+        help="summarize what a checkpoint holds, and check its files",
+        description="Print the step, the number of ranks, the parts of the model and the groups of the optimizer of a"
+        " checkpoint, and compare all files with their checksums. Equal blocks share a line. The exit status is 1 if a"
+        " file is missing or damaged. Executes no code of the checkpoint.",
     )
     parser.set_defaults(run=lambda options, _: _inspect(options))
     parser.add_argument("path", type=Path, metavar="PATH", help="folder of a run, or of one checkpoint")
-    parser.add_argument("--no-check", action="store_true", help="do not read the files")
+    parser.add_argument("--all", action="store_true", help="list each tensor instead of the parts of the model")
+    parser.add_argument("--no-check", action="store_true", help="do not compare the files with their checksums")
 
 
 def add_export(commands: Any) -> None:
@@ -54,7 +56,7 @@ def _inspect(options: Namespace) -> int:
     from shardlite.apps.checkpoint.listing import inspect
 
     try:
-        for line in inspect(options.path, check=not options.no_check):
+        for line in inspect(options.path, check=not options.no_check, every=options.all):
             print(line)
     except CheckpointError as error:
         print(f"shardlite inspect: {error}")

@@ -20,6 +20,11 @@ def world_size(environment: Mapping[str, str] = os.environ) -> int | None:
     return int(environment["WORLD_SIZE"]) if "RANK" in environment else None
 
 
+def is_restart(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether torchrun has started this process again after a failure."""
+    return int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
 def default_ranks() -> int:
     """Return one rank per GPU, or 2 without GPUs."""
     import torch

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shardlite.telemetry import Clock
+from shardlite.telemetry import Clock, labelled
 
 
 @dataclass
@@ -76,12 +76,13 @@ class Traffic:
         return entry.tally
 
     def running(self, purpose: str, unit: str) -> AbstractContextManager[object]:
-        """Time a block, in which an operation runs."""
-        return self._entry(purpose, unit).ran if self._is_timed else _UNTIMED
+        """Time a block, in which an operation runs, and name it in profiles."""
+        return labelled(self._entry(purpose, unit).ran if self._is_timed else _UNTIMED, purpose, unit)
 
     def waiting(self, purpose: str, unit: str) -> AbstractContextManager[object]:
-        """Time a block, in which computation waits for operations."""
-        return self._entry(purpose, unit).waited if self._is_timed else _UNTIMED
+        """Time a block, in which computation waits for operations, and name it in profiles."""
+        clock = self._entry(purpose, unit).waited if self._is_timed else _UNTIMED
+        return labelled(clock, f"wait for {purpose}", unit)
 
     def by_unit(self) -> Mapping[str, Mapping[str, Sent]]:
         """Return all counts so far. On a GPU the host waits for open intervals, and blocks are timed from now on."""

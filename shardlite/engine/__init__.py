@@ -7,9 +7,9 @@ In: forwards, backwards, and what programs do to parameters and optimizers betwe
 from shardlite.engine import torch_patches
 from shardlite.engine.backward import Backward, Mode, in_backward
 from shardlite.engine.buffers import Buffers
+from shardlite.engine.conversions import allow_conversions, cast_floats, refuse_conversions
 from shardlite.engine.full_params import NO_COPY, FullParameters
 from shardlite.engine.homes import attach_all
-from shardlite.engine.input_casts import cast_floats
 from shardlite.engine.local_shards import Shards
 from shardlite.engine.module_hooks import ModuleHooks
 from shardlite.engine.module_map import needs, param_locations

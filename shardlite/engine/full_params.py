@@ -8,13 +8,16 @@ Legend: `W` ranks that share a model, `S` elements per shard; a full buffer has 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from shardlite.comm import Context, all_gather
+from shardlite.engine.local_shards import gather_row
 from shardlite.errors import LayoutError, PhaseError
-from shardlite.params import Flat, ShardTensor, Unit, is_dtensor, scripts
+from shardlite.params import Flat, ShardTensor, Unit, is_dtensor, new_plain, scripts
 from shardlite.weights import Calls, Gathering, differs, places, pop_hooks, push_hooks, take_over
 
 NO_COPY = (
@@ -43,10 +46,13 @@ class FullParameters:
         self._calls = calls
         self._homes = {param: unit for unit in units for param in unit.params()}
         self._reading = False
+        self._refusals: list[RemovableHandle] = []
         if any(unit.needs_gather for unit in units):
             for each in set(module.modules()) - scripts(module):
-                each.register_state_dict_pre_hook(self._refuse)  # type: ignore[no-untyped-call]
-                each.register_load_state_dict_pre_hook(self._refuse_to_load)  # type: ignore[no-untyped-call]
+                self._refusals += (
+                    each.register_state_dict_pre_hook(self._refuse),  # type: ignore[no-untyped-call]
+                    each.register_load_state_dict_pre_hook(self._refuse_to_load),  # type: ignore[no-untyped-call]
+                )
 
     @contextmanager
     def gathered(self, names: Sequence[str], *, writeback: bool) -> Iterator[None]:
@@ -99,6 +105,22 @@ class FullParameters:
             return {}
         return {n: full[entry] if entry in full else entry.to("cpu", copy=True) for n, entry in self.entries().items()}
 
+    def make_plain(self) -> None:
+        """Replace the module's parameters by ordinary ones. Units are gathered one after the other."""
+        plain: dict[Tensor, nn.Parameter] = {}
+        for unit in self._units:
+            for i, flat in enumerate(unit.flats):
+                whole = self._whole(unit, i, flat)
+                plain.update({param: new_plain(param, view.clone()) for param, view in flat.views(whole)})
+                del whole  # before the next one is there
+        self._context.trim(keep=0)
+        while self._refusals:
+            self._refusals.pop().remove()
+        for owner in self._module.modules():
+            for name, param in list(owner._parameters.items()):
+                if param in plain:
+                    setattr(owner, name, plain[param])  # modules may keep other lists of them (`nn.LSTM`)
+
     def _whole(self, unit: Unit, i: int, flat: Flat) -> Tensor:
         """Gather a flat in the precision in which it is kept, [W*S]."""
         if flat.rank is None:
@@ -112,7 +134,10 @@ class FullParameters:
 
     def sharded_state_dict(self) -> dict[str, Tensor]:
         """Return this rank's part of all parameters, and the persistent buffers, by all of their names. No copies."""
-        mine: dict[Tensor, Tensor] = {param: flat.shard_tensor(row) for flat, row, param in self._rows()}
+        mine: dict[Tensor, Tensor] = {
+            param: flat.shard_tensor(row, partial(gather_row, self._context, flat, row))
+            for flat, row, param in self._rows()
+        }
         return {name: mine[entry] if entry in mine else entry.detach() for name, entry in self.entries().items()}
 
     @torch.no_grad()
@@ -164,6 +189,12 @@ class FullParameters:
         shared = {name: entry for name, entry in entries.items() if name in state_dict}
         wrong = (_misfit(name, state_dict[name], entry) for name, entry in shared.items())
         return next((LayoutError(why) for why in wrong if why), None)
+
+    def other_names(self, state_dict: Mapping[str, object]) -> tuple[list[str], list[str]]:
+        """Return the names that a state dict lacks, and those that the model does not have, in their order."""
+        entries = self.entries()
+        missing = [name for name in entries if name not in state_dict]
+        return missing, [name for name in state_dict if name not in entries]
 
     def shard_misfit(self, state_dict: Mapping[str, Tensor]) -> LayoutError | None:
         """Return which shard of a state dict is not this rank's."""

@@ -7,9 +7,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from shardlite.comm import Context, all_gather
 from shardlite.engine.watch import watch
 from shardlite.errors import LayoutError
-from shardlite.params import Placeholder, ShardTensor, Unit, as_they_are
+from shardlite.params import Flat, Placeholder, ShardTensor, Unit, as_they_are
 from shardlite.telemetry import Trace
 
 ShardRange = tuple[str, int, int, int]
@@ -88,12 +89,20 @@ class Shards:
             for row, (slot, shard) in enumerate(zip(flat.layout.slots, flat.shards, strict=True))
         }
 
-    def shard_tensors(self) -> dict[Tensor, Callable[..., ShardTensor]]:
-        """Return for each shard what makes a `ShardTensor` of a tensor like it. None of them are parts: nothing."""
+    def shard_tensors(self, context: Context) -> dict[Tensor, Callable[..., ShardTensor]]:
+        """Return for each shard a function that makes a `ShardTensor` of a tensor like it.
+
+        Return an empty dict if no shard is partial.
+        """
         if not self.are_parts:
             return {}
         return {
-            shard: partial(ShardTensor, shape=slot.shape, start=flat.range_of(row)[0])
+            shard: partial(
+                ShardTensor,
+                shape=slot.shape,
+                start=flat.range_of(row)[0],
+                gather=partial(gather_row, context, flat, row),
+            )
             for flat in self._flats
             for row, (slot, shard) in enumerate(zip(flat.layout.slots, flat.shards, strict=True))
         }
@@ -154,3 +163,16 @@ class Shards:
 
     def _words(self, shard: Tensor) -> str:
         return f"the shard of parameter {self._names[self._param[shard]]!r}"
+
+
+def gather_row(context: Context, flat: Flat, row: int, local: Tensor) -> Tensor:
+    """Return a whole tensor like the parameter of a slot, of which this rank has `local`, 1-D. Collective."""
+    slot, cuts = flat.layout.slots[row], flat.cuts_of(row)
+    if flat.rank is None or slot.numel == 0:
+        return local.reshape(slot.shape).clone()
+    whole = context.empty(slot.numel, local.dtype)
+    context.ledger.track("staging", whole)
+    whole[cuts[flat.rank] : cuts[flat.rank + 1]].copy_(local)
+    operation = context.operation(f"the whole tensor of {slot.name!r}", "full state")
+    all_gather(whole, context.inline[0], cuts=cuts, operation=operation)
+    return whole.view(slot.shape).clone()

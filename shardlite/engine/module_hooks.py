@@ -6,7 +6,7 @@ hooks innermost even where a user's own (`save_on_cpu`, a checkpoint) were enter
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shardlite.engine.backward import Backward, in_backward
 from shardlite.engine.module_map import ParamLocation
 from shardlite.errors import LayoutError
-from shardlite.params import Shard, Unit
+from shardlite.params import ROOT, Shard, Unit
+from shardlite.telemetry import profile_label
 from shardlite.weights import Call, Gathering, are_innermost, pop_hooks, push_hooks, take_over_all
 
 
@@ -31,6 +32,8 @@ class _Frame:
     pushed: bool = False
     outermost: bool = False
     """Whether a pass began with it, and ends with it."""
+    label: AbstractContextManager[object] | None = None
+    """Its name in a profile, if a unit starts with it."""
 
 
 class ModuleHooks:
@@ -43,6 +46,7 @@ class ModuleHooks:
         self._needs: Mapping[nn.Module, Sequence[Unit]] = {}
         self._locations: Mapping[Unit, Sequence[ParamLocation]] = {}
         self._names: Mapping[nn.Module, str] = {}
+        self._unit_names: Mapping[nn.Module, str] = {}
         self._frames: list[_Frame] = []
         self._depth: dict[Unit, int] = {}
         self._written: dict[Unit, int] = {}
@@ -67,10 +71,17 @@ class ModuleHooks:
         """
         self._needs, self._locations, self._root, self._keeps = needs, param_locations, roots[0], keeps
         self._names = {module: name for root in roots[:1] for name, module in root.named_modules()}
+        self._unit_names = {module: self._names[module] or ROOT for module in roots}
         of_roots = _breaking_graphs(self._enter), _breaking_graphs(self._leave)
         of_others = _unless_compiling(self._enter), _unless_compiling(self._leave)
         for module in needs:
             _register(module, *(of_roots if module in roots else of_others))
+
+    def uninstall(self) -> None:
+        """Remove the hooks."""
+        for module in self._needs:
+            for table in _tables(module):
+                table.pop(_KEY, None)
 
     def use(self, unit: Unit) -> bool:
         """Unshard a unit for code outside of the modules that own its weights, until the pass in progress ends.
@@ -133,6 +144,9 @@ class ModuleHooks:
             self._enter_unit(unit)
             frame.entered.append(unit)
         frame.pushed = self._calls is not None and push_hooks(self._calls)
+        if module in self._unit_names:
+            frame.label = profile_label("recompute" if in_backward() else "forward", self._unit_names[module])
+            frame.label.__enter__()
 
     def _has_entered(self, module: nn.Module, units: Sequence[Unit]) -> bool:
         """Whether a forward around that of `module` has done what its units need: a layer inside of a block."""
@@ -149,6 +163,8 @@ class ModuleHooks:
             return None  # a forward around it has its units; or an earlier hook, not ours, failed, and ours never ran
         replaced = _without_params(outputs) if self._frames[-1].outermost else None
         frame = self._frames.pop()
+        if frame.label is not None:
+            frame.label.__exit__(None, None, None)
         if frame.pushed:
             pop_hooks()
         try:
@@ -278,16 +294,16 @@ def _register(module: nn.Module, enter: _Hook, leave: _Hook) -> None:
     """
     before = module.register_forward_pre_hook(enter, prepend=True)
     after = module.register_forward_hook(leave, always_call=True)
-    tables: list[tuple[dict[int, Any], int]] = [
-        (module._forward_pre_hooks, before.id),
-        (module._forward_hooks, after.id),
-        (module._forward_hooks_always_called, after.id),
-    ]
-    for table, given in tables:
+    for table, given in zip(_tables(module), (before.id, after.id, after.id), strict=True):
         rest = dict(table)
         table.clear()
         for number, each in rest.items():
             table[_KEY if number == given else number] = each
+
+
+def _tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Return where a module keeps hooks that run before, and twice those that run after its forward."""
+    return module._forward_pre_hooks, module._forward_hooks, module._forward_hooks_always_called
 
 
 def _breaking_graphs(hook: _Hook) -> _Hook:

@@ -1,13 +1,14 @@
 """Warn programs that use a shard, or its gradient, as if it were the whole parameter.
 
 A norm, a mean or a random fill of a shard is one of this rank's part: optimizers like LAMB, norms made by hand and
-`xavier_uniform_` would go on with it in silence. So in a model's first steps its shards are of a class that sees what
-functions are called with them, and so are their gradients and views of both. Later they are not: it would cost time in
-every step, and a program that computes such a thing does so from the first step on.
+`xavier_uniform_` would go on with it in silence. So in some steps a model's shards are of a class that sees what
+functions are called with them, and so are their gradients and views of both. In most steps they are not, because that
+costs time. A program that computes such a thing does so in its first steps, or where it logs: every 50 or 500 steps.
 """
 
 import copy
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,10 @@ from shardlite.errors import LayoutError, ShardWarning
 from shardlite.params import Flat, Shard, Sharded, as_they_are
 
 STEPS = 3
-"""Number of steps in which a model is watched."""
+"""Number of steps in which a model is watched, at first and about each multiple of `EVERY`."""
+
+EVERY = 50
+"""Steps between two times in which it is watched."""
 
 _linalg: Any = torch.linalg
 _REDUCTIONS: frozenset[Any] = frozenset(
@@ -87,14 +91,26 @@ class Watch:
 
     warned: bool = False
     steps: int = 0
+    shards: "list[tuple[weakref.ref[nn.Parameter], _Part]]" = field(default_factory=list)
     seen: Any = field(default_factory=WeakTensorKeyDictionary)
     """The watched tensors."""
 
     def after_step(self) -> None:
-        """End after `STEPS` steps."""
+        """Begin and end with the steps that are watched: no more than the first ones once a warning was given."""
         self.steps += 1
-        if self.steps == STEPS:
+        at_logs = not self.warned and (self.steps + STEPS // 2) % EVERY < STEPS
+        watched = self.steps < STEPS or at_logs
+        if watched and not self.seen:
+            self.begin()
+        elif self.seen and not watched:
             self.end()
+
+    def begin(self) -> None:
+        """Watch the shards."""
+        for there, part in self.shards:
+            shard = there()
+            if shard is not None:
+                _see(shard, (self, part, "the shard"), SeenShard)
 
     def end(self) -> None:
         """Give shards, gradients and tensors made of them their ordinary classes back."""
@@ -140,7 +156,8 @@ def watch(flats: Iterable[Flat]) -> Watch:
             edges = [slot.within(*flat.layout.shard_range(rank)) for rank in range(flat.layout.world_size)]
             without = [rank for rank, (first, stop) in enumerate(edges) if first == stop]
             part = _Part(slot.name, *flat.range_of(row), slot.numel, slot.shape, without)
-            _see(shard, (look, part, "the shard"), SeenShard)
+            look.shards.append((weakref.ref(shard), part))
+    look.begin()
     return look
 
 

@@ -25,6 +25,7 @@ from shardlite.params.parameters import (
     attach,
     is_dtensor,
     is_plain,
+    new_plain,
     take_grad,
 )
 from shardlite.params.partition import (

@@ -179,6 +179,17 @@ def to_full(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
                 param.__class__ = _mixed(Sharded, kind.original)  # type: ignore[attr-defined]
 
 
+def new_plain(param: nn.Parameter, values: Tensor) -> nn.Parameter:
+    """Return a parameter with `values`, of the class that `param` had before it was wrapped, with its attributes."""
+    kind = type(param)
+    original = getattr(kind, "original", kind)
+    with as_they_are():
+        plain = nn.Parameter(values, requires_grad=param.requires_grad)
+    plain.__class__ = nn.Parameter if issubclass(original, Shard) else original
+    vars(plain).update({name: each for name, each in vars(param).items() if not name.startswith("shardlite")})
+    return plain
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor is a `Tensor` or `nn.Parameter`, or a full parameter of a wrapped model that was one."""
     kind = type(tensor)

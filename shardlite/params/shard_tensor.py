@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ if TYPE_CHECKING:  # importing DCP takes time, and most programs do not need it
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes, one of each per dimension."""
+
+Gather: TypeAlias = Callable[[Tensor], Tensor]
+"""Gather the whole tensor from all ranks' elements, given this rank's, 1-D."""
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
@@ -58,8 +61,9 @@ class ShardTensor(Tensor):
     """Elements `[start, stop)` of a tensor that is sharded over ranks. Has the shape of the whole tensor.
 
     `state_dict()` of a wrapped model and of its optimizer holds such tensors. DCP saves and loads them at any world
-    size, into plain tensors and DTensors and back. `to_local()` returns this rank's elements. Other computations raise,
-    for their result would be that of a shard.
+    size, into plain tensors and DTensors and back. `to_local()` returns this rank's elements, `full_tensor()` gathers
+    those of all ranks; `torch.distributed.tensor.DTensor` has methods of the same names. Other computations raise, for
+    their result would be that of a shard.
 
     Pickling writes this rank's elements as a plain tensor.
 
@@ -71,6 +75,7 @@ class ShardTensor(Tensor):
         sources: what `local` decodes, if it is a function.
         numel, dtype, device: of this rank's elements, if `local` is a function.
         encode: keeps elements that were written into a decoded copy.
+        gather: makes the whole tensor of this rank's elements, [stop - start]. Collective.
     """
 
     start: int
@@ -79,6 +84,7 @@ class ShardTensor(Tensor):
     _decode: Callable[..., Tensor] | None
     _sources: Sequence[Tensor]
     _encode: Callable[[Tensor], object] | None
+    _gather: Gather | None
 
     @staticmethod
     def __new__(
@@ -92,6 +98,7 @@ class ShardTensor(Tensor):
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
         encode: Callable[[Tensor], object] | None = None,
+        gather: Gather | None = None,
     ) -> ShardTensor:
         """Make a tensor of `shape` that has no memory beside `local`."""
         if isinstance(local, Tensor):
@@ -103,6 +110,7 @@ class ShardTensor(Tensor):
         self._decode = None if isinstance(local, Tensor) else local
         self._sources = sources
         self._encode = encode
+        self._gather = gather
         return self
 
     def to_local(self) -> Tensor:
@@ -114,6 +122,17 @@ class ShardTensor(Tensor):
     def read(self) -> Tensor:
         """Return this rank's elements, [stop - start], without keeping a decoded copy."""
         return self._value().reshape(-1)
+
+    def full_tensor(self) -> Tensor:
+        """Return a copy of the whole tensor, in its shape. Collective: every rank must call it.
+
+        Raises:
+            LayoutError: this is the copy that an asynchronous save writes.
+            CommError: a peer failed, is late or calls something else.
+        """
+        if self._gather is None:
+            raise LayoutError("full_tensor(): this is a snapshot, which is not gathered: take the model's state_dict()")
+        return self._gather(self.read())
 
     def commit(self) -> None:
         """Keep what was written into `to_local()`. No-op for elements that are kept as they are."""
@@ -131,7 +150,7 @@ class ShardTensor(Tensor):
         """Return a tensor of the elements of now. `copy` copies them in the form in which they are kept."""
         copies = [*map(copy, self.kept)]
         if self._decode is None:
-            return self._like(copies[0])
+            return ShardTensor(copies[0], self.shape, self.start)
         facts = {"numel": self.stop - self.start, "dtype": self.dtype, "device": torch.device("cpu")}
         return ShardTensor(self._decode, self.shape, self.start, sources=copies, **facts)  # type: ignore[arg-type]
 
@@ -195,7 +214,7 @@ class ShardTensor(Tensor):
         return self._decode(*self._sources)
 
     def _like(self, local: Tensor) -> ShardTensor:
-        return ShardTensor(local, self.shape, self.start)
+        return ShardTensor(local, self.shape, self.start, gather=self._gather)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
         memo[id(self)] = copied = self._like(self._value().clone())
@@ -218,6 +237,6 @@ _COPIES = {
 
 def _refuse(func: Any) -> NoReturn:
     raise LayoutError(
-        f"{func} of a tensor of which this rank has a part only: take to_local() for this rank's elements, or "
-        "full_state_dict() of the model for whole tensors"
+        f"{func} of a tensor of which this rank has a part only: take to_local() for this rank's elements, or, on "
+        "every rank, full_tensor() for the whole"
     )

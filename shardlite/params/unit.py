@@ -24,7 +24,7 @@ from shardlite.errors import LayoutError
 from shardlite.params.buffers import Buffer, storage_key
 from shardlite.params.layout import Layout, Place, Slot, mark_padded, round_up, views
 from shardlite.params.parameters import as_they_are, to_full, to_placeholders
-from shardlite.params.shard_tensor import ShardTensor
+from shardlite.params.shard_tensor import Gather, ShardTensor
 from shardlite.params.states import Weights, check_move
 
 _FLAT_ALIGN = 256
@@ -120,15 +120,18 @@ class Flat:
         """Overwrite this rank's elements of the parameter of a slot (same numel, any float dtype)."""
         self.keep(weights.reshape(-1), self.layout.slots[row].within(*self.own_range(self.layout))[0])
 
-    def shard_tensor(self, row: int) -> Tensor:
-        """Return this rank's elements of the parameter of a slot with all digits: a plain tensor if it keeps all."""
+    def shard_tensor(self, row: int, gather: Gather) -> Tensor:
+        """Return this rank's elements of the parameter of a slot with all digits: a plain tensor if it keeps all.
+
+        `gather` makes the whole tensor of them.
+        """
         slot, own = self.layout.slots[row], self.own_range(self.layout)
         start, stop = slot.within(*own)
         if slot.numel == 0:  # a shard of it would be on no rank
             return torch.empty(slot.shape, dtype=self.master, device=self.local.device)
         if self.low is None:
             (local,) = views(self.local, [_place(slot, start, stop)])
-            return local if self.rank is None else ShardTensor(local, slot.shape, self.range_of(row)[0])
+            return local if self.rank is None else ShardTensor(local, slot.shape, self.range_of(row)[0], gather=gather)
         high, low, shape = self.local[start:stop], self.low[start:stop], self.shards[row].shape
         return ShardTensor(
             lambda high, low: _joined(high, low).view(shape),
@@ -139,6 +142,7 @@ class Flat:
             dtype=torch.float32,
             device=high.device,
             encode=partial(self.keep_row, row),
+            gather=gather,
         )
 
     @property
@@ -179,6 +183,11 @@ class Flat:
         slot, own = self.layout.slots[row], self.own_range(self.layout)
         first, stop = slot.within(*own)
         return (own[0] + first - slot.start, own[0] + stop - slot.start) if first < stop else (0, 0)
+
+    def cuts_of(self, row: int) -> list[int]:
+        """Return the cuts between ranks inside the parameter of a slot, in its elements, [W + 1]."""
+        slot = self.layout.slots[row]
+        return [min(max(cut - slot.start, 0), slot.numel) for cut in self.layout.cuts]
 
     def gradient_views(self, mean: Tensor) -> list[Tensor]:
         """Cut a gradient shard into what belongs to each shard that has a gradient, in the order of `rows`."""

@@ -1,4 +1,4 @@
-"""Telemetry: events, bytes by purpose, durations, and live tensors.
+"""Telemetry: events, bytes by purpose, durations, live tensors, and names in profiles.
 
 In: reports of the other rooms. Out: what `model.trace`, `memory()` and `traffic()` show. Read `ledger.py` first.
 """
@@ -6,4 +6,5 @@ In: reports of the other rooms. Out: what `model.trace`, `memory()` and `traffic
 from shardlite.telemetry.clock import Clock
 from shardlite.telemetry.ledger import Held, Ledger, format_bytes, not_on, process_memory
 from shardlite.telemetry.meter import Meter
+from shardlite.telemetry.profile_label import labelled, profile_label
 from shardlite.telemetry.trace import Trace

@@ -1,6 +1,7 @@
 """Checkpoints go to and from FSDP2 and unsharded programs through plain `torch.distributed.checkpoint`."""
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -184,10 +185,9 @@ def siblings_body(group: Any, path: Path) -> None:
     train(other, its)
     for name, value in other.full_state_dict().items():
         same_bits(name, value, model.full_state_dict()[name])
-    full = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    for value in get_model_state_dict(model, options=full).values():
+    for value in weights.values():
         assert isinstance(value, Tensor)
-        with pytest.raises(LayoutError, match=r"full_state_dict\(\) of the model for whole tensors"):
+        with pytest.raises(LayoutError, match=r"full_tensor\(\) for the whole"):
             value.sum()
     whole_again = model.full_state_dict()
     set_model_state_dict(other, whole_again, options=StateDictOptions(full_state_dict=True))
@@ -195,7 +195,7 @@ def siblings_body(group: Any, path: Path) -> None:
         same_bits(name, value, whole_again[name])
 
 
-def test_the_siblings_of_get_model_state_dict_work_or_refuse(cluster, tmp_path):
+def test_the_siblings_of_get_model_state_dict_work(cluster, tmp_path):
     cluster.check(siblings_body, 2, tmp_path)
 
 
@@ -325,32 +325,126 @@ def pretrained_body(group: Any, path: Path, config: Any) -> None:
 # ---- inspect ---------------------------------------------------------------------------------------------------------
 
 
-def test_inspect_lists_tensors_and_checks_files(cluster, tmp_path, capsys):
+def test_inspect_summarizes_and_checks_files(cluster, tmp_path, capsys):
     cluster.run(exported_body, 2, tmp_path)
     place = tmp_path / "step-00000003"
     assert cli.main(["inspect", str(tmp_path)]) == 0
-    first, *lines, last = capsys.readouterr().out.splitlines()
-    numel = sum(value.numel() for value in net().state_dict().values())
-    size = f"{(12 * numel + 4 * 6) / 1024:.1f} KiB"  # six step counts
-    assert first == f"{place}: step 3, saved by 2 ranks at stage 3, 24 tensors, {size}"
-    assert len(lines) == 24
-    assert [line.split() for line in lines if line.split()[0] in ("model.0.weight", "model.1.0.weight")] == [
-        ["model.0.weight", "[10,", "6]", "float32", "240", "B", "1", "part"],
-        ["model.1.0.weight", "[10,", "10]", "float32", "400", "B", "3", "parts"],
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [f"{place}", "step 3, saved by 2 ranks at stage 3, format 1"]
+    assert [line.split() for line in lines[3:7]] == [
+        ["0", "1", "2", "70", "float32", "280", "B", "568", "B"],  # two moments, and a step count for each parameter
+        ["1", "1", "2", "110", "float32", "440", "B", "888", "B"],
+        ["2", "1", "2", "20", "float32", "80", "B", "168", "B"],
+        ["all", "6", "200", "float32", "800", "B", "1.6", "KiB"],
     ]
-    assert last == "all 3 files have the checksums with which they were written"
+    assert lines[7:10] == [
+        "optimizer: step, exp_avg, exp_avg_sq in float32, for 6 parameters in 1 group",
+        "  group 0: 6 parameters, lr 0.01, betas (0.9, 0.999), weight_decay 0.01",
+        "extra and states of random number generators of 2 ranks",
+    ]
+    assert re.fullmatch(r"all 3 files \([\d.]+ KiB\) have the checksums with which they were written", lines[10])
     content = bytearray((place / "__0_0.distcp").read_bytes())
     content[-1] ^= 1
     (place / "__0_0.distcp").write_bytes(content)
     assert cli.main(["inspect", str(place), "--no-check"]) == 0
-    assert capsys.readouterr().out.splitlines() == [first, *lines]
+    assert capsys.readouterr().out.splitlines() == lines[:-1]
+    (place / "__1_0.distcp").unlink()
     assert cli.main(["inspect", str(place)]) == 1
-    assert f"{place}/__0_0.distcp is damaged" in capsys.readouterr().out
+    *_, first, second, last = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"DAMAGED: {place}/__0_0.distcp is damaged: bytes 0 to ")
+    assert second == f"DAMAGED: {place}/__1_0.distcp is missing"
+    assert last == "shardlite inspect: 2 of 3 files are missing or damaged"
+
+
+def test_inspect_all_lists_each_tensor(cluster, tmp_path, capsys):
+    cluster.run(exported_body, 2, tmp_path)
+    assert cli.main(["inspect", str(tmp_path), "--all"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    listed = lines[2:26]
+    assert [line.split() for line in listed if line.split()[0] in ("model.0.weight", "model.1.0.weight")] == [
+        ["model.0.weight", "[10,", "6]", "float32", "240", "B", "1", "part"],
+        ["model.1.0.weight", "[10,", "10]", "float32", "400", "B", "3", "parts"],
+    ]
+    assert lines[26].startswith("optimizer: ")
+
+
+def test_inspect_of_what_other_programs_wrote(tmp_path, capsys):
     quietly(dcp.save, {"model": net().state_dict()}, checkpoint_id=tmp_path / "foreign", no_dist=True)
     assert cli.main(["inspect", str(tmp_path / "foreign")]) == 0
     foreign = capsys.readouterr().out.splitlines()
-    assert "written by torch.distributed.checkpoint, 6 tensors" in foreign[0]
-    assert foreign[-1] == "all files have their lengths; there are no checksums"
+    assert foreign[1] == "written by torch.distributed.checkpoint"
+    assert foreign[-2:] == ["no optimizer", "all files have their lengths; there are no checksums"]
     assert cli.main(["inspect", str(tmp_path / "nothing")]) == 1
     assert cli.main(["export", str(tmp_path / "nothing"), str(tmp_path / "out")]) == 1
     assert "there is no checkpoint in" in capsys.readouterr().err
+
+
+class Deep(nn.Module):
+    """A part with a long name, 48 equal blocks and one with other shapes, and 20 parts without numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(48)]
+        self.body = nn.ModuleDict({"h": nn.ModuleList([*blocks, nn.Linear(8, 3)])})
+        self.body.update({"a_name_of_more_than_forty_characters" * 2: nn.Linear(8, 2)})
+        self.heads = nn.ModuleDict({f"head_{i}": nn.Linear(8, i + 1) for i in range(20)})
+
+
+def deep_body(group: Any, path: Path) -> None:
+    model = ShardLite(Deep(), group=group)
+    groups = [{"params": [param], "lr": 0.001 * i} for i, param in enumerate(model.parameters())]
+    save(path, model, optim.SGD(groups, momentum=0.9), step=1)
+
+
+def test_a_summary_of_many_layers_fits_into_a_terminal(cluster, tmp_path, capsys):
+    cluster.run(deep_body, 2, tmp_path)
+    lines = _inspected(tmp_path, capsys)
+    assert lines[2].split() == [
+        "part",
+        "of",
+        "the",
+        "model",
+        "blocks",
+        "tensors",
+        "elements",
+        "dtype",
+        "weights",
+        "state",
+    ]
+    assert [line.split()[:3] for line in lines[3:6]] == [
+        ["body", "196", "4,269"],
+        ["heads", "40", "1,890"],
+        ["all", "236", "6,159"],
+    ]
+    assert lines[6:11] == [
+        "optimizer: no state, for 0 parameters in 236 groups",
+        *(f"  group {i}: 1 parameter, lr {0.001 * i:g}, momentum 0.9, weight_decay 0" for i in range(3)),
+        "  and 233 other groups",
+    ]
+
+
+def test_equal_blocks_share_a_line_of_a_summary(tmp_path, capsys):
+    module = Deep()
+    blocks = nn.ModuleList([nn.Linear(8, 4, bias=i % 3 > 0) for i in range(12)])
+    state = {
+        "model": {**module.body.state_dict(), **nn.ModuleDict({"mixed": blocks}).state_dict(), "scale": torch.ones(1)}
+    }
+    quietly(dcp.save, state, checkpoint_id=tmp_path, no_dist=True)
+    rows = [line.split()[:4] for line in _inspected(tmp_path, capsys)[3:-3]]
+    assert rows[0] == ["h.0-47", "48", "192", "4,224"]
+    assert rows[1] == ["h.48", "1", "2", "27"]
+    assert re.fullmatch(r"a_name_.*\.\..*characters", rows[2][0])
+    assert rows[3:] == [
+        ["mixed.0,3,..,9", "4", "4", "128"],
+        ["mixed.1-2,4-5,..,10-11", "8", "16", "288"],
+        ["scale", "1", "1", "float32"],
+    ]
+
+
+def _inspected(path: Path, capsys: Any) -> list[str]:
+    """Return the lines of a summary, which fits into a terminal."""
+    assert cli.main(["inspect", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 20
+    assert max(map(len, lines[1:])) <= 80
+    return lines

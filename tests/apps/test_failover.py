@@ -1,5 +1,6 @@
 """`shardlite train` goes on by itself from its newest checkpoint, with the bits of a run without interruptions."""
 
+import csv
 import os
 import random
 import signal
@@ -9,14 +10,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from shardlite.apps import cli
+from shardlite.apps import cli, launch
 from shardlite.apps.checkpoint import latest
 from shardlite.apps.checkpoint.files import checkpoints_in
 from shardlite.apps.checkpoint.reading import Checkpoint
+from shardlite.apps.demo import train
 from shardlite.apps.demo.settings import Settings
 from shardlite.apps.demo.train import _firsts
 from tests.support.patience import seconds, until
@@ -61,6 +64,94 @@ def test_a_run_that_ended_early_goes_on(cluster, tmp_path):
     assert again.status == 0
     assert "The run goes on after step 5 of 5" in again.out
     assert "The model writes:" in again.out
+
+
+class Died(BaseException):
+    """Ends a run as a failure would."""
+
+
+def main_until_step_6(arguments: list[str]) -> int:
+    """Run a command that trains, and let it die in its sixth step."""
+    step = train._step
+
+    def mortal(run: Any, number: int, drawn: int) -> Any:
+        if number == 5:
+            raise Died
+        return step(run, number, drawn)
+
+    with mock.patch.object(train, "_step", mortal), pytest.raises(Died):
+        cli.main(arguments)
+    return 0
+
+
+COMPACT = [*("--precision", "bf16", "--master", "split24", "--state", "int8", "--in-backward")]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        [*COMPACT, "--activation-checkpointing", "--accumulate", "2"],
+        ["--precision", "fp16", "--optimizer", "torch.NAdam"],  # whose scale is a part of the run
+    ],
+    ids=["plain", "compact", "scaled"],
+)
+def test_resume_goes_on_with_the_bits_of_an_uninterrupted_run(cluster, tmp_path, more):
+    def options(name: str) -> list[str]:
+        return [
+            "train",
+            *TINY,
+            *more,
+            "--steps",
+            "8",
+            "--log",
+            "csv",
+            "--save-every",
+            "2",
+            "--out",
+            str(tmp_path / name),
+        ]
+
+    assert run_command(cluster, cli.main, *options("whole"))[0].status == 0
+    run_command(cluster, main_until_step_6, *options("parts"))
+    assert len(logged(tmp_path / "parts")) == 5
+    first, _ = run_command(cluster, cli.main, *options("parts"), "--resume")
+    assert f"The run goes on after step 4 of 8, from {tmp_path / 'parts' / 'checkpoints'}." in first.out
+    assert_same_weights(tmp_path / "parts" / "checkpoints", tmp_path / "whole" / "checkpoints")
+    assert logged(tmp_path / "parts") == logged(tmp_path / "whole")
+    assert (tmp_path / "parts" / "loss.csv").read_text() == (tmp_path / "whole" / "loss.csv").read_text()
+
+
+def logged(folder: Path) -> list[list[str]]:
+    """Return what a log says of a run besides times and bytes."""
+    with (folder / "log.csv").open(newline="") as file:
+        names = ("step", "loss", "validation_loss", "learning_rate", "gradient_norm")
+        return [[row[name] for name in names] for row in csv.DictReader(file)]
+
+
+def test_resume_needs_a_checkpoint_and_a_new_run_a_new_folder(tmp_path, monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(launch, "launch", lambda ranks, arguments, **_: started.append(arguments) or 0)
+    arguments = ["train", *TINY, "--out", str(tmp_path)]
+    newest = tmp_path / "checkpoints" / "step-00000040"
+
+    def refused(*more: str) -> str:
+        with pytest.raises(SystemExit) as stop:
+            cli.main([*arguments, *more])
+        assert stop.value.code == 2
+        return capsys.readouterr().err.splitlines()[-1]
+
+    assert f"--resume: there is no checkpoint in {tmp_path / 'checkpoints'}; leave it out" in refused("--resume")
+    newest.mkdir(parents=True)
+    (newest / ".metadata").write_bytes(b"of another program, without a manifest")
+    assert f"{newest} is of an earlier run: give --resume to go on from it, or another" in refused("--save-every", "5")
+    assert not started
+    assert cli.main([*arguments, "--resume"]) == 0
+    assert cli.main([*arguments, "--checkpoints", str(tmp_path / "checkpoints")]) == 0  # which goes on by itself
+    assert cli.main(arguments) == 0  # which saves nothing
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert cli.main([*arguments, "--save-every", "5"]) == 0  # torchrun starts the ranks of one run again
+    assert len(started) == 4
 
 
 def test_a_run_goes_on_with_fewer_ranks_at_the_sequence_where_the_others_stopped(cluster, tmp_path):

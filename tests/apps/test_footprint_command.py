@@ -1,6 +1,7 @@
 """`shardlite footprint`: predictions beside what was measured, a user's own model, and systems that fail."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -208,3 +209,13 @@ def test_bars_need_no_predictions(tmp_path):
     assert all(row["system"] in first for row in rows)
     paint(rows, tmp_path, kind="svg")
     assert written[0].read_text() == first
+
+
+def test_bars_have_numbers(tmp_path):
+    rows = map(json.loads, (RESULTS / "footprint-gpt2-2ranks.jsonl").read_text().splitlines())
+    row = next(row for row in rows if row["system"] == "stage3")
+    held, drawn = row["purposes"], paint([{**row, "pss_bytes": row["pss_bytes"] + 2**30}], tmp_path, kind="svg")
+    written = re.findall(r"<!-- (\d+) -->", drawn[0].read_text())
+    for nbytes in (held["parameters"], held["optimizer state"], held["gradients"], row["pss_bytes"] + 2**30):
+        assert f"{nbytes / 2**20:.0f}" in written
+    assert f"{held['gradient buckets'] / 2**20:.0f}" not in written  # it has no room

@@ -257,6 +257,25 @@ def test_the_command_prints_writes_and_draws(tmp_path, capsys):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.iterdir())
 
 
+def test_the_picture_of_memory_has_the_numbers_of_the_table(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib", reason="--plots needs it")
+    from matplotlib.figure import Figure
+
+    drawn: dict[float, list[str]] = {}
+    """The words of each line of the picture, by its distance from the bars."""
+
+    def read(figure: Figure, _: object) -> None:
+        for each in figure.axes[0].texts:
+            if each.get_text().strip():
+                drawn.setdefault(each.xyann[1], []).append(each.get_text())
+
+    monkeypatch.setattr(Figure, "savefig", read)
+    assert run("--ranks", "1", "4", "--stage", "3", "--checkpoint", "without", "--plots", str(tmp_path)) == 0
+    table = [line.split()[:9] for line in capsys.readouterr().out.splitlines()]
+    place = next(i for i, line in enumerate(table) if line[:1] == ["ranks"])
+    assert sorted(drawn.values()) == sorted(map(list, zip(*table[place : place + 3], strict=True)))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -18,7 +18,7 @@ from tests.support.simulated import MAKERS, by_steps, cases, every
 RING = """\
     reduce-scatter over 3 ranks, ring: each rank sends to the next one
     Each rank begins with its own numbers for every segment. Rank k ends with the sum of segment k.
-    A cell shows whose numbers are in the sum, in the order in which they were added.
+    A cell shows whose numbers are in the sum, in the order of addition.
 
     Columns are segments; [ ] is sent in this step, . is not there.
 
@@ -74,6 +74,12 @@ TWO_PARTS = """\
 """
 
 
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch):
+    """Make pages as wide as they can be, whatever terminal runs the tests."""
+    monkeypatch.setenv("COLUMNS", f"{WIDTH}")
+
+
 @pytest.mark.parametrize(
     ("arguments", "page"),
     [
@@ -106,10 +112,11 @@ MANY = [pytest.param(*param.values, id=param.id, marks=pytest.mark.slow) for par
 @pytest.mark.parametrize(
     ("operation", "algorithm", "world_size", "node"), [*(param for param, _ in cases(*FEW)), *MANY]
 )
-def test_every_page_fits_a_terminal(operation, algorithm, world_size, node):
-    page = text(MAKERS[operation](algorithm, world_size, node=node), node)
+@pytest.mark.parametrize("width", [80, WIDTH])
+def test_every_page_fits_a_terminal(operation, algorithm, world_size, node, width):
+    page = text(MAKERS[operation](algorithm, world_size, node=node), node, width)
     lines = page.splitlines()
-    assert max(map(len, lines)) <= WIDTH
+    assert max(map(len, lines)) <= width
     assert len(lines) < 2 * HEIGHT
     assert page.isascii()
     assert lines == [line.rstrip() for line in lines]
@@ -152,9 +159,32 @@ def test_long_sums_are_told_below_the_tables():
     page = text(reduce_scatter("hierarchical", 8, node=4), 4)
     assert "\nend: the sums that are told below\n" in page
     assert "  segment 0         5 + 6 + 7 + 4 + (1 + 2 + 3 + 0)\n" in page
-    assert ".. are the ranks between" not in page
-    assert "[1+2+..+7]" in text(reduce_scatter("ring", 8))
-    assert ".. are the ranks between." in text(reduce_scatter("ring", 8))
+    assert "6..1 is 6+7+0+1." not in page
+
+
+def test_eight_ranks_fit_into_80_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["ring", "--ranks=8"]) == 0
+    narrow = capsys.readouterr().out
+    assert "6..1 is 6+7+0+1." in narrow
+    assert "\nrank 7 |[1..7]|  .   |  .   |  .   |  .   |  .   |  .   |  7   |  0 -> rank 0\n" in narrow
+    assert "All ranks do not fit here" not in narrow
+    monkeypatch.setenv("COLUMNS", "70")
+    assert main(["ring", "--ranks=8"]) == 0
+    assert "All ranks do not fit here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("order", "written"),
+    [
+        (((6, 7), 0), "6..0"),
+        (((2, 1), 0), "2+1+..+0"),
+        ((1, 2), "1+2"),
+        (((4, 5), ((0, 1), 2)), "4+5+(0..2)"),
+    ],
+)
+def test_sums_in_fewest_letters(order, written):
+    assert brief(order, 8, most=2) == written
 
 
 @pytest.mark.parametrize(
@@ -255,6 +285,29 @@ def test_the_image_of_many_steps_has_the_first_and_the_last(tmp_path, monkeypatc
     )
     paint(all_gather("ring", 14), tmp_path / "ring.png")
     assert titles == [*(f"step {t}" for t in range(6)), *(f"step {t}" for t in range(8, 13)), "end"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "node"), [("ring", 1), ("bidirectional", 1), ("hierarchical", 4), ("halving", 1)]
+)
+def test_the_sums_of_eight_ranks_fit_into_their_cells(algorithm, node, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="matplotlib paints the image")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    schedule, sizes = reduce_scatter(algorithm, 8, node=node), []
+
+    def measure(figure, *_, **__):
+        for axes in figure.axes:
+            cell = axes.transData.transform((1, 0)) - axes.transData.transform((0, 1 / schedule.parts))
+            for each in axes.texts:
+                box = each.get_window_extent(figure.canvas.get_renderer())
+                assert (box.size < cell).all(), (each.get_text(), box.size, cell)
+                sizes.append(each.get_fontsize())
+
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: measure(FigureCanvasAgg(self).figure))
+    paint(schedule, tmp_path / "ring.png", node)
+    assert min(sizes) >= (8 if algorithm == "ring" else 4)  # points
 
 
 @pytest.mark.parametrize("name", ["missing/ring.png", "."])

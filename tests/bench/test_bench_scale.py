@@ -103,6 +103,14 @@ def test_measured_and_simulated_are_told_apart(rows, tmp_path):
     assert "simulated" in text
 
 
+@pytest.mark.parametrize(("cores", "words"), [(2, "4 ranks share 2 cores:"), (3, "75 % at most"), (4, None)])
+def test_the_figure_says_why_ranks_that_share_cores_are_slow(rows, tmp_path, cores, words):
+    machine = f"a processor, 2.4 GHz, {cores} cores"
+    paint([{**row, "machine": machine} if row["kind"] == "measured" else row for row in rows], tmp_path / "a.svg")
+    text = (tmp_path / "a.svg").read_text()
+    assert words in text if words else "ranks share" not in text
+
+
 def test_both_modes_are_verified_and_timed(cluster):
     for found in cluster.run(_measure, 2):
         assert [(row["mode"], row["ranks"]) for row in found] == [("weak", 2), ("strong", 2)]

@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 from torch.nn import functional
 
 from shardlite import AdamW, LayoutError, ShardLite, ShardWarning
-from shardlite.engine.watch import STEPS
+from shardlite.engine.watch import EVERY, STEPS, SeenShard
 from tests.support.twins.sharded import number_of, slow
 
 WIDTH = 40
@@ -195,6 +195,34 @@ def alone_body(group: Any, use: Callable[[Params], None], stage: int) -> None:
     loss().backward()
     with pytest.raises(LayoutError, match=r"of the gradient of the shard of '0\.bias': ranks \[0\] have no element"):
         use([dict(model.named_parameters())["0.bias"]])
+
+
+def seldom_body(group: Any, stage: int) -> None:
+    """Norms that a program logs every 50 steps are said to be those of parts, too; other steps have ordinary shards."""
+    model, loss = model_and_loss(group, stage=stage)
+    optimizer = optim.SGD(model.parameters(), lr=0.01)
+    kinds = set()
+
+    def train(steps: int, logs: bool) -> None:
+        for step in range(steps):
+            loss().backward()
+            if type(next(model.parameters())) is SeenShard:
+                kinds.add(step)
+            if logs and step == steps - 1:
+                norms_by_hand(list(model.parameters()))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert heard(lambda: train(EVERY - 2, logs=False)) == []
+    assert kinds == set(range(STEPS))
+    (said,) = heard(lambda: train(2, logs=True))
+    assert "is that of this rank's part" in said
+    assert heard(lambda: train(2 * EVERY, logs=True)) == [], "it is said once"
+
+
+@pytest.mark.parametrize("stage", [3, 2])
+def test_norms_that_are_logged_now_and_then(cluster, stage):
+    cluster.check(seldom_body, 2, stage)
 
 
 @pytest.mark.parametrize("stage", [3, *map(slow, (1, 2))])

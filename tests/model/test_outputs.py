@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from shardlite import Precision
-from shardlite.engine.input_casts import cast_floats
+from shardlite.engine.conversions import cast_floats
 from tests.support.models.hf import FOREIGN
 from tests.support.models.residual import WIDTH, net
 from tests.support.twins.plain import Twin

@@ -4,6 +4,7 @@ import ast
 import re
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -78,6 +79,16 @@ def test_python_blocks_run_on_two_ranks(cluster, tmp_path, title):
     script = tmp_path / "script.py"
     script.write_text(SCRIPTS[title])
     run_script(cluster, script, warnings="default")
+
+
+def test_writers_that_are_named_take_the_values_of_a_step():
+    code = [cell.strip("`") for row in cells((ROOT / "docs" / "logging.md").read_text()) for cell in row[2:]]
+    writer, run = mock.Mock(), mock.Mock()
+    for call in code:
+        if "step)" in call or "step=step" in call:
+            exec(call, {"values": {"loss": 2.5, "norm": 1.0}, "step": 3, "writer": writer, "run": run})
+    assert writer.add_scalar.call_args_list == [mock.call("loss", 2.5, 3), mock.call("norm", 1.0, 3)]
+    assert run.log.call_args_list == [mock.call({"loss": 2.5, "norm": 1.0}, step=3)]
 
 
 def test_every_limit_has_a_reason_a_remedy_and_a_test():

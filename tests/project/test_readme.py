@@ -1,12 +1,13 @@
 """What the README shows must run as it stands there."""
 
+import math
 import re
 
 import pytest
 
 from shardlite.apps.cli import main
 from tests.support.markdown import ROOT, assert_links_lead_somewhere, blocks, made, tables
-from tests.support.ranks.scripts import run_script, torchrun
+from tests.support.ranks.scripts import run_process, run_script, torchrun
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = blocks(README, "python")
@@ -16,14 +17,34 @@ BLOCKS = blocks(README, "python")
 def test_python_blocks_run_on_two_ranks(cluster, tmp_path, block):
     script = tmp_path / "train.py"
     script.write_text(block)
-    run_script(cluster, script)
+    first, second = run_script(cluster, script)
+    assert_losses(first.out)
+    assert second.out == ""
+
+
+def assert_losses(out):
+    """Rank 0 prints one line per step; a model that knows nothing has the loss ln 256."""
+    lines = [re.fullmatch(r"step (\d)  loss (\d\.\d{3})", line) for line in out.splitlines()]
+    assert [line[1] for line in lines] == ["0", "1", "2"]
+    assert all(float(line[2]) == pytest.approx(math.log(256), abs=0.2) for line in lines)
 
 
 @pytest.mark.slow
 def test_the_first_block_runs_as_it_says(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(BLOCKS[0])
-    torchrun(script, folder=tmp_path)
+    assert_losses(torchrun(script, folder=tmp_path).out)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/getting-started.md"])
+def test_without_torchrun_the_program_says_how_to_start_it(tmp_path, page):
+    text = (ROOT / page).read_text()
+    script = tmp_path / "train.py"
+    script.write_text(blocks(text, "python")[0])
+    done = run_process(str(script))
+    command = "torchrun --nproc-per-node 2 train.py"
+    assert (done.status, done.out, done.err) == (1, "", f"Start this program with: {command}\n")
+    assert f"{command}`" in text  # the page says the same
 
 
 def test_there_is_one_python_block():
@@ -69,4 +90,4 @@ def test_it_is_short():
     text = README
     for _, table in tables(README):
         text = text.replace(table, "")
-    assert len(text.splitlines()) <= 130
+    assert len(text.splitlines()) <= 140

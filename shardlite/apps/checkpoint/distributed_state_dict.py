@@ -1,35 +1,243 @@
-"""PyTorch's functions for state dicts of distributed models, told which parameters a wrapped model has.
+"""PyTorch's functions for state dicts of distributed models, told of wrapped models.
 
-`get_optimizer_state_dict` and its siblings name an optimizer's parameters by walking through the model's submodules,
-whose own parameters are placeholders. A wrapped model is asked itself.
+`torch.distributed.checkpoint.state_dict` finds an optimizer's parameters by walking through the model's submodules,
+whose own parameters are placeholders, and gathers and cuts nothing but DTensors. The private functions that do so are
+replaced: whoever has imported the public ones by name calls the private ones, too.
 """
 
-from collections.abc import Callable, Iterator
+import pickle
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as distributed
+from torch.nn.modules.module import _IncompatibleKeys
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only, tree_map_with_path
 
+from shardlite.comm import broadcast as broadcast_tensor
+from shardlite.engine import NUMBERS
+from shardlite.errors import LayoutError
 from shardlite.model import ShardLite
+from shardlite.params import ShardTensor
 
-_Walk = Callable[..., Iterator[tuple[str, Any]]]
+
+class _Options(Protocol):
+    """What is read of PyTorch's record of `StateDictOptions`, which is a dataclass."""
+
+    full_state_dict: bool
+    cpu_offload: bool
+    broadcast_from_rank0: bool
+    strict: bool
 
 
-def _of_wrapped(walk: _Walk) -> _Walk:
-    @wraps(walk)
-    def entries(model: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """Yield the names and values of parameters and persistent buffers."""
-        if not isinstance(model, ShardLite):
-            yield from walk(model, *args, **kwargs)
-            return
-        shards = dict(model.named_parameters(remove_duplicate=False))
-        yield from ((name, shards.get(name, value)) for name, value in model.state_dict().items())
-
-    return entries
+_State: TypeAlias = dict[str, Any]
+_Walk: TypeAlias = Callable[..., Iterator[tuple[str, Any]]]
 
 
 def teach() -> None:
     """Let `torch.distributed.checkpoint.state_dict` know wrapped models."""
-    walk = distributed._iterate_valid_model_state
-    setattr(distributed, "_iterate_valid_model_state", _of_wrapped(walk))  # noqa: B010 (mypy refuses assignment)
+    changes: dict[str, Callable[[Any], Any]] = {
+        "_iterate_valid_model_state": _walk,
+        "_maybe_full_or_cpu_state_dict": _make_whole,
+        "_load_model_state_dict": _load_model,
+        "_load_optim_state_dict": _load_optimizers,
+        "_get_model_state_dict": _of_the_compiled,
+        "_get_optim_state_dict": _of_the_compiled,
+        "_verify_options": _check_options,
+        "_unflatten_model_state_dict": _check_names,
+    }
+    for name, change in changes.items():
+        setattr(distributed, name, change(getattr(distributed, name)))
+
+
+def _of_the_compiled(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call `original` with a wrapped model, whether or not it was compiled."""
+        return original(_wrapped(model) or model, *args, **kwargs)
+
+    return call
+
+
+def _check_options(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def verify(model: nn.Module, *args: Any, submodules: Any = None, **kwargs: Any) -> Any:
+        """Check the options as ever, and refuse `submodules`, which PyTorch itself has deprecated."""
+        wrapped = _wrapped(model)
+        if wrapped is not None and submodules:
+            raise LayoutError(
+                "submodules=: not supported for a ShardLite model: select from all names of its state dict"
+            )
+        return original(wrapped or model, *args, submodules=submodules, **kwargs)
+
+    return verify
+
+
+def _check_names(original: Callable[..., _State]) -> Callable[..., _State]:
+    @wraps(original)
+    def unflatten(model: nn.Module, state_dict: _State) -> _State:
+        """Refuse a state dict by modules, which PyTorch itself has deprecated."""
+        if _wrapped(model) is not None and any(isinstance(key, nn.Module) for key in state_dict):
+            raise LayoutError("a state dict by modules is not supported for a ShardLite model: give it by names")
+        return original(model, state_dict)
+
+    return unflatten
+
+
+def _wrapped(model: nn.Module) -> ShardLite | None:
+    """Return the wrapped model that `model` is, or that `torch.compile` has compiled, if it is one.
+
+    Raises:
+        LayoutError: it has a wrapped model inside.
+    """
+    model = getattr(model, "_orig_mod", model)
+    if isinstance(model, ShardLite):
+        return model
+    inside = next((name for name, each in model.named_modules() if isinstance(each, ShardLite)), None)
+    if inside is not None:
+        raise LayoutError(
+            f"the state dict of a {type(model).__name__} with a ShardLite model inside, {inside!r}: pass the ShardLite "
+            "model itself, and the rest of the modules by itself"
+        )
+    return None
+
+
+def _walk(original: _Walk) -> _Walk:
+    @wraps(original)
+    def entries(model: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """Yield the names and values of parameters and persistent buffers."""
+        wrapped = _wrapped(model)
+        if wrapped is None:
+            yield from original(model, *args, **kwargs)
+            return
+        shards = dict(wrapped.named_parameters(remove_duplicate=False))
+        yield from ((name, shards.get(name, value)) for name, value in wrapped.state_dict().items())
+
+    return entries
+
+
+def _make_whole(original: Callable[..., _State]) -> Callable[..., _State]:
+    @wraps(original)
+    def whole(state_dict: _State, info: _Options) -> _State:
+        """Gather shards if `full_state_dict` asks for it, one after the other, and copy the rest beside them."""
+        if info.full_state_dict and any(isinstance(leaf, ShardTensor) for leaf in tree_leaves(state_dict)):
+            wanted = not info.cpu_offload or dist.get_rank() == 0
+
+            def copied(value: Tensor) -> Tensor | None:
+                tensor = value.full_tensor() if isinstance(value, ShardTensor) else value.clone()
+                return (tensor.cpu() if info.cpu_offload else tensor) if wanted else None
+
+            state_dict = tree_map_only(Tensor, copied, state_dict)
+        return original(state_dict, info)
+
+    return whole
+
+
+def _load_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def load(model: nn.Module, state_dict: Mapping[str, Tensor], info: _Options) -> Any:
+        """Load shards or whole tensors; with `broadcast_from_rank0`, those of the model's first rank."""
+        wrapped = _wrapped(model)
+        if wrapped is None:
+            return original(model, state_dict, info)
+        if info.broadcast_from_rank0:
+            return wrapped.load_full_state_dict(state_dict, strict=info.strict)
+        if not state_dict:  # as PyTorch does: a rank may have nothing to load
+            return _IncompatibleKeys([], [])
+        return wrapped.load_state_dict(state_dict, strict=info.strict)
+
+    return load
+
+
+def _load_optimizers(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def load(model: nn.Module, optimizers: tuple[Optimizer, ...], state_dict: _State, info: Any) -> None:
+        """Cut whole tensors into this rank's shards; load those as ever."""
+        wrapped = _wrapped(model)
+        if wrapped is not None and info.full_state_dict:
+            state_dict = _cut(state_dict, wrapped, broadcast=info.broadcast_from_rank0)
+            info = replace(info, full_state_dict=False, broadcast_from_rank0=False)
+        original(wrapped or model, optimizers, state_dict, info)
+
+    return load
+
+
+def _cut(state_dict: _State, wrapped: ShardLite, *, broadcast: bool) -> _State:
+    """Return an optimizer's state with this rank's part of each whole tensor that is like its parameter.
+
+    With `broadcast` the state is that of the model's first rank, which sends one tensor after the other.
+    """
+    ours, shards = wrapped.state_dict(), dict(wrapped.named_parameters(remove_duplicate=False))
+    sent = _Broadcast(wrapped, state_dict) if broadcast else None
+
+    def cut(path: Sequence[Any], value: Any) -> Any:
+        if sent is not None and isinstance(value, _Sent):
+            value = sent.receive(value)
+        if not isinstance(value, Tensor):
+            return value
+        name, key = _entry_of(path, shards)
+        mine = ours.get(name)
+        if not isinstance(mine, ShardTensor) or key in NUMBERS or value.shape != mine.shape:
+            return value.clone()  # optimizers keep what they are given, and change it
+        local = value.detach().reshape(-1)[mine.start : mine.stop].to(mine.device, copy=True)
+        return ShardTensor(local.view(shards[name].shape), mine.shape, mine.start)
+
+    whole: _State = tree_map_with_path(cut, state_dict if sent is None else sent.form)
+    return whole
+
+
+def _entry_of(path: Sequence[Any], names: Container[str]) -> tuple[str, str]:
+    """Return the parameter and the key of a leaf: of `state.NAME.KEY`, nested or, if that was asked for, flattened."""
+    steps = [str(getattr(step, "key", getattr(step, "idx", ""))) for step in path]
+    name, key = ".".join(steps).removeprefix("state."), ""
+    while name and name not in names:
+        name, _, last = name.rpartition(".")
+        key = f"{last}.{key}" if key else last
+    return name, key
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What a rank knows of a tensor before it arrives."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class _Broadcast:
+    """A state of a model's first rank on its way to all ranks: at first without its tensors, then one by one."""
+
+    def __init__(self, wrapped: ShardLite, state_dict: _State) -> None:
+        self._context = context = wrapped._context
+        first = context.rank == 0
+        self._tensors = iter([each for each in tree_leaves(state_dict) if _is_sent(each)]) if first else None
+        told = pickle.dumps(
+            tree_map(lambda each: _Sent(each.shape, each.dtype) if _is_sent(each) else each, state_dict)
+        )
+        length = context.all_gather_int(len(told), "the length of an optimizer's state")[0]
+        data = torch.frombuffer(bytearray(told.ljust(length)[:length]), dtype=torch.uint8)
+        self.form: _State = pickle.loads(self._send(data.to(context.device)).cpu().numpy().tobytes())
+
+    def receive(self, sent: _Sent) -> Tensor:
+        """Return the next tensor of the form."""
+        if self._tensors is None:
+            return self._send(torch.empty(sent.shape, dtype=sent.dtype, device=self._context.device))
+        return self._send(next(self._tensors).detach().to(self._context.device).contiguous())
+
+    def _send(self, tensor: Tensor) -> Tensor:
+        """Return the first rank's tensor, given one of the same shape and dtype."""
+        if tensor.numel():
+            operation = self._context.operation("an optimizer's state", "values")
+            for transport in self._context.transports:
+                broadcast_tensor(tensor.view(-1).view(torch.uint8), transport, operation=operation)
+        return tensor
+
+
+def _is_sent(value: object) -> bool:
+    """Return whether a value is sent by itself; numbers travel with the form."""
+    return isinstance(value, Tensor) and value.ndim > 0

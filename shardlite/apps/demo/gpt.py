@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from einops import rearrange
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shardlite.apps.demo.settings import GPTConfig
 
@@ -70,6 +71,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Predicts the next byte at every position of a text."""
 
+    recomputes = False
+    """Whether blocks keep no activations, and are run again in the backward (activation checkpointing)."""
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
@@ -92,7 +96,7 @@ class GPT(nn.Module):
             raise ValueError(f"GPT got {x.shape[1]} bytes, but its context is {self.config.context}")
         hidden = self.embedding(x)
         for block in self.blocks:
-            hidden = block(hidden)
+            hidden = checkpoint(block, hidden, use_reentrant=False) if self.recomputes else block(hidden)
         logits: Tensor = self.head(self.norm(hidden))
         if y is None:
             return logits

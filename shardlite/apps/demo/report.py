@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import csv
 import math
+import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -14,6 +15,9 @@ from typing import TextIO
 from shardlite.apps.demo.footprint import Footprint
 from shardlite.comm import Sent
 from shardlite.telemetry import format_bytes
+
+_SILENCE = 60.0
+"""Seconds after which a line is printed anyway, where there is no terminal."""
 
 
 @dataclass(frozen=True)
@@ -26,39 +30,89 @@ class Point:
     """`None` at steps without a validation."""
 
 
-class LossCurve:
-    """A progress line: rewritten in place on a terminal, otherwise printed ten times per run.
+class Progress:
+    """The state of a run: one line that is rewritten in place on a terminal, otherwise lines at intervals.
 
     Args:
         steps: of the run.
         bytes_per_step: of text.
         out: where lines go.
         first: steps that were taken before this process began.
+        clock: returns the seconds since some moment.
     """
 
-    def __init__(self, steps: int, bytes_per_step: int, out: TextIO = sys.stdout, *, first: int = 0) -> None:
-        self._steps, self._bytes_per_step, self._out, self._first = steps, bytes_per_step, out, first
-        self._begin = time.perf_counter()
-        self._validation = ""
+    def __init__(
+        self,
+        steps: int,
+        bytes_per_step: int,
+        out: TextIO = sys.stdout,
+        *,
+        first: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._steps, self._bytes_per_step, self._out, self._first, self._clock = (
+            steps,
+            bytes_per_step,
+            out,
+            first,
+            clock,
+        )
+        self._begin = self._printed = clock()
+        self._validation: str | None = None
+        self._is_open = False
 
     def show(self, point: Point, held: int) -> None:
-        """Show `point`, the training speed since the start, and the bytes `held` by the library on a rank."""
+        """Show `point`, the time that is left, the training speed, and the bytes `held` by the library on a rank."""
         if point.validation is not None:
-            self._validation = f"  validation {point.validation:.3f}"
-        speed = (point.step - self._first) * self._bytes_per_step / (time.perf_counter() - self._begin)
-        line = (
-            f"step {point.step:>{len(str(self._steps))}}/{self._steps}  loss {point.train:.3f}"
-            f"{self._validation}  {speed:,.0f} tokens/s  {format_bytes(held)} held per rank"
-        )
+            self._validation = f"val {point.validation:.3f}"
         if self._out.isatty():
-            print(f"\r\033[K{line}", end="\n" if point.step == self._steps else "", file=self._out, flush=True)
-        elif point.step == 1 or point.step % max(1, self._steps // 10) == 0 or point.step == self._steps:
-            print(line, file=self._out, flush=True)
+            width = shutil.get_terminal_size().columns - 1  # a full line would wrap, and could not be rewritten
+            print(f"\r\033[K{self._line(point, held, width)}", end="", file=self._out, flush=True)
+            self._is_open = True
+        elif self._is_due(point.step):
+            print(self._line(point, held), file=self._out, flush=True)
+            self._printed = self._clock()
+        if point.step == self._steps:
+            self.end()
+
+    def end(self) -> None:
+        """End the line on a terminal, so that what is printed next has one of its own."""
+        if self._is_open:
+            print(file=self._out, flush=True)
+            self._is_open = False
+
+    def _is_due(self, step: int) -> bool:
+        """Whether a line is printed: after the first step, each tenth of the run, and a minute without one."""
+        tenth = step % max(1, self._steps // 10) == 0
+        return step in (1, self._steps) or tenth or self._clock() - self._printed >= _SILENCE
+
+    def _line(self, point: Point, held: int, width: int | None = None) -> str:
+        """Return what fits into `width` letters, the most important first."""
+        passed, taken = self._clock() - self._begin, point.step - self._first
+        left = passed / taken * (self._steps - point.step)
+        parts = [
+            f"step {point.step:>{len(str(self._steps))}}/{self._steps}",
+            f"loss {point.train:.3f}",
+            *([self._validation] if self._validation else []),
+            f"{duration(left)} left" if point.step < self._steps else f"took {duration(passed)}",
+            f"{taken * self._bytes_per_step / passed:,.0f} tokens/s",
+            f"{format_bytes(held)} held",
+        ]
+        while width is not None and len("  ".join(parts)) > width and len(parts) > 1:
+            parts.pop()
+        return "  ".join(parts)[:width]
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as minutes and seconds, with hours where there are any: `duration(61)` is `"1:01"`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def describe_result(loss: float, entropy: float) -> str:
     """Format the last validation loss and the unigram entropy of the same text."""
-    rows = (("validation loss", loss, "this model"), ("unigram entropy", entropy, "the best model without context"))
+    rows = (("validation loss", loss, "this model"), ("unigram entropy", entropy, "the best without context"))
     return "\n".join(
         f"{name}  {nats:.3f} nats/byte  {nats / math.log(2):.3f} bits/byte  ({who})" for name, nats, who in rows
     )
@@ -79,8 +133,8 @@ def describe_traffic(traffic: Mapping[str, Mapping[str, Sent]], steps: int) -> s
         sum(part) / steps for part in zip(*((s.nbytes, s.seconds, s.exposed) for s in sent), strict=True)
     )
     return (
-        f"A step sends {format_bytes(int(nbytes))} per rank. Gathers and reductions run for {seconds * 1e3:.1f} ms, of "
-        f"which computation waits for {exposed * 1e3:.1f} ms."
+        f"A step sends {format_bytes(int(nbytes))} per rank. Gathers and reductions run for\n"
+        f"{seconds * 1e3:.1f} ms, of which computation waits for {exposed * 1e3:.1f} ms."
     )
 
 

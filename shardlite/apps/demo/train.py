@@ -7,21 +7,27 @@ from __future__ import annotations
 
 import math
 import signal
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Event, current_thread, main_thread
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from shardlite import AdamW, ShardLite, load, save, save_in_memory
+from shardlite import AdamW, Precision, ShardLite, load, save, save_in_memory
 from shardlite.apps.demo.footprint import Batch, Footprint, book_state, measure, measure_plain
 from shardlite.apps.demo.gpt import GPT
+from shardlite.apps.demo.log import Step, Watcher, open_log
 from shardlite.apps.demo.report import (
-    LossCurve,
     Point,
+    Progress,
     describe_result,
     describe_traffic,
     footprint_table,
@@ -35,6 +41,7 @@ from shardlite.comm import all_gather_json
 
 MAX_NORM = 1.0
 SAMPLE_BYTES = 240
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 _MEASURED_STEP = 2  # by then optimizer state and all buffers are allocated
 _VALIDATIONS = 8  # in a run, evenly spread, the last one at its end
@@ -49,7 +56,10 @@ class Run:
     settings: Settings
     corpus: Corpus
     model: ShardLite
-    optimizer: AdamW
+    optimizer: Optimizer
+    scaler: torch.amp.GradScaler
+    """Scales gradients if forward and backward run in fp16; otherwise it changes nothing."""
+
     rank: int
     ranks: int
     device: torch.device
@@ -62,34 +72,72 @@ def train(settings: Settings, corpus: Corpus) -> None:
         run = _set_up(settings, corpus, device)
         _announce(run)
         curve, drawn = _resume(run)
+        first = len(curve)
         sharded = _learn(run, curve, drawn)
         if len(curve) < settings.steps:
             if run.rank == 0:
                 print(f"Stopped by SIGTERM. The run goes on after step {len(curve)}, from {settings.checkpoints}.")
             return
         if sharded is not None:
-            _report(run, curve, sharded, plain)
+            _report(run, curve, sharded, plain, steps=settings.steps - first)
         _show_sample(run)
 
 
 def _measure_data_parallel(settings: Settings, corpus: Corpus, device: torch.device) -> Footprint:
     """Return this rank's footprint without sharding; all its memory is freed on return."""
     batches = [_draw(settings, corpus.train, device, _TRAIN, first) for first in _firsts(settings, 0, 0, ranks=1)]
-    return measure_plain(GPT(settings.gpt).to(device), batches, MAX_NORM)
+    return measure_plain(_make_gpt(settings).to(device), batches, MAX_NORM)
 
 
 def _set_up(settings: Settings, corpus: Corpus, device: torch.device) -> Run:
     torch.manual_seed(settings.seed)
-    model = ShardLite(GPT(settings.gpt), stage=settings.stage, device=device)
+    transport: Any = settings.transport
+    model = ShardLite(
+        _make_gpt(settings),
+        stage=settings.stage,
+        precision=precision_of(settings),
+        transport=transport,
+        device=device,
+    )
+    optimizer = make_optimizer(model, settings)
+    scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16")
+    return Run(settings, corpus, model, optimizer, scaler, dist.get_rank(), dist.get_world_size(), device)
+
+
+def _make_gpt(settings: Settings) -> GPT:
+    model = GPT(settings.gpt)
+    model.recomputes = settings.activation_checkpointing
+    return model
+
+
+def precision_of(settings: Settings) -> Precision:
+    """Return the dtypes of a run. Logits are cast to fp32, in which the loss is computed."""
+    casts = settings.precision != "fp32"
+    return Precision(
+        compute=DTYPES[settings.precision] if casts else None,
+        reduce=DTYPES[settings.reduce],
+        master="split24" if settings.master == "split24" else torch.float32,
+        output=torch.float32 if casts else None,
+    )
+
+
+def make_optimizer(model: nn.Module, settings: Settings) -> Optimizer:
+    """Return the optimizer of a run. Those whose weight decay is decoupled decay matrices, others decay nothing."""
+    if not settings.optimizer.endswith(("adamw", "AdamW")):
+        made: Optimizer = getattr(torch.optim, settings.optimizer.removeprefix("torch."))(
+            model.parameters(), lr=settings.lr
+        )
+        return made
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = AdamW(groups, lr=settings.lr, betas=(0.9, 0.99))
-    return Run(settings, corpus, model, optimizer, dist.get_rank(), dist.get_world_size(), device)
+    if settings.optimizer == "torch.AdamW":
+        return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.99))
+    return AdamW(groups, lr=settings.lr, betas=(0.9, 0.99), state=settings.state, in_backward=settings.in_backward)
 
 
 def _announce(run: Run) -> None:
-    parameters = sum(p.numel() for p in GPT(run.settings.gpt).parameters())
+    parameters = run.model.numel()
     if run.rank == 0:
         ranks = "1 rank" if run.ranks == 1 else f"{run.ranks} ranks"
         print(f"A GPT with {parameters / 1e6:.1f}M parameters on {ranks}, stage {run.settings.stage}, reads")
@@ -104,7 +152,7 @@ def _resume(run: Run) -> tuple[list[Point], int]:
     folder = run.settings.checkpoints
     if folder is None:
         return [], 0
-    found = load(folder, run.model, run.optimizer, missing_ok=True)
+    found = load(folder, run.model, run.optimizer, _scaling(run), missing_ok=True)
     curve = [Point(*each) for each in found.get("curve", ())]
     if run.rank == 0 and found.source:
         source = folder if Path(found.source).parent == folder else found.source
@@ -131,11 +179,16 @@ def _save(run: Run, curve: Sequence[Point], drawn: int, *, ends: bool) -> None:
     settings, step = run.settings, len(curve)
     if settings.checkpoints is None:
         return
-    extra = {"curve": [(each.step, each.train, each.validation) for each in curve], "sequences": drawn}
+    points = [(each.step, each.train, each.validation) for each in curve]
+    extra = {"curve": points, "sequences": drawn, **_scaling(run)}
     if settings.redundancy is not None:
         save_in_memory(settings.checkpoints, run.model, run.optimizer, extra, step=step)
     if ends or step % settings.save_every == 0 or step == settings.steps:
         save(settings.checkpoints, run.model, run.optimizer, extra, step=step, keep=2)
+
+
+def _scaling(run: Run) -> dict[str, torch.amp.GradScaler]:
+    return {"scaler": run.scaler} if run.scaler.is_enabled() else {}
 
 
 def _learn(run: Run, curve: list[Point], drawn: int) -> Footprint | None:
@@ -143,25 +196,31 @@ def _learn(run: Run, curve: list[Point], drawn: int) -> Footprint | None:
 
     `drawn` is how many sequences were drawn before, by any number of ranks: these draw the next ones.
     """
-    with _notice_of_the_end(run) as asked:
-        return _take_steps(run, curve, drawn, asked)
+    first, settings = len(curve), run.settings
+    with ExitStack() as until_the_end:
+        asked = until_the_end.enter_context(_notice_of_the_end(run))
+        watcher = None
+        if run.rank == 0:
+            progress = Progress(settings.steps, _sequences_per_step(run) * settings.gpt.context, first=first)
+            log = None if settings.log is None else open_log(settings.log, settings.out, after=first)
+            watcher = until_the_end.enter_context(closing(Watcher(run.model, progress, log)))
+        return _take_steps(run, curve, drawn, asked, watcher)
 
 
-def _take_steps(run: Run, curve: list[Point], drawn: int, asked: Event) -> Footprint | None:
+def _take_steps(run: Run, curve: list[Point], drawn: int, asked: Event, watcher: Watcher | None) -> Footprint | None:
     first, steps, footprint = len(curve), run.settings.steps, None
-    progress = LossCurve(steps, _sequences_per_step(run) * run.settings.gpt.context, first=first)
     run.model.traffic()  # on a GPU time counts from here
     for step in range(first, steps):
         if step == min(first + _MEASURED_STEP, steps - 1):
-            loss, footprint = _measured_step(run, step, drawn)
+            taken, footprint = _measured_step(run, step, drawn)
         else:
-            loss = _step(run, step, drawn)
+            taken = _step(run, step, drawn)
         drawn += _sequences_per_step(run)
         if step == first:
             book_state(run.model.ledger, run.optimizer)
-        curve.append(Point(step + 1, loss, _validate(run) if _is_validation_due(step, steps) else None))
-        if run.rank == 0:
-            progress.show(curve[-1], sum(run.model.ledger.current().values()))
+        curve.append(Point(step + 1, taken.loss, _validate(run) if _is_validation_due(step, steps) else None))
+        if watcher is not None:
+            watcher.show(taken, curve[-1])
         ends = run.settings.checkpoints is not None and _mean_over_ranks(asked.is_set()) > 0
         _save(run, curve, drawn, ends=ends)
         if ends:
@@ -169,29 +228,41 @@ def _take_steps(run: Run, curve: list[Point], drawn: int, asked: Event) -> Footp
     return footprint
 
 
-def _step(run: Run, step: int, drawn: int) -> float:
-    """Take one optimizer step on the sequences from number `drawn` on. Return the mean loss over ranks and batches."""
-    settings, model = run.settings, run.model
-    loss = 0.0
+def _step(run: Run, step: int, drawn: int) -> Step:
+    """Take one optimizer step on the sequences from number `drawn` on."""
+    settings, model, scaler = run.settings, run.model, run.scaler
+    for group in run.optimizer.param_groups:
+        group["lr"] = learning_rate(settings, step)
+    begin, loss = time.perf_counter(), 0.0
     firsts = _firsts(settings, drawn, run.rank, ranks=run.ranks)
     for first in firsts:
         with nullcontext() if first == firsts[-1] else model.no_sync():
-            x, y = _draw(settings, run.corpus.train, run.device, _TRAIN, first)
-            part = model(x, y) / settings.accumulate
-            part.backward()
+            part = _loss(model, *_draw(settings, run.corpus.train, run.device, _TRAIN, first)) / settings.accumulate
+            scaler.scale(part).backward()  # type: ignore[no-untyped-call]
         loss += part.item()
-    for group in run.optimizer.param_groups:
-        group["lr"] = learning_rate(settings, step)
-    model.clip_grad_norm_(MAX_NORM)
-    run.optimizer.step()
+    norm = None if settings.in_backward else _clip(run)
+    scaler.step(run.optimizer)
+    scaler.update()
     run.optimizer.zero_grad()
-    return _mean_over_ranks(loss)
+    loss = _mean_over_ranks(loss)
+    return Step(loss, learning_rate(settings, step), norm, time.perf_counter() - begin)
 
 
-def _measured_step(run: Run, step: int, drawn: int) -> tuple[float, Footprint]:
-    losses: list[float] = []
-    footprint = measure(lambda: losses.append(_step(run, step, drawn)), run.model.ledger)
-    return losses[0], footprint
+def _clip(run: Run) -> float:
+    """Clip the gradients, and return their norm before."""
+    run.scaler.unscale_(run.optimizer)
+    return run.model.clip_grad_norm_(MAX_NORM).item()
+
+
+def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Return the mean loss in nats per byte, in the dtype of the model's outputs."""
+    return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+
+def _measured_step(run: Run, step: int, drawn: int) -> tuple[Step, Footprint]:
+    taken: list[Step] = []
+    footprint = measure(lambda: taken.append(_step(run, step, drawn)), run.model.ledger)
+    return taken[0], footprint
 
 
 def learning_rate(settings: Settings, step: int) -> float:
@@ -208,7 +279,7 @@ def _validate(run: Run) -> float:
     """Return the mean loss on validation text: the same text in each validation, another part on each rank."""
     run.model.eval()
     losses = [
-        run.model(*_draw(run.settings, run.corpus.validation, run.device, _VALIDATION, first)).item()
+        _loss(run.model, *_draw(run.settings, run.corpus.validation, run.device, _VALIDATION, first)).item()
         for first in _firsts(run.settings, 0, run.rank, ranks=run.ranks, batches=_VALIDATION_BATCHES)
     ]
     run.model.train()
@@ -219,8 +290,8 @@ def _is_validation_due(step: int, steps: int) -> bool:
     return (step + 1) * _VALIDATIONS // steps > step * _VALIDATIONS // steps
 
 
-def _report(run: Run, curve: list[Point], sharded: Footprint, plain: Footprint) -> None:
-    """Print the quality of the model, and the memory and time of the run."""
+def _report(run: Run, curve: list[Point], sharded: Footprint, plain: Footprint, *, steps: int) -> None:
+    """Print the quality of the model, and the memory and time of the `steps` that this process has taken."""
     footprints = [Footprint(**each) for each in all_gather_json(None, asdict(sharded), "the memory of each rank")]
     if run.rank != 0:
         return
@@ -228,7 +299,7 @@ def _report(run: Run, curve: list[Point], sharded: Footprint, plain: Footprint) 
     print(f"\n{describe_result(curve[-1].validation or math.nan, entropy)}")
     print(f"\nOne training step holds, each row at its highest:\n\n{footprint_table(footprints, plain)}\n")
     if run.ranks > 1:
-        print(f"{describe_traffic(run.model.traffic(), run.settings.steps)}\n")
+        print(f"{describe_traffic(run.model.traffic(), steps)}\n")
     print("\n".join(write_curve(run.settings.out, curve, entropy)), flush=True)
 
 

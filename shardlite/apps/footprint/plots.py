@@ -1,6 +1,7 @@
 """Rows as plots: bars by purpose, and bytes against the number of ranks. Needs matplotlib.
 
-Colours are those of Wong 2011 (Nature Methods 8, 441), with hatches and markers that can be told apart in print.
+Colours are those of Wong 2011 (Nature Methods 8, 441), with hatches and markers that can be told apart in print. A
+purpose has the colour that it has in the pictures of a plan.
 """
 
 from __future__ import annotations
@@ -8,26 +9,46 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardlite.apps.footprint.measure import Row
 from shardlite.apps.footprint.systems import SYSTEMS
 from shardlite.apps.footprint.table import model_stem, run_stem, runs
+from shardlite.apps.plan.plots import EDGES, STYLES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000", "#777777")
-_HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo", "")
-_GREYS = ("#bbbbbb", "#e5e5e5", "#888888")
 _MARKERS = "os^Dv<>P"
-_REST = ("tensors of systems that keep no account", "activations, gradients on their way", "not in tensors")
+
+_PURPOSES = {
+    "parameters": STYLES["weights"],
+    "optimizer state": STYLES["optimizer"],
+    "gradients": STYLES["gradients"],
+    "gradient buckets": STYLES["buckets"],
+    "gather buffers": STYLES["gathered"],
+    "idle shared memory": ("#D55E00", "++"),
+}
+_OTHERS, _NO_ACCOUNT = "other purposes", "tensors of systems that keep no account"
+_ON_THEIR_WAY, _NOT_IN_TENSORS = "activations, gradients on their way", "not in tensors"
+_PARTS = {
+    **_PURPOSES,
+    _OTHERS: STYLES["other"],
+    _NO_ACCOUNT: ("#BBBBBB", ""),
+    _ON_THEIR_WAY: STYLES["activations"],
+    _NOT_IN_TENSORS: ("#333333", ""),
+}
+"""Colour and hatch of each part of a bar, from left to right."""
 
 _NO_TENSORS = ("mailboxes", "idle shared memory")
 """Purposes of memory that no tensor has."""
 
-_VISIBLE = 0.02
-"""The least part of the longest bar that has a colour of its own; smaller purposes are put together."""
+_NUMBERED = 0.05
+"""The least part of the longest bar that has room for its number."""
+
+_DARK = ("#0072B2", "#009E73", "#333333")
+"""Colours on which numbers are white."""
 
 
 def paint(rows: Sequence[Row], folder: Path, *, kind: str = "png") -> list[Path]:
@@ -60,52 +81,50 @@ def paint(rows: Sequence[Row], folder: Path, *, kind: str = "png") -> list[Path]
 
 
 def _paint_bars(rows: Sequence[Row], file: Path) -> None:
-    """Draw a bar for each system: its tensors at their peak by purpose, then what else the process held."""
+    """Draw a bar for each system: its tensors at their peak by purpose, then what else the process held, in MiB."""
     from matplotlib.figure import Figure
 
-    purposes = _purposes(rows)
-    parts = [*purposes, *_REST]
-    figure = Figure(figsize=(8, 1.2 + 0.36 * len(rows)), dpi=150, layout="constrained")
+    figure = Figure(figsize=(8, 1.6 + 0.3 * len(rows)), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    left = [0.0] * len(rows)
-    colours = [*_COLOURS[: len(purposes)], *_GREYS]
-    hatches = [*_HATCHES[: len(purposes)], *("" for _ in _REST)]
-    for part, colour, hatch in zip(parts, colours, hatches, strict=True):
-        sizes = [_part(row, part, purposes) / 2**20 for row in rows]
-        style: dict[str, Any] = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
-        axes.barh([row["system"] for row in rows], sizes, left=left, label=part, **style)
-        left = [before + size for before, size in zip(left, sizes, strict=True)]
-    axes.invert_yaxis()
+    left, names = [0.0] * len(rows), [row["system"] for row in rows]
+    sizes = {part: [_part(row, part) / 2**20 for row in rows] for part in _PARTS}
+    longest = max(map(sum, zip(*sizes.values(), strict=True)))
+    for part, (colour, hatch) in _PARTS.items():
+        if any(sizes[part]):
+            axes.barh(names, sizes[part], 0.76, left=left, label=part, color=colour, hatch=hatch, **EDGES)
+        for place, (start, size) in enumerate(zip(left, sizes[part], strict=True)):
+            if size >= _NUMBERED * longest:
+                _number(axes, start + size / 2, place, size, colour)
+        left = [before + size for before, size in zip(left, sizes[part], strict=True)]
+    for place, size in enumerate(left):
+        axes.annotate(f"{size:.0f}", (size, place), (3, 0), textcoords="offset points", va="center", fontsize=8)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlim(0, 1.06 * longest)
     axes.set_xlabel("MiB per rank at the peak of a step", fontsize=8)
     axes.set_title(f"{rows[0]['words']}, {rows[0]['ranks']} ranks", fontsize=9, loc="left")
     _plain(axes)
-    axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=3)
     figure.savefig(file, metadata=_dateless(file))
 
 
-def _purposes(rows: Sequence[Row]) -> list[str]:
-    """Return the purposes that have a colour: the largest ones, in the order in which `memory()` reports them."""
-    most: dict[str, int] = {}
-    for row in rows:
-        for purpose, nbytes in row["purposes"].items():
-            most[purpose] = max(most.get(purpose, 0), nbytes)
-    least = _VISIBLE * max(row["pss_bytes"] for row in rows)
-    largest = sorted(most, key=lambda purpose: -most[purpose])[: len(_COLOURS) - 1]
-    visible = [purpose for purpose in most if purpose in largest and most[purpose] >= least]
-    return [*visible, "other purposes"] if len(visible) < len(most) else visible
+def _number(axes: Axes, middle: float, place: int, size: float, colour: str) -> None:
+    """Write a number into its part of a bar, where it interrupts the hatch."""
+    box = {"boxstyle": "square,pad=0.15", "facecolor": colour, "linewidth": 0}
+    ink = "white" if colour in _DARK else "black"
+    axes.text(middle, place, f"{size:.0f}", ha="center", va="center", fontsize=7, color=ink, bbox=box)
 
 
-def _part(row: Row, part: str, purposes: Sequence[str]) -> int:
+def _part(row: Row, part: str) -> int:
     """Return the bytes of one part of a bar."""
     held: dict[str, int] = row["purposes"]
     idle = sum(held.get(each, 0) for each in _NO_TENSORS)
-    if part == _REST[2]:
+    if part == _NOT_IN_TENSORS:
         return max(0, int(row["pss_bytes"]) - int(row["tensor_bytes"]) - idle)
-    if part in _REST:
+    if part in (_NO_ACCOUNT, _ON_THEIR_WAY):
         tensors = int(row["tensor_bytes"]) - sum(held.values()) + idle
-        return tensors if part == _REST[bool(held)] else 0
-    if part == "other purposes":
-        return sum(nbytes for purpose, nbytes in held.items() if purpose not in purposes)
+        return tensors if part == (_ON_THEIR_WAY if held else _NO_ACCOUNT) else 0
+    if part == _OTHERS:
+        return sum(nbytes for purpose, nbytes in held.items() if purpose not in _PURPOSES)
     return held.get(part, 0)
 
 

@@ -14,22 +14,15 @@ from typing import TYPE_CHECKING
 from shardlite.apps.memory.recorder import BACKWARD, FORWARD, ROOT, Timeline
 from shardlite.apps.memory.report import heading
 from shardlite.apps.plan.plan import Setting
+from shardlite.apps.plan.plots import STYLES
 from shardlite.apps.plan.report import COLUMNS, words
 from shardlite.apps.plan.source import Source
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_AREAS = {
-    "weights": ("#0072B2", ""),
-    "optimizer": ("#E69F00", "//"),
-    "other": ("#777777", ""),
-    "gradients": ("#009E73", ".."),
-    "buckets": ("#CC79A7", "xx"),
-    "gathered": ("#56B4E9", "\\\\"),
-    "activations": ("#F2F2F2", ""),
-}
-"""Columns of a plan, from the bottom up, with colour and hatch."""
+_AREAS = ("weights", "optimizer", "other", "gradients", "buckets", "gathered", "activations")
+"""Columns of a plan, from the bottom up."""
 
 _NAMES = {
     "weights": "parameters",
@@ -71,7 +64,8 @@ def paint(source: Source, setting: Setting, timelines: Sequence[Timeline], path:
 def _stack(axes: Axes, ours: Timeline) -> None:
     """Draw an area for each purpose on top of those before."""
     places, below = ours.places(), [0.0] * len(ours.totals)
-    for title, (colour, hatch) in _AREAS.items():
+    for title in _AREAS:
+        colour, hatch = STYLES[title]
         sizes = [sum(each.get(purpose, 0) for purpose in COLUMNS[title]) / 2**20 for each in ours.purposes]
         above = [a + b for a, b in zip(below, sizes, strict=True)]
         if any(sizes):

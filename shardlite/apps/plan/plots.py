@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardlite.apps.plan.clusters import Cluster
 from shardlite.apps.plan.plan import Planner, RankPlan
@@ -17,8 +17,18 @@ from shardlite.apps.plan.simulate import simulate
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#777777", "#F2F2F2")
-_HATCHES = ("", "//", "..", "xx", "\\\\", "", "--")
+STYLES = {
+    "weights": ("#0072B2", ""),
+    "optimizer": ("#E69F00", "//"),
+    "gradients": ("#009E73", ".."),
+    "buckets": ("#CC79A7", "xx"),
+    "gathered": ("#56B4E9", "\\\\"),
+    "other": ("#777777", ""),
+    "activations": ("#F2F2F2", ""),
+}
+"""Colour and hatch of each column of a plan, in every picture of memory."""
+
+EDGES: dict[str, Any] = {"edgecolor": "#333333", "linewidth": 0.4}
 _LINES = (("#0072B2", "-", "o"), ("#D55E00", "-.", "s"), ("#009E73", "--", "^"), ("#000000", ":", ""))
 _SIZES = [10 ** (6 + i / 8) for i in range(41)]
 """Parameters: a million to a hundred billion."""
@@ -44,30 +54,46 @@ def paint(
 
 
 def _memory(planner: Planner, groups: Sequence[Group], card: int | None, path: Path) -> Path:
-    """Draw a bar per number of ranks, stacked by purpose, for each group."""
+    """Draw a bar per number of ranks, stacked by purpose, for each group. The numbers of its parts are below it."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 0.6 + 3.2 * len(groups)), dpi=130, layout="constrained")
+    figure = Figure(figsize=(8, 0.6 + 4.4 * len(groups)), dpi=130, layout="constrained")
     every = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
     for axes, group in zip(every, groups, strict=True):
         names = [f"{plan.setting.world_size}" for plan in group.plans]
         below = [0.0] * len(names)
-        for (title, purposes), colour, hatch in zip(COLUMNS.items(), _COLOURS, _HATCHES, strict=True):
+        _number(axes, 0, "ranks", names)
+        for line, (title, purposes) in enumerate(COLUMNS.items()):
             sizes = [sum(plan.by_purpose.get(each, 0) for each in purposes) / 1e9 for plan in group.plans]
-            axes.bar(
-                names, sizes, bottom=below, label=title, color=colour, hatch=hatch, edgecolor="#333333", linewidth=0.4
-            )
+            colour, hatch = STYLES[title]
+            axes.bar(names, sizes, bottom=below, color=colour, hatch=hatch, **EDGES)
+            _number(axes, len(COLUMNS) - line, title, [f"{size:.2f}" for size in sizes])
             below = [a + b for a, b in zip(below, sizes, strict=True)]
+        _number(axes, len(COLUMNS) + 1, "peak", [f"{size:.2f}" for size in below])
+        axes.set_xticks([])
         if card is not None:
             axes.axhline(card / 1e9, color="black", linestyle="--", linewidth=1.2, label=f"card, {card / 1e9:g} GB")
-        axes.set_ylabel("GB per rank at the peak")
+            axes.legend(frameon=False, fontsize=8, loc="upper right")
+        axes.set_xlim(-0.6, len(names) - 0.4)
+        axes.set_ylabel("GB per rank at the peak", fontsize=9)
         axes.set_title(words(group.setting), fontsize=8, loc="left")
         _plain(axes)
-    every[-1].set_xlabel("ranks")
-    every[0].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0), reverse=True)
     figure.suptitle(f"{planner.source.name}, {planner.source.words}", fontsize=10)
     figure.savefig(path)
     return path
+
+
+def _number(axes: Axes, line: int, title: str, cells: Sequence[str]) -> None:
+    """Write a line of a table under the bars. It begins with its title, and with the colour of a part."""
+    down = -(10 + 13 * line)  # points
+    options: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8, "annotation_clip": False}
+    axes.annotate(title, (0, 0), (-22, down), "axes fraction", ha="right", **options)
+    for place, cell in enumerate(cells):
+        axes.annotate(cell, (place, 0), (0, down), ("data", "axes fraction"), ha="center", **options)
+    if title in STYLES:
+        colour, hatch = STYLES[title]
+        box = {"boxstyle": "square,pad=0", "facecolor": colour, "hatch": hatch, **EDGES}
+        axes.annotate(" " * 6, (0, 0), (-4, down), "axes fraction", ha="right", bbox=box, **options)
 
 
 def _scaling(planner: Planner, groups: Sequence[Group], cluster: Cluster, path: Path) -> Path:

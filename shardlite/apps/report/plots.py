@@ -36,7 +36,9 @@ COLOURS = {
 _SERIES = ("blue", "orange", "green", "pink", "sky", "red", "grey")
 _MARKERS, _DASHES = ("o", "s", "^", "D", "v", "P", "X"), ("-", "--", "-.", ":", "-", "--", "-.")
 _HATCHES = ("", "//", "\\\\", "xx", "--", "||", "++")  # dots would take megabytes
-_PURPOSES = ("parameters", "optimizer state", "gather buffers", "gradient buckets", "gradients", "idle shared memory")
+_PURPOSES = ("parameters", "optimizer state", "gradients", "gradient buckets", "gather buffers", "idle shared memory")
+"""In the colours of `_SERIES`, which are those of the pictures of a plan."""
+
 _PART_COLOURS = (*_SERIES[:-1], "yellow")
 _FEW = 12
 """Places on an axis that all have a tick."""

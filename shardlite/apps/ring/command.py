@@ -2,6 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
 
 from shardlite.apps.options import ALGORITHMS, usage_errors
@@ -36,12 +37,13 @@ def run(parser: ArgumentParser, options: Namespace) -> int:
     with usage_errors(parser, "--png"):
         _check(options)
         from shardlite.apps.ring.painting import paint
-        from shardlite.apps.ring.picture import text
+        from shardlite.apps.ring.picture import NARROW, WIDTH, text
 
         schedule = _schedule(options, node)
         if options.png is not None:
             paint(schedule, options.png, node)
-    print(text(schedule, node))
+    columns = get_terminal_size((WIDTH, 0)).columns  # COLUMNS, or those of the terminal, or else `WIDTH`
+    print(text(schedule, node, min(WIDTH, max(NARROW, columns))))
     if options.png is not None:
         print(f"\nwrote {options.png}")
     return 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardlite.apps.ring.picture import Frame, addends, brief, frames, headline, summary
-from shardlite.comm import Schedule
+from shardlite.apps.ring.picture import Frame, addends, brief, frames, headline, shortened, summary
+from shardlite.comm import Order, Schedule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,6 +17,9 @@ _SQUARES, _COLUMNS = 12, 4  # squares in an image, and in a row of it
 _READABLE = 8  # ranks: with more, cells are too small for text, and only the arrows of rank 0 are drawn
 _COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#888888")
 _LINE, _BETWEEN = 0.2, 0.6  # inches: a line of text, and the space between squares
+_LINES = 4  # in a cell
+_LETTERS = {"+": 0.84, ".": 0.32, "(": 0.39, ")": 0.39}  # widths as parts of the size; a digit has 0.64
+_FRAME = 0.05  # space between the side of a cell and the frame, as a part of the side
 _BESIDE = 0.36  # space for arrows beside a square, as a part of its side
 
 
@@ -29,14 +34,16 @@ def paint(schedule: Schedule, path: Path, node: int = 1) -> None:
 
     told = frames(schedule)
     kept = _kept(len(told))
-    columns = min(_COLUMNS, len(kept))
-    rows = -(-len(kept) // columns)
+    rows = -(-len(kept) // _COLUMNS)
+    columns = -(-len(kept) // rows)
     title, *above = headline(schedule, node)
     above += [f"Of {len(told) - 1} steps {len(told) - len(kept)} are left out."] if len(kept) < len(told) else []
     arrows = "rank 0 sends" if schedule.world_size > _READABLE else "each rank sends"
     above.append(f"Columns are segments. What is sent in a step has a frame; arrows show to whom {arrows}.")
+    if schedule.world_size <= _READABLE and _shortens(schedule, told):
+        above.append(f"{shortened(schedule.world_size)}.")
 
-    side = 3.0 if schedule.world_size <= _READABLE // 2 else 4.0  # inches
+    side = _side(schedule.world_size)
     head, width = 1.15 + _LINE * len(above), max(0.6 + columns * side * (1 + _BESIDE), 8.0)
     height = head + rows * (side + _BETWEEN) + 0.1
     figure = Figure(figsize=(width, height), dpi=130)
@@ -52,6 +59,17 @@ def paint(schedule: Schedule, path: Path, node: int = 1) -> None:
         _square(axes, schedule, told[t], names=column == 0)
         axes.set_title(f"step {t}" if told[t].sent else "end", fontsize=10, loc="left", weight="bold")
     figure.savefig(path, format="png")
+
+
+def _shortens(schedule: Schedule, told: Sequence[Frame]) -> bool:
+    """Return whether a cell shows a run of neighbours by its first and last."""
+    orders = [order for frame in told for held in frame.held for order in held.values()]
+    return any(re.search(r"\d\.\.", _name(order, schedule.world_size)) for order in orders)
+
+
+def _side(world_size: int) -> float:
+    """Return the side of a square in inches."""
+    return 3.0 if world_size <= _READABLE // 2 else 4.0
 
 
 def _kept(count: int) -> list[int]:
@@ -95,13 +113,42 @@ def _cell(axes: Axes, schedule: Schedule, frame: Frame, place: tuple[int, int, i
     if framed:
         thick = 1.6 if world_size <= _READABLE else 0.6
         axes.add_patch(
-            Rectangle((k + 0.05, top + 0.05), 0.9, height - 0.1, fill=False, edgecolor="black", linewidth=thick)
+            Rectangle(
+                (k + _FRAME, top + _FRAME),
+                1 - 2 * _FRAME,
+                height - 2 * _FRAME,
+                fill=False,
+                edgecolor="black",
+                linewidth=thick,
+            )
         )
     if order is not None and world_size <= _READABLE:
-        name = brief(order, world_size, most=4).replace("+(", "\n+(")
-        points = 72 * (3.0 if world_size <= _READABLE // 2 else 4.0) / world_size  # the side of a cell
-        size = min(10.0, 0.85 * points / (0.7 * max(map(len, name.splitlines()))))
+        name, size = _fitted(_name(order, world_size), 72 * _side(world_size) / world_size, height)
         axes.text(k + 0.5, top + height / 2, name, ha="center", va="center", fontsize=size)
+
+
+def _name(order: Order, world_size: int) -> str:
+    return brief(order, world_size, most=4 if world_size <= _READABLE // 2 else 2)
+
+
+def _fitted(name: str, side: float, height: float) -> tuple[str, float]:
+    """Return a sum in lines, and the largest size of letters (in points) with which it fits into a cell.
+
+    Args:
+        name: the sum.
+        side: the width of the cell in points.
+        height: the height of the cell as a part of its width.
+    """
+    summands = name.replace("+", " +").split()
+    found = []
+    for count in range(1, min(_LINES, len(summands)) + 1):
+        each = -(-len(summands) // count)
+        lines = ["".join(summands[i : i + each]) for i in range(0, len(summands), each)]
+        widest = max(sum(_LETTERS.get(letter, 0.64) for letter in line) for line in lines)
+        highest = side * (height - 2 * _FRAME) / (1.2 * len(lines))
+        found.append((min(10.0, 0.85 * side / widest, highest), "\n".join(lines)))
+    size, text = max(found, key=lambda pair: pair[0])
+    return text, size
 
 
 def _arrow(axes: Axes, source: int, target: int, colour: str, world_size: int) -> None:

@@ -15,9 +15,12 @@ from shardlite.comm import Order, Schedule, Transfer, order_of_addition
 from shardlite.comm import schedule as schedules
 
 WIDTH, HEIGHT = 120, 100
-"""Columns of a page, and lines of its tables. If the tables of all ranks do not fit, one rank is shown."""
+"""Most columns of a page, and lines of its tables. If the tables of all ranks do not fit, one rank is shown."""
 
-_MOST = 4  # neighbours in a sum that are listed when space is short
+NARROW = 40
+"""Columns of a page for a terminal that has fewer."""
+
+_MOST = 2  # neighbours in a sum that are listed when space is short
 _LONGEST_NOTE = 42  # columns: if the list of messages is longer, they are counted instead
 _ORDERS = 8  # lines: with more segments, the orders of the first few and the last are shown
 
@@ -69,11 +72,12 @@ def frames(schedule: Schedule) -> list[Frame]:
     return [*shown, Frame(tuple(held), ())]
 
 
-def text(schedule: Schedule, node: int = 1) -> str:
-    """Return the page: a headline, a table per step, and a summary."""
+def text(schedule: Schedule, node: int = 1, width: int = WIDTH) -> str:
+    """Return the page of `width` columns: a headline, a table per step, and a summary."""
     told = frames(schedule)
-    page = _fitting(schedule, told) or _one_rank(schedule, told)
-    return "\n".join([*headline(schedule, node), "", *page, "", *summary(schedule), *_orders(schedule)])
+    head = chain(*(wrap(line, width) for line in headline(schedule, node)))
+    page = _fitting(schedule, told, width) or _one_rank(schedule, told, width)
+    return "\n".join([*head, "", *page, "", *summary(schedule), *_orders(schedule, width)])
 
 
 def headline(schedule: Schedule, node: int) -> list[str]:
@@ -83,7 +87,7 @@ def headline(schedule: Schedule, node: int) -> list[str]:
     lines = [f"{schedule.operation} over {ranks}, {schedule.algorithm}: {_GIST[schedule.algorithm]}"]
     if schedule.operation == "reduce-scatter":
         lines.append("Each rank begins with its own numbers for every segment. Rank k ends with the sum of segment k.")
-        lines.append("A cell shows whose numbers are in the sum, in the order in which they were added.")
+        lines.append("A cell shows whose numbers are in the sum, in the order of addition.")
     else:
         lines.append("Rank k begins with segment k. Each rank ends with all of them.")
     if schedule.algorithm == "hierarchical":
@@ -105,7 +109,10 @@ def summary(schedule: Schedule) -> list[str]:
 
 
 def brief(order: Order, world_size: int, most: int) -> str:
-    """Format a sum. Of a run of more than `most` neighbours, show the first two and the last."""
+    """Format a sum. Of a run of more than `most` neighbours, show the first two and the last: `5+6+..+2`.
+
+    With `most` below 3, only the first and the last: `5..2`. Runs that go down then still have two, which says so.
+    """
     terms: list[Order] = []
     while isinstance(order, tuple):
         order, last = order
@@ -113,8 +120,17 @@ def brief(order: Order, world_size: int, most: int) -> str:
     written = []
     for run in _runs([order, *reversed(terms)], world_size):
         names = [str(each) if isinstance(each, int) else f"({brief(each, world_size, most)})" for each in run]
-        written += names if len(names) <= most else [*names[:2], "..", names[-1]]
+        if len(names) > most:
+            up = most < 3 and (int(names[1]) - int(names[0])) % world_size == 1
+            names = [f"{names[0]}..{names[-1]}"] if up else [*names[:2], "..", names[-1]]
+        written += names
     return "+".join(written)
+
+
+def shortened(world_size: int) -> str:
+    """Return what a run of neighbours in its shortest form means, by an example."""
+    last = world_size - 1
+    return f"{last - 1}..1 is {last - 1}+{last}+0+1"
 
 
 def _runs(terms: Sequence[Order], world_size: int) -> Iterator[list[Order]]:
@@ -132,22 +148,22 @@ def _runs(terms: Sequence[Order], world_size: int) -> Iterator[list[Order]]:
     yield run
 
 
-def _fitting(schedule: Schedule, told: Sequence[Frame]) -> list[str] | None:
+def _fitting(schedule: Schedule, told: Sequence[Frame], width: int) -> list[str] | None:
     """Return the tables with as much content as fits, or `None` if they do not fit."""
     if len(told) * schedule.world_size * schedule.parts > HEIGHT:
         return None
     for most in (schedule.world_size, _MOST):
-        lines = _tables(schedule, told, most)
-        if max(map(len, lines)) <= WIDTH:
+        lines = _tables(schedule, told, most, width)
+        if max(map(len, lines)) <= width:
             return lines
         # Sums at the end are the longest.
-        lines = [*_tables(schedule, told[:-1], most), "", "end: the sums that are told below"]
-        if max(map(len, lines)) <= WIDTH:
+        lines = [*_tables(schedule, told[:-1], most, width), "", "end: the sums that are told below"]
+        if max(map(len, lines)) <= width:
             return lines
     return None
 
 
-def _tables(schedule: Schedule, told: Sequence[Frame], most: int) -> list[str]:
+def _tables(schedule: Schedule, told: Sequence[Frame], most: int, width: int) -> list[str]:
     """Return a table per step, with one row per rank (two for segments of two parts) and one column per segment."""
     world, parts = range(schedule.world_size), range(schedule.parts)
     cells = [[[_cells(frame, r, part, schedule, most) for part in parts] for r in world] for frame in told]
@@ -156,7 +172,9 @@ def _tables(schedule: Schedule, told: Sequence[Frame], most: int) -> list[str]:
     margin = max(len(_row_name(r, part, schedule)) for r in world for part in parts)
     ruler = " ".join(f"{k}".center(width) for k, width in enumerate(widths))
     legend = "Columns are segments; [ ] is sent in this step, . is not there"
-    lines = [legend + (", .. are the ranks between." if any(".." in cell for row in rows for cell in row) else ".")]
+    if any(".." in cell for row in rows for cell in row):
+        legend += f", {shortened(schedule.world_size)}"
+    lines = wrap(f"{legend}.", width)
     for t, frame in enumerate(told):
         title = f"step {t}" if frame.sent else "end"
         lines += ["", f"{title.ljust(margin)}  {ruler}".rstrip()]
@@ -202,14 +220,16 @@ def _note(sent: Sequence[Transfer], schedule: Schedule) -> str:
     return f"{len(sent)} messages -> {len(pieces)} rank{'s' if len(pieces) > 1 else ''}"
 
 
-def _one_rank(schedule: Schedule, told: Sequence[Frame]) -> list[str]:
+def _one_rank(schedule: Schedule, told: Sequence[Frame], width: int) -> list[str]:
     """Return one line (or two) per step about rank 0, with a letter per segment."""
     world, parts = range(schedule.world_size), range(schedule.parts)
     adds = schedule.operation == "reduce-scatter"
     legend = "o own numbers, + a sum, # the sum of all" if adds else "o there"
     lines = [
-        "All ranks do not fit here. This is what rank 0 does; the others do the same, each from its own place.",
-        f"Columns are segments: {legend}, > is sent in this step, . is not there.",
+        *wrap(
+            "All ranks do not fit here. This is what rank 0 does; the others do the same, each from its place.", width
+        ),
+        *wrap(f"Columns are segments: {legend}, > is sent in this step, . is not there.", width),
         "",
     ]
     titles = [f"step {t}" if frame.sent else "end" for t, frame in enumerate(told)]
@@ -224,7 +244,8 @@ def _one_rank(schedule: Schedule, told: Sequence[Frame]) -> list[str]:
             name = f"{name:{margin - 2}} {'ab'[part]}" if schedule.parts == 2 else f"{name:{margin}}"
             letters = "".join(_letter(frame, (k, part), schedule) for k in world)
             note = _note(frame.sent_by(0), schedule) if part == 0 else ""
-            lines.append(f"{name}  {letters}   {note}".rstrip())
+            line = f"{name}  {letters}   {note}".rstrip()
+            lines += [line] if len(line) <= width else [f"{name}  {letters}", f"{'':{margin}}  {note}"]
     return lines
 
 
@@ -243,7 +264,7 @@ def addends(order: Order) -> int:
     return 1 if isinstance(order, int) else addends(order[0]) + addends(order[1])
 
 
-def _orders(schedule: Schedule) -> list[str]:
+def _orders(schedule: Schedule, width: int) -> list[str]:
     """Return lines with the order of addition of each segment of a reduce-scatter."""
     if schedule.operation != "reduce-scatter":
         return []
@@ -258,7 +279,7 @@ def _orders(schedule: Schedule) -> list[str]:
         if world_size <= _ORDERS or k < _ORDERS - 2 or k == world_size - 1:
             name = f"  segment {k}{'ab'[part] if schedule.parts == 2 else ''}"
             words = brief(order, world_size, most=_ORDERS).replace("+", " + ")
-            lines += wrap(words, WIDTH, initial_indent=name.ljust(20), subsequent_indent=" " * 20)
+            lines += wrap(words, width, initial_indent=name.ljust(20), subsequent_indent=" " * 20)
         elif (k, part) == (_ORDERS, 0):
             lines.append("  ...")
     return lines

@@ -1,0 +1,146 @@
+"""The values of each step while the run goes on: shown, and written into a CSV file or for TensorBoard."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from shardlite.apps.demo.report import Point, Progress
+from shardlite.model import ShardLite
+
+COLUMNS = (
+    *("loss", "validation_loss", "learning_rate", "gradient_norm"),
+    *("step_ms", "exposed_ms", "sent_mib", "held_mib"),
+)
+"""Values of a step. The losses are means over the ranks, in nats per byte, and the norm is that before clipping. The
+last four are rank 0's: milliseconds of the step, milliseconds that computation waited for messages and MiB sent since
+the step before (for a validation, too), and MiB held by the library after it.
+"""
+
+Values = Mapping[str, float | None]
+"""By column; `None`: the step has no such value."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step has given, besides new weights."""
+
+    loss: float
+    """Mean over ranks and batches, in nats per byte."""
+
+    rate: float
+    """Learning rate."""
+
+    norm: float | None
+    """Norm of the gradients before clipping; `None` if steps in the backward leave none."""
+
+    seconds: float
+
+
+class Log(Protocol):
+    """Where the values of each step go."""
+
+    def write(self, step: int, values: Values) -> None:
+        """Write the values of a step. They are in the file when this returns, or soon."""
+
+    def close(self) -> None:
+        """End the file."""
+
+
+def open_log(kind: str, folder: Path, *, after: int) -> Log:
+    """Open the log of a run in its folder. What an earlier process wrote of steps behind `after` is dropped."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return CSVLog(folder / "log.csv", after) if kind == "csv" else TensorBoardLog(folder / "tensorboard", after)
+
+
+class CSVLog:
+    """A file with a row per step, which can be read while the run goes on."""
+
+    def __init__(self, path: Path, after: int) -> None:
+        kept = _rows_up_to(path, after) if after else []
+        self._file = path.open("w", newline="")
+        self._rows = csv.DictWriter(self._file, ["step", *COLUMNS])
+        self._rows.writeheader()
+        self._rows.writerows(kept)
+
+    def write(self, step: int, values: Values) -> None:
+        """Append a row."""
+        told = {name: "" if value is None else f"{value:.9g}" for name, value in values.items()}
+        self._rows.writerow({"step": step, **told})
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _rows_up_to(path: Path, last: int) -> list[dict[str, str]]:
+    """Return the rows of a log up to a step; none if there is no log with these columns."""
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        alike = reader.fieldnames == ["step", *COLUMNS]
+        return [row for row in reader if alike and row["step"].isdigit() and int(row["step"]) <= last]
+
+
+class TensorBoardLog:
+    """Curves for TensorBoard."""
+
+    def __init__(self, folder: Path, after: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder), purge_step=after + 1)
+
+    def write(self, step: int, values: Values) -> None:
+        """Add a point to each curve that has a value."""
+        for name, value in values.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._writer.close()
+
+
+class Watcher:
+    """Shows the steps of a run, and logs them. Rank 0 has one."""
+
+    def __init__(self, model: ShardLite, progress: Progress, log: Log | None) -> None:
+        self._model, self._progress, self._log = model, progress, log
+        self._sent = self._traffic()
+
+    def show(self, step: Step, point: Point) -> None:
+        """Tell of a step that is over, and of its point of the loss curve."""
+        held = sum(self._model.ledger.current().values())
+        self._progress.show(point, held)
+        if self._log is not None:
+            self._log.write(point.step, self._values(step, point, held))
+
+    def close(self) -> None:
+        """End the line, and the log."""
+        self._progress.end()
+        if self._log is not None:
+            self._log.close()
+
+    def _values(self, step: Step, point: Point, held: int) -> Values:
+        before, self._sent = self._sent, self._traffic()
+        nbytes, exposed = (now - then for now, then in zip(self._sent, before, strict=True))
+        return {
+            "loss": point.train,
+            "validation_loss": point.validation,
+            "learning_rate": step.rate,
+            "gradient_norm": step.norm,
+            "step_ms": 1e3 * step.seconds,
+            "exposed_ms": 1e3 * exposed,
+            "sent_mib": nbytes / 2**20,
+            "held_mib": held / 2**20,
+        }
+
+    def _traffic(self) -> tuple[int, float]:
+        """Return the bytes sent so far, and the seconds that computation has waited."""
+        sent = [each for purposes in self._model.traffic().values() for each in purposes.values()]
+        return sum(each.nbytes for each in sent), sum(each.exposed for each in sent)

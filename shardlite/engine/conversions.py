@@ -1,0 +1,106 @@
+"""Conversions: of what goes into a model and comes out, and of its modules (`.to()`, `.half()`, `.cuda()`).
+
+PyTorch converts a module by `nn.Module._apply`, which gives its parameters other memory. The shards would not follow.
+So a conversion raises before it has changed anything, whichever module of the model it begins at. One that changes
+nothing (`.to(device)` where the model is) does nothing.
+"""
+
+from collections.abc import Callable, Collection, MutableMapping
+from copy import copy
+from dataclasses import fields, is_dataclass
+from functools import wraps
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from shardlite.errors import LayoutError
+from shardlite.params import as_they_are
+
+_wrapped: "WeakSet[nn.Module]" = WeakSet()
+"""Modules with parameters of a wrapped model. (Not an attribute of them: copies are modules like any other.)"""
+
+
+def refuse_conversions(module: nn.Module, ignored: Collection[Tensor]) -> None:
+    """Refuse conversions of `module` and of the modules in it that have other parameters than `ignored`."""
+    _wrapped.update(each for each in module.modules() if any(param not in ignored for param in each.parameters()))
+
+
+def allow_conversions(module: nn.Module) -> None:
+    """Undo `refuse_conversions`."""
+    _wrapped.difference_update(module.modules())
+
+
+def _guarded(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    @wraps(original)
+    def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+        """Convert a module as ever, unless it is wrapped.
+
+        Raises:
+            LayoutError: it is, and `fn` changes a parameter or a buffer.
+        """
+        if module not in _wrapped:
+            return original(module, fn, *args, **kwargs)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if _changes(tensor, fn):
+                raise LayoutError(
+                    f"{type(module).__name__}: a wrapped model cannot be moved or converted, and this would convert "
+                    f"{name!r}: call .to(), .half() and the like before wrapping. To compute in another dtype, wrap "
+                    "with Precision(compute=...) or use torch.autocast; for a plain model, call unwrap()"
+                )
+        return module
+
+    return apply
+
+
+def _changes(tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> bool:
+    """Return whether a conversion would change a tensor. It is tried on a small one of the same kind."""
+    with as_they_are():
+        small = torch.empty((2,) * tensor.ndim, dtype=tensor.dtype, device=tensor.device)
+    return convert(small) is not small or (small.is_cpu and small.is_shared())  # type: ignore[no-untyped-call]
+
+
+setattr(nn.Module, "_apply", _guarded(nn.Module._apply))  # noqa: B010 (mypy refuses assignment)
+
+
+# ---- inputs and outputs ----------------------------------------------------------------------------------------------
+
+
+def cast_floats(container: Any, dtype: torch.dtype) -> Any:
+    """Return `container` with its floating-point tensors in `dtype`, wherever they are in it.
+
+    They are looked for in what PyTorch knows as a tree (lists, tuples, dicts, named tuples, what was registered) and in
+    dataclasses and mappings of other classes. All of these are copied, all else is left as it is.
+    """
+
+    def cast(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(dtype) if leaf.is_floating_point() else leaf
+        if isinstance(leaf, MutableMapping):
+            return _cast_values(leaf, dtype)
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            return _cast_fields(leaf, dtype)
+        return leaf
+
+    return tree_map(cast, container)
+
+
+def _cast_values(mapping: Any, dtype: torch.dtype) -> Any:
+    """Cast a mapping of a class of its own. One that is a dataclass as well has its values as fields too."""
+    converted = _cast_fields(mapping, dtype) if is_dataclass(mapping) else copy(mapping)
+    for key, value in mapping.items():
+        converted[key] = cast_floats(value, dtype)
+    return converted
+
+
+def _cast_fields(instance: Any, dtype: torch.dtype) -> Any:
+    """Cast a dataclass, without its constructor: that may want or do anything."""
+    kind: Any = type(instance)
+    converted = kind.__new__(kind)
+    for name, value in getattr(instance, "__dict__", {}).items():
+        object.__setattr__(converted, name, value)
+    for field in fields(instance):
+        object.__setattr__(converted, field.name, cast_floats(getattr(instance, field.name), dtype))
+    return converted

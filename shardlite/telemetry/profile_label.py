@@ -1,0 +1,27 @@
+"""Names in the traces of `torch.profiler`: which unit is computed, gathered, reduced or waited for."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from torch.autograd import profiler
+
+_NO_LABEL = nullcontext()
+
+
+def profile_label(action: str, unit: str) -> AbstractContextManager[object]:
+    """Name a block `shardlite::ACTION UNIT` while a profiler is on. Otherwise this only looks at a flag."""
+    if not profiler._is_profiler_enabled:
+        return _NO_LABEL
+    return profiler.record_function(f"shardlite::{action} {unit}")
+
+
+def labelled(block: AbstractContextManager[object], action: str, unit: str) -> AbstractContextManager[object]:
+    """Return `block`, inside of a name while a profiler is on."""
+    label = profile_label(action, unit)
+    return block if label is _NO_LABEL else _both(label, block)
+
+
+@contextmanager
+def _both(label: AbstractContextManager[object], block: AbstractContextManager[object]) -> Iterator[None]:
+    with label, block:
+        yield

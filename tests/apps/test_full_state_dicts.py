@@ -1,0 +1,276 @@
+"""Whole tensors by `torch.distributed.checkpoint.state_dict`, out of wrapped models and into them."""
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardlite import AdamW, LayoutError, Precision, ShardLite
+from shardlite.params import ShardTensor
+from tests.support.twins.sharded import same_bits
+
+Make = Callable[..., optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "ours": lambda params: AdamW(params, lr=0.01),
+    "int8": lambda params: AdamW(params, lr=0.01, state="int8"),
+    "fused": lambda params: optim.AdamW(params, lr=0.01, fused=True),
+    "sgd": lambda params: optim.SGD(params, lr=0.1, momentum=0.9),
+}
+FULL = {"full_state_dict": True}
+
+
+class Scaled(nn.Linear):
+    """A layer with a scalar and an empty parameter."""
+
+    def __init__(self) -> None:
+        super().__init__(7, 7)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale + self.nothing.sum()
+
+
+def net(norm: Callable[[int], nn.Module] = nn.BatchNorm1d) -> nn.Sequential:
+    """A model with tied weights, buffers, and a frozen parameter. Cuts between shards fall anywhere."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Scaled(), norm(7), nn.Linear(7, 7), nn.Linear(7, 7))
+    model[3].weight = model[2].weight
+    model[3].bias.requires_grad_(False)
+    return model
+
+
+def train(model: nn.Module, optimizer: optim.Optimizer, steps: int = 1) -> None:
+    """Train on data that is the same on each rank, so that an unsharded model has the same bits."""
+    for step in range(steps):
+        model(torch.randn(5, 7, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained(group: Any, make: Make, steps: int = 2, **options: Any) -> tuple[ShardLite, optim.Optimizer]:
+    narrow = "precision" in options and options["precision"].compute is not None
+    norm = nn.LayerNorm if narrow else nn.BatchNorm1d  # whose statistics PyTorch does not take in bf16 on a CPU
+    model = ShardLite(net(norm), group=group, units=nn.Linear, **options)
+    optimizer = make(model.parameters())
+    train(model, optimizer, steps)
+    return model, optimizer
+
+
+def written(state: Any) -> Any:
+    """What `torch.save` writes of a state dict."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def leaves(state: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(state, dict):
+        return {k: v for key, each in state.items() for k, v in leaves(each, f"{prefix}{key}.").items()}
+    return {prefix: state}
+
+
+def same(got: Any, expected: Any) -> None:
+    ours, theirs = leaves(got), leaves(expected)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        if isinstance(value, Tensor):
+            assert type(ours[name]) is Tensor, name
+            same_bits(name, ours[name], value)
+        else:
+            assert ours[name] == value, name
+
+
+# ---- out of a model --------------------------------------------------------------------------------------------------
+
+
+def whole_body(group: Any, kind: str, stage: int) -> None:
+    """Whole tensors are those of an unsharded model that has had the same steps, in a file, too."""
+    model, optimizer = trained(group, OPTIMIZERS[kind], stage=stage)
+    plain, its = trained(group, OPTIMIZERS[kind], stage=0)
+    expected = get_state_dict(plain, its)
+    for cpu in (False, True):
+        options = StateDictOptions(full_state_dict=True, cpu_offload=cpu)
+        got = get_state_dict(model, optimizer, options=options)
+        if cpu and dist.get_rank() != 0:
+            assert got == ({}, {}), "only rank 0 has any"
+            continue
+        for part, its_part in zip(got, expected, strict=True):
+            same(written(part), its_part)
+
+
+@pytest.mark.parametrize("stage", [3, 2, 0])
+@pytest.mark.parametrize("kind", ["ours", "fused", "sgd"])
+def test_whole_tensors_come_out(cluster, kind, stage):
+    cluster.check(whole_body, 2, kind, stage)
+
+
+def test_whole_tensors_of_three_ranks(cluster):
+    cluster.check(whole_body, 3, "ours", 3)
+
+
+def frozen_body(group: Any) -> None:
+    model, _ = trained(group, OPTIMIZERS["ours"])
+    got = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True, **FULL))
+    assert model.full_state_dict().keys() - got.keys() == {"3.bias"}
+    offloaded = get_model_state_dict(model, options=StateDictOptions(cpu_offload=True))
+    assert type(offloaded["2.weight"]) is ShardTensor, "this rank's part, on the CPU"
+
+
+def test_options_that_select(cluster):
+    cluster.check(frozen_body, 2)
+
+
+def hybrid_body(group: Any) -> None:
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2))
+    model, optimizer = trained(mesh, OPTIMIZERS["ours"])
+    plain, its = trained(group, OPTIMIZERS["ours"], stage=0)
+    got = get_state_dict(model, optimizer, options=StateDictOptions(**FULL))
+    for name, value in plain.full_state_dict().items():
+        same_bits(name, got[0][name], value)
+    fresh, other = trained(mesh, OPTIMIZERS["ours"], 0)
+    given = copy.deepcopy(got) if dist.get_rank() == 0 else ({}, {})
+    options = StateDictOptions(broadcast_from_rank0=True, **FULL)
+    set_state_dict(fresh, other, model_state_dict=given[0], optim_state_dict=given[1], options=options)
+    for each in ((fresh, other), (plain, its)):
+        train(*each)
+    same(fresh.full_state_dict(), plain.full_state_dict())
+
+
+def test_hybrid_sharding(cluster):
+    cluster.check(hybrid_body, 4)
+
+
+# ---- into a model ----------------------------------------------------------------------------------------------------
+
+
+def into_body(group: Any, kind: str, stage: int, flatten: bool, master: Any) -> None:
+    """A run goes on with the same bits at another stage, whether each rank has the whole or the first one only."""
+    precision = Precision(compute=torch.bfloat16 if master == "split24" else None, master=master)
+    model, optimizer = trained(group, OPTIMIZERS[kind], stage=3, precision=precision)
+    shared = {"flatten_optimizer_state_dict": flatten, **FULL}
+    saved = get_state_dict(model, optimizer, options=StateDictOptions(**shared))
+    train(model, optimizer)
+    expected = model.full_state_dict()
+    for broadcast in (False, True):
+        other, its = trained(group, OPTIMIZERS[kind], 1, stage=stage, precision=precision)
+        given = ({}, {}) if broadcast and dist.get_rank() > 0 else copy.deepcopy(saved)
+        options = StateDictOptions(broadcast_from_rank0=broadcast, cpu_offload=broadcast, **shared)
+        result = set_state_dict(other, its, model_state_dict=given[0], optim_state_dict=given[1], options=options)
+        assert (result.missing_keys, result.unexpected_keys) == ([], [])
+        train(other, its)
+        same(other.full_state_dict(), expected)
+
+
+@pytest.mark.parametrize("stage", [3, 1, 0])
+@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flat"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_whole_tensors_go_in(cluster, kind, flatten, stage):
+    cluster.check(into_body, 2, kind, stage, flatten, torch.float32)
+
+
+@pytest.mark.parametrize("stage", [2, 0])
+def test_whole_tensors_go_into_split_weights(cluster, stage):
+    cluster.check(into_body, 3, "ours", stage, False, "split24")
+
+
+def from_plain_body(group: Any) -> None:
+    """The state of an unsharded run, which has seen the same data, goes on in shards."""
+    plain = net()
+    its = OPTIMIZERS["fused"](plain.parameters())
+    train(plain, its, 2)
+    saved = copy.deepcopy(get_state_dict(plain, its))
+    model, optimizer = trained(group, OPTIMIZERS["fused"], 0)
+    options = StateDictOptions(**FULL)
+    set_state_dict(model, optimizer, model_state_dict=saved[0], optim_state_dict=saved[1], options=options)
+    for each in ((plain, its), (model, optimizer)):
+        train(*each)
+    same(model.full_state_dict(), dict(plain.state_dict()))
+
+
+def test_a_plain_run_goes_on_sharded(cluster):
+    cluster.check(from_plain_body, 2)
+
+
+def partial_body(group: Any, broadcast: bool, stage: int) -> None:
+    """With `strict=False` what is missing keeps its values, for a tied weight too that is given by its other name."""
+    model, _ = trained(group, OPTIMIZERS["ours"], stage=stage)
+    before = model.full_state_dict()
+    some = {"3.weight": torch.full((7, 7), 2.0), "1.running_mean": torch.full((7,), 3.0), "other": torch.ones(1)}
+    given = {} if broadcast and dist.get_rank() > 0 else dict(some)
+    options = StateDictOptions(broadcast_from_rank0=broadcast, strict=False, **FULL)
+    result = set_model_state_dict(model, given, options=options)
+    assert result.unexpected_keys == ["other"]
+    assert sorted(result.missing_keys) == sorted(before.keys() - some.keys())
+    known = {name: value for name, value in some.items() if name in before}
+    same(model.full_state_dict(), {**before, **known, "2.weight": some["3.weight"]})
+    with pytest.raises(LayoutError, match="other"):
+        set_model_state_dict(model, given, options=StateDictOptions(broadcast_from_rank0=broadcast, **FULL))
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.parametrize("stage", [3, 0])
+def test_what_is_missing_stays(cluster, stage, broadcast):
+    cluster.check(partial_body, 2, broadcast, stage)
+
+
+# ---- around a model --------------------------------------------------------------------------------------------------
+
+
+def compiled_body(group: Any) -> None:
+    model, optimizer = trained(group, OPTIMIZERS["ours"])
+    compiled = torch.compile(model, backend="eager")
+    options = StateDictOptions(**FULL)
+    got = get_state_dict(compiled, optimizer, options=options)
+    same(got[0], model.full_state_dict())
+    set_model_state_dict(compiled, {name: torch.zeros_like(each) for name, each in got[0].items()}, options=options)
+    assert not any(value.any() for value in model.full_state_dict().values())
+    set_optimizer_state_dict(compiled, optimizer, got[1], options=options)
+
+
+def test_a_compiled_model(cluster):
+    cluster.check(compiled_body, 2)
+
+
+def refused_body(group: Any) -> None:
+    model, optimizer = trained(group, OPTIMIZERS["ours"])
+    outer = nn.ModuleDict({"inside": model, "rest": nn.Linear(2, 2)})
+    named = outer.state_dict()
+    assert {name: type(value) for name, value in named.items() if name.startswith("inside.0.w")} == {
+        "inside.0.weight": ShardTensor
+    }, "nothing of a wrapped model is missing from the state dict of the module around it"
+    full = {f"inside.{name}": value for name, value in model.full_state_dict().items()}
+    for call in (
+        lambda: outer.load_state_dict({**named, **full}),
+        lambda: get_model_state_dict(outer),
+        lambda: get_optimizer_state_dict(outer, optimizer),
+        lambda: set_model_state_dict(outer, named),
+    ):
+        with pytest.raises(LayoutError, match="a ShardLite model inside, 'inside': "):
+            call()
+    with pytest.raises(LayoutError, match="submodules="):
+        get_model_state_dict(model, submodules={model.module[0]})
+    with pytest.raises(LayoutError, match="by names"):
+        set_model_state_dict(model, {model.module[0]: {}})
+    with pytest.raises(LayoutError, match=r"full_tensor\(\): this is a snapshot"):
+        model.state_dict()["0.weight"].snapshot(torch.clone).full_tensor()
+
+
+def test_what_is_refused(cluster):
+    cluster.check(refused_body, 2)

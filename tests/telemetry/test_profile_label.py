@@ -1,0 +1,165 @@
+"""Names of units in the traces of `torch.profiler`."""
+
+from contextlib import nullcontext
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import profiler
+from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from shardlite import AdamW, ShardLite
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x))
+
+
+class Net(nn.Module):
+    """Two blocks and, in the root, what is before them; `contexts` are those of activation checkpointing."""
+
+    def __init__(self, contexts=None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.contexts = contexts
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = (
+                block(x)
+                if self.contexts is None
+                else checkpoint(block, x, use_reentrant=False, context_fn=self.contexts)
+            )
+        return x.square().mean()
+
+
+def plain():
+    return nullcontext(), nullcontext()
+
+
+def selective():
+    def policy(context, operator, *args, **options):
+        return (
+            CheckpointPolicy.MUST_SAVE
+            if operator is torch.ops.aten.addmm.default
+            else CheckpointPolicy.PREFER_RECOMPUTE
+        )
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def train(model: ShardLite, steps: int) -> list[Tensor]:
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.ones(2, 4)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def profiling() -> profile:
+    config = _ExperimentalConfig(profile_all_threads=True)  # gathers and reductions run on threads
+    return profile(activities=[ProfilerActivity.CPU], experimental_config=config, acc_events=True)  # else 2.11 warns
+
+
+def profiled(model: ShardLite) -> tuple[dict[str, int], list[Tensor]]:
+    """Return how often each of our names is in the profile of a step, and the parameters after it."""
+    with profiling() as seen:
+        params = train(model, 1)
+    ours = [event for event in seen.key_averages() if event.key.startswith("shardlite::")]
+    return {event.key.removeprefix("shardlite::"): event.count for event in ours}, params
+
+
+def names_body(group, stage, contexts):
+    names, params = profiled(ShardLite(Net(contexts), stage=stage, group=group))
+    unseen = train(ShardLite(Net(contexts), stage=stage, group=group), 1)
+    assert all(map(torch.equal, params, unseen))
+    return names
+
+
+def of(action: str, *units: str) -> dict[str, int]:
+    return {f"{action} {unit}": 1 for unit in units}
+
+
+UNITS = ("(root)", "blocks.0", "blocks.1")
+
+
+def test_each_gather_reduction_and_forward_has_the_name_of_its_unit(cluster):
+    for names in cluster.run(names_body, 2, 3, None):
+        waits = {name: names.pop(name) for name in list(names) if name.startswith("wait for reduce ")}
+        assert names == {
+            **of("forward", *UNITS),
+            **of("gather", *UNITS),
+            **of("wait for gather", *UNITS),
+            **of("reduce", *UNITS),
+        }
+        assert set(waits) == set(of("wait for reduce", *UNITS))  # one that is looked at twice counts twice
+
+
+def test_stage_2_gathers_for_a_forward_too(cluster):
+    for names in cluster.run(names_body, 2, 2, None):
+        assert {name for name in names if name.startswith(("forward", "reduce"))} == {
+            *of("forward", *UNITS),
+            *of("reduce", *UNITS),
+        }
+
+
+@pytest.mark.parametrize("contexts", [plain, selective])
+def test_a_recomputation_is_no_forward(cluster, contexts):
+    for names in cluster.run(names_body, 2, 3, contexts):
+        assert {name for name in names if name.startswith(("forward", "recompute"))} == {
+            *of("forward", *UNITS),
+            *of("recompute", "blocks.0", "blocks.1"),
+        }
+
+
+class Odd(nn.Module):
+    """Raises in the forward of a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.fails = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x if not self.fails else x[:, :3])
+        return x.square().mean()
+
+
+def exception_body(group):
+    model = ShardLite(Odd(), group=group)
+    with profiling() as seen:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(torch.ones(2, WIDTH))
+        model.module.fails = False
+        model(torch.ones(2, WIDTH)).backward()
+    return {event.key: event.count for event in seen.key_averages()}["shardlite::forward blocks.0"]
+
+
+def test_a_name_ends_with_a_forward_that_raises(cluster):
+    assert cluster.run(exception_body, 2) == [2, 2]
+
+
+def unnamed_body(group):
+    with mock.patch.object(profiler, "record_function", wraps=profiler.record_function) as record:
+        train(ShardLite(Net(), group=group), 2)
+    return {call.args[0] for call in record.call_args_list}
+
+
+def test_without_a_profiler_nothing_is_named(cluster):
+    for names in cluster.run(unnamed_body, 2):
+        assert names  # PyTorch's own, of optimizers
+        assert not [name for name in names if "shardlite" in name]
