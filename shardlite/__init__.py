@@ -1,9 +1,12 @@
 """ShardLite: train a PyTorch model that does not fit beside its optimizer on one device."""
 
-from shardlite.apps.checkpoint import async_save, load, save, save_in_memory
-from shardlite.apps.verify.verify import verify
-from shardlite.config import MemoryLimit, Precision, Route
-from shardlite.ema import EMA
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
 from shardlite.errors import (
     CheckpointError,
     CommError,
@@ -16,8 +19,14 @@ from shardlite.errors import (
     ShardLiteError,
     ShardWarning,
 )
-from shardlite.model import ShardLite
-from shardlite.optim import AdamW
+
+if TYPE_CHECKING:
+    from shardlite.apps.checkpoint import async_save, load, save, save_in_memory
+    from shardlite.apps.verify.verify import verify
+    from shardlite.config import MemoryLimit, Precision, Route
+    from shardlite.ema import EMA
+    from shardlite.model import ShardLite
+    from shardlite.optim import AdamW
 
 __all__ = [
     "AdamW",
@@ -43,3 +52,92 @@ __all__ = [
     "verify",
 ]
 __version__ = "0.1.0"
+
+# ---- names that are imported when they are first used ---------------------------------------------------------------
+#
+# The command line answers `--help` without PyTorch, and a program that saves nothing does without
+# `torch.distributed.checkpoint`, whose import takes half as long as PyTorch's.
+
+_LATE = {
+    "AdamW": "shardlite.optim",
+    "EMA": "shardlite.ema",
+    "MemoryLimit": "shardlite.config",
+    "Precision": "shardlite.config",
+    "Route": "shardlite.config",
+    "ShardLite": "shardlite.model",
+    "async_save": "shardlite.apps.checkpoint",
+    "load": "shardlite.apps.checkpoint",
+    "save": "shardlite.apps.checkpoint",
+    "save_in_memory": "shardlite.apps.checkpoint",
+    "verify": "shardlite.apps.verify.verify",
+}
+"""The modules of names."""
+
+
+def _import_late(name: str) -> Any:
+    """Return what a name of `_LATE` stands for; the module's `__getattr__` (PEP 562)."""
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import_module("shardlite.model")  # first, whatever is asked for: it patches PyTorch's own tools
+    globals()[name] = value = getattr(import_module(_LATE[name]), name)
+    return value
+
+
+if not TYPE_CHECKING:  # to a type checker it would make every name one of this module
+    __getattr__ = _import_late
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+# ---- patches that follow other imports ------------------------------------------------------------------------------
+
+
+def _after_import(name: str, then: Callable[[], object]) -> None:
+    """Call `then` once, as soon as the program has imported the module `name`: now if it has done so already."""
+    if name in sys.modules:
+        then()
+    else:
+        sys.meta_path.insert(0, _Watcher(name, then))
+
+
+class _Watcher:
+    """Finds one module as the other finders do, and calls `then` when it has been executed."""
+
+    def __init__(self, name: str, then: Callable[[], object]) -> None:
+        self._name, self._then = name, then
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, /
+    ) -> ModuleSpec | None:
+        """Return the module's spec, with a loader that calls `then`; `None` for any other module."""
+        if fullname != self._name:
+            return None
+        finders = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        specs = (finder.find_spec(fullname, path, target) for finder in finders)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            self._follow(spec.loader)
+        return spec
+
+    def _follow(self, loader: Any) -> None:
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)  # if it raises, the program may import the module again: go on watching
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self._then()
+
+        loader.exec_module = exec_module
+
+
+def _patch_state_dicts() -> None:
+    """Import what teaches `torch.distributed.checkpoint.state_dict` which parameters a wrapped model has."""
+    import_module("shardlite.apps.checkpoint")
+
+
+if "torch" in sys.modules:  # otherwise PyTorch's own tools are patched when a name is first used
+    import_module("shardlite.model")
+_after_import("torch.distributed.checkpoint.state_dict", _patch_state_dicts)

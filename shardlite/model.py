@@ -78,8 +78,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _uncompiled(function: _Function) -> _Function:
-    """Keep a compiler from tracing a function, which looks at placeholders or at the state of autograd."""
-    return torch.compiler.disable(function)  # type: ignore[no-untyped-call, no-any-return]
+    """Keep a compiler from tracing a function, which looks at placeholders or at the state of autograd.
+
+    As PyTorch's optimizers do it: `torch.compiler.disable` would import the compiler here, not at the first call.
+    """
+    return torch._disable_dynamo(function)  # type: ignore[return-value]
 
 
 def _give_back(transports: Iterable[Transport]) -> None:
@@ -243,7 +246,7 @@ class ShardLite(nn.Module):
 
     # ---- what a module does -------------------------------------------------------------------------------------
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
+    @torch._disable_dynamo(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward, between the hooks that were registered on the wrapper: they may use weights, too."""
         if not (self._forward_pre_hooks or self._forward_hooks):
@@ -253,7 +256,7 @@ class ShardLite(nn.Module):
             return super().__call__(*args, **kwargs)
 
     @_SignatureOfModule
-    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]  # the module's own is compiled
+    @torch._disable_dynamo(recursive=False)  # the module's own is compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, with inputs and outputs cast as `precision` says."""
         self._ready_for_forward()

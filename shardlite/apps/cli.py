@@ -1,18 +1,18 @@
 """The command line: `shardlite COMMAND`.
 
 Each `add_NAME` makes a parser whose default for `run` takes the parsed options and the whole command line, and returns
-the exit status. It imports what `import shardlite` has loaded; what takes long beyond that is imported when it runs.
+the exit status. No parser needs PyTorch: help and wrong options are answered at once, and `run` imports what it needs.
 """
 
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
-from shardlite.apps.checkpoint.command import add_export, add_import, add_inspect
+from shardlite import __version__
+from shardlite.apps.checkpoint_commands import add_export, add_import, add_inspect
 from shardlite.apps.demo.command import add_train
-from shardlite.apps.doctor import add_doctor
+from shardlite.apps.doctor.command import add_doctor
 from shardlite.apps.footprint.command import add_footprint
 from shardlite.apps.memory.command import add_memory
 from shardlite.apps.plan.command import add_plan
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `shardlite ARGV` and return its exit status. Wrong usage exits with status 2, as in argparse."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _Parser(prog="shardlite", description="Sharded training for PyTorch, small enough to read.")
-    parser.add_argument("--version", action="version", version=f"shardlite {_version()}")
+    parser.add_argument("--version", action="version", version=f"shardlite {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in COMMANDS:
         add(commands)
@@ -53,10 +53,3 @@ class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End the program with status 2 and one line."""
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-
-def _version() -> str:
-    try:
-        return version("shardlite")
-    except PackageNotFoundError:
-        return "(not installed)"

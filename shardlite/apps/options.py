@@ -5,15 +5,22 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from shardlite.apps.launch import world_size
-from shardlite.config import Precision
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Values of options that name a dtype."""
+if TYPE_CHECKING:
+    import torch
+
+    from shardlite.config import Precision
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""Values of options that name a dtype, and its name in PyTorch."""
+
+# Written once more, because the modules that give them a meaning import PyTorch. A test compares both.
+STATES = ("fp32", "bf16", "int8")
+ALGORITHMS = ("ring", "bidirectional", "direct", "hierarchical", "halving")
+MOST_RANKS = 4096  # of a plan
 
 
 def add_model(parser: ArgumentParser, *, example: str, batch: int) -> None:
@@ -28,7 +35,7 @@ def add_model(parser: ArgumentParser, *, example: str, batch: int) -> None:
 
 def add_training(group: Any) -> None:
     """Add the options of a run that `ShardLite`, `Precision` and `AdamW` have as arguments."""
-    group.add_argument("--state", choices=("fp32", "bf16", "int8"), default="fp32", help="of the moments (fp32)")
+    group.add_argument("--state", choices=STATES, default="fp32", help="of the moments (fp32)")
     group.add_argument("--in-backward", action="store_true", help="step in the backward")
     add_precision(group)
     group.add_argument("--master", choices=("fp32", "split24"), default="fp32", help="format of the weights (fp32)")
@@ -41,16 +48,26 @@ def add_precision(group: Any) -> None:
     group.add_argument("--reduce", choices=DTYPES, default="fp32", help="what gradients are summed in (fp32)")
 
 
-def precision_of(options: Namespace) -> Precision:
+def dtype_of(name: str) -> "torch.dtype":
+    """Return the dtype that an option names."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, DTYPES[name])
+    return dtype
+
+
+def precision_of(options: Namespace) -> "Precision":
     """Return the precision of a command line; of the weights if the command has `--master`.
 
     Raises:
         ValueError: the dtypes do not go together.
     """
+    from shardlite.config import Precision
+
     return Precision(
-        compute=None if options.compute is None else DTYPES[options.compute],
-        reduce=DTYPES[options.reduce],
-        master="split24" if getattr(options, "master", "fp32") == "split24" else torch.float32,
+        compute=None if options.compute is None else dtype_of(options.compute),
+        reduce=dtype_of(options.reduce),
+        master="split24" if getattr(options, "master", "fp32") == "split24" else dtype_of("fp32"),
     )
 
 

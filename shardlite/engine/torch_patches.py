@@ -370,8 +370,8 @@ def _owner(grads: Sequence[Tensor]) -> tuple[OptimizerBridge | None, set[nn.Para
 _kinds: list[type] = getattr(import_module("torch.optim.optimizer"), "_foreach_supported_types", [])
 _kinds.extend(kind for kind in (Shard, SeenShard) if kind not in _kinds)
 # A compiled step must not be traced into what looks at parameters whose values are elsewhere.
-register_optimizer_step_pre_hook(torch.compiler.disable(_before))  # type: ignore[no-untyped-call]
-register_optimizer_step_post_hook(torch.compiler.disable(_after))  # type: ignore[no-untyped-call]
+register_optimizer_step_pre_hook(torch._disable_dynamo(_before))
+register_optimizer_step_post_hook(torch._disable_dynamo(_after))
 setattr(Optimizer, "state_dict", _state_dict(Optimizer.state_dict))  # noqa: B010 (mypy refuses assignment)
 setattr(Optimizer, "load_state_dict", _load_state_dict(Optimizer.load_state_dict))  # noqa: B010
 setattr(Optimizer, "add_param_group", _add_param_group(Optimizer.add_param_group))  # noqa: B010

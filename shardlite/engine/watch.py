@@ -306,7 +306,7 @@ class SeenShard(_Watched, Shard):
         return _copied(self, memo, Shard)
 
     @property
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch._disable_dynamo
     def grad(self) -> Tensor | None:
         """The gradient."""
         with as_they_are():

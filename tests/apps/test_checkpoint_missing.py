@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 from shardlite import CheckpointError, load, save
 from shardlite.apps.checkpoint import files, latest
-from shardlite.apps.checkpoint.command import inspect
+from shardlite.apps.checkpoint.listing import inspect
 from tests.apps.test_checkpoint_faults import names_in, run_on, train
 from tests.apps.test_checkpoint_lease import tree
 from tests.support.twins.sharded import same_bits

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from shardlite.apps import cli, doctor, launch
-from shardlite.apps.doctor import Finding, machine, report
+from shardlite.apps import cli, launch
+from shardlite.apps.doctor import trials
+from shardlite.apps.doctor.trials import Finding, machine, report
 from shardlite.comm.shm.transport import SharedMemoryTransport
 from shardlite.config import Route
 from tests.support.ranks.scripts import run_command, run_process
@@ -72,9 +73,9 @@ def alters(group, what):
                 loan.look = lambda: look() + 1
             return loan
 
-    choice = doctor.choose(group, torch.device("cpu"), doctor._TIMEOUT, route=Route())
-    wrong = Wrong(choice.transport._neighbours, doctor._TIMEOUT)
-    return doctor._try(wrong, torch.device("cpu"), what)
+    choice = trials.choose(group, torch.device("cpu"), trials._TIMEOUT, route=Route())
+    wrong = Wrong(choice.transport._neighbours, trials._TIMEOUT)
+    return trials._try(wrong, torch.device("cpu"), what)
 
 
 @pytest.mark.parametrize("what", ["gather", "reduction"])

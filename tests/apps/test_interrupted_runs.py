@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from shardlite.apps import launch
-from shardlite.apps.checkpoint.command import inspect
 from shardlite.apps.checkpoint.files import checkpoints_in
+from shardlite.apps.checkpoint.listing import inspect
 from tests.apps.test_failover import TINY
 from tests.support.patience import seconds, until
 from tests.support.ranks.scripts import IMPORTED_FROM

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from shardlite.apps.cli import main
-from shardlite.apps.plan.clusters import CARDS, CLUSTERS
+from shardlite.apps.plan.cards import CARDS, memory_of
+from shardlite.apps.plan.clusters import CLUSTERS
 from shardlite.apps.plan.plan import Planner, Setting
-from shardlite.apps.plan.report import memory_of
 from shardlite.apps.plan.simulate import scaling, simulate
 from shardlite.apps.plan.source import Source, SourceError, find_source
 from shardlite.build import ACTIVATIONS, Kind
@@ -251,6 +251,7 @@ def test_the_command_prints_writes_and_draws(tmp_path, capsys):
     assert [row["ranks"] for row in group["ranks"]] == [1, 4]
     for row in group["ranks"]:
         assert sum(row["bytes"].values()) == row["peak_bytes"] >= row["peak_bytes_at_least"]
+        assert row["activation_peak_bytes"] < row["peak_bytes"]
         assert row["seconds"]["total"] > 0
     assert sorted(path.name for path in folder.iterdir()) == ["bandwidth.png", "memory.png", "scaling.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.iterdir())

@@ -16,8 +16,9 @@ from bench.support.workloads import WORKLOADS, WithLoss
 from shardlite import AdamW, Precision, ShardLite
 from shardlite.apps.demo.gpt import GPT
 from shardlite.apps.demo.settings import SIZES, GPTConfig
+from shardlite.apps.plan.decoder import Decoder
 from shardlite.apps.plan.plan import Planner, Setting
-from shardlite.apps.plan.presets import Decoder, Shape
+from shardlite.apps.plan.presets import Shape
 from shardlite.apps.plan.source import Source
 from shardlite.build import STAGES
 from shardlite.grads.order import Reductions

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from shardlite.apps.plan import published
+from shardlite.apps.plan.decoder import Decoder
 from shardlite.apps.plan.plan import Planner, Setting
-from shardlite.apps.plan.presets import PRESETS, Decoder
+from shardlite.apps.plan.presets import PRESETS
 from shardlite.apps.plan.source import find_source
 from shardlite.config import Precision
 

@@ -2,7 +2,7 @@
 
 In: a wrapped model, its optimizer, and what the program adds. Out: a folder in the format of
 `torch.distributed.checkpoint`, published by one rename, with checksums; and the run as it was. Read `saving.py` first.
-`command.py` has `shardlite inspect`, `export` and `import`.
+`../checkpoint_commands.py` has the options of `shardlite inspect`, `export` and `import`.
 
     checkpoints/                    the folder of a run: the `path` of `save` and `load`
       step-00000100/                one checkpoint

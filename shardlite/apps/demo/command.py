@@ -123,15 +123,15 @@ def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) ->
         started = started_ranks(parser, options)
         settings = settings_of(options)
         check_log(settings.log)
-        check_begin(settings, options)
-    from shardlite.apps.demo.text import read_corpus
-    from shardlite.apps.demo.train import train
+        from shardlite.apps.demo.text import read_corpus
 
-    with usage_errors(parser):
         corpus = read_corpus(settings.data, context=settings.gpt.context)
+        check_begin(settings, options)
         settings.out.mkdir(parents=True, exist_ok=True)
     if started is None:
         return launch.launch(options.ranks or launch.default_ranks(), arguments, restarts=options.restarts)
+    from shardlite.apps.demo.train import train
+
     train(settings, corpus)
     return 0
 

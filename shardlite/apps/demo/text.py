@@ -11,12 +11,14 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from einops import rearrange
 from numpy.typing import NDArray
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Bytes = NDArray[np.uint8]
 
@@ -90,6 +92,8 @@ def draw_sequences(text: Bytes, length: int, keys: Sequence[tuple[int, ...]]) ->
 
 
 def _windows(text: Bytes, starts: NDArray[np.int64], length: int) -> tuple[Tensor, Tensor]:
+    import torch  # not before: the command line checks the text without it
+
     windows = torch.from_numpy(text[starts[:, None] + np.arange(length + 1)].astype(np.int64))
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 

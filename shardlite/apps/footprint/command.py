@@ -13,6 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from shardlite.apps.options import add_model, check_file, check_folder, check_numbers, usage_errors
+from shardlite.apps.plan.presets import check_model
+
+SYSTEMS = (
+    *("activations", "activations, bf16", "plain", "ddp", "zero", "fsdp1", "fsdp2"),
+    *("deepspeed1", "deepspeed2", "deepspeed3", "stage0", "stage1", "stage2", "stage3"),
+    *("in_backward", "in_backward, prefetch 0", "bf16", "bf16, split24", "bf16, int8", "compact"),
+)
+"""Names in `systems.py`, which imports PyTorch."""
 
 DEFAULT = ("ddp", "zero", "fsdp1", "fsdp2", "stage0", "stage1", "stage2", "stage3", "in_backward", "compact")
 """Systems of a run in which none are named."""
@@ -47,20 +55,23 @@ def add_footprint(commands: Any) -> None:
 
 def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> int:
     """Measure one system as a rank, or all by starting the ranks of each."""
-    from shardlite.apps.footprint.run import be_rank
-    from shardlite.apps.plan.source import Source, find_source
-
-    def find() -> Source:
-        source = find_source(options.model, options.batch, options.context, options.inputs)
-        return replace(source, words=f"{source.name}, {source.words.removesuffix(' per rank')}")
-
     if options.row is not None and "RANK" in os.environ:
-        return be_rank(find, options.systems[0], options.row, steps=options.steps)
+        from shardlite.apps.footprint.run import be_rank
+
+        return be_rank(lambda: _source(options), options.systems[0], options.row, steps=options.steps)
     status = 0
     with usage_errors(parser, "--plots"):
-        systems = _check(options)
-        status = _run_all(find(), systems, options, _of_model(options))
+        _check(options)
+        systems = _systems(options)
+        status = _run_all(_source(options), systems, options, _of_model(options))
     return status
+
+
+def _source(options: Namespace) -> Any:
+    from shardlite.apps.plan.source import find_source
+
+    source = find_source(options.model, options.batch, options.context, options.inputs)
+    return replace(source, words=f"{source.name}, {source.words.removesuffix(' per rank')}")
 
 
 def _run_all(source: Any, systems: Sequence[str], options: Namespace, arguments: Sequence[str]) -> int:
@@ -85,27 +96,37 @@ def _run_all(source: Any, systems: Sequence[str], options: Namespace, arguments:
     return int(any("error" in row for row in rows))
 
 
-def _check(options: Namespace) -> list[str]:
-    """Return the names of the systems.
+def _check(options: Namespace) -> None:
+    """Check what can be checked without PyTorch.
 
     Raises:
         ValueError: an option has a value that it cannot have.
         OSError: there cannot be rows or plots at their path.
     """
-    from shardlite.apps.footprint.systems import SYSTEMS
-
     if not Path("/proc/self/smaps_rollup").exists():
         raise ValueError("the memory of processes is read from /proc/PID/smaps_rollup, which this system does not have")
     check_numbers(options, batch=1, context=1, steps=1)
+    check_model(options.model)
     if min(options.ranks) < 1:
         raise ValueError(f"--ranks must be at least 1, got {min(options.ranks)}")
     check_file("--json", options.json)
     check_folder("--plots", options.plots)
+    for system in options.systems:
+        if system not in SYSTEMS and options.systems != ["all"]:
+            raise ValueError(f"--systems {system!r} is not one of {', '.join(map(repr, SYSTEMS))}, or `all`")
+
+
+def _systems(options: Namespace) -> list[str]:
+    """Return the names of the systems.
+
+    Raises:
+        ValueError: one is not installed.
+    """
+    from shardlite.apps.footprint.systems import SYSTEMS
+
     if options.systems == ["all"]:
         return list(SYSTEMS)
     for system in options.systems:
-        if system not in SYSTEMS:
-            raise ValueError(f"--systems {system!r} is not one of {', '.join(map(repr, SYSTEMS))}, or `all`")
         if missing := SYSTEMS[system].missing:
             raise ValueError(f"--systems {system!r}: {missing}")
     return list(dict.fromkeys(options.systems))

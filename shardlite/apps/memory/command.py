@@ -1,12 +1,14 @@
 """`shardlite memory` on the command line."""
 
+import importlib.util
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from shardlite.apps import launch
-from shardlite.apps.options import add_model, add_training, started_ranks, usage_errors
+from shardlite.apps.options import add_model, add_training, check_file, check_numbers, started_ranks, usage_errors
+from shardlite.apps.plan.presets import check_model
 
 
 def add_memory(commands: Any) -> None:
@@ -32,10 +34,11 @@ def add_memory(commands: Any) -> None:
 
 def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> int:
     """Check the options, then start the ranks, or run as one of them."""
-    from shardlite.apps.memory.run import check, measure, parse
-
     started, ranks = started_ranks(parser, options), options.ranks or 2
     with usage_errors(parser, "--timeline"):
+        _check(options)
+        from shardlite.apps.memory.run import check, measure, parse
+
         source, setting = parse(options)
         if started is None:
             check(source, setting, ranks)
@@ -43,3 +46,19 @@ def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) ->
         return launch.launch(ranks, arguments)
     measure(source, setting, options.timeline)
     return 0
+
+
+def _check(options: Namespace) -> None:
+    """Check what can be checked without PyTorch.
+
+    Raises:
+        ValueError: an option has a value that it cannot have.
+        OSError: there cannot be a picture at its path.
+        ModuleNotFoundError: a picture needs matplotlib.
+    """
+    check_numbers(options, batch=1, context=1, prefetch=0)
+    check_model(options.model)
+    if options.timeline is not None:
+        check_file("--timeline", options.timeline)
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ModuleNotFoundError("matplotlib is not installed", name="matplotlib")

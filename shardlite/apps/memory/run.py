@@ -5,7 +5,6 @@ In: the options of the command line. Out: text on rank 0, and a picture.
 
 from __future__ import annotations
 
-import importlib.util
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from shardlite.apps.memory.recorder import Timeline, record
 from shardlite.apps.memory.report import Comparison, heading, table
 from shardlite.apps.memory.systems import build_fsdp2, build_shardlite
-from shardlite.apps.options import check_file, check_numbers, precision_of, progress
+from shardlite.apps.options import precision_of, progress
 from shardlite.apps.plan.plan import Planner, Setting
 from shardlite.apps.plan.source import Source, find_source
 
@@ -25,14 +24,7 @@ def parse(options: Namespace) -> tuple[Source, Setting]:
 
     Raises:
         ValueError: an option has a value that it cannot have.
-        OSError: there cannot be a picture at its path.
-        ModuleNotFoundError: a picture needs matplotlib.
     """
-    check_numbers(options, batch=1, context=1, prefetch=0)
-    if options.timeline is not None:
-        check_file("--timeline", options.timeline)
-        if importlib.util.find_spec("matplotlib") is None:
-            raise ModuleNotFoundError("matplotlib is not installed", name="matplotlib")
     setting = Setting(
         stage=options.stage,
         precision=precision_of(options),

@@ -5,7 +5,8 @@ JSON and plots. Read `run.py` first, then `plan.py`.
 
     command.py    the options                            run.py      from them to the output
     source.py     the model, made of fake tensors        trace.py    its activations and work, as events
-    presets.py    models by name                         clusters.py cards and links by name, with sources
+    presets.py    shapes of models by name               decoder.py  their modules
+    cards.py      cards by name, with sources            clusters.py links by name, with sources
     plan.py       bytes of a rank, for one setting       simulate.py step time, from events and the cost model
     published.py  formulas that others have published    report.py, plots.py
 """

@@ -1,5 +1,5 @@
-"""Cards and clusters by name. Beside each figure stands its source; rates that a program reaches are marked as measured
-by whom, or as assumed. All times that follow from them are predictions.
+"""Clusters by name. Beside each figure stands its source; rates that a program reaches are marked as measured by whom,
+or as assumed. All times that follow from them are predictions.
 
 Legend: `W` ranks.
 """
@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardlite.apps.plan.cards import CARDS, DATASHEETS, Card
 from shardlite.comm import LinkCost, cost_model
 
 _MICROSECOND = 1e-6
-_GB = 10**9
-
-_DATASHEETS = "vendor's data sheet"
 
 # Latency of a step of a ring with the protocol "Simple", and what a collective costs at least, in the tuning model of
 # NCCL 2.19 to 2.21 (github.com/NVIDIA/nccl, src/graph/tuning.cc: hwLat and baseLat).
@@ -33,33 +31,6 @@ _HDR_SHARE = 0.85
 
 _SHARE = 0.8
 """Of PCIe and Ethernet: assumed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Card:
-    """One accelerator, or a rank's part of a CPU."""
-
-    name: str
-    nbytes: int
-    """Memory."""
-
-    wide: float
-    """Peak of fp32 matrix products, in floating-point operations per second, without TF32."""
-
-    narrow: float
-    """Peak of bf16 matrix products, dense."""
-
-    bandwidth: float
-    """Of its memory, bytes per second."""
-
-    efficiency: float
-    """Measured operations per second of a training step as a part of `narrow`. Assumed for `wide`, too."""
-
-    source: str
-
-    def flops(self, *, narrow: bool) -> float:
-        """Return the operations per second that a training step is expected to reach."""
-        return self.efficiency * (self.narrow if narrow else self.wide)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,62 +92,6 @@ class Cluster:
         return self.base + cost_model.seconds(operation, "direct", nbytes, world_size, self.exchange(world_size))
 
 
-CARDS = {
-    card.name: card
-    for card in (
-        Card(
-            name="A100-80GB",
-            nbytes=80 * _GB,
-            wide=19.5e12,
-            narrow=312e12,
-            bandwidth=2039e9,
-            efficiency=0.642,
-            source=f"{_DATASHEETS}, nvidia-a100-datasheet-us-nvidia-1758950-r4; efficiency of a 7B model, 2048 tokens, "
-            "fully sharded over 8 cards: github.com/mosaicml/llm-foundry, scripts/train/benchmarking (64.23 %)",
-        ),
-        Card(
-            name="A100-40GB",
-            nbytes=40 * _GB,
-            wide=19.5e12,
-            narrow=312e12,
-            bandwidth=1555e9,
-            efficiency=0.642,
-            source=f"{_DATASHEETS}, nvidia-a100-datasheet; efficiency as for 80 GB",
-        ),
-        Card(
-            name="H100",
-            nbytes=80 * _GB,
-            wide=67e12,
-            narrow=989.4e12,
-            bandwidth=3350e9,
-            efficiency=0.464,
-            source=f"{_DATASHEETS} of the H100 SXM (bf16 1,979 teraFLOPS with sparsity, half without); efficiency of "
-            "a 7B model, 2048 tokens, fully sharded over 8 cards: github.com/mosaicml/llm-foundry, "
-            "scripts/train/benchmarking (46.44 %)",
-        ),
-        Card(
-            name="H200",
-            nbytes=141 * _GB,
-            wide=67e12,
-            narrow=989.4e12,
-            bandwidth=4800e9,
-            efficiency=0.464,
-            source=f"{_DATASHEETS} of the H200 SXM; efficiency of the H100, which has the same cores",
-        ),
-        Card(
-            name="CPU core",
-            nbytes=8 * _GB,
-            wide=69.4e9,
-            narrow=69.4e9,
-            bandwidth=10e9,
-            efficiency=1.0,
-            source="one core of an AMD EPYC: the step without communication in bench/results/step-gpt-2ranks.jsonl "
-            "takes 1.010 s for 70.1 billion operations, in fp32; bf16, memory and bandwidth are assumed",
-        ),
-    )
-}
-
-
 def _nvlink(card: Card, rate: float) -> LinkCost:
     return _link(card, rate * _NVSWITCH_SHARE, _NVLINK_STEP)
 
@@ -197,7 +112,7 @@ def _dgx(name: str, card: Card, inside: float, nic: float, *sheet: str) -> Clust
         nic=_link(card, nic, _NETWORK_STEP),
         nics=8,
         base=_BASE,
-        source=f"NVSwitch {nvlink} both ways, a {infiniband} InfiniBand card per GPU: {_DATASHEETS}, {host}",
+        source=f"NVSwitch {nvlink} both ways, a {infiniband} InfiniBand card per GPU: {DATASHEETS}, {host}",
     )
 
 
@@ -217,7 +132,7 @@ CLUSTERS = {
             nic=_link(_A100, 12.5e9 * _SHARE, _NETWORK_STEP),
             nics=1,
             base=_BASE,
-            source=f"NVLink bridge 600 GB/s both ways between two cards: {_DATASHEETS}, A100 PCIe; one 100 Gbit/s "
+            source=f"NVLink bridge 600 GB/s both ways between two cards: {DATASHEETS}, A100 PCIe; one 100 Gbit/s "
             "Ethernet card per pair is assumed",
         ),
         Cluster(
@@ -228,7 +143,7 @@ CLUSTERS = {
             nic=_link(_A100, 12.5e9 * _SHARE, _NETWORK_STEP),
             nics=1,
             base=_BASE,
-            source=f"PCIe 4.0 x16, 64 GB/s both ways: {_DATASHEETS} of the A100 PCIe; one 100 Gbit/s Ethernet card per "
+            source=f"PCIe 4.0 x16, 64 GB/s both ways: {DATASHEETS} of the A100 PCIe; one 100 Gbit/s Ethernet card per "
             "node is assumed",
         ),
         Cluster(

@@ -4,7 +4,12 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from shardlite.apps.options import add_model, add_training, progress, usage_errors
+from shardlite.apps.options import MOST_RANKS, add_model, add_training, check_numbers, progress, usage_errors
+from shardlite.apps.plan.cards import memory_of
+from shardlite.apps.plan.presets import check_model
+
+CLUSTERS = ("dgx-h100", "dgx-h200", "dgx-a100", "nvlink-a100", "pcie-a100", "ethernet-a100", "cpu")
+"""Names in `clusters.py`, which imports PyTorch."""
 
 
 def add_plan(commands: Any) -> None:
@@ -19,7 +24,9 @@ def add_plan(commands: Any) -> None:
     parser.set_defaults(run=lambda options, _: run(parser, options))
     add_model(parser, example="gpt2-xl", batch=8)
     group = parser.add_argument_group("run", "As the arguments of ShardLite, Precision and AdamW.")
-    group.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N", help="1 to 4096")
+    group.add_argument(
+        "--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N", help=f"1 to {MOST_RANKS}"
+    )
     group.add_argument("--stage", type=int, nargs="+", choices=(0, 1, 2, 3), default=[3], help="(3)")
     add_training(group)
     group.add_argument("--keep-unsharded", action="store_true", help="keep weights until the backward")
@@ -34,9 +41,26 @@ def add_plan(commands: Any) -> None:
 
 
 def run(parser: ArgumentParser, options: Namespace) -> int:
-    """Print the plan, and write what else was asked for."""
-    from shardlite.apps.plan.run import Request, plan
-
+    """Check the options, print the plan, and write what else was asked for."""
     with usage_errors(parser, "--plots"):
+        _check(options)
+        from shardlite.apps.plan.run import Request, plan
+
         print(plan(Request.of(options), progress=progress))
     return 0
+
+
+def _check(options: Namespace) -> None:
+    """Check what can be checked without PyTorch.
+
+    Raises:
+        ValueError: an option has a value that it cannot have.
+    """
+    check_numbers(options, batch=1, context=1, prefetch=0)
+    check_model(options.model)
+    if not all(1 <= ranks <= MOST_RANKS for ranks in options.ranks):
+        raise ValueError(f"--ranks takes 1 to {MOST_RANKS} ranks, got {' '.join(map(str, options.ranks))}")
+    if options.cluster not in (None, *CLUSTERS):
+        raise ValueError(f"--cluster {options.cluster!r} is not one of {', '.join(CLUSTERS)}")
+    if options.card is not None:
+        memory_of(options.card)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardlite.apps.plan import published
-from shardlite.apps.plan.clusters import CARDS, Cluster
+from shardlite.apps.plan.clusters import Cluster
 from shardlite.apps.plan.plan import Planner, RankPlan, Setting
 from shardlite.apps.plan.simulate import Scaling, simulate
 from shardlite.build import ACTIVATIONS
@@ -24,9 +23,6 @@ COLUMNS = {
 }
 """Columns of the table, and what each adds up."""
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
@@ -41,20 +37,6 @@ class Group:
     def setting(self) -> Setting:
         """What they have in common."""
         return self.plans[0].setting
-
-
-def memory_of(card: str) -> int:
-    """Return the bytes of a card by name (`H100`) or of an amount (`80GB`, `24GiB`).
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if card in CARDS:
-        return CARDS[card].nbytes
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B", card)
-    if found is None or float(found[1]) == 0:
-        raise ValueError(f"--card {card!r} is neither an amount (80GB, 24GiB) nor one of {', '.join(CARDS)}")
-    return round(float(found[1]) * {**_UNITS, **_BINARY}[found[2] or ""])
 
 
 def text(planner: Planner, groups: Sequence[Group], cluster: Cluster | None, card: int | None) -> str:

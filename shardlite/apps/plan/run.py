@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardlite.apps.options import check_numbers, precision_of
+from shardlite.apps.options import precision_of
+from shardlite.apps.plan.cards import memory_of
 from shardlite.apps.plan.clusters import CLUSTERS, Cluster
 from shardlite.apps.plan.plan import Planner, Setting
-from shardlite.apps.plan.report import Group, as_json, memory_of, text
+from shardlite.apps.plan.report import Group, as_json, text
 from shardlite.apps.plan.simulate import scaling
 from shardlite.apps.plan.source import Source, find_source
 
@@ -42,9 +43,6 @@ class Request:
         Raises:
             ValueError: an option has a value that it cannot have.
         """
-        if options.cluster is not None and options.cluster not in CLUSTERS:
-            raise ValueError(f"--cluster {options.cluster!r} is not one of {', '.join(CLUSTERS)}")
-        check_numbers(options, batch=1, context=1, prefetch=0)
         cluster = None if options.cluster is None else CLUSTERS[options.cluster]
         return Request(
             source=find_source(options.model, options.batch, options.context, options.inputs),

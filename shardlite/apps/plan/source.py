@@ -20,11 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from shardlite.apps.demo.gpt import GPT
 from shardlite.apps.demo.settings import SIZES
-from shardlite.apps.plan.presets import PRESETS, Decoder
-
-
-class SourceError(ValueError):
-    """There is no such model, or it cannot be made or called with fake tensors."""
+from shardlite.apps.plan.decoder import Decoder
+from shardlite.apps.plan.presets import PRESETS, SourceError, check_model
 
 
 @dataclass(frozen=True)
@@ -67,6 +64,7 @@ def find_source(model: str, batch: int, context: int | None, inputs: str | None 
     Raises:
         SourceError: there is none.
     """
+    check_model(model)
     if model in PRESETS:
         shape = PRESETS[model]
         tokens = _tokens(batch, context or shape.context, shape.context, model)
@@ -77,10 +75,7 @@ def find_source(model: str, batch: int, context: int | None, inputs: str | None 
         return Source(model, lambda: GPT(config), lambda: tokens(2), _words(batch, context or config.context))
     if Path(model).exists():
         return _of_config(Path(model), batch, context)
-    if ":" in model:
-        return _of_import_path(model, batch, context, inputs)
-    names = ", ".join([*PRESETS, *(f"demo-{size}" for size in SIZES)])
-    raise SourceError(f"--model {model!r} is no preset, no file and no module:name; presets are {names}")
+    return _of_import_path(model, batch, context, inputs)
 
 
 def _of_config(path: Path, batch: int, context: int | None) -> Source:

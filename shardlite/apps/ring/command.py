@@ -3,14 +3,12 @@
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shardlite.apps.options import check_file, usage_errors
-from shardlite.apps.ring.painting import paint
-from shardlite.apps.ring.picture import NARROW, WIDTH, text
-from shardlite.comm import Schedule
-from shardlite.comm import schedule as schedules
-from shardlite.config import ALGORITHMS
+from shardlite.apps.options import ALGORITHMS, check_file, usage_errors
+
+if TYPE_CHECKING:
+    from shardlite.comm import Schedule
 
 _MOST_RANKS = 64  # in a picture
 
@@ -37,6 +35,9 @@ def run(parser: ArgumentParser, options: Namespace) -> int:
     """Print the picture of a schedule, and write the image if a file is given."""
     node = 1 if options.node is None else options.node
     with usage_errors(parser, "--png"):
+        _check(options)
+        from shardlite.apps.ring.picture import NARROW, WIDTH, text
+
         schedule = _schedule(options, node)
         if options.png is not None:
             _write(schedule, options.png, node)
@@ -47,19 +48,27 @@ def run(parser: ArgumentParser, options: Namespace) -> int:
     return 0
 
 
-def _write(schedule: Schedule, path: Path, node: int) -> None:
-    check_file("--png", path)
+def _check(options: Namespace) -> None:
+    """Raise a `ValueError` if there is no schedule, or none that can be shown."""
+    if not 1 <= options.ranks <= _MOST_RANKS:
+        raise ValueError(f"--ranks is {options.ranks}; pictures are made for 1 to {_MOST_RANKS} ranks")
+    if options.algorithm == "hierarchical" and options.node is None:
+        raise ValueError(f"--algorithm hierarchical needs --node: ranks per node, a divisor of {options.ranks}")
+    check_file("--png", options.png)
+
+
+def _write(schedule: "Schedule", path: Path, node: int) -> None:
+    from shardlite.apps.ring.painting import paint
+
     try:
         paint(schedule, path, node)
     except OSError as error:
         raise OSError(f"--png {path} cannot be written ({error.strerror or error}): name a file elsewhere") from error
 
 
-def _schedule(options: Namespace, node: int) -> Schedule:
+def _schedule(options: Namespace, node: int) -> "Schedule":
     """Return the schedule of a command line, or raise a `ValueError` where there is none."""
-    if not 1 <= options.ranks <= _MOST_RANKS:
-        raise ValueError(f"--ranks is {options.ranks}; pictures are made for 1 to {_MOST_RANKS} ranks")
-    if options.algorithm == "hierarchical" and options.node is None:
-        raise ValueError(f"--algorithm hierarchical needs --node: ranks per node, a divisor of {options.ranks}")
+    from shardlite.comm import schedule as schedules
+
     make = schedules.all_gather if options.operation == "all-gather" else schedules.reduce_scatter
     return make(options.algorithm, options.ranks, node=node)

@@ -2,17 +2,15 @@
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from typing import Any
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 from shardlite.apps import launch
 from shardlite.apps.demo.command import add_gpt, settings_of
 from shardlite.apps.demo.settings import Settings
 from shardlite.apps.options import add_precision, precision_of, started_ranks, usage_errors
-from shardlite.apps.verify.verify import verify
-from shardlite.config import Precision
+
+if TYPE_CHECKING:
+    from shardlite.config import Precision
 
 
 def add_verify(commands: Any) -> None:
@@ -53,9 +51,13 @@ def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) ->
     return _verify_gpt(settings, precision, elastic=options.elastic)
 
 
-def _verify_gpt(settings: Settings, precision: Precision, *, elastic: bool) -> int:
+def _verify_gpt(settings: Settings, precision: "Precision", *, elastic: bool) -> int:
     """Compare on random bytes, as one of the ranks."""
+    import torch
+    import torch.distributed as dist
+
     from shardlite.apps.demo.gpt import BYTE_VALUES, GPT
+    from shardlite.apps.verify.verify import verify
 
     def batch(_step: int, _rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         text = torch.randint(BYTE_VALUES, (settings.batch, settings.gpt.context + 1))

@@ -1,4 +1,7 @@
-"""`shardlite doctor`: report this machine's capabilities and the selected transports with reasons, and try each."""
+"""This machine's capabilities and the selected transports with reasons, each tried.
+
+In: the ranks that a launcher has started. Out: text on rank 0.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,16 @@ import platform
 import statistics
 import sys
 import time
-from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 import torch.distributed as dist
 
 from shardlite.apps import launch
-from shardlite.apps.options import started_ranks
 from shardlite.comm import Operation, Transport, all_gather, choose, reduce_scatter
 from shardlite.config import Route, TransportName
 from shardlite.errors import LayoutError, ShardLiteError
@@ -41,32 +42,17 @@ class Finding:
     """Result of the trial, or `""` if it is not available."""
 
 
-def add_doctor(commands: Any) -> None:
-    """Add `shardlite doctor` to the commands."""
-    parser: ArgumentParser = commands.add_parser(
-        "doctor",
-        help="say what this machine offers, which way messages take here, and why",
-        description="Starts some ranks, asks for each transport as the library would, tries those that can be had, and"
-        " says why each choice was made. The exit status is 1 if one gave wrong results or an error.",
-    )
-    parser.set_defaults(run=lambda options, arguments: run(parser, options, arguments))
-    parser.add_argument("--ranks", type=int, metavar="N", help="processes (one per GPU, 2 without any)")
-
-
-def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> int:
-    """Start the ranks, or examine this machine as one of them; rank 0 prints. Return 1 if a trial failed, else 0."""
-    if started_ranks(parser, options) is None:
-        return launch.launch(options.ranks or launch.default_ranks(), arguments)
+def examine() -> bool:
+    """Examine this machine as one of the ranks; rank 0 prints. Return whether no trial has failed."""
     with launch.process_group() as device:
         findings = [
             _ask(name, each)
             for each in dict.fromkeys((torch.device("cpu"), device))
             for name in get_args(TransportName)
         ]
-        failed = any(finding.trial.startswith(_WRONG) for finding in findings)
         if dist.get_rank() == 0:
             print(report(machine(), findings, dist.get_world_size()))
-        return int(failed)
+        return not any(finding.trial.startswith(_WRONG) for finding in findings)
 
 
 def machine() -> list[tuple[str, str]]:

@@ -1,0 +1,237 @@
+"""What is imported when: nothing heavy with `import shardlite`, no PyTorch to answer `--help` or a wrong option."""
+
+import ast
+import pickle
+import re
+import sys
+from importlib import import_module
+from inspect import getsource, signature
+
+import pytest
+
+import shardlite
+from shardlite import build, config
+from shardlite.apps import options
+from shardlite.apps.footprint import command as footprint_command
+from shardlite.apps.footprint.systems import SYSTEMS
+from shardlite.apps.plan import command as plan_command
+from shardlite.apps.plan.clusters import CLUSTERS
+from tests.support.ranks.scripts import ROOT, Done, run_process
+
+HEAVY = (
+    "triton",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor",
+    "sympy",
+    "einops",
+)
+
+
+def run(program: str) -> list[str]:
+    """Return the words that a program prints, in a process of its own."""
+    done = run_process("-c", program)
+    assert done.status == 0, done.err
+    return done.out.split()
+
+
+def loaded_by(program: str, *modules: str) -> list[str]:
+    """Return those of some modules that a program has imported."""
+    return run(f"{program}\nimport sys\nprint(*(name for name in {modules!r} if name in sys.modules))")
+
+
+# ---- import shardlite -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param("import torch, shardlite", marks=pytest.mark.slow),
+        "from shardlite import ShardLite, AdamW, EMA, Precision, Route, CommError",
+    ],
+)
+def test_the_library_imports_nothing_that_most_programs_do_not_use(program):
+    assert loaded_by(program, "shardlite.model", *HEAVY) == ["shardlite.model"]
+
+
+def test_without_pytorch_nothing_is_imported():
+    assert loaded_by("import shardlite", "torch", "numpy", "shardlite.model") == []
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param("import torch; import shardlite", marks=pytest.mark.slow),
+        "import shardlite; import torch; shardlite.Precision",
+    ],
+)
+def test_pytorchs_tools_are_patched_with_the_first_name_of_the_library(program):
+    """After PyTorch, `import shardlite` itself is enough."""
+    program += "\nfrom torch.nn.utils import get_total_norm\nprint(get_total_norm.__code__.co_filename)"
+    assert run(program) == [str(ROOT / "shardlite" / "engine" / "torch_patches.py")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "first", ["shardlite.config", "shardlite.optim", "shardlite.comm", "shardlite_kernels", "shardlite.apps.demo.gpt"]
+)
+def test_any_of_our_modules_may_be_the_first_to_import_pytorch(first):
+    words = run(f"import shardlite, {first}\nprint(shardlite.Precision.__module__)\nfrom shardlite import ShardLite")
+    assert words == ["shardlite.config"]
+
+
+TAUGHT = """
+from torch.distributed.checkpoint import state_dict
+print(*{f.__code__.co_filename for f in vars(state_dict).values() if hasattr(f, "__code__")})
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import torch.distributed.checkpoint.state_dict; import shardlite",
+        "import shardlite; import torch.distributed.checkpoint.state_dict",
+        *(
+            pytest.param(program, marks=pytest.mark.slow)
+            for program in (
+                "import torch.distributed.checkpoint; import shardlite",
+                "from shardlite import ShardLite",
+                "from shardlite import save",
+                "import shardlite.apps.checkpoint.distributed_state_dict",
+            )
+        ),
+    ],
+)
+def test_functions_for_state_dicts_know_wrapped_models_whoever_imports_them_first(program):
+    assert str(ROOT / "shardlite" / "apps" / "checkpoint" / "distributed_state_dict.py") in run(program + TAUGHT)
+
+
+def test_an_import_that_fails_is_followed_when_it_is_tried_again(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    module, calls = tmp_path / "late_module.py", []
+    shardlite._after_import("late_module", lambda: calls.append(sys.modules["late_module"].VALUE))
+    module.write_text("VALUE = 1 / 0")
+    with pytest.raises(ZeroDivisionError):
+        import_module("late_module")
+    assert calls == []
+    module.write_text("VALUE = 7  # now")
+    import_module("late_module")
+    assert calls == [7]
+    assert not any(isinstance(finder, shardlite._Watcher) and finder._name == "late_module" for finder in sys.meta_path)
+    shardlite._after_import("late_module", lambda: calls.append(8))
+    assert calls == [7, 8]
+
+
+# ---- its names ------------------------------------------------------------------------------------------------------
+
+
+def test_all_names_are_there():
+    assert set(shardlite.__all__) <= set(dir(shardlite))
+    for name in shardlite.__all__:
+        assert getattr(shardlite, name).__name__ == name
+    with pytest.raises(AttributeError, match="module 'shardlite' has no attribute 'safe'"):
+        _ = shardlite.safe
+
+
+def test_a_type_checker_reads_where_late_names_come_from():
+    blocks = [node for node in ast.parse(getsource(shardlite)).body if isinstance(node, ast.If)]
+    imports = [node for node in blocks[0].body if isinstance(node, ast.ImportFrom)]
+    assert {alias.name: node.module for node in imports for alias in node.names} == shardlite._LATE
+
+
+def test_late_names_are_the_functions_themselves():
+    for name in shardlite._LATE:
+        each = getattr(shardlite, name)
+        assert pickle.loads(pickle.dumps(each)) is each
+    assert [*signature(shardlite.save).parameters][:2] == ["path", "model"]
+
+
+# ---- the command line -----------------------------------------------------------------------------------------------
+
+COMMANDS = ["train", "verify", "doctor", "plan", "footprint", "memory", "ring", "report", "inspect", "export", "import"]
+REPORT = """
+import sys
+from shardlite.apps.cli import main
+try:
+    main(sys.argv[1:])
+finally:
+    print("PyTorch is imported:", "torch" in sys.modules, file=sys.stderr)
+"""
+
+
+def answer(*arguments: str) -> Done:
+    """Run a command line, and require that it has not imported PyTorch."""
+    done = run_process("-c", REPORT, *arguments)
+    assert "PyTorch is imported: False" in done.err, done.err
+    return done
+
+
+def test_help_and_version_need_no_pytorch():
+    done = answer("--help")
+    assert done.status == 0
+    assert re.findall(r"^    (\w+)\s", done.out, re.MULTILINE) == COMMANDS
+    assert answer("--version").out == f"shardlite {shardlite.__version__}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_needs_no_pytorch(command):
+    done = answer(command, "--help")
+    assert done.status == 0
+    assert done.out.startswith(f"usage: shardlite {command} ")
+
+
+def test_nor_does_the_package_as_a_program():
+    program = "import runpy, sys\nsys.argv[1:] = ['--version']\n"
+    program += "try: runpy.run_module('shardlite', run_name='__main__')\nfinally: print('torch' in sys.modules)"
+    assert run(program) == ["shardlite", shardlite.__version__, "False"]
+
+
+def test_the_version_is_that_of_the_package():
+    assert f'\nversion = "{shardlite.__version__}"\n' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("nothing", "invalid choice: 'nothing'"),
+        ("train --steps many", "invalid int value: 'many'"),
+        ("train --steps 0", "steps must be positive, got 0"),
+        ("train --ranks 0", "--ranks is 0; it must be at least 1"),
+        ("train --data /no/such/file", "/no/such/file does not exist"),
+        ("verify --compute fp8", "invalid choice: 'fp8'"),
+        ("verify --heads 5", "width must be a multiple of twice the heads"),
+        ("doctor --ranks 0", "--ranks is 0; it must be at least 1"),
+        ("plan --model gpt5", "--model 'gpt5' is no preset, no file and no module:name"),
+        ("plan --model gpt2 --card big", "--card 'big' is neither an amount"),
+        ("plan --model gpt2 --cluster mine", "--cluster 'mine' is not one of dgx-h100"),
+        ("plan --model gpt2 --ranks 5000", "--ranks takes 1 to 4096 ranks, got 5000"),
+        ("plan --model gpt2 --state fp8", "invalid choice: 'fp8'"),
+        ("memory --model gpt5", "--model 'gpt5' is no preset"),
+        ("memory --model gpt2 --batch 0", "--batch must be at least 1, got 0"),
+        ("memory --model gpt2 --timeline nowhere/step.png", "there is no folder"),
+        ("footprint --model gpt5", "--model 'gpt5' is no preset"),
+        ("footprint --model gpt2 --systems fsdp3", "--systems 'fsdp3' is not one of 'activations'"),
+        ("footprint --model gpt2 --json nowhere/rows.jsonl", "there is no folder"),
+        ("ring --algorithm star", "invalid choice: 'star'"),
+        ("ring --ranks 65", "--ranks is 65; pictures are made for 1 to 64 ranks"),
+        ("report nowhere", "nowhere"),
+        ("inspect", "the following arguments are required: PATH"),
+        ("export a b --dtype fp8", "invalid choice: 'fp8'"),
+    ],
+)
+def test_a_wrong_option_is_found_without_pytorch(arguments, words):
+    done = answer(*arguments.split())
+    assert done.status == 2
+    assert words in done.err
+
+
+def test_names_that_the_command_line_knows_without_pytorch_are_those_of_the_library():
+    """The modules that have the library's import PyTorch."""
+    assert options.ALGORITHMS == config.ALGORITHMS
+    assert options.STATES == config.STATES
+    assert options.MOST_RANKS == build.MOST_RANKS
+    assert {options.dtype_of(name) for name in options.DTYPES} == set(config.WIRE)
+    assert tuple(CLUSTERS) == plan_command.CLUSTERS
+    assert tuple(SYSTEMS) == footprint_command.SYSTEMS
