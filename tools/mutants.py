@@ -375,8 +375,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/apps/doctor.py",
         "operator",
-        "right &= bool((shard == (mine[own]",
-        "right = bool((shard == (mine[own]",
+        'here = here if call.is_right() else "wrong numbers have come"',
+        'here = "" if call.is_right() else "wrong numbers have come"',
         "wrong results of an all-gather are reported as right",
     ),
     (
