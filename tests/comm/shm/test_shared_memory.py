@@ -156,17 +156,6 @@ def test_pieces_that_are_too_short_for_what_comes_give_their_pages_back(small):
         assert heap.resident <= 1.05 * most
 
 
-def test_zeros_take_pages_as_they_are_written_to(small):
-    heap = small(64)
-    old = heap.empty(8 * PAGE).fill_(1)
-    del old
-    new = heap.zeros(16 * PAGE)
-    assert heap.resident == 0
-    assert not new.any()
-    new[: 2 * PAGE] = 1
-    assert heap.resident <= 16 * PAGE
-
-
 def test_threads_never_get_the_same_block(small):
     heap, before = small(64), sys.getswitchinterval()
     start = threading.Barrier(4)
