@@ -403,8 +403,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/apps/doctor/trials.py",
         "operator",
-        "right &= bool((shard == (mine[own]",
-        "right = bool((shard == (mine[own]",
+        'here = here if call.is_right() else "wrong numbers have come"',
+        'here = "" if call.is_right() else "wrong numbers have come"',
         "wrong results of an all-gather are reported as right",
     ),
     (
@@ -1157,11 +1157,18 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "a damaged header is followed to some place in memory",
     ),
     (
-        "shardlite/comm/shm/handshake.py",
+        "shardlite/comm/shm/rendezvous.py",
         "condition",
-        "if len(self._guests) >= _MOST or not _is_same_user(connection):",
-        "if len(self._guests) >= _MOST:",
-        "a process of another user may share the memory of the ranks",
+        "if list(_identity(descriptor)) != identity or not has_fixed_size(descriptor):",
+        "if not has_fixed_size(descriptor):",
+        "a later process with the number of a rank is taken for the rank",
+    ),
+    (
+        "shardlite/comm/shm/rendezvous.py",
+        "call",
+        "    fcntl.lockf(heap.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
+        "",
+        "every rank is taken for one whose process has ended",
     ),
     (
         "shardlite/comm/shm/rendezvous.py",
@@ -1197,13 +1204,6 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "return Ranks(ranks.get_group(1), ranks.get_group(0))",
         "return Ranks(ranks.get_group(0), ranks.get_group(1))",
         "a mesh shards over its replicas",
-    ),
-    (
-        "shardlite/comm/shm/handshake.py",
-        "condition",
-        "if magic != _MAGIC or wants != here or rank not in expected:",
-        "if magic != _MAGIC or wants != here:",
-        "a stranger says that it is a rank that nobody expects",
     ),
     (
         "shardlite/comm/control/store.py",
@@ -1807,8 +1807,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "shardlite/comm/transport/select.py": ("test_transport", "test_doctor"),
     "shardlite/comm/shm/heap.py": ("test_shared_memory",),
     "shardlite/comm/shm/mailbox.py": ("test_shared_memory",),
-    "shardlite/comm/shm/handshake.py": ("test_handshake",),
-    "shardlite/comm/shm/rendezvous.py": ("test_shared_memory", "test_algorithms"),
+    "shardlite/comm/shm/rendezvous.py": ("test_rendezvous", "test_shared_memory", "test_algorithms"),
     "shardlite/comm/control/interrupts.py": ("test_interrupts",),
     "shardlite/comm/control/failure_reports.py": ("test_desync", "test_recovery"),
     "shardlite/comm/transport/groups.py": ("test_groups",),

@@ -32,7 +32,6 @@ from itertools import product
 from pathlib import Path
 from random import Random
 from statistics import median
-from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -43,6 +42,7 @@ from bench.ring.table import render
 from bench.support.measure import Times, percentile, seconds
 from bench.support.ranks import device_of_rank, one_of_them, start_ranks
 from bench.support.table import RESULTS, Row, read_rows
+from shardlite.apps.doctor.trials import start_together
 from shardlite.apps.footprint.machine import machine
 from shardlite.comm.chunking import CHUNK_BYTES
 from shardlite.comm.cost_model import LINKS
@@ -58,7 +58,6 @@ TRANSPORTS: tuple[TransportName, ...] = ("shared_memory", "p2p")
 _WARM_UP = 2
 _SHORT = 1 << 20  # bytes: calls of up to so many are short, and are made more often
 _MORE = 5
-_AHEAD = 300e-6  # seconds from the agreement on a start to the start
 _DIGITS = 4
 
 
@@ -97,7 +96,7 @@ def time_cases(todo: Sequence[Case], rounds: int, group: dist.ProcessGroup) -> l
     for turn in range(_WARM_UP + rounds):
         for place in Random(turn).sample(range(len(todo)), len(todo)):
             todo[place].fill()
-            _start_together(group)
+            start_together(group)
             wall, cpu = seconds(todo[place].call, todo[place].full.device)
             if turn >= _WARM_UP:
                 taken[place].wall.append(wall)
@@ -105,18 +104,6 @@ def time_cases(todo: Sequence[Case], rounds: int, group: dist.ProcessGroup) -> l
     flat = torch.tensor([[times.wall, times.cpu] for times in taken], dtype=torch.float64)
     dist.all_reduce(flat, dist.ReduceOp.MAX, group=group)
     return [Times(wall, cpu) for wall, cpu in flat.tolist()]
-
-
-def _start_together(group: dist.ProcessGroup) -> None:
-    """Return at the same moment on all ranks: they are on one machine, and have one clock.
-
-    After a barrier ranks set out one after the other, and what is measured of a short call would be that.
-    """
-    moment = torch.tensor(perf_counter() + _AHEAD, dtype=torch.float64)
-    dist.all_reduce(moment, dist.ReduceOp.MAX, group=group)
-    start = moment.item()
-    while perf_counter() < start:
-        os.sched_yield()
 
 
 def _row(case: Case, taken: Sequence[Times], place: int, group: dist.ProcessGroup) -> Row:

@@ -6,6 +6,7 @@ executes them, `streams.py` runs operations beside the computation. Read `collec
 """
 
 from shardlite.comm import cost_model, schedule
+from shardlite.comm.chunking import CHUNK_BYTES
 from shardlite.comm.collectives import (
     SUMMABLE,
     all_gather,

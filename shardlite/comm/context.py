@@ -189,10 +189,6 @@ class Context:
         memory = self.transport.empty(numel * dtype.itemsize, self.device)
         return memory if dtype == memory.dtype else memory.view(dtype)
 
-    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return zeroed memory [numel] for tensors that are sent to other ranks."""
-        return self.transport.zeros(numel * dtype.itemsize, self.device).view(dtype)
-
     def trim(self, *, keep: int | None = None) -> None:
         """Free memory that no unit has used for a step, or all free memory except `keep` bytes."""
         for transport in self.transports:

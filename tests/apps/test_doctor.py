@@ -1,5 +1,8 @@
 """`shardlite doctor`: every transport is asked for, tried, and explained."""
 
+from itertools import count
+from statistics import median
+
 import pytest
 import torch
 
@@ -17,11 +20,13 @@ def assert_says_what_there_is_and_why(out):
     assert f"torch             {torch.__version__}" in lines
     assert "Messages between 2 ranks: cpu tensors" in lines
     start = lines.index('transport="auto"')
-    assert lines[start + 1].startswith("SharedMemoryTransport between 2 ranks, algorithm ring: all ranks are processes")
-    assert lines[start + 2].startswith("tried with 1 MiB: all-gather ")
+    said = "SharedMemoryTransport between 2 ranks, algorithm ring: all ranks are processes of this host"
+    assert " ".join(lines[start + 1 : start + 3]) == said
+    assert lines[start + 3].startswith("right results with 1 MiB: all-gather ")
+    assert max(map(len, out.splitlines())) <= 80
     p2p = lines.index('transport="p2p"')
     assert lines[p2p + 1] == "GlooTransport between 2 ranks, algorithm ring: it was asked for"
-    assert lines[p2p + 2].endswith(" ms, results right")
+    assert lines[p2p + 2].startswith("right results with 1 MiB: all-gather ")
 
 
 def test_it_says_what_there_is_and_why(cluster):
@@ -75,7 +80,60 @@ def alters(group, what):
 
     choice = trials.choose(group, torch.device("cpu"), trials._TIMEOUT, route=Route())
     wrong = Wrong(choice.transport._neighbours, trials._TIMEOUT)
-    return trials._try(wrong, torch.device("cpu"), what)
+    return trials.failure(trials._calls(wrong, torch.device("cpu"), what))
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    """Pretend that another rank takes twice as long, and agrees otherwise."""
+
+    def gather(group, mine, *_):
+        return [mine, mine if isinstance(mine, str) else [[2 * each for each in taken] for taken in mine]]
+
+    monkeypatch.setattr(trials, "all_gather_json", gather)
+
+
+def recorded(events, name="call", right=True, fill=lambda: None, make=lambda i: None):
+    """Return a call that records what is done with it."""
+    return trials.Call(
+        torch.device("cpu"),
+        lambda: events.append(f"fill {name}") or fill(),
+        lambda i: events.append(f"make {name} {i}") or make(i),
+        lambda: events.append(f"check {name}") or right,
+    )
+
+
+def test_a_trial_warms_up_before_it_is_checked(one_rank):
+    events = []
+    assert trials.failure([recorded(events)]) == ""
+    warm_up = [each for i in range(trials._WARM_UP) for each in ("fill call", f"make call {i}")]
+    assert events == [*warm_up, "check call"]
+    assert len(warm_up) >= 4
+    assert trials.failure([recorded(events, right=False), recorded(events)]) == "FAILED: wrong numbers have come"
+
+
+def test_warm_calls_are_timed_in_turn_and_without_filling(one_rank, monkeypatch):
+    """On a clock that only calls and fillings move: each call takes a second more than the one before."""
+    now, events = [0.0], []
+    monkeypatch.setattr(trials.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(trials, "start_together", lambda: events.append("start"))
+
+    def work(i=1e6):
+        now[0] += i
+
+    calls = [recorded(events, name, fill=work, make=work) for name in "ab"]
+    numbers = range(trials._WARM_UP, trials._WARM_UP + trials._REPEATS)
+    assert trials.milliseconds(calls) == [1e3 * 2 * median(numbers)] * 2
+    assert events == [each for i in numbers for name in "ab" for each in (f"fill {name}", "start", f"make {name} {i}")]
+
+
+def test_ranks_of_several_machines_start_though_their_clocks_differ(monkeypatch):
+    """A clock that is an hour ahead makes nobody wait for an hour."""
+    ticks = count()
+    monkeypatch.setattr(trials.time, "perf_counter", lambda: 1e-6 * next(ticks))
+    monkeypatch.setattr(trials.dist, "all_reduce", lambda moment, op, group: moment.add_(3600))
+    trials.start_together()
+    assert next(ticks) < 1e6 * 2 * trials._AHEAD
 
 
 @pytest.mark.parametrize("what", ["gather", "reduction"])
@@ -84,8 +142,7 @@ def test_wrong_numbers_are_seen(cluster, what):
 
 
 def test_right_numbers_are_seen(cluster):
-    for trial in cluster.run(alters, 2, "nothing"):
-        assert trial.endswith("results right")
+    assert cluster.run(alters, 2, "nothing") == [""] * 2
 
 
 def test_the_report_is_text_by_device():

@@ -9,8 +9,7 @@ in a file system, is gone with it. It holds descriptors only and maps nothing.
     rank      a request {"do": ..., ...}, with a descriptor for `keep`
     keeper    an answer, with the descriptor for `give`
 
-A key as between ranks (`comm/shm/handshake.py`) would have to outlive the store of an attempt, in a place that ranks
-can read and nothing else can; what the system says of a process needs none.
+What the system says of a process needs no key, which would have to outlive the store of an attempt.
 
 This file is executed as a script, too, and imports the standard library only: the process starts in some 20 ms.
 """

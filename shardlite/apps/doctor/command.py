@@ -24,6 +24,6 @@ def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) ->
     """Start the ranks, or examine this machine as one of them. Return 1 if a trial failed, else 0."""
     if started_ranks(parser, options) is None:
         return launch.launch(options.ranks or launch.default_ranks(), arguments)
-    from shardlite.apps.doctor.trials import examine
+    from shardlite.apps.doctor.trials import run_trials
 
-    return 0 if examine() else 1
+    return 0 if run_trials() else 1

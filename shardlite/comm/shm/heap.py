@@ -216,11 +216,22 @@ class Heap(Mapping):
         Raises:
             CommError: there is no room, or this is a forked child.
         """
-        return self._block(nbytes, zeroed=False)
-
-    def zeros(self, nbytes: int) -> Tensor:
-        """Allocate a zeroed block of bytes, [nbytes]. It takes pages only as it is written."""
-        return self._block(nbytes, zeroed=True)
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        self._returns.owner.check()
+        with self._change() as possible:
+            assert possible, "no finaliser asks for memory"
+            self._returns.for_good = False
+            length = _rounded_up(nbytes)
+            start = self._take(length)
+            self._live += length
+            self._most = max(self._most, self._live)
+            # Free ranges may be too short for later blocks: limit warm pages to what was needed lately.
+            self._keep_to(int(_SLACK * max(self._most, self._most_before)) - self._live)
+        block = (ctypes.c_char * nbytes).from_buffer(self.memory, start)
+        tensor = torch.frombuffer(block, dtype=torch.uint8)
+        self._returns.expect(block, start, length)
+        return tensor
 
     def trim(self, *, keep: int | None = None) -> None:
         """Free pages that were not used since the last call, or all free pages except `keep` bytes.
@@ -257,26 +268,6 @@ class Heap(Mapping):
                 yield True
             finally:
                 self._changing = False
-
-    def _block(self, nbytes: int, *, zeroed: bool) -> Tensor:
-        if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        self._returns.owner.check()
-        with self._change() as possible:
-            assert possible, "no finaliser asks for memory"
-            self._returns.for_good = False
-            length = _rounded_up(nbytes)
-            start = self._take(length)
-            self._live += length
-            self._most = max(self._most, self._live)
-            # Free ranges may be too short for later blocks: limit warm pages to what was needed lately.
-            self._keep_to(int(_SLACK * max(self._most, self._most_before)) - self._live)
-        if zeroed:
-            self._returns.drop_pages(start, start + length)
-        block = (ctypes.c_char * nbytes).from_buffer(self.memory, start)
-        tensor = torch.frombuffer(block, dtype=torch.uint8)
-        self._returns.expect(block, start, length)
-        return tensor
 
     def _take(self, length: int) -> int:
         """Take the smallest warm range that is long enough; otherwise a range with as many warm pages as possible."""

@@ -1,31 +1,30 @@
-"""Rendezvous: the ranks of one host exchange descriptors of their memory over sockets without a file.
+"""Rendezvous: the ranks of one host open each other's memory, whose only name is that of a process's descriptor.
 
-    each rank    makes a heap and a listening socket, and publishes its address            (by the store)
-                 and a part of the group's key
-    each pair    connects, proves that it has the key, and exchanges the heaps' descriptors
+    each rank    makes a heap, locks it, and publishes its process, descriptor and inode   (by the store)
+    each rank    opens /proc/PROCESS/fd/DESCRIPTOR of the others, and compares the inode
     all ranks    publish whether that worked: if it failed on one, no rank uses it         (by the store)
 
-The sockets stay open: when a process ends in any way, the system closes its sockets, which its peers detect. (A forked
-child, for example of a data loader, would keep them open, so it closes them at once.)
+Linux lets a process open this name if it could read the memory of that process anyway (`PTRACE_MODE_READ` in
+ptrace(2)): it is of the same user. No rank listens, so another user has nothing to connect to. The inode shows that a
+later process has not got the number of one that has ended.
+
+A rank holds the lock until its process ends in any way, which its peers detect. A forked child does not inherit it.
 """
 
-import hashlib
+import fcntl
 import logging
 import os
-import secrets
-import select
 import socket
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from weakref import WeakKeyDictionary, WeakSet, finalize
+from weakref import WeakKeyDictionary, finalize
 
 import torch.distributed as dist
 
 from shardlite.comm.control.store import TIMEOUT, all_gather_json
-from shardlite.comm.shm import futex, handshake
-from shardlite.comm.shm.heap import Heap, Mapping
+from shardlite.comm.shm import futex
+from shardlite.comm.shm.heap import Heap, Mapping, has_fixed_size
 from shardlite.comm.shm.mailbox import control_nbytes
 from shardlite.comm.shm.transport import Neighbours
 from shardlite.errors import LayoutError
@@ -33,13 +32,10 @@ from shardlite.errors import LayoutError
 log = logging.getLogger("shardlite")
 
 _BOOT = "/proc/sys/kernel/random/boot_id"  # one per running kernel
-_NETWORK = "/proc/self/ns/net"
+_NAMESPACES = ("/proc/self/ns/pid", "/proc/self/ns/user")
 
-_STRANGERS = 64
-"""Number of foreign connections that may queue before a rank's connection has to wait."""
-
-_PATIENCE = 20.0
-"""Seconds for connecting two processes of one host."""
+_Address = tuple[int, int, int, int]
+"""Of memory: process, descriptor, and the device and inode that the descriptor has."""
 
 
 @dataclass(frozen=True)
@@ -89,37 +85,29 @@ def nodes_of(group: dist.ProcessGroup, timeout: timedelta = TIMEOUT) -> int:
 
 def _rendezvous(group: dist.ProcessGroup, timeout: timedelta) -> Rendezvous:
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    heap, listener, address, why_not = None, None, "", futex.why_not()
+    heap, address, why_not = None, None, futex.why_not()
     if not why_not:
         try:
             heap = Heap(control_nbytes(world_size))
-            listener = _listen(world_size)
-            address = listener.getsockname().hex()
+            address = _publish(heap)
         except OSError as error:
             why_not = f"this system gives no shared memory: {error}"
-    part = secrets.token_hex(handshake.NUMBER)
-    rows = all_gather_json(group, (why_not, _reach(), address, part), "shared memory of one host", timeout)
+    rows = all_gather_json(group, (why_not, _reach(), address), "shared memory of one host", timeout)
     why_not = next((f"rank {r}: {row[0]}" for r, row in enumerate(rows) if row[0]), "")
     if why_not:  # `p2p` was not requested
         log.warning("no shared memory between the ranks of this host: %s", why_not)
     elif len({tuple(row[1]) for row in rows}) > 1:
         apart = len({row[1][0] for row in rows}) > 1
-        why_not = f"the ranks are {'on several hosts' if apart else 'in several network namespaces of one host'}"
+        why_not = f"the ranks are {'on several hosts' if apart else 'in several containers (namespaces) of one host'}"
     if why_not:
-        _close([] if listener is None else [listener])
         return Rendezvous(None, why_not)
     assert heap is not None, "or there was a reason"
-    assert listener is not None, "or there was a reason"
     neighbours, failure = None, ""
-    key = hashlib.sha256("".join(row[3] for row in rows).encode()).digest()
-    deadline = time.monotonic() + min(_PATIENCE, timeout.total_seconds())
     try:
-        neighbours = _connect(rank, heap, listener, [bytes.fromhex(row[2]) for row in rows], key, deadline)
+        neighbours = _open_all(rank, heap, [row[2] for row in rows])
     except OSError as error:
-        failure = f"rank {rank} cannot connect to the others: {error}"
-    failures = "; ".join(
-        said for said in all_gather_json(group, failure, "connections within the host", timeout) if said
-    )
+        failure = f"rank {rank} cannot open the memory of the others: {error}"
+    failures = "; ".join(said for said in all_gather_json(group, failure, "memory of one host", timeout) if said)
     if failures:
         log.warning("no shared memory between the ranks of this host: %s", failures)
         return Rendezvous(None, failures)
@@ -135,75 +123,68 @@ def host_name() -> str:
         return socket.gethostname()
 
 
-def _reach() -> tuple[str, str]:
-    """Return a value that is equal for processes whose abstract sockets reach each other: host, network namespace.
+def _reach() -> list[str]:
+    """Return a value that is equal for processes that can open each other's descriptors: host, and namespaces.
 
-    Containers of one host have namespaces of their own, unless they share the network of the host.
+    Containers of one host have namespaces of their own, unless they share those of the host.
     """
     try:
-        return host_name(), os.readlink(_NETWORK)
+        return [host_name(), *map(os.readlink, _NAMESPACES)]
     except OSError:
-        return host_name(), ""
+        return [host_name()]
 
 
-def _listen(world_size: int) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(b"\0shardlite-" + secrets.token_hex(16).encode())  # abstract: it has no file
-    listener.listen(world_size + _STRANGERS)
-    return listener
+def _publish(heap: Heap) -> _Address:
+    """Lock memory as that of a living process, and return its address."""
+    fcntl.lockf(heap.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    process = os.readlink("/proc/self")  # by the numbers of this /proc
+    return int(process), heap.descriptor, *_identity(heap.descriptor)
 
 
-def _connect(
-    rank: int, heap: Heap, listener: socket.socket, addresses: Sequence[bytes], key: bytes, deadline: float
-) -> Neighbours:
-    """Exchange heaps with every other rank: connect to lower ranks, accept connections of higher ranks."""
-    ends: dict[int, tuple[socket.socket, Mapping]] = {}
-    with listener:
-        try:
-            for peer in range(rank):
-                ends[peer] = handshake.connect(addresses[peer], rank, peer, key, heap, deadline)
-            reception = handshake.Reception(listener, rank, set(range(rank + 1, len(addresses))), key, heap)
-            ends |= reception.run(deadline)
-        except BaseException:
-            _close(end for end, _ in ends.values())
-            raise
-    if reception.refused:
-        log.warning("rank %d closed %d connections from outside its group", rank, reception.refused)
-    mappings = {rank: heap, **{peer: mapping for peer, (_, mapping) in ends.items()}}
-    sockets = {peer: end for peer, (end, _) in ends.items()}
-    return Neighbours(rank, heap, [mappings[r] for r in range(len(addresses))], _Watch(sockets))
+def _identity(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
+
+def _open_all(rank: int, heap: Heap, addresses: Sequence[_Address]) -> Neighbours:
+    """Map the memory of every other rank.
+
+    Raises:
+        OSError: that of one cannot be opened.
+    """
+    watch = _Watch()
+    mappings = [heap if peer == rank else Mapping(watch.open(peer, at)) for peer, at in enumerate(addresses)]
+    return Neighbours(rank, heap, mappings, watch)
 
 
 class _Watch:
-    """Detects the end of a peer's process by the socket that it holds open. Thread-safe."""
+    """Detects the end of a peer's process by the lock on its memory. Thread-safe."""
 
-    def __init__(self, sockets: dict[int, socket.socket]) -> None:
-        self._sockets = sockets
-        finalize(self, _close, sockets.values())
-        _watches.add(self)
+    def __init__(self) -> None:
+        self._descriptors: dict[int, int] = {}
+        finalize(self, _close, self._descriptors)
 
-    def forget(self) -> None:
-        """Close this process's ends."""
-        _close(self._sockets.values())
+    def open(self, peer: int, address: _Address) -> int:
+        """Open the memory of a rank, and return the descriptor.
+
+        Raises:
+            OSError: this is not possible, or other memory is there, or its size may change.
+        """
+        process, number, *identity = address
+        descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
+        self._descriptors[peer] = descriptor
+        if list(_identity(descriptor)) != identity or not has_fixed_size(descriptor):
+            raise OSError(f"process {process} has something else than memory of rank {peer} as descriptor {number}")
+        return descriptor
 
     def __call__(self, peer: int) -> bool:
-        poll = select.poll()
-        poll.register(self._sockets[peer], select.POLLHUP | select.POLLRDHUP)
-        return not poll.poll(0)
+        try:
+            fcntl.lockf(self._descriptors[peer], fcntl.LOCK_SH | fcntl.LOCK_NB)  # other peers may have it, too
+        except BlockingIOError:
+            return True
+        return False
 
 
-_watches: "WeakSet[_Watch]" = WeakSet()
-
-
-def _close(sockets: Iterable[socket.socket]) -> None:
-    for each in sockets:
-        each.close()
-
-
-def _forget_all() -> None:
-    for watch in list(_watches):
-        watch.forget()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_all)
+def _close(descriptors: dict[int, int]) -> None:
+    for each in descriptors.values():
+        os.close(each)

@@ -302,10 +302,6 @@ class SharedMemoryTransport(Transport):
         """Return uninitialised memory [nbytes] that is sent from without a copy."""
         return self._neighbours.heap.empty(nbytes) if device.type == "cpu" else super().empty(nbytes, device)
 
-    def zeros(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return zeroed memory [nbytes] that is sent from without a copy."""
-        return self._neighbours.heap.zeros(nbytes) if device.type == "cpu" else super().zeros(nbytes, device)
-
     def trim(self, *, keep: int | None = None) -> None:
         """Free pages that were not used since the last call, or all free pages except `keep` bytes."""
         self._neighbours.heap.trim(keep=keep)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from shardlite.comm.cost_model import LinkCost
-from shardlite.comm.shm.heap import lazy_zeros
 from shardlite.config import Algorithm
 from shardlite.errors import LayoutError
 from shardlite.telemetry import Held
@@ -109,10 +108,6 @@ class Transport:
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
         """Return uninitialised memory [nbytes] from which sending costs least."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-    def zeros(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return zeroed memory [nbytes] from which sending costs least. On the CPU, pages are taken on first write."""
-        return lazy_zeros(nbytes) if device.type == "cpu" else torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
     def trim(self, *, keep: int | None = None) -> None:
         """Free memory that was not used since the last call, or all free memory except `keep` bytes.

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
-from shardlite.comm.shm import futex, handshake, mailbox, rendezvous
+from shardlite.comm.shm import futex, mailbox, rendezvous
 from shardlite.comm.shm.heap import Heap, Mapping
 from shardlite.comm.shm.mailbox import PLACES, Announcement, Control, Receipts, control_nbytes
 from shardlite.comm.shm.transport import Neighbours, SharedMemoryTransport
@@ -154,17 +154,6 @@ def test_pieces_that_are_too_short_for_what_comes_give_their_pages_back(small):
             live += kept[-1].numel()
         most = max(most, live)
         assert heap.resident <= 1.05 * most
-
-
-def test_zeros_take_pages_as_they_are_written_to(small):
-    heap = small(64)
-    old = heap.empty(8 * PAGE).fill_(1)
-    del old
-    new = heap.zeros(16 * PAGE)
-    assert heap.resident == 0
-    assert not new.any()
-    new[: 2 * PAGE] = 1
-    assert heap.resident <= 16 * PAGE
 
 
 def test_threads_never_get_the_same_block(small):
@@ -449,26 +438,24 @@ class Broken:
     def __enter__(self):
         self.patch = pytest.MonkeyPatch()
         set_to = self.patch.setattr
-        set_to(rendezvous, "_PATIENCE", 1.0)
         if dist.get_rank() != 1:
             return
         match self.kind:
             case "host":
                 set_to(rendezvous, "host_name", lambda: "elsewhere")
-            case "network":
-                set_to(rendezvous, "_NETWORK", "/proc/self/ns/pid")
+            case "namespaces":
+                set_to(rendezvous, "_NAMESPACES", ["/proc/self/ns/net"])
             case "platform":
                 set_to(futex.platform, "machine", lambda: "riscv64")
             case "memory":
                 set_to(rendezvous, "Heap", _no_memory)
-            case "sockets":
-                set_to(rendezvous, "_listen", _no_memory)
-            case "connection":
-                set_to(handshake, "_give", _no_memory)
+            case "lock":
+                set_to(rendezvous.fcntl, "lockf", _no_memory)
             case "mapping":
-                set_to(handshake, "Mapping", _no_memory)
-            case "user":
-                set_to(handshake.os, "geteuid", lambda: -1)
+                set_to(rendezvous, "Mapping", _no_memory)
+            case "process":
+                publish = rendezvous._publish
+                set_to(rendezvous, "_publish", lambda heap: (1, *publish(heap)[1:]))
 
     def __exit__(self, *_):
         self.patch.undo()
@@ -500,16 +487,12 @@ def broken_body(group, kind):
     ("kind", "reason"),
     [
         ("host", "the ranks are on several hosts"),
-        ("network", "the ranks are in several network namespaces of one host"),
+        ("namespaces", "the ranks are in several containers (namespaces) of one host"),
         ("platform", "rank 1: it takes an x86-64 processor, which keeps the order of writes; this is riscv64"),
         ("memory", "rank 1: this system gives no shared memory: none left"),
-        ("sockets", "rank 1: this system gives no shared memory: none left"),
-        ("connection", "rank 1 cannot connect to the others: none left"),
-        ("mapping", "rank 1 cannot connect to the others: none left"),
-        (
-            "user",
-            "rank 1 cannot connect to the others: rank 2 did not connect in time; 1 foreign connections were closed",
-        ),
+        ("lock", "rank 1: this system gives no shared memory: none left"),
+        ("mapping", "rank 1 cannot open the memory of the others: none left"),
+        ("process", "rank 2 cannot open the memory of the others: "),
     ],
 )
 def test_all_ranks_use_messages_where_one_cannot_share(cluster, kind, reason):

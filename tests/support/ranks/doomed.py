@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardlite.comm.shm import rendezvous
 from tests.support.patience import seconds, until
 from tests.support.ranks.cluster import SEED
 from tests.support.ranks.forkserver import ForkServer, find, name_of
@@ -64,7 +63,7 @@ class Doomed:
         Rank `killed` is killed once all others have ended. Nothing may be left behind by any of them. With a `keeper`
         the store of the process group is in rank 0, and stops with it; otherwise it is a file.
         """
-        for name in ("tmp", "said", "sockets"):
+        for name in ("tmp", "said"):
             (directory / name).mkdir()
         pids = [
             self._server.fork(
@@ -86,15 +85,13 @@ def _ended(directory: Path, rank: int, status: int | None) -> Ended:
 
 
 def _nothing_is_left(directory: Path, pids: list[int]) -> None:
-    """Check that the ranks have left no process, no file and no socket with a name."""
+    """Check that the ranks have left no process and no file."""
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     assert not list((directory / "tmp").iterdir())
     shared = Path("/dev/shm")
     if shared.is_dir():
         marks = ["shardlite", *map(str, pids)]
         assert not [each for each in shared.iterdir() if any(mark in each.name for mark in marks)]
-    bound = Path("/proc/net/unix").read_text()
-    assert not [each for each in (directory / "sockets").iterdir() if each.name in bound]
 
 
 def _be(rank: int, world_size: int, folder: str, keeper: bool, name: tuple[str, str, str], args: list[Any]) -> None:
@@ -104,7 +101,6 @@ def _be(rank: int, world_size: int, folder: str, keeper: bool, name: tuple[str, 
     tempfile.tempdir = os.environ["TMPDIR"] = str(directory / "tmp")
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
-    _note_sockets(directory / "sockets")
     store = _tcp_store(rank, directory / "port") if keeper else dist.FileStore(str(directory / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=JOIN))
     dist.barrier()
@@ -127,15 +123,3 @@ def _tcp_store(rank: int, port: Path) -> dist.TCPStore:
         return store
     until(port.exists)
     return dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False)
-
-
-def _note_sockets(directory: Path) -> None:
-    """Keep the names of the sockets that this rank makes, as names of files."""
-    listen = rendezvous._listen
-
-    def noted(world_size: int) -> Any:
-        listener = listen(world_size)
-        (directory / listener.getsockname().lstrip(b"\0").decode()).touch()
-        return listener
-
-    rendezvous._listen = noted

@@ -28,10 +28,6 @@ class Delegating(Transport):
         """Return uninitialised memory [nbytes] of the wrapped transport."""
         return self._transport.empty(nbytes, device)
 
-    def zeros(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return zeroed memory [nbytes] of the wrapped transport."""
-        return self._transport.zeros(nbytes, device)
-
     def trim(self, *, keep: int | None = None) -> None:
         """Free memory of the wrapped transport."""
         self._transport.trim(keep=keep)

@@ -1,0 +1,260 @@
+"""Who gets a rank's memory: the ranks of its group and no process of another user, whatever it does."""
+
+import ctypes
+import fcntl
+import logging
+import os
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from shardlite.comm.shm import rendezvous
+from shardlite.comm.shm.heap import Heap, Mapping
+from shardlite.comm.shm.rendezvous import _publish, _Watch
+from tests.support.patience import seconds, until
+
+NEWNS, NEWPID = 0x00020000, 0x20000000
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to change its user")
+
+
+def meet(group):
+    """Make the ranks of a group share memory for the first time."""
+    return rendezvous.rendezvous(dist.new_group(list(range(group.size()))), timedelta(seconds=seconds(30)))
+
+
+# Another user.
+
+
+@contextmanager
+def flood():
+    """Let another user hold the listening queue of every socket of this library full, as far as he can."""
+    pid, (ours, theirs) = os.getpid(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        with suppress(BaseException):
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            os.write(theirs, b".")
+            connect_until_over(pid)
+        os._exit(0)
+    os.read(ours, 1)
+    try:
+        yield
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        os.close(ours)
+        os.close(theirs)
+
+
+def connect_until_over(pid: int) -> None:
+    kept: list[socket.socket] = []
+    while os.getppid() == pid:
+        lines = Path("/proc/net/unix").read_text().splitlines()
+        for address in ["\0" + line.partition("@")[2] for line in lines if "@shardlite-" in line]:
+            with suppress(OSError):  # its queue is full
+                while True:
+                    kept.append(socket.socket(socket.AF_UNIX))
+                    kept[-1].setblocking(False)
+                    kept[-1].connect(address)
+        if len(kept) > 800:
+            kept.clear()
+
+
+def flooded_body(group):
+    if group.rank() != 0:
+        return meet(group).why_not
+    with flood():
+        return meet(group).why_not
+
+
+@as_root
+def test_another_user_keeps_no_ranks_apart(cluster):
+    assert cluster.run(flooded_body, 3) == [""] * 3
+
+
+def named_sockets():
+    """Return the lines of /proc/net/unix on sockets of this process that have a name, so that others can connect."""
+    descriptors = Path("/proc/self/fd")
+    own = {os.readlink(each) for each in descriptors.iterdir() if each.exists()}
+    lines = (line.split() for line in Path("/proc/net/unix").read_text().splitlines())
+    return {tuple(line) for line in lines if len(line) > 7 and f"socket:[{line[6]}]" in own}
+
+
+def counted_body(group):
+    """Return why the ranks do not share memory, and at which sockets others could connect at each exchange."""
+    names = [named_sockets()]
+
+    def counted(*given, gather=rendezvous.all_gather_json):
+        names.append(named_sockets())
+        return gather(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "all_gather_json", counted)
+        why_not = meet(group).why_not
+    return why_not, [sorted(each - names[0]) for each in names[1:]]
+
+
+def test_ranks_listen_nowhere(cluster):
+    assert cluster.run(counted_body, 2) == [("", [[], []])] * 2
+
+
+def as_another_process(act, *, user=0, namespaces=0):
+    """Run `act` in a child, as another user or in namespaces of its own; return what it returned, up to 64 bytes."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            if namespaces and ctypes.CDLL(None, use_errno=True).unshare(namespaces) != 0:
+                os.write(theirs, b"not allowed")
+                os._exit(0)
+            if user:
+                os.setgid(user)
+                os.setuid(user)
+            if os.fork() != 0:  # who makes a namespace of processes is not in it, its children are
+                os.wait()
+                os._exit(0)
+            os.write(theirs, act())
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    os.waitpid(child, 0)
+    said = os.read(ours, 64)
+    os.close(ours)
+    return said
+
+
+def opened(address):
+    """Return `b"yes"` if this process can open memory, else what prevents it."""
+    try:
+        _Watch().open(0, address)
+    except OSError as error:
+        return type(error).__name__.encode()
+    return b"yes"
+
+
+@as_root
+def test_another_user_cannot_open_memory():
+    heap = Heap(4096)
+    address = _publish(heap)
+    assert as_another_process(lambda: opened(address)) == b"yes"
+    assert as_another_process(lambda: opened(address), user=NOBODY) == b"PermissionError"
+
+
+@as_root
+def test_a_container_has_another_reach():
+    there = as_another_process(lambda: rendezvous._reach()[1].encode(), namespaces=NEWNS | NEWPID)
+    if there == b"not allowed":
+        pytest.skip("this system makes no namespaces")
+    assert there != rendezvous._reach()[1].encode()
+
+
+# Memory.
+
+
+def test_memory_is_opened_by_its_address():
+    heap, watch = Heap(4096), _Watch()
+    mapping = Mapping(watch.open(1, _publish(heap)))
+    heap.words(0, 1)[0] = 7
+    assert mapping.words(0, 1)[0] == 7
+    assert mapping.nbytes == heap.nbytes
+
+
+def test_other_memory_under_the_same_numbers_is_refused():
+    """As if a rank had ended, and a later process had its number."""
+    heap, other = Heap(4096), Heap(4096)
+    process, number, *_ = _publish(heap)
+    with pytest.raises(OSError, match=f"has something else than memory of rank 1 as descriptor {number}"):
+        _Watch().open(1, (process, number, *rendezvous._identity(other.descriptor)))
+
+
+@pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW])
+def test_memory_whose_size_may_change_is_refused(seals):
+    loose = Heap(4096)
+    descriptor = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, 8192)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    loose.descriptor = descriptor
+    with pytest.raises(OSError, match=f"memory of rank 1 as descriptor {descriptor}"):
+        _Watch().open(1, _publish(loose))
+    os.close(descriptor)
+
+
+def test_a_heap_keeps_its_size():
+    heap = Heap(4096)
+    for size in (0, heap.nbytes - 4096, heap.nbytes + 4096):
+        with pytest.raises(PermissionError):
+            os.ftruncate(heap.descriptor, size)
+
+
+# The end of a process.
+
+_RANK = """
+import os, sys
+from shardlite.comm.shm.heap import Heap
+from shardlite.comm.shm.rendezvous import _publish
+heap = Heap(4096)
+print(*_publish(heap), flush=True)
+child = os.fork()  # as of a data loader: it has the descriptor, too
+sys.stdin.read()
+"""
+
+
+def test_a_process_that_is_killed_is_noticed_though_its_child_lives():
+    with subprocess.Popen([sys.executable, "-c", _RANK], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
+        assert rank.stdout is not None
+        alive = _Watch()
+        alive.open(1, tuple(map(int, rank.stdout.readline().split())))
+        assert alive(1)
+        rank.kill()
+        until(lambda: not alive(1), "the end of a process")
+
+
+def test_a_forked_child_ends_nothing():
+    """It has the descriptors of its parent, and closes them when it ends."""
+    heap = Heap(4096)
+    address = _publish(heap)
+    as_another_process(lambda: b"")
+
+    def look():
+        watch = _Watch()
+        watch.open(0, address)
+        return b"alive" if watch(0) else b"gone"
+
+    assert as_another_process(look) == b"alive"
+
+
+# What is said of it.
+
+
+def without_memory_body(group):
+    """Meet where rank 1 gets no memory; return why ranks share none, and what is logged of it."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger("shardlite").addHandler(handler)
+
+    def refuse(heap: Heap) -> None:
+        raise OSError("too many open files")
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            if group.rank() == 1:
+                patch.setattr(rendezvous, "_publish", refuse)
+            met = meet(group)
+    finally:
+        logging.getLogger("shardlite").removeHandler(handler)
+    return met.why_not, [(record.levelname, record.getMessage()) for record in records]
+
+
+def test_less_than_was_asked_for_is_a_warning(cluster):
+    for why_not, logged in cluster.run(without_memory_body, 2):
+        assert why_not == "rank 1: this system gives no shared memory: too many open files"
+        assert logged == [("WARNING", f"no shared memory between the ranks of this host: {why_not}")]
