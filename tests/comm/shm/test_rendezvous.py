@@ -12,7 +12,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from shardlite.comm.shm import rendezvous
 from shardlite.comm.shm.heap import Heap, Mapping
@@ -25,8 +24,8 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to change it
 
 
 def meet(group):
-    """Make the ranks of a group share memory for the first time."""
-    return rendezvous.rendezvous(dist.new_group(list(range(group.size()))), timedelta(seconds=seconds(30)))
+    """Make the ranks of a group share memory, as for the first time."""
+    return rendezvous._rendezvous(group, timedelta(seconds=seconds(30)))
 
 
 # Another user.
