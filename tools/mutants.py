@@ -78,13 +78,6 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "divisors are accepted that fp32 cannot hold",
     ),
     (
-        f"{_KERNELS}/launch.py",
-        "condition",
-        "if self.made is None:",
-        "if True:",
-        "a kernel is made, and compiled, once for each module that imports it",
-    ),
-    (
         f"{_KERNELS}/moments.py",
         "constant",
         "sq.copy_(q.clamp_(1, 255))",
@@ -1692,7 +1685,6 @@ FIRST: dict[str, tuple[str, ...]] = {
     f"{_KERNELS}/adamw_cpu.py": ("test_adamw_cpu", "test_optim_formats", "test_alarm"),
     f"{_KERNELS}/device_ring.py": ("test_interpreter",),
     f"{_KERNELS}/hop.py": ("test_hop",),
-    f"{_KERNELS}/launch.py": ("test_late_kernels",),
     f"{_KERNELS}/rounding.py": ("test_fma", "test_cast"),
     f"{_KERNELS}/rows.py": ("test_rows", "test_rows_kernel"),
     f"{_KERNELS}/scalars.py": ("test_scalars",),

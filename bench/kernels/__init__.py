@@ -3,7 +3,3 @@
 `python -m bench.kernels` measures (`run.py`), `python -m bench.kernels.table` prints the rows,
 `python -m bench.kernels.aot` compiles every kernel for GPUs that need not be here.
 """
-
-from shardlite_kernels import load_triton
-
-load_triton()  # before modules of this room import kernels by name

@@ -25,7 +25,7 @@ from .device_ring import (
     ring_reduce_scatter_reference,
 )
 from .hop import hop, hop_reference
-from .launch import INTERPRET, SCALE_BLOCK, load_triton, use_triton
+from .launch import SCALE_BLOCK, use_triton
 from .moments import FORMATS, decode, encode
 from .noise import keys
 from .quantize import dequantize, dequantize_reference, quantize, quantize_reference
@@ -36,6 +36,3 @@ from .signals import PROGRAMS, Peers, flag_numel, ring_failure, slots_nbytes
 from .split import join, join_reference, split, split_reference
 from .state import State
 from .stats import check_stats, new_stats, stats, stats_block, stats_reference, stats_rows, stats_total
-
-if INTERPRET:  # Triton is here already
-    load_triton()

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from .adamw import check_step, reduce_adamw_reference, step_block
 from .hop import LARGEST_DIVISOR, hop_reference
-from .launch import INTERPRET, block_size, dtype_of_kernel, jit, launch, tl, use_triton
+from .launch import INTERPRET, block_size, jit, launch, tl, use_triton
 from .rounding import load_fp32, store_rounded
 from .scalars import Table
 from .signals import (
@@ -53,7 +53,7 @@ from .signals import (
 )
 from .state import State, check_flat
 
-_WIRES = (torch.float32, torch.bfloat16, torch.float16)
+_WIRES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _AMD = torch.version.hip is not None
 _UNSPECIALISED = ("rank", "world", "epoch", "limit", "blocks")
 """Arguments of which any value runs the same code. Otherwise a rank would recompile while its neighbours wait."""
@@ -283,7 +283,7 @@ def _launch_reduce(
         n=n,
         block=block,
         together=programs,
-        WIRE=dtype_of_kernel(wire),
+        WIRE=getattr(tl, _WIRES[wire], None),
         DEPTH=peers.depth,
         AMD=_AMD,
         INTERPRET=INTERPRET,

@@ -19,7 +19,6 @@ from shardlite.apps.plan.clusters import CLUSTERS
 from tests.support.ranks.scripts import ROOT, Done, run_process
 
 HEAVY = (
-    "triton",
     "torch._dynamo",
     "torch._inductor",
     "torch.distributed.checkpoint",
