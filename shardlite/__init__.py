@@ -71,7 +71,9 @@ _LATE = {
     "save_in_memory": "shardlite.apps.checkpoint",
     "verify": "shardlite.apps.verify.verify",
 }
-"""The modules of names."""
+"""The module that defines each name."""
+
+_STATE_DICTS = "torch.distributed.checkpoint.state_dict"
 
 
 def _import_late(name: str) -> Any:
@@ -79,6 +81,8 @@ def _import_late(name: str) -> Any:
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import_module("shardlite.model")  # first, whatever is asked for: it patches PyTorch's own tools
+    if _LATE[name] == "shardlite.apps.checkpoint":
+        import_module(_STATE_DICTS)  # before it, as `_patch_state_dicts` does: other threads may import both
     globals()[name] = value = getattr(import_module(_LATE[name]), name)
     return value
 
@@ -95,7 +99,7 @@ def __dir__() -> list[str]:
 
 
 def _after_import(name: str, then: Callable[[], object]) -> None:
-    """Call `then` once, as soon as the program has imported the module `name`: now if it has done so already."""
+    """Call `then` once after the module `name` is imported; at once if it already is."""
     if name in sys.modules:
         then()
     else:
@@ -133,11 +137,22 @@ class _Watcher:
         loader.exec_module = exec_module
 
 
+def _patch_torch() -> None:
+    """Import the model, which patches optimizers, scalers and norms before the program can import one by name.
+
+    Not where one of our own modules imports PyTorch, because they would import each other in a circle. A program that
+    wraps a model imports it later in any case.
+    """
+    packages = ("shardlite", "shardlite_kernels")
+    ours = {tuple(name.split(".")[:2]) for name in sys.modules if name.split(".")[0] in packages}
+    if ours <= {("shardlite",), ("shardlite", "apps"), ("shardlite", "errors")}:
+        import_module("shardlite.model")
+
+
 def _patch_state_dicts() -> None:
     """Import what teaches `torch.distributed.checkpoint.state_dict` which parameters a wrapped model has."""
     import_module("shardlite.apps.checkpoint")
 
 
-if "torch" in sys.modules:  # otherwise PyTorch's own tools are patched when a name is first used
-    import_module("shardlite.model")
-_after_import("torch.distributed.checkpoint.state_dict", _patch_state_dicts)
+_after_import("torch", _patch_torch)
+_after_import(_STATE_DICTS, _patch_state_dicts)

@@ -56,12 +56,12 @@ class NonFiniteError(ShardLiteError, ArithmeticError):
 
 
 def some_of(names: Iterable[str]) -> str:
-    """Return the first of many names."""
+    """Return up to eight of the sorted names and the number of others; `nothing` for none."""
     listed = sorted(names)
     return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "") or "nothing"
 
 
 def lacking(missing: Collection[str], unknown: Collection[str]) -> str:
-    """Return what something lacks, and what it has that is unknown; of these only what there is."""
+    """Return `lacks A and has unknown B`, without a half that has no names."""
     parts = (f"{what} {some_of(names)}" for what, names in (("lacks", missing), ("has unknown", unknown)) if names)
     return " and ".join(parts)

@@ -106,6 +106,10 @@ class _Uncompiled:
         return self._manager.__exit__(*raised)
 
 
+class _UnwrappedError(PhaseError, AttributeError):
+    """The model was unwrapped. (`hasattr` takes an `AttributeError` for an answer.)"""
+
+
 class _SignatureOfModule:
     """A method whose signature is that of the wrapped module's `forward`: trainers choose inputs by it."""
 
@@ -242,6 +246,7 @@ class ShardLite(nn.Module):
         self._units = self._build(plan, init)
         left_alone = [each for each in ignore if isinstance(each, nn.Module)]
         self._first_ranks = Buffers(module, context, left_alone) if buffers == "rank0" else None
+        refuse_conversions(module, left_alone, self._ignored)
         self._connect(plan, prefetch, diagnose)
 
     # ---- what a module does -------------------------------------------------------------------------------------
@@ -317,7 +322,9 @@ class ShardLite(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             if self._unwrapped:
-                raise PhaseError("this ShardLite model was unwrapped: use the module that unwrap() returned") from None
+                raise _UnwrappedError(
+                    "this ShardLite model was unwrapped: use the module that unwrap() returned"
+                ) from None
             if name == "module":
                 raise
             value = getattr(self.module, name)
@@ -601,7 +608,7 @@ class ShardLite(nn.Module):
         self._bridge.gatherer.settle()
         entries = self._full.entries()
         missing, unexpected = self._from_first_rank(self._full.other_names(given))
-        kept = self._full.state_dict(0) if missing else {}
+        kept = self._full.state_dict(0, missing) if missing else {}
         source = {entry: kept.get(name, entry) for name, entry in entries.items()}
         source.update({entry: given[name] for name, entry in entries.items() if name in given})  # by any of tied names
         for unit in self._units:
@@ -630,7 +637,8 @@ class ShardLite(nn.Module):
         optimizers are of no more use afterwards, and hold memory until they are deleted.
 
         Raises:
-            PhaseError: on every rank, if some rank is inside a forward, a backward, `gathered()` or `EMA.swapped()`.
+            PhaseError: on every rank, if some rank is inside a forward, a backward, `gathered()` or `EMA.swapped()`, or
+                has gradients that are not reduced (`no_sync()`, `parts()`).
         """
         self._recover()
         try:
@@ -644,6 +652,7 @@ class ShardLite(nn.Module):
         self._full.make_plain()
         self._hooks.uninstall()
         allow_conversions(module)
+        torch_patches.retire(self._bridge)
         for name in vars(self).keys() - vars(nn.Module()).keys():
             delattr(self, name)
         self._modules.clear()
@@ -651,8 +660,14 @@ class ShardLite(nn.Module):
         return module
 
     def _check_idle(self) -> None:
+        """Raise inside a forward, a backward, `gathered()`, `EMA.swapped()`, or while gradients are accumulated."""
         if self._hooks.running() or any(unit.users for unit in self._units):
             raise PhaseError("unwrap(): call it outside of forwards, backwards and `gathered()`")
+        if self._backward.accumulates() or self._reducer.accumulates:
+            raise PhaseError(
+                "unwrap(): gradients are accumulated, and not reduced: call it outside of no_sync() and parts(), after "
+                "a step or zero_grad() of the model"
+            )
         self._in_backward.announce_change()
 
     def state_dict(  # type: ignore[override]
@@ -712,8 +727,8 @@ class ShardLite(nn.Module):
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
         """Raise: `DistributedDataParallel` looks here before it gives all ranks the first one's parameters."""
         raise LayoutError(
-            "DistributedDataParallel would give all ranks the shards of the first: a wrapped model is one. (What else "
-            f"looks at all attributes: {NO_GRAPH}.)"
+            "DistributedDataParallel would overwrite the shards of all ranks with the first rank's: call the ShardLite "
+            f"model itself, which averages gradients already. (If a tracer looked at this: {NO_GRAPH})"
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ShardLite":
@@ -782,7 +797,6 @@ class ShardLite(nn.Module):
             self._hooks.install(modules, param_locations(self.module, units), roots, keeps=self._bridge)
             attach_all(units, self._hooks, self._reducer)
         self._backward.catch_gradients()
-        refuse_conversions(self.module, self._ignored)
         torch_patches.watch(self._bridge)
         adopt(shards.by_param(), part_of(units))
 

@@ -59,7 +59,7 @@ def _inspect(options: Namespace) -> int:
         for line in inspect(options.path, check=not options.no_check, every=options.all):
             print(line)
     except CheckpointError as error:
-        print(f"shardlite inspect: {error}")
+        print(f"shardlite: {error}", file=sys.stderr)
         return 1
     return 0
 

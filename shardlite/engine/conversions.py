@@ -1,11 +1,12 @@
-"""Conversions: of what goes into a model and comes out, and of its modules (`.to()`, `.half()`, `.cuda()`).
+"""Conversions: refuse those of wrapped modules (`.to()`, `.half()`, `.cuda()`), and cast inputs and outputs.
 
 PyTorch converts a module by `nn.Module._apply`, which gives its parameters other memory. The shards would not follow.
 So a conversion raises before it has changed anything, whichever module of the model it begins at. One that changes
-nothing (`.to(device)` where the model is) does nothing.
+nothing (`.to(device)` where the model is) does nothing. A conversion of a module around the model raises where it comes
+to the model, and has converted the modules before it by then.
 """
 
-from collections.abc import Callable, Collection, MutableMapping
+from collections.abc import Callable, Collection, Iterable, MutableMapping
 from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import wraps
@@ -23,9 +24,13 @@ _wrapped: "WeakSet[nn.Module]" = WeakSet()
 """Modules with parameters of a wrapped model. (Not an attribute of them: copies are modules like any other.)"""
 
 
-def refuse_conversions(module: nn.Module, ignored: Collection[Tensor]) -> None:
-    """Refuse conversions of `module` and of the modules in it that have other parameters than `ignored`."""
-    _wrapped.update(each for each in module.modules() if any(param not in ignored for param in each.parameters()))
+def refuse_conversions(module: nn.Module, ignored: Iterable[nn.Module], params: Collection[Tensor]) -> None:
+    """Refuse conversions of `module` and the modules in it, except `ignored` ones and those with such `params` only."""
+    own = set(module.modules()) - {inner for each in ignored for inner in each.modules()}
+    for each in own:
+        held = list(each.parameters())
+        if not held or any(param not in params for param in held):
+            _wrapped.add(each)
 
 
 def allow_conversions(module: nn.Module) -> None:

@@ -24,7 +24,7 @@ NO_COPY = (
     "a wrapped model cannot be copied or pickled, for it is tied to its ranks. For a copy wrap a second instance with "
     "the same options and load it, on every rank: "
     "`twin = ShardLite(make_model()); twin.load_full_state_dict(model.full_state_dict(rank=0))`. "
-    "For moving averages there is shardlite.EMA; to write it into a file use full_state_dict()"
+    "For moving averages there is shardlite.EMA, for a file full_state_dict(), for a plain module unwrap()"
 )
 
 
@@ -90,20 +90,26 @@ class FullParameters:
                 undo.callback(pop_hooks)
             yield
 
-    def state_dict(self, rank: int | None) -> dict[str, Tensor]:
-        """Return copies, on the CPU, of all parameters and persistent buffers on `rank` or all; elsewhere nothing."""
+    def state_dict(self, rank: int | None, names: Sequence[str] | None = None) -> dict[str, Tensor]:
+        """Return copies, on the CPU, of all parameters and persistent buffers on `rank` or all; elsewhere nothing.
+
+        With `names`, of those only.
+        """
+        entries = {name: entry for name, entry in self.entries().items() if names is None or name in names}
+        kept = set(entries.values())
         wanted = rank is None or rank == self._context.rank
         full: dict[Tensor, Tensor] = {}
         for unit in self._units:
             for i, flat in enumerate(unit.flats):
                 whole = self._whole(unit, i, flat)
                 if wanted:
-                    full.update({param: view.to("cpu", copy=True) for param, view in flat.views(whole)})
+                    views = ((param, view) for param, view in flat.views(whole) if param in kept)
+                    full.update({param: view.to("cpu", copy=True) for param, view in views})
                 del whole  # before the next one is there
         self._context.trim(keep=0)
         if not wanted:
             return {}
-        return {n: full[entry] if entry in full else entry.to("cpu", copy=True) for n, entry in self.entries().items()}
+        return {name: full[entry] if entry in full else entry.to("cpu", copy=True) for name, entry in entries.items()}
 
     def make_plain(self) -> None:
         """Replace the module's parameters by ordinary ones. Units are gathered one after the other."""

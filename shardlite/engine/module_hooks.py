@@ -38,7 +38,7 @@ class _Frame:
     outermost: bool = False
     """Whether a pass began with it, and ends with it."""
     label: AbstractContextManager[object] | None = None
-    """Its name in a profile, if a unit starts with it."""
+    """Its label in a profile, if its module is a unit's."""
 
 
 class ModuleHooks:

@@ -23,12 +23,13 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardlite.engine import state_dicts
 from shardlite.engine.optimizer_bridge import OptimizerBridge
 from shardlite.engine.state_dicts import params_of
 from shardlite.engine.watch import SeenShard
-from shardlite.errors import LayoutError, ShardWarning
+from shardlite.errors import LayoutError, PhaseError, ShardWarning
 from shardlite.params import Shard
 
 WHOLE_MATRICES = {"Muon", "Adafactor", "LBFGS"}
@@ -49,12 +50,24 @@ _known: "WeakKeyDictionary[Optimizer, int]" = WeakKeyDictionary()
 _given_unsharded: "WeakSet[Optimizer]" = WeakSet()
 """Optimizers that were given parameters of modules that were wrapped already."""
 
+_spent: Any = WeakTensorKeyDictionary()
+"""The shards of models that were unwrapped."""
+
 
 def watch(model: OptimizerBridge) -> None:
     """Call the bridge of a model before and after steps of all optimizers that hold any of its shards."""
     for param in model.shards.all_params():
         _models[id(param)] = model
     _known.clear()  # an optimizer may hold parameters that were sharded just now
+
+
+def retire(model: OptimizerBridge) -> None:
+    """Make further steps of the shards of a model that was unwrapped an error: they would train nothing."""
+    for shard in model.shards:
+        _spent[shard] = True
+    for optimizer in list(_known):
+        vars(optimizer).pop("_shardlite_models", None)
+    _known.clear()
 
 
 def state_of_optimizers(model: OptimizerBridge) -> Iterator[Tensor]:
@@ -147,6 +160,11 @@ def _models_of(optimizer: Optimizer) -> list[OptimizerBridge]:
 def _find(optimizer: Optimizer) -> list[OptimizerBridge]:
     """Return the wrapped models that an optimizer holds parameters of. Raises if it cannot step them."""
     params = params_of(optimizer)
+    if any(param in _spent for param in params):
+        raise PhaseError(
+            f"{type(optimizer).__name__} holds shards of a ShardLite model that was unwrapped: build it from "
+            "`parameters()` of the module that unwrap() returned"
+        )
     models = _models_with(params)
     for model in models:
         _check(optimizer, model, params)

@@ -96,7 +96,7 @@ class Watch:
     """The watched tensors."""
 
     def after_step(self) -> None:
-        """Begin and end with the steps that are watched: no more than the first ones once a warning was given."""
+        """Start or stop watching for the next step. After a warning, only the first `STEPS` steps are watched."""
         self.steps += 1
         at_logs = not self.warned and (self.steps + STEPS // 2) % EVERY < STEPS
         watched = self.steps < STEPS or at_logs
@@ -149,7 +149,7 @@ class _Part:
 
 
 def watch(flats: Iterable[Flat]) -> Watch:
-    """Watch the shards of `flats` that are parts of parameters."""
+    """Watch the shards of `flats`."""
     look = Watch()
     for flat in flats:
         for row, (slot, shard) in enumerate(zip(flat.layout.slots, flat.shards, strict=True)):

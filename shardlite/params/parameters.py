@@ -84,7 +84,10 @@ _homes: Any = WeakTensorKeyDictionary()
 
 
 _handed_out: Any = WeakTensorKeyDictionary()
-"""The `.data` of each parameter that live. (Not an attribute of the parameter: attributes are pickled with it.)"""
+"""Weak references to the living `.data` tensors of each parameter.
+
+(Not an attribute of the parameter: attributes are pickled with it.)
+"""
 
 
 class Sharded:
@@ -246,8 +249,8 @@ def _hand_out(param: Any, view: Tensor) -> Tensor:
 def _copy_into(param: Any, value: Tensor) -> None:
     """Copy `value` into `param` when `.data` is assigned. The memory of `param` is a part of a larger buffer.
 
-    A program that kept a former `.data` finds the former values there, as with any other parameter: it gets memory of
-    its own, as does a `value` that is a view of `param` (`param.data.T`).
+    A former `.data` that is alive gets memory of its own and keeps its values, as with an ordinary parameter. So does a
+    `value` that is a view of `param` (`param.data.T`).
 
     Raises:
         LayoutError: the shape differs, or views of a former `.data` are alive and would change, too.

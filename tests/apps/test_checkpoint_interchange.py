@@ -350,10 +350,11 @@ def test_inspect_summarizes_and_checks_files(cluster, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == lines[:-1]
     (place / "__1_0.distcp").unlink()
     assert cli.main(["inspect", str(place)]) == 1
-    *_, first, second, last = capsys.readouterr().out.splitlines()
+    said = capsys.readouterr()
+    *_, first, second = said.out.splitlines()
     assert first.startswith(f"DAMAGED: {place}/__0_0.distcp is damaged: bytes 0 to ")
     assert second == f"DAMAGED: {place}/__1_0.distcp is missing"
-    assert last == "shardlite inspect: 2 of 3 files are missing or damaged"
+    assert said.err == "shardlite: 2 of 3 files are missing or damaged\n"
 
 
 def test_inspect_all_lists_each_tensor(cluster, tmp_path, capsys):

@@ -270,7 +270,7 @@ def test_a_run_that_is_told_to_end_saves_and_goes_on(tmp_path):
 
 
 def test_redundancy_takes_a_folder_for_checkpoints() -> None:
-    with pytest.raises(ValueError, match="redundancy needs a folder for checkpoints"):
+    with pytest.raises(ValueError, match="redundancy needs checkpoints: give --checkpoints FOLDER or --save-every N"):
         Settings(redundancy="neighbour")
 
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardlite import AdamW, LayoutError, Precision, ShardLite
+from shardlite import AdamW, CheckpointError, LayoutError, Precision, ShardLite
 from shardlite.params import ShardTensor
 from tests.support.twins.sharded import same_bits
 
@@ -270,6 +270,22 @@ def refused_body(group: Any) -> None:
         set_model_state_dict(model, {model.module[0]: {}})
     with pytest.raises(LayoutError, match=r"full_tensor\(\): this is a snapshot"):
         model.state_dict()["0.weight"].snapshot(torch.clone).full_tensor()
+
+
+def unsendable_body(group: Any) -> None:
+    """What the first rank cannot send is an error on all; what others pass is not even looked at."""
+    model, optimizer = trained(group, OPTIMIZERS["ours"])
+    options = StateDictOptions(broadcast_from_rank0=True, **FULL)
+    saved = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(**FULL))
+    first = dist.get_rank(group) == 0
+    bad = {**saved, "param_groups": [{**saved["param_groups"][0], "lr": Make}]}
+    with pytest.raises((CheckpointError, LayoutError), match="holds something that is neither a tensor, a number"):
+        set_optimizer_state_dict(model, optimizer, bad if first else {}, options=options)
+    set_optimizer_state_dict(model, optimizer, saved if first else {"state": lambda: None}, options=options)
+
+
+def test_states_that_cannot_be_sent(cluster):
+    cluster.check(unsendable_body, 2)
 
 
 def test_what_is_refused(cluster):

@@ -5,6 +5,7 @@ import importlib.util
 import io
 import os
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
@@ -91,6 +92,15 @@ def test_options_that_a_file_does_not_have_keep_their_defaults(chosen, file):
     assert chosen("--config", file) == chosen("--steps", 7)
 
 
+def test_a_file_is_read_as_utf_8(file, monkeypatch):
+    """TOML is UTF-8 in any locale."""
+    monkeypatch.setattr(Path, "read_text", lambda self, encoding: self.read_bytes().decode(encoding))
+    parser = ArgumentParser()
+    parser.add_argument("--out", type=Path)
+    file.write_bytes('out = "l\u00e4ufe"'.encode())
+    assert config_file.read_options(file, parser) == {"out": Path("l\u00e4ufe")}
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -138,7 +148,7 @@ def test_numbers_of_a_file_are_checked_like_others(refused, file):
 
 
 def test_choices_are_those_of_the_library():
-    assert {train.DTYPES[name] for name in settings.PRECISIONS} == set(config.COMPUTE)
+    assert {train._COMPUTE[name] for name in settings.PRECISIONS} == set(config.COMPUTE)
     assert get_args(config.TransportName) == settings.TRANSPORTS
     theirs = {name for name in torch.optim.__all__ if isinstance(getattr(torch.optim, name), type)}
     elementwise = theirs - WHOLE_MATRICES - {"Optimizer", "SparseAdam"}  # the last takes sparse gradients
@@ -172,10 +182,10 @@ def test_options_that_do_not_go_together_are_refused_before_any_rank_starts(refu
 
 def test_settings_reach_the_model_and_the_optimizer():
     compact = Settings(precision="bf16", reduce="bf16", master="split24", activation_checkpointing=True)
-    precision = train.precision_of(compact)
+    precision = train.precision_of_run(compact)
     assert (precision.compute, precision.reduce, precision.master) == (torch.bfloat16, torch.bfloat16, "split24")
     assert precision.output == torch.float32  # the loss is computed in it
-    assert train.precision_of(Settings()) == config.Precision()
+    assert train.precision_of_run(Settings()) == config.Precision()
     assert train._make_gpt(compact).recomputes
     assert not train._make_gpt(Settings()).recomputes
     model = torch.nn.Linear(2, 2)

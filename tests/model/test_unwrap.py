@@ -181,5 +181,45 @@ def spent_body(group: Any) -> None:
     module(tokens())
 
 
+def leftover_body(group: Any, ours: bool, stepped: bool) -> None:
+    """An optimizer of before would train nothing: its step is an error, and it keeps nothing alive."""
+    model = wrapped(group)
+    optimizer = (AdamW if ours else optim.AdamW)(model.parameters(), lr=0.1)
+    if stepped:
+        train(model, optimizer, 1)
+    bridge = weakref.ref(model._bridge)
+    module = model.unwrap()
+    module(tokens()).sum().backward()
+    with pytest.raises(PhaseError, match="AdamW holds shards of a ShardLite model that was unwrapped"):
+        optimizer.step()
+    gc.collect()
+    assert bridge() is None
+    assert not hasattr(model, "anything")
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("ours", [False, True])
+def test_optimizers_of_before_are_refused(cluster, ours, stepped):
+    cluster.check(leftover_body, 2, ours, stepped)
+
+
+def accumulated_body(group: Any) -> None:
+    """Gradients that would be lost are not, and the model goes on."""
+    model = wrapped(group)
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    with model.no_sync():
+        with pytest.raises(PhaseError, match="gradients are accumulated, and not reduced"):
+            model.unwrap()
+        model(tokens()).sum().backward()
+    with pytest.raises(PhaseError, match="gradients are accumulated, and not reduced"):
+        model.unwrap()
+    train(model, optimizer, 1)
+    model.unwrap()
+
+
+def test_accumulated_gradients_are_not_lost(cluster):
+    cluster.check(accumulated_body, 2)
+
+
 def test_the_wrapper_is_spent(cluster):
     cluster.check(spent_body, 2)

@@ -1,14 +1,14 @@
-"""PyTorch's functions for state dicts of distributed models, told of wrapped models.
+"""Make `torch.distributed.checkpoint.state_dict` handle wrapped models.
 
 `torch.distributed.checkpoint.state_dict` finds an optimizer's parameters by walking through the model's submodules,
 whose own parameters are placeholders, and gathers and cuts nothing but DTensors. The private functions that do so are
 replaced: whoever has imported the public ones by name calls the private ones, too.
 """
 
-import pickle
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import wraps
+from io import BytesIO
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -19,9 +19,11 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only, tree_map_with_path
 
+from shardlite.apps.checkpoint.contents import pickled, unpickled
+from shardlite.comm import agree
 from shardlite.comm import broadcast as broadcast_tensor
 from shardlite.engine import NUMBERS
-from shardlite.errors import LayoutError
+from shardlite.errors import CheckpointError, LayoutError
 from shardlite.model import ShardLite
 from shardlite.params import ShardTensor
 
@@ -176,7 +178,7 @@ def _cut(state_dict: _State, wrapped: ShardLite, *, broadcast: bool) -> _State:
     sent = _Broadcast(wrapped, state_dict) if broadcast else None
 
     def cut(path: Sequence[Any], value: Any) -> Any:
-        if sent is not None and isinstance(value, _Sent):
+        if sent is not None and _is_sent(value):
             value = sent.receive(value)
         if not isinstance(value, Tensor):
             return value
@@ -201,32 +203,34 @@ def _entry_of(path: Sequence[Any], names: Container[str]) -> tuple[str, str]:
     return name, key
 
 
-@dataclass(frozen=True)
-class _Sent:
-    """What a rank knows of a tensor before it arrives."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-
 class _Broadcast:
-    """A state of a model's first rank on its way to all ranks: at first without its tensors, then one by one."""
+    """A state of a model's first rank on its way to all ranks: at first its form, then its tensors one by one.
+
+    Raises:
+        CheckpointError, LayoutError: the state holds something else than tensors and plain values; on every rank.
+    """
 
     def __init__(self, wrapped: ShardLite, state_dict: _State) -> None:
         self._context = context = wrapped._context
-        first = context.rank == 0
-        self._tensors = iter([each for each in tree_leaves(state_dict) if _is_sent(each)]) if first else None
-        told = pickle.dumps(
-            tree_map(lambda each: _Sent(each.shape, each.dtype) if _is_sent(each) else each, state_dict)
-        )
+        self._tensors: Iterator[Tensor] | None = None
+        told, problem = b"", None
+        if context.rank == 0:
+            self._tensors = iter([each for each in tree_leaves(state_dict) if _is_sent(each)])
+            try:
+                told = pickled("the state of the optimizer", tree_map(_stand_in, state_dict)).getvalue()
+            except CheckpointError as error:
+                problem = error
+        agree(wrapped._groups, [], problem, what="set_optimizer_state_dict", timeout=context.timeout)
         length = context.all_gather_int(len(told), "the length of an optimizer's state")[0]
-        data = torch.frombuffer(bytearray(told.ljust(length)[:length]), dtype=torch.uint8)
-        self.form: _State = pickle.loads(self._send(data.to(context.device)).cpu().numpy().tobytes())
+        data = torch.frombuffer(bytearray(told or bytes(length)), dtype=torch.uint8)
+        told = self._send(data.to(context.device)).cpu().numpy().tobytes()
+        self.form: _State = unpickled("the state of the optimizer", BytesIO(told))
+        """The state, with something of the same shape and dtype instead of each tensor."""
 
-    def receive(self, sent: _Sent) -> Tensor:
+    def receive(self, stand_in: Tensor) -> Tensor:
         """Return the next tensor of the form."""
         if self._tensors is None:
-            return self._send(torch.empty(sent.shape, dtype=sent.dtype, device=self._context.device))
+            return self._send(torch.empty(stand_in.shape, dtype=stand_in.dtype, device=self._context.device))
         return self._send(next(self._tensors).detach().to(self._context.device).contiguous())
 
     def _send(self, tensor: Tensor) -> Tensor:
@@ -241,3 +245,7 @@ class _Broadcast:
 def _is_sent(value: object) -> bool:
     """Return whether a value is sent by itself; numbers travel with the form."""
     return isinstance(value, Tensor) and value.ndim > 0
+
+
+def _stand_in(value: Any) -> Any:
+    return torch.empty((), dtype=value.dtype).expand(value.shape) if _is_sent(value) else value

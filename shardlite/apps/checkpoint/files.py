@@ -64,10 +64,10 @@ def folders_in(root: Path) -> dict[int, Path]:
 
 def checkpoints_in(root: Path) -> dict[int, Path]:
     """Return the checkpoints in a folder by step, in ascending order, without those that lack a file."""
-    return {step: folder for step, folder in folders_in(root).items() if lacking(folder) is None}
+    return {step: folder for step, folder in folders_in(root).items() if missing_file(folder) is None}
 
 
-def lacking(folder: Path) -> str | None:
+def missing_file(folder: Path) -> str | None:
     """Return the name of a file without which a folder is no whole checkpoint, or `None` if it has what it needs.
 
     A checkpoint that something else than ShardLite has written needs no manifest.
@@ -103,7 +103,7 @@ def check_folder(path: Path) -> None:
 
 def check_whole(folder: Path) -> None:
     """Raise `CheckpointError` if a checkpoint lacks a file that says what it holds."""
-    if (missing := lacking(folder)) is not None:
+    if (missing := missing_file(folder)) is not None:
         older = [other for other in checkpoints_in(folder.parent).values() if other != folder]
         remedy = f"; the newest whole checkpoint is {older[-1]}" if older else ""
         raise CheckpointError(f"{folder} is damaged: {missing} is missing. Nothing was loaded{remedy}")

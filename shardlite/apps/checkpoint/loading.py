@@ -127,7 +127,7 @@ def _find(path: Path, missing_ok: bool) -> tuple[str | None, int, str]:
     if not (missing_ok and whole):
         files.check_whole(folders[newest])
     passed = [folder for step, folder in folders.items() if step > max(whole)]
-    reasons = ", ".join(f"{folder.name} lacks {files.lacking(folder)}" for folder in passed)
+    reasons = ", ".join(f"{folder.name} lacks {files.missing_file(folder)}" for folder in passed)
     return str(whole[max(whole)]), max(whole), reasons
 
 

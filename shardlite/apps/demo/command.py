@@ -10,7 +10,7 @@ from typing import Any
 from shardlite.apps import launch
 from shardlite.apps.demo.config_file import read_options
 from shardlite.apps.demo.settings import LOGS, OPTIMIZERS, PRECISIONS, SIZES, TRANSPORTS, Settings
-from shardlite.apps.options import started_ranks, usage_errors
+from shardlite.apps.options import DTYPES, STATES, started_ranks, usage_errors
 
 
 def add_train(commands: Any) -> None:
@@ -51,7 +51,12 @@ def _add_saving(group: Any) -> None:
         metavar="N",
         help=f"save the run into OUT/checkpoints each N steps ({Settings.save_every}, where a run is saved)",
     )
-    group.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of the run in OUT")
+    group.add_argument(
+        "--resume",
+        action=BooleanOptionalAction,
+        default=False,
+        help="go on from the newest checkpoint of the run in OUT",
+    )
     group.add_argument(
         "--checkpoints",
         type=Path,
@@ -72,9 +77,9 @@ def _add_training(group: Any) -> None:
     )
     for name, choices, meaning in (
         ("precision", PRECISIONS, "what forward and backward run in"),
-        ("reduce", ("fp32", "bf16", "fp16"), "what gradients are summed in"),
+        ("reduce", tuple(DTYPES), "what gradients are summed in"),
         ("master", ("fp32", "split24"), "format of the weights that are stepped"),
-        ("state", ("fp32", "bf16", "int8"), "format of the moments of adamw"),
+        ("state", STATES, "format of the moments of adamw"),
     ):
         default = getattr(Settings, name)
         group.add_argument(f"--{name}", choices=choices, default=default, help=f"{meaning} ({default})")
@@ -164,7 +169,8 @@ def check_log(kind: str | None) -> None:
 def check_begin(settings: Settings, options: Namespace) -> None:
     """Check that `--resume` finds a checkpoint, and that a new run does not begin where another one is saved.
 
-    A folder that `--checkpoints` names may be empty or not. Ranks that torchrun starts again go on in any case.
+    A folder that `--checkpoints` names may be empty or not. Ranks that torchrun starts again after a failure go on in
+    any case.
 
     Raises:
         ValueError: the message says which option to give or to leave out.

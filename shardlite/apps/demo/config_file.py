@@ -42,7 +42,7 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise ValueError(f"{path}: files of options take Python 3.11 or newer, this is {sys.version.split()[0]}")
     tomllib: Any = import_module("tomllib")  # Python 3.10, which the library runs on, has none
     try:
-        content: dict[str, Any] = tomllib.loads(path.read_text())
+        content: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as wrong:
         raise ValueError(f"{path} is not TOML: {wrong}") from None
     return content

@@ -115,7 +115,7 @@ class Watcher:
 
     def show(self, step: Step, point: Point) -> None:
         """Tell of a step that is over, and of its point of the loss curve."""
-        held = sum(self._model.ledger.current().values())
+        held = sum(each.now for each in self._model.memory().values())
         self._progress.show(point, held)
         if self._log is not None:
             self._log.write(point.step, self._values(step, point, held))

@@ -135,7 +135,10 @@ class Settings:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.redundancy is not None and self.checkpoints is None:
-            raise ValueError("redundancy needs a folder for checkpoints: copies in memory do not outlive the launcher")
+            raise ValueError(
+                "redundancy needs checkpoints: give --checkpoints FOLDER or --save-every N, because copies in memory "
+                "do not outlive the launcher"
+            )
         if self.seed < 0:
             raise ValueError(f"seed must not be negative, got {self.seed}")
         self._check_formats()

@@ -41,7 +41,7 @@ from shardlite.comm import all_gather_json
 
 MAX_NORM = 1.0
 SAMPLE_BYTES = 240
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+_COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 _MEASURED_STEP = 2  # by then optimizer state and all buffers are allocated
 _VALIDATIONS = 8  # in a run, evenly spread, the last one at its end
@@ -95,7 +95,7 @@ def _set_up(settings: Settings, corpus: Corpus, device: torch.device) -> Run:
     model = ShardLite(
         _make_gpt(settings),
         stage=settings.stage,
-        precision=precision_of(settings),
+        precision=precision_of_run(settings),
         transport=transport,
         device=device,
     )
@@ -110,12 +110,12 @@ def _make_gpt(settings: Settings) -> GPT:
     return model
 
 
-def precision_of(settings: Settings) -> Precision:
+def precision_of_run(settings: Settings) -> Precision:
     """Return the dtypes of a run. Logits are cast to fp32, in which the loss is computed."""
     casts = settings.precision != "fp32"
     return Precision(
-        compute=DTYPES[settings.precision] if casts else None,
-        reduce=DTYPES[settings.reduce],
+        compute=_COMPUTE[settings.precision] if casts else None,
+        reduce=_COMPUTE[settings.reduce],
         master="split24" if settings.master == "split24" else torch.float32,
         output=torch.float32 if casts else None,
     )

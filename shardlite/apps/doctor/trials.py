@@ -125,7 +125,7 @@ def examine(wanted: Sequence[tuple[TransportName, torch.device]]) -> list[Findin
 
 
 def _ask(name: TransportName, device: torch.device) -> tuple[Finding, list[Call]]:
-    """Return what is to say of a transport, and the calls to be timed, if it is there and right. Collective."""
+    """Return the finding for a transport, and the calls to time if it works. Collective."""
     try:
         choice = choose(None, device, _TIMEOUT, route=Route(transport=name))
     except LayoutError as error:

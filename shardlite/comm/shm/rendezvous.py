@@ -5,8 +5,8 @@
     all ranks    publish whether that worked: if it failed on one, no rank uses it         (by the store)
 
 Linux lets a process open this name if it could read the memory of that process anyway (`PTRACE_MODE_READ` in
-ptrace(2)): it is of the same user. No rank listens, so another user has nothing to connect to. The inode shows that a
-later process has not got the number of one that has ended.
+ptrace(2)), so only processes of the same user, or privileged ones. No rank listens, so another user has nothing to
+connect to. The inode shows that a later process has not got the number of one that has ended.
 
 A rank holds the lock until its process ends in any way, which its peers detect. A forked child does not inherit it.
 """
