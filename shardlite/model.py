@@ -603,7 +603,7 @@ class ShardLite(nn.Module):
         """
         self._recover()
         given = state_dict or {}
-        misfit = self._full.misfit(given, strict=strict) if self._context.rank == 0 else None
+        misfit = self._full.misfit(given, strict=strict, whole=True) if self._context.rank == 0 else None
         agree(self._groups, [], misfit, what="load_full_state_dict", timeout=self._context.timeout)
         self._bridge.gatherer.settle()
         entries = self._full.entries()
@@ -632,9 +632,8 @@ class ShardLite(nn.Module):
         """Return the wrapped module as a plain one, with whole weights on every rank. Collective.
 
         This is the way to another wrapper or trainer, `torch.optim.swa_utils.AveragedModel` or `save_pretrained()`.
-        The module is the one that was wrapped, with new parameters in the precision in which weights are kept. They
-        have the class, the attributes and the `requires_grad` of the former ones, and no gradients. This model and its
-        optimizers are of no more use afterwards, and hold memory until they are deleted.
+        The module and its parameters are those that were wrapped; weights have the precision in which they are kept,
+        and no gradients. Afterwards this model raises, as do steps of optimizers that were built from its parameters.
 
         Raises:
             PhaseError: on every rank, if some rank is inside a forward, a backward, `gathered()` or `EMA.swapped()`, or
@@ -650,6 +649,7 @@ class ShardLite(nn.Module):
         self._bridge.gatherer.settle()
         module = self.module
         self._full.make_plain()
+        validate.unmark_wrapped(self._units)
         self._hooks.uninstall()
         allow_conversions(module)
         torch_patches.retire(self._bridge)

@@ -28,6 +28,13 @@ def mark_wrapped(units: Iterable[Unit]) -> None:
             _wrapped[param] = True
 
 
+def unmark_wrapped(units: Iterable[Unit]) -> None:
+    """Undo `mark_wrapped`."""
+    for unit in units:
+        for param in unit.params():
+            _wrapped.pop(param, None)  # type: ignore[no-untyped-call]
+
+
 def ignored_params(ignore: Iterable[nn.Module | nn.Parameter]) -> set[Tensor]:
     """Return the parameters that `ignore` lists, directly or by module.
 

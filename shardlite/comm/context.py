@@ -163,14 +163,14 @@ class Context:
         return Progress(self.standings, self.rank, self.world_size, gathering, ahead=ahead, limit=limit)
 
     @contextmanager
-    def reporting_failures(self) -> Iterator[None]:
-        """Publish a failure report if the block raises, because other ranks wait for this one."""
+    def reporting_failures(self, what: str = "its forward") -> Iterator[None]:
+        """Publish a failure report, which calls the block `what`, if it raises: other ranks wait for this one."""
         self.reports.withdraw()
         defer_interrupts()  # a notebook resets Python's handler for each cell
         try:
             yield
         except Exception as error:
-            self.reports.leave(f"its forward at step {self.version.number} ended in {type(error).__name__}: {error}")
+            self.reports.leave(f"{what} at step {self.version.number} ended in {type(error).__name__}: {error}")
             raise
 
     @property

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from shardlite.comm import Context, all_gather
 from shardlite.engine.local_shards import gather_row
 from shardlite.errors import LayoutError, PhaseError, lacking, some_of
-from shardlite.params import Flat, ShardTensor, Unit, is_dtensor, new_plain, scripts
+from shardlite.params import Flat, ShardTensor, Unit, apart, detach, is_dtensor, scripts
 from shardlite.weights import Calls, Gathering, differs, places, pop_hooks, push_hooks, take_over
 
 NO_COPY = (
@@ -46,10 +47,11 @@ class FullParameters:
         self._calls = calls
         self._homes = {param: unit for unit in units for param in unit.params()}
         self._reading = False
-        self._refusals: list[RemovableHandle] = []
-        if any(unit.needs_gather for unit in units):
-            for each in set(module.modules()) - scripts(module):
-                self._refusals += (
+        self._hooks: list[RemovableHandle] = []
+        for each in set(module.modules()) - scripts(module):
+            self._hooks.append(each.register_state_dict_post_hook(_separate))  # type: ignore[no-untyped-call]
+            if any(unit.needs_gather for unit in units):
+                self._hooks += (
                     each.register_state_dict_pre_hook(self._refuse),  # type: ignore[no-untyped-call]
                     each.register_load_state_dict_pre_hook(self._refuse_to_load),  # type: ignore[no-untyped-call]
                 )
@@ -112,20 +114,17 @@ class FullParameters:
         return {name: full[entry] if entry in full else entry.to("cpu", copy=True) for name, entry in entries.items()}
 
     def make_plain(self) -> None:
-        """Replace the module's parameters by ordinary ones. Units are gathered one after the other."""
-        plain: dict[Tensor, nn.Parameter] = {}
-        for unit in self._units:
-            for i, flat in enumerate(unit.flats):
-                whole = self._whole(unit, i, flat)
-                plain.update({param: new_plain(param, view.clone()) for param, view in flat.views(whole)})
-                del whole  # before the next one is there
+        """Make the module's parameters ordinary ones, with whole values. Units are gathered one after the other."""
+        with torch.inference_mode(False), torch.no_grad():
+            for unit in self._units:
+                for i, flat in enumerate(unit.flats):
+                    whole = self._whole(unit, i, flat)
+                    for param, view in flat.views(whole):
+                        detach(param, view.clone())
+                    del whole  # before the next one is there
         self._context.trim(keep=0)
-        while self._refusals:
-            self._refusals.pop().remove()
-        for owner in self._module.modules():
-            for name, param in list(owner._parameters.items()):
-                if param in plain:
-                    setattr(owner, name, plain[param])  # modules may keep other lists of them (`nn.LSTM`)
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def _whole(self, unit: Unit, i: int, flat: Flat) -> Tensor:
         """Gather a flat in the precision in which it is kept, [W*S]."""
@@ -181,8 +180,10 @@ class FullParameters:
             self._reading = False
         return {name: entry for name, entry in entries.items() if isinstance(entry, Tensor)}
 
-    def misfit(self, state_dict: Mapping[str, Tensor], *, strict: bool = True) -> LayoutError | None:
-        """Return what is wrong with a state dict for this model; if `strict`, names too."""
+    def misfit(
+        self, state_dict: Mapping[str, Tensor], *, strict: bool = True, whole: bool = False
+    ) -> LayoutError | None:
+        """Return what is wrong with a state dict for this model; if `strict`, names too; if `whole`, shards."""
         if not isinstance(state_dict, Mapping):
             return LayoutError(f"a state dict is a mapping from names to tensors, got {type(state_dict).__name__}")
         entries = self.entries()
@@ -191,6 +192,12 @@ class FullParameters:
             return LayoutError(
                 f"the state dict {lacking(missing, unknown)}: was it saved from another model, or from a wrapped one "
                 "by something else than full_state_dict()?"
+            )
+        part = next((name for name, value in state_dict.items() if isinstance(value, ShardTensor)), None)
+        if whole and part is not None:
+            return LayoutError(
+                f"{part!r} is a shard, and whole tensors are needed: give full_state_dict() of the other model, or "
+                "load shards by load_state_dict()"
             )
         shared = {name: entry for name, entry in entries.items() if name in state_dict}
         wrong = (_misfit(name, state_dict[name], entry) for name, entry in shared.items())
@@ -270,6 +277,19 @@ class FullParameters:
                         former[id(flat)].take_over()
                     else:
                         take_over(flat, full)
+
+
+def _separate(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object) -> None:
+    """Give parameters in a state dict of the module itself storages of their own: they are parts of one buffer.
+
+    (A function that holds nothing, for copies of the module have it, too.)
+    """
+    for name in module._parameters:
+        value = state_dict.get(f"{prefix}{name}")
+        if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or not value.is_contiguous():
+            continue
+        if value.untyped_storage().nbytes() > value.nbytes:
+            state_dict[f"{prefix}{name}"] = apart(value)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,9 @@ from shardlite.params import ShardTensor
 NUMBERS = {"step", "mu_product", "eta", "mu"}
 """What PyTorch's optimizers keep once for a parameter, and not for each of its elements."""
 
+WHOLE_MATRICES = {"Muon", "Adafactor", "LBFGS"}
+"""Optimizers of PyTorch that are not elementwise."""
+
 KEY = "shardlite"
 """Under which a `state_dict()` says it, beside `state` and `param_groups`."""
 
@@ -42,7 +45,9 @@ def as_shards(
 ) -> dict[str, Any]:
     """Return a state with a `ShardTensor` for each tensor that is like its parameter, a shard."""
     positions = [index for group in state_dict["param_groups"] for index in group["params"]]
-    state = dict(state_dict["state"])
+    # Optimizers may make states in the order of memory, which differs by rank; gathers need one order.
+    state = {index: state_dict["state"][index] for index in positions if index in state_dict["state"]}
+    state |= state_dict["state"]
     for param, index in zip(params_of(optimizer), positions, strict=True):
         if param in makers and state.get(index):
             state[index] = _entry(optimizer, param, state[index], makers[param])
@@ -112,6 +117,26 @@ def _misfit_of_unmarked(optimizer: Optimizer, state_dict: Mapping[str, Any], own
                     f"the state is of an unsharded model, this is {own['of']}: {key!r} of {name!r} has shape "
                     f"{list(tensor.shape)}, and its shard here {list(param.shape)}"
                 )
+    return None
+
+
+def misshapen(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> str | None:
+    """Return which tensor of a state has another shape than the optimizer has or makes: PyTorch would take it over.
+
+    Those of PyTorch make tensors like the parameter, and numbers. Of others only what they hold already is known.
+    """
+    if hasattr(optimizer, "decoders"):
+        return None  # it compares them itself, in all its formats
+    known = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ not in WHOLE_MATRICES
+    positions = [index for group in state_dict["param_groups"] for index in group["params"]]
+    for param, index in zip(params_of(optimizer), positions, strict=False):
+        held = optimizer.state.get(param, {})
+        for key, value in state_dict["state"].get(index, {}).items():
+            expected = held.get(key, param if known else None)
+            if not isinstance(value, Tensor) or not isinstance(expected, Tensor) or value.numel() <= 1:
+                continue
+            if value.shape != expected.shape:
+                return f"{key!r} of parameter {index} has shape {list(value.shape)}, here it has {list(expected.shape)}"
     return None
 
 

@@ -27,13 +27,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardlite.engine import state_dicts
 from shardlite.engine.optimizer_bridge import OptimizerBridge
-from shardlite.engine.state_dicts import params_of
+from shardlite.engine.state_dicts import WHOLE_MATRICES, params_of
 from shardlite.engine.watch import SeenShard
 from shardlite.errors import LayoutError, PhaseError, ShardWarning
 from shardlite.params import Shard
-
-WHOLE_MATRICES = {"Muon", "Adafactor", "LBFGS"}
-"""Optimizers of PyTorch that are not elementwise."""
 
 # PyTorch's hooks are one per process, and so are these tables. They are safe where ranks are threads of a process: each
 # entry belongs to tensors or an optimizer of one rank, is found by their identity, and is read or written by one
@@ -63,8 +60,10 @@ def watch(model: OptimizerBridge) -> None:
 
 def retire(model: OptimizerBridge) -> None:
     """Make further steps of the shards of a model that was unwrapped an error: they would train nothing."""
-    for shard in model.shards:
+    for shard in model.shards.by_param().values():
         _spent[shard] = True
+    for param in model.shards.all_params():
+        _models.pop(id(param), None)
     for optimizer in list(_known):
         vars(optimizer).pop("_shardlite_models", None)
     _known.clear()
@@ -260,7 +259,9 @@ def _load_state_dict(original: Callable[..., None]) -> Callable[..., None]:
             name = f"load_state_dict of {type(optimizer).__name__}"
             own = _describe(optimizer, models)
             state_dict, why = state_dicts.as_local(state_dict, own)
-            wrong = state_dicts.misfit(optimizer, state_dict, own) or why
+            wrong = (
+                state_dicts.misfit(optimizer, state_dict, own) or why or state_dicts.misshapen(optimizer, state_dict)
+            )
             told = models[0].context.all_gather_int(-1 if wrong else state_dicts.latest_step(state_dict), name)
             if wrong:
                 raise LayoutError(f"{name}: {wrong}. {_RESUME}")

@@ -158,6 +158,12 @@ class AdamW(Optimizer):
             if param in slots:
                 slots[param].adopt(self.state)
 
+    def init_state(self) -> None:
+        """Make the states that parameters do not have yet, as before a first step."""
+        for slot in self._current_plan().slots:
+            if not slot.holds(self.state.get(slot.param)):
+                slot.adopt(self.state)
+
     def tables(self) -> list[Tensor]:
         """Return the tensors held beside the state: the row of scalars of each group of 32 elements."""
         arenas = {id(slot.arena): slot.arena for slot in self._plan.slots} if self._plan is not None else {}
@@ -256,10 +262,8 @@ class AdamW(Optimizer):
 
     def _open_step(self) -> list[StepCounts]:
         """Open an in-backward step before its parameters are known."""
+        self.init_state()
         plan = self._current_plan()
-        for slot in plan.slots:
-            if not slot.holds(self.state.get(slot.param)):
-                slot.adopt(self.state)
         for counts in plan.counts:
             counts.begin(self.param_groups, [], Amp())
         return plan.counts

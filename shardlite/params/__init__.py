@@ -24,9 +24,9 @@ from shardlite.params.parameters import (
     Sharded,
     as_they_are,
     attach,
+    detach,
     is_dtensor,
     is_plain,
-    new_plain,
     take_grad,
 )
 from shardlite.params.partition import (
@@ -39,6 +39,6 @@ from shardlite.params.partition import (
     partition_module,
     scripts,
 )
-from shardlite.params.shard_tensor import ShardTensor
+from shardlite.params.shard_tensor import ShardTensor, apart
 from shardlite.params.states import Gradients, Weights, check_move
 from shardlite.params.unit import Flat, Unit

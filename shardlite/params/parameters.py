@@ -188,15 +188,26 @@ def to_full(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
                 param.__class__ = _mixed(Sharded, kind.original)  # type: ignore[attr-defined]
 
 
-def new_plain(param: nn.Parameter, values: Tensor) -> nn.Parameter:
-    """Return a parameter with `values`, of the class that `param` had before it was wrapped, with its attributes."""
-    kind = type(param)
-    original = getattr(kind, "original", kind)
+def detach(param: nn.Parameter, values: Tensor) -> None:
+    """Make a parameter of a wrapped model an ordinary one with `values`, of the class that it had: undo `attach`.
+
+    Hooks of this library are removed from it, and marks; those of the program stay.
+    """
+    _homes.pop(param, None)
+    _handed_out.pop(param, None)
     with as_they_are():
-        plain = nn.Parameter(values, requires_grad=param.requires_grad)
-    plain.__class__ = nn.Parameter if issubclass(original, Shard) else original
-    vars(plain).update({name: each for name, each in vars(param).items() if not name.startswith("shardlite")})
-    return plain
+        _own_data.__set__(param, values)
+        _own_grad.__set__(param, None)
+        param.__class__ = getattr(type(param), "original", type(param))
+        hooks = param._post_accumulate_grad_hooks or {}
+    for number in [number for number, hook in hooks.items() if _is_ours(hook)]:
+        del hooks[number]
+    for name in [name for name in vars(param) if name.startswith("shardlite")]:
+        delattr(param, name)
+
+
+def _is_ours(hook: Any) -> bool:
+    return getattr(getattr(hook, "func", hook), "__module__", "").startswith("shardlite.")
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -57,6 +57,15 @@ def _in_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator
         yield (index, *offsets), (1, *sizes)
 
 
+def apart(view: Tensor) -> Tensor:
+    """Return a view of the same memory that has a storage of its own.
+
+    Parameters are parts of one buffer. Tools that write files (safetensors, Accelerate) take tensors of one storage for
+    tied ones, and write one of them.
+    """
+    return torch.from_dlpack(view.detach()) if view.numel() else view.detach()
+
+
 class ShardTensor(Tensor):
     """Elements `[start, stop)` of a tensor that is sharded over ranks. Has the shape of the whole tensor.
 
@@ -167,6 +176,14 @@ class ShardTensor(Tensor):
                 return local[begin : begin + numel].view(sizes)
             begin += numel
         raise LayoutError(f"this rank has no part of the tensor at {tuple(offsets)}, only {list(self.boxes())}")
+
+    def untyped_storage(self) -> NoReturn:
+        """Raise: there is no memory for the whole tensor."""
+        _refuse("untyped_storage()")
+
+    def data_ptr(self) -> NoReturn:
+        """Raise: there is no memory for the whole tensor."""
+        _refuse("data_ptr()")
 
     # ---- the protocol of torch.distributed.checkpoint (torch/distributed/_checkpointable.py) ------------------------
 

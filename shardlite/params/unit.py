@@ -24,7 +24,7 @@ from shardlite.errors import LayoutError
 from shardlite.params.buffers import Buffer, storage_key
 from shardlite.params.layout import Layout, Place, Slot, mark_padded, round_up, views
 from shardlite.params.parameters import as_they_are, to_full, to_placeholders
-from shardlite.params.shard_tensor import Gather, ShardTensor
+from shardlite.params.shard_tensor import Gather, ShardTensor, apart
 from shardlite.params.states import Weights, check_move
 
 _FLAT_ALIGN = 256
@@ -131,7 +131,9 @@ class Flat:
             return torch.empty(slot.shape, dtype=self.master, device=self.local.device)
         if self.low is None:
             (local,) = views(self.local, [_place(slot, start, stop)])
-            return local if self.rank is None else ShardTensor(local, slot.shape, self.range_of(row)[0], gather=gather)
+            if self.rank is None:
+                return apart(local)
+            return ShardTensor(local, slot.shape, self.range_of(row)[0], gather=gather)
         high, low, shape = self.local[start:stop], self.low[start:stop], self.shards[row].shape
         return ShardTensor(
             lambda high, low: _joined(high, low).view(shape),

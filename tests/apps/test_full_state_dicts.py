@@ -25,7 +25,18 @@ from shardlite.params import ShardTensor
 from tests.support.twins.sharded import same_bits
 
 Make = Callable[..., optim.Optimizer]
+
+
+def grouped(params: Any) -> AdamW:
+    """Groups with and without decay, as most programs have them: shards lie in memory in another order."""
+    shards = list(params)
+    decayed, others = [p for p in shards if p.ndim > 1], [p for p in shards if p.ndim <= 1]
+    return AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=0.01)
+
+
 OPTIMIZERS: dict[str, Make] = {
+    "groups": grouped,
+    "in_backward": lambda params: AdamW(params, lr=0.01, in_backward=True),
     "ours": lambda params: AdamW(params, lr=0.01),
     "int8": lambda params: AdamW(params, lr=0.01, state="int8"),
     "fused": lambda params: optim.AdamW(params, lr=0.01, fused=True),
@@ -116,13 +127,56 @@ def whole_body(group: Any, kind: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [3, 2, 0])
-@pytest.mark.parametrize("kind", ["ours", "fused", "sgd"])
+@pytest.mark.parametrize("kind", ["ours", "groups", "in_backward", "fused", "sgd"])
 def test_whole_tensors_come_out(cluster, kind, stage):
     cluster.check(whole_body, 2, kind, stage)
 
 
-def test_whole_tensors_of_three_ranks(cluster):
-    cluster.check(whole_body, 3, "ours", 3)
+@pytest.mark.parametrize("kind", ["ours", "groups"])
+def test_whole_tensors_of_three_ranks(cluster, kind):
+    cluster.check(whole_body, 3, kind, 3)
+
+
+def subgroup_body(group: Any) -> None:
+    """With `cpu_offload` the first rank of the model has the state, also where that is not rank 0."""
+    last = dist.new_group([1, 2])
+    if dist.get_rank() not in (1, 2):
+        return
+    model, optimizer = trained(last, OPTIMIZERS["ours"])
+    got = get_state_dict(model, optimizer, options=StateDictOptions(cpu_offload=True, **FULL))
+    assert bool(got[0]) == bool(got[1]) == (dist.get_rank() == 1)
+    if dist.get_rank() == 1:
+        same(got[0], model.full_state_dict(rank=0))
+    else:
+        model.full_state_dict(rank=0)
+
+
+def test_a_model_over_some_of_the_ranks(cluster):
+    cluster.check(subgroup_body, 4)
+
+
+def stored_body(group: Any, stage: int) -> None:
+    """Each tensor of a state dict has a storage of its own, or tools that write files take them for tied ones."""
+    model, _ = trained(group, OPTIMIZERS["ours"], stage=stage)
+    states = [get_model_state_dict(model, options=StateDictOptions(**FULL))]
+    if stage == 0:
+        states += [model.state_dict(), model.module.state_dict()]
+    with model.gathered():
+        states.append(model.module.state_dict())
+        for i, state in enumerate(states):
+            places = {name: value.untyped_storage().data_ptr() for name, value in state.items() if value.numel()}
+            assert (places.pop("3.weight") == places["2.weight"]) == (i > 0), "tied weights are, unless they are copies"
+            assert len(set(places.values())) == len(places)
+        states.clear()  # views of gathered weights do not outlive their use
+        del state
+    if stage > 0:
+        with pytest.raises(LayoutError, match=r"untyped_storage\(\) of a tensor of which this rank has a part only"):
+            model.state_dict()["0.weight"].untyped_storage()
+
+
+@pytest.mark.parametrize("stage", [3, 2, 0])
+def test_tensors_have_storages_of_their_own(cluster, stage):
+    cluster.check(stored_body, 2, stage)
 
 
 def frozen_body(group: Any) -> None:
@@ -270,6 +324,37 @@ def refused_body(group: Any) -> None:
         set_model_state_dict(model, {model.module[0]: {}})
     with pytest.raises(LayoutError, match=r"full_tensor\(\): this is a snapshot"):
         model.state_dict()["0.weight"].snapshot(torch.clone).full_tensor()
+
+
+def foreign_body(group: Any, kind: str, stage: int) -> None:
+    """A state of another model, or what is none, is an error on all ranks, and changes nothing."""
+    model, optimizer = trained(group, OPTIMIZERS[kind], stage=stage)
+    options = StateDictOptions(**FULL)
+    before = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+    wider = copy.deepcopy(before)
+    for state in wider["state"].values():
+        state.update({key: torch.zeros(9, 9) for key, value in state.items() if value.numel() > 1})
+    shards = get_optimizer_state_dict(model, optimizer)
+    refused: list[tuple[Any, str]] = [
+        (wider, "shape"),
+        ({}, "'state' and 'param_groups', got nothing"),
+        ({"a": 1}, "got a"),
+    ]
+    for given, words in refused + ([(shards, "takes whole tensors, got shards")] if stage else []):
+        for broadcast in (False, True):
+            told = StateDictOptions(broadcast_from_rank0=broadcast, **FULL)
+            with pytest.raises((LayoutError, ValueError, RuntimeError), match=words if given else "empty|got nothing"):
+                set_optimizer_state_dict(model, optimizer, given, options=told)
+    same(get_optimizer_state_dict(model, optimizer, options=options), before)
+    if stage:
+        with pytest.raises(LayoutError, match="is a shard, and whole tensors are needed"):
+            model.load_full_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("stage", [3, 0])
+@pytest.mark.parametrize("kind", ["ours", "fused"])
+def test_states_of_something_else_are_refused(cluster, kind, stage):
+    cluster.check(foreign_body, 2, kind, stage)
 
 
 def unsendable_body(group: Any) -> None:

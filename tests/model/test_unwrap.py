@@ -203,6 +203,48 @@ def test_optimizers_of_before_are_refused(cluster, ours, stepped):
     cluster.check(leftover_body, 2, ours, stepped)
 
 
+class Listed(nn.Module):
+    """A module that keeps its parameters in a plain list, too, and refuses new attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        object.__setattr__(self, "weights", [self.layer.weight])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "weights" in vars(self):
+            raise AttributeError("frozen")
+        super().__setattr__(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weights[0] + self.layer.bias
+
+
+def same_objects_body(group: Any, stage: int) -> None:
+    """Parameters are the same objects with the hooks of the program, whoever has references to them."""
+    inner, seen = Listed(), []
+    before = dict(inner.named_parameters())
+    before["layer.weight"].register_hook(lambda grad: grad * 0)
+    before["layer.bias"].register_post_accumulate_grad_hook(lambda _: seen.append("bias"))
+    model = ShardLite(inner, group=group, stage=stage)
+    module = model.unwrap()
+    assert all(param is before[name] for name, param in module.named_parameters())
+    seen.clear()
+    weight = before["layer.weight"].detach().clone()
+    optimizer = AdamW(module.parameters(), lr=0.1, weight_decay=0.0)
+    module(torch.ones(2, 6)).sum().backward()
+    assert seen == ["bias"]
+    optimizer.step()
+    same_bits("masked", before["layer.weight"].detach(), weight)
+    assert not any(hasattr(param, "shardlite_part") for param in module.parameters())
+
+
+@pytest.mark.parametrize("stage", [3, 2, 0])
+def test_parameters_are_the_same_objects(cluster, stage):
+    cluster.check(same_objects_body, 2, stage)
+    cluster.check(same_objects_body, 1, stage)
+
+
 def accumulated_body(group: Any) -> None:
     """Gradients that would be lost are not, and the model goes on."""
     model = wrapped(group)

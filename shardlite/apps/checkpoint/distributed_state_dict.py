@@ -9,10 +9,9 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
 from io import BytesIO
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as distributed
 from torch.nn.modules.module import _IncompatibleKeys
@@ -23,19 +22,10 @@ from shardlite.apps.checkpoint.contents import pickled, unpickled
 from shardlite.comm import agree
 from shardlite.comm import broadcast as broadcast_tensor
 from shardlite.engine import NUMBERS
-from shardlite.errors import CheckpointError, LayoutError
+from shardlite.errors import CheckpointError, LayoutError, some_of
 from shardlite.model import ShardLite
+from shardlite.optim import AdamW
 from shardlite.params import ShardTensor
-
-
-class _Options(Protocol):
-    """What is read of PyTorch's record of `StateDictOptions`, which is a dataclass."""
-
-    full_state_dict: bool
-    cpu_offload: bool
-    broadcast_from_rank0: bool
-    strict: bool
-
 
 _State: TypeAlias = dict[str, Any]
 _Walk: TypeAlias = Callable[..., Iterator[tuple[str, Any]]]
@@ -44,26 +34,17 @@ _Walk: TypeAlias = Callable[..., Iterator[tuple[str, Any]]]
 def teach() -> None:
     """Let `torch.distributed.checkpoint.state_dict` know wrapped models."""
     changes: dict[str, Callable[[Any], Any]] = {
+        "_verify_options": _check_options,
         "_iterate_valid_model_state": _walk,
-        "_maybe_full_or_cpu_state_dict": _make_whole,
+        "_init_optim_state": _init_state,
+        "_get_model_state_dict": _get,
+        "_get_optim_state_dict": _get,
         "_load_model_state_dict": _load_model,
         "_load_optim_state_dict": _load_optimizers,
-        "_get_model_state_dict": _of_the_compiled,
-        "_get_optim_state_dict": _of_the_compiled,
-        "_verify_options": _check_options,
         "_unflatten_model_state_dict": _check_names,
     }
     for name, change in changes.items():
         setattr(distributed, name, change(getattr(distributed, name)))
-
-
-def _of_the_compiled(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call `original` with a wrapped model, whether or not it was compiled."""
-        return original(_wrapped(model) or model, *args, **kwargs)
-
-    return call
 
 
 def _check_options(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,26 +104,42 @@ def _walk(original: _Walk) -> _Walk:
     return entries
 
 
-def _make_whole(original: Callable[..., _State]) -> Callable[..., _State]:
+def _init_state(original: Callable[[Optimizer], None]) -> Callable[[Optimizer], None]:
     @wraps(original)
-    def whole(state_dict: _State, info: _Options) -> _State:
-        """Gather shards if `full_state_dict` asks for it, one after the other, and copy the rest beside them."""
-        if info.full_state_dict and any(isinstance(leaf, ShardTensor) for leaf in tree_leaves(state_dict)):
-            wanted = not info.cpu_offload or dist.get_rank() == 0
+    def init(optimizer: Optimizer) -> None:
+        """Make the states of an optimizer: by a step with gradients of zero, unless it steps in the backward."""
+        if isinstance(optimizer, AdamW) and optimizer.in_backward:
+            optimizer.init_state()
+        else:
+            original(optimizer)
 
-            def copied(value: Tensor) -> Tensor | None:
-                tensor = value.full_tensor() if isinstance(value, ShardTensor) else value.clone()
-                return (tensor.cpu() if info.cpu_offload else tensor) if wanted else None
+    return init
 
-            state_dict = tree_map_only(Tensor, copied, state_dict)
-        return original(state_dict, info)
 
-    return whole
+def _get(original: Callable[..., _State]) -> Callable[..., _State]:
+    @wraps(original)
+    def get(model: nn.Module, *args: Any) -> _State:
+        """Return shards; or copies that are whole, if `full_state_dict` asks for them, one after the other."""
+        *others, info = args
+        wrapped = _wrapped(model)
+        if wrapped is None or not info.full_state_dict:
+            return original(wrapped or model, *args)
+        wanted = not info.cpu_offload or wrapped._context.rank == 0
+        mine = original(wrapped, *others, replace(info, full_state_dict=False, cpu_offload=False))
+
+        def copied(value: Tensor) -> Tensor | None:
+            tensor = value.full_tensor() if isinstance(value, ShardTensor) else value.clone()
+            return (tensor.cpu() if info.cpu_offload else tensor) if wanted else None
+
+        whole: _State = tree_map_only(Tensor, copied, mine)
+        return whole if wanted else {}
+
+    return get
 
 
 def _load_model(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
-    def load(model: nn.Module, state_dict: Mapping[str, Tensor], info: _Options) -> Any:
+    def load(model: nn.Module, state_dict: Mapping[str, Tensor], info: Any) -> Any:
         """Load shards or whole tensors; with `broadcast_from_rank0`, those of the model's first rank."""
         wrapped = _wrapped(model)
         if wrapped is None:
@@ -159,14 +156,46 @@ def _load_model(original: Callable[..., Any]) -> Callable[..., Any]:
 def _load_optimizers(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def load(model: nn.Module, optimizers: tuple[Optimizer, ...], state_dict: _State, info: Any) -> None:
-        """Cut whole tensors into this rank's shards; load those as ever."""
+        """Cut whole tensors into this rank's shards; load those as ever. Other ranks are told of an error.
+
+        Raises:
+            LayoutError: on every rank, if the state is none, or is not whole.
+        """
         wrapped = _wrapped(model)
-        if wrapped is not None and info.full_state_dict:
-            state_dict = _cut(state_dict, wrapped, broadcast=info.broadcast_from_rank0)
-            info = replace(info, full_state_dict=False, broadcast_from_rank0=False)
-        original(wrapped or model, optimizers, state_dict, info)
+        if wrapped is None:
+            original(model, optimizers, state_dict, info)
+            return
+        taken = not info.broadcast_from_rank0 or wrapped._context.rank == 0
+        agree(
+            wrapped._groups,
+            [],
+            _misfit(state_dict, info) if taken else None,
+            what="set_optimizer_state_dict",
+            timeout=wrapped._context.timeout,
+        )
+        with wrapped._context.reporting_failures("its set_optimizer_state_dict"):
+            if info.full_state_dict:
+                state_dict = _cut(state_dict, wrapped, broadcast=info.broadcast_from_rank0)
+                info = replace(info, full_state_dict=False, broadcast_from_rank0=False)
+            original(wrapped, optimizers, state_dict, info)
 
     return load
+
+
+def _misfit(state_dict: _State, info: Any) -> LayoutError | None:
+    """Return why something is not the state of an optimizer that `get_optimizer_state_dict` has returned."""
+    flat = all(isinstance(name, str) and name.startswith(("state.", "param_groups.")) for name in state_dict)
+    if not state_dict or not ({"state", "param_groups"} <= state_dict.keys() or flat):
+        return LayoutError(
+            f"set_optimizer_state_dict: a state has the keys 'state' and 'param_groups', got {some_of(state_dict)}"
+            f"{': with broadcast_from_rank0 only the first rank needs it' if not info.broadcast_from_rank0 else ''}"
+        )
+    if info.full_state_dict and any(isinstance(leaf, ShardTensor) for leaf in tree_leaves(state_dict)):
+        return LayoutError(
+            "set_optimizer_state_dict(full_state_dict=True) takes whole tensors, got shards: pass options without it, "
+            "or get the state with full_state_dict=True"
+        )
+    return None
 
 
 def _cut(state_dict: _State, wrapped: ShardLite, *, broadcast: bool) -> _State:
