@@ -118,7 +118,8 @@ class _Watcher:
         """Return the module's spec, with a loader that calls `then`; `None` for any other module."""
         if fullname != self._name:
             return None
-        finders = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        others = [finder for finder in sys.meta_path if type(finder).__name__ != type(self).__name__]
+        finders = [finder for finder in others if hasattr(finder, "find_spec")]
         specs = (finder.find_spec(fullname, path, target) for finder in finders)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:

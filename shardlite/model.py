@@ -727,8 +727,8 @@ class ShardLite(nn.Module):
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
         """Raise: `DistributedDataParallel` looks here before it gives all ranks the first one's parameters."""
         raise LayoutError(
-            "DistributedDataParallel would overwrite the shards of all ranks with the first rank's: call the ShardLite "
-            f"model itself, which averages gradients already. (If a tracer looked at this: {NO_GRAPH})"
+            "a ShardLite model averages gradients itself, and DistributedDataParallel would overwrite the shards of "
+            f"all ranks with the first rank's: call the model itself. If a tracer was given the model: {NO_GRAPH}"
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ShardLite":

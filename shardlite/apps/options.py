@@ -74,8 +74,10 @@ def precision_of(options: Namespace) -> "Precision":
 def started_ranks(parser: ArgumentParser, options: Namespace) -> int | None:
     """Return the number of ranks that a launcher has started, or `None`. It must agree with `--ranks`."""
     started = world_size()
-    if options.ranks is not None and (options.ranks < 1 or started not in (None, options.ranks)):
-        parser.error(f"--ranks is {options.ranks}; it must be at least 1, and what torchrun started ({started})")
+    if options.ranks is not None and options.ranks < 1:
+        parser.error(f"--ranks is {options.ranks}; it must be at least 1")
+    if options.ranks is not None and started not in (None, options.ranks):
+        parser.error(f"--ranks is {options.ranks}, but torchrun has started {started}: leave it out")
     return started
 
 

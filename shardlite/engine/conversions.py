@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, MutableMapping
 from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import wraps
+from itertools import count
 from typing import Any
 from weakref import WeakSet
 
@@ -60,11 +61,26 @@ def _guarded(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     return apply
 
 
+_numbers = count(1)
+
+
 def _changes(tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> bool:
-    """Return whether a conversion would change a tensor. It is tried on a small one of the same kind."""
+    """Return whether a conversion would change a tensor. It is tried on a small one of the same kind.
+
+    A copy changes nothing: `.to("cpu:0")` makes one. Its values, which are new each time, tell it from `to_empty()`.
+    """
     with as_they_are():
         small = torch.empty((2,) * tensor.ndim, dtype=tensor.dtype, device=tensor.device)
-    return convert(small) is not small or (small.is_cpu and small.is_shared())  # type: ignore[no-untyped-call]
+    _bytes(small).fill_(next(_numbers) % 100 + 1)
+    converted = convert(small)
+    if converted is small:
+        return small.is_cpu and small.is_shared()  # type: ignore[no-untyped-call]
+    alike = all(getattr(converted, name) == getattr(small, name) for name in ("dtype", "device", "shape", "layout"))
+    return not (alike and converted.stride() == small.stride() and _bytes(converted).equal(_bytes(small)))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 setattr(nn.Module, "_apply", _guarded(nn.Module._apply))  # noqa: B010 (mypy refuses assignment)

@@ -195,7 +195,7 @@ def _check(optimizer: Optimizer, model: OptimizerBridge, params: Iterable[Tensor
     if unsharded is not None:
         why = (
             "its parameters are those of a module in or around the ShardLite model (`nn.DataParallel(model)`, "
-            "`model.module`)"
+            "`torch.compile(model)`, `model.module`)"
             if optimizer in _given_unsharded
             else "it was built before the model was wrapped"
         )

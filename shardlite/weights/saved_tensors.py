@@ -94,6 +94,8 @@ class Handle:
         call.handles += 1
 
     def __del__(self) -> None:
+        if not hasattr(self, "call"):
+            return  # the view had no storage, so there is no promise
         self.call.handles -= 1
         if self.call.handles == 0:
             self.call.forget_handles()

@@ -38,6 +38,7 @@ CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
 NOTHING: dict[str, Callable[[nn.Module], object]] = {
     "device": lambda module: module.to("cpu"),
     "cpu": lambda module: module.cpu(),
+    "index": lambda module: module.to("cpu:0"),  # as Accelerate calls it
     "dtype": lambda module: module.float(),
     "both": lambda module: module.to(device=torch.device("cpu"), dtype=torch.float32),
 }

@@ -128,7 +128,9 @@ def written_body(group):
 
 def wrapped_by_ddp_body(group):
     model = ShardLite(nn.Linear(9, 9), group=group)
-    with pytest.raises(LayoutError, match="DistributedDataParallel would give all ranks the shards of the first"):
+    with pytest.raises(
+        LayoutError, match="DistributedDataParallel would overwrite the shards of all ranks with the first"
+    ):
         DistributedDataParallel(model, process_group=group)
 
 

@@ -120,6 +120,12 @@ def test_an_import_that_fails_is_followed_when_it_is_tried_again(tmp_path, monke
     assert calls == [7, 8]
 
 
+def test_the_library_may_be_imported_again():
+    program = "import shardlite, importlib; importlib.reload(shardlite)\n"
+    program += "import torch.distributed.checkpoint.state_dict; print(shardlite.ShardLite.__name__)"
+    assert run(program) == ["ShardLite"]
+
+
 # ---- its names ------------------------------------------------------------------------------------------------------
 
 
