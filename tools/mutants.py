@@ -340,8 +340,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/apps/options.py",
         "condition",
-        "options.ranks < 1 or started not in (None, options.ranks)",
-        "options.ranks < 1",
+        "options.ranks is not None and started not in (None, options.ranks)",
+        "options.ranks is not None and started is None",
         "a command that was asked for two ranks goes on as one of four",
     ),
     (
