@@ -20,6 +20,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
+from shardlite.errors import LayoutError
 from shardlite.telemetry.ledger import Ledger
 
 T = TypeVar("T")
@@ -152,7 +153,10 @@ def _holds_memory(tensor: Tensor) -> bool:
     """Return whether a tensor has a storage. Meta tensors, sparse tensors and wrapper subclasses have none."""
     if tensor.layout is not torch.strided or is_traceable_wrapper_subclass_type(type(tensor)):
         return False
-    return tensor.untyped_storage().device.type != "meta"
+    try:
+        return tensor.untyped_storage().device.type != "meta"
+    except LayoutError:  # a `ShardTensor`
+        return False
 
 
 def _existing_tensors() -> Iterator[Tensor]:
