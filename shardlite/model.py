@@ -217,7 +217,10 @@ class ShardLite(nn.Module):
         self.stage = stage
         self.precision = precision
         self._groups = ranks_of(group)
-        ignore = list(ignore)
+        validate.check_functions(
+            init=init, reshard_after_forward=reshard_after_forward, quantized_gather=quantized_gather
+        )
+        ignore = validate.listed(ignore)
         self._ignored = validate.ignored_params(ignore)
         self._forwards = 0  # that are running
         self._unsynced: ExitStack | None = None

@@ -7,10 +7,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from shardlite.build.meta_init import Init
 from shardlite.comm import SUMMABLE, Ranks
 from shardlite.config import Precision
 from shardlite.errors import LayoutError
-from shardlite.params import Unit, is_dtensor
+from shardlite.params import Unit, UnitRule, is_dtensor
 
 STAGES = (0, 1, 2, 3)
 """The stages of ZeRO."""
@@ -33,6 +34,30 @@ def unmark_wrapped(units: Iterable[Unit]) -> None:
     for unit in units:
         for param in unit.params():
             _wrapped.pop(param, None)  # type: ignore[no-untyped-call]
+
+
+def check_functions(*, init: Init, **rules: UnitRule) -> None:
+    """Check the options that are functions.
+
+    Raises:
+        TypeError: `init` is none, or a rule is neither a function nor a bool.
+    """
+    if init is not None and not callable(init):
+        raise TypeError(f"init takes a function of a module, as nn.Module.apply does, got {init!r}")
+    for name, rule in rules.items():
+        if not isinstance(rule, bool) and not callable(rule):
+            raise TypeError(f"{name} must be a bool or callable(name, module) -> bool, got {rule!r}")
+
+
+def listed(ignore: Iterable[nn.Module | nn.Parameter]) -> list[nn.Module | nn.Parameter]:
+    """Return what is ignored.
+
+    Raises:
+        TypeError: it is not iterable.
+    """
+    if not isinstance(ignore, Iterable):
+        raise TypeError(f"ignore takes a list of modules and parameters, got {type(ignore).__name__}")
+    return list(ignore)
 
 
 def ignored_params(ignore: Iterable[nn.Module | nn.Parameter]) -> set[Tensor]:

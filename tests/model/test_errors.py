@@ -50,6 +50,22 @@ def prefetch_type_body(group):
     ShardLite(net(), prefetch="1", group=group)
 
 
+def rule_body(group):
+    ShardLite(net(), group=group, reshard_after_forward="no")
+
+
+def ignore_body(group):
+    ShardLite(net(), group=group, ignore=nn.Linear(2, 2))
+
+
+def init_body(group):
+    ShardLite(net(), group=group, init=3)
+
+
+def group_body(group):
+    ShardLite(net(), group=3)
+
+
 def precision_body(group):
     ShardLite(net(), precision=torch.bfloat16, group=group)
 
@@ -191,6 +207,10 @@ def only_unknown_body(group):
         (stage_body, "stage must be one of (0, 1, 2, 3), got 7"),
         (prefetch_body, "must be at least 0, got -1"),
         (prefetch_type_body, "prefetch counts units and must be an int, got '1'"),
+        (rule_body, "reshard_after_forward must be a bool or callable(name, module) -> bool, got 'no'"),
+        (ignore_body, "ignore takes a list of modules and parameters, got Linear"),
+        (init_body, "init takes a function of a module, as nn.Module.apply does, got 3"),
+        (group_body, "group takes a ProcessGroup or a DeviceMesh, got 3"),
         (precision_body, "precision must be a Precision, as Precision(compute=torch.bfloat16), got torch.bfloat16"),
         (device_body, "device must name the CPU or a CUDA device, got 'gpu'"),
         (units_body, "units must be a module class"),

@@ -51,6 +51,7 @@ def ranks_of(ranks: GroupLike) -> Ranks:
 
     Raises:
         LayoutError: there is no process group, this process is not a member, or a mesh has more than two dimensions.
+        TypeError: `ranks` is of another type.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise LayoutError(
@@ -65,6 +66,8 @@ def ranks_of(ranks: GroupLike) -> Ranks:
         if ranks.ndim == 2:
             return Ranks(ranks.get_group(1), ranks.get_group(0))
         raise LayoutError(f"a mesh must have one dimension (shard) or two (replicate, shard), got {ranks.ndim}")
+    if not isinstance(ranks, dist.ProcessGroup | None) and ranks is not dist.GroupMember.NON_GROUP_MEMBER:
+        raise TypeError(f"group takes a ProcessGroup or a DeviceMesh, got {ranks!r}")
     if dist.get_rank(ranks) < 0:
         raise LayoutError("this process is not a member of the process group that it was given")
     return Ranks(ranks)
