@@ -118,6 +118,7 @@ class _Watcher:
         """Return the module's spec, with a loader that calls `then`; `None` for any other module."""
         if fullname != self._name:
             return None
+        # Another watcher would ask this one in turn. By name, because a reload makes another class.
         others = [finder for finder in sys.meta_path if type(finder).__name__ != type(self).__name__]
         finders = [finder for finder in others if hasattr(finder, "find_spec")]
         specs = (finder.find_spec(fullname, path, target) for finder in finders)

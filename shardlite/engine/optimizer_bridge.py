@@ -1,6 +1,6 @@
 """The bridge from optimizers to a wrapped model: its reactions to steps and to clipping, after or inside a backward."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakSet, ref
@@ -15,7 +15,7 @@ from shardlite.engine.module_hooks import ModuleHooks
 from shardlite.errors import PhaseError
 from shardlite.grads import Clipper, ShardStep, Skips
 from shardlite.optim import AdamW, steps_in_backward
-from shardlite.params import Flat, ShardTensor
+from shardlite.params import Flat
 from shardlite.weights import Gathering
 
 
@@ -126,10 +126,6 @@ class OptimizerBridge:
 
     optimizers: WeakSet[Optimizer] = field(default_factory=WeakSet)
     """Optimizers that have stepped the model."""
-
-    def shard_tensors(self) -> dict[Tensor, Callable[..., ShardTensor]]:
-        """Return for each shard that is a part a function that makes a `ShardTensor` of a tensor like it."""
-        return self.shards.shard_tensors(self.context)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Raise if a step would be a wrong one, and make it change nothing if gradients are not finite.

@@ -244,7 +244,7 @@ def _state_dict(original: Callable[[Optimizer], dict[str, Any]]) -> Callable[[Op
         models = _models_with(params_of(optimizer))
         if not models:
             return saved
-        makers = {shard: make for model in models for shard, make in model.shard_tensors().items()}
+        makers = {shard: make for model in models for shard, make in model.shards.shard_tensors(model.context).items()}
         return {**state_dicts.as_shards(optimizer, saved, makers), state_dicts.KEY: _describe(optimizer, models)}
 
     return state_dict

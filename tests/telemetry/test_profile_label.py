@@ -11,17 +11,7 @@ from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardlite import AdamW, ShardLite
-
-WIDTH = 16
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(x))
+from tests.support.models.residual import WIDTH, Block
 
 
 class Net(nn.Module):

@@ -227,7 +227,7 @@ class _Plan:
         self._checkpoint: Any = checkpoint
         self._optimizer = optimizer
         self._params: dict[str, Tensor] = dict(model.named_parameters())
-        self._makers = model._bridge.shard_tensors()
+        self._makers = model._bridge.shards.shard_tensors(model._context)
         ours = model.state_dict()
         self._prefix = self._find_prefix(ours)
         named = {f"{self._prefix}{name}": value for name, value in ours.items()}
