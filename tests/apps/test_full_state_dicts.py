@@ -302,6 +302,23 @@ def test_a_compiled_model(cluster):
     cluster.check(compiled_body, 2)
 
 
+def compiled_inside_body(group: Any) -> None:
+    """A module that was compiled before it was wrapped is inside the wrapped model."""
+    torch.manual_seed(0)
+    model = ShardLite(torch.compile(nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7)), backend="eager"), group=group)
+    optimizer = OPTIMIZERS["ours"](model.parameters())
+    got = get_state_dict(model, optimizer, options=StateDictOptions(**FULL))
+    same(got[0], model.full_state_dict())
+    zeros = {name: torch.zeros_like(each) for name, each in got[0].items()}
+    set_model_state_dict(model, zeros, options=StateDictOptions(**FULL))
+    assert not any(value.any() for value in model.full_state_dict().values())
+    set_optimizer_state_dict(model, optimizer, got[1], options=StateDictOptions(**FULL))
+
+
+def test_a_module_that_was_compiled_before(cluster):
+    cluster.check(compiled_inside_body, 2)
+
+
 def refused_body(group: Any) -> None:
     model, optimizer = trained(group, OPTIMIZERS["ours"])
     outer = nn.ModuleDict({"inside": model, "rest": nn.Linear(2, 2)})

@@ -78,7 +78,8 @@ def _wrapped(model: nn.Module) -> ShardLite | None:
     Raises:
         LayoutError: it has a wrapped model inside.
     """
-    model = getattr(model, "_orig_mod", model)
+    if not isinstance(model, ShardLite):  # which has the attributes of a compiled module inside it
+        model = getattr(model, "_orig_mod", model)
     if isinstance(model, ShardLite):
         return model
     inside = next((name for name, each in model.named_modules() if isinstance(each, ShardLite)), None)
