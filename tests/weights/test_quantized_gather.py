@@ -419,17 +419,17 @@ def wrap(group: Any, stage: int, rule: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "rule", "message"),
+    ("stage", "rule", "error", "message"),
     [
-        *((stage, True, f"quantized_gather is for stage 3, got stage {stage}") for stage in (0, 1, 2)),
-        (2, {}.get, "quantized_gather is for stage 3, got stage 2"),
-        (3, "blocks", r"quantized_gather must be True, False or callable(name, module), got 'blocks'"),
-        (3, None, "got None"),
+        *((stage, True, "LayoutError", f"quantized_gather is for stage 3, got stage {stage}") for stage in (0, 1, 2)),
+        (2, {}.get, "LayoutError", "quantized_gather is for stage 3, got stage 2"),
+        (3, "blocks", "TypeError", "quantized_gather must be a bool or callable(name, module) -> bool, got 'blocks'"),
+        (3, None, "TypeError", "got None"),
     ],
 )
-def test_errors_say_what_may_be_asked_for(cluster, stage, rule, message):
+def test_errors_say_what_may_be_asked_for(cluster, stage, rule, error, message):
     for kind, told in cluster.failures(wrap, 2, stage, rule):
-        assert kind == "LayoutError"
+        assert kind == error
         assert message in told
 
 
