@@ -11,7 +11,7 @@ Legend: `W` ranks.
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -77,7 +77,9 @@ class HostMessages(GroupCollectives):
 
 
 class _LaunchingQueue:
-    """Runs operations when they are submitted, on the thread of the program."""
+    """Runs operations when they are submitted, on the thread of the program, as one that launches them on a stream."""
+
+    on_stream = True
 
     def submit(self, *operations: Callable[[], None], behind: object = None) -> Work:
         del behind
@@ -87,8 +89,14 @@ class _LaunchingQueue:
                 operation()
         return work
 
-    def moment(self) -> None:
-        """Return `None`: all is done at once."""
+    def moment(self) -> object:
+        """Return a moment, which is over."""
+        return self
+
+    def beside(self, behind: object = None) -> AbstractContextManager[None]:
+        """No-op."""
+        del behind
+        return nullcontext()
 
 
 def launching_queue(*_: Any, **__: Any) -> _LaunchingQueue:

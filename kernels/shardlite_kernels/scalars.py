@@ -115,6 +115,11 @@ def send(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Ten
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
+def is_here(tensor: Tensor) -> bool:
+    """Return whether the host can read a tensor without waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
 def adamw_scalars(
     steps: Tensor,
     hyper: Tensor,

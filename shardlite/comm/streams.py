@@ -67,6 +67,9 @@ Moment = torch.cuda.Event
 class StreamQueue(Protocol):
     """Runs operations one after the other."""
 
+    on_stream: bool
+    """Whether operations run on a stream of a GPU, so that the host may free or reuse what they use behind them."""
+
     def submit(self, *operations: Callable[[], None], behind: Moment | None = None) -> Work:
         """Queue `operations`. They start after those before them, and after the caller's computation so far.
 
@@ -75,6 +78,9 @@ class StreamQueue(Protocol):
 
     def moment(self) -> Moment | None:
         """Return this moment of the caller's computation. A host computes at once, and has none."""
+
+    def beside(self, behind: Moment | None = None) -> AbstractContextManager[object]:
+        """Allocate and launch on the queue's stream within the block, behind a moment. A host has no streams."""
 
 
 def make_queue(
@@ -184,6 +190,8 @@ class ThreadQueue:
     It is a daemon: a process that ends by an error must not wait for a peer that will never answer.
     """
 
+    on_stream = False
+
     def __init__(self, name: str, watch: FailureReports | None = None) -> None:
         self._owner = Owner()
         self._watch = watch
@@ -207,6 +215,11 @@ class ThreadQueue:
 
     def moment(self) -> None:
         """Return `None`: what the host has computed is there."""
+
+    def beside(self, behind: Moment | None = None) -> AbstractContextManager[object]:
+        """No-op."""
+        del behind
+        return nullcontext()
 
 
 def _end(queue: "SimpleQueue[_Job | None]", thread: Thread, watch: FailureReports | None) -> None:
@@ -302,7 +315,10 @@ class CudaStreamQueue:
     Memory is safe without `record_stream`. A tensor that an operation uses was allocated on the caller's stream, whose
     work so far the operation waits for; and the caller frees or reuses it only after `wait()`, when its stream is
     behind the operation. A caller that is gone, with operations in flight, is put behind them when the queue is freed.
+    Memory that is allocated `beside` belongs to the queue's stream: operations may use it after the caller freed it.
     """
+
+    on_stream = True
 
     def __init__(self, device: torch.device, thread: ThreadQueue | None, program: ProgramStreams) -> None:
         self._device = device
@@ -333,6 +349,14 @@ class CudaStreamQueue:
         """Return the end of the work submitted to the current stream so far."""
         moment: Moment = torch.cuda.current_stream(self._device).record_event()
         return moment
+
+    @contextmanager
+    def beside(self, behind: Moment | None = None) -> Iterator[None]:
+        """Make the queue's stream the current one within the block, behind a moment of the caller's computation."""
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            if behind is not None:
+                self._stream.wait_event(behind)
+            yield
 
 
 class _StreamWork:

@@ -60,7 +60,7 @@ class Backward:
         self._gatherer = gatherer
         self._units = units
         self._streams = streams
-        self.calls = Calls(gatherer, units, on_use=self.open) if isinstance(gatherer, Gatherer) else None
+        self.calls = Calls(gatherer, units, on_use=self.enter) if isinstance(gatherer, Gatherer) else None
         """Where handles of weights are saved for a backward; `None` where weights are always there."""
 
         self._task: int | None = None
@@ -85,9 +85,14 @@ class Backward:
             if self._saves_memory and self._mode is Mode.STEP:
                 self._gatherer.stop_prefetching()
 
+    def enter(self, unit: Unit) -> None:
+        """Note that a backward goes on to a unit, before that is unsharded."""
+        self.open()
+        self._reducer.enter(unit)
+
     def use(self, unit: Unit) -> None:
         """Unshard a unit for a hook that reads its weights, until the backward ends or handles release it."""
-        self.open()
+        self.enter(unit)
         if unit.users:  # that were handles, for otherwise its parameters would be readable
             assert self.calls is not None
             self.calls.gatherer.bind(unit)
@@ -152,7 +157,8 @@ class Backward:
         if not self._got_gradients:
             if self._parts is not None:
                 self._parts.begin_backward()
-            self._reducer.begin(steps=self._mode is Mode.STEP, reduces=self._mode.reduces)
+            steps, reduces = self._mode is Mode.STEP, self._mode.reduces
+            self._reducer.begin(steps=steps, reduces=reduces, in_step=self._gatherer.in_step)
             if self._mode is Mode.STEP:
                 self._saves_memory = self._reducer.saves_memory()
             self._got_gradients = True

@@ -215,7 +215,7 @@ class ModuleHooks:
             self._check_locations(unit)
             unit.check_memory()
             if in_backward():
-                self._backward.open()
+                self._backward.enter(unit)
                 self._backward.recomputed(unit)
             elif not self._evaluating:
                 self._backward.expect_gradients(unit, recorded=torch.is_grad_enabled())

@@ -8,16 +8,16 @@ In: gradients of single parameters. Out: full buffers to reduce. Starts no commu
 Legend: `W` ranks, `S` elements per shard.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from shardlite.comm import Context
+from shardlite.comm import Context, Moment
 from shardlite.errors import PhaseError
 from shardlite.grads.part_sums import PartSums
-from shardlite.params import BUCKETS, Buffer, BufferPool, Flat, Gradients, Slot, Unit, check_move
+from shardlite.params import Flat, Gradients, Slot, Unit, check_move
 
 PURPOSE = "gradient buckets"
 """How the ledger names the memory of buckets, and of gradients that wait for it."""
@@ -28,9 +28,7 @@ class Bucket:
     """One unit's gradients before they are reduced."""
 
     unit: Unit
-    pools: Sequence[BufferPool]
-    """Where memory is from, a pool for each flat."""
-
+    context: Context
     earlier: PartSums
     """Sums over earlier parts of the global batch."""
 
@@ -40,9 +38,6 @@ class Bucket:
 
     full: list[Tensor] = field(default_factory=list)
     """One full buffer per flat, in the layout and dtype of its gradients."""
-
-    buffers: list[Buffer] = field(default_factory=list)
-    """The memory of `full`."""
 
     early: dict[int, Tensor] = field(default_factory=dict)
     """Gradients that arrived before `full` was allocated, as autograd made them, by `id` of their parameters.
@@ -61,6 +56,9 @@ class Bucket:
 
     expected: int = field(init=False)
     """Number of parameters that have gradients."""
+
+    moment: Moment | None = None
+    """Behind which all gradients are that have come, where that is not now: see `Reducer.enter`."""
 
     arrivals: int = 0
     """Number of gradients that arrived in the current backward. A reentrant backward brings several per parameter."""
@@ -84,24 +82,42 @@ class Bucket:
     def needs_memory(self, param: nn.Parameter, *, waits: bool) -> bool:
         """Return whether the next gradient of `param` needs memory, while none is allocated.
 
-        With `waits`, the first gradient of a parameter in the root needs none.
+        With `waits`, the first gradient of a parameter needs none.
         """
-        return not (waits and self.unit.is_root and id(param) not in self.early)
+        return not (waits and id(param) not in self.early)
 
     def fill(self) -> None:
         """Take memory for the full buffers, and copy early gradients into them."""
-        self.buffers = [
-            pool.take(self.unit, flat.gradients.full_numel * flat.reduce.itemsize)
-            for pool, flat in zip(self.pools, self.flats, strict=False)
-        ]
-        self.full = [_whole(buffer, flat) for buffer, flat in zip(self.buffers, self.flats, strict=True)]
+        self.take_memory()
+        while self.early:
+            self.places[(early := self.early.popitem())[0]].copy_(early[1])
+            del early  # frees each gradient before the next is copied
+
+    def take_memory(self) -> None:
+        """Take memory for the full buffers."""
+        self.full = [self.context.empty(flat.gradients.full_numel, flat.reduce) for flat in self.flats]
+        for full in self.full:
+            self.context.ledger.track(PURPOSE, full)
         cut = [view for flat, full in zip(self.flats, self.full, strict=True) for view in flat.gradients.views(full)]
         self.places = dict(zip(self._flat_of, cut, strict=True))
         if self.phase is Gradients.EMPTY:
             self.move(Gradients.FILLING)
-        while self.early:
-            self.places[(early := self.early.popitem())[0]].copy_(early[1])
-            del early  # frees each gradient before the next is copied
+
+    def copy_in(self) -> tuple[Callable[[], None], list[Tensor]]:
+        """Return what copies early gradients into the full buffers and zeroes the rest, and the gradients it reads.
+
+        It is to be run on a stream, and touches nothing of the bucket but memory.
+        """
+        places, early, gaps = [self.places[key] for key in self.early], [*self.early.values()], self._gaps()
+        self.early.clear()
+
+        def run() -> None:
+            if early:
+                torch._foreach_copy_(places, early)
+            if gaps:
+                torch._foreach_zero_(gaps)
+
+        return run, early
 
     def add(self, param: nn.Parameter, grad: Tensor | None, *, is_watched: bool) -> None:
         """Store a gradient, cast to the dtype of the reduction, or add it to the stored one.
@@ -169,14 +185,16 @@ class Bucket:
 
         Padding stays zero: a reduction writes sums of zeros there.
         """
+        if gaps := self._gaps():
+            torch._foreach_zero_(gaps)
+
+    def _gaps(self) -> list[Tensor]:
+        gaps: list[Tensor] = []
         complete = len(self.used) == self.expected
-        for flat, full, buffer in zip(self.flats, self.full, self.buffers, strict=True):
-            if complete and buffer.padding is not None:
-                continue
+        for flat, full in zip(self.flats, self.full, strict=True):
             unwritten = flat.gradients.padding if complete else flat.gradients.gaps(self._used_slots(flat))
-            if gaps := [full[start:stop] for start, stop in unwritten]:
-                torch._foreach_zero_(gaps)
-            buffer.padding = _padding(flat)
+            gaps += [full[start:stop] for start, stop in unwritten]
+        return gaps
 
     def _used_slots(self, flat: Flat) -> set[int]:
         return {i for i, row in enumerate(flat.rows) if id(flat.params[row]) in self.used}
@@ -189,8 +207,10 @@ class Bucket:
         """Return the flag index of the first gradient with a NaN or an infinity, or `None`. Synchronizes the host."""
         rows = [(flat.params[row], slot, i) for i, flat in enumerate(self.flats) for row, slot in _slots(flat)]
         for place, (param, slot, i) in enumerate(rows):
-            fulls = [full[i][slot.start : slot.stop] for full in (self.full, *self.earlier.summands())]
-            if id(param) in self.used and not all(full.isfinite().all() for full in fulls):
+            own = self.early.get(id(param))
+            grads = [own.to(self.flats[i].reduce)] if own is not None else []
+            grads += [full[i][slot.start : slot.stop] for full in (self.full, *self.earlier.summands()) if full]
+            if id(param) in self.used and not all(grad.isfinite().all() for grad in grads):
                 return place
         return None
 
@@ -201,8 +221,8 @@ class Bucket:
 
     def keep_part(self) -> None:
         """Add the gradients to those of earlier parts, and be empty for the next part. Nothing may be missing."""
-        self.earlier.keep(self.full, self.buffers, self.used)
-        self.full, self.places, self.buffers, self.used = [], {}, [], set()
+        self.earlier.keep(self.full, self.used)
+        self.full, self.places, self.used = [], {}, set()
         self.move(Gradients.EMPTY)
         self.reduced = True
 
@@ -213,13 +233,15 @@ class Bucket:
         return parts + self.earlier.parts
 
     def begin_reduction(self) -> None:
-        """Note that the gradients are on their way, so that no more may come in this backward."""
+        """Note that the gradients are on their way, so that no more may come in this backward; maybe there are none."""
+        if self.phase is Gradients.EMPTY:
+            self.move(Gradients.FILLING)
         self.move(Gradients.REDUCING)
         self.reduced = True
 
     def start_over(self) -> None:
         """Be ready for the next backward."""
-        self.arrivals, self.reduced = 0, False
+        self.arrivals, self.reduced, self.moment = 0, False, None
         self.unit.stepped.clear()
         self.unit.overwritten.clear()
 
@@ -231,11 +253,13 @@ class Bucket:
         self._flat_of = {id(flat.params[row]): flat for flat in self.flats for row in flat.rows}
         self.expected = len(self._flat_of)
 
-    def clear(self) -> None:
-        """Empty the bucket, and give its memory back, if no gradient is a view of it."""
+    def release(self) -> None:
+        """Give up the memory, in which a gradient may lie now."""
         self.full, self.places = [], {}
-        for pool in self.pools[: len(self.buffers)]:
-            pool.give_back(self.buffers.pop(0))
+
+    def clear(self) -> None:
+        """Empty the bucket."""
+        self.release()
         self.early.clear()
         self.used.clear()
         self.earlier.clear()
@@ -244,32 +268,8 @@ class Bucket:
 
 
 def make_buckets(units: Sequence[Unit], context: Context, most_parts: int) -> dict[Unit, Bucket]:
-    """Make a bucket for each unit of a model, with a pool of memory for each of its flats.
-
-    Sums of `most_parts` parts of a global batch are kept apart until the unit is reduced.
-
-    Pools keep no bucket of the root. It exists at the end of a backward only, where there are no activations any more;
-    kept, it would add to what they take at their peak. The others are in use there already.
-    """
-    flats = range(max((len(unit.flats) for unit in units), default=0))
-    kept = [BufferPool(context, PURPOSE, most=BUCKETS) for _ in flats]
-    none = [BufferPool(context, PURPOSE, most=0) for _ in flats]
-    pools = {unit: none if unit.is_root or len(units) == 1 else kept for unit in units}
-    return {unit: Bucket(unit, pools[unit], PartSums(pools[unit], most_parts)) for unit in units}
-
-
-def _padding(flat: Flat) -> tuple[torch.dtype, tuple[tuple[int, int], ...]]:
-    """Return what says which bytes of a full buffer are padding."""
-    return flat.reduce, flat.gradients.padding
-
-
-def _whole(buffer: Buffer, flat: Flat) -> Tensor:
-    """View a buffer as the full gradients [W*S] of a flat, which are going to be written."""
-    if buffer.padding != _padding(flat):
-        buffer.padding = None  # gradients may be written where it was zero
-    numel, dtype = flat.gradients.full_numel, flat.reduce
-    (view,) = buffer.views((numel, dtype), lambda memory: [memory[: numel * dtype.itemsize].view(dtype)])
-    return view
+    """Make a bucket for each unit of a model. Sums of `most_parts` parts of a global batch are kept apart."""
+    return {unit: Bucket(unit, context, PartSums(most_parts)) for unit in units}
 
 
 def _slots(flat: Flat) -> Iterator[tuple[int, Slot]]:

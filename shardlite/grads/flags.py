@@ -15,13 +15,32 @@ from shardlite.comm import Context
 from shardlite.errors import NonFiniteWarning
 from shardlite.params import Flat, as_they_are
 
+_MOST_SENT = 64
+
+
+class SentNumbers:
+    """Numbers on a device, which are mostly those of an earlier call, and then need no copy from the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sent: dict[tuple[int, ...], Tensor] = {}
+
+    def __call__(self, numbers: Sequence[int]) -> Tensor:
+        """Return `numbers` [n], int32. They are not to be written to."""
+        key = tuple(numbers)
+        if key not in self._sent:
+            if len(self._sent) > _MOST_SENT:
+                self._sent.clear()
+            self._sent[key] = send(key, torch.int32, self._device)
+        return self._sent[key]
+
 
 class GradientFlags:
     """Exchanges the gradient flags of one wrapped model."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._rows: dict[tuple[int, ...], Tensor] = {}
+        self._rows = SentNumbers(context.device)
 
     def take(self, used: Sequence[int], bad: Sequence[Tensor]) -> tuple[Sequence[int], Tensor]:
         """Return how many ranks used each parameter (or any number above 0), and whether anything is bad anywhere.
@@ -30,18 +49,10 @@ class GradientFlags:
             used: 1 for each parameter that this rank has used, else 0.
             bad: flags of this rank's means, each [] and above 0 if it has a NaN or an infinity, else 0.
         """
-        flags = torch.cat([self._row(tuple(used)), torch.stack(list(bad)).sum(0, keepdim=True, dtype=torch.int32)])
+        flags = torch.cat([self._rows(used), torch.stack(list(bad)).sum(0, keepdim=True, dtype=torch.int32)])
         self._context.all_reduce_numbers(flags, self._context.operation("gradient flags", "gradient flags"))
         anything = (flags[-1] > 0).to(torch.float32)
         return (used if all(used) else flags[:-1].tolist()), anything
-
-    def _row(self, used: tuple[int, ...]) -> Tensor:
-        """Return flags on the device. They are mostly the same, and then need no copy from the host."""
-        if used not in self._rows:
-            if len(self._rows) > 8:
-                self._rows.clear()
-            self._rows[used] = send(used, torch.int32, self._context.device)
-        return self._rows[used]
 
     def first_bad(self, index: int | None) -> list[tuple[int, int]]:
         """Exchange the index of each rank's first own gradient that is not finite; return (rank, index) of those."""

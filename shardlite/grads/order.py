@@ -4,19 +4,27 @@ The order begins as a guess, the reverse of the model's. The first backward show
 and at its end all ranks take what rank 0 has seen.
 
 Each backward goes once through the order. A reduction starts when its turn has come, and lands when it is over and its
-bucket is free. Before more buckets are filled than there may be, the earliest reductions are waited for.
+bucket is free. On a CPU, before more buckets are filled than there may be, the earliest reductions are waited for.
+
+On a GPU a bucket is memory of the stream of reductions, and serves one unit after the other there. What is bounded are
+the gradients that are copied to it: the program's stream waits until the copies of the unit before the last are there,
+and their memory is free. That puts it behind the reduction before those on all ranks. `docs/how-it-works.md` says why
+ranks that part do not wait for each other then; where they have parted in a forward the host waits, as on a CPU.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from time import monotonic
+from typing import NamedTuple
 
 import torch
 from shardlite_kernels import send
+from torch import Tensor
 
-from shardlite.comm import SPARE, Context, broadcast
+from shardlite.comm import SPARE, Context, Moment, Work, broadcast
 from shardlite.grads.bucket import Bucket
 from shardlite.grads.reduce_scatter import Reduction
 from shardlite.params import BUCKETS, Gradients, Unit
@@ -70,6 +78,15 @@ class ReductionOrder:
         """How many of them are reduced until only roots are left."""
 
 
+class Lent(NamedTuple):
+    """Gradients that are copied to a bucket."""
+
+    gradients: Sequence[Tensor]
+    copied: Work
+    behind: int
+    """The reduction that the copies are behind."""
+
+
 @dataclass
 class Reductions:
     """The reductions of one backward."""
@@ -84,6 +101,15 @@ class Reductions:
 
     reduces: bool = True
     """Whether gradients are reduced, and not only accumulated."""
+
+    in_step: Callable[[], bool] = lambda: False
+    """Whether streams may wait for reductions, because all ranks have needed the same units so far."""
+
+    began: Moment | None = None
+    """The first gradient of the backward."""
+
+    lent: deque[Lent] = field(default_factory=deque)
+    """Gradients that are copied to buckets on the stream of reductions, but for those that are free again."""
 
     ready: set[Unit] = field(default_factory=set)
     """Units whose gradients are all there, and whose turn has not come."""
@@ -106,6 +132,8 @@ class Reductions:
 
     def add(self, reduction: Reduction) -> None:
         """Note that the reduction of the next unit has started."""
+        if reduction.copied is not None:
+            self._lend(Lent(reduction.gradients, reduction.copied, len(self.started) - 1))
         self.started.append(reduction)
         self.ready.discard(reduction.bucket.unit)
         if self.saves_memory and (len(self.started) == 1 or self._is_root_left()):
@@ -125,7 +153,7 @@ class Reductions:
         while self.landed < len(self.started) and (waits_for_all or (not root and self._held() >= BUCKETS)):
             first = self.started[self.landed]
             with self.context.traffic.waiting("reduce", first.bucket.unit.name):
-                if not first.work.wait_unless(partial(progress.ends_wait, self.landed, monotonic())):
+                if not self._wait(first.work, self.landed):
                     break
             self.land(self.landed + 1)
         progress.filled(beyond=not root and self._held() >= BUCKETS and self.reduces)
@@ -133,8 +161,22 @@ class Reductions:
 
     def land_what_is_done(self) -> None:
         """Free the buckets whose reductions are over."""
-        while self.landed < len(self.started) and self.started[self.landed].work.done():
+        while self.began is None and self.landed < len(self.started) and self.started[self.landed].work.done():
             self.land(self.landed + 1)
+
+    def _lend(self, lent: Lent) -> None:
+        """Keep the gradients of the next unit until they are copied; free those of earlier ones behind their copies."""
+        self.lent.append(lent)
+        while len(self.lent) > 1 and self._wait(self.lent[0].copied, self.lent[0].behind):
+            self.lent.popleft()
+        self.context.progress.filled(beyond=len(self.lent) > 1)
+
+    def _wait(self, work: Work, reduction: int) -> bool:
+        """Wait for work that is behind a reduction. Return whether it is over: not if another rank needs this one."""
+        if not self.in_step():
+            return work.wait_unless(partial(self.context.progress.ends_wait, reduction, monotonic()))
+        work.wait()
+        return True
 
     def land(self, count: int) -> None:
         """Wait until the first `count` reductions are over, and free their buckets."""

@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 from shardlite_kernels import hop
 from torch import Tensor
 
-from shardlite.params import Buffer, BufferPool
-
 
 @dataclass(frozen=True)
 class _Sum:
@@ -29,15 +27,11 @@ class _Sum:
 
     parts: int
     full: Sequence[Tensor]
-    buffers: Sequence[Buffer]
 
 
 @dataclass(eq=False)
 class PartSums:
     """What a unit's earlier parts have brought, and not been reduced."""
-
-    pools: Sequence[BufferPool]
-    """Where the memory goes, a pool for each flat."""
 
     most: int
     """Sums of so many parts are not added to any more."""
@@ -64,16 +58,13 @@ class PartSums:
         """
         parts = 1
         while self._sums and self._sums[-1].parts == parts < self.most:
-            earlier = self._sums.pop()
-            for own, before in zip(full, earlier.full, strict=True):
-                hop(own, before, own)
-            self._give_back(earlier)
+            _add(full, self._sums.pop().full)
             parts *= 2
         return parts
 
-    def keep(self, full: Sequence[Tensor], buffers: Sequence[Buffer], used: set[int]) -> None:
-        """Add to the gradients of the next part, in place, and keep the sum until later ones come, with its memory."""
-        self._sums.append(_Sum(self.add_to(full), full, buffers))
+    def keep(self, full: Sequence[Tensor], used: set[int]) -> None:
+        """Add to the gradients of the next part, in place, and keep the sum until later ones come."""
+        self._sums.append(_Sum(self.add_to(full), full))
         self.used |= used
 
     def summands(self) -> Iterator[Sequence[Tensor]]:
@@ -82,10 +73,11 @@ class PartSums:
 
     def clear(self) -> None:
         """Forget all parts."""
-        while self._sums:
-            self._give_back(self._sums.pop())
+        self._sums.clear()
         self.used.clear()
 
-    def _give_back(self, gone: _Sum) -> None:
-        for pool, buffer in zip(self.pools, gone.buffers, strict=False):
-            pool.give_back(buffer)
+
+def _add(full: Sequence[Tensor], earlier: Sequence[Tensor]) -> None:
+    """Add earlier gradients to later ones, in place."""
+    for own, before in zip(full, earlier, strict=True):
+        hop(own, before, own)

@@ -16,18 +16,20 @@ Legend: `W` ranks that share a model, `S` elements per shard, `P` rows of statis
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import NamedTuple, Protocol
 
 import torch
-from shardlite_kernels import hop, new_stats, send, stats, stats_block, stats_total
+from shardlite_kernels import hop, new_stats, stats, stats_block, stats_total
 from torch import Tensor, nn
 
 from shardlite.comm import (
     Context,
     FusedStep,
+    Moment,
     Operation,
     Work,
     all_gather,
@@ -39,6 +41,7 @@ from shardlite.comm import (
     staging_numel,
 )
 from shardlite.grads.bucket import Bucket
+from shardlite.grads.flags import SentNumbers
 from shardlite.params import Flat, Unit, storage_key
 
 
@@ -114,6 +117,12 @@ class Reduction:
     steps: Sequence[ShardStep]
     """Those that are taken instead of keeping means."""
 
+    gradients: Sequence[Tensor] = ()
+    """What is copied to the bucket on the queue."""
+
+    copied: Work | None = None
+    """The end of that. `None` where gradients were copied as they came."""
+
     def parts(self) -> Iterable[tuple[nn.Parameter, Tensor, int]]:
         """Yield each shard with its part of the mean, a view, and whether this rank has used its parameter."""
         shards = [mean.flat.shards[row] for mean in self.means for row in mean.flat.rows]
@@ -141,16 +150,27 @@ class Summand(NamedTuple):
 class Averager:
     """Averages the gradients of one wrapped model at one stage, one unit after the other, beside the computation."""
 
-    def __init__(self, context: Context, stepper: Stepper, *, stage: int, diagnose: bool) -> None:
-        """With `diagnose`, gradients that are not finite are looked for before they are reduced."""
+    def __init__(self, context: Context, stepper: Stepper, *, stage: int, diagnose: bool, by_parts: bool) -> None:
+        """With `diagnose`, gradients that are not finite are looked for before they are reduced; `by_parts`, they are
+        sums over parts, which are made as gradients come."""
         self._context = context
         self._stepper = stepper
         self._stage = stage
         self._diagnose = diagnose
         self._queue = context.queue("reduce")
-        self._staging = torch.empty(0, dtype=torch.uint8, device=context.device)
+        self.on_stream = self._queue.on_stream and not by_parts
+        """Whether gradients are copied to buckets on the stream of reductions: on a GPU."""
 
-    def start(self, bucket: Bucket, divisor: int, *, stepping: bool, died: bool) -> Reduction:
+        self._staging = torch.empty(0, dtype=torch.uint8, device=context.device)
+        self._sent = SentNumbers(context.device)
+
+    def moment(self) -> Moment | None:
+        """Return this moment of the program's computation."""
+        return self._queue.moment()
+
+    def start(
+        self, bucket: Bucket, divisor: int, *, stepping: bool, died: bool, behind: Moment | None = None
+    ) -> Reduction:
         """Start the reduction of a bucket.
 
         Args:
@@ -158,10 +178,48 @@ class Averager:
             divisor: number of ranks, or parts, whose gradients count: the divisor of their sum.
             stepping: whether means are stepped by, and not kept.
             died: whether the backward ended in an exception, so that what is reduced now is not all.
+            behind: the moment of the program's computation that the reduction is behind, if that is not now.
         """
-        context, unit = self._context, bucket.unit
+        unit = bucket.unit
         flags = list(map(bucket.flags, bucket.flats))
         first_bad = bucket.first_bad() if self._diagnose else None
+        is_apart = self.on_stream and not bucket.full and not self._lasts(stepping)
+        copied, gradients = self._copy_in(bucket, behind, apart=is_apart) if self.on_stream else (None, ())
+        with nullcontext() if behind is None else self._queue.beside(behind):
+            means, steps, jobs = self._plan(bucket, flags, divisor, stepping=stepping, died=died)
+        work = self._queue.submit(partial(self._run, unit.name, jobs), behind=behind)
+        if behind is not None:
+            self._hand_over(means, steps)
+        if is_apart:
+            bucket.release()
+        return Reduction(bucket, work, [*chain.from_iterable(flags)], first_bad, means, steps, gradients, copied)
+
+    def _lasts(self, stepping: bool) -> bool:
+        """Whether the bucket's memory becomes the gradient."""
+        return not stepping and (self._stage < 2 or self._context.transport.world_size == 1)
+
+    def _copy_in(self, bucket: Bucket, behind: Moment | None, *, apart: bool) -> tuple[Work, Sequence[Tensor]]:
+        """Start copying gradients into a bucket, and return the end of that and the gradients.
+
+        Memory that is used on the queue only, `apart` from the program, is of the queue's stream, so that the bucket
+        can be released as soon as the reduction is queued, and the next one is in the same memory.
+        """
+        if not bucket.full:
+            with self._queue.beside() if apart or behind is not None else nullcontext():
+                bucket.take_memory()
+        copy_in, gradients = bucket.copy_in()
+        return self._queue.submit(copy_in, behind=behind), gradients
+
+    def _hand_over(self, means: Sequence[Mean], steps: Sequence[ShardStep]) -> None:
+        """Let the program use memory that was allocated for the queue's stream."""
+        for tensor in [*chain.from_iterable(mean[1:] for mean in means), *(step.bad for step in steps)]:
+            self._context.streams.take(tensor)
+
+    def _plan(
+        self, bucket: Bucket, flags: Sequence[Sequence[int]], divisor: int, *, stepping: bool, died: bool
+    ) -> tuple[list[Mean], list[ShardStep], deque[Callable[[], None]]]:
+        """Return the memory of means, or the steps that are taken instead, and what reduces flat by flat."""
+        context, unit = self._context, bucket.unit
         means: list[Mean] = []
         steps: list[ShardStep] = []
         jobs: deque[Callable[[], None]] = deque()
@@ -177,8 +235,7 @@ class Averager:
             else:
                 means.append(self._place(grads))
                 jobs.append(partial(self._average, grads, means[-1]))
-        work = self._queue.submit(partial(self._run, unit.name, jobs))
-        return Reduction(bucket, work, [*chain.from_iterable(flags)], first_bad, means, steps)
+        return means, steps, jobs
 
     def _run(self, unit: str, jobs: deque[Callable[[], None]]) -> None:
         """Reduce flat by flat. On the queue."""
@@ -249,7 +306,7 @@ class Averager:
         """
         flat, full, _, divisor, unit, operation = grads
         shard, replicas = self._context.reducing
-        step.activate(self._users(used, full.device, unit, operation))
+        step.activate(self._users(used, unit, operation))
         if self._stage == 0 or replicas or shard.world_size == 1:
             mean = self._place(grads)
             self._average(grads, mean)
@@ -279,9 +336,9 @@ class Averager:
         reduce_scatter(full, shard, out=own, divisor=divisor, operation=operation)
         step(0, None, own)
 
-    def _users(self, used: Sequence[int], device: torch.device, unit: str, operation: Operation) -> Tensor:
+    def _users(self, used: Sequence[int], unit: str, operation: Operation) -> Tensor:
         """Return how many ranks have used each parameter, [rows]. Steps need to know before their means are whole."""
-        users = send(used, torch.int32, device)
+        users = self._sent(used).clone()
         for transport in self._context.reducing:
             if transport is not None:
                 used_by = operation._replace(tally=self._context.traffic.tally("used", unit))

@@ -15,7 +15,7 @@ that no rank used keeps its `.grad`, and all ranks know of gradients that are no
 Legend: `W` ranks, `S` elements per shard.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,9 @@ class Reducer:
         self._divisor = parts or context.world_size
         self._context = context
         self._stepper = stepper
-        self._averager = Averager(context, stepper, stage=stage, diagnose=diagnose)
+        self._averager = Averager(context, stepper, stage=stage, diagnose=diagnose, by_parts=parts is not None)
+        self._on_stream = self._averager.on_stream
+        self._last: Bucket | None = None  # that a gradient came to, on a stream
         self._buckets = make_buckets(units, context, kept_apart)
         self._beside_root = [bucket for unit, bucket in self._buckets.items() if not unit.is_root]
         self._order = ReductionOrder(units, context)
@@ -73,13 +75,11 @@ class Reducer:
         return any(bucket.accumulates for bucket in self._buckets.values())
 
     def kept(self) -> Iterator[Tensor]:
-        """Yield the memory that later backwards use: of gradients that are not reduced yet, and of spare buckets."""
+        """Yield the memory that later backwards use, of gradients that are not reduced yet."""
         for bucket in self._buckets.values():
             yield from (*bucket.full, *bucket.early.values())
             for full in bucket.earlier.summands():
                 yield from full
-        for pool in {pool for bucket in self._buckets.values() for pool in bucket.pools}:
-            yield from pool.spare()
 
     def follow_requires_grad(self) -> bool:
         """Have buckets for those parameters that require gradients now; return whether that changed anything.
@@ -103,14 +103,34 @@ class Reducer:
         self._reductions = Reductions(self._context, self._order, self._beside_root)
         return True
 
-    def begin(self, *, steps: bool, reduces: bool) -> None:
+    def begin(self, *, steps: bool, reduces: bool, in_step: Callable[[], bool]) -> None:
         """Note the first gradient of a backward, which `reduces` or only accumulates; a step follows it if `steps`.
+
+        `in_step` says whether all ranks have needed the same units since the last step.
 
         Raises:
             PhaseError: gradients that would be accumulated are not, because an earlier backward has stepped.
         """
         stepping = self._stepper.begin(steps=steps)
-        self._reductions = Reductions(self._context, self._order, self._beside_root, stepping=stepping, reduces=reduces)
+        now = Reductions(self._context, self._order, self._beside_root, stepping=stepping, reduces=reduces)
+        now.began = self._averager.moment()
+        if (
+            now.began is not None and not self._context.transport.blocking
+        ):  # or else a wait of a stream is one of the host
+            now.in_step = in_step
+        self._reductions = now
+
+    def enter(self, unit: Unit) -> None:
+        """Note that the backward goes on to a unit: what has come for another one is behind this moment, not a later.
+
+        If that is not all of it, the unit is reduced at the end of the backward. Its gradients are copied behind this
+        moment then, so that ranks that wait for the reduction do not wait for all that this backward does meanwhile.
+        """
+        last = self._last
+        if last is not None and last.unit is not unit:
+            self._last = None
+            if not last.reduced:
+                last.moment = self._averager.moment()
 
     def check_recomputation(self, unit: Unit) -> None:
         """Raise if a forward that is run again would see weights that were stepped since the first time.
@@ -138,9 +158,12 @@ class Reducer:
                 "A reentrant backward reached the unit outside the wrapped model's forward; use "
                 "`checkpoint(..., use_reentrant=False)`"
             )
-        if not bucket.full and bucket.needs_memory(param, waits=self._reductions.reduces):
+        waits = self._reductions.reduces and (unit.is_root or self._on_stream)
+        if not bucket.full and bucket.needs_memory(param, waits=waits):
             self._reductions.land_what_is_done()
             self._reductions.fill(bucket)
+        if self._on_stream:
+            self._last, bucket.moment = bucket, None
         bucket.add(param, grad if self._counts else None, is_watched=is_watched)
         if not bucket.full and (early := bucket.early.get(id(param))) is not None:
             self._context.ledger.track(PURPOSE, early)
@@ -163,14 +186,14 @@ class Reducer:
         now.land_what_is_done()
         while (turn := now.next_unit()) is not None and turn in now.ready:
             self._reduce(turn)
+        if self._on_stream and not (bucket := self._buckets[unit]).reduced:
+            bucket.moment = self._averager.moment()
         now.tell_started()
 
     def keep_part(self, unit: Unit) -> None:
         """Note that a unit's gradients of a part are all there, and add them to those of earlier parts."""
         bucket = self._buckets[unit]
-        if not bucket.full:
-            self._reductions.fill(bucket)  # maybe with nothing: zeros are added, too
-        bucket.zero_the_rest()
+        self._prepare(bucket)
         bucket.keep_part()
 
     def end_part(self) -> None:
@@ -187,7 +210,7 @@ class Reducer:
             CommError: a peer failed, is late or does another operation.
         """
         while (turn := self._reductions.next_unit()) is not None:
-            self._reduce(turn)
+            self._reduce(turn, late=True)
         self._reductions.tell_started()
         self._reductions.land(len(self._reductions.started))
         if self._reductions.stepping:
@@ -203,7 +226,7 @@ class Reducer:
 
     def start_over(self) -> None:
         """Be ready for the next backward."""
-        self._latest = None
+        self._latest = self._last = None
         for bucket in self._buckets.values():
             bucket.start_over()
         self._reductions = Reductions(self._context, self._order, self._beside_root)
@@ -216,7 +239,7 @@ class Reducer:
         If it was `reducing`, other ranks may have started more reductions than this one: all make all of them.
         """
         while reducing and (turn := self._reductions.next_unit()) is not None:
-            self._reduce(turn, died=True)
+            self._reduce(turn, late=True, died=True)
         self._reductions.land(len(self._reductions.started))
         if reducing and self._reductions.stepping:  # units that all ranks had reduced before are stepped
             self._stepper.end(self.results.take_none(self._reductions.started))
@@ -244,17 +267,27 @@ class Reducer:
         """Whether little memory is worth more than reductions beside the backward, or pages that are kept for later."""
         return self._reductions.saves_memory
 
-    def _reduce(self, unit: Unit, *, died: bool = False) -> None:
-        """Send a unit's bucket round."""
+    def _reduce(self, unit: Unit, *, late: bool = False, died: bool = False) -> None:
+        """Send a unit's bucket round; `late` at the end of a backward."""
         bucket, now = self._buckets[unit], self._reductions
-        if not bucket.full:
-            now.fill(bucket)  # maybe with nothing: the other ranks count on our zeros
-        bucket.zero_the_rest()
+        behind = bucket.moment if bucket.phase is Gradients.FILLING else now.began
+        if not self._on_stream:
+            self._prepare(bucket)
         if self._own_parts is not None:
             self._add_earlier_parts(bucket, self._own_parts, died=died)
         bucket.begin_reduction()
         self._context.trace.emit("reduce", unit.name)
-        now.add(self._averager.start(bucket, self._divisor, stepping=now.stepping, died=died))
+        now.add(
+            self._averager.start(
+                bucket, self._divisor, stepping=now.stepping, died=died, behind=behind if late else None
+            )
+        )
+
+    def _prepare(self, bucket: Bucket) -> None:
+        """Fill a bucket as far as no gradient has."""
+        if not bucket.full:
+            self._reductions.fill(bucket)  # maybe with nothing: the other ranks count on our zeros
+        bucket.zero_the_rest()
 
     def _add_earlier_parts(self, bucket: Bucket, expected: int, *, died: bool) -> None:
         parts = bucket.add_earlier_parts()

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 
 import torch
+from shardlite_kernels import is_here
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -30,10 +31,10 @@ class Skips:
         self._warns = warns
         self._steps = 0  # that were counted, whether left out or not
         self._seen_until = 0  # the last of them whose count the host has seen
-        self._sent_at = 0  # the one whose count is on its way
-        self._counts = torch.zeros(2, device=device)  # all, in a row
+        self._counts = torch.zeros(3, device=device)  # left out: all, in a row; and the step as of which
         self._counted: Tensor | None = None
-        self._seen = torch.zeros(2, pin_memory=device.type == "cuda")
+        self._seen = torch.zeros(3, pin_memory=device.type == "cuda")
+        self._here = self._seen.numpy()  # the same memory, which the host reads as it is
         self._on_its_way: torch.cuda.Event | None = None
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._lent: Optimizer | None = None
@@ -56,7 +57,7 @@ class Skips:
         self.after_step()
         if flag is None or getattr(optimizer, "found_inf", None) is not None:
             return  # a gradient scaler has looked already, and counts for itself
-        if flag.device.type == "cpu":
+        if is_here(flag):
             self._count(flag)
             if flag.item():
                 self._hide(optimizer)
@@ -88,33 +89,30 @@ class Skips:
         self._steps += 1
         self._counts += flag
         self._counts[1] *= flag
-        if flag.device.type == "cpu":
+        self._counts[2].fill_(self._steps)
+        if is_here(flag):
             self._seen.copy_(self._counts)
-            self._check(self._steps)
+            self._check()
         else:
             self._look_later(flag.device)
 
     def _look_later(self, device: torch.device) -> None:
-        """Look at the counts that an earlier step has sent to the host, and send those of now.
+        """Look at the counts that have arrived at the host, of some earlier step, and send those of now.
 
         The host does not wait for them, until many steps have been left out: then it does, so that all ranks find the
-        limit reached in the same step.
+        limit reached in the same step. These few bytes arrive at once.
         """
         if torch.cuda.is_current_stream_capturing():
             return  # a replay does not come here, and while it is recorded nothing may be asked
-        if self._on_its_way is not None:
-            if int(self._seen[1]) > LIMIT // 2:
-                self._on_its_way.synchronize()
-            elif not self._on_its_way.query():  # type: ignore[no-untyped-call]
-                return
-            self._check(self._sent_at)
+        if self._on_its_way is not None and self._here[1] > LIMIT // 2:
+            self._on_its_way.synchronize()
+        self._check()
         self._seen.copy_(self._counts, non_blocking=True)
-        self._sent_at = self._steps
         self._on_its_way = torch.cuda.current_stream(device).record_event()
 
-    def _check(self, step: int) -> None:
-        """Warn of the first step that was left out, and raise after too many: `_seen` is how things stood at `step`."""
-        total, in_a_row = map(int, self._seen)
+    def _check(self) -> None:
+        """Warn of the first step that was left out, and raise after too many, by what the host has seen."""
+        total, in_a_row, step = map(int, self._here)
         first, self._seen_until = self._seen_until + 1, step
         if total and self._warns:
             self._warns = False

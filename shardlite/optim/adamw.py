@@ -136,7 +136,12 @@ class AdamW(Optimizer):
         """Return the state in the format of PyTorch's AdamW, with moments in fp32, which is exact for narrow moments.
 
         Converted moments are copies in host memory, because in fp32 they may not fit on the GPU.
+
+        Raises:
+            NonFiniteError: a step in a backward has left NaNs.
         """
+        if self._steps_in_backward is not None:
+            self._steps_in_backward.check()
         saved: dict[str, Any] = super().state_dict()
         saved["state"] = {key: canonical(entry, torch.device("cpu")) for key, entry in saved["state"].items()}
         return saved

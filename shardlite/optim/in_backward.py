@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from weakref import WeakMethod
 
 import torch
-from shardlite_kernels import State, Table
+from shardlite_kernels import State, Table, is_here
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -23,6 +23,9 @@ from shardlite.errors import NonFiniteError, PhaseError
 from shardlite.optim.arena_slots import StateSlot
 from shardlite.optim.plan import follows
 from shardlite.optim.step_counts import Group, RunSlice, StepCounts
+
+LATER = 4
+"""Steps after which all ranks raise for a gradient that was not finite, on a GPU: by then their hosts know of it."""
 
 
 class InBackwardSteps:
@@ -112,11 +115,19 @@ class InBackwardSteps:
         """Record whether gradients of the step contained a NaN or an infinity: `bad` [] is above 0 if so."""
         self._alarm.note(bad)
 
+    def check(self) -> None:
+        """Raise if a gradient contained a NaN or an infinity in any step. The host waits for a GPU.
+
+        Raises:
+            NonFiniteError: one did.
+        """
+        self._alarm.wait()
+
     def close(self, groups: Sequence[Group]) -> None:
         """Count the step; `groups` are the optimizer's current parameter groups.
 
         Raises:
-            NonFiniteError: a gradient contained a NaN or an infinity; on a GPU it is raised one step later.
+            NonFiniteError: a gradient contained a NaN or an infinity; on a GPU it is raised `LATER` steps later.
             PhaseError: hyper-parameters changed since the backward, too late for this step.
         """
         outdated = any(counts.outdated(groups) for counts in self._counts)
@@ -208,15 +219,17 @@ def _slice_of(slot: StateSlot, begin: int, low: int, high: int) -> RunSlice:
 
 
 class _Alarm:
-    """A flag that the host reads at once on a CPU, and one step later on a GPU, when that step has finished.
+    """A flag that the host reads at once on a CPU. It does not wait for a GPU: there it raises some steps later.
 
-    So every rank sees it in the same step.
+    It is the same step on every rank, unless a host is further ahead of its GPU than `LATER` steps. The flag is equal
+    on all ranks, and the device notes in which step it was set first.
     """
 
     def __init__(self) -> None:
+        self._steps = 0
         self._flag: Tensor | None = None
-        self._seen: Tensor | None = None
-        self._on_its_way: torch.cuda.Event | None = None
+        self._first: Tensor | None = None  # the step in which the flag was set first, on the device, [], or 0
+        self._seen: Tensor | None = None  # the same in memory of the host, as of the last copy that has arrived
 
     def note(self, bad: Tensor) -> None:
         """Set the flag if `bad` [] is above 0."""
@@ -230,24 +243,39 @@ class _Alarm:
             NonFiniteError: it was set.
         """
         flag, self._flag = self._flag, None
-        if flag is None or (flag.is_cuda and torch.cuda.is_current_stream_capturing()):
+        self._steps += 1
+        if flag is None:
             return
-        seen = self._see(flag)
-        if seen is not None and int(seen):
-            self._seen = self._on_its_way = None
+        if is_here(flag):
+            self._raise_if(int(flag))
+            return
+        if torch.cuda.is_current_stream_capturing():
+            return  # a replay does not come here
+        if self._seen is not None and (first := int(self._seen.numpy())):
+            self._raise_if(self._steps >= first + LATER)
+        self._send(flag)
+
+    def wait(self) -> None:
+        """Wait for the GPU, and raise if the flag was set in any step so far: weights are going to be kept.
+
+        Raises:
+            NonFiniteError: it was set.
+        """
+        if self._first is not None:
+            self._raise_if(int(self._first))
+
+    def _send(self, flag: Tensor) -> None:
+        """Start copying to the host in which step the flag was set first. These few bytes arrive at once."""
+        now = flag * self._steps
+        self._first = now if self._first is None else torch.where(self._first > 0, self._first, now)
+        if self._seen is None:
+            self._seen = torch.zeros((), dtype=torch.int32, pin_memory=flag.is_cuda)
+        self._seen.copy_(self._first, non_blocking=True)
+
+    def _raise_if(self, bad: bool | int) -> None:
+        if bad:
+            self._first = self._seen = None
             raise NonFiniteError(
                 "a gradient had a NaN or an infinity in a step that was taken in the backward, so weights and moments "
                 "are NaN now: go on from a checkpoint. AdamW without in_backward leaves such steps out"
             )
-
-    def _see(self, flag: Tensor) -> Tensor | None:
-        """Return the flag or, on a GPU, the flag of the previous step, and start copying this one to the host."""
-        if not flag.is_cuda:
-            return flag
-        if self._on_its_way is not None:
-            self._on_its_way.synchronize()
-        last = self._seen
-        self._seen = torch.empty((), dtype=torch.int32, pin_memory=True)
-        self._seen.copy_(flag, non_blocking=True)
-        self._on_its_way = torch.cuda.current_stream(flag.device).record_event()
-        return last

@@ -30,9 +30,6 @@ one that a peer starts only after a gather that takes this rank: `comm/control/p
 class Buffer:
     """Memory for one unit's full weights or gradients, which can tell whether other tensors still view it."""
 
-    padding: Hashable = None
-    """Which ranges are known to be zero, in the words of those who write gradients."""
-
     kept = False
     """Whether it is one of those that a pool keeps."""
 

@@ -115,6 +115,9 @@ class Gathering(Protocol):
     def confirm_ends(self) -> None:
         """Note that operations on the current stream are from now on behind the end of every pass, on all ranks."""
 
+    def in_step(self) -> bool:
+        """Return whether all ranks have needed the same units since the last step."""
+
     def settle(self) -> None:
         """Wait until no other rank needs this rank's part of the weights of now."""
 

@@ -184,6 +184,9 @@ class Pass:
     beyond: bool = False
     """Whether any rank has needed more than the gather order has."""
 
+    strayed: bool = True
+    """Whether any rank has needed more or less than that, as far as is known."""
+
     confirmed: bool = False
     """Whether the program is behind its end on all ranks in any case."""
 
@@ -208,6 +211,9 @@ class PassCoordinator:
         self._negotiation = Negotiation(context, [unit.name for unit in units])
         self._now: Pass | None = None
         self._ended: list[Pass] = []  # until they are collected
+        self.strayed = False
+        """Whether any rank has needed other units than its gather order has, in a pass since this was set to false."""
+
         self._failed = False
 
     def begin(self, kind: str, *, backwards: bool = False) -> None:
@@ -288,7 +294,8 @@ class PassCoordinator:
             return
         self._progress.publish_at_end()
         flags = self._gather_order.needed() if self._gather_order.is_due() else None
-        serve = partial(self._serve, now, flags, list(self._gather_order.wanted))
+        order = self._gather_order
+        serve = partial(self._serve, now, flags, list(order.wanted), len(order.items))
         self._take_part(now)
         now.ending = now.lane.submit(serve, behind=now.began)
         self._ended.append(now)
@@ -297,6 +304,15 @@ class PassCoordinator:
         """Note that the program is from now on behind something that each rank does after the end of its passes."""
         for each in self._ended:
             each.confirmed = True
+
+    def in_step(self) -> bool:
+        """Return whether no rank has strayed. The host waits for those that are not at the end of passes that ended here.
+
+        Raises:
+            CommError: a pass could not be ended.
+        """
+        self._collect(lambda _: True)
+        return not self.strayed
 
     def settle(self) -> None:
         """Wait until all passes are over for every rank: weights must not change before.
@@ -322,6 +338,7 @@ class PassCoordinator:
                 self._fail()
                 raise
             del self._ended[0]  # after an interrupt it is waited for again: all ranks revise their orders
+            self.strayed |= first.strayed
             first.revise()
 
     def _fail(self) -> None:
@@ -344,11 +361,15 @@ class PassCoordinator:
         while (choice := self._negotiation.agree(unit.index, now, 0).choice) != unit.index:
             now.lane.take_part(self._units[choice], during=now.kind).run()
 
-    def _serve(self, now: Pass, flags: Sequence[int] | None, wanted: Sequence[int]) -> None:
-        """Take part in gathers of other ranks until all are at the end; then revise the gather order with them."""
+    def _serve(self, now: Pass, flags: Sequence[int] | None, wanted: Sequence[int], ordered: int) -> None:
+        """Take part in gathers of other ranks until all are at the end; then revise the gather order with them.
+
+        This rank `wanted` some of the `ordered` gathers of the order, and others.
+        """
         while (round_ := self._negotiation.agree(END, now, len(wanted))).choice != END:
             now.beyond = True
             now.lane.take_part(self._units[round_.choice], during=now.kind).run()
+        now.strayed = now.beyond or {*round_.needed} != {ordered}
         if now.beyond:
             now.revise = partial(self._gather_order.extend, now.kind, self._negotiation.lists(wanted, round_.needed))
         elif flags is not None:

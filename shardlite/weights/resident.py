@@ -79,6 +79,10 @@ class ResidentWeights:
     def confirm_ends(self) -> None:
         """No-op. What is gathered does not depend on what passes need."""
 
+    def in_step(self) -> bool:
+        """Return true: every rank gathers every unit."""
+        return True
+
     def settle(self) -> None:
         """Finish all gathers, also of what no forward has used: other ranks may be waiting for their part."""
         for unit in self._units:

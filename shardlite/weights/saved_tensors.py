@@ -108,7 +108,7 @@ class Handle:
         """
         call = self.call
         if not call.uses:
-            call.calls.on_use()
+            call.calls.on_use(call.unit)
             call.unshard()
         else:
             call.calls.gatherer.follow(call.unit)
@@ -165,10 +165,10 @@ class Kept:
 class Calls:
     """All calls of one wrapped model, and the hooks that make handles of weights."""
 
-    def __init__(self, gatherer: Gatherer, units: Sequence[Unit], *, on_use: Callable[[], None]) -> None:
+    def __init__(self, gatherer: Gatherer, units: Sequence[Unit], *, on_use: Callable[[Unit], None]) -> None:
         self.gatherer = gatherer
         self.on_use = on_use
-        """Called before a handle is used in a backward."""
+        """Called before a handle of a unit is used in a backward."""
 
         self._sizes = {unit.nbytes for unit in units}
         self.live: dict[Unit, list[Call]] = {unit: [] for unit in units}

@@ -136,6 +136,10 @@ class Gatherer:
         """Note that operations on the current stream are from now on behind the end of every pass, on all ranks."""
         self._coordinator.confirm_ends()
 
+    def in_step(self) -> bool:
+        """Return whether all ranks have needed the same units since the last step."""
+        return self._coordinator.in_step()
+
     def settle(self) -> None:
         """Wait until no other rank needs this rank's part of the weights of now."""
         self._coordinator.settle()
@@ -144,6 +148,7 @@ class Gatherer:
         """Drop what is of no more use. After a final one no rank keeps anything, whatever each has needed in it."""
         self.order.end()
         if final:
+            self._coordinator.strayed = False
             for unit in list(self._idle):
                 self._evict(unit)
 

@@ -10,6 +10,7 @@ The operators of PyTorch come by a dispatch mode, messages and collectives by th
 not exist: they send zeros. The host counts what it waits for.
 """
 
+import sys
 import threading
 import weakref
 from collections import Counter
@@ -35,6 +36,7 @@ from shardlite.config import Route
 
 Clock = Counter[int]
 
+_ONLY_ALLOCATES = ("aten.empty", "aten.new_empty")
 _ONLY_VIEWS = ("aten.detach", "aten.set_", "aten.alias", "aten._unsafe_view")
 
 
@@ -183,6 +185,15 @@ class Gpu:
 
         return counted
 
+    def reading(self, read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """Count a way in which the program reads numbers of the device."""
+
+        def counted(tensor: Tensor) -> Any:
+            self.waits["item"] += not (self.is_elsewhere or _in_place_of_a_kernel())
+            return read(tensor)
+
+        return counted
+
     def access(self, tensor: Tensor, what: str, *, writes: bool, stream: Stream | None = None) -> None:
         """Note that the operation that `stream` has begun last reads or writes a tensor."""
         if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.numel() == 0:
@@ -245,11 +256,13 @@ class Gpu:
             "current_stream": self.current,
             "stream": self.on,
             "device": lambda _: nullcontext(),
+            "is_current_stream_capturing": lambda: False,
         }
         with ExitStack() as stack:
             for name, value in cuda.items():
                 stack.enter_context(mock.patch.object(torch.cuda, name, value))
             stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda *it: self.record_stream(*it)))
+            stack.enter_context(mock.patch.object(Tensor, "tolist", self.reading(Tensor.tolist)))
             for method in ("all_gather", "all_reduce"):
                 exchange = self.hosts(getattr(HostMessages, method))
                 stack.enter_context(mock.patch.object(HostMessages, method, exchange))
@@ -284,6 +297,21 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * tensor.element_size()
 
 
+_STAND_INS = ("adamw_cpu.py", "moments.py", "kernels/scale.py", "HostCounts")
+"""What reads numbers on a CPU, and is a kernel, or scalars of the device, on a GPU."""
+
+
+def _in_place_of_a_kernel() -> bool:
+    """Whether what runs is of the CPU only: its counterpart on a GPU is tested there, and in Triton's interpreter."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = f"{frame.f_code.co_filename}:{frame.f_code.co_qualname}"
+        if any(name in path for name in _STAND_INS):
+            return True
+        frame = frame.f_back
+    return False
+
+
 class _Operators(TorchDispatchMode):
     """Notes what each operator of PyTorch reads and writes."""
 
@@ -296,9 +324,13 @@ class _Operators(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         name, schema = str(func), func._schema
-        self._gpu.waits["item"] += name == "aten._local_scalar_dense.default"
+        self._gpu.waits["item"] += name == "aten._local_scalar_dense.default" and not _in_place_of_a_kernel()
         is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
         if is_view or name.startswith(_ONLY_VIEWS):
+            return out
+        if name.startswith(_ONLY_ALLOCATES):
+            for each in tree_leaves(out):
+                self._gpu.memory_of(each)
             return out
         for each in tree_leaves((args, kwargs)):
             if isinstance(each, Tensor) and (event := self._gpu.memory_of(each).handed_over) is not None:
@@ -312,10 +344,7 @@ class _Operators(TorchDispatchMode):
                     self._gpu.access(each, name, writes=writes)
         for each in tree_leaves(out):
             if isinstance(each, Tensor):
-                if "empty" in name:
-                    self._gpu.memory_of(each)
-                else:
-                    self._gpu.access(each, name, writes=True)
+                self._gpu.access(each, name, writes=True)
         return out
 
 
