@@ -7,9 +7,9 @@ Each backward goes once through the order. A reduction starts when its turn has 
 bucket is free. On a CPU, before more buckets are filled than there may be, the earliest reductions are waited for.
 
 On a GPU a bucket is memory of the stream of reductions, and serves one unit after the other there. What is bounded are
-the gradients that are copied to it: the program's stream waits until the copies of the unit before the last are there,
-and their memory is free. That puts it behind the reduction before those on all ranks. `docs/how-it-works.md` says why
-ranks that part do not wait for each other then; where they have parted in a forward the host waits, as on a CPU.
+the gradients that are copied to it: before those of the next unit come, the program's stream waits for the copies, and
+so for the reduction of the unit before, on all ranks. `docs/how-it-works.md` says why ranks that part do not wait for
+each other then; where they have parted in a forward the host waits, as on a CPU.
 """
 
 from collections import deque
@@ -18,15 +18,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from time import monotonic
-from typing import NamedTuple
 
 import torch
 from shardlite_kernels import send
-from torch import Tensor
 
 from shardlite.comm import SPARE, Context, Moment, Work, broadcast
 from shardlite.grads.bucket import Bucket
-from shardlite.grads.reduce_scatter import Reduction
+from shardlite.grads.reduce_scatter import Copies, Reduction
 from shardlite.params import BUCKETS, Gradients, Unit
 
 _phase_of = attrgetter("phase")  # by `map` it is read of all buckets without a call in Python each
@@ -78,15 +76,6 @@ class ReductionOrder:
         """How many of them are reduced until only roots are left."""
 
 
-class Lent(NamedTuple):
-    """Gradients that are copied to a bucket."""
-
-    gradients: Sequence[Tensor]
-    copied: Work
-    behind: int
-    """The reduction that the copies are behind."""
-
-
 @dataclass
 class Reductions:
     """The reductions of one backward."""
@@ -108,8 +97,8 @@ class Reductions:
     began: Moment | None = None
     """The first gradient of the backward."""
 
-    lent: deque[Lent] = field(default_factory=deque)
-    """Gradients that are copied to buckets on the stream of reductions, but for those that are free again."""
+    copying: deque[tuple[Copies, int]] = field(default_factory=deque)
+    """Copies to buckets whose gradients are kept, and the reduction that each is behind."""
 
     ready: set[Unit] = field(default_factory=set)
     """Units whose gradients are all there, and whose turn has not come."""
@@ -130,10 +119,10 @@ class Reductions:
         place, units = len(self.started), self.order.units
         return units[place] if place < len(units) else None
 
-    def add(self, reduction: Reduction) -> None:
-        """Note that the reduction of the next unit has started."""
-        if reduction.copied is not None:
-            self._lend(Lent(reduction.gradients, reduction.copied, len(self.started) - 1))
+    def add(self, reduction: Reduction, copies: Copies | None) -> None:
+        """Note that the reduction of the next unit has started, and copies to its bucket."""
+        if copies is not None:
+            self.copying.append((copies, len(self.started) - 1))
         self.started.append(reduction)
         self.ready.discard(reduction.bucket.unit)
         if self.saves_memory and (len(self.started) == 1 or self._is_root_left()):
@@ -164,12 +153,11 @@ class Reductions:
         while self.began is None and self.landed < len(self.started) and self.started[self.landed].work.done():
             self.land(self.landed + 1)
 
-    def _lend(self, lent: Lent) -> None:
-        """Keep the gradients of the next unit until they are copied; free those of earlier ones behind their copies."""
-        self.lent.append(lent)
-        while len(self.lent) > 1 and self._wait(self.lent[0].copied, self.lent[0].behind):
-            self.lent.popleft()
-        self.context.progress.filled(beyond=len(self.lent) > 1)
+    def free_what_is_copied(self) -> None:
+        """Free gradients that are copied to buckets, behind the copies, before others take memory."""
+        while self.copying and self._wait(self.copying[0][0].work, self.copying[0][1]):
+            self.copying.popleft()
+        self.context.progress.filled(beyond=bool(self.copying))
 
     def _wait(self, work: Work, reduction: int) -> bool:
         """Wait for work that is behind a reduction. Return whether it is over: not if another rank needs this one."""

@@ -117,17 +117,18 @@ class Reduction:
     steps: Sequence[ShardStep]
     """Those that are taken instead of keeping means."""
 
-    gradients: Sequence[Tensor] = ()
-    """What is copied to the bucket on the queue."""
-
-    copied: Work | None = None
-    """The end of that. `None` where gradients were copied as they came."""
-
     def parts(self) -> Iterable[tuple[nn.Parameter, Tensor, int]]:
         """Yield each shard with its part of the mean, a view, and whether this rank has used its parameter."""
         shards = [mean.flat.shards[row] for mean in self.means for row in mean.flat.rows]
         views = [view for mean in self.means for view in mean.flat.gradient_views(mean.whole)]
         return zip(shards, views, self.used, strict=True)
+
+
+class Copies(NamedTuple):
+    """Gradients that are copied to a bucket on the queue, and are to be kept until that is over."""
+
+    gradients: Sequence[Tensor]
+    work: Work
 
 
 class Summand(NamedTuple):
@@ -170,8 +171,8 @@ class Averager:
 
     def start(
         self, bucket: Bucket, divisor: int, *, stepping: bool, died: bool, behind: Moment | None = None
-    ) -> Reduction:
-        """Start the reduction of a bucket.
+    ) -> tuple[Reduction, Copies | None]:
+        """Start the reduction of a bucket. Return it with the copies to the bucket, if there are any left to make.
 
         Args:
             bucket: holds a gradient, or zeros, of each parameter.
@@ -184,7 +185,7 @@ class Averager:
         flags = list(map(bucket.flags, bucket.flats))
         first_bad = bucket.first_bad() if self._diagnose else None
         is_apart = self.on_stream and not bucket.full and not self._lasts(stepping)
-        copied, gradients = self._copy_in(bucket, behind, apart=is_apart) if self.on_stream else (None, ())
+        copies = self._copy_in(bucket, behind, apart=is_apart) if self.on_stream else None
         with nullcontext() if behind is None else self._queue.beside(behind):
             means, steps, jobs = self._plan(bucket, flags, divisor, stepping=stepping, died=died)
         work = self._queue.submit(partial(self._run, unit.name, jobs), behind=behind)
@@ -192,14 +193,14 @@ class Averager:
             self._hand_over(means, steps)
         if is_apart:
             bucket.release()
-        return Reduction(bucket, work, [*chain.from_iterable(flags)], first_bad, means, steps, gradients, copied)
+        return Reduction(bucket, work, [*chain.from_iterable(flags)], first_bad, means, steps), copies
 
     def _lasts(self, stepping: bool) -> bool:
         """Whether the bucket's memory becomes the gradient."""
         return not stepping and (self._stage < 2 or self._context.transport.world_size == 1)
 
-    def _copy_in(self, bucket: Bucket, behind: Moment | None, *, apart: bool) -> tuple[Work, Sequence[Tensor]]:
-        """Start copying gradients into a bucket, and return the end of that and the gradients.
+    def _copy_in(self, bucket: Bucket, behind: Moment | None, *, apart: bool) -> Copies:
+        """Start copying gradients into a bucket.
 
         Memory that is used on the queue only, `apart` from the program, is of the queue's stream, so that the bucket
         can be released as soon as the reduction is queued, and the next one is in the same memory.
@@ -208,7 +209,7 @@ class Averager:
             with self._queue.beside() if apart or behind is not None else nullcontext():
                 bucket.take_memory()
         copy_in, gradients = bucket.copy_in()
-        return self._queue.submit(copy_in, behind=behind), gradients
+        return Copies(gradients, self._queue.submit(copy_in, behind=behind))
 
     def _hand_over(self, means: Sequence[Mean], steps: Sequence[ShardStep]) -> None:
         """Let the program use memory that was allocated for the queue's stream."""

@@ -158,16 +158,22 @@ class Reducer:
                 "A reentrant backward reached the unit outside the wrapped model's forward; use "
                 "`checkpoint(..., use_reentrant=False)`"
             )
+        if self._on_stream:
+            self._begin_unit(bucket)
         waits = self._reductions.reduces and (unit.is_root or self._on_stream)
         if not bucket.full and bucket.needs_memory(param, waits=waits):
             self._reductions.land_what_is_done()
             self._reductions.fill(bucket)
-        if self._on_stream:
-            self._last, bucket.moment = bucket, None
         bucket.add(param, grad if self._counts else None, is_watched=is_watched)
         if not bucket.full and (early := bucket.early.get(id(param))) is not None:
             self._context.ledger.track(PURPOSE, early)
         return bucket
+
+    def _begin_unit(self, bucket: Bucket) -> None:
+        """Note a gradient of a bucket, which may be the first one after those of others."""
+        if bucket is not self._last:
+            self._reductions.free_what_is_copied()
+        self._last, bucket.moment = bucket, None
 
     def set_participation(self, *, counts: bool, ranks: int) -> None:
         """Include this rank's gradients in means, or not, and divide sums by `ranks`."""
@@ -270,18 +276,17 @@ class Reducer:
     def _reduce(self, unit: Unit, *, late: bool = False, died: bool = False) -> None:
         """Send a unit's bucket round; `late` at the end of a backward."""
         bucket, now = self._buckets[unit], self._reductions
-        behind = bucket.moment if bucket.phase is Gradients.FILLING else now.began
+        behind = None
+        if late:
+            behind = bucket.moment if bucket.phase is Gradients.FILLING else now.began
         if not self._on_stream:
             self._prepare(bucket)
         if self._own_parts is not None:
             self._add_earlier_parts(bucket, self._own_parts, died=died)
         bucket.begin_reduction()
         self._context.trace.emit("reduce", unit.name)
-        now.add(
-            self._averager.start(
-                bucket, self._divisor, stepping=now.stepping, died=died, behind=behind if late else None
-            )
-        )
+        reduction, copies = self._averager.start(bucket, self._divisor, stepping=now.stepping, died=died, behind=behind)
+        now.add(reduction, copies)
 
     def _prepare(self, bucket: Bucket) -> None:
         """Fill a bucket as far as no gradient has."""

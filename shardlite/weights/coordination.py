@@ -306,7 +306,7 @@ class PassCoordinator:
             each.confirmed = True
 
     def in_step(self) -> bool:
-        """Return whether no rank has strayed. The host waits for those that are not at the end of passes that ended here.
+        """Return whether no rank has strayed. The host waits until all have ended the passes that it has.
 
         Raises:
             CommError: a pass could not be ended.

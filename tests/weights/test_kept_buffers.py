@@ -1,4 +1,4 @@
-"""On a GPU gather buffers and buckets are kept: weights lie where they lay in the last step, and none is allocated.
+"""On a GPU gather buffers are kept: weights lie where they lay in the last step. Buckets are memory of a stream.
 
 The GPU is simulated (`tests/comm/streams/`), which shows addresses, allocations and operators. That the bits are right
 is shown over gloo, by pools that believe to be on a GPU.
@@ -17,12 +17,12 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlite import AdamW, EscapedViewWarning, ShardLite
 from shardlite.comm import Context
+from shardlite.comm.streams import ThreadQueue
 from shardlite.grads import Bucket
-from shardlite.params import BUCKETS, ROOT, BufferPool, Unit
+from shardlite.params import ROOT, BufferPool, Unit
 from shardlite.weights.gather_order import MEMORY
 from tests.comm.streams.programs import EVENTS, NOT_IN_BACKWARD, RUNS, WIDTH, WORLD_SIZE, Block, Training
 from tests.comm.streams.simulated_gpu import Gpu
@@ -63,17 +63,17 @@ def allocations() -> Iterator[list[int]]:
 
 
 def pools_of(model: ShardLite) -> set[BufferPool]:
-    buckets = {pool for bucket in model._reducer._buckets.values() for pool in bucket.pools}
-    return buckets | set(getattr(model._hooks._gatherer, "_pools", {}).values())
+    return set(getattr(model._hooks._gatherer, "_pools", {}).values())
 
 
 def held(model: ShardLite, purpose: str) -> int:
     return model.memory()[purpose].now
 
 
-def bucket_nbytes(training: Training) -> int:
-    (flat,) = next(unit for unit in training.model._units if not unit.is_root).flats
-    return flat.gradients.full_numel * flat.reduce.itemsize
+def bucket_sizes(training: Training) -> list[int]:
+    """Return the bytes of the bucket of each unit, which has one flat."""
+    flats = [flat for unit in training.model._units for flat in unit.flats]
+    return sorted(flat.gradients.full_numel * flat.reduce.itemsize for flat in flats)
 
 
 def block_of(training: Training, index: int = 2) -> nn.Module:
@@ -126,100 +126,80 @@ def test_blocks_of_several_sizes_find_their_places(sizes, prefetch):
             training.step()
             steps.append(list(now))
         assert all(step == steps[2] for step in steps[3:])  # in the second one, units are gathered ahead first
-        assert len(allocated) == 1  # the root's bucket
+        assert sorted(allocated) == bucket_sizes(training)
         largest = max(unit.nbytes for unit in training.model._units if not unit.is_root)
         root = next(unit.nbytes for unit in training.model._units if unit.is_root)
         assert held(training.model, "gather buffers") <= (1 + prefetch) * largest + root
 
 
-ALLOCATED = {
-    **{f"stage {stage}": 5 for stage in (0, 1)},  # buckets become gradients
-    **dict.fromkeys(("stage 2", "stage 3", "stage 3, ring", "bf16", "far prefetch", "no prefetch"), 1),
-    **{f"in_backward, stage {stage}": 1 for stage in range(4)},
-    **dict.fromkeys(("checkpointed", "compact", "direct", "fast"), 1),
-}
+ALLOCATED = [
+    *(f"stage {stage}" for stage in range(4)),
+    *(f"in_backward, stage {stage}" for stage in range(4)),
+    *("stage 3, ring", "bf16", "far prefetch", "no prefetch", "checkpointed", "compact", "direct", "fast"),
+]
 
 
 @pytest.mark.parametrize("name", ALLOCATED)
-def test_a_steady_step_allocates_the_roots_bucket_alone(name):
+def test_a_steady_step_allocates_buckets_alone(name):
     with Gpu().ranks(WORLD_SIZE), allocations() as allocated:
         training = Training(**RUNS[name])
         for _ in range(4):
             allocated.clear()
             training.step()
-        assert len(allocated) == ALLOCATED[name]
-
-
-class _Zeros(TorchDispatchMode):
-    """Counts ranges that are filled with zeros."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += len(args[0]) if str(func) == "aten._foreach_zero_.default" else 0
-        return func(*args, **(kwargs or {}))
+        assert sorted(allocated) == bucket_sizes(training)
 
 
 @contextmanager
-def zeros_of_buckets() -> Iterator[Counter[str]]:
-    """Count by unit the ranges that are filled with zeros before a reduction, and check that all of them are zero.
+def dirty_buckets() -> Iterator[Counter[str]]:
+    """Allocate buckets full of ones, and check before each reduction that what no gradient fills is zero.
 
-    Buckets are given back with ones where their gradients were, most of which are zero here.
+    Counts by unit the elements that are.
     """
     noted: Counter[str] = Counter()
-    zero, clear = Bucket.zero_the_rest, Bucket.clear
+    take, copy_in = Bucket.take_memory, Bucket.copy_in
 
-    def counting(bucket: Bucket) -> None:
-        with _Zeros() as zeros:
-            zero(bucket)
-        noted[bucket.unit.name] += zeros.count
-        for flat, full in zip(bucket.flats, bucket.full, strict=True):
-            for start, stop in flat.gradients.gaps(bucket._used_slots(flat)):
-                assert not full[start:stop].any()
+    def taking(bucket: Bucket) -> None:
+        take(bucket)
+        for full in bucket.full:
+            full.fill_(1)
 
-    def clearing(bucket: Bucket) -> None:
-        for i, flat in enumerate(bucket.flats[: len(bucket.full)]):
-            for slot in flat.gradients.slots:
-                bucket.full[i][slot.start : slot.stop].fill_(1)
-        clear(bucket)
+    def copying(bucket: Bucket) -> tuple[Callable[[], None], list[Tensor]]:
+        run, gradients = copy_in(bucket)
+        places = [flat.gradients.gaps(bucket._used_slots(flat)) for flat in bucket.flats]
+        gaps = [full[slice(*each)] for some, full in zip(places, bucket.full, strict=True) for each in some]
 
-    with mock.patch.object(Bucket, "zero_the_rest", counting), mock.patch.object(Bucket, "clear", clearing):
+        def checked() -> None:
+            run()
+            assert not any(gap.any() for gap in gaps)
+            noted[bucket.unit.name] += sum(gap.numel() for gap in gaps)
+
+        return checked, gradients
+
+    with mock.patch.object(Bucket, "take_memory", taking), mock.patch.object(Bucket, "copy_in", copying):
         yield noted
 
 
-def test_padding_is_zeroed_once():
-    with Gpu().ranks(WORLD_SIZE), zeros_of_buckets() as zeros:
-        training = Training()
+def test_what_no_gradient_fills_is_zero():
+    with Gpu().ranks(WORLD_SIZE), dirty_buckets() as zeros:
+        training = mixed(16, 48, 16, 48, 16)
         assert all(flat.gradients.padding for unit in training.model._units for flat in unit.flats)
         training.step()
-        assert sum(zeros.values()) - zeros[ROOT] == 1  # on a GPU that is never behind one bucket is enough
+        every = set(zeros)
+        assert every == {unit.name for unit in training.model._units}
+        block_of(training).rise.weight.requires_grad_(False)
+        training.step()
+        block_of(training).rise.weight.requires_grad_(True)
         zeros.clear()
         training.step()
-        training.step()
-        assert zeros[ROOT] > 0
-        assert sum(zeros.values()) == zeros[ROOT]
-
-
-def test_padding_is_zeroed_again_after_gradients_of_another_layout():
-    with Gpu().ranks(WORLD_SIZE), zeros_of_buckets() as zeros:
-        training = mixed(16, 48, 16, 48, 16)
-        for _ in range(3):
-            training.step()
-        block_of(training).rise.weight.requires_grad_(False)
-        for _ in range(2):
-            training.step()
-        block_of(training).rise.weight.requires_grad_(True)
-        for _ in range(2):
-            training.step()
+        padding = Counter(zeros)
+        zeros.clear()
         block_of(training).fall.forward = lambda x: x[:, :WIDTH]  # unused: zeros where its gradients were
         training.step()
-        assert zeros
+        assert set(+(zeros - padding)) == {"2"}
 
 
 def test_a_bucket_that_is_dropped_before_it_is_zeroed_leaves_no_trace():
-    with Gpu().ranks(WORLD_SIZE), zeros_of_buckets():
+    with Gpu().ranks(WORLD_SIZE), dirty_buckets():
         training = mixed(16, 48, 16, 48)
         for _ in range(2):
             training.step()
@@ -252,7 +232,7 @@ def test_weights_come_to_rest_again_after_anything_else(event, options):
             steps.append(list(now))
         assert steps[0] == steps[1] == steps[2]
         assert held(training.model, "gather buffers") == before
-        assert held(training.model, "gradient buckets") <= BUCKETS * bucket_nbytes(training)
+        assert held(training.model, "gradient buckets") == 0
 
 
 @pytest.mark.parametrize("event", ["gathered()", "an evaluation", "a save", "a load", "no_sync"])
@@ -330,7 +310,7 @@ def test_what_is_kept_is_counted():
         blocks = [unit for unit in training.model._units if not unit.is_root]
         root = next(unit.nbytes for unit in training.model._units if unit.is_root)
         assert held(training.model, "gather buffers") == 3 * blocks[0].nbytes + root
-        assert held(training.model, "gradient buckets") == bucket_nbytes(training)  # one, if reductions are fast
+        assert held(training.model, "gradient buckets") == 0
 
 
 @pytest.mark.every_stage
@@ -340,7 +320,7 @@ def test_a_model_that_is_deleted_frees_what_it_kept(stage):
         training.step()
         ledger = training.model.ledger
         memory = [weakref.ref(free.untyped_storage()) for pool in pools_of(training.model) for free in pool.spare()]
-        assert memory or stage < 2
+        assert memory or stage < 3
         del training
         gc.collect()
         assert not [each for each in memory if each() is not None]
@@ -364,14 +344,14 @@ def test_two_models_have_buffers_of_their_own():
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Let pools keep buffers on a CPU. For transports that send from any memory."""
+    """Let pools keep buffers on a CPU, and gradients be copied on the queue. For transports that send any memory."""
     init = BufferPool.__init__
 
     def keeping(self: BufferPool, context: Context, purpose: str, *, most: int) -> None:
         on_gpu = SimpleNamespace(empty=context.empty, ledger=context.ledger, streams=SimpleNamespace(on_gpu=True))
         init(self, on_gpu, purpose, most=most)  # type: ignore[arg-type]
 
-    with mock.patch.object(BufferPool, "__init__", keeping):
+    with mock.patch.object(BufferPool, "__init__", keeping), mock.patch.object(ThreadQueue, "on_stream", True):
         yield
 
 
@@ -394,7 +374,8 @@ BITS: dict[str, dict[str, Any]] = {
 def bits_body(group: Any, name: str) -> None:
     with as_on_a_gpu():
         pair = Pair(untied, group, **BITS[name])
-    assert any(pool._most for pool in pools_of(pair.model))
+    assert any(pool._most for pool in pools_of(pair.model)) or BITS[name].get("stage", 3) < 3
+    assert pair.model._reducer._on_stream
     for step in range(4):
         pair.step(on_tokens, ("local", "step") if step == 2 else ("step",), clip=0.1 if step == 3 else None)
     with pair.model.gathered():

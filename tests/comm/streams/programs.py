@@ -55,8 +55,8 @@ def loss(model):
 class Training:
     """A model on a simulated GPU, and its optimizer."""
 
-    def __init__(self, block=Block, *, units=None, state="fp32", in_backward=False, clip=True, **options):
-        self.model = ShardLite(net(block), units=units or block, **options)
+    def __init__(self, block=Block, *, depth=4, units=None, state="fp32", in_backward=False, clip=True, **options):
+        self.model = ShardLite(net(block, depth), units=units or block, **options)
         self.optimizer = AdamW(self.model.parameters(), lr=0.01, state=state, in_backward=in_backward)
         self.clips = clip and not in_backward
 
@@ -143,6 +143,14 @@ def needs_no_weights(training):
     training.step()
 
 
+def leaves_out_a_bias(training):
+    layer = training.model.module[3].fall
+    layer.forward = lambda x: torch.nn.functional.linear(x, layer.weight)
+    training.step()
+    del layer.forward
+    training.step()
+
+
 def gathers(training):
     with training.model.gathered():
         for param in training.model.module.parameters():
@@ -173,6 +181,7 @@ EVENTS: dict[str, Callable[[Training], None]] = {
     "a unit that is left out": partial(leaves_out, block=2),
     "the last unit of a backward is left out": partial(leaves_out, block=1),
     "a unit whose weights the backward does not need": needs_no_weights,
+    "a bias that is left out": leaves_out_a_bias,
     "gathered()": gathers,
     "a load": loads,
     "a save": saves,

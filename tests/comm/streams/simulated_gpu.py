@@ -116,6 +116,9 @@ class _Access:
 @dataclass
 class _Memory:
     allocated_on: Stream
+    born: int
+    """How far that stream was: it may have used the same memory until then."""
+
     accesses: list[_Access] = field(default_factory=list)
     recorded: list[Stream] = field(default_factory=list)
     """Streams that the allocator knows of (`record_stream`): it frees the memory only behind them."""
@@ -135,6 +138,9 @@ class Gpu:
 
         A query does not block. Of those `in vain` the host makes more, until one tells that the operation is over.
         """
+
+        self.collectives: list[tuple[Stream, int, Clock]] = []
+        """Each collective: its stream, its number there, and what it is behind."""
 
         self.launched: Counter[str] = Counter()
         """Batches and operations of messages, and collectives."""
@@ -202,6 +208,8 @@ class Gpu:
         start, stop = _span(tensor)
         now = _Access(start, stop, stream, stream.clock[stream.number], writes, what)
         memory = self.memory_of(tensor)
+        if stream.clock[memory.allocated_on.number] < memory.born:
+            self.races[f"{now}, but is not behind the stream that allocated it"] += 1
         for before in memory.accesses:
             overlap = before.start < stop and start < before.stop
             if overlap and (writes or before.writes) and not before.is_before(stream):
@@ -229,7 +237,7 @@ class Gpu:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._memory:
-            self._memory[key] = _Memory(self.current())
+            self._memory[key] = _Memory(stream := self.current(), stream.clock[stream.number])
             weakref.finalize(storage, self._free, key).atexit = False
         return self._memory[key]
 
@@ -395,7 +403,8 @@ class _Collectives(NcclCollectives):
     def _run(self, what: str, call: Any, *tensors: Tensor) -> None:
         del call
         self._gpu.launched["collectives"] += 1
-        self._gpu.current().launch()
+        stream = self._gpu.current()
+        self._gpu.collectives.append((stream, stream.launch(), Counter(stream.clock)))
         written, *read = tensors
         for each in read or [written] * (what == "all-reduce"):
             self._gpu.access(each, what, writes=False)

@@ -13,7 +13,8 @@ import torch
 from shardlite.comm.streams import CudaStreamQueue, ProgramStreams, _HostWork, _StreamWork
 from shardlite.engine.backward import Backward
 from shardlite.grads.order import Reductions
-from shardlite.grads.reduce_scatter import Averager
+from shardlite.grads.reduce_scatter import Averager, Copies
+from shardlite.grads.reducer import Reducer
 from shardlite.params import Weights
 from shardlite.weights.all_gather import GatherQueue
 from shardlite.weights.coordination import PassCoordinator
@@ -103,6 +104,25 @@ def step_at_once(averager, unit, flat):
     return averager._stepper.step(flat)
 
 
+def free_at_once(reductions):
+    reductions.copying.clear()
+
+
+def copy_at_once(averager, bucket, behind, *, apart):
+    """Copy on the program's stream, into memory of the queue's."""
+    with averager._queue.beside():
+        bucket.take_memory()
+    copy_in, gradients = bucket.copy_in()
+    copy_in()
+    return Copies(gradients, averager._queue.submit(nothing))
+
+
+def start_behind_the_first_gradient(reducer, unit):
+    bucket = reducer._last
+    if bucket is not None and bucket.unit is not unit and not bucket.reduced:
+        bucket.moment = reducer._reductions.began
+
+
 NOT_NEEDED = "a unit whose weights the backward does not need"
 FROZEN = partial(has_two_streams, block=TwoStreams, trains_both=False)
 
@@ -157,6 +177,18 @@ MUTANTS = {
     ),
     "a stream does not wait for the one that ran the model before": Mutant(
         ProgramStreams, "move_home", move_at_once, alternates
+    ),
+    "gradients are freed before they are copied": Mutant(
+        Reductions, "free_what_is_copied", free_at_once, partial(training, name="stage 3")
+    ),
+    "gradients are copied before the last bucket is reduced": Mutant(
+        Averager, "_copy_in", copy_at_once, partial(training, name="stage 3")
+    ),
+    "a late reduction is not behind its gradients": Mutant(
+        Reducer, "enter", start_behind_the_first_gradient, partial(is_interrupted, event="a bias that is left out")
+    ),
+    "what a late reduction leaves is freed while the program reads it": Mutant(
+        Averager, "_hand_over", nothing, partial(is_interrupted, event="a unit that is left out")
     ),
     "a bucket is used again before it is reduced": Mutant(
         Reductions, "land", clear_at_once, partial(training, name="in_backward, stage 3")

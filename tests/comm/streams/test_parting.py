@@ -1,0 +1,138 @@
+"""Ranks that part in a backward do not wait for each other for good, though streams wait for reductions.
+
+Each collective of a rank is behind others: those that its stream, and those that this one has waited for, have
+launched before. The k-th collective of a stream meets the k-th of the same stream on the other ranks, as in NCCL. So
+ranks hang if, taken together, one is behind itself.
+"""
+
+from graphlib import CycleError, TopologicalSorter
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from shardlite.grads.reduce_scatter import Averager
+from shardlite.grads.reducer import Reducer
+from tests.comm.streams.programs import WIDTH, WORLD_SIZE, Training
+from tests.comm.streams.simulated_gpu import Gpu
+
+DEPTH = 8
+
+
+class Parting(nn.Module):
+    """A block whose forward is always the same; its backward may leave out all of it, or a part."""
+
+    def __init__(self):
+        super().__init__()
+        self.rise, self.fall = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.left_out = ""
+
+    def forward(self, x):
+        bias = self.fall.bias.detach() if self.left_out == "a bias" else self.fall.bias
+        out = functional.linear(torch.tanh(self.rise(x)), self.fall.weight, bias)
+        return x + (out.detach() if self.left_out == "all" else out)
+
+
+def collectives(left_out: dict[int, str], **options) -> dict[tuple[str, int], set[tuple[str, int]]]:
+    """Return, for each collective of a backward of a steady run, which others it is behind on such a rank."""
+    gpu = Gpu()
+    with gpu.ranks(WORLD_SIZE):
+        training = Training(Parting, depth=DEPTH, **options)
+        for _ in range(3):
+            training.step()
+        for place, how in left_out.items():
+            training.model.module[1 + place].left_out = how
+        gpu.collectives.clear()
+        gpu.waits.clear()
+        training.step()
+    assert not gpu.waits["query"], "streams wait, not the host"
+    seen: dict[str, int] = {}
+    names = []
+    for stream, _, _ in gpu.collectives:
+        names.append((stream.name, seen.setdefault(stream.name, 0)))
+        seen[stream.name] += 1
+    return {
+        name: {
+            other
+            for other, (stream, tick, _) in zip(names, gpu.collectives, strict=True)
+            if other != name and tick <= clock[stream.number]
+        }
+        for name, (_, _, clock) in zip(names, gpu.collectives, strict=True)
+    }
+
+
+def hangs(*ranks: dict[tuple[str, int], set[tuple[str, int]]]) -> bool:
+    """Return whether ranks with such collectives wait for each other for good."""
+    assert len({frozenset(rank) for rank in ranks}) == 1, "all ranks take part in the same collectives"
+    graph = TopologicalSorter()
+    for rank in ranks:
+        for name, before in rank.items():
+            graph.add(name, *before)
+    try:
+        graph.prepare()
+    except CycleError:
+        return True
+    return False
+
+
+PARTINGS: dict[str, dict[int, str]] = {
+    "the first of a backward": {7: "all"},
+    "the first ones": {7: "all", 6: "all", 5: "all"},
+    "some in the middle": {5: "all", 4: "all", 3: "all", 2: "all"},
+    "by turns": {7: "all", 5: "all", 3: "all", 1: "all"},
+    "all but one": dict.fromkeys((7, 6, 5, 4, 3, 2, 0), "all"),
+    "all": dict.fromkeys(range(DEPTH), "all"),
+    "a bias": {6: "a bias"},
+    "a bias, then more": {6: "a bias", 5: "all", 4: "all", 3: "all"},
+    "a bias of each": dict.fromkeys(range(DEPTH), "a bias"),
+}
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """What a rank does that leaves out nothing, by options."""
+    known: dict[str, dict] = {}
+
+    def of(options):
+        if str(options) not in known:
+            known[str(options)] = collectives({}, **options)
+        return known[str(options)]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"in_backward": True},
+        {"prefetch": 0},
+        pytest.param({"prefetch": 3}, marks=pytest.mark.slow),
+        pytest.param({"reshard_after_forward": False}, marks=pytest.mark.slow),
+        pytest.param({"stage": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("left_out", PARTINGS.values(), ids=PARTINGS)
+def test_ranks_that_leave_out_units_do_not_hang(whole, left_out, options):
+    assert not hangs(whole(options), collectives(left_out, **options))
+
+
+def test_ranks_that_leave_out_different_units_do_not_hang(whole):
+    ranks = [whole({}), *(collectives(PARTINGS[name]) for name in ("the first ones", "some in the middle", "by turns"))]
+    assert not hangs(*ranks)
+
+
+def test_they_would_if_late_reductions_were_behind_the_whole_backward(whole, monkeypatch):
+    """The way of how-it-works.md: rank 0 waits for a reduction that rank 1 starts last, and rank 1 for a gather."""
+    start, expected = Averager.start, whole({})
+    monkeypatch.setattr(Averager, "start", lambda *each, behind=None, **options: start(*each, **options))
+    assert [name for name, left_out in PARTINGS.items() if hangs(expected, collectives(left_out))]
+
+
+def test_they_would_if_a_unit_were_behind_what_follows_it(whole, monkeypatch):
+    """The rest of a unit is not known to come: its gradients are behind the moment at which the backward went on."""
+    expected = whole({})
+    monkeypatch.setattr(Reducer, "enter", lambda self, unit: None)
+    assert hangs(expected, collectives(PARTINGS["a bias, then more"]))
