@@ -242,34 +242,33 @@ class _Grads:
         recipe = budget.recipe
         self._prompt = prompt
         self._units, self._order = budget.units, order
+        self._on_gpu = recipe.on_gpu
         self._saves_memory = recipe.in_backward and not recipe.on_gpu
         self._steps = recipe.in_backward
-        keeps = recipe.on_gpu and (recipe.stage >= 2 or recipe.in_backward) and len(budget.units) > 1
-        self._pools = [_Pool(BUCKETS) for _ in range(max((len(unit.flats) for unit in budget.units), default=0))]
-        self._keeps, self._none = keeps, _Pool(0)
         self._beside_root = max((i for i, unit in enumerate(order, 1) if not self._units[unit].is_root), default=0)
         self.gradients = 0
         self.begin()
 
     def begin(self) -> None:
         """Begin a backward."""
-        self.full: dict[int, list[tuple[int, bool]]] = {}
+        self.full: dict[int, int] = {}
         self.early = dict.fromkeys(range(len(self._units)), 0)
+        self._copied, self._last = 0, -1
         self._arrived = dict.fromkeys(range(len(self._units)), 0)
         self._ready: set[int] = set()
         self._started, self._landed = 0, 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of buckets, spare ones and gradients that came early included."""
-        full = sum(size for sizes in self.full.values() for size, _ in sizes)
-        return full + sum(self.early.values()) + sum(pool.spare for pool in self._pools)
+        """Bytes of buckets, and of gradients that wait for one or are copied to one."""
+        return sum(self.full.values()) + sum(self.early.values()) + self._copied
 
     def arrive(self, unit: int, nbytes: int) -> Iterator[Action]:
         """Take one gradient. Yields actions between which bytes change."""
-        if self._units[unit].is_root:
+        if self.is_early(unit):
             self.early[unit] += nbytes
             yield Action("keep", unit)  # a moment with the gradient and all buckets
+            yield from self._free_what_is_copied(unit)
         elif unit not in self.full:
             self._land_what_is_done()
             yield from self._fill(unit)
@@ -280,12 +279,17 @@ class _Grads:
             while self._started < len(self._order) and (turn := self._order[self._started]) in self._ready:
                 yield from self._reduce(turn)
 
+    def is_early(self, unit: int) -> bool:
+        """Whether a unit's gradients wait for its bucket."""
+        return self._on_gpu or self._units[unit].is_root
+
     def flush(self) -> Iterator[Action]:
         """Reduce what is left, and wait for all."""
         while self._started < len(self._order):
             yield from self._reduce(self._order[self._started])
         while self._landed < self._started:
             yield self._land()
+        self._copied = 0
 
     def _reduce(self, unit: int) -> Iterator[Action]:
         if unit not in self.full:
@@ -294,36 +298,49 @@ class _Grads:
         self.gradients += sum(flat.mean for flat in flats)
         self._started += 1
         yield Action("reduce", unit)
+        if self._on_gpu:  # a bucket that is no gradient serves the next unit, on the stream of reductions
+            self._release(unit)
 
     def _fill(self, unit: int) -> Iterator[Action]:
         root = self._units[unit].is_root
         waits_for_all = self._started >= self._beside_root if root else self._saves_memory
-        while self._landed < self._started and (waits_for_all or (not root and self._held() >= BUCKETS)):
+        while not self._on_gpu and self._landed < self._started and (waits_for_all or self._is_full(root)):
             yield self._land()
-        pools = self._pools if self._keeps and not root else [self._none] * len(self._units[unit].flats)
-        self.full[unit] = [pool.take(f.bucket) for pool, f in zip(pools, self._units[unit].flats, strict=False)]
+        self.full[unit] = sum(flat.bucket for flat in self._units[unit].flats)
         yield Action("fill", unit)  # a moment with the bucket and early gradients both
+        self._copied += self.early[unit] * self._on_gpu
         self.early[unit] = 0
 
-    def _held(self) -> int:
-        return sum(not self._units[unit].is_root for unit in self.full)
+    def _is_full(self, root: bool) -> bool:
+        return not root and sum(not self._units[unit].is_root for unit in self.full) >= BUCKETS
+
+    def _free_what_is_copied(self, unit: int) -> Iterator[Action]:
+        """Wait, on a stream, for the copies of the last unit, and so for the reductions before it."""
+        if self._on_gpu and unit != self._last:
+            self._last, self._copied = unit, 0
+            while self._landed < self._started - 1:
+                yield self._land()
 
     def _land_what_is_done(self) -> None:
-        while self._prompt and self._landed < self._started:
+        while self._prompt and not self._on_gpu and self._landed < self._started:
             self._land()
 
     def _land(self) -> Action:
-        """End the first reduction: its bucket is free, or has become a gradient."""
+        """End the first reduction."""
         unit = self._order[self._landed]
         self._landed += 1
-        for pool, flat, (size, keeps) in zip(self._pools, self._units[unit].flats, self.full.pop(unit), strict=False):
+        if not self._on_gpu:
+            self._release(unit)
+        return Action("land", unit)
+
+    def _release(self, unit: int) -> None:
+        """Free a bucket, or make it a gradient."""
+        del self.full[unit]
+        for flat in self._units[unit].flats:
             if flat.mean == 0 and not self._steps:
-                self.gradients += size
-            elif keeps:
-                pool.give_back(size)
+                self.gradients += flat.bucket
             if self._steps:
                 self.gradients -= flat.mean
-        return Action("land", unit)
 
 
 class _Timeline:
@@ -385,7 +402,7 @@ class _Timeline:
                 self._own_gradients += event.nbytes
             self._note(event.now + event.nbytes * self._budget.recipe.in_backward)
             return
-        early = self._budget.units[event.unit].is_root
+        early = self._grads.is_early(event.unit)
         for action in self._grads.arrive(event.unit, event.nbytes):
             self._record(action, event.now + (0 if early else event.nbytes))
             early &= action.name != "fill"  # autograd keeps its gradient until the hook returns

@@ -260,13 +260,20 @@ class ProgramStreams:
 
         self._home: torch.cuda.Stream | None = None
 
+    def captures(self) -> bool:
+        """Whether the program captures a CUDA graph on the current stream.
+
+        A stream that is captured must not wait for what was launched before: PyTorch has waited for the GPU then.
+        """
+        return self.on_gpu and torch.cuda.is_current_stream_capturing()
+
     def move_home(self) -> torch.cuda.Stream | None:
         """Make the current stream the home stream; return it if it was not before. To be called between passes.
 
         It is behind the former one, which may still read what is in caches.
         """
         other = self.other()
-        if other is not None and self._home is not None:
+        if other is not None and self._home is not None and not self.captures():
             other.wait_stream(self._home)
         self._home = other or self._home
         return other

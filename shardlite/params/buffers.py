@@ -1,4 +1,4 @@
-"""Buffers for full weights and full gradients, and pools that keep them on a GPU.
+"""Buffers for full weights, and pools that keep them on a GPU.
 
     take -> [gather, compute] -> give back -> take again: by the unit that had the buffer last, if it is free
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from shardlite.comm import Context
 
 BUCKETS = 2
-"""Buckets that exist at once beside the root's, while ranks follow one order: one is reduced while another fills.
+"""Buckets on a CPU that exist at once beside the root's, while ranks follow one order: one is reduced as another fills.
 
 It is one where shards are stepped in the backward on CPUs: such a program asks for little memory, and reductions take
 the cores that would fill the next bucket. A backward waits for a reduction rather than take more. It must not wait for

@@ -38,6 +38,9 @@ passes, on the stream as well as on the host. Other changes wait for the round.
 
 The first pass of a kind has no order yet. All its gathers are negotiated, on the queue of the others, and are over
 before another pass begins.
+
+A pass that a CUDA graph captures is replayed without the hosts, so there is no round: it has to need what the recorded
+order has, on every rank.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +53,7 @@ from zlib import crc32
 import torch
 
 from shardlite.comm import Context, Moment, Work, all_gather
-from shardlite.errors import SAME_PASSES, CommError, DesyncError
+from shardlite.errors import SAME_PASSES, CommError, DesyncError, PhaseError
 from shardlite.params import Unit
 from shardlite.weights.all_gather import GatherQueue
 from shardlite.weights.gather_order import GatherOrder
@@ -205,6 +208,7 @@ class PassCoordinator:
         self._progress = context.progress
         self._reports = context.reports
         self._version = context.version
+        self._streams = context.streams
         self._queue = GatherQueue(context)
         self._beside = GatherQueue(context, beside=True)
         self._gather_order = GatherOrder()
@@ -261,6 +265,11 @@ class PassCoordinator:
             gather = self._queue.gather(unit, during=now.kind).run
             unit.work = self._queue.submit(*self._taking_part(now, before), gather)
             return
+        if self._streams.captures():
+            raise PhaseError(
+                f"unit {unit.name!r} is needed in {now.kind}, which is captured in a CUDA graph, but the last passes did "
+                "not need it at this place: take three steps like the one to capture before"
+            )
         now.beyond = True
         self._gather_order.add(unit.index)
         self._take_part(now)
@@ -297,8 +306,9 @@ class PassCoordinator:
         order = self._gather_order
         serve = partial(self._serve, now, flags, list(order.wanted), len(order.items))
         self._take_part(now)
-        now.ending = now.lane.submit(serve, behind=now.began)
-        self._ended.append(now)
+        if not self._streams.captures():
+            now.ending = now.lane.submit(serve, behind=now.began)
+            self._ended.append(now)
 
     def confirm_ends(self) -> None:
         """Note that the program is from now on behind something that each rank does after the end of its passes."""
@@ -312,7 +322,7 @@ class PassCoordinator:
             CommError: a pass could not be ended.
         """
         self._collect(lambda _: True)
-        return not self.strayed
+        return self._streams.captures() or not self.strayed
 
     def settle(self) -> None:
         """Wait until all passes are over for every rank: weights must not change before.
@@ -329,6 +339,8 @@ class PassCoordinator:
 
     def _collect(self, which: Callable[[Pass], bool]) -> None:
         """Wait until passes are over for every rank, of those that have ended the ones up to the last of `which`."""
+        if self._streams.captures():
+            return
         last = max((place for place, each in enumerate(self._ended, 1) if which(each)), default=0)
         for first in self._ended[:last]:
             assert first.ending is not None

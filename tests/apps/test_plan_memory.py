@@ -99,9 +99,9 @@ def pin_reductions(monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
     start = Averager.start
 
     def wait(self, *bucket, **how):
-        reduction = start(self, *bucket, **how)
+        reduction, copies = start(self, *bucket, **how)
         reduction.work.wait()
-        return reduction
+        return reduction, copies
 
     if ends == LATE:
         monkeypatch.setattr(Reductions, "land_what_is_done", lambda self: None)
