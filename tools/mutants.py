@@ -1110,8 +1110,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/comm/transport/reconnect.py",
         "index",
-        'f"another connection over {backend}", timeout)[0]',
-        'f"another connection over {backend}", timeout)[rank]',
+        '"another connection over gloo", timeout)[0]',
+        '"another connection over gloo", timeout)[group.rank()]',
         "ranks look for each other under different names",
     ),
     (

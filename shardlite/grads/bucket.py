@@ -252,7 +252,7 @@ def make_buckets(units: Sequence[Unit], context: Context, most_parts: int) -> di
     kept, it would add to what they take at their peak. The others are in use there already.
     """
     flats = range(max((len(unit.flats) for unit in units), default=0))
-    kept = [BufferPool(context, PURPOSE, most=BUCKETS) for _ in flats]
+    kept = [BufferPool(context, PURPOSE, most=BUCKETS, carrier=context.reducing[0]) for _ in flats]
     none = [BufferPool(context, PURPOSE, most=0) for _ in flats]
     pools = {unit: none if unit.is_root or len(units) == 1 else kept for unit in units}
     return {unit: Bucket(unit, pools[unit], PartSums(pools[unit], most_parts)) for unit in units}

@@ -308,6 +308,7 @@ class Averager:
     def _room(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return memory that serves one operation after the other. Called on the queue, whose stream owns it."""
         if numel * dtype.itemsize > self._staging.numel():
-            self._staging = torch.empty(numel * dtype.itemsize, dtype=torch.uint8, device=self._context.device)
+            shard, _ = self._context.reducing
+            self._staging = shard.empty_persistent(numel * dtype.itemsize, self._context.device)
             self._context.ledger.track("staging", self._staging)
         return self._staging.view(dtype)

@@ -238,3 +238,7 @@ class GlooCollectives(GroupCollectives, GlooTransport):
 
 class NcclCollectives(GroupCollectives, NcclTransport):
     """Collectives of CUDA tensors over `group`, on the current stream, so that a priority of that stream holds."""
+
+    def _run(self, what: str, call: Callable[..., dist.Work | None], *tensors: Tensor) -> None:
+        self._take_turn()
+        super()._run(what, call, *tensors)
