@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlite import AdamW, EscapedViewWarning, ShardLite
-from shardlite.comm import Context
+from shardlite.comm import Context, Transport
+from shardlite.comm.transport.process_group import NcclTransport
 from shardlite.grads import Bucket
-from shardlite.params import BUCKETS, ROOT, BufferPool, Unit
+from shardlite.params import BUCKETS, ROOT, Buffer, BufferPool, Unit
 from shardlite.weights.gather_order import MEMORY
 from tests.comm.streams.programs import EVENTS, NOT_IN_BACKWARD, RUNS, WIDTH, WORLD_SIZE, Block, Training
 from tests.comm.streams.simulated_gpu import Gpu
@@ -52,13 +53,13 @@ def places() -> Iterator[list[Place]]:
 def allocations() -> Iterator[list[int]]:
     """Note the bytes of memory for buffers. To be entered before a model is wrapped."""
     noted: list[int] = []
-    empty = Context.empty
+    allocate = BufferPool._allocate
 
-    def noting(context: Context, numel: int, dtype: torch.dtype) -> Tensor:
-        noted.append(numel * dtype.itemsize)
-        return empty(context, numel, dtype)
+    def noting(pool: BufferPool, nbytes: int) -> Buffer:
+        noted.append(nbytes)
+        return allocate(pool, nbytes)
 
-    with mock.patch.object(Context, "empty", noting):
+    with mock.patch.object(BufferPool, "_allocate", noting):
         yield noted
 
 
@@ -359,6 +360,23 @@ def test_two_models_have_buffers_of_their_own():
         assert not ours & theirs
 
 
+def test_what_is_kept_is_memory_of_the_transport_that_sends_it():
+    """Gather buffers of blocks and of the root, buckets, and where reductions arrive."""
+    asked: Counter[Transport] = Counter()
+    empty = NcclTransport.empty_persistent
+
+    def noting(transport: NcclTransport, nbytes: int, device: torch.device) -> Tensor:
+        asked[transport] += 1
+        return empty(transport, nbytes, device)
+
+    with Gpu(3).ranks(WORLD_SIZE), mock.patch.object(NcclTransport, "empty_persistent", noting):
+        training = Training()
+        for _ in range(3):
+            training.step()
+        context = training.model._context
+        assert asked == {context.transport: 2 + 1, context.reducing[0]: BUCKETS + 1}
+
+
 # ---- bits -----------------------------------------------------------------------------------------------------------
 
 
@@ -367,7 +385,8 @@ def as_on_a_gpu() -> Iterator[None]:
     """Let pools keep buffers on a CPU. For transports that send from any memory."""
     init = BufferPool.__init__
 
-    def keeping(self: BufferPool, context: Context, purpose: str, *, most: int) -> None:
+    def keeping(self: BufferPool, context: Context, purpose: str, *, most: int, carrier: object = None) -> None:
+        del carrier
         on_gpu = SimpleNamespace(empty=context.empty, ledger=context.ledger, streams=SimpleNamespace(on_gpu=True))
         init(self, on_gpu, purpose, most=most)  # type: ignore[arg-type]
 

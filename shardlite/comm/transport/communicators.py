@@ -104,7 +104,7 @@ def communicator(group: dist.ProcessGroup, device: torch.device, timeout: timede
     """
     device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
     if route.registered:
-        _check_allocator(group, device, timeout)
+        _check_allocator(group, timeout)
     options = _options(group, timeout, route)
     purpose = _purpose(group, device, timeout, route, options)
     offered = _reserve(purpose)
@@ -188,14 +188,14 @@ def _backend_of(group: dist.ProcessGroup) -> Any:
     return group._get_backend(torch.device("cuda"))
 
 
-def _check_allocator(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
+def _check_allocator(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Check that every rank has NCCL's allocator. Collective.
 
     Raises:
         LayoutError: one does not; the error has the words of the backend.
     """
     rows = all_gather_json(group, _why_no_allocator(group), "whether NCCL's allocator is available", timeout)
-    missing = next((f"rank {rank} on {device}: {why}" for rank, why in enumerate(rows) if why), "")
+    missing = next((f"rank {rank}: {why}" for rank, why in enumerate(rows) if why), "")
     if missing:
         raise LayoutError(
             f"Route(registered=True) takes NCCL's allocator, which is not available. The backend says on {missing}. "

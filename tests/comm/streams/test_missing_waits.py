@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from shardlite.comm.streams import CudaStreamQueue, ProgramStreams, _HostWork, _StreamWork
+from shardlite.comm.transport.communicators import Communicator
 from shardlite.engine.backward import Backward
 from shardlite.grads.order import Reductions
 from shardlite.grads.reduce_scatter import Averager
@@ -28,6 +29,7 @@ from tests.comm.streams.programs import (
     has_two_streams,
     is_dropped,
     is_interrupted,
+    is_replaced,
     moves,
 )
 from tests.comm.streams.programs import trains as training
@@ -158,6 +160,7 @@ MUTANTS = {
     "a stream does not wait for the one that ran the model before": Mutant(
         ProgramStreams, "move_home", move_at_once, alternates
     ),
+    "a communicator of a former model is used at once": Mutant(Communicator, "turn", nothing, is_replaced),
     "a bucket is used again before it is reduced": Mutant(
         Reductions, "land", clear_at_once, partial(training, name="in_backward, stage 3")
     ),

@@ -66,6 +66,12 @@ def test_a_model_that_is_dropped_with_operations_in_flight(where, transport):
     assert_no_race(gpu)
 
 
+def test_models_that_have_the_communicators_of_former_ones():
+    programs.is_replaced(gpu := Gpu(1))
+    assert_no_race(gpu)
+    assert len(gpu.communicators) == 3  # gathers, reductions, and what stands for the program's
+
+
 @pytest.mark.parametrize(
     "options", [pytest.param({"stage": 2}, marks=pytest.mark.slow), *OTHERS, {"transport": "p2p"}], ids=str
 )

@@ -5,7 +5,6 @@ import time
 import warnings
 import weakref
 from datetime import timedelta
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -586,43 +585,3 @@ def test_a_rank_that_does_not_come_to_connect_is_named(throwaway):
     silent, (kind, message) = throwaway.failures(reconnect_alone, 2)
     assert (silent, kind) == (None, "CommError")
     assert message.startswith("another connection over gloo: rank 1 has waited ")
-
-
-class FakeNccl:
-    """NCCL's backend, and its options."""
-
-    class Options:
-        def __init__(self):
-            self.is_high_priority_stream, self.config = False, None
-
-    def __init__(self, store, rank, size, options):
-        self.said = (rank, size, options)
-        self.closed = 0
-
-    def shutdown(self):
-        self.closed += 1
-
-
-def reconnect_over_nccl(group):
-    theirs = FakeNccl.Options()
-    theirs.is_high_priority_stream, theirs.config = True, "two channels"
-    with (
-        patch.object(dist, "ProcessGroupNCCL", FakeNccl, create=True),
-        patch.object(dist.ProcessGroup, "_get_backend", lambda group, device: SimpleNamespace(options=theirs)),
-        patch("atexit.register") as registered,
-    ):
-        first, second = (reconnect(group, "nccl", timedelta(seconds=9)) for _ in range(2))
-    (end,) = registered.call_args.args
-    end()
-    names = [each.said[2].group_name for each in (first, second)]
-    assert names[0] != names[1]
-    assert all(name.startswith("shardlite ") for name in names)
-    return [(*each.said[:2], vars(each.said[2]) | {"group_name": ""}, each.closed) for each in (first, second)]
-
-
-def test_connections_over_nccl_have_the_options_of_the_group_and_are_closed_at_the_end(cluster):
-    options = {
-        **{"is_high_priority_stream": True, "config": "two channels", "global_ranks_in_group": [0, 1]},
-        **{"group_name": "", "_timeout": timedelta(seconds=9)},
-    }
-    assert cluster.run(reconnect_over_nccl, 2) == [[(rank, 2, options, 1)] * 2 for rank in range(2)]
