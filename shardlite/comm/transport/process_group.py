@@ -248,7 +248,7 @@ class NcclTransport(GroupTransport, BatchedTransport):
     _communicator: Communicator | None = None
     """`None`: that of the group, whose operations the program orders."""
 
-    def __init__(self, group: dist.ProcessGroup | Communicator | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | Backend | Communicator | None) -> None:
         if isinstance(group, Communicator):
             super().__init__(group.backend)
             self._communicator = group
