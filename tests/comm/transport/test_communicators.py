@@ -50,6 +50,7 @@ class FakeNccl(dist.ProcessGroupGloo):
 
     def __init__(self, store, rank, size, options):
         super().__init__(store, rank, size, AMPLE)
+        self.barrier().wait()  # or a rank might close it while its peer is not connected yet
         self.said, self.calls = (rank, size, options), []
         self.made.append(self)
 
