@@ -4,7 +4,7 @@ Knows nothing of models, units or ranks.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Literal, cast, get_args
 
@@ -157,10 +157,11 @@ OrderName = Literal["ring", "tree"]
 class Route:
     """Select how messages get from rank to rank.
 
-    `ShardLite` takes all fields as arguments and checks them with this class.
+    `ShardLite` takes one as `route`, or `transport`, `algorithm`, `reduce` and `order` as arguments of its own.
 
     Example:
         >>> ShardLite(model, transport="p2p", algorithm="bidirectional")
+        >>> ShardLite(model, route=Route(max_ctas=8))
     """
 
     transport: TransportName = "auto"
@@ -190,12 +191,30 @@ class Route:
     does not depend on the number of ranks: reductions take the algorithm `"halving"`. See `docs/elastic.md`.
     """
 
+    registered: bool = False
+    """Whether gather buffers, gradient buckets and what reductions receive are memory of NCCL's allocator that is
+    registered with the communicator that sends it, so that NCCL can read it where it lies, with fewer SMs. Off by
+    default: it has not been measured between GPUs. See `docs/rings.md`.
+    """
+
+    max_ctas: int | None = None
+    """Maximum number of thread blocks, so of SMs, that one kernel of NCCL takes in gathers and reductions. `None`: as
+    the process group's own options say.
+    """
+
+    high_priority: bool = True
+    """Whether a GPU schedules gathers and reductions before the computation: the priority of the streams on which they
+    run. Whole collectives run on streams of ShardLite, messages on one of NCCL's.
+    """
+
     def __post_init__(self) -> None:
         """Validate the options.
 
         Raises:
+            TypeError: an option is of another type.
             ValueError: an option is unknown, or options exclude each other.
         """
+        self._check_nccl()
         for name, value, names in (
             ("transport", self.transport, get_args(TransportName)),
             ("algorithm", self.algorithm, ("auto", *ALGORITHMS)),
@@ -214,6 +233,46 @@ class Route:
                 f"order='tree' fixes the order in which gradients are added, and reduce={self.reduce!r} with "
                 f"algorithm={self.algorithm!r} has another one: leave reduce='exact' and algorithm='auto'"
             )
+
+    def _check_nccl(self) -> None:
+        """Check the options of NCCL's communicators."""
+        for name, value in (("registered", self.registered), ("high_priority", self.high_priority)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} must be True or False, got {value!r}")
+        if self.max_ctas is None:
+            return
+        if isinstance(self.max_ctas, bool) or not isinstance(self.max_ctas, int):
+            raise TypeError(f"max_ctas must be a number of thread blocks or None, got {self.max_ctas!r}")
+        if self.max_ctas < 1:
+            raise ValueError(f"max_ctas must be at least 1, got {self.max_ctas}")
+
+    def of_nccl(self) -> str:
+        """Return the options of NCCL's communicators that are not the default, as arguments."""
+        plain = Route()
+        asked = {name: getattr(self, name) for name in _OF_NCCL if getattr(self, name) != getattr(plain, name)}
+        return ", ".join(f"{name}={value!r}" for name, value in asked.items())
+
+    def without_nccl(self) -> "Route":
+        """Return the route without options of NCCL's communicators, for tensors that go elsewhere."""
+        return replace(self, **{name: getattr(Route(), name) for name in _OF_NCCL})
+
+
+_OF_NCCL = ("registered", "max_ctas", "high_priority")
+
+
+def route_of(route: Route | None, arguments: Route) -> Route:
+    """Return `route`, or the route of separate arguments. The environment may set the transport.
+
+    Raises:
+        TypeError: `route` is of another type.
+        ValueError: both are given, or the environment does not name a transport that goes with the rest.
+    """
+    if not isinstance(route, Route | None):
+        raise TypeError(f"route takes a shardlite.Route, got {route!r}")
+    if route is not None and arguments != Route():
+        raise ValueError(f"transport, algorithm, reduce and order are fields of route={route}: give them there alone")
+    chosen = route or arguments
+    return replace(chosen, transport=transport_or_default(chosen.transport))
 
 
 def transport_or_default(name: TransportName) -> TransportName:

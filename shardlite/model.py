@@ -42,7 +42,7 @@ from shardlite.config import (
     TransportName,
     check_timeout,
     memory_limit_of,
-    transport_or_default,
+    route_of,
 )
 from shardlite.engine import (
     NO_COPY,
@@ -165,6 +165,7 @@ class ShardLite(nn.Module):
         order: in which gradients are added: `"ring"`, in that of the ranks, or `"tree"`, as a balanced binary tree over
             the `parts` of each global batch. A run then has the same bits on any number of ranks; see
             `docs/elastic.md`.
+        route: these four and options of NCCL's communicators in one record, instead of the four.
         parts: with `order="tree"`, into how many parts each global batch is divided: a power of two, and at least the
             number of ranks. `parts()` yields those of this rank.
         buffers: `"rank0"`: buffers that a forward has changed on some rank (running statistics) become rank 0's on all
@@ -205,6 +206,7 @@ class ShardLite(nn.Module):
         algorithm: AlgorithmName = "auto",
         reduce: ReduceName = "exact",
         order: OrderName = "ring",
+        route: Route | None = None,
         parts: int | None = None,
         buffers: str = "rank0",
         diagnose: bool = False,
@@ -234,7 +236,7 @@ class ShardLite(nn.Module):
             prefetch=prefetch,
             quantized_gather=quantized_gather,
             buffers=buffers,
-            route=Route(transport=transport_or_default(transport), algorithm=algorithm, reduce=reduce, order=order),
+            route=route_of(route, Route(transport=transport, algorithm=algorithm, reduce=reduce, order=order)),
             parts=parts,
             memory_limit=limit,
         )

@@ -1087,6 +1087,20 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "a step of a ring goes on before all its messages are there",
     ),
     (
+        "shardlite/comm/transport/communicators.py",
+        "call",
+        "            stream.wait_stream(self._stream)",
+        "            pass",
+        "two models use a communicator in two orders",
+    ),
+    (
+        "shardlite/comm/transport/communicators.py",
+        "condition",
+        "[[each.name, each.operations] for each in offered]",
+        "[[each.name, 0] for each in offered]",
+        "a model meets an operation of a former one, for which a rank still waits",
+    ),
+    (
         "shardlite/comm/transport/group_collectives.py",
         "index",
         "full[low:high] = padded[rank * length :][: high - low]",
@@ -1110,8 +1124,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/comm/transport/reconnect.py",
         "index",
-        'f"another connection over {backend}", timeout)[0]',
-        'f"another connection over {backend}", timeout)[rank]',
+        '"another connection over gloo", timeout)[0]',
+        '"another connection over gloo", timeout)[group.rank()]',
         "ranks look for each other under different names",
     ),
     (
@@ -1794,6 +1808,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "shardlite/engine/state_dicts.py": ("test_state_dicts", "test_complaints"),
     "shardlite/comm/traffic.py": ("test_usage",),
     "shardlite/comm/transport/base.py": ("test_transport", "test_ring"),
+    "shardlite/comm/transport/communicators.py": ("test_communicators",),
     "shardlite/comm/transport/group_collectives.py": ("test_group_collectives", "test_ring"),
     "shardlite/comm/transport/reconnect.py": ("test_transport",),
     "shardlite/comm/transport/select.py": ("test_transport", "test_doctor"),

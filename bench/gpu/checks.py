@@ -21,8 +21,10 @@ from torch import Tensor
 from bench.gpu.report import Report, synchronize
 from bench.support.ranks import only_rank
 from shardlite.comm.chunking import Cut, cut_up
+from shardlite.comm.transport.communicators import communicator
 from shardlite.comm.transport.group_collectives import GroupCollectives, NcclCollectives
 from shardlite.comm.transport.reconnect import reconnect
+from shardlite.config import Route
 
 CALLS = 100
 _PACKAGES = ("triton", "einops", "numpy", "transformers")
@@ -77,10 +79,12 @@ def nccl(report: Report) -> None:
 
 def _transport(group: dist.ProcessGroup, connection: str, *, dry: bool) -> GroupCollectives:
     """Return the library's transport over NCCL; dry, over gloo."""
-    if connection == "own":
-        made = reconnect(group, "gloo" if dry else "nccl", timedelta(seconds=20))
-        return NcclCollectives(made)
-    return NcclCollectives(group)
+    if connection == "group":
+        return NcclCollectives(group)
+    limit = timedelta(seconds=20)
+    return NcclCollectives(
+        reconnect(group, limit) if dry else communicator(group, torch.device("cuda"), limit, Route())
+    )
 
 
 Collective = Callable[[Tensor, Tensor], None]

@@ -83,7 +83,7 @@ def install(
     ranks_of(None)
     parts = _parts(model)
     models = {group: _agree(group, parts, route, timeout) for group in dict.fromkeys(part.group for part in parts)}
-    gathers = Connections("gather", timeout, route=route)
+    gathers = Connections("gather", timeout, route=route, apart=True)
     reductions = Connections("reduce", timeout, route=route, apart=True)
     for part in parts:  # before anything is changed
         for ways in (gathers, reductions):

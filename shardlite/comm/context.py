@@ -12,6 +12,7 @@ from functools import cached_property
 from math import prod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardlite.comm.collectives import all_reduce
@@ -53,7 +54,7 @@ class Context:
     """A number that identifies the wrapped model, equal on every rank."""
 
     transport: Transport
-    """To the ranks over which the model is sharded."""
+    """To the ranks over which the model is sharded: for gathers."""
 
     replicas: Transport | None
     """To the ranks that hold the same shards, or `None` (hybrid sharding)."""
@@ -64,8 +65,13 @@ class Context:
     """
 
     inline: tuple[Transport, Transport | None]
-    """Both transports for operations that the program runs itself, beside those of the queues. They are small or rare,
-    so they do not go over symmetric memory.
+    """Both transports for operations that the program's thread runs itself, beside those of the queues. They are small
+    or rare, so they do not go over symmetric memory.
+
+    Over NCCL they are operations of the program's own communicator. That is safe where a gather would not be: a gather
+    is started where a rank's forward needs it, at another place between the program's collectives on ranks that take
+    other branches. An inline operation is part of a call (a norm, the end of a backward, a state dict) that a program
+    must make at the same place on all ranks, as it must its own collectives; and it runs on the compute stream.
     """
 
     hosts: tuple[Transport, Transport | None]
@@ -89,6 +95,9 @@ class Context:
     trace: Trace
     ledger: Ledger
     traffic: Traffic
+    high_priority: bool = True
+    """Whether queues of a GPU have streams of high priority."""
+
     owner: Owner = field(default_factory=Owner)
     _numbers: Counter[str] = field(default_factory=Counter)
 
@@ -208,7 +217,14 @@ class Context:
     def queue(self, name: str, *, blocking: bool = False) -> StreamQueue:
         """Return a new queue for operations over these transports, or for such that are `blocking` in any case."""
         blocking = blocking or any(transport.blocking for transport in self.transports)
-        return make_queue(name, self.device, self.streams, blocking=blocking, watch=self.reports)
+        return make_queue(
+            name,
+            self.device,
+            self.streams,
+            blocking=blocking,
+            watch=self.reports,
+            high_priority=self.high_priority,
+        )
 
 
 def share(groups: Ranks, device: torch.device, timeout: timedelta, route: Route) -> Context:
@@ -221,10 +237,13 @@ def share(groups: Ranks, device: torch.device, timeout: timedelta, route: Route)
     check_connections(device)
     model = identify(groups, timeout)
     in_any_order = replace(route, order="ring")  # nothing but gradients depends on it
-    inline = transport, replicas = _connect(groups, device, timeout, in_any_order, apart=False)
-    if isinstance(transport, WholeCollectives):
+    transport = _connected(groups.shard, device, timeout, in_any_order, apart=True)
+    if isinstance(transport, WholeCollectives) or transport.batched:  # it has no tags
         rest = replace(in_any_order, transport="auto") if route.transport == "symmetric_memory" else in_any_order
         inline = _connect(groups, device, timeout, rest, apart=False)
+    else:
+        inline = transport, _connected_replicas(groups, device, timeout, in_any_order, apart=False)
+    replicas = inline[1]
     hosts = connect_hosts(groups.shard, timeout, route=route)
     other_hosts = None if groups.replicas is None else connect_hosts(groups.replicas, timeout, route=route)
     name = f"model {model.number} from rank {model.first}, {model.mark}"
@@ -245,19 +264,32 @@ def share(groups: Ranks, device: torch.device, timeout: timedelta, route: Route)
         trace=Trace(),
         ledger=Ledger(),
         traffic=Traffic(device),
+        high_priority=route.high_priority,
     )
 
 
 def _connect(
     groups: Ranks, device: torch.device, timeout: timedelta, route: Route, *, apart: bool
 ) -> tuple[Transport, Transport | None]:
-    """Connect this rank to the ranks that share the model and, if any, to those that hold the same shards.
+    """Connect this rank to the ranks that share the model and, if any, to those that hold the same shards."""
+    shard = _connected(groups.shard, device, timeout, route, apart=apart)
+    return shard, _connected_replicas(groups, device, timeout, route, apart=apart)
+
+
+def _connected_replicas(
+    groups: Ranks, device: torch.device, timeout: timedelta, route: Route, *, apart: bool
+) -> Transport | None:
+    return None if groups.replicas is None else _connected(groups.replicas, device, timeout, route, apart=apart)
+
+
+def _connected(
+    group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta, route: Route, *, apart: bool
+) -> Transport:
+    """Connect this rank to those of `group`.
 
     Connections that would be made by the first message are made here, where all ranks call in the same order.
     """
-    shard = connect(groups.shard, device, timeout, route=route, apart=apart)
-    replicas = None if groups.replicas is None else connect(groups.replicas, device, timeout, route=route, apart=apart)
-    for transport in (shard, replicas):
-        if transport is not None and transport.batched:
-            all_reduce(torch.zeros(transport.world_size, device=device), transport)
-    return shard, replicas
+    transport = connect(group, device, timeout, route=route, apart=apart)
+    if transport.batched:
+        all_reduce(torch.zeros(transport.world_size, device=device), transport)
+    return transport

@@ -90,6 +90,7 @@ def make_queue(
     *,
     blocking: bool,
     watch: FailureReports | None = None,
+    high_priority: bool = True,
 ) -> StreamQueue:
     """Return a queue for tensors on `device`.
 
@@ -99,10 +100,12 @@ def make_queue(
         program: the streams on which the program computes.
         blocking: whether operations block the host for messages.
         watch: asked during long waits of the host whether they are hopeless.
+        high_priority: whether a GPU schedules the operations before those of other streams.
     """
     if device.type != "cuda":
         return ThreadQueue(name, watch)
-    return CudaStreamQueue(device, ThreadQueue(name, watch) if blocking else None, program)
+    thread = ThreadQueue(name, watch) if blocking else None
+    return CudaStreamQueue(device, thread, program, high_priority=high_priority)
 
 
 class _HostWork:
@@ -327,10 +330,12 @@ class CudaStreamQueue:
 
     on_stream = True
 
-    def __init__(self, device: torch.device, thread: ThreadQueue | None, program: ProgramStreams) -> None:
+    def __init__(
+        self, device: torch.device, thread: ThreadQueue | None, program: ProgramStreams, *, high_priority: bool = True
+    ) -> None:
         self._device = device
         self._thread = thread
-        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device, priority=-int(high_priority))  # type: ignore[no-untyped-call]
         weakref.finalize(self, program.wait_for, self._stream).atexit = False  # before any memory of the model is freed
 
     def submit(self, *operations: Callable[[], None], behind: Moment | None = None) -> Work:

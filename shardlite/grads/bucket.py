@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from shardlite.comm import Context, Moment
+from shardlite.comm import Context, Moment, Transport
 from shardlite.errors import PhaseError
 from shardlite.grads.part_sums import PartSums
 from shardlite.params import Flat, Gradients, Slot, Unit, check_move
@@ -93,10 +93,15 @@ class Bucket:
             self.places[(early := self.early.popitem())[0]].copy_(early[1])
             del early  # frees each gradient before the next is copied
 
-    def take_memory(self) -> None:
-        """Take memory for the full buffers."""
-        self.full = [self.context.empty(flat.gradients.full_numel, flat.reduce) for flat in self.flats]
-        for full in self.full:
+    def take_memory(self, carrier: Transport | None = None) -> None:
+        """Take memory for the full buffers: of `carrier`, the transport that sends them, if it is given."""
+        for flat in self.flats:
+            numel = flat.gradients.full_numel
+            if carrier is None:
+                full = self.context.empty(numel, flat.reduce)
+            else:
+                full = carrier.empty_persistent(numel * flat.reduce.itemsize, self.context.device).view(flat.reduce)
+            self.full.append(full)
             self.context.ledger.track(PURPOSE, full)
         cut = [view for flat, full in zip(self.flats, self.full, strict=True) for view in flat.gradients.views(full)]
         self.places = dict(zip(self._flat_of, cut, strict=True))

@@ -207,7 +207,7 @@ class Averager:
         """
         if not bucket.full:
             with self._queue.beside() if apart or behind is not None else nullcontext():
-                bucket.take_memory()
+                bucket.take_memory(self._context.reducing[0] if apart else None)
         copy_in, gradients = bucket.copy_in()
         return Copies(gradients, self._queue.submit(copy_in, behind=behind))
 
@@ -366,6 +366,7 @@ class Averager:
     def _room(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return memory that serves one operation after the other. Called on the queue, whose stream owns it."""
         if numel * dtype.itemsize > self._staging.numel():
-            self._staging = torch.empty(numel * dtype.itemsize, dtype=torch.uint8, device=self._context.device)
+            shard, _ = self._context.reducing
+            self._staging = shard.empty_persistent(numel * dtype.itemsize, self._context.device)
             self._context.ledger.track("staging", self._staging)
         return self._staging.view(dtype)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
-from shardlite.comm import Context
+from shardlite.comm import Context, Transport
 
 BUCKETS = 2
 """Buckets on a CPU that exist at once beside the root's, while ranks follow one order: one is reduced as another fills.
@@ -70,8 +70,10 @@ class BufferPool:
     More may be in use at once. Those are freed when they are given back, so that the kept ones stay the same.
     """
 
-    def __init__(self, context: Context, purpose: str, *, most: int) -> None:
-        self._empty = context.empty
+    def __init__(self, context: Context, purpose: str, *, most: int, carrier: Transport | None = None) -> None:
+        """Kept buffers are memory of `carrier`, the transport that sends them, if it is given."""
+        self._context = context
+        self._carrier = carrier
         self._ledger = context.ledger
         self._purpose = purpose
         self._most = most if context.streams.on_gpu else 0
@@ -132,11 +134,17 @@ class BufferPool:
     def _allocate(self, nbytes: int) -> Buffer:
         if self._free and len(self._kept) >= self._most:
             self._free.remove(min(self._free, key=_nbytes_of))  # before, not after, there is another one
-        buffer = Buffer(self._empty(nbytes, torch.uint8))
-        if len(self._kept) < self._most:
-            buffer.kept = True
-            self._kept.add(buffer)
+        if len(self._kept) >= self._most:
+            return Buffer(self._context.empty(nbytes, torch.uint8))
+        buffer = Buffer(self._persistent(nbytes))
+        buffer.kept = True
+        self._kept.add(buffer)
         return buffer
+
+    def _persistent(self, nbytes: int) -> Tensor:
+        if self._carrier is None:
+            return self._context.empty(nbytes, torch.uint8)
+        return self._carrier.empty_persistent(nbytes, self._context.device)
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -267,7 +267,7 @@ class PassCoordinator:
             return
         if self._streams.captures():
             raise PhaseError(
-                f"unit {unit.name!r} is needed in {now.kind}, which is captured in a CUDA graph, but the last passes did "
+                f"unit {unit.name!r} is needed in {now.kind}, which a CUDA graph captures, but the last passes did "
                 "not need it at this place: take three steps like the one to capture before"
             )
         now.beyond = True

@@ -322,7 +322,7 @@ def _pools_of(units: Sequence[Unit], context: Context, prefetch: int) -> dict[Un
     The root has a pool of its own. None keeps buffers for other units that stay gathered until their backward, nor for
     a model of one unit: these would be the full weights of the model.
     """
-    shared = BufferPool(context, _PURPOSE, most=1 + prefetch)
-    root = BufferPool(context, _PURPOSE, most=1)
+    shared = BufferPool(context, _PURPOSE, most=1 + prefetch, carrier=context.transport)
+    root = BufferPool(context, _PURPOSE, most=1, carrier=context.transport)
     none = BufferPool(context, _PURPOSE, most=0)
     return {unit: root if unit.is_root else none if unit.keep_unsharded else shared for unit in units}

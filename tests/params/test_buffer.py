@@ -112,6 +112,25 @@ def test_more_than_are_kept_are_freed_when_they_are_given_back():
     assert pool.fits(kept, 32)
 
 
+class Carrier:
+    """A transport with memory of its own, in which all bits are set."""
+
+    def empty_persistent(self, nbytes, device):
+        return torch.full((nbytes,), 0xFF, dtype=torch.uint8, device=device)
+
+
+def test_only_those_that_are_kept_are_memory_of_the_carrier():
+    context = SimpleNamespace(
+        empty=lambda numel, dtype: torch.zeros(numel, dtype=dtype),
+        ledger=Ledger(),
+        streams=SimpleNamespace(on_gpu=True),
+        device=torch.device("cpu"),
+    )
+    pool = BufferPool(context, "gather buffers", most=2, carrier=Carrier())
+    buffers = [pool.take(place, 8) for place in range(3)]
+    assert [bool(each.bytes.all()) for each in buffers] == [True, True, False]
+
+
 def test_a_buffer_that_others_view_is_given_up():
     pool, allocated, _ = pool_of(1)
     buffer = pool.take("a unit", 64)

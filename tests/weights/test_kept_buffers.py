@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from shardlite import AdamW, EscapedViewWarning, ShardLite
-from shardlite.comm import Context
+from shardlite.comm import Context, Transport
 from shardlite.comm.streams import ThreadQueue
+from shardlite.comm.transport.process_group import NcclTransport
 from shardlite.grads import Bucket
-from shardlite.params import ROOT, BufferPool, Unit
+from shardlite.params import ROOT, Buffer, BufferPool, Unit
 from shardlite.weights.gather_order import MEMORY
 from tests.comm.streams.programs import EVENTS, NOT_IN_BACKWARD, RUNS, WIDTH, WORLD_SIZE, Block, Training
 from tests.comm.streams.simulated_gpu import Gpu
@@ -50,15 +51,22 @@ def places() -> Iterator[list[Place]]:
 
 @contextmanager
 def allocations() -> Iterator[list[int]]:
-    """Note the bytes of memory for buffers. To be entered before a model is wrapped."""
+    """Note the bytes of memory for buffers and buckets. To be entered before a model is wrapped."""
     noted: list[int] = []
-    empty = Context.empty
+    allocate, take = BufferPool._allocate, Bucket.take_memory
 
-    def noting(context: Context, numel: int, dtype: torch.dtype) -> Tensor:
-        noted.append(numel * dtype.itemsize)
-        return empty(context, numel, dtype)
+    def allocating(pool: BufferPool, nbytes: int) -> Buffer:
+        noted.append(nbytes)
+        return allocate(pool, nbytes)
 
-    with mock.patch.object(Context, "empty", noting):
+    def taking(bucket: Bucket, carrier: Transport | None = None) -> None:
+        take(bucket, carrier)
+        noted.extend(full.nbytes for full in bucket.full)
+
+    with (
+        mock.patch.object(BufferPool, "_allocate", allocating),
+        mock.patch.object(Bucket, "take_memory", taking),
+    ):
         yield noted
 
 
@@ -158,8 +166,8 @@ def dirty_buckets() -> Iterator[Counter[str]]:
     noted: Counter[str] = Counter()
     take, copy_in = Bucket.take_memory, Bucket.copy_in
 
-    def taking(bucket: Bucket) -> None:
-        take(bucket)
+    def taking(bucket: Bucket, carrier: Transport | None = None) -> None:
+        take(bucket, carrier)
         for full in bucket.full:
             full.fill_(1)
 
@@ -339,6 +347,23 @@ def test_two_models_have_buffers_of_their_own():
         assert not ours & theirs
 
 
+def test_what_is_kept_is_memory_of_the_transport_that_sends_it():
+    """Gather buffers of blocks and of the root, buckets, and where reductions arrive."""
+    asked: Counter[Transport] = Counter()
+    empty = NcclTransport.empty_persistent
+
+    def noting(transport: NcclTransport, nbytes: int, device: torch.device) -> Tensor:
+        asked[transport] += 1
+        return empty(transport, nbytes, device)
+
+    with Gpu().ranks(WORLD_SIZE), mock.patch.object(NcclTransport, "empty_persistent", noting):
+        training = Training()
+        for _ in range(3):
+            training.step()
+        context = training.model._context
+        assert asked == {context.transport: 2 + 1, context.reducing[0]: 3 * len(training.model._units) + 1}
+
+
 # ---- bits -----------------------------------------------------------------------------------------------------------
 
 
@@ -347,7 +372,8 @@ def as_on_a_gpu() -> Iterator[None]:
     """Let pools keep buffers on a CPU, and gradients be copied on the queue. For transports that send any memory."""
     init = BufferPool.__init__
 
-    def keeping(self: BufferPool, context: Context, purpose: str, *, most: int) -> None:
+    def keeping(self: BufferPool, context: Context, purpose: str, *, most: int, carrier: object = None) -> None:
+        del carrier
         on_gpu = SimpleNamespace(empty=context.empty, ledger=context.ledger, streams=SimpleNamespace(on_gpu=True))
         init(self, on_gpu, purpose, most=most)  # type: ignore[arg-type]
 

@@ -109,6 +109,10 @@ class Transport:
         """Return uninitialised memory [nbytes] from which sending costs least."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
+    def empty_persistent(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return uninitialised memory [nbytes] for a buffer on a GPU that is kept, and sent or received many times."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
     def trim(self, *, keep: int | None = None) -> None:
         """Free memory that was not used since the last call, or all free memory except `keep` bytes.
 

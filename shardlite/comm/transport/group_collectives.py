@@ -7,8 +7,8 @@
 
 So the bits are those of the ring, at a number of calls that does not depend on the number of ranks. Over NCCL, where a
 message costs the host more than a whole collective, and over gloo. Such calls have no tags: all ranks must make them in
-one order, so each queue of operations has a connection of its own (`reconnect.py`). That is a backend, so its methods
-are called, and not the functions of `torch.distributed`, which take process groups.
+one order, so each queue of operations has a connection of its own (`communicators.py`, over gloo `reconnect.py`). That
+is a backend, so its methods are called, and not the functions of `torch.distributed`, which take process groups.
 
 Legend: `W` ranks, `n` elements in the full buffer, `S` elements of the longest segment.
 """
@@ -238,3 +238,7 @@ class GlooCollectives(GroupCollectives, GlooTransport):
 
 class NcclCollectives(GroupCollectives, NcclTransport):
     """Collectives of CUDA tensors over `group`, on the current stream, so that a priority of that stream holds."""
+
+    def _run(self, what: str, call: Callable[..., dist.Work | None], *tensors: Tensor) -> None:
+        self._take_turn()
+        super()._run(what, call, *tensors)

@@ -30,6 +30,7 @@ from shardlite.comm.control.failure_reports import FailureReports, watching
 from shardlite.comm.control.interrupts import SLOW
 from shardlite.comm.control.worker import Worker
 from shardlite.comm.transport.base import BatchedTransport, Completed, Message, Pending, Transport, check_on_host
+from shardlite.comm.transport.communicators import Communicator
 from shardlite.errors import CommError, LayoutError
 from shardlite.telemetry import Ledger
 
@@ -232,7 +233,8 @@ _NEVER_SENT = 0x7FFFFFFF
 
 
 class NcclTransport(GroupTransport, BatchedTransport):
-    """Messages over `group` (`None`: the default group), whose backend for the tensors' device is NCCL.
+    """Messages over `group` (`None`: the default group), whose backend for the tensors' device is NCCL, or over a
+    communicator beside it, which the transport has until it is garbage.
 
     It guarantees less than other transports. NCCL has no tags: it matches messages by their order alone. So all ranks
     must start their exchanges in one order, from one thread at a time, and concurrent operations need separate process
@@ -243,6 +245,28 @@ class NcclTransport(GroupTransport, BatchedTransport):
     only for immediate failures.
     """
 
+    _communicator: Communicator | None = None
+    """`None`: that of the group, whose operations the program orders."""
+
+    def __init__(self, group: dist.ProcessGroup | Backend | Communicator | None) -> None:
+        if isinstance(group, Communicator):
+            super().__init__(group.backend)
+            self._communicator = group
+            group.lend(self)
+        else:
+            super().__init__(group)
+
+    def empty_persistent(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return memory [nbytes] for a buffer that is kept, registered with the communicator if the route says so."""
+        if self._communicator is None or not self._communicator.registers:
+            return super().empty_persistent(nbytes, device)
+        return self._communicator.empty(nbytes)
+
+    def _take_turn(self) -> None:
+        """Put the current stream behind the communicator's last operation."""
+        if self._communicator is not None:
+            self._communicator.turn()
+
     def _backend(self, device: torch.device) -> Any:
         return self._group if isinstance(self._group, Backend) else self._group._get_backend(device)
 
@@ -252,6 +276,7 @@ class NcclTransport(GroupTransport, BatchedTransport):
         The first exchange over a group creates its communicator, unless the group was initialised eagerly. That call
         returns once every rank of the group has called its first exchange.
         """
+        self._take_turn()
         batch = [message for message in messages if message.tensor.numel()]
         if not batch:
             return Completed()

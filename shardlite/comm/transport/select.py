@@ -11,6 +11,7 @@ from shardlite.comm.cost_model import LINKS, best_algorithm
 from shardlite.comm.shm.rendezvous import nodes_of, rendezvous
 from shardlite.comm.shm.transport import SharedMemoryTransport
 from shardlite.comm.transport.base import Transport
+from shardlite.comm.transport.communicators import communicator
 from shardlite.comm.transport.group_collectives import GlooCollectives, GroupCollectives, NcclCollectives
 from shardlite.comm.transport.process_group import GlooTransport, NcclTransport, StagedTransport, joined
 from shardlite.comm.transport.reconnect import reconnect
@@ -60,8 +61,8 @@ def connect(
     of the group applies.
 
     With `apart`, operations of the transport may run beside those of another one in any order. Tags allow that; NCCL
-    has none, so it gets another process group of the same ranks. Symmetric memory is selected only if the route names
-    it; every connection takes 64 MiB of it.
+    has none, so the transport gets another communicator of the same ranks. Symmetric memory is selected only if the
+    route names it; every connection takes 64 MiB of it.
 
     Raises:
         LayoutError: this process is not a member of `group`, the group has no backend for such tensors, or the route is
@@ -87,10 +88,10 @@ def connect_hosts(
     """
     if route.transport in ("symmetric_memory", "collectives"):
         route = replace(route, transport="auto")
-    route = replace(route, reduce="exact", order="ring")
+    route = replace(route.without_nccl(), reduce="exact", order="ring")
     if "cpu" in _backends(joined(group)):
         return connect(group, torch.device("cpu"), timeout, route=route)
-    return GlooTransport(reconnect(joined(group), "gloo", timeout), timeout)
+    return GlooTransport(reconnect(joined(group), timeout), timeout)
 
 
 def choose(
@@ -121,7 +122,7 @@ def _for_host(group: dist.ProcessGroup | None, timeout: timedelta, route: Route)
     if wanted == "p2p":
         return Choice(GlooTransport(group, timeout), "it was asked for")
     if wanted == "collectives" and dist.get_world_size(group) > 1:
-        return Choice(GlooCollectives(reconnect(joined(group), "gloo", timeout), timeout), "it was asked for")
+        return Choice(GlooCollectives(reconnect(joined(group), timeout), timeout), "it was asked for")
     if dist.get_world_size(group) == 1:
         return Choice(GlooTransport(group, timeout), "one rank sends nothing")
     found = rendezvous(everyone, timeout)
@@ -142,7 +143,7 @@ def _for_gpu(
     if wanted == "symmetric_memory" and dist.get_world_size(group) > 1:  # one rank sends nothing
         return Choice(symmetric_memory(everyone, device, timeout), "it was asked for, and is experimental")
     if _backends(everyone)["cuda"] == "nccl":
-        own = reconnect(everyone, "nccl", timeout) if apart else everyone
+        own = communicator(everyone, device, timeout, route) if apart else everyone
         if wanted == "collectives":
             return Choice(NcclCollectives(own), "it was asked for")
         if wanted == "auto" and route.algorithm == "auto":
@@ -170,6 +171,12 @@ def _by(choice: Choice, route: Route, group: dist.ProcessGroup, timeout: timedel
         raise LayoutError(
             f"reduce='fast' is for collectives of the process group, and these tensors go over "
             f"{type(transport).__name__}, for {choice.reason}: give transport='collectives' too"
+        )
+    asked = route.of_nccl()
+    if asked and not isinstance(transport, NcclTransport):
+        raise LayoutError(
+            f"Route({asked}) is for communicators of NCCL, and these tensors go over {type(transport).__name__}, for "
+            f"{choice.reason}: leave it out"
         )
     if route.algorithm == "halving" and transport.world_size.bit_count() != 1:
         raise LayoutError(f"algorithm='halving' takes a power of two of ranks, got {transport.world_size}")

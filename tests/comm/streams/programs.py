@@ -294,6 +294,21 @@ def is_dropped(gpu: Gpu, where: str, transport: str = "collectives") -> None:
         assert model() is None
 
 
+def is_replaced(gpu: Gpu) -> None:
+    """Drop models with operations in flight, each on a stream that waits for no other one."""
+    with gpu.ranks(WORLD_SIZE):
+        for _ in range(4):
+            with gpu.on(gpu.stream()):
+                training = Training(prefetch=2)
+                training.step()
+                training.model.module[2].register_forward_pre_hook(_fail)
+                with suppress(KeyError):
+                    loss(training.model)
+                assert any(unit.phase is Weights.GATHERING for unit in training.model._units)
+                del training
+                gc.collect()
+
+
 def has_two_streams(gpu: Gpu, block: type[TwoStreams], *, trains_both: bool, **options) -> None:
     """Train a model whose blocks compute on two streams."""
     TwoStreams.gpu, TwoStreams.side = gpu, gpu.stream("side")

@@ -30,6 +30,7 @@ from bench.support.fake_group import HostMessages, as_one_rank, fake_group
 from shardlite.comm import context
 from shardlite.comm.streams import CudaStreamQueue, ProgramStreams, _HostWork
 from shardlite.comm.transport.base import Message, Pending
+from shardlite.comm.transport.communicators import Communicator
 from shardlite.comm.transport.group_collectives import NcclCollectives
 from shardlite.comm.transport.process_group import MOST_IN_BATCH, NcclTransport
 from shardlite.config import Route
@@ -152,6 +153,10 @@ class Gpu:
         self.host: Clock = Counter()
         self._streams = 0
         self.compute = self.stream("compute")
+        self.communicators: list[Communicator] = []
+        self._operations: dict[str, tuple[Stream, int]] = {}
+        """The last one of each communicator: its stream, and its number there."""
+
         self._thread = threading.local()
         self._memory: dict[int, _Memory] = {}
 
@@ -222,6 +227,23 @@ class Gpu:
             )
         ]
         memory.accesses.append(now)
+
+    def communicator(self) -> Communicator:
+        """Return the first communicator that is free, as it is on the other ranks, or a new one."""
+        found = next((each for each in self.communicators if each.is_free), None)
+        if found is None:
+            found = Communicator(f"communicator {len(self.communicators)}", None, torch.device("cuda"), None)
+            self.communicators.append(found)
+        return found
+
+    def begin(self, name: str) -> None:
+        """Begin an operation of a communicator, which NCCL needs in one order, on the current stream."""
+        stream = self.current()
+        now = stream.launch()
+        last, tick = self._operations.get(name, (stream, 0))
+        if stream.clock[last.number] < tick:
+            self.races[f"{name} is used on {stream.name}, but that is not behind: it on {last.name}"] += 1
+        self._operations[name] = stream, now
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         """Free the memory of a tensor only behind all that a stream does with it."""
@@ -394,17 +416,21 @@ class _Sent:
 
 
 class _Collectives(NcclCollectives):
-    """Whole collectives on the current stream."""
+    """Whole collectives on the current stream, over a communicator that may be that of a model which is gone."""
 
     def __init__(self, gpu: Gpu, group: dist.ProcessGroup | None) -> None:
         super().__init__(group)
         self._gpu = gpu
+        self._communicator = gpu.communicator()
+        self._communicator.lend(self)
 
     def _run(self, what: str, call: Any, *tensors: Tensor) -> None:
         del call
         self._gpu.launched["collectives"] += 1
+        self._take_turn()
+        self._gpu.begin(self._communicator.name)
         stream = self._gpu.current()
-        self._gpu.collectives.append((stream, stream.launch(), Counter(stream.clock)))
+        self._gpu.collectives.append((stream, stream.clock[stream.number], Counter(stream.clock)))
         written, *read = tensors
         for each in read or [written] * (what == "all-reduce"):
             self._gpu.access(each, what, writes=False)

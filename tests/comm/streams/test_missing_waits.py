@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from shardlite.comm.streams import CudaStreamQueue, ProgramStreams, _HostWork, _StreamWork
+from shardlite.comm.transport.communicators import Communicator
 from shardlite.engine.backward import Backward
 from shardlite.grads.order import Reductions
 from shardlite.grads.reduce_scatter import Averager, Copies
@@ -29,6 +30,7 @@ from tests.comm.streams.programs import (
     has_two_streams,
     is_dropped,
     is_interrupted,
+    is_replaced,
     moves,
 )
 from tests.comm.streams.programs import trains as training
@@ -190,6 +192,7 @@ MUTANTS = {
     "what a late reduction leaves is freed while the program reads it": Mutant(
         Averager, "_hand_over", nothing, partial(is_interrupted, event="a unit that is left out")
     ),
+    "a communicator of a former model is used at once": Mutant(Communicator, "turn", nothing, is_replaced),
     "a bucket is used again before it is reduced": Mutant(
         Reductions, "land", clear_at_once, partial(training, name="in_backward, stage 3")
     ),

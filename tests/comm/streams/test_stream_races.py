@@ -69,6 +69,12 @@ def test_a_model_that_is_dropped_with_operations_in_flight(where, transport):
     assert_no_race(gpu)
 
 
+def test_models_that_have_the_communicators_of_former_ones():
+    programs.is_replaced(gpu := Gpu(1))
+    assert_no_race(gpu)
+    assert len(gpu.communicators) == 3  # gathers, reductions, and what stands for the program's
+
+
 @pytest.mark.parametrize(
     "options", [pytest.param({"stage": 2}, marks=pytest.mark.slow), *OTHERS, {"transport": "p2p"}], ids=str
 )
@@ -133,8 +139,8 @@ def counted_memory():
     live, buckets, lent = WeakSet(), [], []
     take, free = Bucket.take_memory, Reductions.free_what_is_copied
 
-    def taking(bucket):
-        take(bucket)
+    def taking(bucket, carrier=None):
+        take(bucket, carrier)
         live.update(full.untyped_storage() for full in bucket.full)
         buckets.append(len(live))
 

@@ -5,7 +5,6 @@ import time
 import warnings
 import weakref
 from datetime import timedelta
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -497,17 +496,17 @@ def test_a_failing_or_dying_rank_is_named_and_the_cluster_recovers(throwaway):
 
 
 def made_connections(group):
-    """Connect twice, as one does for gathers and for reductions, and return what was connected once more."""
+    """Connect with and without operations of one's own, and return between whom NCCL was connected once more."""
     made = []
 
-    def reconnect(group, backend, timeout):
-        assert timeout == AMPLE
-        made.append((dist.get_process_group_ranks(group), backend))
+    def communicator(group, device, timeout, route):
+        assert (device, timeout, route) == (CUDA, AMPLE, Route())
+        made.append(dist.get_process_group_ranks(group))
         return group
 
     with (
         patch("torch.distributed.get_backend_config", lambda _: "cpu:gloo,cuda:nccl"),
-        patch.object(select, "reconnect", reconnect),
+        patch.object(select, "communicator", communicator),
     ):
         for device in (CPU, CUDA):
             for apart in (False, True):
@@ -515,8 +514,8 @@ def made_connections(group):
     return made
 
 
-def test_only_over_nccl_do_reductions_need_connections_of_their_own(cluster):
-    assert cluster.run(made_connections, 2) == [[([0, 1], "nccl")]] * 2
+def test_only_over_nccl_do_gathers_and_reductions_need_connections_of_their_own(cluster):
+    assert cluster.run(made_connections, 2) == [[[0, 1]]] * 2
 
 
 def test_an_algorithm_is_walked_in_batches_over_nccl(cluster):
@@ -536,7 +535,7 @@ def reconnect_unequally(group):
     """Only rank 0 is in a further group: PyTorch names new groups by their number, and would wait for good."""
     alone = [dist.new_group([0])]
     try:
-        backend = reconnect(group, "gloo", timedelta(seconds=seconds(30)))
+        backend = reconnect(group, timedelta(seconds=seconds(30)))
     finally:
         if dist.get_rank() == 0:
             dist.destroy_process_group(alone.pop())
@@ -566,7 +565,7 @@ def reconnect_late(group):
         return made
 
     with patch("torch.distributed.ProcessGroupGloo", connected):
-        reconnect(group, "gloo", timedelta(seconds=seconds(30)))
+        reconnect(group, timedelta(seconds=seconds(30)))
     return *heard, time.monotonic()
 
 
@@ -579,50 +578,10 @@ def test_no_rank_returns_before_all_are_connected(cluster):
 def reconnect_alone(group):
     group = dist.new_group([0, 1])
     if dist.get_rank() == 1:
-        reconnect(group, "gloo", timedelta(seconds=seconds(0.2)))
+        reconnect(group, timedelta(seconds=seconds(0.2)))
 
 
 def test_a_rank_that_does_not_come_to_connect_is_named(throwaway):
     silent, (kind, message) = throwaway.failures(reconnect_alone, 2)
     assert (silent, kind) == (None, "CommError")
     assert message.startswith("another connection over gloo: rank 1 has waited ")
-
-
-class FakeNccl:
-    """NCCL's backend, and its options."""
-
-    class Options:
-        def __init__(self):
-            self.is_high_priority_stream, self.config = False, None
-
-    def __init__(self, store, rank, size, options):
-        self.said = (rank, size, options)
-        self.closed = 0
-
-    def shutdown(self):
-        self.closed += 1
-
-
-def reconnect_over_nccl(group):
-    theirs = FakeNccl.Options()
-    theirs.is_high_priority_stream, theirs.config = True, "two channels"
-    with (
-        patch.object(dist, "ProcessGroupNCCL", FakeNccl, create=True),
-        patch.object(dist.ProcessGroup, "_get_backend", lambda group, device: SimpleNamespace(options=theirs)),
-        patch("atexit.register") as registered,
-    ):
-        first, second = (reconnect(group, "nccl", timedelta(seconds=9)) for _ in range(2))
-    (end,) = registered.call_args.args
-    end()
-    names = [each.said[2].group_name for each in (first, second)]
-    assert names[0] != names[1]
-    assert all(name.startswith("shardlite ") for name in names)
-    return [(*each.said[:2], vars(each.said[2]) | {"group_name": ""}, each.closed) for each in (first, second)]
-
-
-def test_connections_over_nccl_have_the_options_of_the_group_and_are_closed_at_the_end(cluster):
-    options = {
-        **{"is_high_priority_stream": True, "config": "two channels", "global_ranks_in_group": [0, 1]},
-        **{"group_name": "", "_timeout": timedelta(seconds=9)},
-    }
-    assert cluster.run(reconnect_over_nccl, 2) == [[(rank, 2, options, 1)] * 2 for rank in range(2)]

@@ -1,0 +1,225 @@
+"""Communicators of NCCL beside that of a process group. Models use them one after the other.
+
+Gathers and reductions run beside each other and beside the program's own collectives. NCCL matches operations by their
+order alone, so each of the three has its own communicator. One takes memory of the GPU: 52 MiB on an H200 (torch
+2.11.0, NCCL 2.28.9). So the communicator of a model that is gone serves the next model over the same ranks:
+
+- Ranks collect garbage at different times. They tell each other which communicators are free, and take the first that
+  is free on all of them.
+- An operation of the former model may still wait for a rank that will never start it. So ranks tell each other how many
+  operations each communicator has begun, too. If the numbers differ it stays unused.
+- The former model may have used another stream. Each operation is put behind the last one (`turn`).
+
+Communicators are shut down when the program ends, not when a model is gone: that is a collective call, and garbage is
+collected on any thread.
+"""
+
+import atexit
+import secrets
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from threading import Lock
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Backend
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from shardlite.comm.control.store import all_gather_json
+from shardlite.config import Route
+from shardlite.errors import CommError, LayoutError
+
+
+class Communicator:
+    """A communicator of NCCL, for one transport at a time.
+
+    `purpose` tells what it can be used again for: communicators of one purpose have equal ranks and options.
+    """
+
+    def __init__(
+        self, name: str, backend: Backend, device: torch.device, purpose: object, *, registers: bool = False
+    ) -> None:
+        self.name = name
+        """Equal on all ranks."""
+
+        self.backend: Any = backend
+        self.purpose = purpose
+        self.operations = 0
+        """Number of operations that were begun."""
+
+        self.registers = registers
+        """Whether it has an allocator whose memory is registered with it."""
+
+        self.is_free = False
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+
+    def lend(self, user: object) -> None:
+        """Let `user` have the communicator until it is garbage, whichever thread collects it."""
+        self.is_free = False
+        weakref.finalize(user, self._take_back).atexit = False
+
+    def _take_back(self) -> None:
+        """Set a flag, and take no lock: the thread that collects garbage may hold it."""
+        self.is_free = True
+
+    def turn(self) -> None:
+        """Begin an operation on the current stream, which waits for the last one if another stream had that.
+
+        NCCL needs the operations of a communicator in one order. Streams of one model are ordered by its queue; those
+        of two models that use the communicator one after the other are not.
+        """
+        self.operations += 1
+        stream = torch.cuda.current_stream(self._device)
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+
+    def empty(self, nbytes: int) -> Tensor:
+        """Return uninitialised memory [nbytes] of NCCL's allocator, registered with this communicator.
+
+        It comes from a `torch.cuda.MemPool` of the backend, which it registers, and deregisters before it shuts down.
+        What is freed returns to this pool: the next model with the communicator may have it, other tensors may not.
+        """
+        memory: Tensor = self.backend.allocate_tensor(nbytes, dtype=torch.uint8, device=self._device)
+        return memory
+
+
+_all: list[Communicator] = []
+"""In the order in which they were made, which is equal on all ranks."""
+
+_lock = Lock()
+"""Of those who look for free ones."""
+
+
+def communicator(group: dist.ProcessGroup, device: torch.device, timeout: timedelta, route: Route) -> Communicator:
+    """Return a communicator between the ranks of `group` that nothing else uses. Collective.
+
+    Raises:
+        LayoutError: `route.registered`, and a rank does not have NCCL's allocator.
+        CommError: ranks did not arrive, or cannot be connected.
+    """
+    device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+    if route.registered:
+        _check_allocator(group, timeout)
+    options = _options(group, timeout, route)
+    purpose = _purpose(group, device, timeout, route, options)
+    offered = _reserve(purpose)
+    taken: Communicator | None = None
+    try:
+        taken, name = _agree(group, offered, timeout)
+        if taken is None:
+            backend = _connected(group, device, name, options, route)
+            taken = Communicator(name, backend, device, purpose, registers=route.registered)
+            _keep(taken)
+        return taken
+    finally:
+        for each in offered:
+            each.is_free = each is not taken
+
+
+def _reserve(purpose: object) -> list[Communicator]:
+    """Return the free communicators of a purpose, which nobody else gets meanwhile."""
+    with _lock:
+        found = [each for each in _all if each.is_free and each.purpose == purpose]
+        for each in found:
+            each.is_free = False
+        return found
+
+
+def _agree(
+    group: dist.ProcessGroup, offered: Sequence[Communicator], timeout: timedelta
+) -> tuple[Communicator | None, str]:
+    """Return the first communicator that all ranks offer, if any, and a name for a new one."""
+    # The name is new, so that nothing is found under it that others have left in the store.
+    mine = [secrets.token_hex(8), [[each.name, each.operations] for each in offered]]
+    rows = all_gather_json(group, mine, "a communicator of NCCL beside that of the process group", timeout)
+    name, first = rows[0]
+    common = {each for each, operations in first if all([each, operations] in theirs for _, theirs in rows)}
+    return next((each for each in offered if each.name in common), None), name
+
+
+def _connected(group: dist.ProcessGroup, device: torch.device, name: str, options: Any, route: Route) -> Backend:
+    """Return a new backend under a name that all ranks have agreed on. Collective."""
+    options.group_name = f"shardlite {name}"
+    store = PrefixStore(f"shardlite/nccl/{name}", _get_default_store())
+    try:
+        made = dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
+        if route.registered:  # which takes a communicator, and NCCL's is made by the first operation otherwise
+            made.eager_connect_single_device(device)
+    except RuntimeError as error:
+        raise CommError(
+            f"rank {group.rank()} cannot connect to ranks {dist.get_process_group_ranks(group)} over nccl once more, "
+            f"for messages beside those of the process group. The backend says: {error}"
+        ) from error
+    return made
+
+
+def _options(group: dist.ProcessGroup, timeout: timedelta, route: Route) -> Any:
+    """Return the options of the group's own communicator, with those of the route."""
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options.config = _backend_of(group).options.config
+    options.global_ranks_in_group = dist.get_process_group_ranks(group)
+    options.is_high_priority_stream = route.high_priority
+    options._timeout = timeout
+    if route.max_ctas is not None:
+        options.config.max_ctas = route.max_ctas
+        options.config.min_ctas = min(options.config.min_ctas, route.max_ctas)  # the smallest integer if not set
+    return options
+
+
+def _purpose(
+    group: dist.ProcessGroup, device: torch.device, timeout: timedelta, route: Route, options: Any
+) -> tuple[object, ...]:
+    """Return all that communicators must have in common to replace each other.
+
+    The route is part of it because messages run on a stream of NCCL's, and collectives on the current stream.
+    """
+    config = options.config
+    settings = [getattr(config, name) for name in dir(config) if not name.startswith("_")]
+    own = [each for each in settings if not callable(each)]
+    return (_get_default_store(), group.rank(), *options.global_ranks_in_group, device, timeout, route, *own)
+
+
+def _backend_of(group: dist.ProcessGroup) -> Any:
+    return group._get_backend(torch.device("cuda"))
+
+
+def _check_allocator(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Check that every rank has NCCL's allocator. Collective.
+
+    Raises:
+        LayoutError: one does not; the error has the words of the backend.
+    """
+    rows = all_gather_json(group, _why_no_allocator(group), "whether NCCL's allocator is available", timeout)
+    missing = next((f"rank {rank}: {why}" for rank, why in enumerate(rows) if why), "")
+    if missing:
+        raise LayoutError(
+            f"Route(registered=True) takes NCCL's allocator, which is not available. The backend says on {missing}. "
+            "PyTorch offers it with NCCL 2.19 or newer on GPUs whose driver supports multicast, as those of virtual "
+            "machines may not: leave registered=True out"
+        )
+
+
+def _why_no_allocator(group: dist.ProcessGroup) -> str:
+    """Return what the backend says of its allocator if that is not available, else `""`."""
+    try:
+        allocator = _backend_of(group).mem_allocator
+    except RuntimeError as error:
+        return str(error)
+    return "" if allocator is not None else "it has no allocator"
+
+
+def _keep(made: Communicator) -> None:
+    if not _all:
+        atexit.register(_close)
+    _all.append(made)
+
+
+def _close() -> None:
+    """Shut down all communicators, after their last operations. All ranks do so in one order."""
+    while _all:
+        _all.pop().backend.shutdown()
