@@ -369,7 +369,8 @@ class ShardLite(nn.Module):
         """Say how the model is cut."""
         if self._unwrapped:
             return "unwrapped"
-        route = f"transport={type(self._context.transport).__name__}, algorithm={self._context.transport.algorithm}"
+        algorithm = self._context.reducing[0].algorithm
+        route = f"transport={type(self._context.transport).__name__}, {algorithm=!s}"
         tree = "" if self._parts is None else f", order=tree, parts={self._parts.total}"
         return f"stage={self.stage}, ranks={self._context.world_size}, {route}{tree}, units={self.unit_names}"
 

@@ -1124,8 +1124,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/comm/transport/reconnect.py",
         "index",
-        '"another connection over gloo", timeout)[0]',
-        '"another connection over gloo", timeout)[group.rank()]',
+        "tokens[members[0]]",
+        "tokens[group.rank()]",
         "ranks look for each other under different names",
     ),
     (
@@ -1134,6 +1134,13 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "    made.barrier().wait()",
         "    made.barrier()",
         "a rank closes its connection while peers are not connected yet",
+    ),
+    (
+        "shardlite/comm/transport/two_level.py",
+        "call",
+        "[..., slice(*part)].transpose(0, 1)",
+        "[..., slice(*part)]",
+        "the ranks of a node get the segments of other nodes' ranks",
     ),
     (
         "shardlite/comm/transport/select.py",
@@ -1811,6 +1818,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "shardlite/comm/transport/communicators.py": ("test_communicators",),
     "shardlite/comm/transport/group_collectives.py": ("test_group_collectives", "test_ring"),
     "shardlite/comm/transport/reconnect.py": ("test_transport",),
+    "shardlite/comm/transport/two_level.py": ("test_two_level",),
     "shardlite/comm/transport/select.py": ("test_transport", "test_doctor"),
     "shardlite/comm/shm/heap.py": ("test_shared_memory",),
     "shardlite/comm/shm/mailbox.py": ("test_shared_memory",),
