@@ -555,7 +555,8 @@ class ShardLite(nn.Module):
         first call of this method, because timing takes events. Purposes of a unit are `gather`, `take part` (a gather
         that only other ranks need), `reduce`, `reduce over replicas` (hybrid sharding), `used` (in-backward steps) and
         `full state`. `"(no unit)"` has those of the whole model: `order negotiation`, `gradient flags`, `norm` and
-        others. Control messages, by which ranks compare what they wrap, are not counted.
+        others. `across` counts bytes to other nodes, of reductions in two levels. Control messages, by which ranks
+        compare what they wrap, are not counted.
         """
         return self._context.traffic.by_unit()
 
