@@ -667,6 +667,13 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "activations that the limit names do not count",
     ),
     (
+        "shardlite/apps/plan/links.py",
+        "index",
+        "return Sent(Fraction(node - 1, ranks), Fraction(ranks - node, ranks))",
+        "return Sent(Fraction(ranks - node, ranks), Fraction(node - 1, ranks))",
+        "the bytes of an exchange are given for the other link",
+    ),
+    (
         "shardlite/apps/plan/trace.py",
         "condition",
         "if in_backward():\n            if call.handles:",
@@ -1763,6 +1770,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "shardlite/build/budget.py": ("test_plan_memory", "test_plan_published"),
     "shardlite/build/timeline.py": ("test_plan_memory", "test_plan"),
     "shardlite/build/limit.py": ("test_limit",),
+    "shardlite/apps/plan/links.py": ("test_plan_links",),
     "shardlite/apps/plan/trace.py": ("test_plan", "test_plan_memory"),
     "shardlite/apps/plan/plan.py": ("test_plan",),
     "shardlite/apps/plan/simulate.py": ("test_plan",),
