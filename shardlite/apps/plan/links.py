@@ -157,7 +157,8 @@ def table() -> str:
         f"{MODEL}: {numel:,} parameters, {block:,} of them in a block; nodes of {NODE} GPUs; "
         "`Precision(compute=torch.bfloat16)`, sums in fp32; 10^9 bytes that each GPU holds, and sends per step.",
         "",
-        "| GPUs | take | why | state, GB | NVLink, GB | network card, GB | of a block's gradients, MB |",
+        "| GPUs | take | why | state, GB | NVLink, GB | network card, GB | network card, for the gradients of a block, "
+        "MB |",
         "| ---: | --- | --- | ---: | ---: | ---: | ---: |",
     ]
     for ranks, arrangements in ROWS:
