@@ -170,14 +170,15 @@ class Route:
     64 MiB per rank and connection). Experimental: it has not run between GPUs. `"p2p"`: point-to-point messages of the
     process group (NCCL, gloo; CUDA tensors over gloo are staged in pinned memory). `"collectives"`: whole collectives
     of the process group (NCCL, or gloo for CPU tensors), with the bits of the ring. `"auto"`: for CPU tensors shared
-    memory where available, else `"p2p"`; over NCCL `"collectives"`, or `"p2p"` if an algorithm is named. It never
-    selects symmetric memory.
+    memory where available, else `"p2p"`; over NCCL `"collectives"`, or `"p2p"` if an algorithm other than
+    `"hierarchical"` is named. It never selects symmetric memory.
     """
 
     algorithm: AlgorithmName = "auto"
     """Schedule of gathers and reductions, see `docs/rings.md`. `"auto"` selects `"ring"` or `"direct"`, which add in
-    the same order. Other schedules add in another order and so differ in the last bits. Collectives and symmetric
-    memory have no schedule.
+    the same order. Other schedules add in another order and so differ in the last bits. `"hierarchical"` adds inside
+    each node first and then across the nodes, so bits depend on the ranks per node; over collectives it makes each
+    reduction two exchanges. Collectives have no other schedule, and symmetric memory has none.
     """
 
     reduce: ReduceName = "exact"
@@ -223,10 +224,16 @@ class Route:
         ):
             if value not in names:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, names))}; got {value!r}")
-        if self.transport in ("collectives", "symmetric_memory") and self.algorithm != "auto":
+        whole = {"collectives": ("auto", "hierarchical"), "symmetric_memory": ("auto",)}
+        if self.algorithm not in whole.get(self.transport, ("auto", *ALGORITHMS)):
             raise ValueError(
                 f"algorithm={self.algorithm!r} is a schedule of messages, and transport={self.transport!r} has none: "
                 "leave algorithm='auto', or take transport='p2p'"
+            )
+        if self.reduce == "fast" and self.algorithm == "hierarchical":
+            raise ValueError(
+                "algorithm='hierarchical' fixes the order in which gradients are added, and reduce='fast' leaves it to "
+                "the process group: leave algorithm='auto', or reduce='exact'"
             )
         if self.order == "tree" and (self.reduce != "exact" or self.algorithm not in ("auto", "halving")):
             raise ValueError(

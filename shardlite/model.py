@@ -369,7 +369,8 @@ class ShardLite(nn.Module):
         """Say how the model is cut."""
         if self._unwrapped:
             return "unwrapped"
-        route = f"transport={type(self._context.transport).__name__}, algorithm={self._context.transport.algorithm}"
+        algorithm = self._context.reducing[0].algorithm
+        route = f"transport={type(self._context.transport).__name__}, {algorithm=!s}"
         tree = "" if self._parts is None else f", order=tree, parts={self._parts.total}"
         return f"stage={self.stage}, ranks={self._context.world_size}, {route}{tree}, units={self.unit_names}"
 
@@ -554,7 +555,8 @@ class ShardLite(nn.Module):
         first call of this method, because timing takes events. Purposes of a unit are `gather`, `take part` (a gather
         that only other ranks need), `reduce`, `reduce over replicas` (hybrid sharding), `used` (in-backward steps) and
         `full state`. `"(no unit)"` has those of the whole model: `order negotiation`, `gradient flags`, `norm` and
-        others. Control messages, by which ranks compare what they wrap, are not counted.
+        others. `across` counts bytes to other nodes, of reductions in two levels. Control messages, by which ranks
+        compare what they wrap, are not counted.
         """
         return self._context.traffic.by_unit()
 

@@ -667,6 +667,13 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "activations that the limit names do not count",
     ),
     (
+        "shardlite/apps/plan/links.py",
+        "index",
+        "return Sent(Fraction(node - 1, ranks), Fraction(ranks - node, ranks))",
+        "return Sent(Fraction(ranks - node, ranks), Fraction(node - 1, ranks))",
+        "the bytes of an exchange are given for the other link",
+    ),
+    (
         "shardlite/apps/plan/trace.py",
         "condition",
         "if in_backward():\n            if call.handles:",
@@ -1124,8 +1131,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/comm/transport/reconnect.py",
         "index",
-        '"another connection over gloo", timeout)[0]',
-        '"another connection over gloo", timeout)[group.rank()]',
+        "tokens[members[0]]",
+        "tokens[group.rank()]",
         "ranks look for each other under different names",
     ),
     (
@@ -1134,6 +1141,13 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "    made.barrier().wait()",
         "    made.barrier()",
         "a rank closes its connection while peers are not connected yet",
+    ),
+    (
+        "shardlite/comm/transport/two_level.py",
+        "call",
+        "[..., slice(*part)].transpose(0, 1)",
+        "[..., slice(*part)]",
+        "the ranks of a node get the segments of other nodes' ranks",
     ),
     (
         "shardlite/comm/transport/select.py",
@@ -1756,6 +1770,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "shardlite/build/budget.py": ("test_plan_memory", "test_plan_published"),
     "shardlite/build/timeline.py": ("test_plan_memory", "test_plan"),
     "shardlite/build/limit.py": ("test_limit",),
+    "shardlite/apps/plan/links.py": ("test_plan_links",),
     "shardlite/apps/plan/trace.py": ("test_plan", "test_plan_memory"),
     "shardlite/apps/plan/plan.py": ("test_plan",),
     "shardlite/apps/plan/simulate.py": ("test_plan",),
@@ -1811,6 +1826,7 @@ FIRST: dict[str, tuple[str, ...]] = {
     "shardlite/comm/transport/communicators.py": ("test_communicators",),
     "shardlite/comm/transport/group_collectives.py": ("test_group_collectives", "test_ring"),
     "shardlite/comm/transport/reconnect.py": ("test_transport",),
+    "shardlite/comm/transport/two_level.py": ("test_two_level",),
     "shardlite/comm/transport/select.py": ("test_transport", "test_doctor"),
     "shardlite/comm/shm/heap.py": ("test_shared_memory",),
     "shardlite/comm/shm/mailbox.py": ("test_shared_memory",),

@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from shardlite_kernels import (
     Peers,
     device_ring,
@@ -30,8 +31,11 @@ from bench.kernels.timing import Clock, DeviceClock, HostClock, Work, bandwidth_
 from bench.kernels.work import works
 from bench.support.fake_group import fake_group
 from bench.support.measure import percentile
+from shardlite.apps.plan.links import MODEL, numel_of
+from shardlite.apps.plan.presets import PRESETS
 from shardlite.comm import collectives
 from shardlite.comm.transport.group_collectives import NcclCollectives
+from shardlite.comm.transport.two_level import TwoLevelCollectives
 
 RANKS = 4
 """Virtual ranks of the ring kernel, a stream each."""
@@ -183,6 +187,8 @@ def bandwidth(report: Report) -> None:
             report(**names, numel=numel, gbps=round(gbps, 1), share_of_copy=round(gbps / ceiling, 3), **ms)
     with report.guarded(kernel="slices of a reduction"):
         _slices(report)
+    with report.guarded(kernel="slices of two levels"):
+        _two_levels(report)
 
 
 def _timed(clock: Clock, step: Any) -> dict[str, float]:
@@ -213,6 +219,38 @@ def _slices_at(world_size: int, report: Report) -> None:
         reduce()
         found = milliseconds(reduce, report.device, _ROUNDS)
         report(kernel="slices of a reduction", format="fp32", ranks=world_size, numel=len(full), **found)
+
+
+class _Level(NcclCollectives):
+    """Collectives of some ranks of a fake group, of which this is the first."""
+
+    def __init__(self, group: dist.ProcessGroup, ranks: int) -> None:
+        super().__init__(group)
+        self.world_size = ranks
+
+
+def _two_levels(report: Report) -> None:
+    """The same reduction in two levels, on nodes of eight ranks."""
+    for world_size in (16,) if report.dry else (64, 512):
+        _two_levels_at(world_size, 8, report)
+
+
+def _two_levels_at(world_size: int, node: int, report: Report) -> None:
+    with fake_group(world_size, lambda *_: None) as group:
+        levels = (_Level(group, ranks) for ranks in (world_size, node, world_size // node))
+        transport = TwoLevelCollectives(*levels)
+        segment = 1024 if report.dry else -(-numel_of(PRESETS[MODEL])[0] // world_size // 1024) * 1024
+        full = torch.zeros(world_size * segment, device=report.device)
+        out = torch.empty(segment, device=report.device)
+        needed = collectives.staging_numel(len(full), transport, torch.float32, grain=1024)
+        staging = torch.zeros(needed, device=report.device)
+
+        def reduce() -> None:
+            collectives.reduce_scatter(full, transport, out=out, divisor=world_size, staging=staging)
+
+        reduce()
+        found = milliseconds(reduce, report.device, _ROUNDS)
+        report(kernel="slices of two levels", format="fp32", ranks=world_size, numel=len(full), **found)
 
 
 def all_works(device: torch.device) -> list[Work]:

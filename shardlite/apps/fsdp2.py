@@ -84,7 +84,7 @@ def install(
     parts = _parts(model)
     models = {group: _agree(group, parts, route, timeout) for group in dict.fromkeys(part.group for part in parts)}
     gathers = Connections("gather", timeout, route=route, apart=True)
-    reductions = Connections("reduce", timeout, route=route, apart=True)
+    reductions = Connections("reduce", timeout, route=route, apart=True, reduces=True)
     for part in parts:  # before anything is changed
         for ways in (gathers, reductions):
             ways.connect(part.group, part.device)
@@ -204,18 +204,21 @@ class Connections:
     gathers within pairs of ranks, and `set_separate_reduce_scatter_group` creates another group for reductions.
     """
 
-    def __init__(self, name: str, timeout: timedelta, *, route: Route, apart: bool = False) -> None:
+    def __init__(
+        self, name: str, timeout: timedelta, *, route: Route, apart: bool = False, reduces: bool = False
+    ) -> None:
         self._name = name
         self._timeout = timeout
         self._route = route
         self._apart = apart
+        self._reduces = reduces
         self._transports: dict[tuple[dist.ProcessGroup, torch.device], Transport] = {}
         self._queues: dict[torch.device, StreamQueue] = {}
 
     def connect(self, group: dist.ProcessGroup, device: torch.device) -> Transport:
         """Return the transport over `group`. Collective on the first call for a group."""
         if (group, device) not in self._transports:
-            new = connect(group, device, self._timeout, route=self._route, apart=self._apart)
+            new = connect(group, device, self._timeout, route=self._route, apart=self._apart, reduces=self._reduces)
             self._transports[group, device] = new
         return self._transports[group, device]
 

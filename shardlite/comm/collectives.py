@@ -168,7 +168,8 @@ def reduce_scatter(
     finish = last or _into(shard, divisor, stats)
     if isinstance(transport, WholeCollectives):
         with Running(operation, full):
-            operation.count_collective((full.numel() - (stop - start)) * full.itemsize)
+            across = transport.nbytes_across(cut, full.itemsize)
+            operation.count_collective((full.numel() - (stop - start)) * full.itemsize, across)
             if last is None and transport.rings(full, cut):
                 transport.ring_reduce(shard, full, divisor)
                 if stats is not None:
@@ -225,7 +226,7 @@ def all_reduce(
     """
     _check_flat("full", full)
     _check_arithmetic(full, divisor)
-    if isinstance(transport, WholeCollectives) and transport.world_size > 1 and _is_flag(full):
+    if isinstance(transport, WholeCollectives) and transport.world_size > 1 and _is_flag(full, transport):
         with Running(operation, full):
             operation.count_collective((transport.world_size - 1) * full.nbytes)
             _all_reduce_flags(full, transport, divisor)
@@ -309,16 +310,15 @@ def _reduce_rows(full: Tensor, transport: WholeCollectives, cut: Cut, finish: La
         rows = transport.exchange_rows(full, cut, part, staging)
         if part[0] >= stop - start:
             continue
-        if len(rows) < transport.world_size:  # the other's of two ranks, to which this rank's own is added
+        if len(rows) == 1:  # the other's of two ranks, to which this rank's own is added
             finish(part[0], rows[0], full[start:stop][slice(*part)])
         else:
-            first = None if transport.algorithm == "halving" else (transport.rank + 1) % transport.world_size
-            finish(part[0], rows, None, first)
+            finish(part[0], rows, None, transport.first_row)
 
 
-def _is_flag(full: Tensor) -> bool:
-    """Return whether one collective can sum a buffer with the bits of the ring: integers in any order, one number."""
-    return full.dtype not in _FLOATS or full.numel() == 1
+def _is_flag(full: Tensor, transport: Transport) -> bool:
+    """Return whether one collective sums a buffer with the same bits: integers in any order, one number in a ring."""
+    return full.dtype not in _FLOATS or (full.numel() == 1 and transport.algorithm in IN_RING_ORDER)
 
 
 def _all_reduce_flags(full: Tensor, transport: WholeCollectives, divisor: int) -> None:

@@ -251,7 +251,7 @@ def share(groups: Ranks, device: torch.device, timeout: timedelta, route: Route)
         instance=model.number,
         transport=transport,
         replicas=replicas,
-        reducing=_connect(groups, device, timeout, route, apart=True),
+        reducing=_connect(groups, device, timeout, route, apart=True, reduces=True),
         inline=inline,
         hosts=(hosts, other_hosts),
         device=device,
@@ -269,27 +269,37 @@ def share(groups: Ranks, device: torch.device, timeout: timedelta, route: Route)
 
 
 def _connect(
-    groups: Ranks, device: torch.device, timeout: timedelta, route: Route, *, apart: bool
+    groups: Ranks, device: torch.device, timeout: timedelta, route: Route, *, apart: bool, reduces: bool = False
 ) -> tuple[Transport, Transport | None]:
     """Connect this rank to the ranks that share the model and, if any, to those that hold the same shards."""
-    shard = _connected(groups.shard, device, timeout, route, apart=apart)
-    return shard, _connected_replicas(groups, device, timeout, route, apart=apart)
+    shard = _connected(groups.shard, device, timeout, route, apart=apart, reduces=reduces)
+    return shard, _connected_replicas(groups, device, timeout, route, apart=apart, reduces=reduces)
 
 
 def _connected_replicas(
-    groups: Ranks, device: torch.device, timeout: timedelta, route: Route, *, apart: bool
+    groups: Ranks, device: torch.device, timeout: timedelta, route: Route, *, apart: bool, reduces: bool = False
 ) -> Transport | None:
-    return None if groups.replicas is None else _connected(groups.replicas, device, timeout, route, apart=apart)
+    return (
+        None
+        if groups.replicas is None
+        else _connected(groups.replicas, device, timeout, route, apart=apart, reduces=reduces)
+    )
 
 
 def _connected(
-    group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta, route: Route, *, apart: bool
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    timeout: timedelta,
+    route: Route,
+    *,
+    apart: bool,
+    reduces: bool = False,
 ) -> Transport:
     """Connect this rank to those of `group`.
 
     Connections that would be made by the first message are made here, where all ranks call in the same order.
     """
-    transport = connect(group, device, timeout, route=route, apart=apart)
+    transport = connect(group, device, timeout, route=route, apart=apart, reduces=reduces)
     if transport.batched:
         all_reduce(torch.zeros(transport.world_size, device=device), transport)
     return transport

@@ -45,11 +45,12 @@ class Operation(NamedTuple):
         """Return the links of this rank in the operation."""
         return Channel(transport, self.tag(full, cuts, algorithm), self.tally)
 
-    def count_collective(self, nbytes: int) -> None:
-        """Count a whole collective, in which this rank sends `nbytes`, as one message."""
+    def count_collective(self, nbytes: int, across: int = 0) -> None:
+        """Count a whole collective, in which this rank sends `nbytes`, of them `across` nodes, as one message."""
         if self.tally is not None:
             self.tally.messages += 1
             self.tally.nbytes += nbytes
+            self.tally.across += across
 
 
 UNNAMED = Operation()

@@ -20,6 +20,8 @@ class Tally:
 
     messages: int = 0
     nbytes: int = 0
+    across: int = 0
+    """Bytes of these to other nodes, in reductions of two levels over collectives."""
 
     def add(self, tensor: Tensor) -> None:
         """Count one message."""
@@ -48,6 +50,11 @@ class Sent:
 
     exposed: float
     """Seconds that computation waited for them, so that were not overlapped, counted like `seconds`."""
+
+    across: int = 0
+    """Bytes of `nbytes` to other nodes, in reductions by `algorithm="hierarchical"` over collectives. 0 for all others,
+    which do not know nodes.
+    """
 
 
 @dataclass
@@ -100,4 +107,7 @@ class Traffic:
 
 
 def _sent(entry: _Entry) -> Sent:
-    return Sent(entry.calls, entry.tally.messages, entry.tally.nbytes, entry.ran.seconds(), entry.waited.seconds())
+    tally = entry.tally
+    return Sent(
+        entry.calls, tally.messages, tally.nbytes, entry.ran.seconds(), entry.waited.seconds(), across=tally.across
+    )

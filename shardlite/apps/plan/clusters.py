@@ -76,11 +76,14 @@ class Cluster:
         beta = max(self.inside.beta, leaving * self.nic.beta * self.node / self.nics)
         return self.inside._replace(alpha=self.nic.alpha, beta=beta)
 
-    def seconds(self, operation: cost_model.Operation, nbytes: int, world_size: int) -> float:
+    def seconds(
+        self, operation: cost_model.Operation, nbytes: int, world_size: int, *, hierarchical: bool = False
+    ) -> float:
         """Return the time of a gather or reduction of `nbytes` in all, as the library makes them.
 
-        Over NCCL a gather is a ring, and a reduction one exchange among all ranks, whose rows a kernel adds. On a CPU
-        both are the schedule that `cost_model` selects for shared memory.
+        Over NCCL a gather is a ring, and a reduction one exchange among all ranks, whose rows a kernel adds; if it is
+        `hierarchical`, one inside each node and one across. On a CPU both are the schedule that `cost_model` selects
+        for shared memory.
         """
         if world_size == 1:
             return 0.0
@@ -89,7 +92,16 @@ class Cluster:
             return cost_model.seconds(operation, algorithm, nbytes, world_size, self.inside)
         if operation == "all-gather":
             return self.base + cost_model.seconds(operation, "ring", nbytes, world_size, self.ring(world_size))
+        if hierarchical and world_size > self.node > 1 and world_size % self.node == 0:
+            return self._in_two_levels(nbytes, world_size // self.node)
         return self.base + cost_model.seconds(operation, "direct", nbytes, world_size, self.exchange(world_size))
+
+    def _in_two_levels(self, nbytes: int, nodes: int) -> float:
+        """Return the time of a reduction of `nbytes` inside each of `nodes`, then of the own part across them."""
+        across = self.nic._replace(beta=self.nic.beta * self.node / self.nics)
+        first = cost_model.seconds("reduce-scatter", "direct", nbytes, self.node, self.inside)
+        second = cost_model.seconds("reduce-scatter", "direct", nbytes // self.node, nodes, across)
+        return 2 * self.base + first + second
 
 
 def _nvlink(card: Card, rate: float) -> LinkCost:

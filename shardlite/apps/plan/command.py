@@ -31,6 +31,9 @@ def add_plan(commands: Any) -> None:
     add_training(group)
     group.add_argument("--keep-unsharded", action="store_true", help="keep weights until the backward")
     group.add_argument(
+        "--algorithm", choices=("auto", "hierarchical"), default="auto", help="of reductions, for the step time (auto)"
+    )
+    group.add_argument(
         "--checkpoint", choices=("both", "with", "without"), default="both", help="activation checkpointing (both)"
     )
     group = parser.add_argument_group("output")

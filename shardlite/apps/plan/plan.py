@@ -58,6 +58,8 @@ class Setting:
     """Whether each repeated block is recomputed in the backward."""
 
     on_gpu: bool = True
+    hierarchical: bool = False
+    """Whether gradients are reduced inside each node first: the same bytes in all, fewer of them across nodes."""
 
     @property
     def recipe(self) -> Recipe:

@@ -61,6 +61,7 @@ def words(setting: Setting) -> str:
         f"reduce in {str(precision.reduce).removeprefix('torch.')}",
         f'AdamW(state="{setting.state}"{", in_backward=True" * setting.in_backward})',
         f"prefetch {setting.prefetch}" if setting.stage == 3 else "",
+        'algorithm="hierarchical"' * setting.hierarchical,
         "" if setting.reshard_after_forward else "weights kept until the backward",
         "with activation checkpointing" if setting.checkpoint else "without activation checkpointing",
     ]

@@ -93,6 +93,7 @@ def _settings(options: Namespace, *, on_gpu: bool) -> Iterator[Setting]:
                 reshard_after_forward=not options.keep_unsharded,
                 checkpoint=recomputes,
                 on_gpu=on_gpu,
+                hierarchical=options.algorithm == "hierarchical",
             )
 
 

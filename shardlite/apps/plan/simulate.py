@@ -140,7 +140,11 @@ class _Run:
 
     def _reduce_seconds(self, unit: UnitBudget) -> float:
         """Return the time of a reduction, of the gather after it at stage 0, and of the steps that it takes."""
-        seconds = sum(self._cluster.seconds("reduce-scatter", flat.bucket, self._ranks) for flat in unit.flats)
+        levels = self._plan.setting.hierarchical
+        seconds = sum(
+            self._cluster.seconds("reduce-scatter", flat.bucket, self._ranks, hierarchical=levels)
+            for flat in unit.flats
+        )
         if self._plan.setting.stage == 0:
             seconds += sum(self._cluster.seconds("all-gather", flat.bucket, self._ranks) for flat in unit.flats)
         return seconds + (self._step_seconds(unit) if self._plan.setting.in_backward else 0.0)

@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import Backend
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from shardlite.comm.control.store import all_gather_json
+from shardlite.comm.transport.reconnect import ranks_of
 from shardlite.config import Route
 from shardlite.errors import CommError, LayoutError
 
@@ -95,8 +96,16 @@ _lock = Lock()
 """Of those who look for free ones."""
 
 
-def communicator(group: dist.ProcessGroup, device: torch.device, timeout: timedelta, route: Route) -> Communicator:
+def communicator(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    timeout: timedelta,
+    route: Route,
+    some: Sequence[int] | None = None,
+) -> Communicator:
     """Return a communicator between the ranks of `group` that nothing else uses. Collective.
+
+    It is between `some` of them, this one included, if given. Ranks give the same or have none in common.
 
     Raises:
         LayoutError: `route.registered`, and a rank does not have NCCL's allocator.
@@ -105,14 +114,15 @@ def communicator(group: dist.ProcessGroup, device: torch.device, timeout: timede
     device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
     if route.registered:
         _check_allocator(group, timeout)
-    options = _options(group, timeout, route)
+    members = range(group.size()) if some is None else some
+    options = _options(group, members, timeout, route)
     purpose = _purpose(group, device, timeout, route, options)
     offered = _reserve(purpose)
     taken: Communicator | None = None
     try:
-        taken, name = _agree(group, offered, timeout)
+        taken, name = _agree(group, members, offered, timeout)
         if taken is None:
-            backend = _connected(group, device, name, options, route)
+            backend = _connected(group, members, device, name, options, route)
             taken = Communicator(name, backend, device, purpose, registers=route.registered)
             _keep(taken)
         return taken
@@ -131,38 +141,41 @@ def _reserve(purpose: object) -> list[Communicator]:
 
 
 def _agree(
-    group: dist.ProcessGroup, offered: Sequence[Communicator], timeout: timedelta
+    group: dist.ProcessGroup, members: Sequence[int], offered: Sequence[Communicator], timeout: timedelta
 ) -> tuple[Communicator | None, str]:
-    """Return the first communicator that all ranks offer, if any, and a name for a new one."""
+    """Return the first communicator that all `members` offer, if any, and a name for a new one."""
     # The name is new, so that nothing is found under it that others have left in the store.
     mine = [secrets.token_hex(8), [[each.name, each.operations] for each in offered]]
-    rows = all_gather_json(group, mine, "a communicator of NCCL beside that of the process group", timeout)
+    everyone = all_gather_json(group, mine, "a communicator of NCCL beside that of the process group", timeout)
+    rows = [everyone[each] for each in members]
     name, first = rows[0]
     common = {each for each, operations in first if all([each, operations] in theirs for _, theirs in rows)}
     return next((each for each in offered if each.name in common), None), name
 
 
-def _connected(group: dist.ProcessGroup, device: torch.device, name: str, options: Any, route: Route) -> Backend:
+def _connected(
+    group: dist.ProcessGroup, members: Sequence[int], device: torch.device, name: str, options: Any, route: Route
+) -> Backend:
     """Return a new backend under a name that all ranks have agreed on. Collective."""
     options.group_name = f"shardlite {name}"
     store = PrefixStore(f"shardlite/nccl/{name}", _get_default_store())
     try:
-        made = dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
+        made = dist.ProcessGroupNCCL(store, members.index(group.rank()), len(members), options)
         if route.registered:  # which takes a communicator, and NCCL's is made by the first operation otherwise
             made.eager_connect_single_device(device)
     except RuntimeError as error:
         raise CommError(
-            f"rank {group.rank()} cannot connect to ranks {dist.get_process_group_ranks(group)} over nccl once more, "
+            f"rank {group.rank()} cannot connect to ranks {options.global_ranks_in_group} over nccl once more, "
             f"for messages beside those of the process group. The backend says: {error}"
         ) from error
     return made
 
 
-def _options(group: dist.ProcessGroup, timeout: timedelta, route: Route) -> Any:
+def _options(group: dist.ProcessGroup, members: Sequence[int], timeout: timedelta, route: Route) -> Any:
     """Return the options of the group's own communicator, with those of the route."""
     options: Any = dist.ProcessGroupNCCL.Options()
     options.config = _backend_of(group).options.config
-    options.global_ranks_in_group = dist.get_process_group_ranks(group)
+    options.global_ranks_in_group = ranks_of(group, members)
     options.is_high_priority_stream = route.high_priority
     options._timeout = timeout
     if route.max_ctas is not None:

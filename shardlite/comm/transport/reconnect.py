@@ -8,6 +8,7 @@ over NCCL.
 """
 
 import secrets
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -18,23 +19,31 @@ from shardlite.comm.control.store import all_gather_json
 from shardlite.errors import CommError
 
 
-def reconnect(group: dist.ProcessGroup, timeout: timedelta) -> Backend:
+def reconnect(group: dist.ProcessGroup, timeout: timedelta, some: Sequence[int] | None = None) -> Backend:
     """Return a new backend between the ranks of `group`, in their order. Collective.
 
-    Its connections are closed when it is freed.
+    It is between `some` of them, this one included, if given. Ranks give the same or have none in common. Its
+    connections are closed when it is freed.
 
     Raises:
         CommError: ranks did not arrive, or cannot be connected.
     """
+    members = range(group.size()) if some is None else some
     # The token is new, so that nothing is found under this name that others have left in the store.
-    name = all_gather_json(group, secrets.token_hex(8), "another connection over gloo", timeout)[0]
+    tokens = all_gather_json(group, secrets.token_hex(8), "another connection over gloo", timeout)
     try:
-        return over_gloo(name, group.rank(), group.size(), timeout)
+        return over_gloo(tokens[members[0]], members.index(group.rank()), len(members), timeout)
     except RuntimeError as error:
         raise CommError(
-            f"rank {group.rank()} cannot connect to ranks {dist.get_process_group_ranks(group)} over gloo once more, "
+            f"rank {group.rank()} cannot connect to ranks {ranks_of(group, members)} over gloo once more, "
             f"for messages beside those of the process group. The backend says: {error}"
         ) from error
+
+
+def ranks_of(group: dist.ProcessGroup, members: Sequence[int]) -> list[int]:
+    """Return the numbers that some ranks of a group have in the default one."""
+    ranks = dist.get_process_group_ranks(group)
+    return [ranks[each] for each in members]
 
 
 def over_gloo(name: str, rank: int, size: int, timeout: timedelta) -> Backend:

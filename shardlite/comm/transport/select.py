@@ -1,6 +1,7 @@
 """Selection of transport and algorithm for a process group and a device. The reason is logged once."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -16,6 +17,7 @@ from shardlite.comm.transport.group_collectives import GlooCollectives, GroupCol
 from shardlite.comm.transport.process_group import GlooTransport, NcclTransport, StagedTransport, joined
 from shardlite.comm.transport.reconnect import reconnect
 from shardlite.comm.transport.symmetric import symmetric_memory
+from shardlite.comm.transport.two_level import TwoLevelCollectives
 from shardlite.comm.transport.whole import WholeCollectives
 from shardlite.config import Route
 from shardlite.errors import LayoutError
@@ -40,7 +42,9 @@ class Choice:
         """The choice in one line."""
         name, ranks = type(self.transport).__name__, self.transport.world_size
         how = f"algorithm {self.transport.algorithm}"
-        if isinstance(self.transport, WholeCollectives):
+        if isinstance(self.transport, TwoLevelCollectives):
+            how = f"sums inside each node of {self.transport.node} first, both in the order of rings"
+        elif isinstance(self.transport, WholeCollectives):
             order = "a tree" if self.transport.algorithm == "halving" else "the ring"
             fast = isinstance(self.transport, GroupCollectives) and self.transport.fast
             how = "fast sums" if fast else f"sums in the order of {order}"
@@ -54,6 +58,7 @@ def connect(
     *,
     route: Route = Route(),  # noqa: B008 (frozen)
     apart: bool = False,
+    reduces: bool = False,
 ) -> Transport:
     """Return the transport for tensors on `device` over `group` (`None`: the default group). Collective.
 
@@ -61,7 +66,8 @@ def connect(
     of the group applies.
 
     With `apart`, operations of the transport may run beside those of another one in any order. Tags allow that; NCCL
-    has none, so the transport gets another communicator of the same ranks. Symmetric memory is selected only if the
+    has none, so the transport gets another communicator of the same ranks. With `reduces` it is for reductions: over
+    collectives only those know nodes, and have two more communicators then. Symmetric memory is selected only if the
     route names it; every connection takes 64 MiB of it.
 
     Raises:
@@ -69,7 +75,7 @@ def connect(
             not available.
         CommError: ranks did not arrive, or cannot be connected.
     """
-    choice = choose(group, device, timeout, route=route, apart=apart)
+    choice = choose(group, device, timeout, route=route, apart=apart, reduces=reduces)
     if choice.words not in _reported:
         _reported.add(choice.words)
         log.info("%s tensors go over %s", device.type, choice.words)
@@ -95,7 +101,13 @@ def connect_hosts(
 
 
 def choose(
-    group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta, *, route: Route, apart: bool = False
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    timeout: timedelta,
+    *,
+    route: Route,
+    apart: bool = False,
+    reduces: bool = False,
 ) -> Choice:
     """Select transport and algorithm; return both with the reason. Arguments and errors are those of `connect`."""
     everyone = joined(group)
@@ -111,7 +123,8 @@ def choose(
                 "with 'gloo' or 'cpu:gloo,cuda:nccl', as in "
                 "torch.distributed.init_process_group('cpu:gloo,cuda:nccl'), and use CPU or CUDA tensors"
             )
-    return _by(choice, route, everyone, timeout)
+    choice = _by(choice, route, everyone, timeout)
+    return _across_nodes(choice, device, route, everyone, timeout) if reduces else choice
 
 
 def _for_host(group: dist.ProcessGroup | None, timeout: timedelta, route: Route) -> Choice:
@@ -146,7 +159,7 @@ def _for_gpu(
         own = communicator(everyone, device, timeout, route) if apart else everyone
         if wanted == "collectives":
             return Choice(NcclCollectives(own), "it was asked for")
-        if wanted == "auto" and route.algorithm == "auto":
+        if wanted == "auto" and route.algorithm in ("auto", "hierarchical"):
             return Choice(NcclCollectives(own), "the group's backend for CUDA tensors is NCCL")
         return Choice(NcclTransport(own), "it was asked for, or the algorithm was")
     if wanted == "collectives":
@@ -181,15 +194,65 @@ def _by(choice: Choice, route: Route, group: dist.ProcessGroup, timeout: timedel
     if route.algorithm == "halving" and transport.world_size.bit_count() != 1:
         raise LayoutError(f"algorithm='halving' takes a power of two of ranks, got {transport.world_size}")
     transport.link = link = LINKS.get(_LINKS_OF.get(type(transport), ""))
-    if route.algorithm != "auto":
+    if route.order == "tree":
+        transport.algorithm = "halving"
+    elif route.algorithm != "auto" and not isinstance(transport, WholeCollectives):  # those: `_across_nodes`
         transport.algorithm = route.algorithm
         if route.algorithm == "hierarchical":
             transport.node = nodes_of(group, timeout)
-    elif route.order == "tree":
-        transport.algorithm = "halving"
     elif link is not None and transport.world_size > 1:
         transport.algorithm = best_algorithm(_UNIT, transport.world_size, link)
     return choice
+
+
+def _across_nodes(
+    choice: Choice, device: torch.device, route: Route, group: dist.ProcessGroup, timeout: timedelta
+) -> Choice:
+    """Make reductions over collectives two-level ones if the route says so; where they could be, log that once."""
+    flat = choice.transport
+    if not isinstance(flat, GroupCollectives) or flat.fast or flat.algorithm == "halving":
+        return choice
+    if route.algorithm == "hierarchical":
+        return replace(choice, transport=_in_two_levels(flat, device, route, group, timeout))
+    hint = _hint(flat, group, timeout)
+    if hint and flat.rank == 0 and hint not in _reported:
+        _reported.add(hint)
+        log.warning("%s", hint)
+    return choice
+
+
+def _in_two_levels(
+    flat: GroupCollectives, device: torch.device, route: Route, group: dist.ProcessGroup, timeout: timedelta
+) -> WholeCollectives:
+    """Return `flat` with reductions in two levels, or `flat` if all ranks are on one node, or each is on its own."""
+    node, ranks = nodes_of(group, timeout), range(flat.world_size)
+    if node in (1, len(ranks)):
+        return flat  # the order of additions is the same
+
+    def among(some: Sequence[int]) -> GroupCollectives:
+        if isinstance(flat, NcclCollectives):
+            return NcclCollectives(communicator(group, device, timeout, route, some))
+        return GlooCollectives(reconnect(group, timeout, some), timeout)
+
+    place = flat.rank % node
+    first = flat.rank - place
+    return TwoLevelCollectives(flat, among(ranks[first : first + node]), among(ranks[place::node]))
+
+
+def _hint(flat: GroupCollectives, group: dist.ProcessGroup, timeout: timedelta) -> str:
+    """Return what to take instead of one exchange among all ranks, or nothing where two levels would save nothing."""
+    ranks = flat.world_size
+    try:
+        node = nodes_of(group, timeout)
+    except LayoutError:
+        return ""
+    if node in (1, ranks):
+        return ""
+    return (
+        f"gradients are reduced by one exchange among {ranks} ranks on {ranks // node} nodes, in which each sends "
+        f"{ranks - node}/{ranks} of them to other nodes. With Route(algorithm='hierarchical') that is "
+        f"{ranks // node - 1}/{ranks}, with other last bits (docs/rings.md, 'Several nodes')"
+    )
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:

@@ -26,6 +26,11 @@ class WholeCollectives(Transport):
     room: int
     """Maximum bytes of the rows of a reduction. A longer one goes in slices, one after the other."""
 
+    @property
+    def first_row(self) -> int | None:
+        """The row from which to add those of `exchange_rows`; `None`: as a balanced tree."""
+        return None if self.algorithm == "halving" else (self.rank + 1) % self.world_size
+
     def all_gather(self, full: Tensor, cut: Cut) -> None:
         """Fill `full` [n] in place, given this rank's segment.
 
@@ -81,6 +86,10 @@ class WholeCollectives(Transport):
             CommError: a peer failed or is late.
         """
         raise NotImplementedError
+
+    def nbytes_across(self, cut: Cut, itemsize: int) -> int:
+        """Return the bytes of a reduction that this rank sends to other nodes; 0 if the transport knows no nodes."""
+        return 0
 
     def rings(self, full: Tensor, cut: Cut) -> bool:
         """Return whether `ring_reduce` and `ring_step` take such a buffer. Equal on all ranks."""

@@ -1,0 +1,178 @@
+"""Bytes by link: what each GPU sends in a step inside its node and across, by how the ranks are arranged.
+
+    python -m shardlite.apps.plan.links
+
+prints the table of `docs/rings.md`. A step gathers all weights twice and reduces all gradients once. Over NCCL a gather
+is a ring over all network cards of a node, so one of `L` hops leaves it; so is a reduction by `reduce="fast"`.
+
+Legend: `W = N L` ranks in `N` nodes of `L`, each with a network card; `n` bytes in all gradients or all weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+from shardlite.apps.plan.presets import PRESETS, Shape
+
+NODE = 8
+"""GPUs of a node."""
+
+MODEL = "llama-3-8b"
+
+FP32, COMPACT = Fraction(12), Fraction(41, 8)
+"""Bytes per parameter of weights and moments in fp32, and with `master="split24"` and `state="int8"`."""
+
+BF16, QUANTIZED, SUMMED = Fraction(2), Fraction(33, 32), Fraction(4)
+"""Bytes per parameter of gathers in bf16 and in 8-bit codes, and of gradients that are summed in fp32."""
+
+
+class Sent(NamedTuple):
+    """Parts of a buffer that a GPU sends."""
+
+    inside: Fraction
+    across: Fraction
+
+
+def nothing(nodes: int, node: int) -> Sent:
+    """One GPU."""
+    del nodes, node
+    return Sent(Fraction(0), Fraction(0))
+
+
+def ring(nodes: int, node: int) -> Sent:
+    """`(W-1)/W` in all, of which `1/L` leaves the node if there are others."""
+    sent = Fraction(nodes * node - 1, nodes * node)
+    across = sent / node if nodes > 1 else Fraction(0)
+    return Sent(sent - across, across)
+
+
+def exchange(nodes: int, node: int) -> Sent:
+    """`1/W` to each other rank."""
+    ranks = nodes * node
+    return Sent(Fraction(node - 1, ranks), Fraction(ranks - node, ranks))
+
+
+def two_levels(nodes: int, node: int) -> Sent:
+    """`(L-1)/L` inside, then `(N-1)/N` of `1/L` across."""
+    return Sent(Fraction(node - 1, node), Fraction(nodes - 1, nodes * node))
+
+
+def inside_only(nodes: int, node: int) -> Sent:
+    """Weights that each node has: `(L-1)/L`."""
+    del nodes
+    return Sent(Fraction(node - 1, node), Fraction(0))
+
+
+def over_replicas(nodes: int, node: int) -> Sent:
+    """`(L-1)/L` inside, then an all-reduce of `1/L` across: twice `(N-1)/N` of it."""
+    return Sent(Fraction(node - 1, node), 2 * Fraction(nodes - 1, nodes * node))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrangement:
+    """How ranks are arranged, and what they send."""
+
+    take: str
+    """Arguments of `ShardLite` and `AdamW`."""
+
+    why: str
+    gather: Callable[[int, int], Sent]
+    reduce: Callable[[int, int], Sent]
+    state: Fraction = FP32
+    weights: Fraction = BF16
+    replicas: bool = False
+    """Whether each node has all weights."""
+
+    def held(self, numel: int, ranks: int) -> Fraction:
+        """Return the bytes of weights and moments on each GPU."""
+        return self.state * numel / (min(ranks, NODE) if self.replicas else ranks)
+
+    def sent(self, numel: int, ranks: int) -> Sent:
+        """Return the bytes that each GPU sends in a step: inside its node, and across."""
+        node = min(ranks, NODE)
+        shape = ranks // node, node
+        gathers, sums = self.gather(*shape), self.reduce(*shape)
+        parts = (2 * self.weights * g + SUMMED * r for g, r in zip(gathers, sums, strict=True))
+        return Sent(*(part * numel for part in parts))
+
+
+ALONE = Arrangement(
+    take='`master="split24"`, `state="int8"`, `in_backward=True`',
+    why="no gradient is kept, and the state fits",
+    gather=nothing,
+    reduce=nothing,
+    state=COMPACT,
+)
+ONE_NODE = Arrangement(
+    take="nothing: the default", why="bits are those of any other transport", gather=ring, reduce=exchange
+)
+FLAT = Arrangement(
+    take="nothing: the default",
+    why="the order of the ring, which does not depend on the nodes",
+    gather=ring,
+    reduce=exchange,
+)
+LEVELS = Arrangement(
+    take='`algorithm="hierarchical"`', why="exact, and the least state", gather=ring, reduce=two_levels
+)
+QUANTIZED_LEVELS = Arrangement(
+    take='`algorithm="hierarchical"`, `quantized_gather=True`',
+    why="the same, and gathers of half the bytes, in fewer bits",
+    gather=ring,
+    reduce=two_levels,
+    weights=QUANTIZED,
+)
+HYBRID = Arrangement(
+    take="`group=` a mesh of (nodes, 8)",
+    why="gathers stay inside, if an eighth of the state fits",
+    gather=inside_only,
+    reduce=over_replicas,
+    replicas=True,
+)
+FAST = Arrangement(take='`reduce="fast"`', why="NCCL adds on the way, in an order of its own", gather=ring, reduce=ring)
+
+ROWS: Sequence[tuple[int, Sequence[Arrangement]]] = (
+    (1, (ALONE,)),
+    (8, (ONE_NODE,)),
+    *((ranks, (LEVELS, QUANTIZED_LEVELS, HYBRID, FAST, FLAT)) for ranks in (64, 512)),
+)
+"""What to take first, and then what else, by number of GPUs."""
+
+
+def numel_of(shape: Shape) -> tuple[int, int]:
+    """Return the parameters of a block and of all of a preset of kind `llama`."""
+    width, hidden = shape.width, shape.hidden or 4 * shape.width
+    kv = (shape.kv_heads or shape.heads) * width // shape.heads
+    block = 2 * width * width + 2 * width * kv + 3 * width * hidden + 2 * width
+    return block, shape.layers * block + 2 * shape.vocabulary * width + width
+
+
+def table() -> str:
+    """Return the table, with a line on the model."""
+    block, numel = numel_of(PRESETS[MODEL])
+    lines = [
+        f"{MODEL}: {numel:,} parameters, {block:,} of them in a block; nodes of {NODE} GPUs; "
+        "`Precision(compute=torch.bfloat16)`, sums in fp32; 10^9 bytes that each GPU holds, and sends per step.",
+        "",
+        "| GPUs | take | why | state, GB | NVLink, GB | network card, GB | network card, for the gradients of a block, "
+        "MB |",
+        "| ---: | --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for ranks, arrangements in ROWS:
+        for i, each in enumerate(arrangements):
+            sent, node = each.sent(numel, ranks), min(ranks, NODE)
+            across = each.reduce(ranks // node, node).across * SUMMED * block
+            cells = [f"**{each.take}**" if i == 0 else each.take, each.why, *map(_gb, (each.held(numel, ranks), *sent))]
+            lines.append(f"| {ranks} | {' | '.join(cells)} | {float(across) / 1e6:.0f} |")
+    return "\n".join(lines)
+
+
+def _gb(nbytes: Fraction) -> str:
+    return f"{float(nbytes) / 1e9:.1f}"
+
+
+if __name__ == "__main__":
+    print(table())
