@@ -17,8 +17,9 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
+    from triton.language.extra import libdevice
 except ImportError:
-    triton = tl = None
+    triton = tl = libdevice = None
 
 SCALE_BLOCK = 32
 """Number of elements that share an exponent or a row of scalars. Shards are padded to multiples of it."""
