@@ -21,6 +21,10 @@ def _yes(key: str) -> Callable[[Row], str]:
     return lambda row: "" if row.get(key) is None else "yes" if row[key] else "no"
 
 
+def _percent(key: str) -> Callable[[Row], str]:
+    return lambda row: "" if row.get(key) is None else f"{100 * row[key]:.3f} %"
+
+
 def _pairs(key: str) -> Callable[[Row], str]:
     return lambda row: ", ".join(f"{name} {count:g}" for name, count in (row.get(key) or {}).items())
 
@@ -120,11 +124,13 @@ _PROBES: dict[str, tuple[str, str, Columns]] = {
     "twin": (
         "Training beside a twin",
         f"{ALONE} GPT-2 of transformers in bf16 with checkpointing; the twin is the plain model with PyTorch's "
-        "fused AdamW on fp32 weights. Losses of all steps are compared.",
+        "fused AdamW on fp32 weights. Losses of all steps are compared. A format may be twice as far "
+        "from the twin as the twin in fp32, or one whose initial weights differ by 2^-16.",
         {
             "system": _text("system"),
             "steps": _text("steps"),
-            "largest difference": lambda row: "" if row.get("off") is None else f"{100 * row['off']:.3f} %",
+            "largest difference": _percent("off"),
+            "allowed": _percent("bound"),
             "the twin's bits": _yes("same_as_twin"),
             "stage 3's bits": _yes("same_as_stage3"),
             "last loss": _number("last_loss", 5),
@@ -200,7 +206,7 @@ def _host_in_short(rows: Sequence[Row]) -> str:
 
 def _twin_in_short(rows: Sequence[Row]) -> str:
     same = [row["same_as_stage3"] for row in rows if "same_as_stage3" in row]
-    off = max((row["off"] for row in rows if "off" in row), default=0.0)
+    off = max((row["off"] for row in rows if "bound" in row), default=0.0)
     return f"{sum(same)} of {len(same)} runs have the losses of stage 3; formats are at most {100 * off:.2f} % off"
 
 

@@ -6,8 +6,8 @@
     python bench/kernels/aot.py --check    exits 1 too if the table there is another one
 
 Wrong is: something was spilled; an access of a thread to an element tensor is narrower than its elements allow, up to
-128 bits (so also a scalar one); the bytes that are moved, as the machine code says, are not those of the formula; or an
-instruction is not exact where the kernel promises bits.
+128 bits (so also a scalar one); the bytes that are moved, as the machine code says, are not those of the formula; a
+64-bit integer is divided; or an instruction is not exact where the kernel promises bits.
 
 Element tensors have an element for each of `S`. What one thread moves is counted in the machine code: the bits of its
 accesses, divided by its elements. Where a compiler has copied the body of a loop, all tensors are accessed that many
@@ -112,6 +112,8 @@ def problems(row: Row) -> list[str]:
         found.append(f"{row['bytes']} bytes per element are moved, by the formula {row['bytes_by_formula']}")
     if row["unknown"]:
         found.append(f"cannot tell what is accessed: {', '.join(row['unknown'])}")
+    if row["divisions"]:
+        found.append(f"64-bit integers are divided: {', '.join(row['divisions'])}")
     if row["exact"] and row["inexact"]:
         found.append(f"not exact: {', '.join(row['inexact'])}")
     who = " ".join(filter(None, [row["kernel"], row["format"], row["gradient"], row["target"]]))

@@ -67,7 +67,8 @@ def read(target: GPUTarget, launch: Launch, compiled: Any) -> dict[str, Any]:
     """What a kernel needs and does, in its machine code.
 
     `registers` of a thread (32 bits each), bytes that were `spilled` and bytes of `shared` memory, `barriers` and all
-    `instructions`, those that are `inexact` (on NVIDIA's GPUs), and `accesses`.
+    `instructions`, those that are `inexact` and `divisions` of 64-bit integers, which take some hundred instructions
+    (both on NVIDIA's GPUs), and `accesses`.
     """
     if target.backend == "cuda":
         figures = _read_nvidia(compiled.asm["cubin"], compiled.asm["ptx"], launch)
@@ -149,6 +150,7 @@ def _read_nvidia(cubin: bytes, ptx: str, launch: Launch) -> dict[str, Any]:
         "barriers": sum(name.startswith("BAR") for _, name, _ in code),
         "instructions": sum(name.split(".")[0] not in ("NOP", "BRA") for _, name, _ in code),
         "inexact": sorted(set(re.findall(r"div\.full\S*|\w+\.approx\S*|\S+\.ftz\S*", ptx))),
+        "divisions": sorted(set(re.findall(r"(?:div|rem)\.[su]64", ptx))),
         "accesses": _nvidia_accesses(code, arguments, constant - arguments.size),
     }
 
@@ -242,6 +244,7 @@ def _read_amd(assembly: str, launch: Launch) -> dict[str, Any]:
         "barriers": sum(name == "s_barrier" for _, name, _ in code),
         "instructions": sum(bool(name) for _, name, _ in code),
         "inexact": [],
+        "divisions": [],
         "accesses": _amd_accesses(code, _Arguments(launch)),
     }
 

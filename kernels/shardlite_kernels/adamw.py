@@ -44,7 +44,7 @@ from .hop import LARGEST_DIVISOR, divided_reference
 from .launch import INTERPRET, SCALE_BLOCK, block_size, jit, launch, tl, use_triton
 from .moments import load_avg, load_sq, store_avg, store_sq
 from .noise import random_bits
-from .rounding import fma_reference, load_fp32, store_rounded
+from .rounding import fma_reference, load_fp32, ratio, store_rounded
 from .rows import UNSPECIALISED, add_rows_reference, arguments_of, check_rows, sum_rows, sum_tree
 from .scalars import COLUMNS, Table
 from .split import load_weight, split_reference, store_weight
@@ -129,7 +129,8 @@ def step_block(
     """Step the elements at `offsets` [G, 32] of a state by their gradient `total`.
 
     `row` [G, 1] holds the rows of scalars, `group` [G, 1] the groups. Elements outside `mask` and `in_group` are not
-    touched. `grad_ptr` is only needed to write an unscaled gradient back.
+    touched; their `total` is zero, so that they increase no exponent. `grad_ptr` is only needed to write an unscaled
+    gradient back.
     """
     # In the order of `Scalars`.
     scalar = scalars_ptr + row * 10
@@ -162,11 +163,11 @@ def step_block(
     v = tl.fma(v, beta2, tl.fma(squared, -beta2, squared))
     if avg_exponent_ptr is not None:  # codes err more than approximations, which save half of the instructions
         root = tl.sqrt(v)
-        update = step_size * m / (root * (1 / root_bias2) + eps)
+        update = ratio(step_size * m, root * ratio(1.0, root_bias2, INTERPRET) + eps, INTERPRET)
     else:
         root = tl.sqrt_rn(v)
         update = tl.div_rn(step_size * m, tl.div_rn(root, root_bias2) + eps)
-    update = tl.where(update > limit, limit, tl.where(update < -limit, -limit, update))  # a NaN stays
+    update = tl.clamp(update, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
     p -= update
 
     if bad_ptr is not None:  # after all loads, which the exchange between threads would delay
@@ -181,9 +182,6 @@ def step_block(
     random = 0
     if exp_avg_ptr.dtype.element_ty != tl.float32:
         random = random_bits(first + offsets, tl.load(keys_ptr + row))
-    if avg_exponent_ptr is not None:
-        m = tl.where(mask, m, 0.0)  # elements behind the end must not increase an exponent
-        root = tl.where(mask, root, 0.0)
     store_avg(exp_avg_ptr, avg_exponent_ptr, offsets, group, m, kept, in_group, INTERPRET)
     store_sq(exp_avg_sq_ptr, sq_exponent_ptr, offsets, group, v, root, random, kept, in_group)
     if UNSCALE:

@@ -17,8 +17,9 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
+    from triton.language.extra import libdevice
 except ImportError:
-    triton = tl = None
+    triton = tl = libdevice = None
 
 SCALE_BLOCK = 32
 """Number of elements that share an exponent or a row of scalars. Shards are padded to multiples of it."""
@@ -60,9 +61,12 @@ def block_size(*tensors: Tensor) -> int:
     return _THREADS * _BYTES_PER_ACCESS // max(tensor.element_size() for tensor in tensors)
 
 
-def launch(kernel: Any, *args: Any, n: int, block: int, together: int | None = None, **constexprs: Any) -> None:
+def launch(
+    kernel: Any, *args: Any, n: int, block: int, rows: int = 1, together: int | None = None, **constexprs: Any
+) -> None:
     """Run `kernel(*args, n, BLOCK=block, ...)` with one program per `block` of the `n` elements.
 
+    With `rows`, up to 65535, `n` elements are one row, and the second index of a program is its row.
     With `together`, run that number of programs, all resident at once, because they wait for programs of other devices.
     A GPU without room for them refuses the launch.
 
@@ -74,7 +78,7 @@ def launch(kernel: Any, *args: Any, n: int, block: int, together: int | None = N
     """
     if triton is None:
         raise RuntimeError(f"tensors on {args[0].device} need Triton, which is not installed: pip install triton")
-    if n == 0:
+    if n * rows == 0:
         return
     device = args[0].device
     with torch.cuda.device(device if device.type == "cuda" else -1):  # -1: leave the current device as it is
@@ -82,4 +86,4 @@ def launch(kernel: Any, *args: Any, n: int, block: int, together: int | None = N
         options = {"num_warps": _THREADS // _THREADS_PER_WARP, "enable_fp_fusion": False}
         if together is not None and not INTERPRET:
             options["launch_cooperative_grid"] = True
-        kernel[(together or triton.cdiv(n, block),)](*args, n, BLOCK=block, **constexprs, **options)
+        kernel[(together or triton.cdiv(n, block), rows)](*args, n, BLOCK=block, **constexprs, **options)

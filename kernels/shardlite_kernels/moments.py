@@ -48,6 +48,12 @@ def power_of_two(exponent: tl.tensor) -> tl.tensor:
 
 
 @jit
+def inverse_of(exponent: tl.tensor) -> tl.tensor:
+    """Return `2^-k` of a biased exponent; 0 for 255."""
+    return tl.where(exponent == 255, 0, (254 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@jit
 def exponent_of(x: tl.tensor) -> tl.tensor:
     """Return the biased exponents [G, 1] of the smallest powers of two not below any magnitude in rows of [G, 32]."""
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -58,38 +64,35 @@ def exponent_of(x: tl.tensor) -> tl.tensor:
 @jit
 def decode_avg(code: tl.tensor, exponent: tl.tensor) -> tl.tensor:
     """Return the first moment."""
-    q = code.to(tl.float32)
-    root = tl.abs(q) * (1 / 127)
-    magnitude = root * root * power_of_two(exponent)
-    return tl.where(q < 0, -magnitude, magnitude)
+    root = code.to(tl.float32) * (1 / 127)
+    return root * tl.abs(root) * power_of_two(exponent)
 
 
 @jit
 def encode_avg(m: tl.tensor, exponent: tl.tensor) -> tl.tensor:
     """Return the codes of a first moment, int8."""
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    q = tl.floor(tl.sqrt(tl.abs(m) * inverse) * 127 + 0.5)
+    q = tl.sqrt(tl.abs(m) * inverse_of(exponent)) * 127 + 0.5
     q = tl.where(exponent == 255, 0.0, q)
-    return tl.where(m < 0, -q, q).to(tl.int8)
+    sign = m.to(tl.int32, bitcast=True) & -0x80000000
+    return (q.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True).to(tl.int8)  # towards zero
 
 
 @jit
 def decode_sq(code: tl.tensor, exponent: tl.tensor) -> tl.tensor:
     """Return the second moment."""
-    root = code.to(tl.float32) * (1 / 255) * power_of_two(exponent)
+    unit = power_of_two(exponent) * (1 / 255)  # a subnormal one is rounded, but squares of its multiples are zero
+    root = code.to(tl.float32) * unit
     return root * root
 
 
 @jit
 def encode_sq(root: tl.tensor, exponent: tl.tensor, random: tl.tensor) -> tl.tensor:
     """Return the codes of a second moment with this square root, uint8, rounded stochastically."""
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    y = root * inverse * 255
+    y = root * inverse_of(exponent) * 255
     q = tl.floor(y)
-    uniform = (random >> 8).to(tl.int32).to(tl.float32) * (2**-24)
-    q += tl.where(y * y - q * q > uniform * (2 * q + 1), 1.0, 0.0)
-    q = tl.where(exponent == 255, 1.0, tl.minimum(tl.maximum(q, 1.0), 255.0))
-    return q.to(tl.uint8)
+    uniform = (random >> 8).to(tl.int32).to(tl.float32)  # over 2^24
+    q += tl.where(y * y - q * q > uniform * tl.fma(q, 2**-23, 2**-24), 1.0, 0.0)
+    return tl.maximum(q, 1.0).to(tl.uint8)  # which is 1 if q is NaN, and q is at most 255
 
 
 @jit
@@ -116,7 +119,7 @@ def load_avg(
         return load_fp32(avg_ptr, offsets, mask, INTERPRET)
     else:
         exponent = tl.load(exponent_ptr + group, mask=in_group, other=0)
-        return decode_avg(tl.load(avg_ptr + offsets, mask=mask), exponent)
+        return decode_avg(tl.load(avg_ptr + offsets, mask=mask, other=0), exponent)
 
 
 @jit
@@ -134,7 +137,7 @@ def load_sq(
         return load_fp32(sq_ptr, offsets, mask, INTERPRET)
     else:
         exponent = tl.load(exponent_ptr + group, mask=in_group, other=0)
-        return decode_sq(tl.load(sq_ptr + offsets, mask=mask), exponent)
+        return decode_sq(tl.load(sq_ptr + offsets, mask=mask, other=0), exponent)
 
 
 @jit

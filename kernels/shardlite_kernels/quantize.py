@@ -65,7 +65,6 @@ def _dequantize_kernel(
     out_ptr: tl.tensor,
     codes_ptr: tl.tensor,
     scales_ptr: tl.tensor,
-    blocks_per_row: tl.tensor,
     codes_stride: tl.tensor,
     scales_stride: tl.tensor,
     n: tl.tensor,
@@ -73,17 +72,15 @@ def _dequantize_kernel(
     INTERPRET: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    row = tl.program_id(1).to(tl.int64)
     blocks = (tl.program_id(0).to(tl.int64) * (BLOCK // SHARED) + tl.arange(0, BLOCK // SHARED))[:, None]
-    row, column = blocks // blocks_per_row, blocks % blocks_per_row
-    lanes = tl.arange(0, SHARED)[None, :]
-    offsets = blocks * SHARED + lanes
-    codes_at = row * codes_stride + column * SHARED + lanes
-    codes = tl.load(codes_ptr + codes_at, mask=offsets < n, eviction_policy="evict_first")
-    scale = tl.load(scales_ptr + row * scales_stride + column, mask=blocks * SHARED < n, other=0).to(tl.int32)
+    offsets = blocks * SHARED + tl.arange(0, SHARED)[None, :]  # in the row
+    codes = tl.load(codes_ptr + row * codes_stride + offsets, mask=offsets < n, eviction_policy="evict_first")
+    scale = tl.load(scales_ptr + row * scales_stride + blocks, mask=blocks * SHARED < n, other=0).to(tl.int32)
     power = tl.where(scale == 0, 0x400000, scale << 23)  # 2^(scale - 127)
     power = tl.where(scale == 255, 0x7FC00000, power).to(tl.float32, bitcast=True)
     value = codes.to(tl.float32) * 0.015625 * power
-    store_rounded(out_ptr, offsets, value, offsets < n, INTERPRET)
+    store_rounded(out_ptr, row * n + offsets, value, offsets < n, INTERPRET)
 
 
 def quantize(codes: Tensor, scales: Tensor, source: Tensor) -> None:
@@ -135,9 +132,9 @@ def dequantize(out: Tensor, codes: Tensor, scales: Tensor) -> None:
     if not use_triton(out):
         _dequantize_cpu(out, *rows)
         return
-    strides = rows[0].shape[1] // SCALE_BLOCK, rows[0].stride(0), rows[1].stride(0)
+    strides, (number, n) = [each.stride(0) for each in rows], rows[0].shape
     flags = {"SHARED": SCALE_BLOCK, "INTERPRET": INTERPRET}
-    launch(_dequantize_kernel, out, *rows, *strides, n=out.numel(), block=block_size(out), **flags)
+    launch(_dequantize_kernel, out, *rows, *strides, n=n, rows=number, block=block_size(out), **flags)
 
 
 def dequantize_reference(out: Tensor, codes: Tensor, scales: Tensor) -> None:

@@ -11,16 +11,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .launch import jit, tl
+from .launch import jit, libdevice, tl
 
 
 @jit
 def load_fp32(pointer: tl.tensor, offsets: tl.tensor, mask: tl.tensor, INTERPRET: tl.constexpr) -> tl.tensor:
     """Return the values at `pointer + offsets` in fp32, which holds every bf16 and fp16 number exactly.
 
-    They are read once, so they are marked to be evicted first from the L2 cache.
+    They are read once, so they are marked to be evicted first from the L2 cache. They are zero outside `mask`.
     """
-    return widened(tl.load(pointer + offsets, mask=mask, eviction_policy="evict_first"), INTERPRET)
+    return widened(tl.load(pointer + offsets, mask=mask, other=0, eviction_policy="evict_first"), INTERPRET)
 
 
 @jit
@@ -46,6 +46,18 @@ def widened(value: tl.tensor, INTERPRET: tl.constexpr) -> tl.tensor:
         bits = value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
         return bits.to(tl.float32, bitcast=True)
     return value.to(tl.float32)
+
+
+@jit
+def ratio(x: tl.tensor, y: tl.tensor, INTERPRET: tl.constexpr) -> tl.tensor:
+    """Return `x / y`, off by two units at most; a `y` below 2^-126 counts as zero.
+
+    A plain `/` handles all `y`, which takes nine instructions instead of two.
+    """
+    if INTERPRET:
+        return x / y
+    else:
+        return libdevice.fast_dividef(x, y)
 
 
 @jit

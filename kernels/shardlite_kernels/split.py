@@ -32,17 +32,16 @@ def load_joined(high_ptr: tl.tensor, low_ptr: tl.tensor, offsets: tl.tensor, mas
     """Return the fp32 numbers whose parts are at these offsets."""
     high = tl.load(high_ptr + offsets, mask=mask, eviction_policy="evict_first").to(tl.int16, bitcast=True)
     low = tl.load(low_ptr + offsets, mask=mask, eviction_policy="evict_first")
-    return ((high.to(tl.int32) << 16) + (low.to(tl.int32) << 8)).to(tl.float32, bitcast=True)
+    unsigned = low.to(tl.uint8, bitcast=True).to(tl.int32) << 8  # 2^15 too much without the exclusive or
+    return (((high.to(tl.int32) << 16 | unsigned) ^ 0x8000) - 0x8000).to(tl.float32, bitcast=True)
 
 
 @jit
 def store_split(high_ptr: tl.tensor, low_ptr: tl.tensor, offsets: tl.tensor, x: tl.tensor, mask: tl.tensor) -> None:
     """Store the parts of fp32 numbers at these offsets."""
     bits = x.to(tl.uint32, bitcast=True)
-    rounded = bits + 0x80
-    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    high = tl.where(is_nan, (bits >> 16) | 0x40, (rounded + 0x8000) >> 16)
-    low = tl.where(is_nan, 0, (rounded >> 8) & 0xFF)
+    rounded = tl.where(x == x, bits + 0x80, 0x7FC00000)  # any NaN is this one
+    high, low = (rounded + 0x8000) >> 16, rounded >> 8
     tl.store(high_ptr + offsets, high.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=mask)
     tl.store(low_ptr + offsets, low.to(tl.uint8).to(tl.int8, bitcast=True), mask=mask)
 

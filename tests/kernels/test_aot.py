@@ -267,6 +267,7 @@ def test_no_argument_is_confined_to_32_bits():
         ({"spilled": 8}, "8 bytes are spilled"),
         ({"widths": {"param": [128, 32]}}, "param is accessed 32 bits at a time, not 128"),
         ({"bytes": 30.0}, "30.0 bytes per element are moved, by the formula 28.0625"),
+        ({"divisions": ["div.s64"]}, "64-bit integers are divided: div.s64"),
         ({"inexact": ["div.full.f32"]}, "not exact: div.full.f32"),
     ],
 )

@@ -49,3 +49,14 @@ def test_rows_and_nothing_beyond_them():
     dequantize_reference(expected, codes, scales)
     assert_same_bits(out[:288], expected)
     assert (out[288:] == 7).all()
+
+
+def test_rows_that_take_several_programs_and_lie_gigabytes_apart():
+    """The last row starts behind 2^31 codes, of which only those that are used are backed by memory."""
+    rows, numel, apart = 4, 16_384 + 96, 2**30
+    codes = torch.empty((rows - 1) * apart + numel, dtype=torch.int8).as_strided((rows, numel), (apart, 1))
+    scales = torch.randint(0, 256, (rows, numel // 32), dtype=torch.uint8)
+    codes.copy_(torch.randint(-127, 128, (rows, numel), dtype=torch.int8))
+    out = torch.empty(rows * numel)
+    dequantize(out, codes, scales)
+    assert_same_bits(out, read(codes, scales, by=dequantize_reference))
