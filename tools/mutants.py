@@ -228,9 +228,9 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/grads/bucket.py",
         "condition",
-        "if buffer.padding != _padding(flat):",
-        "if False:",
-        "gradients of another layout lie in the padding of a bucket that is kept",
+        "            if gaps:\n",
+        "            if False:\n",
+        "what no gradient fills is not zero where gradients are copied on a stream",
     ),
     (
         "shardlite/params/buffers.py",
@@ -648,8 +648,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/build/timeline.py",
         "comparison",
-        "not root and self._held() >= BUCKETS",
-        "not root and self._held() > BUCKETS",
+        "for unit in self.full) >= BUCKETS",
+        "for unit in self.full) > BUCKETS",
         "the plan has one bucket more than the library",
     ),
     (
@@ -966,6 +966,27 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "self._held() >= BUCKETS)",
         "self._held() > BUCKETS)",
         "a backward holds one more bucket than it may",
+    ),
+    (
+        "shardlite/grads/order.py",
+        "condition",
+        "        if not self.in_step():\n",
+        "        if True:\n",
+        "a host polls in each backward on a GPU",
+    ),
+    (
+        "shardlite/grads/reducer.py",
+        "condition",
+        "        if last is not None and last.unit is not unit:\n",
+        "        if False:\n",
+        "ranks that part in a backward wait for each other for good where streams wait",
+    ),
+    (
+        "shardlite/weights/coordination.py",
+        "condition",
+        "now.beyond or {*round_.needed} != {ordered}",
+        "now.beyond",
+        "streams wait for reductions though a rank has left out units in its forward",
     ),
     (
         "shardlite/grads/order.py",

@@ -62,6 +62,14 @@ def test_a_page_has_question_place_command_plot_and_table(tmp_path, capsys):
     ]
 
 
+def test_a_first_row_without_the_number_has_no_bar(tmp_path):
+    pytest.importorskip("matplotlib", reason="the plots need it")
+    text = report(tmp_path, [{**STEP, "system": "ddp", "note": "it was not timed"}, *STEPS])
+    (svg,) = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
+    assert "FSDP2" in svg
+    assert "it was not timed" in text
+
+
 def test_rows_of_an_unknown_bench_are_all_shown(tmp_path):
     pytest.importorskip("matplotlib", reason="the plots need it")
     text = report(tmp_path, UNKNOWN)

@@ -111,8 +111,8 @@ def _style(name: str) -> Any:
 
 def _panels(figure: Figure, run: Run, bench: Bench, values: Sequence[str]) -> None:
     """Draw a panel of bars for each key. Keys of a single row with one unit share a panel, with a bar for each."""
-    units = {unit(key, [run[0][key]])[1] for key in values}
-    if len(run) == 1 and len(values) > 1 and len(units) == 1 and "" not in units:
+    units = {unit(key, [run[0][key]])[1] for key in values} if len(run) == 1 else set()
+    if len(values) > 1 and len(units) == 1 and "" not in units:
         run = [{"name": title(key), values[0]: run[0][key]} for key in values]
         bench, values = Bench(question=bench.question, labels=("name",)), values[:1]
     panels = [_bars(run, bench, key) for key in values]
