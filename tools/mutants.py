@@ -1103,8 +1103,8 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/comm/transport/group_collectives.py",
         "call",
-        "super()._run(what, call, *map(_on_same_memory, tensors))",
-        "super()._run(what, call, *tensors)",
+        "super()._begin(what, call, *map(_on_same_memory, tensors)).wait()",
+        "super()._begin(what, call, *tensors).wait()",
         "gloo's threads keep buffers, which then seem to be used by the program",
     ),
     (

@@ -304,16 +304,13 @@ def _reduce_rows(full: Tensor, transport: WholeCollectives, cut: Cut, finish: La
     if transport.sums(cut):
         finish(0, transport.reduce_scatter(full, staging), None)
         return
-    start, stop = cut.bounds[transport.rank]
-    for part in transport.slices(cut, full.itemsize, cut.grain):
-        rows = transport.exchange_rows(full, cut, part, staging)
-        if part[0] >= stop - start:
-            continue
+    own = full[slice(*cut.bounds[transport.rank])]
+    first = None if transport.algorithm == "halving" else (transport.rank + 1) % transport.world_size
+    for start, rows in transport.rows(full, cut, staging):
         if len(rows) < transport.world_size:  # the other's of two ranks, to which this rank's own is added
-            finish(part[0], rows[0], full[start:stop][slice(*part)])
+            finish(start, rows[0], own[start : start + rows.shape[1]])
         else:
-            first = None if transport.algorithm == "halving" else (transport.rank + 1) % transport.world_size
-            finish(part[0], rows, None, first)
+            finish(start, rows, None, first)
 
 
 def _is_flag(full: Tensor) -> bool:
