@@ -146,10 +146,10 @@ def test_an_operation_is_one_message_on_any_number_of_ranks(cluster, in_backward
 
 
 def reduce_in_slices(transport, cases, divisor):
-    with patch.object(transport, "room", 400):
+    with patch.object(transport, "room", 512):
         case = max(cases, key=lambda case: case.numel)
         needed = staging_numel(case.numel, transport, case.dtype, cuts=case.cuts)
-        assert needed * case.dtype.itemsize <= 3 * 400
+        assert needed * case.dtype.itemsize <= 3 * 512
         cut = cut_up("reduce-scatter", case.numel, case.dtype, transport, case.cuts, None)
         assert len(transport.slices(cut, case.dtype.itemsize, 1)) > 3, "slots are used again"
         return reduce_everything(transport, cases, divisor)
@@ -162,7 +162,7 @@ def test_long_rows_go_in_slices(cluster, size):
     Gloo is at the end of a transfer before the next one starts. That slices do not overtake each other where they
     overlap is shown in `tests/comm/streams`.
     """
-    cases = cases_for(size, FLOATS) + [Case(n * size, dtype, 1 << 20) for n in (333, 666) for dtype in FLOATS]
+    cases = cases_for(size, FLOATS) + [Case(n * size, dtype, 1 << 20) for n in (333, 1000) for dtype in FLOATS]
     results = run("whole", cluster, reduce_in_slices, size, cases, size)
     for i, case in enumerate(cases):
         total = ring_sum(size, case, size)
