@@ -317,7 +317,8 @@ class _Operators(TorchDispatchMode):
             for each in tree_leaves(value):
                 if isinstance(each, Tensor):
                     self._gpu.access(each, name, writes=writes)
-        for each in tree_leaves(out):
+        is_argument = any(each.alias_info is not None for each in schema.returns)
+        for each in () if is_argument else tree_leaves(out):
             if isinstance(each, Tensor):
                 if "empty" in name:
                     self._gpu.memory_of(each)
