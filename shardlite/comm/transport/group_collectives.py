@@ -155,8 +155,10 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         word = _word(full, room, full.numel() // ranks)
         slots = room[: _SLOTS * numel].view(word).view(_SLOTS, _row_count(ranks), -1).unbind()
         pieces = torch.split(full.view(word).view(ranks, -1), slots[0].shape[1], 1)
-        for k, ((start, _), piece) in enumerate(zip(slices, pieces, strict=True)):
-            rows, sent = (_rows_in(slots[place % _SLOTS], piece.shape[1]) for place in (1 - k, -k))
+        for k, ((start, stop), piece) in enumerate(zip(slices, pieces, strict=True)):
+            rows, sent = slots[(1 - k) % _SLOTS], slots[-k % _SLOTS]
+            if stop - start < slices[0][1]:  # the last one
+                rows, sent = (_shortened(slot, piece.shape[1]) for slot in (rows, sent))
             if ranks == 2:
                 sent = piece[1 - self.rank :][:1]
             else:
@@ -281,10 +283,8 @@ def _word(full: Tensor, room: Tensor, segment: int) -> torch.dtype:
     return torch.uint8 if any(place * full.itemsize % 8 for place in places) else torch.int64
 
 
-def _rows_in(slot: Tensor, length: int) -> Tensor:
-    """Return the begin of a slot [W, S] as rows [W, length]: the last slice may be shorter."""
-    if slot.shape[1] == length:
-        return slot
+def _shortened(slot: Tensor, length: int) -> Tensor:
+    """Return the begin of a slot [W, S] as rows [W, length]."""
     return slot.view(-1)[: len(slot) * length].view(-1, length)
 
 

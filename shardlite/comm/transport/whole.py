@@ -117,8 +117,8 @@ class WholeCollectives(Transport):
         raise NotImplementedError
 
 
-_ALIGNED = 32
-"""Elements: slices are multiples of so many, so that all rows begin at multiples of 32 bytes or more."""
+SHORTEST = 32
+"""Elements of the shortest slice. Longer ones are multiples, so that rows begin at multiples of 32 bytes or more."""
 
 
 @lru_cache(maxsize=1024)
@@ -127,7 +127,7 @@ def slices_of(longest: int, rows: int, itemsize: int, grain: int, room: int) -> 
 
     They are as few as that takes, and all but the last have one length.
     """
-    unit = max(grain, _ALIGNED)
+    unit = max(grain, SHORTEST)
     most = max(room // (rows * itemsize * unit), 1) * unit
     count = -(-longest // most)
     length = -(-longest // (max(count, 1) * unit)) * unit
