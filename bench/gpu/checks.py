@@ -21,7 +21,7 @@ from torch import Tensor
 from bench.gpu.report import Report, synchronize
 from bench.support.ranks import only_rank
 from shardlite.comm.chunking import Cut, cut_up
-from shardlite.comm.transport.group_collectives import GroupCollectives, NcclCollectives
+from shardlite.comm.transport.group_collectives import GlooCollectives, GroupCollectives, NcclCollectives
 from shardlite.comm.transport.reconnect import reconnect
 
 CALLS = 100
@@ -77,10 +77,9 @@ def nccl(report: Report) -> None:
 
 def _transport(group: dist.ProcessGroup, connection: str, *, dry: bool) -> GroupCollectives:
     """Return the library's transport over NCCL; dry, over gloo."""
-    if connection == "own":
-        made = reconnect(group, "gloo" if dry else "nccl", timedelta(seconds=20))
-        return NcclCollectives(made)
-    return NcclCollectives(group)
+    timeout = timedelta(seconds=20)
+    made = reconnect(group, "gloo" if dry else "nccl", timeout) if connection == "own" else group
+    return GlooCollectives(made, timeout) if dry else NcclCollectives(made)
 
 
 Collective = Callable[[Tensor, Tensor], None]

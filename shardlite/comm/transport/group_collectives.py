@@ -5,7 +5,8 @@
                rows in the order of the ring (`shardlite_kernels.add_rows`). Of two ranks, each receives one row and
                adds its own from the bucket (`shardlite_kernels.hop`)
 
-So the bits are those of the ring, at a number of calls that does not depend on the number of ranks. Over NCCL, where a
+So the bits are those of the ring, at a number of calls that does not depend on the number of ranks. A long reduction
+goes in slices of all segments; over NCCL one is transferred while the one before is added. Over NCCL, where a
 message costs the host more than a whole collective, and over gloo. Such calls have no tags: all ranks must make them in
 one order, so each queue of operations has a connection of its own (`reconnect.py`). That is a backend, so its methods
 are called, and not the functions of `torch.distributed`, which take process groups.
@@ -142,7 +143,8 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         """Start to exchange slices of equal segments; yield the start of each, its rows, and what to wait for.
 
         Three slots take turns. A copy is behind the addition that frees its slot, for both run on the current stream.
-        A transfer is behind the transfers before it and behind the copy that it sends, so behind that addition, too.
+        A transfer is behind the one before it, in the order of NCCL's stream, and behind the copy that it sends, so
+        behind that addition, too.
 
                      transfer 0   transfer 1      transfer 2      transfer 3
             slot 0   sent 0       rows 1          add 1, copy 3   sent 3
@@ -334,4 +336,7 @@ class GlooCollectives(GroupCollectives, GlooTransport):
 
 
 class NcclCollectives(GroupCollectives, NcclTransport):
-    """Collectives of CUDA tensors over `group`, on the current stream, so that a priority of that stream holds."""
+    """Collectives of CUDA tensors over `group`, on the current stream, so that a priority of that stream holds.
+
+    Slices of a reduction are exchanged on NCCL's own stream, to which `reconnect` gives a high priority.
+    """

@@ -64,10 +64,10 @@ def over_gloo(name: str, rank: int, size: int, timeout: timedelta) -> Backend:
 
 
 def _options(group: dist.ProcessGroup, name: str, timeout: timedelta) -> Any:
-    """Return the options of the group's own connections, under another name."""
+    """Return the options of the group's own connections, under another name and with a high priority."""
     theirs: Any = group._get_backend(torch.device("cuda")).options
     options: Any = dist.ProcessGroupNCCL.Options()
-    options.is_high_priority_stream = theirs.is_high_priority_stream
+    options.is_high_priority_stream = True  # slices of reductions run on its stream, beside the backward
     options.config = theirs.config
     options.global_ranks_in_group = dist.get_process_group_ranks(group)
     options.group_name = f"shardlite {name}"

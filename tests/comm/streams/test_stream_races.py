@@ -61,13 +61,14 @@ BUCKET = 160 << 10
         (4, BUCKET // 3, {"aten.copy_.default": 2 * BUCKET, "all-to-all": 2 * BUCKET, "add": BUCKET + BUCKET // 4}),
         (4, BUCKET // 2, {"all-to-all": 2 * BUCKET, "add": BUCKET + BUCKET // 4}),
         (2, BUCKET // 10, {"all-to-all": BUCKET, "add": BUCKET + BUCKET // 2}),
+        (4, None, {"reduce-scatter": BUCKET + BUCKET // 4, "add": BUCKET // 2}),
     ],
-    ids=["ten slices", "three slices", "at once", "five slices, two ranks"],
+    ids=["ten slices", "three slices", "at once", "five slices, two ranks", "fast"],
 )
 def test_the_memory_traffic_of_a_reduction(ranks, room, moved):
-    """As `docs/rings.md` counts it: `5 + 1/W` buckets in slices, `3 + 1/W` at once, and 2.5 of two ranks."""
+    """As `docs/rings.md` counts it: `5 + 1/W` in slices, `3 + 1/W` at once, 2.5 of two ranks, `1 + 3/W` by NCCL."""
     gpu = Gpu()
-    gpu.room = room
+    gpu.room = room or gpu.room
 
     def add(out, *sources):
         gpu.current().launch()
@@ -78,6 +79,7 @@ def test_the_memory_traffic_of_a_reduction(ranks, room, moved):
 
     with gpu.ranks(ranks), mock.patch.multiple(collectives, add_rows=add, hop=add):
         transport, numel = simulated_gpu._Collectives(gpu, None), BUCKET // 4
+        transport.fast = room is None
         full, out = torch.empty(numel), torch.empty(numel // ranks)
         staging = torch.empty(collectives.staging_numel(numel, transport, full.dtype))
         collectives.reduce_scatter(full, transport, out=out, staging=staging)

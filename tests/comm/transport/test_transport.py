@@ -605,7 +605,7 @@ class FakeNccl:
 
 def reconnect_over_nccl(group):
     theirs = FakeNccl.Options()
-    theirs.is_high_priority_stream, theirs.config = True, "two channels"
+    theirs.config = "two channels"
     with (
         patch.object(dist, "ProcessGroupNCCL", FakeNccl, create=True),
         patch.object(dist.ProcessGroup, "_get_backend", lambda group, device: SimpleNamespace(options=theirs)),
@@ -621,6 +621,7 @@ def reconnect_over_nccl(group):
 
 
 def test_connections_over_nccl_have_the_options_of_the_group_and_are_closed_at_the_end(cluster):
+    """But for the priority of their streams: slices of reductions run there, beside the backward."""
     options = {
         **{"is_high_priority_stream": True, "config": "two channels", "global_ranks_in_group": [0, 1]},
         **{"group_name": "", "_timeout": timedelta(seconds=9)},
