@@ -5,11 +5,13 @@
                rows in the order of the ring (`shardlite_kernels.add_rows`). Of two ranks, each receives one row and
                adds its own from the bucket (`shardlite_kernels.hop`)
 
-So the bits are those of the ring, at a number of calls that does not depend on the number of ranks. A long reduction
-goes in slices of all segments; over NCCL one is transferred while the one before is added. Over NCCL, where a
-message costs the host more than a whole collective, and over gloo. Such calls have no tags: all ranks must make them in
-one order, so each queue of operations has a connection of its own (`reconnect.py`). That is a backend, so its methods
-are called, and not the functions of `torch.distributed`, which take process groups.
+So the bits are those of the ring, at a number of calls that does not depend on the number of ranks. Over NCCL, where a
+message costs the host more than a whole collective, and over gloo. A long reduction goes in slices of all segments; over
+NCCL one is transferred while the one before is added.
+
+Such calls have no tags: all ranks must make them in one order, so each queue of operations has a connection of its own
+(`reconnect.py`). That is a backend, so its methods are called, and not the functions of `torch.distributed`, which take
+process groups.
 
 Legend: `W` ranks, `n` elements in the full buffer, `S` elements of the longest segment.
 """
