@@ -6,8 +6,8 @@
                adds its own from the bucket (`shardlite_kernels.hop`)
 
 So the bits are those of the ring, at a number of calls that does not depend on the number of ranks. Over NCCL, where a
-message costs the host more than a whole collective, and over gloo. A long reduction goes in slices of all segments; over
-NCCL one is transferred while the one before is added.
+message costs the host more than a whole collective, and over gloo. A long reduction goes in slices of all segments;
+over NCCL one is transferred while the one before is added.
 
 Such calls have no tags: all ranks must make them in one order, so each queue of operations has a connection of its own
 (`reconnect.py`). That is a backend, so its methods are called, and not the functions of `torch.distributed`, which take
