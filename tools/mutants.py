@@ -1108,6 +1108,13 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
         "gloo's threads keep buffers, which then seem to be used by the program",
     ),
     (
+        "shardlite/comm/transport/group_collectives.py",
+        "constant",
+        "_SLOTS = 3",
+        "_SLOTS = 2",
+        "a slice is copied to where rows of the one before are still to be added",
+    ),
+    (
         "shardlite/comm/transport/reconnect.py",
         "index",
         'f"another connection over {backend}", timeout)[0]',
