@@ -7,7 +7,8 @@ starts its ranks itself. The rows go to `bench/results/host-Nranks.jsonl`, one J
     python -m bench.host --fake 8 64 512
 
 measures rank 0 of fake groups of so many ranks instead (`bench.support.fake_group`), where all that is left is what the
-host does. The rows go to `bench/results/host-fake.jsonl`.
+host does. It also reduces the gradients of a block of Llama 3 8B, which go in slices; each has as few elements as can
+be, for they are moved by the GPU. The rows go to `bench/results/host-fake.jsonl`.
 
 | key | what it is |
 |---|---|
@@ -18,6 +19,9 @@ host does. The rows go to `bench/results/host-fake.jsonl`.
 | `cpu_us_per_unit_p20`, `_p50`, `_p80` | microseconds of CPU time of a step per block, on a fake group |
 | `launches_per_unit` | kernels, copies and collectives of a step per block, of the model and the optimizer, too |
 | `cpu_vs_fsdp2` | `cpu_us_per_unit_p50` as a part of FSDP2's |
+| `cpu_us_p20`, `_p50`, `_p80` | microseconds of CPU time of one reduction of the block |
+| `launches` | kernels, copies and collectives of one such reduction |
+| `staging_bytes` | what its staging buffer has on a GPU |
 
 `many` has 48 blocks so small that computing them costs next to nothing, so a step is what the library does around
 them. Systems take steps in turn, and their results are compared before (`bench.support.check`).
@@ -38,19 +42,26 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.support.check import verify
-from bench.support.fake_group import all_reduce_bucket, as_over_nccl, fake_group, launches
-from bench.support.measure import WARM_UP, largest, percentile, quantiles, rotated
+from bench.support.fake_group import all_reduce_bucket, as_over_nccl, connect_as_over_nccl, fake_group, launches
+from bench.support.measure import WARM_UP, largest, percentile, quantiles, rotated, seconds
 from bench.support.ranks import add_table, on_ranks, options_of_ranks, report
 from bench.support.systems import SYSTEMS, TRANSPORTS, Trainer
 from bench.support.table import Columns, Row, cells_of, markdown_table, read_rows
-from bench.support.workloads import WORKLOADS, Batch, Workload
+from bench.support.workloads import LLAMA_BLOCK_NUMEL, WORKLOADS, Batch, Workload
 from shardlite.apps.footprint.machine import machine
 from shardlite.apps.footprint.systems import OPTIMIZER
+from shardlite.comm.collectives import reduce_scatter, staging_numel
+from shardlite.comm.transport.group_collectives import NcclCollectives, rows_numel, slices_in
+from shardlite.comm.transport.whole import SHORTEST
+from shardlite.config import Route
 
 CHOSEN = ("floor", "ddp", "fsdp2", "stage0", "stage3")
 CHOSEN_ON_FAKE = ("floor", "ddp", "fsdp2", *TRANSPORTS)
 COUNTED = 5
 """Steps over which Python calls are averaged."""
+
+_FP32 = 4  # bytes
+_GRAIN = 1024  # elements of a block of statistics on a GPU
 
 _REAL: Columns = {
     "model": lambda row: row["model"],
@@ -66,6 +77,17 @@ _FAKE: Columns = {
     "CPU us per unit": lambda row: f"{row['cpu_us_per_unit_p50']}",
     "launches per unit": lambda row: f"{row['launches_per_unit']}",
     "/ FSDP2's": lambda row: f"{row['cpu_vs_fsdp2']}",
+}
+
+
+_BLOCK: Columns = {
+    "reduction": lambda row: row["reduce"],
+    "ranks": lambda row: f"{row['ranks']}",
+    "slices": lambda row: f"{row['slices']}",
+    "CPU us": lambda row: f"{row['cpu_us_p50']:.0f}",
+    "p20 to p80": lambda row: f"{row['cpu_us_p20']:.0f} to {row['cpu_us_p80']:.0f}",
+    "launches": lambda row: f"{row['launches']}",
+    "staging, MiB": lambda row: f"{row['staging_bytes'] / 2**20:.0f}",
 }
 
 
@@ -131,6 +153,39 @@ def measure_on_fake(workload: Workload, rounds: int, world_size: int) -> list[Ro
     return _beside_fsdp2(rows, "cpu_us_per_unit_p50", "cpu_vs_fsdp2")
 
 
+def measure_block_on_fake(rounds: int, world_size: int) -> list[Row]:
+    """Count and time reductions of a block's gradients on rank 0 of a fake group; return a row for each kind."""
+    shard = -(-LLAMA_BLOCK_NUMEL // world_size)
+    shape = shard, world_size, _FP32, _GRAIN
+    slices, staged = slices_in(*shape), rows_numel(*shape)
+    rows: list[Row] = []
+    with fake_group(world_size) as group, as_over_nccl():
+        for reduce in ("exact", "fast"):
+            transport = connect_as_over_nccl(group, Route(transport="collectives", reduce=reduce))
+            assert isinstance(transport, NcclCollectives)
+            transport.room = 1  # as many slices, of as few elements as can be
+            full, out = torch.zeros(world_size * len(slices) * SHORTEST), torch.zeros(len(slices) * SHORTEST)
+            staging = torch.zeros(staging_numel(len(full), transport, full.dtype))
+            call = partial(reduce_scatter, full, transport, out=out, divisor=world_size, staging=staging)
+            spent = [1e6 * seconds(call, full.device)[1] for _ in range(WARM_UP + rounds)][WARM_UP:]
+            rows.append(
+                {
+                    "bench": "host-block",
+                    "words": f"reduction of {LLAMA_BLOCK_NUMEL:,} gradients in fp32, a block of Llama 3 8B",
+                    "reduce": reduce,
+                    "ranks": world_size,
+                    "slices": len(slices) if reduce == "exact" else 1,
+                    "staging_bytes": _FP32 * (staged if reduce == "exact" else shard),
+                    "threads": torch.get_num_threads(),
+                    "rounds": rounds,
+                    **machine(),
+                    **quantiles("cpu_us", spent, 1),
+                    "launches": launches(call),
+                }
+            )
+    return rows
+
+
 def _beside_fsdp2(rows: Sequence[Row], key: str, ratio: str) -> list[Row]:
     """Add to each row its `key` as a part of FSDP2's, under the name `ratio`."""
     fsdp2 = next(row for row in rows if row["system"] == "fsdp2")
@@ -175,11 +230,10 @@ def calls_per_step(trainer: Trainer, batch: Batch) -> float:
 
 
 def render(rows: Sequence[Row]) -> str:
-    """Return a table for people for each kind of rows: those of real ranks, then those of fake groups."""
-    fake = [row for row in rows if row["bench"] == "host-fake"]
-    real = [row for row in rows if row["bench"] == "host"]
-    tables = [cells_of(columns, some) for columns, some in ((_REAL, real), (_FAKE, fake)) if some]
-    return "\n\n".join(map(markdown_table, tables))
+    """Return a table for people for each kind of rows: of real ranks, of fake groups, and of a block's reduction."""
+    kinds = {"host": _REAL, "host-fake": _FAKE, "host-block": _BLOCK}
+    found = {kind: [row for row in rows if row["bench"] == kind] for kind in kinds}
+    return "\n\n".join(markdown_table(cells_of(kinds[kind], some)) for kind, some in found.items() if some)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -197,6 +251,7 @@ def main(arguments: Sequence[str]) -> int:
         torch.set_num_threads(1)
         torch.set_flush_denormal(True)  # weights mean nothing there
         every = [row for ranks in options.fake for row in measure_on_fake(WORKLOADS["many"], options.steps, ranks)]
+        every += [row for ranks in options.fake for row in measure_block_on_fake(10 * options.steps, ranks)]
         report(every, options.out / "host-fake.jsonl", render)
         return 0
     return on_ranks("bench.host", options.ranks, arguments, partial(_run_rank, options))

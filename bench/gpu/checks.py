@@ -22,7 +22,7 @@ from bench.gpu.report import Report, synchronize
 from bench.support.ranks import only_rank
 from shardlite.comm.chunking import Cut, cut_up
 from shardlite.comm.transport.communicators import communicator
-from shardlite.comm.transport.group_collectives import GroupCollectives, NcclCollectives
+from shardlite.comm.transport.group_collectives import GlooCollectives, GroupCollectives, NcclCollectives
 from shardlite.comm.transport.reconnect import reconnect
 from shardlite.config import Route
 
@@ -79,12 +79,10 @@ def nccl(report: Report) -> None:
 
 def _transport(group: dist.ProcessGroup, connection: str, *, dry: bool) -> GroupCollectives:
     """Return the library's transport over NCCL; dry, over gloo."""
-    if connection == "group":
-        return NcclCollectives(group)
-    limit = timedelta(seconds=20)
-    return NcclCollectives(
-        reconnect(group, limit) if dry else communicator(group, torch.device("cuda"), limit, Route())
-    )
+    timeout, own = timedelta(seconds=20), connection == "own"
+    if dry:
+        return GlooCollectives(reconnect(group, timeout) if own else group, timeout)
+    return NcclCollectives(communicator(group, torch.device("cuda"), timeout, Route()) if own else group)
 
 
 Collective = Callable[[Tensor, Tensor], None]
@@ -103,6 +101,12 @@ def _collectives(transport: GroupCollectives) -> dict[str, Collective]:
     def split_exchange(source: Tensor, target: Tensor) -> None:
         transport._all_to_all(target, source, [target.nbytes], [source.nbytes])
 
+    def slices(source: Tensor, target: Tensor) -> None:
+        transport.room = source.nbytes // 8
+        room = target.new_empty(transport.rows_numel(_cut(source, transport), source.itemsize, 1))
+        for start, rows in transport.rows(source, _cut(source, transport), room):
+            target[start : start + rows.shape[1]] = rows[0]
+
     def reduce_scatter(source: Tensor, target: Tensor) -> None:
         transport.reduce_scatter(source, target)
 
@@ -118,6 +122,7 @@ def _collectives(transport: GroupCollectives) -> dict[str, Collective]:
         "all-gather": gather,
         "all-to-all": exchange,
         "all-to-all, split": split_exchange,
+        "all-to-all, eight slices": slices,
         "reduce-scatter": reduce_scatter,
         "all-reduce": all_reduce,
         "broadcast": broadcast,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -93,8 +93,19 @@ class Sleeps:
         self._beside: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
         """For each stream one on which targets are filled, so that streams stay independent of each other."""
 
-    def __call__(self, name: str, target: Tensor, source: Tensor, *_: Any) -> None:
-        """Sleep on the current stream."""
+        self._exchanges: torch.cuda.Stream | None = None
+
+    def __call__(self, name: str, target: Tensor, source: Tensor, *rest: Any) -> Any:
+        """Sleep on the current stream or, if an exchange is waited for later, on one of NCCL's."""
+        if not (self._on_gpu and name == "alltoall_base" and rest[-1].asyncOp):
+            return self._sleep(name, target, source)
+        self._exchanges = self._exchanges or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._exchanges.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._exchanges):
+            self._sleep(name, target, source)
+            return _Asleep(self._exchanges.record_event())
+
+    def _sleep(self, name: str, target: Tensor, source: Tensor) -> None:
         self.calls[name] += 1
         place = (target.data_ptr(), target.nbytes)
         if self.awake and place in self._seen:
@@ -130,6 +141,17 @@ class Sleeps:
             else:
                 count = min(len(out), len(own))
                 out[:count].copy_(own[:count])
+
+
+class _Asleep(NamedTuple):
+    """An exchange in flight."""
+
+    end: torch.cuda.Event
+
+    def wait(self) -> bool:
+        """Put the current stream behind it."""
+        torch.cuda.current_stream().wait_event(self.end)
+        return True
 
 
 def _in_wide_elements(out: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,6 +31,7 @@ from bench.kernels.timing import Clock, DeviceClock, HostClock, Work, bandwidth_
 from bench.kernels.work import works
 from bench.support.fake_group import fake_group
 from bench.support.measure import percentile
+from bench.support.workloads import LLAMA_BLOCK_NUMEL
 from shardlite.apps.plan.links import MODEL, numel_of
 from shardlite.apps.plan.presets import PRESETS
 from shardlite.comm import collectives
@@ -39,9 +40,6 @@ from shardlite.comm.transport.two_level import TwoLevelCollectives
 
 RANKS = 4
 """Virtual ranks of the ring kernel, a stream each."""
-
-BLOCK_NUMEL = 218_112_000
-"""Parameters of a block of Llama 3 8B."""
 
 _ROUNDS = 8
 _WARM_UP = 2
@@ -170,7 +168,7 @@ def bandwidth(report: Report) -> None:
     report(kernel="copy", numel=copy.moved // 8, gbps=round(ceiling, 1), **ms)
     known = {(work.operation, work.format): work for work in works(device)}
     torch_fused, ours_chain, theirs_chain = raw_fused(), next(iter(chains())), [*chains()][-2]
-    segment = BLOCK_NUMEL // 8
+    segment = LLAMA_BLOCK_NUMEL // 8
     plan: list[tuple[Work, int]] = [
         (torch_fused, 1 << 27),
         *((known[key], 1 << 27) for key in _LONG),
@@ -207,7 +205,7 @@ def _slices(report: Report) -> None:
 def _slices_at(world_size: int, report: Report) -> None:
     with fake_group(world_size, lambda *_: None) as group:
         transport = NcclCollectives(group)
-        segment = 1024 if report.dry else -(-BLOCK_NUMEL // world_size // 1024) * 1024
+        segment = 1024 if report.dry else -(-LLAMA_BLOCK_NUMEL // world_size // 1024) * 1024
         full = torch.zeros(world_size * segment, device=report.device)
         out = torch.empty(segment, device=report.device)
         needed = collectives.staging_numel(len(full), transport, torch.float32, grain=1024)

@@ -56,8 +56,11 @@ def _launch(*_: Any, **__: Any) -> None:
     _TOKEN.zero_()
 
 
-Replacement = Callable[..., None]
-"""What a collective is replaced by: called with the name of its method, its target, its source, and the rest."""
+Replacement = Callable[..., dist.Work | None]
+"""What a collective is replaced by: called with the name of its method, its target, its source, and the rest.
+
+It returns what to wait for, or `None` if there is nothing.
+"""
 
 
 class HostMessages(GroupCollectives):
@@ -113,8 +116,7 @@ def fake_group(world_size: int, replacement: Replacement = _launch) -> Iterator[
 
         def replacing(name: str) -> Callable[..., dist.Work]:
             def collective(_: dist.ProcessGroup, *arguments: Any, **__: Any) -> dist.Work:
-                replacement(name, *arguments)
-                return done
+                return replacement(name, *arguments) or done
 
             return collective
 

@@ -23,6 +23,7 @@ RENDERERS = {
     "scale": "bench.scale.table:render",
     "host": "bench.host:render",
     "host-fake": "bench.host:render",
+    "host-block": "bench.host:render",
     "checkpoint": "bench.faults.checkpoint:render",
     "kernels": "bench.kernels.table:render",
     "gpu": "bench.gpu.table:render",

@@ -220,6 +220,10 @@ class LlamaBlocks(nn.Module):
         return F.mse_loss(hidden.float(), y.float())
 
 
+LLAMA_BLOCK_NUMEL = 218_112_000
+"""Parameters of a block of Llama 3 8B."""
+
+
 def llama_blocks(name: str, *, layers: int, context: int) -> Workload:
     """Blocks of Llama 3 8B (config.json of meta-llama/Meta-Llama-3-8B), 218.1M parameters each; they learn noise."""
     width = 4096

@@ -305,15 +305,12 @@ def _reduce_rows(full: Tensor, transport: WholeCollectives, cut: Cut, finish: La
     if transport.sums(cut):
         finish(0, transport.reduce_scatter(full, staging), None)
         return
-    start, stop = cut.bounds[transport.rank]
-    for part in transport.slices(cut, full.itemsize, cut.grain):
-        rows = transport.exchange_rows(full, cut, part, staging)
-        if part[0] >= stop - start:
-            continue
+    own = full[slice(*cut.bounds[transport.rank])]
+    for start, rows in transport.rows(full, cut, staging):
         if len(rows) == 1:  # the other's of two ranks, to which this rank's own is added
-            finish(part[0], rows[0], full[start:stop][slice(*part)])
+            finish(start, rows[0], own[start : start + rows.shape[1]])
         else:
-            finish(part[0], rows, None, transport.first_row)
+            finish(start, rows, None, transport.first_row)
 
 
 def _is_flag(full: Tensor, transport: Transport) -> bool:

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from shardlite_kernels import ring_reduce_scatter_reference
+from torch._C._distributed_c10d import AllToAllOptions
 
 from bench.gpu import ROOT, fake_ranks, kernels, pair, run, table
 from bench.gpu.fake_ranks import RANKS, SYSTEMS, Sleeps, Waits, idle
@@ -267,6 +268,18 @@ def test_a_sleep_on_a_gpu_is_ordered_with_its_stream():
             assert target.sum() == 4 << 20
     assert not gpu.races
     assert slept == [int(1e9 * sleeps.seconds)]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_exchange_that_is_waited_for_sleeps_on_a_stream_of_its_own(waits):
+    gpu, rows, sent = Gpu(), torch.empty(8), torch.ones(8)
+    with gpu.ranks(2), mock.patch.object(torch.cuda, "_sleep", create=True):
+        exchange = Sleeps(2, CUDA, cycles=1e9)("alltoall_base", rows, sent, [], [], AllToAllOptions())
+        sent.sum()
+        if waits:
+            assert exchange.wait()
+        rows.sum()
+    assert bool(gpu.races) != waits
 
 
 def test_a_fill_without_order_would_be_a_race():

@@ -14,7 +14,13 @@ from tests.support.ranks.scripts import run_process
 COMMON = set(
     "bench model words units optimizer ranks threads rounds machine torch python date system".split()  # noqa: SIM905
 )
-TIMED = {f"{what}_p{percent}" for what in ("us_per_unit",) for percent in (20, 50, 80)}
+
+
+def _quantiles(what):
+    return {f"{what}_p{percent}" for percent in (20, 50, 80)}
+
+
+TIMED = _quantiles("us_per_unit")
 
 
 FEW = perceptrons("few", blocks=3, width=8, batch=2)
@@ -63,6 +69,30 @@ def test_launches_of_collectives_do_not_depend_on_the_number_of_ranks():
     assert found["p2p", 2] < found["p2p", 16], "a ring has more messages"
     params = 6
     assert found["collectives", 16] <= found["fsdp2", 16] + params
+
+
+A_BLOCK = """
+import json
+from bench.host import measure_block_on_fake, render
+rows = [row for ranks in (8, 64) for row in measure_block_on_fake(1, ranks)]
+print(json.dumps(rows))
+assert render(rows).count("exact") == 2
+"""
+
+
+def test_a_slice_is_a_copy_an_exchange_and_a_kernel_on_any_number_of_ranks():
+    done = run_process("-c", A_BLOCK)
+    assert done.status == 0, done.err
+    rows = json.loads(done.out)
+    common = COMMON - {"model", "units", "optimizer", "system"}
+    assert all(
+        set(row) == common | {"reduce", "slices", "staging_bytes", "launches", *_quantiles("cpu_us")} for row in rows
+    )
+    assert [(row["reduce"], row["ranks"]) for row in rows] == [(way, n) for n in (8, 64) for way in ("exact", "fast")]
+    for row in rows:
+        assert row["launches"] == (3 * row["slices"] if row["reduce"] == "exact" else 2)
+        assert row["slices"] == (14 if row["reduce"] == "exact" else 1)
+        assert row["staging_bytes"] <= 192 << 20
 
 
 @pytest.mark.slow

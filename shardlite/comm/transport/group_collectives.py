@@ -6,15 +6,18 @@
                adds its own from the bucket (`shardlite_kernels.hop`)
 
 So the bits are those of the ring, at a number of calls that does not depend on the number of ranks. Over NCCL, where a
-message costs the host more than a whole collective, and over gloo. Such calls have no tags: all ranks must make them in
-one order, so each queue of operations has a connection of its own (`communicators.py`, over gloo `reconnect.py`). That
-is a backend, so its methods are called, and not the functions of `torch.distributed`, which take process groups.
+message costs the host more than a whole collective, and over gloo. A long reduction goes in slices of all segments;
+over NCCL one is transferred while the one before is added.
+
+Such calls have no tags: all ranks must make them in one order, so each queue of operations has a connection of its own
+(`communicators.py`, over gloo `reconnect.py`). That is a backend, so its methods are called, and not the functions of
+`torch.distributed`, which take process groups.
 
 Legend: `W` ranks, `n` elements in the full buffer, `S` elements of the longest segment.
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any
@@ -26,24 +29,38 @@ from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import Backend
 
 from shardlite.comm.chunking import Cut
-from shardlite.comm.transport.base import Message
+from shardlite.comm.transport.base import Completed, Message, Pending
 from shardlite.comm.transport.process_group import GlooTransport, GroupTransport, InFlight, NcclTransport, Posted
 from shardlite.comm.transport.whole import WholeCollectives, as_bytes, slices_of
 from shardlite.errors import CommError
 from shardlite.telemetry import Ledger
 
 ROOM = 64 << 20
-"""Maximum bytes of the rows of a reduction. A longer one goes in slices, one after the other."""
+"""Maximum bytes of the rows of a slice."""
+
+_SLOTS = 3
+"""Slots of the staging buffer of a reduction in slices, each for the rows of one."""
+
+
+@lru_cache(maxsize=1024)
+def slices_in(longest: int, world_size: int, itemsize: int, grain: int, room: int = ROOM) -> Sequence[tuple[int, int]]:
+    """Return the ranges of elements of each segment that go at once: all if the slots together take its rows."""
+    count = _row_count(world_size)
+    whole = count * longest * itemsize <= _SLOTS * room
+    return slices_of(longest, count, itemsize, grain, _SLOTS * room if whole else room)
 
 
 @lru_cache(maxsize=1024)
 def rows_numel(longest: int, world_size: int, itemsize: int, grain: int, room: int = ROOM) -> int:
-    """Return the elements of a row of each rank, and of what is sent in slices; of two ranks, of the other's row."""
-    slices = slices_of(longest, world_size, itemsize, grain, room)
-    numel = max((stop - start for start, stop in slices), default=0)
-    if world_size == 2:
-        return numel
-    return world_size * numel * (1 if len(slices) <= 1 else 2)
+    """Return the elements of the staging buffer: the rows of a reduction, or a slot for each of three slices."""
+    slices = slices_in(longest, world_size, itemsize, grain, room)
+    numel = _row_count(world_size) * max((stop - start for start, stop in slices), default=0)
+    return numel if len(slices) <= 1 else _SLOTS * numel
+
+
+def _row_count(world_size: int) -> int:
+    """Return how many rows a rank receives: of two, the other's only."""
+    return 1 if world_size == 2 else world_size
 
 
 def _synchronous(options: Any) -> Any:
@@ -54,6 +71,7 @@ def _synchronous(options: Any) -> Any:
 
 _GATHER = _synchronous(c10d.AllgatherOptions())
 _EXCHANGE = _synchronous(c10d.AllToAllOptions())
+_EXCHANGE_BESIDE = c10d.AllToAllOptions()  # on NCCL's own stream, behind the current stream's work so far
 _SUM_SCATTERED = _synchronous(c10d.ReduceScatterOptions())
 _SUM = _synchronous(c10d.AllreduceOptions())
 
@@ -67,6 +85,7 @@ class GroupCollectives(WholeCollectives, GroupTransport):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.room = ROOM
+        self._splits = [] if self.world_size != 2 else [0, 1] if self.rank == 0 else [1, 0]
         self.holder = self._books = Ledger()
 
     def all_gather(self, full: Tensor, cut: Cut) -> None:
@@ -96,11 +115,63 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         memory = as_bytes(full)
         self._run("all-gather", call, memory, memory[start * full.itemsize : stop * full.itemsize])
 
+    def slices(self, cut: Cut, itemsize: int, grain: int) -> Sequence[tuple[int, int]]:
+        """Return the ranges of elements of each segment that go at once."""
+        return slices_in(cut.longest, self.world_size, itemsize, grain, self.room)
+
     def rows_numel(self, cut: Cut, itemsize: int, grain: int) -> int:
-        """Return how many elements `exchange_rows` needs for its rows, and for what it sends if it goes in slices."""
+        """Return how many elements `rows` needs."""
         if self.sums(cut):
             return cut.longest
         return rows_numel(cut.longest, self.world_size, itemsize, grain, self.room)
+
+    def rows(self, full: Tensor, cut: Cut, room: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield this rank's segment of `full` [n] as every rank has it, slice by slice: its start, and rows [W, .].
+
+        Of two ranks it is the other's row only, [1, .]. Over NCCL, if segments have equal lengths, a slice is
+        transferred while the caller adds the one before.
+
+        Raises:
+            CommError: a peer failed or is late.
+        """
+        slices = self.slices(cut, full.itemsize, cut.grain)
+        if len(slices) <= 1 or not cut.even:
+            return super().rows(full, cut, room)
+        return _landed(self._exchanges(full, slices, room))
+
+    def _exchanges(
+        self, full: Tensor, slices: Sequence[tuple[int, int]], room: Tensor
+    ) -> Iterator[tuple[int, Tensor, Pending]]:
+        """Start to exchange slices of equal segments; yield the start of each, its rows, and what to wait for.
+
+        Three slots take turns. A copy is behind the addition that frees its slot, for both run on the current stream.
+        A transfer is behind the one before it, in the order of NCCL's stream, and behind the copy that it sends, so
+        behind that addition, too.
+
+                     transfer 0   transfer 1      transfer 2      transfer 3
+            slot 0   sent 0       rows 1          add 1, copy 3   sent 3
+            slot 1   rows 0       add 0, copy 2   sent 2          rows 3
+            slot 2   copy 1       sent 1          rows 2          add 2, copy 4
+
+        Of two ranks, each sends from the bucket, and nothing is copied.
+        """
+        ranks, numel = self.world_size, _row_count(self.world_size) * slices[0][1]
+        word = _word(full, room, full.numel() // ranks)
+        slots = room[: _SLOTS * numel].view(word).view(_SLOTS, _row_count(ranks), -1).unbind()
+        pieces = torch.split(full.view(word).view(ranks, -1), slots[0].shape[1], 1)
+        for k, ((start, stop), piece) in enumerate(zip(slices, pieces, strict=True)):
+            rows, sent = slots[(1 - k) % _SLOTS], slots[-k % _SLOTS]
+            if stop - start < slices[0][1]:  # the last one
+                rows, sent = (_shortened(slot, piece.shape[1]) for slot in (rows, sent))
+            if ranks == 2:
+                sent = piece[1 - self.rank :][:1]
+            else:
+                sent.copy_(piece)
+            yield start, rows.view(full.dtype), self._begin("all-to-all", self._exchange_beside, rows, sent)
+
+    def _exchange_beside(self, rows: Tensor, sent: Tensor) -> Any:
+        """Start to receive `rows` [W, .] and to send `sent` [W, .], of two ranks [1, .]."""
+        return self._group.alltoall_base(rows, sent, self._splits, self._splits, _EXCHANGE_BESIDE)
 
     def exchange_rows(self, full: Tensor, cut: Cut, part: tuple[int, int], room: Tensor) -> Tensor:
         """Return the elements `part` of this rank's segment as every rank has them in `full` [n]: rows [W, .].
@@ -183,22 +254,50 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         self._run("broadcast", lambda full: self._group.broadcast([full], options), as_bytes(full))
 
     def _run(self, what: str, call: Callable[..., dist.Work | None], *tensors: Tensor) -> None:
-        """Start a collective on tensors [.] and wait for it."""
+        """Run a collective on tensors [.]."""
+        self._begin(what, call, *tensors).wait()
+
+    def _begin(self, what: str, call: Callable[..., dist.Work | None], *tensors: Tensor) -> Pending:
+        """Start a collective on tensors [.]."""
         posted = Posted(self.rank, timeout=self._timeout, collective=what, tensors=tensors)
         try:
             work = call(*tensors)
         except RuntimeError as error:
             raise posted.refused(error) from error
-        if work is not None:
-            InFlight((work,), posted, self._hang_up).wait()
+        return _DONE if work is None else InFlight((work,), posted, self._hang_up)
+
+
+_DONE = Completed()
+
+
+def _landed(exchanges: Iterator[tuple[int, Tensor, Pending]]) -> Iterator[tuple[int, Tensor]]:
+    """Wait for each exchange when the next one has started; yield the start of its slice, and the rows."""
+    start, rows, arriving = next(exchanges)
+    for following in exchanges:
+        arriving.wait()
+        yield start, rows
+        start, rows, arriving = following
+    arriving.wait()
+    yield start, rows
+
+
+def _word(full: Tensor, room: Tensor, segment: int) -> torch.dtype:
+    """Return the dtype as which slices of segments are moved: PyTorch copies strided rows element by element."""
+    places = segment, full.storage_offset(), room.storage_offset()
+    return torch.uint8 if any(place * full.itemsize % 8 for place in places) else torch.int64
+
+
+def _shortened(slot: Tensor, length: int) -> Tensor:
+    """Return the begin of a slot [W, S] as rows [W, length]."""
+    return slot.view(-1)[: len(slot) * length].view(-1, length)
 
 
 def _on_same_memory(tensor: Tensor) -> Tensor:
-    """Return a CPU tensor [n] on the memory of another, without a share in its storage."""
+    """Return a contiguous CPU tensor on the memory of another, without a share in its storage."""
     if tensor.numel() == 0:
         return tensor
     memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    return torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
 
 
 class GlooCollectives(GroupCollectives, GlooTransport):
@@ -228,17 +327,22 @@ class GlooCollectives(GroupCollectives, GlooTransport):
         messages += [Message(segments[self.rank], peer, outgoing=True) for peer in others]
         self.exchange(messages, tag=0).wait()
 
-    def _run(self, what: str, call: Callable[..., dist.Work | None], *tensors: Tensor) -> None:
+    def _begin(self, what: str, call: Callable[..., dist.Work | None], *tensors: Tensor) -> Pending:
+        """Run a collective on tensors [.], to its end."""
         try:
-            super()._run(what, call, *map(_on_same_memory, tensors))
+            super()._begin(what, call, *map(_on_same_memory, tensors)).wait()
         except CommError:
             self._lost.append(tensors)
             raise
+        return _DONE
 
 
 class NcclCollectives(GroupCollectives, NcclTransport):
-    """Collectives of CUDA tensors over `group`, on the current stream, so that a priority of that stream holds."""
+    """Collectives of CUDA tensors over `group`, on the current stream, so that a priority of that stream holds.
 
-    def _run(self, what: str, call: Callable[..., dist.Work | None], *tensors: Tensor) -> None:
+    Slices of a reduction are exchanged on NCCL's own stream, whose priority is the route's.
+    """
+
+    def _begin(self, what: str, call: Callable[..., dist.Work | None], *tensors: Tensor) -> Pending:
         self._take_turn()
-        super()._run(what, call, *tensors)
+        return super()._begin(what, call, *tensors)

@@ -6,7 +6,7 @@ each rank, and one kernel adds them in the order of the ring (`shardlite_kernels
 Legend: `W` ranks, `n` elements in the full buffer, `S` elements of the longest segment.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -24,7 +24,7 @@ class WholeCollectives(Transport):
     """A transport of whole collectives. Like NCCL it has no tags: all ranks call them in one order."""
 
     room: int
-    """Maximum bytes of the rows of a reduction. A longer one goes in slices, one after the other."""
+    """Maximum bytes of the rows of an exchange. A longer reduction goes in slices."""
 
     @property
     def first_row(self) -> int | None:
@@ -60,9 +60,23 @@ class WholeCollectives(Transport):
         return slices_of(cut.longest, self.world_size, itemsize, grain, self.room)
 
     def rows_numel(self, cut: Cut, itemsize: int, grain: int) -> int:
-        """Return how many elements `exchange_rows` needs."""
+        """Return how many elements `rows` needs."""
         slices = self.slices(cut, itemsize, grain)
         return self.world_size * max((stop - start for start, stop in slices), default=0)
+
+    def rows(self, full: Tensor, cut: Cut, room: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield this rank's segment of `full` [n] as every rank has it, slice by slice: its start, and rows [W, .].
+
+        Of two ranks it may be the other's row only, [1, .]. Operations may use the rows that the caller enqueues on the
+        current stream before it asks for the next slice. They are in `room` [`rows_numel(...)`].
+
+        Raises:
+            CommError: a peer failed or is late.
+        """
+        for part in self.slices(cut, full.itemsize, cut.grain):
+            rows = self.exchange_rows(full, cut, part, room)
+            if rows.numel():  # a segment may end before a slice of others begins
+                yield part[0], rows
 
     def exchange_rows(self, full: Tensor, cut: Cut, part: tuple[int, int], room: Tensor) -> Tensor:
         """Return the elements `part` of this rank's segment as every rank has them in `full` [n]: rows [W, .].
@@ -112,11 +126,21 @@ class WholeCollectives(Transport):
         raise NotImplementedError
 
 
+SHORTEST = 32
+"""Elements of the shortest slice. Longer ones are multiples, so that rows begin at multiples of 32 bytes or more."""
+
+
 @lru_cache(maxsize=1024)
-def slices_of(longest: int, world_size: int, itemsize: int, grain: int, room: int) -> Sequence[tuple[int, int]]:
-    """Return the ranges of elements of segments of up to `longest` whose rows fit in `room` bytes."""
-    most = max(room // (world_size * itemsize) // grain * grain, grain)
-    return tuple((start, min(start + most, longest)) for start in range(0, longest, most))
+def slices_of(longest: int, rows: int, itemsize: int, grain: int, room: int) -> Sequence[tuple[int, int]]:
+    """Return ranges of elements of segments of up to `longest`, of each of which `rows` rows fit in `room` bytes.
+
+    They are as few as that takes, and all but the last have one length.
+    """
+    unit = max(grain, SHORTEST)
+    most = max(room // (rows * itemsize * unit), 1) * unit
+    count = -(-longest // most)
+    length = -(-longest // (max(count, 1) * unit)) * unit
+    return tuple((start, min(start + length, longest)) for start in range(0, longest, length or 1))
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

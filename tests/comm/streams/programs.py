@@ -24,12 +24,20 @@ WIDTH = 32
 
 
 class Block(nn.Module):
+    inner = 2 * WIDTH
+
     def __init__(self):
         super().__init__()
-        self.rise, self.fall = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.rise, self.fall = nn.Linear(WIDTH, self.inner), nn.Linear(self.inner, WIDTH)
 
     def forward(self, x):
         return x + self.fall(torch.tanh(self.rise(x)))
+
+
+class Wide(Block):
+    """Its shard has five blocks of statistics on four ranks, and so five slices if these are as short as can be."""
+
+    inner = 8 * WIDTH
 
 
 class Checkpointed(Block):
@@ -256,6 +264,17 @@ def trains(gpu: Gpu, name: str, steps: int = 4) -> None:
     """Train for a few steps, and drop the model."""
     with gpu.ranks(WORLD_SIZE):
         training = Training(**RUNS[name])
+        for _ in range(steps):
+            training.step()
+        del training
+        gc.collect()
+
+
+def reduces_in_slices(gpu: Gpu, name: str, steps: int = 3) -> None:
+    """Train blocks whose reductions go in slices."""
+    gpu.room = 1
+    with gpu.ranks(WORLD_SIZE):
+        training = Training(Wide, **RUNS[name])
         for _ in range(steps):
             training.step()
         del training

@@ -29,9 +29,9 @@ from torch.utils._pytree import tree_leaves
 from bench.support.fake_group import HostMessages, as_one_rank, fake_group
 from shardlite.comm import context
 from shardlite.comm.streams import CudaStreamQueue, ProgramStreams, _HostWork
-from shardlite.comm.transport.base import Message, Pending
+from shardlite.comm.transport.base import Completed, Message, Pending
 from shardlite.comm.transport.communicators import Communicator
-from shardlite.comm.transport.group_collectives import NcclCollectives
+from shardlite.comm.transport.group_collectives import ROOM, NcclCollectives
 from shardlite.comm.transport.process_group import MOST_IN_BATCH, NcclTransport
 from shardlite.config import Route
 
@@ -133,6 +133,9 @@ class Gpu:
 
     def __init__(self, lag: int = 0) -> None:
         self.lag = lag
+        self.room = ROOM
+        """Maximum bytes of the rows of a slice."""
+
         self.races: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
         """How often the host has waited: `query`, `synchronize`, `item`, and for the hosts of other ranks.
@@ -145,6 +148,9 @@ class Gpu:
 
         self.launched: Counter[str] = Counter()
         """Batches and operations of messages, and collectives."""
+
+        self.moved: Counter[str] = Counter()
+        """Bytes that operations have read and written, by the name of the operation."""
 
         self.largest_batch = 0
         self.is_elsewhere = False
@@ -210,6 +216,7 @@ class Gpu:
         if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.numel() == 0:
             return
         stream = stream or self.current()
+        self.moved[what] += tensor.nbytes
         start, stop = _span(tensor)
         now = _Access(start, stop, stream, stream.clock[stream.number], writes, what)
         memory = self.memory_of(tensor)
@@ -372,7 +379,8 @@ class _Operators(TorchDispatchMode):
             for each in tree_leaves(value):
                 if isinstance(each, Tensor):
                     self._gpu.access(each, name, writes=writes)
-        for each in tree_leaves(out):
+        is_argument = any(each.alias_info is not None for each in schema.returns)
+        for each in () if is_argument else tree_leaves(out):
             if isinstance(each, Tensor):
                 self._gpu.access(each, name, writes=True)
         return out
@@ -416,21 +424,37 @@ class _Sent:
 
 
 class _Collectives(NcclCollectives):
-    """Whole collectives on the current stream, over a communicator that may be that of a model which is gone."""
+    """Whole collectives on the current stream, and exchanges beside it on NCCL's own.
+
+    Over a communicator that may be that of a model which is gone.
+    """
 
     def __init__(self, gpu: Gpu, group: dist.ProcessGroup | None) -> None:
         super().__init__(group)
+        self.room = gpu.room
         self._gpu = gpu
+        self._stream = gpu.stream("nccl")
         self._communicator = gpu.communicator()
         self._communicator.lend(self)
 
-    def _run(self, what: str, call: Any, *tensors: Tensor) -> None:
-        del call
-        self._gpu.launched["collectives"] += 1
+    def _begin(self, what: str, call: Any, *tensors: Tensor) -> Pending:
+        gpu, beside = self._gpu, call == self._exchange_beside
+        gpu.launched["collectives"] += 1
         self._take_turn()
-        self._gpu.begin(self._communicator.name)
-        stream = self._gpu.current()
-        self._gpu.collectives.append((stream, stream.clock[stream.number], Counter(stream.clock)))
+        if beside:
+            self._follow(gpu.current())
+        with gpu.on(self._stream) if beside else nullcontext():
+            gpu.begin(self._communicator.name)
+            stream = gpu.current()
+            gpu.collectives.append((stream, stream.clock[stream.number], Counter(stream.clock)))
+            self._carry_out(what, *tensors)
+            return _Sent(gpu, gpu.current().record_event()) if beside else Completed()
+
+    def _follow(self, stream: Stream) -> None:
+        """Put NCCL's own stream behind another (`ProcessGroupNCCL::collective`)."""
+        self._stream.wait_stream(stream)
+
+    def _carry_out(self, what: str, *tensors: Tensor) -> None:
         written, *read = tensors
         for each in read or [written] * (what == "all-reduce"):
             self._gpu.access(each, what, writes=False)

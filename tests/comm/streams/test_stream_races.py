@@ -6,12 +6,14 @@ from unittest import mock
 from weakref import WeakSet
 
 import pytest
+import torch
 
+from shardlite.comm import collectives
 from shardlite.grads import norm, skip_step
 from shardlite.grads.bucket import Bucket
 from shardlite.grads.order import Reductions
 from shardlite.optim import in_backward
-from tests.comm.streams import programs
+from tests.comm.streams import programs, simulated_gpu
 from tests.comm.streams.programs import (
     EVENTS,
     NOT_IN_BACKWARD,
@@ -42,6 +44,49 @@ def by_lag():
 @pytest.mark.parametrize(("name", "lag"), [*by_lag()])
 def test_training(name, lag):
     programs.trains(gpu := Gpu(lag), name)
+    assert_no_race(gpu)
+
+
+@pytest.mark.parametrize("name", ["stage 0", "stage 1", "stage 3", "in_backward, stage 3", "bf16 on the wire"])
+def test_training_with_reductions_in_slices(name):
+    programs.reduces_in_slices(gpu := Gpu(1), name)
+    assert_no_race(gpu)
+
+
+BUCKET = 160 << 10
+"""Bytes: ten slices of 16 KiB, or one."""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "room", "moved"),
+    [
+        (4, BUCKET // 10, {"aten.copy_.default": 2 * BUCKET, "all-to-all": 2 * BUCKET, "add": BUCKET + BUCKET // 4}),
+        (4, BUCKET // 3, {"aten.copy_.default": 2 * BUCKET, "all-to-all": 2 * BUCKET, "add": BUCKET + BUCKET // 4}),
+        (4, BUCKET // 2, {"all-to-all": 2 * BUCKET, "add": BUCKET + BUCKET // 4}),
+        (2, BUCKET // 10, {"all-to-all": BUCKET, "add": BUCKET + BUCKET // 2}),
+        (4, None, {"reduce-scatter": BUCKET + BUCKET // 4, "add": BUCKET // 2}),
+    ],
+    ids=["ten slices", "three slices", "at once", "five slices, two ranks", "fast"],
+)
+def test_the_memory_traffic_of_a_reduction(ranks, room, moved):
+    """As `docs/rings.md` counts it: `5 + 1/W` in slices, `3 + 1/W` at once, 2.5 of two ranks, `1 + 3/W` by NCCL."""
+    gpu = Gpu()
+    gpu.room = room or gpu.room
+
+    def add(out, *sources):
+        gpu.current().launch()
+        gpu.access(out, "add", writes=True)
+        for each in sources:
+            if isinstance(each, torch.Tensor):
+                gpu.access(each, "add", writes=False)
+
+    with gpu.ranks(ranks), mock.patch.multiple(collectives, add_rows=add, hop=add):
+        transport, numel = simulated_gpu._Collectives(gpu, None), BUCKET // 4
+        transport.fast = room is None
+        full, out = torch.empty(numel), torch.empty(numel // ranks)
+        staging = torch.empty(collectives.staging_numel(numel, transport, full.dtype))
+        collectives.reduce_scatter(full, transport, out=out, staging=staging)
+    assert gpu.moved == moved
     assert_no_race(gpu)
 
 
