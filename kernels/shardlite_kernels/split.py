@@ -5,8 +5,9 @@
     low, int8                        mmmmmmmm                 the remainder, which may be negative
 
 As integers, `fp32 bits = high * 65536 + low * 256`. So joining is one addition, splitting a few integer operations, and
-a joined number splits into the same parts again. The error is at most half a unit of the 24th bit, 2^-16 relative. The
-bf16 part is the nearest to the rounded number, which close to a tie may not be the nearest to the original.
+a joined number splits into the same parts again. The error is at most half a unit of the 24th bit, 2^-16 relative, so
+an addend below 2^-17 of a number is lost. The bf16 part is the nearest to the rounded number, which close to a tie, for
+one number in 512, is not the nearest to the original.
 
 Magnitudes within 2^-17 of the largest fp32 number become infinite, and so does the bf16 part of those within 2^-9. A
 NaN is kept separately: rounded like a number it could overflow into zero.
@@ -32,8 +33,7 @@ def load_joined(high_ptr: tl.tensor, low_ptr: tl.tensor, offsets: tl.tensor, mas
     """Return the fp32 numbers whose parts are at these offsets."""
     high = tl.load(high_ptr + offsets, mask=mask, eviction_policy="evict_first").to(tl.int16, bitcast=True)
     low = tl.load(low_ptr + offsets, mask=mask, eviction_policy="evict_first")
-    unsigned = low.to(tl.uint8, bitcast=True).to(tl.int32) << 8  # 2^15 too much without the exclusive or
-    return (((high.to(tl.int32) << 16 | unsigned) ^ 0x8000) - 0x8000).to(tl.float32, bitcast=True)
+    return ((high.to(tl.int32) << 16) + (low.to(tl.int32) << 8)).to(tl.float32, bitcast=True)
 
 
 @jit

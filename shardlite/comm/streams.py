@@ -365,6 +365,8 @@ class CudaStreamQueue:
     @contextmanager
     def beside(self, behind: Moment | None = None) -> Iterator[None]:
         """Make the queue's stream the current one within the block, behind a moment of the caller's computation."""
+        if behind is None and torch.cuda.is_current_stream_capturing():
+            behind = self.moment()  # memory of a captured graph is allocated on streams that are captured, too
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             if behind is not None:
                 self._stream.wait_event(behind)

@@ -63,6 +63,15 @@ def test_the_error_is_at_most_half_a_unit_of_24_bits():
     assert relative.max() > 2.0**-16 * 0.9
 
 
+@pytest.mark.parametrize(("update", "steps"), [(1e-5, 0), (1.6e-5, 100), (-1e-5, -100), (-7e-6, 0)])
+def test_an_update_below_half_a_unit_is_lost(update, steps):
+    """In units of 2^-15 above 1 and 2^-16 below."""
+    weight = torch.ones(1)
+    for _ in range(100):
+        weight = joined(*parts_of(weight + update))
+    assert weight.item() == 1 + steps * (2.0**-15 if update > 0 else 2.0**-16)
+
+
 def test_a_tie_is_rounded_away_from_zero():
     for bits in (0x3F800080, 0x3F800180, 0x3F80FF80, 0x3FFFFF80, 0xBF800080, 0xBF80FF80, 0x00000080, 0x80000080):
         x = from_bits([bits])

@@ -57,6 +57,7 @@ class Communicator:
         self.is_free = False
         self._device = device
         self._stream: torch.cuda.Stream | None = None
+        self._captured = False
 
     def lend(self, user: object) -> None:
         """Let `user` have the communicator until it is garbage, whichever thread collects it."""
@@ -71,13 +72,15 @@ class Communicator:
         """Begin an operation on the current stream, which waits for the last one if another stream had that.
 
         NCCL needs the operations of a communicator in one order. Streams of one model are ordered by its queue; those
-        of two models that use the communicator one after the other are not.
+        of two models that use the communicator one after the other are not. A stream that a CUDA graph captures waits
+        for no other: PyTorch has waited for the GPU before.
         """
         self.operations += 1
         stream = torch.cuda.current_stream(self._device)
-        if self._stream is not None and self._stream != stream:
+        captured = torch.cuda.is_current_stream_capturing()
+        if self._stream is not None and self._stream != stream and captured == self._captured:
             stream.wait_stream(self._stream)
-        self._stream = stream
+        self._stream, self._captured = stream, captured
 
     def empty(self, nbytes: int) -> Tensor:
         """Return uninitialised memory [nbytes] of NCCL's allocator, registered with this communicator.

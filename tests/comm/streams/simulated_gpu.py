@@ -57,13 +57,15 @@ class Stream:
 
     def wait_event(self, event: "Event") -> None:
         assert event.clock is not None, "it was not recorded, so a wait for it is none"
+        self.gpu.capture(self, behind_captured=event.is_captured)
         self.clock |= event.clock
 
     def wait_stream(self, other: "Stream") -> None:
-        self.clock |= other.clock
+        self.wait_event(other.record_event())
 
     def launch(self) -> int:
         """Begin the next operation, which is behind all that the host has waited for; return its number."""
+        self.gpu.check_captured(self, "an operation")
         self.clock |= self.gpu.host
         self.clock[self.number] += 1
         return self.clock[self.number]
@@ -76,9 +78,11 @@ class Event:
     gpu: "Gpu"
     clock: Clock | None = None
     asked: int = 0
+    is_captured: bool = False
 
     def record(self, stream: Stream | None = None) -> None:
-        self.clock = Counter((stream or self.gpu.current()).clock)
+        stream = stream or self.gpu.current()
+        self.clock, self.is_captured = Counter(stream.clock), stream in self.gpu.captured
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or self.gpu.current()).wait_event(self)
@@ -153,11 +157,14 @@ class Gpu:
         """Bytes that operations have read and written, by the name of the operation."""
 
         self.largest_batch = 0
+        self.captured: set[Stream] = set()
+        """The streams of which a CUDA graph is captured now."""
+
         self.is_elsewhere = False
         """Whether what runs now runs on another thread than the program's."""
 
         self.host: Clock = Counter()
-        self._streams = 0
+        self._streams: list[Stream] = []
         self.compute = self.stream("compute")
         self.communicators: list[Communicator] = []
         self._operations: dict[str, tuple[Stream, int]] = {}
@@ -167,8 +174,8 @@ class Gpu:
         self._memory: dict[int, _Memory] = {}
 
     def stream(self, name: str = "") -> Stream:
-        self._streams += 1
-        return Stream(self, name or f"stream {self._streams}", self._streams)
+        self._streams.append(Stream(self, name or f"stream {len(self._streams) + 1}", len(self._streams) + 1))
+        return self._streams[-1]
 
     def current(self, _: Any = None) -> Stream:
         return getattr(self._thread, "stream", self.compute)
@@ -192,6 +199,32 @@ class Gpu:
         queue = CudaStreamQueue(torch.device("cuda"), _OtherThread(self) if blocking else None, program)
         queue._stream.name = name
         return queue
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Capture a CUDA graph as PyTorch does, on a stream of its own. What CUDA refuses is an error."""
+        origin = self.stream("captured")
+        for stream in self._streams:  # PyTorch waits for the GPU before
+            self.host |= stream.clock
+        with self.on(origin):
+            self.captured, waits = {origin}, Counter(self.waits)
+            try:
+                yield
+                assert self.waits == waits, f"the host has waited: {self.waits - waits}"
+                unjoined = [each.name for each in self.captured if origin.clock[each.number] < each.clock[each.number]]
+                assert not unjoined, f"not joined to the stream of the capture: {unjoined}"
+            finally:
+                self.captured = set()
+
+    def capture(self, stream: Stream, *, behind_captured: bool) -> None:
+        """Capture a stream, too, that waits for one that is captured."""
+        if self.captured and behind_captured:
+            self.captured.add(stream)
+        assert behind_captured or stream not in self.captured, f"{stream.name} is put behind what is not captured"
+
+    def check_captured(self, stream: Stream, what: str) -> None:
+        """Check that, while a graph is captured, it captures what a stream does."""
+        assert not self.captured or stream in self.captured, f"{what} of {stream.name} is not captured"
 
     def hosts(self, exchange: Callable[..., None]) -> Callable[..., None]:
         """Count an exchange of the hosts in which the program takes part."""
@@ -266,6 +299,7 @@ class Gpu:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._memory:
+            self.check_captured(self.current(), "memory")
             self._memory[key] = _Memory(stream := self.current(), stream.clock[stream.number])
             weakref.finalize(storage, self._free, key).atexit = False
         return self._memory[key]
@@ -293,7 +327,7 @@ class Gpu:
             "current_stream": self.current,
             "stream": self.on,
             "device": lambda _: nullcontext(),
-            "is_current_stream_capturing": lambda: False,
+            "is_current_stream_capturing": lambda: self.current() in self.captured,
         }
         with ExitStack() as stack:
             for name, value in cuda.items():

@@ -8,6 +8,7 @@ from weakref import WeakSet
 import pytest
 import torch
 
+from shardlite import PhaseError
 from shardlite.comm import collectives
 from shardlite.grads import norm, skip_step
 from shardlite.grads.bucket import Bucket
@@ -234,6 +235,30 @@ def test_a_steady_step_waits_for_nothing(name):
         assert not any(lent)
         if "stage 0" not in name and "stage 1" not in name:
             assert max(buckets) == 1
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in PROMPT else pytest.mark.slow) for name in RUNS]
+)
+def test_a_step_can_be_captured(name):
+    gpu = Gpu(lag=3)
+    with gpu.ranks(WORLD_SIZE):
+        training = Training(**RUNS[name])
+        for _ in range(4):
+            training.step()
+        with where_the_host_would_wait():
+            with gpu.capturing():
+                training.step()
+            training.step()
+    assert_no_race(gpu)
+
+
+def test_a_capture_that_needs_another_order_is_refused():
+    gpu = Gpu()
+    with gpu.ranks(WORLD_SIZE):
+        training = Training()
+        with gpu.capturing(), pytest.raises(PhaseError, match="take three steps like the one to capture before"):
+            training.step()
 
 
 def test_the_program_waits_for_other_hosts_in_the_first_pass_of_a_kind_only():
