@@ -137,7 +137,7 @@ def adamws() -> Iterator[Case]:
             code=_adamw_kernel,
             uses=uses,
             bytes=2 * s + len("".join(moved[kernel].values())) * g + ROW_BYTES,
-            block=block_of(state, like.get("grad"), unscale=unscale),
+            block=block_of(state, like.get("grad"), like.get("received"), unscale=unscale),
             flags={
                 "UNSCALE": unscale,
                 **({"ROWS": True, "UNROLL": ROWS, "TREE": False} if kernel == "add_rows_adamw" else NO_ROWS),
