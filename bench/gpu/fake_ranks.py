@@ -58,6 +58,9 @@ SYSTEMS: Mapping[str, Build] = {
 """All compute in bf16, reduce in fp32, and clip to 1.0 but for `in_backward`, which cannot. FSDP2 comes first, for the
 others' ratios."""
 
+CAPTURED = "exact, captured"
+"""The name of `exact` with its whole step in a CUDA graph."""
+
 PLANNED = {
     "exact": Setting(world_size=RANKS, precision=_BF16),
     "in_backward": Setting(world_size=RANKS, precision=_BF16, in_backward=True),
@@ -203,6 +206,11 @@ def fake8(report: Report) -> None:
                     fsdp2 = found if system == "fsdp2" else fsdp2
                     found |= {f"{key}_vs_fsdp2": _ratio(found, fsdp2, key) for key in ("ms_p50", "peak_bytes")}
                     report(**names, words=workload.words, **found, predicted_bytes=predicted.get(system))
+            if not report.dry:
+                names = {"model": model, "system": CAPTURED, "ranks": RANKS}
+                with report.guarded(**names):
+                    found = _captured(workload, group, sleeps, report)
+                    report(**names, words=workload.words, **found, ms_p50_vs_fsdp2=_ratio(found, fsdp2, "ms_p50"))
         if sleeps.cycles:
             report(cycles_per_us=[round(sleeps.cycles / 1e6, 1), round(cycles_per_second() / 1e6, 1)])
 
@@ -229,6 +237,18 @@ def _step(
         sleeps.awake = False
     del trainer
     return {**found, "exposed_ms": round(found["ms_p50"] - awake["ms_p50"], 3), "clip": _CLIP if clip else None}
+
+
+def _captured(workload: Workload, group: dist.ProcessGroup, sleeps: Sleeps, report: Report) -> dict[str, Any]:
+    """Return what a replay of a CUDA graph of a whole step takes: forward, backward, clip and optimizer."""
+    trainer, step = _prepared(workload, SYSTEMS["exact"], group, sleeps, clip=True, report=report)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+    found: dict[str, Any] = milliseconds(graph.replay, report.device, _ROUNDS)
+    assert loss == loss, "the loss is not a number"
+    del trainer
+    return found | {"clip": _CLIP}
 
 
 @contextmanager

@@ -263,7 +263,7 @@ def compiled(workload: Workload, **options: Any) -> Workload:
 
 def checkpoint_activations(model: Any) -> None:
     """Make a model of transformers recompute its blocks in the backward; versions name the method differently."""
-    options = {"use_reentrant": False}
+    options = {"use_reentrant": False, "preserve_rng_state": False}  # there is no dropout
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:
