@@ -124,7 +124,7 @@ _PROBES: dict[str, tuple[str, str, Columns]] = {
     "twin": (
         "Training beside a twin",
         f"{ALONE} GPT-2 of transformers in bf16 with checkpointing; the twin is the plain model with PyTorch's "
-        "fused AdamW on fp32 weights. Losses of all steps are compared. A format may be twice as far "
+        "fused AdamW on fp32 weights. Losses of all steps are compared. A format may be four times as far "
         "from the twin as the twin in fp32, or one whose initial weights differ by 2^-16.",
         {
             "system": _text("system"),

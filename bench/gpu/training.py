@@ -24,8 +24,11 @@ stays nearer: nothing could be said about formats there (docs/numerics.md).
 """
 CONTROLS = 3
 """Plain twins that begin with slightly other weights."""
-ROOM = 2
-"""Losses of a format may be this many times as far from the twin's as those of a control, or of the twin in fp32."""
+ROOM = 4
+"""Losses of a format may be this many times as far from the twin's as those of a control, or of the twin in fp32.
+Controls differ from each other by a factor of two, and formats round at each step. On a CPU, controls were 0.2 to 0.4 %
+off, and formats 0.2 to 0.8 %; bf16 weights that are truncated instead of rounded 2.4 %, and bf16 masters 40 %.
+"""
 
 _BF16 = torch.bfloat16
 

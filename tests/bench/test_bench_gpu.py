@@ -14,7 +14,7 @@ import torch
 from shardlite_kernels import ring_reduce_scatter_reference
 from torch._C._distributed_c10d import AllToAllOptions
 
-from bench.gpu import ROOT, fake_ranks, kernels, pair, run, table
+from bench.gpu import ROOT, fake_ranks, kernels, pair, run, table, training
 from bench.gpu.fake_ranks import RANKS, SYSTEMS, Sleeps, Waits, idle
 from bench.gpu.report import Report
 from bench.gpu.run import LIMIT, NO_GPU, PROBES, Probe, be_probe, main
@@ -108,6 +108,27 @@ def test_all_stages_have_the_bits_of_the_twin_and_formats_are_near(tmp_path):
     assert all(found[f"stage{stage}"]["same_as_stage3"] for stage in range(4))
     assert all(found[f"stage{stage}"]["same_as_twin"] for stage in range(4))
     assert 0 < found["compact"]["off"] <= found["compact"]["bound"] < 0.05
+
+
+class Forgetful(training.Mastered):
+    """Has masters in bf16, as if `split24` lost its lower bits."""
+
+    def step(self, batch):
+        loss = super().step(batch)
+        with torch.no_grad():
+            for master in self._masters:
+                master.copy_(master.bfloat16())
+        return loss
+
+
+@pytest.mark.slow
+@needs_transformers
+def test_a_format_that_loses_bits_is_not_near(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "FORMATS", {"forgetful": lambda workload, group: Forgetful(workload)})
+    assert be_probe("twin", tmp_path / "rows.jsonl", dry=True) == 1
+    errors = [row["error"] for row in read_rows([tmp_path / "rows.jsonl"]) if "error" in row]
+    assert len(errors) == 1
+    assert "% off the twin's" in errors[0]
 
 
 @needs_transformers
