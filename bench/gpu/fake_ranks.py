@@ -102,7 +102,7 @@ class Sleeps:
         """Sleep on the current stream or, if an exchange is waited for later, on one of NCCL's."""
         if not (self._on_gpu and name == "alltoall_base" and rest[-1].asyncOp):
             return self._sleep(name, target, source)
-        self._exchanges = self._exchanges or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._exchanges = self._exchanges or _stream_of_nccl()
         self._exchanges.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._exchanges):
             self._sleep(name, target, source)
@@ -122,7 +122,7 @@ class Sleeps:
             return
         current = torch.cuda.current_stream()
         if current not in self._beside:
-            self._beside[current] = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._beside[current] = _stream_of_nccl()
         beside = self._beside[current]
         beside.wait_stream(current)
         with torch.cuda.stream(beside):
@@ -165,6 +165,11 @@ def _in_wide_elements(out: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
         if not any(place % dtype.itemsize for place in (*places, *offsets)):
             return out.view(dtype), own.view(dtype)
     return out, own
+
+
+def _stream_of_nccl() -> torch.cuda.Stream:
+    """Return a stream whose kernels do not stand behind those of the computation, as NCCL's do not for either system."""
+    return torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
 
 
 def cycles_per_second() -> float:

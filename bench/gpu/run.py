@@ -67,8 +67,8 @@ class Probe:
 
 PROBES = (
     Probe("environment", "checks", 30),
-    Probe("nccl", "checks", 30),
-    Probe("bits", "kernels", 60),
+    Probe("nccl", "checks", 45),
+    Probe("bits", "kernels", 45),
     Probe("bandwidth", "kernels", 50),
     Probe("fake8", "fake_ranks", 130),
     Probe("host", "fake_ranks", 45),

@@ -338,7 +338,9 @@ def block_of(state: State, grad: Tensor | None, received: Tensor | None, *, unsc
     as many (split24 weights, fp32 gradient, 2^27 elements).
     """
     alone = received is None and not unscale
-    return (1 + (alone and state.exp_avg.dtype is torch.int8)) * block_size(*(state.param, state.exp_avg), *([grad] if unscale and grad is not None else []))
+    return (1 + (alone and state.exp_avg.dtype is torch.int8)) * block_size(
+        *(state.param, state.exp_avg), *([grad] if unscale and grad is not None else [])
+    )
 
 
 def check_step(who: str, state: State, table: Table, *grads: Tensor) -> None:
