@@ -168,7 +168,7 @@ def _in_wide_elements(out: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _stream_of_nccl() -> torch.cuda.Stream:
-    """Return a stream whose kernels do not stand behind those of the computation, as NCCL's do not for either system."""
+    """Return a stream whose kernels do not stand behind those of the computation: NCCL has such for both systems."""
     return torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
 
 

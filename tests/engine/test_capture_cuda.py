@@ -3,8 +3,6 @@
 `tests/comm/streams/test_stream_races.py` captures steps on a simulated GPU, which refuses what CUDA refuses.
 """
 
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
@@ -53,7 +51,7 @@ def train(group, stage, *, captured):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 loss = step()
-            replay = partial(graph.replay)
+            replay = graph.replay
         if replay is None:
             losses.append(step().clone())
         else:
