@@ -11,6 +11,7 @@ from shardlite.comm.collectives import (
     SUMMABLE,
     all_gather,
     all_reduce,
+    are_equal,
     broadcast,
     reduce_scatter,
     ring_step,

@@ -24,6 +24,7 @@ from shardlite.comm.operation import UNNAMED, Operation, Running
 from shardlite.comm.schedule import IN_RING_ORDER
 from shardlite.comm.transfers import Schedule
 from shardlite.comm.transport.base import Transport
+from shardlite.comm.transport.group_collectives import GroupCollectives
 from shardlite.comm.transport.whole import FusedStep, WholeCollectives
 from shardlite.errors import LayoutError
 
@@ -278,6 +279,19 @@ def broadcast(
     with Running(operation, full):
         chain = schedule.broadcast(world_size, source, parts=len(chunks))
         run_gather(operation.channel(transport, full), chain, lambda _, part: [Chunk(0, chunks[part])])
+
+
+def are_equal(numbers: Sequence[int], transport: GroupCollectives, *, operation: Operation = UNNAMED) -> bool:
+    """Return whether all ranks call this with the same numbers: one collective, whose steps grow with `log2(W)`.
+
+    Raises:
+        CommError: a peer failed, timed out or runs another operation.
+    """
+    both = torch.tensor([*numbers, *(-each for each in numbers)])
+    with Running(operation, both):
+        operation.count_collective(both.nbytes)
+        transport.largest(both)
+    return torch.equal(both[: len(numbers)], -both[len(numbers) :])
 
 
 def _is_at_once(full: Tensor, transport: Transport) -> bool:

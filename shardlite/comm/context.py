@@ -26,7 +26,10 @@ from shardlite.comm.operation import Operation
 from shardlite.comm.streams import ProgramStreams, StreamQueue, check_connections, make_queue
 from shardlite.comm.traffic import NO_UNIT, Traffic
 from shardlite.comm.transport.base import Transport
+from shardlite.comm.transport.group_collectives import GlooCollectives
 from shardlite.comm.transport.groups import Ranks
+from shardlite.comm.transport.process_group import GlooTransport, joined
+from shardlite.comm.transport.reconnect import reconnect
 from shardlite.comm.transport.select import connect, connect_hosts
 from shardlite.comm.transport.whole import WholeCollectives
 from shardlite.config import Route
@@ -37,6 +40,9 @@ SPARE = 32 << 20
 
 To have pages back takes about 1 ms per MiB on a CPU (measured with two ranks on two cores).
 """
+
+MANY = 16
+"""Ranks from which on agreements of hosts are collectives: a message to each takes longer."""
 
 
 @dataclass
@@ -76,6 +82,11 @@ class Context:
 
     hosts: tuple[Transport, Transport | None]
     """Both transports for CPU tensors exchanged by the hosts."""
+
+    rounds: GlooCollectives | None
+    """For short agreements of the hosts that share the model, where they are `MANY` and exchange messages: a collective
+    takes fewer. It has a connection of its own, because collectives have no tags.
+    """
 
     device: torch.device
     timeout: timedelta
@@ -254,6 +265,7 @@ def share(groups: Ranks, device: torch.device, timeout: timedelta, route: Route)
         reducing=_connect(groups, device, timeout, route, apart=True, reduces=True),
         inline=inline,
         hosts=(hosts, other_hosts),
+        rounds=_connect_rounds(groups, hosts, timeout),
         device=device,
         timeout=timeout,
         version=WeightVersion(),
@@ -266,6 +278,12 @@ def share(groups: Ranks, device: torch.device, timeout: timedelta, route: Route)
         traffic=Traffic(device),
         high_priority=route.high_priority,
     )
+
+
+def _connect_rounds(groups: Ranks, hosts: Transport, timeout: timedelta) -> GlooCollectives | None:
+    if hosts.world_size < MANY or not isinstance(hosts, GlooTransport):
+        return None
+    return GlooCollectives(reconnect(joined(groups.shard), timeout), timeout)
 
 
 def _connect(

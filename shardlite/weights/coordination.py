@@ -52,7 +52,7 @@ from zlib import crc32
 
 import torch
 
-from shardlite.comm import Context, Moment, Work, all_gather
+from shardlite.comm import Context, Moment, Work, all_gather, are_equal
 from shardlite.errors import SAME_PASSES, CommError, DesyncError, PhaseError
 from shardlite.params import Unit
 from shardlite.weights.all_gather import GatherQueue
@@ -96,6 +96,8 @@ class Negotiation:
         kind = during.kind
         mine = Proposal(wants, crc32(kind.encode()) & 0x7FFFFFFF, during.step, needed)
         here = f"{self._wish(mine, kind)}, at step {mine.step}"
+        if self._all_say(mine, here):
+            return Round(wants, [needed] * self._context.transport.world_size)
         rows = self._exchange(astuple(mine), "the next gather", here)
         wishes, kinds, steps, needs = (list(column) for column in zip(*rows, strict=True))
         if {*kinds} != {mine.kind} or {*steps} != {mine.step}:
@@ -108,6 +110,20 @@ class Negotiation:
         padded = [*mine, *[0] * (max(lengths) - len(mine))]
         rows = self._exchange(padded, "the gathers of a pass", "its end") if padded else [[] for _ in lengths]
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+    def _all_say(self, mine: Proposal, during: str) -> bool:
+        """Return whether all ranks are known to say the same: where they are many, it takes less to find out."""
+        rounds = self._context.rounds
+        if rounds is None:
+            return False
+        operation = self._context.operation(
+            "negotiation of the next gather, whether all say the same",
+            "order negotiation",
+            at_any_step=True,
+            during=during,
+        )
+        self._context.progress.joins()
+        return are_equal(astuple(mine), rounds, operation=operation)
 
     def _exchange(self, mine: Sequence[int], what: str, during: str) -> list[list[int]]:
         hosts, _ = self._context.hosts

@@ -74,6 +74,8 @@ _EXCHANGE = _synchronous(c10d.AllToAllOptions())
 _EXCHANGE_BESIDE = c10d.AllToAllOptions()  # on NCCL's own stream, behind the current stream's work so far
 _SUM_SCATTERED = _synchronous(c10d.ReduceScatterOptions())
 _SUM = _synchronous(c10d.AllreduceOptions())
+_LARGEST = _synchronous(c10d.AllreduceOptions())
+_LARGEST.reduceOp = dist.ReduceOp.MAX
 
 
 class GroupCollectives(WholeCollectives, GroupTransport):
@@ -242,6 +244,14 @@ class GroupCollectives(WholeCollectives, GroupTransport):
             CommError: a peer failed or is late.
         """
         self._run("all-reduce", lambda numbers: self._group.allreduce([numbers], _SUM), numbers)
+
+    def largest(self, numbers: Tensor) -> None:
+        """Replace integers [n] by the largest of all ranks, in place.
+
+        Raises:
+            CommError: a peer failed or is late.
+        """
+        self._run("all-reduce", lambda numbers: self._group.allreduce([numbers], _LARGEST), numbers)
 
     def broadcast(self, full: Tensor, source: int) -> None:
         """Copy `full` [n] of rank `source` into that of every other rank.

@@ -1,0 +1,88 @@
+"""Where ranks are many, hosts agree by one collective, and exchange what each wants only if they differ."""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from shardlite import AdamW, ShardLite
+from shardlite.comm import are_equal, context
+from shardlite.comm.transport.process_group import GlooTransport
+from shardlite.weights.coordination import Negotiation
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.last = nn.Linear(WIDTH, 1)
+        self.skipped = None
+
+    def forward(self, x):
+        for place, block in enumerate(self.blocks):
+            x = x if place == self.skipped else block(x)
+        return self.last(x)
+
+
+def train(group, many, parts):
+    """Return weights after some steps, and the exchanges of each; `parts`: in one the last rank skips a block."""
+    exchanges, in_step = [], []
+    exchange = Negotiation._exchange
+
+    def counted(*arguments):
+        exchanges[-1] += 1
+        return exchange(*arguments)
+
+    with mock.patch.object(context, "MANY", many), mock.patch.object(Negotiation, "_exchange", counted):
+        torch.manual_seed(0)
+        net = Model()
+        model = ShardLite(net, units=Block, group=group, transport="p2p")
+        assert isinstance(model._context.hosts[0], GlooTransport)
+        assert (model._context.rounds is None) == (many > group.size())
+        optimizer = AdamW(model.parameters(), lr=0.1)
+        for step in range(5):
+            exchanges.append(0)
+            net.skipped = 2 if parts and step == 3 and group.rank() == group.size() - 1 else None
+            loss = model(torch.full((2, WIDTH), 0.1 * (1 + group.rank()))).square().mean()
+            in_step.append(model._hooks._gatherer.in_step())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: value.clone() for name, value in model.full_state_dict().items()}, exchanges, in_step
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_hosts_that_say_the_same_exchange_nothing(cluster, parts):
+    few = cluster.run(train, 3, 100, parts)
+    many = cluster.run(train, 3, 2, parts)
+    for (weights, before, known), (same, exchanges, in_step) in zip(few, many, strict=True):
+        assert known == in_step
+        assert all(torch.equal(value, same[name]) for name, value in weights.items())
+        assert all(before)
+        assert exchanges[2] == 0
+        assert bool(sum(exchanges[3:])) == parts  # hosts agree beside the step
+        assert in_step == [False, True, True, not parts, True]  # in the first step there is no order yet
+
+
+def compare(group):
+    with mock.patch.object(context, "MANY", 2):
+        model = ShardLite(nn.Linear(2, 2), group=group, transport="p2p")
+    rounds = model._context.rounds
+    rank = group.rank()
+    return [are_equal(numbers, rounds) for numbers in ([7, -3], [rank], [5, 1 << 40], [1, -rank])]
+
+
+def test_numbers_are_equal_on_all_ranks_or_on_none(cluster):
+    assert cluster.run(compare, 3) == [[True, False, True, False]] * 3
