@@ -73,7 +73,7 @@ def test_hosts_that_say_the_same_exchange_nothing(cluster, parts):
         assert all(before)
         assert exchanges[2] == 0
         assert bool(sum(exchanges[3:])) == parts  # hosts agree beside the step
-        assert in_step == [False, True, True, not parts, True]  # in the first step there is no order yet
+        assert in_step[:4] == [False, False, True, not parts]  # the first step has no order, which the second hears of
 
 
 def compare(group):
