@@ -12,7 +12,7 @@ from shardlite_kernels import send
 from torch import Tensor
 
 from shardlite.comm import Context
-from shardlite.errors import NonFiniteWarning
+from shardlite.errors import NonFiniteWarning, PhaseError
 from shardlite.params import Flat, as_they_are
 
 _MOST_SENT = 64
@@ -48,7 +48,16 @@ class GradientFlags:
         Args:
             used: 1 for each parameter that this rank has used, else 0.
             bad: flags of this rank's means, each [] and above 0 if it has a NaN or an infinity, else 0.
+
+        Raises:
+            PhaseError: this rank has not used a parameter, so the host has to look, and a CUDA graph is captured.
         """
+        if not all(used) and self._context.streams.captures():
+            raise PhaseError(
+                f"{list(used).count(0)} trainable parameters got no gradient on rank {self._context.rank} in a step that a "
+                "CUDA graph captures, and the host cannot look whether other ranks have used them: freeze them with "
+                "requires_grad_(False), or use them in every step"
+            )
         flags = torch.cat([self._rows(used), torch.stack(list(bad)).sum(0, keepdim=True, dtype=torch.int32)])
         self._context.all_reduce_numbers(flags, self._context.operation("gradient flags", "gradient flags"))
         anything = (flags[-1] > 0).to(torch.float32)

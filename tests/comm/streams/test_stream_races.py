@@ -253,6 +253,16 @@ def test_a_step_can_be_captured(name):
     assert_no_race(gpu)
 
 
+def test_a_capture_in_which_a_parameter_gets_no_gradient_is_refused():
+    gpu = Gpu()
+    with gpu.ranks(WORLD_SIZE):
+        training = Training()
+        for _ in range(3):
+            training.step()
+        with gpu.capturing(), pytest.raises(PhaseError, match="1 trainable parameters got no gradient on rank 0"):
+            EVENTS["a bias that is left out"](training)
+
+
 def test_a_capture_that_needs_another_order_is_refused():
     gpu = Gpu()
     with gpu.ranks(WORLD_SIZE):
