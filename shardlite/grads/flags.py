@@ -54,8 +54,8 @@ class GradientFlags:
         """
         if not all(used) and self._context.streams.captures():
             raise PhaseError(
-                f"{list(used).count(0)} trainable parameters got no gradient on rank {self._context.rank} in a step that a "
-                "CUDA graph captures, and the host cannot look whether other ranks have used them: freeze them with "
+                f"{list(used).count(0)} trainable parameters got no gradient on rank {self._context.rank} in a step that "
+                "a CUDA graph captures, and the host cannot look whether other ranks have used them: freeze them with "
                 "requires_grad_(False), or use them in every step"
             )
         flags = torch.cat([self._rows(used), torch.stack(list(bad)).sum(0, keepdim=True, dtype=torch.int32)])

@@ -17,6 +17,7 @@ from shardlite.comm.shm import rendezvous
 from shardlite.comm.shm.heap import Heap, Mapping
 from shardlite.comm.shm.rendezvous import _publish, _Watch
 from tests.support.patience import seconds, until
+from tests.support.ranks.scripts import IMPORTED_FROM
 
 NEWNS, NEWPID = 0x00020000, 0x20000000
 NOBODY = 65534
@@ -207,7 +208,9 @@ sys.stdin.read()
 
 
 def test_a_process_that_is_killed_is_noticed_though_its_child_lives():
-    with subprocess.Popen([sys.executable, "-c", _RANK], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
+    paths = {"PYTHONPATH": os.pathsep.join(map(str, IMPORTED_FROM))}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": os.environ | paths}
+    with subprocess.Popen([sys.executable, "-c", _RANK], **pipes) as rank:
         assert rank.stdout is not None
         alive = _Watch()
         alive.open(1, tuple(map(int, rank.stdout.readline().split())))

@@ -369,19 +369,38 @@ class Stream:
         self.waits.append(other)
 
 
+@contextmanager
+def on(stream, *, captured=False):
+    """Let a stream be the current one."""
+    with (
+        mock.patch.object(torch.cuda, "current_stream", return_value=stream),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=captured),
+    ):
+        yield
+
+
 def test_an_operation_waits_for_one_on_another_stream():
     one, other = Stream(), Stream()
     shared = Communicator("shared", None, CUDA, None)
     for stream in (one, one, other, other, one):
-        with mock.patch.object(torch.cuda, "current_stream", lambda device, stream=stream: stream):
+        with on(stream):
             shared.turn()
     assert (one.waits, other.waits) == ([other], [one])
     assert shared.operations == 5
 
 
+def test_a_stream_that_is_captured_waits_for_none_that_is_not():
+    one, other, third = Stream(), Stream(), Stream()
+    shared = Communicator("shared", None, CUDA, None)
+    for stream, captured in ((one, False), (other, True), (third, True), (one, False)):
+        with on(stream, captured=captured):
+            shared.turn()
+    assert (one.waits, other.waits, third.waits) == ([], [], [other])
+
+
 def exchange_nothing(group):
     """A rank whose messages are empty begins as many operations as the others."""
-    with over_nccl(), mock.patch.object(torch.cuda, "current_stream", return_value=None):
+    with over_nccl(), on(None):
         transport = connect(group, CUDA, AMPLE, route=Route(transport="p2p"), apart=True)
         assert isinstance(transport, NcclTransport)
         transport.exchange([], tag=0).wait()
