@@ -54,7 +54,7 @@ class GradientFlags:
         """
         if not all(used) and self._context.streams.captures():
             raise PhaseError(
-                f"{list(used).count(0)} trainable parameters got no gradient on rank {self._context.rank} in a step that "
+                f"{list(used).count(0)} parameters got no gradient on rank {self._context.rank} in a step that "
                 "a CUDA graph captures, and the host cannot look whether other ranks have used them: freeze them with "
                 "requires_grad_(False), or use them in every step"
             )

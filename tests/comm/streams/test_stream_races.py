@@ -259,7 +259,7 @@ def test_a_capture_in_which_a_parameter_gets_no_gradient_is_refused():
         training = Training()
         for _ in range(3):
             training.step()
-        with gpu.capturing(), pytest.raises(PhaseError, match="1 trainable parameters got no gradient on rank 0"):
+        with gpu.capturing(), pytest.raises(PhaseError, match="1 parameters got no gradient on rank 0"):
             EVENTS["a bias that is left out"](training)
 
 
