@@ -26,7 +26,7 @@ from shardlite.grads.bucket import PURPOSE, Bucket, make_buckets
 from shardlite.grads.gradient_shards import GradientShards
 from shardlite.grads.order import ReductionOrder, Reductions
 from shardlite.grads.reduce_scatter import Averager, Stepper
-from shardlite.params import Flat, Gradients, Unit
+from shardlite.params import Flat, Unit
 
 
 class Reducer:
@@ -114,9 +114,7 @@ class Reducer:
         stepping = self._stepper.begin(steps=steps)
         now = Reductions(self._context, self._order, self._beside_root, stepping=stepping, reduces=reduces)
         now.began = self._averager.moment()
-        if (
-            now.began is not None and not self._context.transport.blocking
-        ):  # or else a wait of a stream is one of the host
+        if self._on_stream and not self._context.transport.blocking:  # else a wait of the stream is one of the host
             now.in_step = in_step
         self._reductions = now
 
@@ -277,8 +275,8 @@ class Reducer:
         """Send a unit's bucket round; `late` at the end of a backward."""
         bucket, now = self._buckets[unit], self._reductions
         behind = None
-        if late:
-            behind = bucket.moment if bucket.phase is Gradients.FILLING else now.began
+        if late and self._on_stream:
+            behind = bucket.moment if bucket.arrivals else now.began
         if not self._on_stream:
             self._prepare(bucket)
         if self._own_parts is not None:
