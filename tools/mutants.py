@@ -984,7 +984,7 @@ MUTANTS: list[tuple[str, str, str, str, str]] = [
     (
         "shardlite/weights/coordination.py",
         "condition",
-        "now.beyond or {*round_.needed} != {ordered}",
+        "now.beyond or not round_.alike",
         "now.beyond",
         "streams wait for reductions though a rank has left out units in its forward",
     ),

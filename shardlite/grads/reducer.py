@@ -26,7 +26,7 @@ from shardlite.grads.bucket import PURPOSE, Bucket, make_buckets
 from shardlite.grads.gradient_shards import GradientShards
 from shardlite.grads.order import ReductionOrder, Reductions
 from shardlite.grads.reduce_scatter import Averager, Stepper
-from shardlite.params import Flat, Unit
+from shardlite.params import Flat, Gradients, Unit
 
 
 class Reducer:
@@ -119,10 +119,10 @@ class Reducer:
         self._reductions = now
 
     def enter(self, unit: Unit) -> None:
-        """Note that the backward goes on to a unit: what has come for another one is behind this moment, not a later.
+        """Record where the gradients of the unit before end, in case the rest of them never comes.
 
-        If that is not all of it, the unit is reduced at the end of the backward. Its gradients are copied behind this
-        moment then, so that ranks that wait for the reduction do not wait for all that this backward does meanwhile.
+        It is reduced at the end of the backward then, but behind this moment: ranks that wait for its reduction must
+        not wait for all that this backward does meanwhile.
         """
         last = self._last
         if last is not None and last.unit is not unit:
@@ -169,6 +169,7 @@ class Reducer:
 
     def _begin_unit(self, bucket: Bucket) -> None:
         """Note a gradient of a bucket, which may be the first one after those of others."""
+        self.enter(bucket.unit)
         if bucket is not self._last:
             self._reductions.free_what_is_copied()
         self._last, bucket.moment = bucket, None

@@ -45,7 +45,7 @@ order has, on every rank.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import NoReturn
 from zlib import crc32
@@ -78,6 +78,9 @@ class Proposal:
     needed: int
     """At the end of its pass: how many gathers it has needed."""
 
+    uses: int
+    """At the end of its pass: a checksum of the units that it has used, in their order."""
+
 
 class Negotiation:
     """Negotiates gathers of one wrapped model with the ranks that share it, one round after the other."""
@@ -86,7 +89,7 @@ class Negotiation:
         self._context = context
         self._names = names
 
-    def agree(self, wants: int, during: "Pass", needed: int) -> "Round":
+    def agree(self, wants: int, during: "Pass", needed: int = 0) -> "Round":
         """Take part in one round. The pass chooses among what is wanted.
 
         Raises:
@@ -94,16 +97,17 @@ class Negotiation:
             CommError: a peer failed or is late.
         """
         kind = during.kind
-        mine = Proposal(wants, crc32(kind.encode()) & 0x7FFFFFFF, during.step, needed)
+        uses = during.uses if wants == END else []
+        mine = Proposal(wants, _checksum(kind), during.step, needed, _checksum(str(uses)))
         here = f"{self._wish(mine, kind)}, at step {mine.step}"
         if self._all_say(mine, here):
-            return Round(wants, [needed] * self._context.transport.world_size)
+            return Round(wants, [needed] * self._context.transport.world_size, alike=True)
         rows = self._exchange(astuple(mine), "the next gather", here)
-        wishes, kinds, steps, needs = (list(column) for column in zip(*rows, strict=True))
+        wishes, kinds, steps, needs, used = (list(column) for column in zip(*rows, strict=True))
         if {*kinds} != {mine.kind} or {*steps} != {mine.step}:
             self._compare([Proposal(*row) for row in rows], kind)
         wanted = sorted({*wishes} - {END})
-        return Round(during.prefer(wanted) if wanted else END, needs)
+        return Round(during.prefer(wanted) if wanted else END, needs, alike=len({*used}) == 1)
 
     def lists(self, mine: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
         """Return the list of every rank; `lengths` are theirs."""
@@ -182,6 +186,9 @@ class Round:
     needed: Sequence[int]
     """How many gathers each rank has needed so far."""
 
+    alike: bool
+    """At the end of a pass: whether all ranks have used the same units in the same order."""
+
 
 @dataclass
 class Pass:
@@ -203,8 +210,11 @@ class Pass:
     beyond: bool = False
     """Whether any rank has needed more than the gather order has."""
 
+    uses: list[int] = field(default_factory=list)
+    """The units that this rank has used, in their order."""
+
     strayed: bool = True
-    """Whether any rank has needed more or less than that, as far as is known."""
+    """Whether ranks have used different units, or more than the gather order has, as far as is known."""
 
     confirmed: bool = False
     """Whether the program is behind its end on all ranks in any case."""
@@ -232,7 +242,7 @@ class PassCoordinator:
         self._now: Pass | None = None
         self._ended: list[Pass] = []  # until they are collected
         self.strayed = False
-        """Whether any rank has needed other units than its gather order has, in a pass since this was set to false."""
+        """Whether ranks have parted in a pass since this was set to false."""
 
         self._failed = False
 
@@ -308,6 +318,8 @@ class PassCoordinator:
     def need(self, unit: Unit) -> None:
         """Note that this pass uses the unit."""
         self._gather_order.need(unit.index)
+        if self._now is not None:
+            self._now.uses.append(unit.index)
 
     def end(self) -> None:
         """Take part in what is left of the pass, and in what others need beyond it. The host does not wait.
@@ -319,8 +331,7 @@ class PassCoordinator:
             return
         self._progress.publish_at_end()
         flags = self._gather_order.needed() if self._gather_order.is_due() else None
-        order = self._gather_order
-        serve = partial(self._serve, now, flags, list(order.wanted), len(order.items))
+        serve = partial(self._serve, now, flags, list(self._gather_order.wanted))
         self._take_part(now)
         if not self._streams.captures():
             now.ending = now.lane.submit(serve, behind=now.began)
@@ -386,20 +397,21 @@ class PassCoordinator:
 
     def _negotiate(self, now: Pass, unit: Unit) -> None:
         """Take part in what all ranks agree on, until that is `unit`."""
-        while (choice := self._negotiation.agree(unit.index, now, 0).choice) != unit.index:
+        while (choice := self._negotiation.agree(unit.index, now).choice) != unit.index:
             now.lane.take_part(self._units[choice], during=now.kind).run()
 
-    def _serve(self, now: Pass, flags: Sequence[int] | None, wanted: Sequence[int], ordered: int) -> None:
-        """Take part in gathers of other ranks until all are at the end; then revise the gather order with them.
-
-        This rank `wanted` some of the `ordered` gathers of the order, and others.
-        """
+    def _serve(self, now: Pass, flags: Sequence[int] | None, wanted: Sequence[int]) -> None:
+        """Take part in gathers of other ranks until all are at the end; then revise the gather order with them."""
         while (round_ := self._negotiation.agree(END, now, len(wanted))).choice != END:
             now.beyond = True
             now.lane.take_part(self._units[round_.choice], during=now.kind).run()
-        now.strayed = now.beyond or {*round_.needed} != {ordered}
+        now.strayed = now.beyond or not round_.alike
         if now.beyond:
             now.revise = partial(self._gather_order.extend, now.kind, self._negotiation.lists(wanted, round_.needed))
         elif flags is not None:
             ranks = self._negotiation.lists(flags, [len(flags)] * len(round_.needed))
             now.revise = partial(self._gather_order.shorten, now.kind, ranks)
+
+
+def _checksum(text: str) -> int:
+    return crc32(text.encode()) & 0x7FFFFFFF

@@ -135,6 +135,14 @@ BENCHES = {
             key="cpu_vs_fsdp2", where={"system": "collectives"}, words="of FSDP2's CPU time, by collectives"
         ),
     ),
+    "host-block": Bench(
+        question="What does the host do for the reduction of a large block?",
+        words="CPU time of rank 0 in a group whose other ranks are not there, as over NCCL. Launches of NCCL and"
+        " Triton are not in it.",
+        command="python -m bench.host --fake {ranks}",
+        labels=("reduce", "ranks"),
+        values=("cpu_us_p50",),
+    ),
     "checkpoint": Bench(
         question="How long does a checkpoint take?",
         words="Weights and moments of all ranks, on the disk at the end. Raw writes as many bytes from memory into"
@@ -225,7 +233,7 @@ BENCHES = {
         " nothing), for FSDP2 too. nccl, twin and compiled are one rank, so nothing travels. In pair, ranks share it.",
         command="python -m bench.gpu --only {probe}",
         labels=("system", "kernel", "format", "collective", "connection", "transport", "compiled", "ranks", "status"),
-        values=("ms_p50", "peak_bytes"),
+        values=("ms_p50", "peak_bytes", "us"),
         hidden=("dry", "source"),
         headline=Headline(
             key="ms_p50_vs_fsdp2", where={"system": "exact"}, words="of FSDP2's step, as rank 0 of eight, seven fake"

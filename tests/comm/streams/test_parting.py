@@ -6,6 +6,7 @@ ranks hang if, taken together, one is behind itself.
 """
 
 from graphlib import CycleError, TopologicalSorter
+from itertools import cycle
 
 import pytest
 import torch
@@ -14,10 +15,13 @@ from torch.nn import functional
 
 from shardlite.grads.reduce_scatter import Averager
 from shardlite.grads.reducer import Reducer
-from tests.comm.streams.programs import WIDTH, WORLD_SIZE, Training
+from tests.comm.streams.programs import WIDTH, WORLD_SIZE, Training, loss
 from tests.comm.streams.simulated_gpu import Gpu
 
 DEPTH = 8
+
+Behind = dict[tuple[str, int], set[tuple[str, int]]]
+"""For each collective, by stream and number, those that it is behind on one rank."""
 
 
 class Parting(nn.Module):
@@ -34,19 +38,45 @@ class Parting(nn.Module):
         return x + (out.detach() if self.left_out == "all" else out)
 
 
-def collectives(left_out: dict[int, str], **options) -> dict[tuple[str, int], set[tuple[str, int]]]:
-    """Return, for each collective of a backward of a steady run, which others it is behind on such a rank."""
+class Shift(nn.Module):
+    """A unit whose backward needs no weights, so that none are gathered for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.by = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x):
+        return x + self.by
+
+
+def with_shifts():
+    """Return what makes a block, and after every second one a shift."""
+    kinds = cycle([Parting, Parting, Shift])
+    return lambda: next(kinds)()
+
+
+def collectives(left_out: dict[int, str], *, accumulates=False, shifts=False, **options) -> Behind:
+    """Return, for each collective of the last backward of a steady run, which others it is behind on such a rank."""
     gpu = Gpu()
     with gpu.ranks(WORLD_SIZE):
-        training = Training(Parting, depth=DEPTH, **options)
-        for _ in range(3):
+        block, units = (with_shifts(), (Parting, Shift)) if shifts else (Parting, Parting)
+        training = Training(block, units=units, depth=DEPTH * 3 // 2 if shifts else DEPTH, **options)
+        for _ in range(4):
+            if accumulates:
+                with training.model.no_sync():
+                    loss(training.model).backward()
             training.step()
+        if accumulates:
+            with training.model.no_sync():
+                loss(training.model).backward()
+        blocks = [each for each in training.model.module if isinstance(each, Parting)]
         for place, how in left_out.items():
-            training.model.module[1 + place].left_out = how
+            blocks[place].left_out = how
         gpu.collectives.clear()
         gpu.waits.clear()
         training.step()
     assert not gpu.waits["query"], "streams wait, not the host"
+    assert not gpu.races
     seen: dict[str, int] = {}
     names = []
     for stream, _, _ in gpu.collectives:
@@ -62,7 +92,7 @@ def collectives(left_out: dict[int, str], **options) -> dict[tuple[str, int], se
     }
 
 
-def hangs(*ranks: dict[tuple[str, int], set[tuple[str, int]]]) -> bool:
+def hangs(*ranks: Behind) -> bool:
     """Return whether ranks with such collectives wait for each other for good."""
     assert len({frozenset(rank) for rank in ranks}) == 1, "all ranks take part in the same collectives"
     graph = TopologicalSorter()
@@ -108,6 +138,8 @@ def whole():
         {},
         {"in_backward": True},
         {"prefetch": 0},
+        {"accumulates": True},
+        {"shifts": True},
         pytest.param({"prefetch": 3}, marks=pytest.mark.slow),
         pytest.param({"reshard_after_forward": False}, marks=pytest.mark.slow),
         pytest.param({"stage": 2}, marks=pytest.mark.slow),
