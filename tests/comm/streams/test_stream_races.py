@@ -253,6 +253,36 @@ def test_a_step_can_be_captured(name):
     assert_no_race(gpu)
 
 
+def test_a_steady_step_that_accumulates_waits_for_nothing():
+    gpu = Gpu(lag=3)
+    with gpu.ranks(WORLD_SIZE):
+        training = Training()
+        for step in range(4):
+            if step == 3:
+                gpu.waits.clear()
+            with where_the_host_would_wait():
+                EVENTS["no_sync"](training)
+    assert not +gpu.waits
+    assert_no_race(gpu)
+
+
+@pytest.mark.parametrize("parts", [WORLD_SIZE, 2 * WORLD_SIZE])
+@pytest.mark.parametrize("left_out", [None, 1, 2, 4])
+def test_sums_over_parts(parts, left_out):
+    gpu = Gpu(1)
+    with gpu.ranks(WORLD_SIZE):
+        training = Training(order="tree", parts=parts)
+        for step in range(4):
+            block = training.model.module[left_out or 1]
+            if left_out is not None and step == 2:
+                block.forward = lambda x: x
+            for _ in training.model.parts():
+                programs.loss(training.model).backward()
+            training.finish()
+            vars(block).pop("forward", None)
+    assert_no_race(gpu)
+
+
 def test_a_capture_in_which_a_parameter_gets_no_gradient_is_refused():
     gpu = Gpu()
     with gpu.ranks(WORLD_SIZE):
