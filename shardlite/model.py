@@ -587,8 +587,12 @@ class ShardLite(nn.Module):
 
         Args:
             rank: the only rank that gets them; the others get an empty dict. `None`: every rank.
+
+        Raises:
+            NonFiniteError: `AdamW(in_backward=True)` has left NaNs in a step.
         """
         self._recover()
+        self._in_backward.check()
         return self._full.state_dict(rank)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor] | None, strict: bool = True) -> Any:

@@ -96,6 +96,15 @@ class InBackwardOptimizer:
         assert optimizer is not None, "an optimizer lives while its backward runs"
         return optimizer
 
+    def check(self) -> None:
+        """Raise if steps in a backward have left NaNs: weights are going to be kept. The host waits for a GPU.
+
+        Raises:
+            NonFiniteError: they have.
+        """
+        if (optimizer := self.optimizer()) is not None:
+            optimizer.check()
+
     def refuse(self, what: str) -> None:
         """Raise if an optimizer steps inside the backward: `what` would come too late, or not at all.
 

@@ -140,8 +140,7 @@ class AdamW(Optimizer):
         Raises:
             NonFiniteError: a step in a backward has left NaNs.
         """
-        if self._steps_in_backward is not None:
-            self._steps_in_backward.check()
+        self.check()
         saved: dict[str, Any] = super().state_dict()
         saved["state"] = {key: canonical(entry, torch.device("cpu")) for key, entry in saved["state"].items()}
         return saved
@@ -179,6 +178,8 @@ class AdamW(Optimizer):
         # PyTorch would round moments to the dtype of the parameter, the upper part of a split weight.
         kept = {key: {name: _Stepped(value) for name, value in e.items()} for key, e in state_dict["state"].items()}
         super().load_state_dict({**state_dict, "state": kept})
+        if self._steps_in_backward is not None:
+            self._steps_in_backward.forget()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copying and pickling."""
@@ -254,6 +255,11 @@ class AdamW(Optimizer):
         assert self._steps_in_backward is not None
         slots = self._plan_of_now().by_param
         return self._steps_in_backward.prepare([(slots[param], start) for param, start in places])
+
+    def check(self) -> None:
+        """Raise `NonFiniteError` if steps in a backward have left NaNs. The host waits for a GPU."""
+        if self._steps_in_backward is not None:
+            self._steps_in_backward.check()
 
     def ready(self) -> None:
         """Raise `PhaseError` if the in-backward step of an earlier backward is not closed."""

@@ -115,6 +115,10 @@ class InBackwardSteps:
         """Record whether gradients of the step contained a NaN or an infinity: `bad` [] is above 0 if so."""
         self._alarm.note(bad)
 
+    def forget(self) -> None:
+        """Forget that a gradient contained a NaN or an infinity: other weights are loaded."""
+        self._alarm = _Alarm()
+
     def check(self) -> None:
         """Raise if a gradient contained a NaN or an infinity in any step. The host waits for a GPU.
 

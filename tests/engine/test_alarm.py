@@ -139,6 +139,18 @@ def test_steps_that_noted_nothing_count(gpu):
         step(alarm, 0)
 
 
+def test_a_load_makes_it_forget(gpu):
+    steps = in_backward.InBackwardSteps(lambda: None)
+    steps.note(Flag(1))
+    steps.close([])
+    steps.forget()
+    gpu.arrive()
+    for _ in range(10):
+        steps.note(Flag(0))
+        steps.close([])
+    assert steps._alarm._first.value == 0
+
+
 def test_who_keeps_weights_waits(gpu):
     alarm = in_backward._Alarm()
     alarm.wait()

@@ -213,7 +213,7 @@ def _finish_loops(model: ShardLite, loops: int) -> None:
 
 def _load_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
     """Replace the options of an optimizer, and drop its state. Collective."""
-    own = optimizer.state_dict()["param_groups"]
+    own = Optimizer.state_dict(optimizer)["param_groups"]  # that of `AdamW` would judge the state that goes
     groups = [{**mine, **each, "params": mine["params"]} for mine, each in zip(own, saved, strict=True)]
     optimizer.load_state_dict({"state": {}, "param_groups": groups})
 
