@@ -1,7 +1,8 @@
 """Buckets: the buffer in which one unit's gradients are collected until they are reduced.
 
 The root's gradients arrive first and last in a backward (for example those of a head and of an embedding). So the
-root's bucket allocates memory only for its last gradient: until then it keeps the tensors that autograd made.
+root's bucket has no memory until its last gradient: until then it keeps the tensors that autograd made. On a GPU every
+bucket does.
 
 In: gradients of single parameters. Out: full buffers to reduce. Starts no communication.
 
@@ -58,7 +59,7 @@ class Bucket:
     """Number of parameters that have gradients."""
 
     moment: Moment | None = None
-    """Behind which all gradients are that have come, where that is not now: see `Reducer.enter`."""
+    """Event after the last gradient of this backward, `None` if that is now. See `Reducer.enter`."""
 
     arrivals: int = 0
     """Number of gradients that arrived in the current backward. A reentrant backward brings several per parameter."""
@@ -80,11 +81,11 @@ class Bucket:
         return self.arrivals == rounds * self.expected
 
     def needs_memory(self, param: nn.Parameter, *, waits: bool) -> bool:
-        """Return whether the next gradient of `param` needs memory, while none is allocated.
+        """Return whether the buffers must be allocated before the next gradient of `param` is stored.
 
-        With `waits`, the first gradient of a parameter needs none.
+        With `waits`, the first gradient of a parameter can wait for them.
         """
-        return not (waits and id(param) not in self.early)
+        return not waits or id(param) in self.early
 
     def fill(self) -> None:
         """Take memory for the full buffers, and copy early gradients into them."""

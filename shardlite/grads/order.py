@@ -6,10 +6,10 @@ and at its end all ranks take what rank 0 has seen.
 Each backward goes once through the order. A reduction starts when its turn has come, and lands when it is over and its
 bucket is free. On a CPU, before more buckets are filled than there may be, the earliest reductions are waited for.
 
-On a GPU a bucket is memory of the stream of reductions, and serves one unit after the other there. What is bounded are
-the gradients that are copied to it: before those of the next unit come, the program's stream waits for the copies, and
-so for the reduction of the unit before, on all ranks. `docs/how-it-works.md` says why ranks that part do not wait for
-each other then; where they have parted in a forward the host waits, as on a CPU.
+On a GPU a bucket's memory belongs to the stream of reductions and is reused in stream order. What is bounded are the
+gradients that are copied to it: before those of the next unit come, the program's stream waits for the copies, and so
+for the reduction of the unit before, on all ranks. `docs/how-it-works.md` says why ranks that part do not deadlock;
+where they have parted in a forward the host waits, as on a CPU.
 """
 
 from collections import deque

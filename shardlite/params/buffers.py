@@ -28,7 +28,7 @@ one that a peer starts only after a gather that takes this rank: `comm/control/p
 
 
 class Buffer:
-    """Memory for one unit's full weights or gradients, which can tell whether other tensors still view it."""
+    """Memory for one unit's full weights, which can tell whether other tensors still view it."""
 
     kept = False
     """Whether it is one of those that a pool keeps."""

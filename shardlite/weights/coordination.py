@@ -19,8 +19,9 @@ The messages are a few integers on the host, whatever device the weights are on.
 in is gathered to memory of its own, which is freed at once: it costs the unit's bytes on the wire and, for its
 duration, in memory. `traffic()` counts it under `take part`.
 
-A step in which all ranks do the same waits for no negotiation. What belongs to the recorded order is gathered on one
-queue, where nothing else stands between. Rounds, and the gathers that come of them, have a thread of their own:
+A step in which all ranks do the same waits for no negotiation, but for one that a backward on a GPU collects: the round
+of its forward, which tells whether streams may wait for reductions. What belongs to the recorded order is gathered on
+one queue, where nothing else stands between. Rounds, and the gathers that come of them, have a thread of their own:
 
     program       forward | gathers of its order | loss | gathers of the backward | flags | step | next forward
     negotiation           |-- end of the forward ------------------------- collected before that -|

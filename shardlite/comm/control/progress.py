@@ -37,7 +37,7 @@ class _Standing:
     """Reductions started in this backward."""
 
     buckets: int = 0
-    """Buckets filled in this backward."""
+    """Buckets filled in this backward or, on a GPU, units that it has begun."""
 
     gathers: int = 0
     """Gathers and rounds of negotiation ever joined. All ranks join the same ones."""
