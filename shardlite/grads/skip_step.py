@@ -29,7 +29,6 @@ class Skips:
         self.flag = flag
         self._rank = rank
         self._warns = warns
-        self._steps = 0  # that were counted, whether left out or not
         self._seen_until = 0  # the last of them whose count the host has seen
         self._counts = torch.zeros(3, device=device)  # left out: all, in a row; and the step as of which
         self._counted: Tensor | None = None
@@ -86,10 +85,9 @@ class Skips:
         if flag is self._counted:
             return
         self._counted = flag
-        self._steps += 1
-        self._counts += flag
+        self._counts[:2] += flag
         self._counts[1] *= flag
-        self._counts[2].fill_(self._steps)
+        self._counts[2] += 1
         if is_here(flag):
             self._seen.copy_(self._counts)
             self._check()

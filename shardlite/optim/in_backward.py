@@ -253,9 +253,11 @@ class _Alarm:
         if is_here(flag):
             self._raise_if(int(flag))
             return
-        if torch.cuda.is_current_stream_capturing():
-            return  # a replay does not come here
-        if self._seen is not None and (first := int(self._seen.numpy())):
+        if (
+            not torch.cuda.is_current_stream_capturing()
+            and self._seen is not None
+            and (first := int(self._seen.numpy()))
+        ):
             self._raise_if(self._steps >= first + LATER)
         self._send(flag)
 
@@ -270,10 +272,12 @@ class _Alarm:
 
     def _send(self, flag: Tensor) -> None:
         """Start copying to the host in which step the flag was set first. These few bytes arrive at once."""
-        now = flag * self._steps
-        self._first = now if self._first is None else torch.where(self._first > 0, self._first, now)
-        if self._seen is None:
+        if self._first is None or self._seen is None:
+            self._first = torch.zeros_like(flag)
             self._seen = torch.zeros((), dtype=torch.int32, pin_memory=flag.is_cuda)
+        self._first.copy_(
+            torch.where(self._first > 0, self._first, flag * self._steps)
+        )  # in place: a graph is replayed
         self._seen.copy_(self._first, non_blocking=True)
 
     def _raise_if(self, bad: bool | int) -> None:

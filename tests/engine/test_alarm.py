@@ -22,6 +22,9 @@ class Gpu:
         assert (shape, dtype, pin_memory) == ((), torch.int32, True)
         return Pinned(self)
 
+    def zeros_like(self, flag):
+        return type(flag)(0)
+
     def maximum(self, left, right):
         return Flag(max(left.value, right.value))
 
@@ -39,7 +42,8 @@ class Pinned:
 
     def copy_(self, first, *, non_blocking):
         assert non_blocking, "the host must not wait"
-        self.gpu.under_way.append(lambda: setattr(self, "value", first.value))
+        value = first.value
+        self.gpu.under_way.append(lambda: setattr(self, "value", value))
 
     def numpy(self):
         return self.value
@@ -56,6 +60,9 @@ class Flag:
 
     def __mul__(self, number):
         return type(self)(self.value * number)
+
+    def copy_(self, other):
+        self.value = other.value
 
     def to(self, dtype):
         return self
@@ -122,11 +129,16 @@ def test_later_bad_steps_change_nothing_and_it_is_told_once(gpu):
         gpu.arrive()
 
 
-def test_nothing_is_looked_at_while_a_graph_is_captured(gpu):
+def test_nothing_is_looked_at_while_a_graph_is_captured_but_noted(gpu):
     alarm = in_backward._Alarm()
-    gpu.capturing = True
     step(alarm, 1)
-    assert not gpu.under_way
+    gpu.arrive()
+    gpu.capturing = True
+    for _ in range(2 * in_backward.LATER):
+        step(alarm, 0)
+    gpu.capturing = False
+    with pytest.raises(NonFiniteError):
+        step(alarm, 0)
 
 
 def test_steps_that_noted_nothing_count(gpu):

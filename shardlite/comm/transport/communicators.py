@@ -152,8 +152,9 @@ def _agree(
     everyone = all_gather_json(group, mine, "a communicator of NCCL beside that of the process group", timeout)
     rows = [everyone[each] for each in members]
     name, first = rows[0]
-    common = {each for each, operations in first if all([each, operations] in theirs for _, theirs in rows)}
-    return next((each for each in offered if each.name in common), None), name
+    # The first in the order of one rank: threads that wrap models at once may have made them in another one elsewhere.
+    common = next((each for each, operations in first if all([each, operations] in theirs for _, theirs in rows)), None)
+    return next((each for each in offered if each.name == common), None), name
 
 
 def _connected(
