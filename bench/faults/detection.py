@@ -60,7 +60,7 @@ class Silent(Trainer):
         if self.steps == WARM_UP:
             talks = talks_of(self)
             ranks = dist.get_world_size()
-            talks.agree = lambda *_: Round(END, [0] * ranks)  # type: ignore[method-assign]
+            talks.agree = lambda *_: Round(END, [0] * ranks, alike=True)  # type: ignore[method-assign]
             talks.lists = lambda mine, lengths: [mine for _ in lengths]  # type: ignore[assignment,method-assign,misc]
         self.steps += 1
         return super().step(batch)

@@ -211,9 +211,9 @@ def steady_body(group):
 
 
 def test_ranks_that_do_the_same_talk_twice_per_step(cluster):
-    """At the end of the forward and of the backward, four integers each, once the gather order has settled."""
+    """At the end of the forward and of the backward, five integers each, once the gather order has settled."""
     for counts in cluster.run(steady_body, 2):
-        assert counts[2:] == [(2, 2 * 16)] * 3
+        assert counts[2:] == [(2, 2 * 20)] * 3
 
 
 def lengths_body(group):
