@@ -32,11 +32,10 @@ from bench.kernels.work import works
 from bench.support.fake_group import fake_group
 from bench.support.measure import percentile
 from bench.support.workloads import LLAMA_BLOCK_NUMEL
-from shardlite.apps.plan.links import MODEL, numel_of
-from shardlite.apps.plan.presets import PRESETS
 from shardlite.comm import collectives
 from shardlite.comm.transport.group_collectives import NcclCollectives
 from shardlite.comm.transport.two_level import TwoLevelCollectives
+from shardlite.comm.transport.whole import WholeCollectives
 
 RANKS = 4
 """Virtual ranks of the ring kernel, a stream each."""
@@ -204,19 +203,24 @@ def _slices(report: Report) -> None:
 
 def _slices_at(world_size: int, report: Report) -> None:
     with fake_group(world_size, lambda *_: None) as group:
-        transport = NcclCollectives(group)
-        segment = 1024 if report.dry else -(-LLAMA_BLOCK_NUMEL // world_size // 1024) * 1024
-        full = torch.zeros(world_size * segment, device=report.device)
-        out = torch.empty(segment, device=report.device)
-        needed = collectives.staging_numel(len(full), transport, torch.float32, grain=1024)
-        staging = torch.zeros(needed, device=report.device)
+        _reduction("slices of a reduction", NcclCollectives(group), report)
 
-        def reduce() -> None:
-            collectives.reduce_scatter(full, transport, out=out, divisor=world_size, staging=staging)
 
-        reduce()
-        found = milliseconds(reduce, report.device, _ROUNDS)
-        report(kernel="slices of a reduction", format="fp32", ranks=world_size, numel=len(full), **found)
+def _reduction(kernel: str, transport: WholeCollectives, report: Report) -> None:
+    """Time the reduction of a Llama-8B block in fp32 over a transport of a fake group."""
+    ranks, numel = transport.world_size, LLAMA_BLOCK_NUMEL
+    segment = 1024 if report.dry else -(-numel // ranks // 1024) * 1024
+    full = torch.zeros(ranks * segment, device=report.device)
+    out = torch.empty(segment, device=report.device)
+    needed = collectives.staging_numel(len(full), transport, torch.float32, grain=1024)
+    staging = torch.zeros(needed, device=report.device)
+
+    def reduce() -> None:
+        collectives.reduce_scatter(full, transport, out=out, divisor=ranks, staging=staging)
+
+    reduce()
+    found = milliseconds(reduce, report.device, _ROUNDS)
+    report(kernel=kernel, format="fp32", ranks=ranks, numel=len(full), **found)
 
 
 class _Level(NcclCollectives):
@@ -236,19 +240,7 @@ def _two_levels(report: Report) -> None:
 def _two_levels_at(world_size: int, node: int, report: Report) -> None:
     with fake_group(world_size, lambda *_: None) as group:
         levels = (_Level(group, ranks) for ranks in (world_size, node, world_size // node))
-        transport = TwoLevelCollectives(*levels)
-        segment = 1024 if report.dry else -(-numel_of(PRESETS[MODEL])[0] // world_size // 1024) * 1024
-        full = torch.zeros(world_size * segment, device=report.device)
-        out = torch.empty(segment, device=report.device)
-        needed = collectives.staging_numel(len(full), transport, torch.float32, grain=1024)
-        staging = torch.zeros(needed, device=report.device)
-
-        def reduce() -> None:
-            collectives.reduce_scatter(full, transport, out=out, divisor=world_size, staging=staging)
-
-        reduce()
-        found = milliseconds(reduce, report.device, _ROUNDS)
-        report(kernel="slices of two levels", format="fp32", ranks=world_size, numel=len(full), **found)
+        _reduction("slices of two levels", TwoLevelCollectives(*levels), report)
 
 
 def all_works(device: torch.device) -> list[Work]:

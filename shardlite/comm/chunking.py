@@ -75,6 +75,10 @@ class Cut:
         """Whether all segments have the same length."""
         return len({stop - start for start, stop in self.bounds}) == 1
 
+    def ranges(self, part: tuple[int, int]) -> list[tuple[int, int]]:
+        """Return where the elements `part` of each segment are in the buffer, as far as a shorter segment has them."""
+        return [(min(low + part[0], high), min(low + part[1], high)) for low, high in self.bounds]
+
     def slots(self, plan: Schedule, transport: Transport) -> int:
         """Return the number of staging slots that a reduction needs for incoming messages."""
         if transport.lends and not transport.batched:

@@ -11,7 +11,7 @@ Legend: `W = N L` ranks in `N` nodes of `L`, each with a network card; `n` bytes
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -109,12 +109,7 @@ ALONE = Arrangement(
 ONE_NODE = Arrangement(
     take="nothing: the default", why="bits are those of any other transport", gather=ring, reduce=exchange
 )
-FLAT = Arrangement(
-    take="nothing: the default",
-    why="the order of the ring, which does not depend on the nodes",
-    gather=ring,
-    reduce=exchange,
-)
+FLAT = replace(ONE_NODE, why="the order of the ring, which does not depend on the nodes")
 LEVELS = Arrangement(
     take='`algorithm="hierarchical"`', why="exact, and the least state", gather=ring, reduce=two_levels
 )

@@ -29,9 +29,9 @@ from torch._C._distributed_c10d import Backend
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from shardlite.comm.control.store import all_gather_json
-from shardlite.comm.transport.reconnect import ranks_of
+from shardlite.comm.transport.reconnect import ranks_of, refused
 from shardlite.config import Route
-from shardlite.errors import CommError, LayoutError
+from shardlite.errors import LayoutError
 
 
 class Communicator:
@@ -168,10 +168,7 @@ def _connected(
         if route.registered:  # which takes a communicator, and NCCL's is made by the first operation otherwise
             made.eager_connect_single_device(device)
     except RuntimeError as error:
-        raise CommError(
-            f"rank {group.rank()} cannot connect to ranks {options.global_ranks_in_group} over nccl once more, "
-            f"for messages beside those of the process group. The backend says: {error}"
-        ) from error
+        raise refused(group, members, "nccl", error) from error
     return made
 
 

@@ -189,7 +189,7 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         sent, own = full, cut.longest
         splits: tuple[list[int], ...] = ()  # equal ones
         if not cut.even or part != (0, cut.longest):
-            ranges = [(min(low + part[0], high), min(low + part[1], high)) for low, high in cut.bounds]
+            ranges = cut.ranges(part)
             sizes = [stop - start for start, stop in ranges]
             own = sizes[self.rank]
             splits = [own * full.itemsize] * self.world_size, [size * full.itemsize for size in sizes]
@@ -202,10 +202,8 @@ class GroupCollectives(WholeCollectives, GroupTransport):
 
     def _swap(self, full: Tensor, cut: Cut, part: tuple[int, int], room: Tensor) -> Tensor:
         """Return the other rank's row of this rank's segment, [1, .], and send it this rank's row of its segment."""
-        own, others = (
-            slice(min(low + part[0], high), min(low + part[1], high))
-            for low, high in (cut.bounds[self.rank], cut.bounds[1 - self.rank])
-        )
+        ranges = cut.ranges(part)
+        own, others = slice(*ranges[self.rank]), slice(*ranges[1 - self.rank])
         row, sent = room[: own.stop - own.start], full[others]
         splits = [[0, each.nbytes] if self.rank == 0 else [each.nbytes, 0] for each in (row, sent)]
         self._all_to_all(row, sent, *splits)

@@ -34,10 +34,15 @@ def reconnect(group: dist.ProcessGroup, timeout: timedelta, some: Sequence[int] 
     try:
         return over_gloo(tokens[members[0]], members.index(group.rank()), len(members), timeout)
     except RuntimeError as error:
-        raise CommError(
-            f"rank {group.rank()} cannot connect to ranks {ranks_of(group, members)} over gloo once more, "
-            f"for messages beside those of the process group. The backend says: {error}"
-        ) from error
+        raise refused(group, members, "gloo", error) from error
+
+
+def refused(group: dist.ProcessGroup, members: Sequence[int], backend: str, error: RuntimeError) -> CommError:
+    """Return an error that says who cannot be connected over a backend, and what that says."""
+    return CommError(
+        f"rank {group.rank()} cannot connect to ranks {ranks_of(group, members)} over {backend} once more, "
+        f"for messages beside those of the process group. The backend says: {error}"
+    )
 
 
 def ranks_of(group: dist.ProcessGroup, members: Sequence[int]) -> list[int]:

@@ -121,7 +121,7 @@ def _lanes(cut: Cut, part: tuple[int, int], node: int) -> list[list[int]]:
     """Return how many elements each segment has in `part`: by place in the node, then by node."""
     if cut.even:
         return [[min(part[1], cut.longest) - min(part[0], cut.longest)] * (len(cut.bounds) // node)] * node
-    sizes = [stop - start for start, stop in _ranges(cut, part)]
+    sizes = [stop - start for start, stop in cut.ranges(part)]
     return [sizes[place::node] for place in range(node)]
 
 
@@ -131,13 +131,8 @@ def _pack(out: Tensor, full: Tensor, cut: Cut, part: tuple[int, int], node: int)
         parts = full.view(-1, node, cut.longest)[..., slice(*part)].transpose(0, 1)
         out.view(parts.shape).copy_(parts)
         return
-    ranges = _ranges(cut, part)
+    ranges = cut.ranges(part)
     torch.cat([full[start:stop] for place in range(node) for start, stop in ranges[place::node]], out=out)
-
-
-def _ranges(cut: Cut, part: tuple[int, int]) -> list[tuple[int, int]]:
-    """Return where `part` of each segment is in the buffer."""
-    return [(min(low + part[0], high), min(low + part[1], high)) for low, high in cut.bounds]
 
 
 def _exchange(transport: GroupCollectives, room: Tensor, sent: Tensor, sizes: Sequence[int]) -> Tensor:

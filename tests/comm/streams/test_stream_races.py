@@ -214,10 +214,12 @@ def where_the_host_would_wait():
 PROMPT = {*LAUNCHES, "stage 1", "bf16", "checkpointed", "checkpointed, reentrant", "compact"}
 """The runs that are looked at each time, for waits in a steady step. The others are slow."""
 
-
-@pytest.mark.parametrize(
+EVERY_RUN = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in PROMPT else pytest.mark.slow) for name in RUNS]
 )
+
+
+@EVERY_RUN
 def test_a_steady_step_waits_for_nothing(name):
     """On a GPU that is behind: a query would be in vain three times."""
     gpu = Gpu(lag=3)
@@ -237,9 +239,7 @@ def test_a_steady_step_waits_for_nothing(name):
             assert max(buckets) == 1
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in PROMPT else pytest.mark.slow) for name in RUNS]
-)
+@EVERY_RUN
 def test_a_step_can_be_captured(name):
     gpu = Gpu(lag=3)
     with gpu.ranks(WORLD_SIZE):
