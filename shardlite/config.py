@@ -4,11 +4,14 @@ Knows nothing of models, units or ranks.
 """
 
 import os
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
+from torch import nn
 
 Algorithm = Literal["ring", "bidirectional", "direct", "hierarchical", "halving"]
 """Schedules of collectives."""
@@ -55,12 +58,24 @@ class Precision:
     output: torch.dtype | None = None
     """Dtype that floating-point outputs of the model are cast to. `None`: outputs are not cast."""
 
+    quantized_gather: bool | Callable[[str, nn.Module], bool] = False
+    """Whether all-gathers send weights as 8-bit codes, 33 bytes for 32 weights. Ranks compute with the decoded values;
+    the optimizer steps weights of full precision. `callable(name, module) -> bool` decides for each unit (the root's
+    name is empty). Stage 3 only. See `docs/precision.md`.
+    """
+
     def __post_init__(self) -> None:
         """Validate the options.
 
         Raises:
+            TypeError: `quantized_gather` is neither a bool nor a function.
             ValueError: a dtype is not allowed for its purpose.
         """
+        if not isinstance(self.quantized_gather, bool) and not callable(self.quantized_gather):
+            raise TypeError(
+                "Precision: quantized_gather must be a bool or callable(name, module) -> bool, got "
+                f"{self.quantized_gather!r}"
+            )
         for name, dtype, allowed in (
             ("compute", self.compute, (None, *COMPUTE)),
             ("reduce", self.reduce, WIRE),
@@ -155,13 +170,11 @@ OrderName = Literal["ring", "tree"]
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """Select how messages get from rank to rank.
-
-    `ShardLite` takes one as `route`, or `transport`, `algorithm`, `reduce` and `order` as arguments of its own.
+    """Select how messages travel between ranks, and in which order gradients are added.
 
     Example:
-        >>> ShardLite(model, transport="p2p", algorithm="bidirectional")
-        >>> ShardLite(model, route=Route(max_ctas=8))
+        >>> ShardLite(model, route=Route(transport="p2p", algorithm="bidirectional"))
+        >>> ShardLite(model, route=Route(order="tree", parts=8))
     """
 
     transport: TransportName = "auto"
@@ -188,8 +201,14 @@ class Route:
     """
 
     order: OrderName = "ring"
-    """Order in which gradients are added. `"tree"`: as a balanced binary tree over the parts of a global batch, which
-    does not depend on the number of ranks: reductions take the algorithm `"halving"`. See `docs/elastic.md`.
+    """Order in which gradients are added. `"ring"`: in the order of the ranks. `"tree"`: as a balanced binary tree over
+    the `parts` of a global batch, so that a run has the same bits on any number of ranks. Reductions then use the
+    algorithm `"halving"`. See `docs/elastic.md`.
+    """
+
+    parts: int | None = None
+    """Number of parts of each global batch with `order="tree"`: a power of two, and at least the number of ranks.
+    `ShardLite.parts()` yields those of this rank.
     """
 
     registered: bool = False
@@ -235,6 +254,13 @@ class Route:
                 "algorithm='hierarchical' fixes the order in which gradients are added, and reduce='fast' leaves it to "
                 "the process group: leave algorithm='auto', or reduce='exact'"
             )
+        if self.order == "ring" and self.parts is not None:
+            raise ValueError(f"parts={self.parts!r} requires order='tree': set both, or neither")
+        if self.order == "tree" and (type(self.parts) is not int or self.parts.bit_count() != 1):
+            raise ValueError(
+                "order='tree' requires parts=P, the number of parts of each global batch: a power of two; got "
+                f"parts={self.parts!r}"
+            )
         if self.order == "tree" and (self.reduce != "exact" or self.algorithm not in ("auto", "halving")):
             raise ValueError(
                 f"order='tree' fixes the order in which gradients are added, and reduce={self.reduce!r} with "
@@ -267,29 +293,44 @@ class Route:
 _OF_NCCL = ("registered", "max_ctas", "high_priority")
 
 
-def route_of(route: Route | None, arguments: Route) -> Route:
-    """Return `route`, or the route of separate arguments. The environment may set the transport.
+_DEPRECATED = {
+    **dict.fromkeys(("transport", "algorithm", "reduce", "order", "parts"), "route=Route"),
+    "quantized_gather": "precision=Precision",
+}
+"""Keywords of `ShardLite` that became fields of an option record, and that record."""
+
+
+def take_deprecated(route: Route, precision: Precision, keywords: Mapping[str, Any]) -> tuple[Route, Precision]:
+    """Return both records with the fields that were given as keywords of `ShardLite`. Warn of each keyword.
 
     Raises:
-        TypeError: `route` is of another type.
-        ValueError: both are given, or the environment does not name a transport that goes with the rest.
+        TypeError: a keyword is unknown, or a record has a wrong type.
+        ValueError: a keyword of `Route` and a `Route` are both given.
     """
-    if not isinstance(route, Route | None):
-        raise TypeError(f"route takes a shardlite.Route, got {route!r}")
-    if route is not None and arguments != Route():
-        raise ValueError(f"transport, algorithm, reduce and order are fields of route={route}: give them there alone")
-    chosen = route or arguments
-    return replace(chosen, transport=transport_or_default(chosen.transport))
+    for name, record, kind in (("precision", precision, Precision), ("route", route, Route)):
+        if not isinstance(record, kind):
+            raise TypeError(f"{name} takes a shardlite.{kind.__name__}, got {record!r}")
+    for name in keywords:
+        if name not in _DEPRECATED:
+            raise TypeError(f"ShardLite() got an unexpected keyword argument {name!r}")
+        message = f"ShardLite({name}=...) is deprecated and will be removed in 0.3: use {_DEPRECATED[name]}({name}=...)"
+        warnings.warn(message, DeprecationWarning, stacklevel=3)
+    fields = dict(keywords)
+    if "quantized_gather" in fields:
+        precision = replace(precision, quantized_gather=fields.pop("quantized_gather"))
+    if fields and route != Route():
+        raise ValueError(f"{', '.join(fields)} are fields of route={route}: set them there only")
+    return replace(route, **fields), precision
 
 
-def transport_or_default(name: TransportName) -> TransportName:
-    """Return `name`, or the value of `SHARDLITE_TRANSPORT` if `name` is `"auto"` and the variable is set.
+def with_environment(route: Route) -> Route:
+    """Return `route` with the transport of `SHARDLITE_TRANSPORT`, if that is set and `route` leaves the transport open.
 
     Raises:
-        ValueError: the variable does not name a transport.
+        ValueError: the variable does not name a transport that goes with the rest of the route.
     """
-    named = os.environ.get("SHARDLITE_TRANSPORT", "auto") if name == "auto" else name
-    return Route(transport=cast(TransportName, named)).transport
+    named = os.environ.get("SHARDLITE_TRANSPORT", "auto")
+    return route if route.transport != "auto" else replace(route, transport=cast(TransportName, named))
 
 
 def check_timeout(timeout: timedelta) -> None:

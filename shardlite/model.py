@@ -32,18 +32,7 @@ from shardlite.build import (
     validate,
 )
 from shardlite.comm import GroupLike, Sent, Transport, agree, all_gather_json, ranks_of, share
-from shardlite.config import (
-    AlgorithmName,
-    MemoryLimit,
-    OrderName,
-    Precision,
-    ReduceName,
-    Route,
-    TransportName,
-    check_timeout,
-    memory_limit_of,
-    route_of,
-)
+from shardlite.config import MemoryLimit, Precision, Route, memory_limit_of, take_deprecated, with_environment
 from shardlite.engine import (
     NO_COPY,
     NO_GRAPH,
@@ -142,9 +131,6 @@ class ShardLite(nn.Module):
         reshard_after_forward: `False`: units stay gathered from their forward to the end of the backward, which saves
             one all-gather each and costs the memory of the weights; or `callable(name, module) -> bool` for each unit.
             Stage 3 only.
-        quantized_gather: `True`: gathers send weights as 8-bit codes, 33 bytes for 32 of them, and ranks compute with
-            what these mean, while weights that are trained keep all their digits; or `callable(name, module) -> bool`
-            for each unit (the root's name is empty). Stage 3 only. See `docs/precision.md`.
         group: the ranks to shard over, `None` is the default group; or a `DeviceMesh` with one dimension, or with two,
             (replicate, shard): hybrid sharding. The model is then sharded within each group of the second dimension.
         ignore: modules and parameters that are left alone: each rank trains its own, and nothing is averaged.
@@ -160,14 +146,7 @@ class ShardLite(nn.Module):
             those of `torch.nn` do, is born with the same weights on meta and off. Other ranks' generators stay as they
             are.
         prefetch: how many units are gathered ahead, each in a buffer of its own.
-        transport, algorithm, reduce: how messages travel, see `shardlite.Route`; what `"auto"` has chosen is in `repr`
-            and logged once.
-        order: in which gradients are added: `"ring"`, in that of the ranks, or `"tree"`, as a balanced binary tree over
-            the `parts` of each global batch. A run then has the same bits on any number of ranks; see
-            `docs/elastic.md`.
-        route: these four and options of NCCL's communicators in one record, instead of the four.
-        parts: with `order="tree"`, into how many parts each global batch is divided: a power of two, and at least the
-            number of ranks. `parts()` yields those of this rank.
+        route: how messages travel and in which order gradients are added. `repr` shows what `"auto"` has chosen.
         buffers: `"rank0"`: buffers that a forward has changed on some rank (running statistics) become rank 0's on all
             when the next forward begins, as in `DistributedDataParallel`: after one that is not inside `no_sync()` or
             `torch.no_grad()`. `"own"`: each rank keeps its own.
@@ -182,8 +161,12 @@ class ShardLite(nn.Module):
             rank, more memory needed than the limit, or a parameter or buffer on the meta device that was not
             initialised.
         CommError: a peer failed or is late.
-        TypeError: an option is of another type than it has to be.
-        ValueError: an option has a value that it cannot have.
+        TypeError: an option has a wrong type, or is unknown.
+        ValueError: an option has an invalid value.
+
+    .. deprecated:: 0.2
+        `transport`, `algorithm`, `reduce`, `order` and `parts` are fields of `Route`, and `quantized_gather` is one of
+        `Precision`. As keywords they warn, and are removed in 0.3.
     """
 
     _unwrapped = False
@@ -196,63 +179,48 @@ class ShardLite(nn.Module):
         units: UnitPolicy = None,
         precision: Precision = Precision(),  # noqa: B008 (frozen)
         reshard_after_forward: UnitRule = True,
-        quantized_gather: UnitRule = False,
         group: GroupLike = None,
         ignore: Iterable[nn.Module | nn.Parameter] = (),
         device: torch.device | str | None = None,
         init: Init = None,
         prefetch: int = 1,
-        transport: TransportName = "auto",
-        algorithm: AlgorithmName = "auto",
-        reduce: ReduceName = "exact",
-        order: OrderName = "ring",
-        route: Route | None = None,
-        parts: int | None = None,
+        route: Route = Route(),  # noqa: B008 (frozen)
         buffers: str = "rank0",
         diagnose: bool = False,
         memory_limit: int | MemoryLimit | None = None,
         timeout: timedelta = timedelta(minutes=10),
+        **deprecated: Any,
     ) -> None:
         super().__init__()
-        check_timeout(timeout)
-        limit = memory_limit_of(memory_limit)
-        self.stage = stage
-        self.precision = precision
+        route, precision = take_deprecated(route, precision, deprecated)
+        self.stage, self.precision, self.module = stage, precision, module
         self._groups = ranks_of(group)
-        validate.check_functions(
-            init=init, reshard_after_forward=reshard_after_forward, quantized_gather=quantized_gather
-        )
-        ignore = validate.listed(ignore)
-        self._ignored = validate.ignored_params(ignore)
+        self._ignored_modules, self._ignored = validate.split_ignored(ignore)
         self._forwards = 0  # that are running
         self._unsynced: ExitStack | None = None
         options = Options(
             stage=stage,
             units=units,
             precision=precision,
+            reshard_after_forward=reshard_after_forward,
             ignored=self._ignored,
             device=device,
             init=init,
             prefetch=prefetch,
-            quantized_gather=quantized_gather,
+            route=with_environment(route),
             buffers=buffers,
-            route=route_of(route, Route(transport=transport, algorithm=algorithm, reduce=reduce, order=order)),
-            parts=parts,
-            memory_limit=limit,
+            diagnose=diagnose,
+            memory_limit=memory_limit_of(memory_limit),
+            timeout=timeout,
         )
-        plan = agree_on_plan(module, options, self._groups, ShardLite, timeout)
-        check_memory_limit(module, plan, options, self._groups.shards, reshard_after_forward)
-        self._context = context = share(self._groups, plan.device, timeout, options.route)
-        self.ledger, self.trace = context.ledger, context.trace
-        self._join = Join(context, self._groups)
-        self._parts = None if parts is None else PartLoop(parts, context)
-        self._placement = placement_of(plan, stage, context.transport.rank, context.world_size, reshard_after_forward)
-        self.module = module
+        plan = agree_on_plan(module, options, self._groups, ShardLite)
+        check_memory_limit(module, plan, options, self._groups.shards)
+        self._context = share(self._groups, plan.device, options.timeout, options.route)
+        self._placement = placement_of(
+            plan, stage, self._context.transport.rank, self._context.world_size, reshard_after_forward
+        )
         self._units = self._build(plan, init)
-        left_alone = [each for each in ignore if isinstance(each, nn.Module)]
-        self._first_ranks = Buffers(module, context, left_alone) if buffers == "rank0" else None
-        refuse_conversions(module, left_alone, self._ignored)
-        self._connect(plan, prefetch, diagnose)
+        self._connect(plan, options)
 
     # ---- what a module does -------------------------------------------------------------------------------------
 
@@ -403,7 +371,9 @@ class ShardLite(nn.Module):
             PhaseError: while the loop runs: another one is running, or a part had no backward, or several.
         """
         if self._parts is None:
-            raise LayoutError("parts(): this model adds in the order of the ring: wrap it with order='tree', parts=P")
+            raise LayoutError(
+                "parts(): this model adds in the order of the ring: wrap it with route=Route(order='tree', parts=P)"
+            )
         self._recover()
         self._reducer.discard()  # of a loop that was left early
         return self._over_parts(self._parts, step, seed)
@@ -756,6 +726,7 @@ class ShardLite(nn.Module):
             LayoutError: on every rank, if some have none; the module is of no more use then.
         """
         context = self._context
+        self.ledger, self.trace = context.ledger, context.trace
         units = build_units(plan, self._placement)
         initializer = Initializer(self.module, init, plan.device, first=context.rank == 0)
         broadcast_init(plan.units, units, self.module, context, initializer)
@@ -772,20 +743,24 @@ class ShardLite(nn.Module):
         weakref.finalize(self, _give_back, context.transports).atexit = False
         return units
 
-    def _connect(self, plan: Plan, prefetch: int, diagnose: bool) -> None:
+    def _connect(self, plan: Plan, options: Options) -> None:
         """Build what drives the units from the bottom up: weights, gradients, hooks, and the bridge to optimizers."""
         context, units, single_rank = self._context, self._units, self._placement.single_rank
+        diagnose, parts = options.diagnose, options.route.parts
+        self._join = Join(context, self._groups)
+        self._parts = None if parts is None else PartLoop(parts, context)
+        self._first_ranks = Buffers(self.module, context, self._ignored_modules) if options.buffers == "rank0" else None
+        refuse_conversions(self.module, self._ignored_modules, self._ignored)
         flats = flats_of(units)
         gatherer: Gatherer | ResidentWeights
         if self._placement.permanent:
             gatherer = ResidentWeights(units, context)
         else:
-            gatherer = Gatherer(units, context, prefetch=prefetch)
+            gatherer = Gatherer(units, context, prefetch=options.prefetch)
         shards = Shards(units, self.trace)
         self._in_backward = InBackwardOptimizer(shards, gatherer)
         reduced = [] if single_rank else units
-        total = None if self._parts is None else self._parts.total
-        self._reducer = Reducer(reduced, context, self._in_backward, stage=self.stage, diagnose=diagnose, parts=total)
+        self._reducer = Reducer(reduced, context, self._in_backward, stage=self.stage, diagnose=diagnose, parts=parts)
         self._backward = Backward(self._reducer, gatherer, units, context.streams, self._parts)
         self._full = FullParameters(self.module, units, context, gatherer, self._backward.calls)
         self._hooks = ModuleHooks(self._backward, gatherer)

@@ -35,7 +35,7 @@ from shardlite.comm import (
     ranks_of,
     reduce_scatter,
 )
-from shardlite.config import AlgorithmName, Route, TransportName, check_timeout, transport_or_default
+from shardlite.config import AlgorithmName, Route, TransportName, check_timeout, with_environment
 from shardlite.errors import LayoutError
 
 _Op = dist.ReduceOp | dist.ReduceOp.RedOpType
@@ -79,7 +79,7 @@ def install(
         >>> installed = install(model, algorithm="direct")
     """
     check_timeout(timeout)
-    route = Route(transport=transport_or_default(transport), algorithm=algorithm)
+    route = with_environment(Route(transport=transport, algorithm=algorithm))
     ranks_of(None)
     parts = _parts(model)
     models = {group: _agree(group, parts, route, timeout) for group in dict.fromkeys(part.group for part in parts)}

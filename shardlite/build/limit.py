@@ -14,7 +14,6 @@ from shardlite.build.plan import Options, Plan, plan_units
 from shardlite.build.timeline import ACTIVATIONS, Course, course_of, plain_events
 from shardlite.config import MemoryLimit, Precision
 from shardlite.errors import LayoutError
-from shardlite.params import UnitRule
 
 MOST_RANKS = 4096
 """Up to which more ranks are tried."""
@@ -33,9 +32,7 @@ class Variant:
     device: torch.device
 
 
-def check_memory_limit(
-    module: nn.Module, plan: Plan, options: Options, world_size: int, reshard: UnitRule = True
-) -> None:
+def check_memory_limit(module: nn.Module, plan: Plan, options: Options, world_size: int) -> None:
     """Compare what a rank will hold with the limit in `options`, if there is one. To be called before allocation.
 
     Counted are states and buffers at their largest together, the module's own buffers, and the activations that the
@@ -48,11 +45,11 @@ def check_memory_limit(
     if limit is None:
         return
     asked = Variant("as asked", options, limit, world_size, plan.device)
-    course = _course(module, asked, reshard, plan)
+    course = _course(module, asked, plan)
     total = course.total + limit.activations
     if total <= limit.nbytes:
         return
-    rows = [("as asked", total), *_what_would_do(module, asked, reshard)]
+    rows = [("as asked", total), *_what_would_do(module, asked)]
     width = max(len(words) for words, _ in rows)
     table = [f"  {words:<{width}}  {_gb(nbytes)}{_fits(nbytes, limit)}" for words, nbytes in rows]
     parts = ", ".join(f"{purpose} {_gb(nbytes)}" for purpose, nbytes in course.peak.items() if nbytes)
@@ -63,14 +60,14 @@ def check_memory_limit(
     )
 
 
-def _what_would_do(module: nn.Module, asked: Variant, reshard: UnitRule) -> Iterator[tuple[str, int]]:
+def _what_would_do(module: nn.Module, asked: Variant) -> Iterator[tuple[str, int]]:
     for variant in _variants(asked):
-        nbytes = _course(module, variant, reshard).total + variant.limit.activations
+        nbytes = _course(module, variant).total + variant.limit.activations
         yield variant.words, nbytes
     ranks = asked.world_size
     while 2 * ranks <= MOST_RANKS:
         ranks *= 2
-        nbytes = _course(module, replace(asked, world_size=ranks), reshard).total + asked.limit.activations
+        nbytes = _course(module, replace(asked, world_size=ranks)).total + asked.limit.activations
         if nbytes <= asked.limit.nbytes or 2 * ranks > MOST_RANKS:
             yield f"{ranks} ranks", nbytes
             return
@@ -94,7 +91,7 @@ def _variants(asked: Variant) -> Iterator[Variant]:
     yield replace(asked, words="all of these, at stage 3", options=compact, limit=small)
 
 
-def _course(module: nn.Module, variant: Variant, reshard: UnitRule, plan: Plan | None = None) -> Course:
+def _course(module: nn.Module, variant: Variant, plan: Plan | None = None) -> Course:
     """Return the course of a step without activations."""
     plan = plan or plan_units(module, variant.options, variant.world_size, variant.device)
     recipe = Recipe(
@@ -105,7 +102,12 @@ def _course(module: nn.Module, variant: Variant, reshard: UnitRule, plan: Plan |
         in_backward=variant.limit.in_backward,
         on_gpu=variant.device.type == "cuda",
     )
-    budget = budget_of(plan, recipe, reshard=reshard, buffers=sum(each.nbytes for each in module.buffers()))
+    budget = budget_of(
+        plan,
+        recipe,
+        reshard=variant.options.reshard_after_forward,
+        buffers=sum(each.nbytes for each in module.buffers()),
+    )
     return course_of(budget, list(plain_events(budget)))
 
 

@@ -6,7 +6,7 @@ Legend: `W` ranks that share a model.
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import chain
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardlite.build import aliases, meta_init, validate
 from shardlite.build.meta_init import Init
 from shardlite.comm import Ranks, agree
-from shardlite.config import QUANTIZABLE, MemoryLimit, Precision, Route
+from shardlite.config import QUANTIZABLE, MemoryLimit, Precision, Route, check_timeout
 from shardlite.params import ALIGN, ROOT, Layout, UnitPlan, UnitPolicy, UnitRule, applies, lay_out, partition_module
 
 _CPU = torch.device("cpu")
@@ -28,20 +28,36 @@ _CUBLAS_BYTES = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of the user; see `ShardLite`."""
+    """The arguments of `ShardLite`, which documents them, as one record."""
 
-    stage: int
-    units: UnitPolicy
-    precision: Precision
-    ignored: Collection[Tensor]
-    device: torch.device | str | None
-    init: Init
-    prefetch: int
-    quantized_gather: UnitRule
-    buffers: str
-    route: Route
-    parts: int | None = None
+    stage: int = 3
+    units: UnitPolicy = None
+    precision: Precision = field(default_factory=Precision)
+    reshard_after_forward: UnitRule = True
+    ignored: Collection[Tensor] = frozenset()
+    """Parameters that are not sharded."""
+
+    device: torch.device | str | None = None
+    init: Init = None
+    prefetch: int = 1
+    route: Route = field(default_factory=Route)
+    buffers: str = "rank0"
+    diagnose: bool = False
     memory_limit: MemoryLimit | None = None
+    timeout: timedelta = timedelta(minutes=10)
+
+    def __post_init__(self) -> None:
+        """Check the types.
+
+        Raises:
+            TypeError, ValueError: an option has a wrong type or an invalid value.
+        """
+        check_timeout(self.timeout)
+        if self.init is not None and not callable(self.init):
+            raise TypeError(f"init takes a function of a module, as nn.Module.apply does, got {self.init!r}")
+        rule = self.reshard_after_forward
+        if not isinstance(rule, bool) and not callable(rule):
+            raise TypeError(f"reshard_after_forward must be a bool or callable(name, module) -> bool, got {rule!r}")
 
 
 @dataclass(frozen=True)
@@ -64,7 +80,6 @@ def plan_flats(
     world_size: int,
     precision: Precision,
     *,
-    quantized_gather: UnitRule = False,
     grain: int = ALIGN,
     device: torch.device = _CPU,
 ) -> list[FlatPlan]:
@@ -72,7 +87,7 @@ def plan_flats(
 
     Shards are multiples of `grain` elements, and `device` is where the full weights will be.
     """
-    quantized = world_size > 1 and applies(quantized_gather, plan)
+    quantized = world_size > 1 and applies(precision.quantized_gather, plan)
     kinds: dict[tuple[torch.dtype, torch.dtype, bool], dict[nn.Parameter, str]] = {}
     for param, name in plan.params.items():
         master = precision.master_of(param.dtype, trainable=param.requires_grad)
@@ -113,14 +128,12 @@ class Plan:
         return any(flat.split or flat.compute != flat.layout.dtype for flat in chain.from_iterable(self.flats))
 
 
-def agree_on_plan(
-    module: nn.Module, options: Options, groups: Ranks, wrapper: type[nn.Module], timeout: timedelta
-) -> Plan:
+def agree_on_plan(module: nn.Module, options: Options, groups: Ranks, wrapper: type[nn.Module]) -> Plan:
     """Plan the units of a module, and check that every rank has the same plan.
 
     Raises:
         LayoutError: the module or an option is invalid, here or on another rank.
-        CommError: a rank did not arrive within `timeout`.
+        CommError: a rank did not arrive within the timeout.
     """
     problem, plan, facts = None, None, []
     try:
@@ -128,16 +141,15 @@ def agree_on_plan(
         settings = (
             f"stage {options.stage}",
             f"prefetch {options.prefetch}",
-            f"{options.precision}",
+            f"{replace(options.precision, quantized_gather=False)}",  # each unit says whether it sends codes
             f"{options.route}",
             f"buffers {options.buffers!r}",
-            f"parts {options.parts}",
             f"{options.memory_limit or 'no memory limit'}",
         )
         facts = [*settings, f"shards on {plan.device.type}", *_describe(plan)]
     except Exception as error:  # any error: the other ranks are waiting for this one
         problem = error
-    agree(groups, facts, problem, what="what each rank wraps", timeout=timeout)
+    agree(groups, facts, problem, what="what each rank wraps", timeout=options.timeout)
     assert plan is not None, "a problem was raised"
     return plan
 
@@ -148,8 +160,9 @@ def _make(module: nn.Module, options: Options, groups: Ranks, wrapper: type[nn.M
         validate.check_embeddings(module, options.ignored)
     aliases.tie(module, options.ignored)
     validate.check_buffers(options.buffers)
-    validate.check_quantized_gather(options.quantized_gather, options.stage)
-    validate.check_parts(options.route.order, options.parts, groups, quantized=options.quantized_gather is not False)
+    quantized = options.precision.quantized_gather is not False
+    validate.check_quantized_gather(quantized, options.stage)
+    validate.check_parts(options.route, groups, quantized=quantized)
     meta_init.check(module, options.init, options.ignored, first=groups.is_first)
     on_gpu = torch.cuda.is_available() and groups.carry("cuda")
     device = validate.device_for(module, options.device, torch.device("cuda" if on_gpu else "cpu"))
@@ -163,14 +176,10 @@ def plan_units(module: nn.Module, options: Options, world_size: int, device: tor
         LayoutError: the option `units` is invalid.
     """
     units = partition_module(module, options.units, options.ignored)
-    rule = options.quantized_gather
     # Norms are added from statistics of blocks, which no cut may divide if it is not to change them.
     grain = stats_block(torch.empty(0, device=device)) if options.route.order == "tree" else ALIGN
-    flats = [
-        plan_flats(unit, world_size, options.precision, quantized_gather=rule, grain=grain, device=device)
-        for unit in units
-    ]
-    return Plan(units, flats, device, in_parts=options.parts is not None)
+    flats = [plan_flats(unit, world_size, options.precision, grain=grain, device=device) for unit in units]
+    return Plan(units, flats, device, in_parts=options.route.order == "tree")
 
 
 def _matrix_bytes(device: torch.device) -> int:

@@ -7,11 +7,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardlite.build.meta_init import Init
 from shardlite.comm import SUMMABLE, Ranks
-from shardlite.config import Precision
+from shardlite.config import Precision, Route
 from shardlite.errors import LayoutError
-from shardlite.params import Unit, UnitRule, is_dtensor
+from shardlite.params import Unit, is_dtensor
 
 STAGES = (0, 1, 2, 3)
 """The stages of ZeRO."""
@@ -36,45 +35,21 @@ def unmark_wrapped(units: Iterable[Unit]) -> None:
             _wrapped.pop(param, None)  # type: ignore[no-untyped-call]
 
 
-def check_functions(*, init: Init, **rules: UnitRule) -> None:
-    """Check the options that are functions.
+def split_ignored(ignore: Iterable[nn.Module | nn.Parameter]) -> tuple[list[nn.Module], set[Tensor]]:
+    """Return the modules that `ignore` lists, and all parameters that it lists directly or by module.
 
     Raises:
-        TypeError: `init` is none, or a rule is neither a function nor a bool.
-    """
-    if init is not None and not callable(init):
-        raise TypeError(f"init takes a function of a module, as nn.Module.apply does, got {init!r}")
-    for name, rule in rules.items():
-        if not isinstance(rule, bool) and not callable(rule):
-            raise TypeError(f"{name} must be a bool or callable(name, module) -> bool, got {rule!r}")
-
-
-def listed(ignore: Iterable[nn.Module | nn.Parameter]) -> list[nn.Module | nn.Parameter]:
-    """Return what is ignored.
-
-    Raises:
+        LayoutError: an entry is neither a module nor a parameter.
         TypeError: it is not iterable.
     """
     if not isinstance(ignore, Iterable):
         raise TypeError(f"ignore takes a list of modules and parameters, got {type(ignore).__name__}")
-    return list(ignore)
-
-
-def ignored_params(ignore: Iterable[nn.Module | nn.Parameter]) -> set[Tensor]:
-    """Return the parameters that `ignore` lists, directly or by module.
-
-    Raises:
-        LayoutError: an entry is neither a module nor a parameter.
-    """
-    found: set[Tensor] = set()
-    for each in ignore:
-        if isinstance(each, nn.Module):
-            found.update(each.parameters())
-        elif isinstance(each, nn.Parameter):
-            found.add(each)
-        else:
-            raise LayoutError(f"ignore takes modules and parameters, got {type(each).__name__}")
-    return found
+    entries = list(ignore)
+    modules = [each for each in entries if isinstance(each, nn.Module)]
+    params: set[Tensor] = {each for each in entries if isinstance(each, nn.Parameter)}
+    if strange := [each for each in entries if not isinstance(each, nn.Module | nn.Parameter)]:
+        raise LayoutError(f"ignore takes modules and parameters, got {type(strange[0]).__name__}")
+    return modules, params.union(*(each.parameters() for each in modules))
 
 
 def device_for(module: nn.Module, device: torch.device | str | None, default: torch.device) -> torch.device:
@@ -115,8 +90,6 @@ def check(
         raise TypeError(f"ShardLite wraps an nn.Module, got {type(module).__name__}")
     if stage not in STAGES:
         raise LayoutError(f"stage must be one of {STAGES}, got {stage!r}")
-    if not isinstance(precision, Precision):
-        raise TypeError(f"precision must be a Precision, as Precision(compute=torch.bfloat16), got {precision!r}")
     if not isinstance(prefetch, int):
         raise TypeError(f"prefetch counts units and must be an int, got {prefetch!r}")
     if prefetch < 0:
@@ -174,33 +147,31 @@ def check_buffers(buffers: object) -> None:
         raise LayoutError(f'buffers must be "rank0" or "own", got {buffers!r}')
 
 
-def check_quantized_gather(rule: object, stage: int) -> None:
-    """Check the option `quantized_gather`.
+def check_quantized_gather(quantized: bool, stage: int) -> None:
+    """Check `Precision(quantized_gather=...)`, which `quantized` says is set.
 
     Raises:
         LayoutError: it does not go with the stage.
     """
-    if rule is not False and stage != 3:
+    if quantized and stage != 3:
         raise LayoutError(
-            f"quantized_gather is for stage 3, got stage {stage}: at stages 0 to 2 full weights have memory that this "
-            "rank's shard is a part of, so codes would replace the weights that the optimizer steps"
+            f"Precision(quantized_gather=...) requires stage 3, got stage {stage}: at stages 0 to 2 this rank's shard "
+            "is part of the full weights, so codes would replace the weights that the optimizer steps"
         )
 
 
-def check_parts(order: str, parts: object, groups: Ranks, *, quantized: bool) -> None:
-    """Check the options `order` and `parts`.
+def check_parts(route: Route, groups: Ranks, *, quantized: bool) -> None:
+    """Check `Route(order="tree", parts=P)` against the ranks.
 
     Raises:
         LayoutError: there is no balanced tree of so many parts over these ranks, or an option does not go with it.
     """
-    if order == "ring":
-        if parts is not None:
-            raise LayoutError(f"parts={parts!r} is for order='tree': give both, or neither")
+    if route.parts is None:
         return
     if groups.replicas is not None:
         raise LayoutError(
-            "order='tree' adds over the ranks that share a model, and a two-dimensional group has replicas beside "
-            "them: give a group or a mesh of one dimension"
+            "order='tree' adds over the ranks that share a model, and a two-dimensional group has replicas as well: "
+            "pass a group or a mesh of one dimension"
         )
     if quantized:
         raise LayoutError(
@@ -208,11 +179,10 @@ def check_parts(order: str, parts: object, groups: Ranks, *, quantized: bool) ->
             "computes with the weights themselves. Leave it False"
         )
     if groups.shards.bit_count() != 1:
-        raise LayoutError(f"order='tree' takes a power of two of ranks, got {groups.shards}")
-    if type(parts) is not int or parts.bit_count() != 1 or parts < groups.shards:
+        raise LayoutError(f"order='tree' requires a power of two of ranks, got {groups.shards}")
+    if route.parts < groups.shards:
         raise LayoutError(
-            f"order='tree' takes parts=P, into which each global batch is divided: a power of two, and at least the "
-            f"number of ranks, {groups.shards}; got parts={parts!r}"
+            f"order='tree' requires at least as many parts as ranks, {groups.shards}; got parts={route.parts}"
         )
 
 

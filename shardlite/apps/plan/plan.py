@@ -36,7 +36,7 @@ from shardlite.build import (
     plan_units,
     validate,
 )
-from shardlite.config import Precision, Route
+from shardlite.config import Precision
 from shardlite.errors import LayoutError
 from shardlite.params import UnitPlan
 
@@ -231,18 +231,7 @@ def _check(setting: Setting) -> None:
 
 
 def _options(setting: Setting) -> Options:
-    return Options(
-        stage=setting.stage,
-        units=None,
-        precision=setting.precision,
-        ignored=(),
-        device=None,
-        init=None,
-        prefetch=setting.prefetch,
-        quantized_gather=False,
-        buffers="rank0",
-        route=Route(),
-    )
+    return Options(stage=setting.stage, precision=setting.precision, prefetch=setting.prefetch)
 
 
 def _cast(module: nn.Module, compute: torch.dtype | None) -> nn.Module:

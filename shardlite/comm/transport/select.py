@@ -94,7 +94,7 @@ def connect_hosts(
     """
     if route.transport in ("symmetric_memory", "collectives"):
         route = replace(route, transport="auto")
-    route = replace(route.without_nccl(), reduce="exact", order="ring")
+    route = replace(route.without_nccl(), reduce="exact", order="ring", parts=None)
     if "cpu" in _backends(joined(group)):
         return connect(group, torch.device("cpu"), timeout, route=route)
     return GlooTransport(reconnect(joined(group), timeout), timeout)
