@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from bench.support.ranks import one_of_them, start_ranks
 from bench.support.table import RESULTS, Row
-from shardlite import AdamW, ShardLite
+from shardlite import AdamW, Precision, ShardLite
 from shardlite.apps.demo.gpt import GPT
 from shardlite.apps.demo.settings import GPTConfig
 from shardlite.apps.demo.text import Bytes, Corpus, draw_batch, read_corpus
@@ -67,7 +67,7 @@ class Task:
 
 def train(task: Task, run: str) -> Row:
     """Train once, and return losses and bytes per step. To be called by every rank."""
-    model = ShardLite(_make(task, run), group=task.group, quantized_gather=run == "quantized")
+    model = ShardLite(_make(task, run), group=task.group, precision=Precision(quantized_gather=run == "quantized"))
     optimizer = AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share_of_lr(step / task.steps))
     part = _OTHER if run == "other batches" else _TRAIN

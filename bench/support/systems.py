@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from bench.support.workloads import Batch, Workload
-from shardlite import AdamW, Precision, ShardLite
+from shardlite import AdamW, Precision, Route, ShardLite
 from shardlite.apps.footprint.systems import OPTIONS, torch_adamw, wrap_ddp, wrap_fsdp1, wrap_fsdp2, zero_optimizer
 from shardlite.config import ReduceName, TransportName
 
@@ -236,10 +236,8 @@ def build_shardlite(
         workload.model(),
         stage=stage,
         group=group,
-        transport=transport,
-        reduce=reduce,
-        quantized_gather=quantized_gather,
-        precision=Precision(compute=compute),
+        route=Route(transport=transport, reduce=reduce),
+        precision=Precision(compute=compute, quantized_gather=quantized_gather),
     )
     whole = flat if stage == 0 else partial(_join, group=group)
     return Trainer(model, AdamW(model.parameters(), **OPTIONS), whole)
@@ -247,7 +245,11 @@ def build_shardlite(
 
 def build_tree(workload: Workload, group: dist.ProcessGroup) -> Trainer:
     """Build ShardLite at stage 3, with gradients added in an order that does not depend on the number of ranks."""
-    model = ShardLite(workload.model(), group=group, order="tree", parts=group.size())
+    model = ShardLite(
+        workload.model(),
+        group=group,
+        route=Route(order="tree", parts=group.size()),
+    )
     return InParts(model, AdamW(model.parameters(), **OPTIONS), partial(_join, group=group))
 
 
@@ -288,7 +290,7 @@ def build_format(
     transport: TransportName = "auto",
 ) -> Trainer:
     """Build ShardLite at stage 3 in another format than the standard one."""
-    model = ShardLite(workload.model(), precision=precision, group=group, transport=transport)
+    model = ShardLite(workload.model(), precision=precision, group=group, route=Route(transport=transport))
     return Format(model, AdamW(model.parameters(), state=state, in_backward=in_backward, **OPTIONS), flat)
 
 

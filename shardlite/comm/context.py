@@ -247,7 +247,7 @@ def share(groups: Ranks, device: torch.device, timeout: timedelta, route: Route)
     """
     check_connections(device)
     model = identify(groups, timeout)
-    in_any_order = replace(route, order="ring")  # nothing but gradients depends on it
+    in_any_order = replace(route, order="ring", parts=None)  # nothing but gradients depends on it
     transport = _connected(groups.shard, device, timeout, in_any_order, apart=True)
     if isinstance(transport, WholeCollectives) or transport.batched:  # it has no tags
         rest = replace(in_any_order, transport="auto") if route.transport == "symmetric_memory" else in_any_order

@@ -154,7 +154,7 @@ def resumes_body(group: Any, path: Path, state: str, optimizer: str, options: di
         slow(2, "fp32", "fused", {"stage": 1}),
         slow(4, "bf16", "ours", {}),
         slow(3, "fp32", "foreach", {}),
-        slow(2, "fp32", "ours", {"quantized_gather": True}),
+        slow(2, "fp32", "ours", {"precision": Precision(quantized_gather=True)}),
     ],
 )
 def test_a_run_goes_on_with_the_same_bits(cluster, tmp_path, world_size, state, optimizer, options):

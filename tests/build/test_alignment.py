@@ -9,7 +9,6 @@ from torch import nn
 from shardlite import Precision
 from shardlite.build import plan as planning
 from shardlite.build.plan import Options, plan_units
-from shardlite.config import Route
 from tests.support.twins.sharded import Pair
 
 
@@ -29,18 +28,7 @@ class Odd(nn.Module):
 
 def starts(precision, device):
     """Return the bytes at which parameters begin in the full buffer, by the number of their dims."""
-    options = Options(
-        stage=3,
-        units=None,
-        precision=precision,
-        ignored=(),
-        device=device,
-        init=None,
-        prefetch=1,
-        quantized_gather=False,
-        buffers="rank0",
-        route=Route(),
-    )
+    options = Options(precision=precision, device=device)
     flats = [flat for flats in plan_units(Odd(), options, 2, torch.device(device)).flats for flat in flats]
     assert all(flat.layout.cuts[1] % 32 == 0 for flat in flats)
     return [(len(slot.shape), slot.start * flat.compute.itemsize) for flat in flats for slot in flat.layout.slots]

@@ -4,7 +4,7 @@ Legend: `W` ranks.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any
 
 import pytest
@@ -132,8 +132,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "far-prefetch": {"prefetch": 3},
     "no-prefetch": {"prefetch": 0},
     "kept-until-backward": {"reshard_after_forward": False},
-    "quantized": {"quantized_gather": True},
-    "quantized-split": {"quantized_gather": True, "precision": SPLIT},
+    "quantized": {"precision": Precision(quantized_gather=True)},
+    "quantized-split": {"precision": replace(SPLIT, quantized_gather=True)},
 }
 
 

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from shardlite import EMA, AdamW, LayoutError, NonFiniteWarning, PhaseError, Precision, ShardLite, load, save
+from shardlite import EMA, AdamW, LayoutError, NonFiniteWarning, PhaseError, Precision, Route, ShardLite, load, save
 from shardlite.telemetry import Held
 from tests.support.models.small import VOCABULARY, LanguageModel
 from tests.support.patience import until
@@ -68,6 +68,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of `ShardLite`."""
 
+    route: Route = field(default_factory=lambda: Route(order="tree", parts=PARTS))
     clips: Sequence[tuple[float, float]] = ((0.02, 2.0), (0.002, inf), (0.01, 3.0), (0.02, 2.0))
     """For each step `(max_norm, norm_type)`: the norms are larger before."""
 
@@ -89,9 +90,11 @@ CASES = {
     "in-backward-bf16-sums": Case(ours(in_backward=True), {"precision": BF16}, clips=[(0, 0)] * 4),
     "by-torch": Case(by_torch=True),
     "checkpointed": Case(reentrant=True),
-    "p2p": Case(options={"transport": "p2p"}),
-    "collectives": Case(options={"transport": "collectives"}),
-    "in-backward-collectives": Case(ours(in_backward=True), {"transport": "collectives"}, clips=[(0, 0)] * 4),
+    "p2p": Case(route=Route(order="tree", parts=PARTS, transport="p2p")),
+    "collectives": Case(route=Route(order="tree", parts=PARTS, transport="collectives")),
+    "in-backward-collectives": Case(
+        ours(in_backward=True), route=Route(order="tree", parts=PARTS, transport="collectives"), clips=[(0, 0)] * 4
+    ),
 }
 
 
@@ -103,7 +106,7 @@ class Run:
         torch.manual_seed(0)
         module = Branching(self.case.reentrant)
         self.model = ShardLite(
-            module, group=group, stage=stage, order="tree", parts=PARTS, buffers="own", **self.case.options
+            module, group=group, stage=stage, route=self.case.route, buffers="own", **self.case.options
         )
         self.optimizer = self.case.optimizer(self.model.parameters())
         self.norms: list[Tensor] = []
@@ -253,7 +256,7 @@ def adds_a_tree(group: Any, parts: int, precision: Precision, stage: int) -> Non
     module = Branching().eval()
     expected = gradients(module, parts, precision.reduce)
     module.zero_grad()
-    model = ShardLite(module, group=group, stage=stage, order="tree", parts=parts, precision=precision)
+    model = ShardLite(module, group=group, stage=stage, route=Route(order="tree", parts=parts), precision=precision)
     for part in model.parts():
         plain_loss(model, part).backward()
     whole = torch.cat([grad.flatten() for grad in expected.values()]).double()
@@ -327,7 +330,7 @@ def run_parts(model: ShardLite, run: Callable[[int], object]) -> None:
 def diagnoses(group: Any, bad: int) -> None:
     """Body of a rank: the gradient that is not finite is named, in whichever part it came."""
     torch.manual_seed(0)
-    model = ShardLite(nn.Linear(4, 4), group=group, order="tree", parts=4, diagnose=True)
+    model = ShardLite(nn.Linear(4, 4), group=group, route=Route(order="tree", parts=4), diagnose=True)
     rank = bad // (4 // dist.get_world_size(group))
     with pytest.warns(NonFiniteWarning, match=rf"not finite: of 'weight' on rank {rank}\."):
         run_parts(model, lambda part: (model(torch.ones(2, 4)).sum() * (inf if part == bad else 1.0)).backward())
@@ -362,7 +365,11 @@ def held(model: ShardLite) -> Held:
 def keeps_few_sums(group: Any, most: int) -> None:
     """Body of a rank: before the backward of a part there are as many sums as its number has ones."""
     torch.manual_seed(0)
-    model = ShardLite(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), group=group, order="tree", parts=16)
+    model = ShardLite(
+        nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)),
+        group=group,
+        route=Route(order="tree", parts=16),
+    )
     nbytes = sum(flat.gradients.full_numel * 4 for unit in model._units for flat in unit.flats)
     first = next(iter(model.parts()))
     for part in model.parts():
@@ -378,7 +385,11 @@ def test_sums_are_kept_as_a_binary_counter_keeps_digits(cluster, world_size, mos
 
 def draws_by_part(group: Any) -> list[tuple[int, float, float]]:
     """Body of a rank: return what each part draws in two steps, and check the generator outside."""
-    model = ShardLite(nn.Linear(2, 2), group=group, order="tree", parts=4)
+    model = ShardLite(
+        nn.Linear(2, 2),
+        group=group,
+        route=Route(order="tree", parts=4),
+    )
     torch.manual_seed(7)
     drawn = []
     for step in range(2):
@@ -405,7 +416,7 @@ def test_random_numbers_follow_from_seed_step_and_part():
 
 
 def tiny(group: Any, **options: Any) -> ShardLite:
-    return ShardLite(nn.Linear(4, 4), group=group, **{"order": "tree", "parts": 4, **options})
+    return ShardLite(nn.Linear(4, 4), group=group, route=Route(**{"order": "tree", "parts": 4, **options}))
 
 
 def backward(model: ShardLite) -> None:
@@ -452,19 +463,18 @@ def test_misuse_is_named(cluster):
 
 def options_are_refused(group: Any) -> None:
     """Body of a rank: what has no tree is refused before the module is changed."""
-    for options, message in (
-        ({"parts": None}, "takes parts=P"),
-        ({"parts": 6}, "a power of two, and at least the number of ranks, 2; got parts=6"),
-        ({"parts": 1}, "got parts=1"),
-        ({"parts": True}, "got parts=True"),
-        ({"order": "ring"}, "parts=4 is for order='tree'"),
-        ({"quantized_gather": True}, "quantized_gather does not"),
-    ):
-        with pytest.raises(LayoutError, match=message):
-            tiny(group, **options)
+    with pytest.raises(LayoutError, match="at least as many parts as ranks, 2; got parts=1"):
+        tiny(group, parts=1)
+    quantized = Precision(quantized_gather=True)
+    with pytest.raises(LayoutError, match="quantized_gather does not"):
+        ShardLite(nn.Linear(4, 4), group=group, precision=quantized, route=Route(order="tree", parts=4))
     with pytest.raises(LayoutError, match="has replicas"):
         tiny(DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("replicate", "shard")))
     for options, message in (
+        ({"parts": None}, "requires parts=P"),
+        ({"parts": 6}, "a power of two; got parts=6"),
+        ({"parts": True}, "got parts=True"),
+        ({"order": "ring"}, "parts=4 requires order='tree'"),
         ({"order": "bush"}, "order must be one of 'ring', 'tree'; got 'bush'"),
         ({"algorithm": "direct"}, "algorithm='direct' has another one"),
         ({"reduce": "fast", "transport": "collectives"}, "reduce='fast'"),
@@ -485,7 +495,7 @@ def test_options_that_do_not_go_with_it():
 
 def three_are_refused(group: Any) -> None:
     """Body of a rank."""
-    with pytest.raises(LayoutError, match="order='tree' takes a power of two of ranks, got 3"):
+    with pytest.raises(LayoutError, match="order='tree' requires a power of two of ranks, got 3"):
         tiny(group)
     with pytest.raises(LayoutError, match="algorithm='halving' takes a power of two of ranks, got 3"):
         tiny(group, order="ring", parts=None, algorithm="halving")

@@ -10,7 +10,7 @@ import torch
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
-from shardlite import AdamW, ShardLite
+from shardlite import AdamW, Route, ShardLite
 from shardlite.errors import CommError
 from tests.support.twins.sharded import number_of
 
@@ -142,7 +142,9 @@ CALLS: dict[str, Callable[[ShardLite], object]] = {
 def talks_body(group: Any, transport: str) -> None:
     """Let a child do what takes other ranks, and go on."""
     torch.manual_seed(0)
-    model = ShardLite(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)), transport=transport, group=group)
+    model = ShardLite(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)), route=Route(transport=transport), group=group
+    )
     optimizer = AdamW(model.parameters())
     step(model, optimizer)
 

@@ -4,6 +4,7 @@ Legend: `W` ranks.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -317,7 +318,7 @@ def test_an_optimizer_that_was_built_before_wrapping(cluster):
 
 def quantized(group: Any) -> None:
     """Body of a rank: codes are of the upper part, and weights keep all 24 bits."""
-    model, _ = trained(group, quantized_gather=True)
+    model, _ = trained(group, precision=replace(SPLIT, quantized_gather=True))
     for value in model.full_state_dict().values():
         same_bits("24 bits", value, cut(value))
     assert any((value != value.bfloat16()).any() for value in model.full_state_dict().values())

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardlite import AdamW, EscapedViewWarning, ShardLite
+from shardlite import AdamW, EscapedViewWarning, Route, ShardLite
 from shardlite.comm import Context, Transport
 from shardlite.comm.streams import ThreadQueue
 from shardlite.comm.transport.process_group import NcclTransport
@@ -390,10 +390,10 @@ def untied() -> LanguageModel:
 
 
 BITS: dict[str, dict[str, Any]] = {
-    **{f"stage {stage}": {"stage": stage, "transport": "p2p"} for stage in (2, 3)},
-    "collectives": {"transport": "collectives"},
-    "no prefetch": {"transport": "p2p", "prefetch": 0},
-    "direct": {"transport": "p2p", "prefetch": 2, "algorithm": "direct"},
+    **{f"stage {stage}": {"stage": stage, "route": Route(transport="p2p")} for stage in (2, 3)},
+    "collectives": {"route": Route(transport="collectives")},
+    "no prefetch": {"route": Route(transport="p2p"), "prefetch": 0},
+    "direct": {"route": Route(transport="p2p", algorithm="direct"), "prefetch": 2},
 }
 
 

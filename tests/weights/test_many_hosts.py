@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardlite import AdamW, ShardLite
+from shardlite import AdamW, Route, ShardLite
 from shardlite.comm import are_equal, context
 from shardlite.comm.transport.process_group import GlooTransport
 from shardlite.weights.coordination import Negotiation
@@ -48,7 +48,7 @@ def train(group, many, parts):
     with mock.patch.object(context, "MANY", many), mock.patch.object(Negotiation, "_exchange", counted):
         torch.manual_seed(0)
         net = Model()
-        model = ShardLite(net, units=Block, group=group, transport="p2p")
+        model = ShardLite(net, units=Block, group=group, route=Route(transport="p2p"))
         assert isinstance(model._context.hosts[0], GlooTransport)
         assert (model._context.rounds is None) == (many > group.size())
         optimizer = AdamW(model.parameters(), lr=0.1)
@@ -78,7 +78,7 @@ def test_hosts_that_say_the_same_exchange_nothing(cluster, parts):
 
 def compare(group):
     with mock.patch.object(context, "MANY", 2):
-        model = ShardLite(nn.Linear(2, 2), group=group, transport="p2p")
+        model = ShardLite(nn.Linear(2, 2), group=group, route=Route(transport="p2p"))
     rounds = model._context.rounds
     rank = group.rank()
     return [are_equal(numbers, rounds) for numbers in ([7, -3], [rank], [5, 1 << 40], [1, -rank])]

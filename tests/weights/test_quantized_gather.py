@@ -4,6 +4,7 @@ Legend: `W` ranks, `S` elements per shard, `R` bytes per row of a wire.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -58,8 +59,11 @@ def as_sent(kept: Tensor, precision: Precision) -> Tensor:
 class QuantizedPair(Pair):
     """A pair whose twin computes with quantized weights, where `chosen` says so of a parameter's name."""
 
-    def __init__(self, make: Callable[[], nn.Module], group: Any, *, chosen=lambda name: True, **options: Any) -> None:
-        super().__init__(make, group, **{"quantized_gather": True} | options)
+    def __init__(
+        self, make: Callable[[], nn.Module], group: Any, *, chosen=lambda name: True, rule: Any = True, **options: Any
+    ) -> None:
+        precision = replace(options.pop("precision", Precision()), quantized_gather=rule)
+        super().__init__(make, group, precision=precision, **options)
         self._chosen = chosen
         self.twin.refresh = self._refresh
 
@@ -107,7 +111,7 @@ def seen_body(group: Any, precision: Precision) -> list[Tensor]:
     world_size = torch.distributed.get_world_size(group)
     torch.manual_seed(group.rank())  # only rank 0's values count
     layers = nn.Sequential(*(NotingLayer() for _ in range(4)))
-    model = ShardLite(layers, group=group, precision=precision, quantized_gather=True, prefetch=0)
+    model = ShardLite(layers, group=group, precision=replace(precision, quantized_gather=True), prefetch=0)
     model(torch.randn(2, 29)).square().mean().backward()
     assert world_size == 1 or model.traffic()["1"]["gather"].calls == 2
     for layer, (name, kept) in zip(layers, model.full_state_dict().items(), strict=True):
@@ -132,7 +136,9 @@ def test_all_ranks_compute_with_what_the_codes_mean(cluster, world_size, precisi
 
 def poison_body(group: Any) -> tuple[int, int]:
     """Return how many weights that a forward sees are NaN, and how many that are kept."""
-    model = ShardLite(nn.Sequential(nn.Linear(64, 64, bias=False)), group=group, quantized_gather=True)
+    model = ShardLite(
+        nn.Sequential(nn.Linear(64, 64, bias=False)), group=group, precision=Precision(quantized_gather=True)
+    )
     state = model.full_state_dict()
     state["0.weight"][1, 3] = float("inf")
     model.load_full_state_dict(state)
@@ -240,14 +246,14 @@ def rule_body(group: Any) -> list[str]:
     def chosen(name: str) -> bool:
         return name.startswith("blocks.1.")
 
-    pair = QuantizedPair(LanguageModel, group, chosen=chosen, quantized_gather=rule)
+    pair = QuantizedPair(LanguageModel, group, chosen=chosen, rule=rule)
     for _ in range(2):
         pair.step(on_tokens)
     return asked
 
 
 def test_a_rule_chooses_units(cluster):
-    assert cluster.run(rule_body, 2) == [["", "blocks.0", "blocks.1"]] * 2
+    assert cluster.run(rule_body, 2) == [["", "blocks.0", "blocks.1"] * 2] * 2  # the twin asks as well
 
 
 def route_body(group: Any, route: Any, **options: Any) -> None:
@@ -268,7 +274,7 @@ def mixed_route_body(group: Any) -> None:
         group,
         layer_drop,
         chosen=lambda name: name.startswith("blocks."),
-        quantized_gather=lambda name, _: name.startswith("blocks."),
+        rule=lambda name, _: name.startswith("blocks."),
     )
 
 
@@ -292,7 +298,7 @@ def test_in_a_hybrid(cluster):
 def bytes_body(group: Any, precision: Precision, quantized: bool) -> tuple[int, int, int]:
     """Return messages and bytes that one gather of a layer sends, and the staging memory that it takes."""
     layers = nn.Sequential(*(nn.Linear(96, 64, bias=False) for _ in range(1)))
-    model = ShardLite(layers, units=nn.Linear, precision=precision, group=group, quantized_gather=quantized)
+    model = ShardLite(layers, units=nn.Linear, precision=replace(precision, quantized_gather=quantized), group=group)
     model.ledger.reset_peak()
     with model.gathered(writeback=False):
         sent = model.traffic()["0"]["gather"]
@@ -317,7 +323,7 @@ def test_a_gather_sends_33_bytes_for_32_weights(cluster, world_size, precision):
 
 def part_body(group: Any) -> tuple[int, int, int]:
     """Rank 1 alone needs the tower. Return what each rank has sent for it, and its memory."""
-    model = ShardLite(Branching(), group=group, quantized_gather=True, prefetch=0)
+    model = ShardLite(Branching(), group=group, precision=Precision(quantized_gather=True), prefetch=0)
     with torch.no_grad():
         model(torch.ones(2, WIDTH), [0], group.rank() == 1)
     torch.distributed.barrier(group)  # rank 0 serves rank 1 beside its own computation
@@ -358,7 +364,7 @@ def test_the_bench_compares_losses_and_bytes(cluster):
 
 
 def writeback_body(group: Any, precision: Precision) -> None:
-    model = ShardLite(LanguageModel(tied=False), group=group, quantized_gather=True, precision=precision)
+    model = ShardLite(LanguageModel(tied=False), group=group, precision=replace(precision, quantized_gather=True))
     before = model.full_state_dict()
     with model.gathered():
         pass
@@ -388,7 +394,7 @@ def test_writing_back_keeps_all_digits_of_what_was_not_written(cluster, world_si
 
 def ema_body(group: Any) -> None:
     """The average is of the weights that are kept, and is quantized when it is computed with."""
-    model = ShardLite(LanguageModel(tied=False), group=group, quantized_gather=True)
+    model = ShardLite(LanguageModel(tied=False), group=group, precision=Precision(quantized_gather=True))
     optimizer, ema = AdamW(model.parameters()), EMA(model, decay=0.5)
     expected = model.full_state_dict()
     for step in range(3):
@@ -415,15 +421,23 @@ def test_a_moving_average_keeps_all_digits(cluster):
 
 
 def wrap(group: Any, stage: int, rule: Any) -> None:
-    ShardLite(LanguageModel(), stage=stage, group=group, quantized_gather=rule)
+    ShardLite(LanguageModel(), stage=stage, group=group, precision=Precision(quantized_gather=rule))
 
 
 @pytest.mark.parametrize(
     ("stage", "rule", "error", "message"),
     [
-        *((stage, True, "LayoutError", f"quantized_gather is for stage 3, got stage {stage}") for stage in (0, 1, 2)),
-        (2, {}.get, "LayoutError", "quantized_gather is for stage 3, got stage 2"),
-        (3, "blocks", "TypeError", "quantized_gather must be a bool or callable(name, module) -> bool, got 'blocks'"),
+        *(
+            (stage, True, "LayoutError", f"Precision(quantized_gather=...) requires stage 3, got stage {stage}")
+            for stage in (0, 1, 2)
+        ),
+        (2, {}.get, "LayoutError", "Precision(quantized_gather=...) requires stage 3, got stage 2"),
+        (
+            3,
+            "blocks",
+            "TypeError",
+            "Precision: quantized_gather must be a bool or callable(name, module) -> bool, got 'blocks'",
+        ),
         (3, None, "TypeError", "got None"),
     ],
 )

@@ -21,7 +21,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardlite import AdamW, Precision, ShardLite, load, save, save_in_memory
+from shardlite import AdamW, Precision, Route, ShardLite, load, save, save_in_memory
 from shardlite.apps.demo.footprint import Batch, Footprint, book_state, measure, measure_plain
 from shardlite.apps.demo.gpt import GPT
 from shardlite.apps.demo.log import Step, Watcher, open_log
@@ -96,7 +96,7 @@ def _set_up(settings: Settings, corpus: Corpus, device: torch.device) -> Run:
         _make_gpt(settings),
         stage=settings.stage,
         precision=precision_of_run(settings),
-        transport=transport,
+        route=Route(transport=transport),
         device=device,
     )
     optimizer = make_optimizer(model, settings)

@@ -19,6 +19,7 @@ from torch import Tensor
 from shardlite.apps.checkpoint import load, save
 from shardlite.apps.verify.task import Task
 from shardlite.comm import all_gather_json
+from shardlite.config import Route
 from shardlite.errors import LayoutError
 from shardlite.model import ShardLite
 from shardlite.optim import AdamW
@@ -84,8 +85,7 @@ def _run(task: Task, group: dist.ProcessGroup | None, steps: range, folder: Path
         units=task.units,
         precision=task.precision,
         group=group,
-        order="tree",
-        parts=2 * task.world_size,
+        route=Route(order="tree", parts=2 * task.world_size),
         buffers="own",
     )
     optimizer = AdamW(model.parameters(), lr=task.lr, weight_decay=task.weight_decay)

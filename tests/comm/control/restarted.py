@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardlite import AdamW, ShardLite, load, save
+from shardlite import AdamW, Route, ShardLite, load, save
 from shardlite.apps.checkpoint import latest
 
 STEPS = 5
@@ -27,7 +27,7 @@ def main(folder: Path, transport: str, fatal: int) -> None:
     rank = dist.get_rank()
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
-    model = ShardLite(net, transport=transport, timeout=timedelta(seconds=60))
+    model = ShardLite(net, route=Route(transport=transport), timeout=timedelta(seconds=60))
     optimizer = AdamW(model.parameters(), lr=0.1)
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
     begin = load(folder / "run", model, optimizer)["step"] if latest(folder / "run") else 0

@@ -145,7 +145,9 @@ class Model(nn.Module):
 
 
 def train_body(group, name, seconds, victim, ends, stage):
-    model = ShardLite(Model(), group=group, stage=stage, transport=name, timeout=timedelta(seconds=seconds))
+    model = ShardLite(
+        Model(), group=group, stage=stage, route=Route(transport=name), timeout=timedelta(seconds=seconds)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
         if step == 2 and group.rank() == victim:
@@ -187,7 +189,7 @@ class UnreadError(Exception):
 
 def raises_body(group, name, place):
     """Train; rank 1 ends by an uncaught exception, in its third step."""
-    model = ShardLite(Model(), group=group, transport=name, timeout=timedelta(seconds=LONG))
+    model = ShardLite(Model(), group=group, route=Route(transport=name), timeout=timedelta(seconds=LONG))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def fail(*_):
@@ -240,7 +242,7 @@ def test_an_exception_that_ends_the_program(doomed, carrier, place, tmp_path):
 def far_body(group, name):
     """Train over a ring; rank 2 is killed, of whom rank 0 hears nothing itself."""
     limit = timedelta(seconds=LONG)
-    model = ShardLite(Model(), group=group, stage=1, transport=name, algorithm="ring", timeout=limit)
+    model = ShardLite(Model(), group=group, stage=1, route=Route(transport=name, algorithm="ring"), timeout=limit)
     for step in range(4):
         if step == 2 and group.rank() == 2:
             os.kill(os.getpid(), signal.SIGKILL)

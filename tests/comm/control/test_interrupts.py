@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import shardlite.apps.cli
 import shardlite.comm.streams
-from shardlite import AdamW, ShardLite
+from shardlite import AdamW, Route, ShardLite
 from shardlite.comm.control import interrupts
 from shardlite.comm.control.failure_reports import FailureReports
 from shardlite.comm.control.worker import Worker
@@ -65,7 +65,9 @@ def batch(step: int, rank: int) -> Tensor:
 def interrupted_body(group, stage, transport, seed):
     """Train with Ctrl-C at some moment, unless `seed` is `None`; return the losses, and how often it came."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    model = ShardLite(Slow(), group=group, stage=stage, transport=transport, timeout=timedelta(seconds=LONG))
+    model = ShardLite(
+        Slow(), group=group, stage=stage, route=Route(transport=transport), timeout=timedelta(seconds=LONG)
+    )
     optimizer = AdamW(model.parameters(), lr=0.1)
     some = next(model.parameters())
     moment = random.Random(seed).uniform(0, 0.15) + random.Random(f"{seed}, {group.rank()}").uniform(0, 0.004)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardlite import AdamW, ShardLite
+from shardlite import AdamW, Route, ShardLite
 from shardlite.errors import CommError
 from tests.support.patience import seconds, until
 from tests.support.twins.sharded import slow
@@ -27,7 +27,7 @@ class Run:
         self.transport = transport
         self.group, self.new_group = dist.new_group(), dist.new_group()
         net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
-        self.model = ShardLite(net, units=nn.Linear, transport=transport, timeout=LIMIT, group=self.group)
+        self.model = ShardLite(net, units=nn.Linear, route=Route(transport=transport), timeout=LIMIT, group=self.group)
         self.optimizer = AdamW(self.model.parameters(), lr=0.1)
         self.model(X).sum().backward()
         self.optimizer.step()
@@ -53,12 +53,12 @@ def together(make):
 
 
 def wrap(run):
-    ShardLite(nn.Linear(8, 8), transport=run.transport, timeout=LIMIT, group=run.group)
+    ShardLite(nn.Linear(8, 8), route=Route(transport=run.transport), timeout=LIMIT, group=run.group)
 
 
 def rendezvous(run):
     """Wrap over ranks that have no connections yet."""
-    ShardLite(nn.Linear(8, 8), transport=run.transport, timeout=LIMIT, group=run.new_group)
+    ShardLite(nn.Linear(8, 8), route=Route(transport=run.transport), timeout=LIMIT, group=run.new_group)
 
 
 def train(run):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardlite import AdamW, EscapedViewWarning, Precision, ShardLite
+from shardlite import AdamW, EscapedViewWarning, Precision, Route, ShardLite
 from shardlite.engine import backward
 from shardlite.params import Weights
 from tests.comm.streams.simulated_gpu import Gpu
@@ -81,18 +81,18 @@ class Training:
 
 RUNS = {
     **{f"stage {stage}": {"stage": stage} for stage in range(4)},
-    **{f"stage {stage}, ring": {"stage": stage, "transport": "p2p"} for stage in range(4)},
+    **{f"stage {stage}, ring": {"stage": stage, "route": Route(transport="p2p")} for stage in range(4)},
     **{f"in_backward, stage {stage}": {"stage": stage, "in_backward": True} for stage in range(4)},
-    "in_backward, ring": {"in_backward": True, "transport": "p2p"},
-    "direct": {"transport": "p2p", "algorithm": "direct"},
-    "fast": {"transport": "collectives", "reduce": "fast"},
+    "in_backward, ring": {"in_backward": True, "route": Route(transport="p2p")},
+    "direct": {"route": Route(transport="p2p", algorithm="direct")},
+    "fast": {"route": Route(transport="collectives", reduce="fast")},
     "bf16": {"precision": BF16},
     "bf16 on the wire": {"precision": WIRE},
     "split24": {"precision": SPLIT},
     "split24, stage 1": {"precision": SPLIT, "stage": 1},
     "int8": {"state": "int8"},
     "compact": {"precision": SPLIT, "state": "int8", "in_backward": True},
-    "quantized": {"quantized_gather": True},
+    "quantized": {"precision": Precision(quantized_gather=True)},
     "far prefetch": {"prefetch": 3},
     "no prefetch": {"prefetch": 0},
     "kept until backward": {"reshard_after_forward": False},
@@ -297,7 +297,7 @@ def is_interrupted(gpu: Gpu, event: str, **options) -> None:
 def is_dropped(gpu: Gpu, where: str, transport: str = "collectives") -> None:
     """Drop a model with operations in flight, as a program does that runs out of memory."""
     with gpu.ranks(WORLD_SIZE):
-        training = Training(transport=transport, prefetch=2)
+        training = Training(route=Route(transport=transport), prefetch=2)
         for _ in range(2):
             training.step()
         if where == "forward":

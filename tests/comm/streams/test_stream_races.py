@@ -8,7 +8,7 @@ from weakref import WeakSet
 import pytest
 import torch
 
-from shardlite import PhaseError
+from shardlite import PhaseError, Precision, Route
 from shardlite.comm import collectives
 from shardlite.grads import norm, skip_step
 from shardlite.grads.bucket import Bucket
@@ -122,7 +122,7 @@ def test_models_that_have_the_communicators_of_former_ones():
 
 
 @pytest.mark.parametrize(
-    "options", [pytest.param({"stage": 2}, marks=pytest.mark.slow), *OTHERS, {"transport": "p2p"}], ids=str
+    "options", [pytest.param({"stage": 2}, marks=pytest.mark.slow), *OTHERS, {"route": Route(transport="p2p")}], ids=str
 )
 @pytest.mark.parametrize("trains_both", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize("block", [TwoStreams, CalledOnSide])
@@ -159,7 +159,7 @@ def test_gradients_of_another_stream(options):
     assert_no_race(gpu)
 
 
-@pytest.mark.parametrize("options", [*OTHERS, {"quantized_gather": True}], ids=str)
+@pytest.mark.parametrize("options", [*OTHERS, {"precision": Precision(quantized_gather=True)}], ids=str)
 def test_a_unit_that_comes_later(options):
     programs.grows(gpu := Gpu(1), **options)
     assert_no_race(gpu)
@@ -271,7 +271,7 @@ def test_a_steady_step_that_accumulates_waits_for_nothing():
 def test_sums_over_parts(parts, left_out):
     gpu = Gpu(1)
     with gpu.ranks(WORLD_SIZE):
-        training = Training(order="tree", parts=parts)
+        training = Training(route=Route(order="tree", parts=parts))
         for step in range(4):
             block = training.model.module[left_out or 1]
             if left_out is not None and step == 2:

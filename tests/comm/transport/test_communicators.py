@@ -1,6 +1,8 @@
 """Communicators of NCCL: their options, which are used again, and memory registered with them. NCCL is played."""
 
 import gc
+import inspect
+import warnings
 from contextlib import contextmanager
 from copy import copy
 from datetime import timedelta
@@ -13,12 +15,13 @@ import torch
 import torch.distributed as dist
 
 from bench.support.fake_group import as_over_nccl, fake_group
-from shardlite import Route, ShardLite
+from shardlite import Precision, Route, ShardLite
 from shardlite.comm import context
 from shardlite.comm.transport import communicators
 from shardlite.comm.transport.communicators import Communicator
 from shardlite.comm.transport.process_group import NcclTransport
 from shardlite.comm.transport.select import connect, connect_hosts
+from shardlite.config import take_deprecated
 from tests.support.patience import seconds
 
 CUDA = torch.device("cuda", 0)
@@ -222,7 +225,7 @@ def test_what_the_backend_says_is_reported(cluster):
 @pytest.mark.parametrize("transport", ["collectives", "p2p"])
 def test_gathers_and_reductions_have_their_own_and_inline_operations_that_of_the_program(transport):
     with fake_group(2), as_over_nccl(), mock.patch.object(context, "connect", side_effect=context.connect) as connected:
-        model = ShardLite(torch.nn.Linear(4, 4), transport=transport)
+        model = ShardLite(torch.nn.Linear(4, 4), route=Route(transport=transport))
         apart = [call.kwargs["apart"] for call in connected.call_args_list]
     own = model._context
     assert apart == [True, False, True]
@@ -313,15 +316,52 @@ def test_a_model_takes_a_route(cluster):
     ("options", "kind", "message"),
     [
         ({"route": "p2p"}, "TypeError", "route takes a shardlite.Route, got 'p2p'"),
-        ({"route": Route(), "transport": "p2p"}, "ValueError", "transport, algorithm, reduce and order are fields of "),
-        ({"route": Route(), "order": "tree"}, "ValueError", "transport, algorithm, reduce and order are fields of "),
+        ({"transprot": "p2p"}, "TypeError", "ShardLite() got an unexpected keyword argument 'transprot'"),
+        ({"precision": "bf16"}, "TypeError", "precision takes a shardlite.Precision, got 'bf16'"),
     ],
     ids=str,
 )
-def test_a_route_is_given_once(cluster, options, kind, message):
+def test_unknown_options_are_refused(cluster, options, kind, message):
     for found, said in cluster.failures(wrap_by_a_route, 2, options):
         assert found == kind
         assert said.startswith(message)
+
+
+def test_keywords_of_before_are_fields_of_records():
+    for name, value in (("transport", "p2p"), ("algorithm", "direct"), ("reduce", "exact"), ("order", "ring")):
+        with pytest.warns(DeprecationWarning, match=rf"{name}=\.\.\.\) is deprecated .* use route=Route\({name}="):
+            route, _ = take_deprecated(Route(), Precision(), {name: value})
+        assert route == Route(**{name: value})
+    with pytest.warns(DeprecationWarning, match="parts"), pytest.warns(DeprecationWarning, match="order"):
+        route, _ = take_deprecated(Route(), Precision(), {"order": "tree", "parts": 4})
+    assert route == Route(order="tree", parts=4)
+    with pytest.warns(DeprecationWarning, match="use precision=Precision"):
+        _, precision = take_deprecated(Route(), Precision(), {"quantized_gather": True})
+    assert precision == Precision(quantized_gather=True)
+    with (
+        pytest.warns(DeprecationWarning, match="transport"),
+        pytest.raises(ValueError, match="transport are fields of route="),
+    ):
+        take_deprecated(Route(max_ctas=4), Precision(), {"transport": "p2p"})
+
+
+def wrap_by_keywords(group):
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", DeprecationWarning)
+        model = ShardLite(torch.nn.Linear(4, 4), group=group, transport="p2p", quantized_gather=True)
+    told = [each for each in warned if each.category is DeprecationWarning]
+    assert [each.filename for each in told] == [__file__, __file__]
+    return repr(model)
+
+
+def test_a_model_takes_keywords_of_before(cluster):
+    for found in cluster.run(wrap_by_keywords, 2):
+        assert "transport=GlooTransport" in found
+
+
+def test_a_model_has_at_most_fourteen_keywords():
+    kinds = [each.kind for each in inspect.signature(ShardLite.__init__).parameters.values()]
+    assert kinds.count(inspect.Parameter.KEYWORD_ONLY) <= 14
 
 
 # ---- registered memory ----------------------------------------------------------------------------------------------

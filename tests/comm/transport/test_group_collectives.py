@@ -6,6 +6,7 @@ Legend: `W` ranks.
 """
 
 from collections import Counter
+from dataclasses import replace
 from datetime import timedelta
 from unittest.mock import patch
 
@@ -66,7 +67,7 @@ def train_over_both(group, stage, in_backward, optimizer, options):
     """Train over messages and over collectives: everything that is kept must be the same."""
     sides = [
         Side(
-            ShardLite(_seeded(LanguageModel), group=group, stage=stage, transport=transport, **options),
+            ShardLite(_seeded(LanguageModel), group=group, stage=stage, route=Route(transport=transport), **options),
             in_backward=in_backward,
             **optimizer,
         )
@@ -88,7 +89,7 @@ def train_over_both(group, stage, in_backward, optimizer, options):
     ("size", "stage", "optimizer", "options"),
     [
         (2, 3, {}, {"precision": NARROW_WIRE}),
-        (3, 3, {"state": "int8"}, {"precision": SPLIT, "quantized_gather": True}),
+        (3, 3, {"state": "int8"}, {"precision": replace(SPLIT, quantized_gather=True)}),
         (2, 0, {}, {}),
         slow(3, 2, {"state": "bf16"}, {"precision": NARROW_WIRE}),
         slow(4, 1, {"max_update": 0.5}, {}),
@@ -112,7 +113,7 @@ def test_replicas_have_the_same_bits(cluster):
 
 def count_messages(group, in_backward):
     """Train until the order of gathers is known; return how many calls and messages each purpose took in a step."""
-    model = ShardLite(LanguageModel(), group=group, transport="collectives")
+    model = ShardLite(LanguageModel(), group=group, route=Route(transport="collectives"))
     assert "GlooCollectives" in repr(model)
     side = Side(model, in_backward=in_backward)
     before = Counter()
@@ -217,7 +218,11 @@ def test_a_fast_sum_is_close_and_an_uneven_one_exact(cluster):
 
 def calls_of(group, reduce):
     """Which collectives a step calls, and its weights."""
-    model = ShardLite(_seeded(LanguageModel), group=group, transport="collectives", reduce=reduce)
+    model = ShardLite(
+        _seeded(LanguageModel),
+        group=group,
+        route=Route(transport="collectives", reduce=reduce),
+    )
     side = Side(model, in_backward=True)
     called, run_one = set(), GlooCollectives._run
 

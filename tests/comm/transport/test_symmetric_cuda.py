@@ -93,7 +93,7 @@ def trained(group, device, transport, *, in_backward):
     """Return the weights after three steps at stage 3, on the CPU."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(30, 41), nn.Tanh(), nn.Linear(41, 30)) for _ in range(3)]
-    model = ShardLite(nn.Sequential(*blocks).to(device), group=group, transport=transport)
+    model = ShardLite(nn.Sequential(*blocks).to(device), group=group, route=Route(transport=transport))
     optimizer = AdamW(model.parameters(), lr=0.01, in_backward=in_backward)
     for step in range(3):
         x = torch.randn(4, 30, generator=torch.Generator().manual_seed(10 * step + dist.get_rank(group))).to(device)

@@ -277,8 +277,7 @@ def train_both_ways(group, stage, in_backward, options):
                 _seeded(LanguageModel),
                 group=group,
                 stage=stage,
-                transport=transport,
-                algorithm="hierarchical",
+                route=Route(transport=transport, algorithm="hierarchical"),
                 **options,
             )
         sides.append(Side(model, in_backward=in_backward))
@@ -305,9 +304,9 @@ def traffic_of(group):
     del group
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
     found = []
-    for ranks, options in ((None, {"algorithm": "hierarchical"}), (mesh, {})):
+    for ranks, options in ((None, {"route": Route(algorithm="hierarchical")}), (mesh, {})):
         with hosts_of(2):
-            model = ShardLite(LanguageModel(), group=ranks, transport="collectives", **options)
+            model = ShardLite(LanguageModel(), group=ranks, route=Route(transport="collectives"), **options)
         on_tokens(model, Turn(0, dist.get_rank(), 0)).backward()
         sizes = {unit.name: 4 * sum(flat.gradients.full_numel for flat in unit.flats) for unit in model._units}
         found.append((sizes, {unit: dict(sent) for unit, sent in model.traffic().items()}))
@@ -359,7 +358,7 @@ def test_one_exchange_across_nodes_is_logged_once_with_what_to_take_instead(clus
         (4, Route(transport="collectives")),
         (3, Route(transport="collectives")),  # hosts of 3 ranks and 1
         (2, Route(transport="collectives", reduce="fast")),
-        (2, Route(transport="collectives", order="tree")),
+        (2, Route(transport="collectives", order="tree", parts=4)),
         (2, LEVELS),
     ],
 )

@@ -5,14 +5,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardlite import ShardLite
+from shardlite import Route, ShardLite
 from tests.model.test_precision import MODELS
 from tests.support.transports.played_symmetric import playing
 from tests.support.twins.duos import Side
 from tests.support.twins.sharded import Pair, Turn, _seeded, local_parts, same_bits
 
 STEPS = 3
-SYMMETRIC = {"transport": "symmetric_memory"}
+SYMMETRIC = {"route": Route(transport="symmetric_memory")}
 
 
 def train(group: Any, folder: Path, name: str, stage: int, **options: Any) -> None:
