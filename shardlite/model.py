@@ -194,7 +194,6 @@ class ShardLite(nn.Module):
         super().__init__()
         route, precision = take_deprecated(route, precision, deprecated)
         self.stage, self.precision, self.module = stage, precision, module
-        self._groups = ranks_of(group)
         self._ignored_modules, self._ignored = validate.split_ignored(ignore)
         self._forwards = 0  # that are running
         self._unsynced: ExitStack | None = None
@@ -213,6 +212,7 @@ class ShardLite(nn.Module):
             memory_limit=memory_limit_of(memory_limit),
             timeout=timeout,
         )
+        self._groups = ranks_of(group)
         plan = agree_on_plan(module, options, self._groups, ShardLite)
         check_memory_limit(module, plan, options, self._groups.shards)
         self._context = share(self._groups, plan.device, options.timeout, options.route)

@@ -44,7 +44,7 @@ NARROW_WIRE = Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
 
 def train_at_every_stage(group, name):
     for stage in STAGES:
-        trained(*MODELS[name], group, stage=stage, transport="collectives")
+        trained(*MODELS[name], group, stage=stage, route=COLLECTIVES)
 
 
 @pytest.mark.parametrize(("name", "size"), [("plain", 2), ("mixed", 3), slow("plain", 4), slow("frozen", 2)])
@@ -54,7 +54,7 @@ def test_every_stage_has_the_bits_of_plain_data_parallel(cluster, name, size):
 
 def train_over_its_own_all_gather(group, name):
     with patch.object(GlooCollectives, "all_gather", GroupCollectives.all_gather):
-        trained(*MODELS[name], group, stage=3, transport="collectives")
+        trained(*MODELS[name], group, stage=3, route=COLLECTIVES)
 
 
 @pytest.mark.parametrize(("name", "size"), [("plain", 2), ("mixed", 3)])
@@ -101,7 +101,7 @@ def test_every_format_has_the_bits_of_messages(cluster, size, stage, in_backward
 
 def train_replicas(_):
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
-    pair = Pair(LanguageModel, mesh, replicas=2, transport="collectives")
+    pair = Pair(LanguageModel, mesh, replicas=2, route=COLLECTIVES)
     for _ in range(2):
         pair.step(on_tokens, clip=0.01)
 

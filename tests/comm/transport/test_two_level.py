@@ -254,7 +254,7 @@ def train_at_every_stage(group, name, recipe):
     make, loss = {**MODELS, "mlp": (partial(MLP, [7, 33, 5]), on_rows)}[name]
     for stage in STAGES:
         with hosts_of(2):
-            pair = Pair(make, group, stage=stage, recipe=recipe, transport="collectives", algorithm="hierarchical")
+            pair = Pair(make, group, stage=stage, recipe=recipe, route=LEVELS)
         assert "transport=GlooCollectives, algorithm=hierarchical" in repr(pair.model)
         pair.twin._mean = partial(two_level_mean, 2)
         pair.step(loss)
@@ -304,9 +304,9 @@ def traffic_of(group):
     del group
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
     found = []
-    for ranks, options in ((None, {"route": Route(algorithm="hierarchical")}), (mesh, {})):
+    for ranks, route in ((None, LEVELS), (mesh, Route(transport="collectives"))):
         with hosts_of(2):
-            model = ShardLite(LanguageModel(), group=ranks, route=Route(transport="collectives"), **options)
+            model = ShardLite(LanguageModel(), group=ranks, route=route)
         on_tokens(model, Turn(0, dist.get_rank(), 0)).backward()
         sizes = {unit.name: 4 * sum(flat.gradients.full_numel for flat in unit.flats) for unit in model._units}
         found.append((sizes, {unit: dict(sent) for unit, sent in model.traffic().items()}))
