@@ -1,6 +1,5 @@
 """What the README shows must run as it stands there."""
 
-import math
 import re
 
 import pytest
@@ -17,28 +16,27 @@ BLOCKS = blocks(README, "python")
 def test_python_blocks_run_on_two_ranks(cluster, tmp_path, block):
     script = tmp_path / "train.py"
     script.write_text(block)
-    first, second = run_script(cluster, script)
-    assert_losses(first.out)
-    assert second.out == ""
+    for each in run_script(cluster, script):
+        assert_losses(each.out)
 
 
 def assert_losses(out):
-    """Rank 0 prints one line per step; a model that knows nothing has the loss ln 256."""
-    lines = [re.fullmatch(r"step (\d)  loss (\d\.\d{3})", line) for line in out.splitlines()]
+    """Each rank prints one line per step, and the model learns."""
+    lines = [re.fullmatch(r"step (\d): loss (\d\.\d{3})", line) for line in out.splitlines()]
     assert [line[1] for line in lines] == ["0", "1", "2"]
-    assert all(float(line[2]) == pytest.approx(math.log(256), abs=0.2) for line in lines)
+    assert float(lines[2][2]) < float(lines[0][2])
 
 
 @pytest.mark.slow
 def test_the_first_block_runs_as_it_says(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(BLOCKS[0])
-    assert_losses(torchrun(script, folder=tmp_path).out)
+    losses = torchrun(script, folder=tmp_path).out.splitlines()
+    assert len(losses) == 6
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/getting-started.md"])
-def test_without_torchrun_the_program_says_how_to_start_it(tmp_path, page):
-    text = (ROOT / page).read_text()
+def test_without_torchrun_the_program_says_how_to_start_it(tmp_path):
+    text = (ROOT / "docs/getting-started.md").read_text()
     script = tmp_path / "train.py"
     script.write_text(blocks(text, "python")[0])
     done = run_process(str(script))
@@ -47,8 +45,8 @@ def test_without_torchrun_the_program_says_how_to_start_it(tmp_path, page):
     assert f"{command}`" in text  # the page says the same
 
 
-def test_there_is_one_python_block():
-    assert len(BLOCKS) == 1
+def test_there_is_one_python_block_of_twelve_lines():
+    assert [len(block.splitlines()) for block in BLOCKS] == [12]
 
 
 def test_make_targets_exist():
@@ -72,8 +70,9 @@ def test_links_lead_somewhere():
 
 def test_each_question_has_one_table():
     benches = [re.search(r"bench=(\w+)", source)[1] for source, _ in tables(README)]
-    assert [bench for bench in benches if bench != "gpu"] == ["step", "footprint", "ring"]
+    assert [bench for bench in benches if bench != "gpu"] == ["step", "footprint"]
     for source, table in tables(README):
+        assert len(re.findall(r"^\|", table, flags=re.MULTILINE)) == 2 + 3  # a heading and three rows
         assert table == made(source), "run `python -m tests.support.markdown`"
         assert "2 cores" in table or "bench=gpu" in source
 
@@ -86,8 +85,4 @@ def test_measured_numbers_stand_in_tables_only():
 
 
 def test_it_is_short():
-    """Beside its tables of measured rows."""
-    text = README
-    for _, table in tables(README):
-        text = text.replace(table, "")
-    assert len(text.splitlines()) <= 140
+    assert len(README.splitlines()) <= 110
