@@ -67,21 +67,22 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _uncompiled(function: _Function) -> _Function:
-    """Keep a compiler from tracing a function, which looks at placeholders or at the state of autograd.
+    """Exclude a function from `torch.compile`: it reads placeholders or the state of autograd.
 
-    As PyTorch's optimizers do it: `torch.compiler.disable` would import the compiler here, not at the first call.
+    `torch.compiler.disable` would import the compiler here. This imports it at the first call, as PyTorch's optimizers
+    do.
     """
     return torch._disable_dynamo(function)  # type: ignore[return-value]
 
 
 def _give_back(transports: Iterable[Transport]) -> None:
-    """Give the memory of a model that is gone back to the system, what is freed from now on included."""
+    """Return a deleted model's memory to the operating system, including memory that is freed later."""
     for transport in transports:
         transport.trim(keep=0)
 
 
 class _Uncompiled:
-    """The same for a context manager."""
+    """Exclude a context manager from `torch.compile`."""
 
     def __init__(self, manager: AbstractContextManager[None]) -> None:
         self._manager = manager
@@ -96,17 +97,17 @@ class _Uncompiled:
 
 
 class _UnwrappedError(PhaseError, AttributeError):
-    """The model was unwrapped. (`hasattr` takes an `AttributeError` for an answer.)"""
+    """The model was unwrapped. It is an `AttributeError` so that `hasattr` returns `False`."""
 
 
 class _SignatureOfModule:
-    """A method whose signature is that of the wrapped module's `forward`: trainers choose inputs by it."""
+    """A method with the signature of the wrapped module's `forward`, by which trainers choose inputs."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
 
     def __get__(self, model: "ShardLite | None", _: object = None) -> Callable[..., Any]:
-        """Bind the method. (`inspect.signature` follows `__wrapped__`.)"""
+        """Bind the method. `inspect.signature` follows `__wrapped__`."""
         if model is None:
             return self._method
         bound: Any = partial(self._method, model)
@@ -115,58 +116,62 @@ class _SignatureOfModule:
 
 
 class ShardLite(nn.Module):
-    """Wrap `module` so that each of `W` ranks keeps `1/W` of what the stage says: at stage 3, of everything.
+    """Shard a module's parameters, gradients and optimizer state over ranks.
 
-    Every rank calls this with the same module; rank 0's values are used, and other ranks' may be missing: on the meta
-    device. Afterwards train as before, with an optimizer on `parameters()` of the wrapped model, each rank on its own
-    part of the batch: gradients are means over the ranks.
+    Call this on every rank with the same module. Rank 0's values are used; on other ranks the parameters may be on the
+    meta device. Then build an optimizer from `parameters()` of the wrapped model, and train as before, each rank on its
+    own part of the batch. Gradients are means over the ranks.
 
     Args:
-        module: is changed in place; its forward, and any of its submodules', may be called.
-        stage: 1 shards the optimizer state, 2 gradients too, 3 parameters too, 0 nothing (plain data parallel). The
-            stages are those of ZeRO (Rajbhandari et al. 2020), and all give the same bits.
-        units: what is gathered together: a module class, a tuple of classes, or `callable(name, module) -> bool`.
-            `None` takes the repeated blocks of the model, and embeddings and heads that are large beside them.
-        precision: which dtype is used where.
-        reshard_after_forward: `False`: units stay gathered from their forward to the end of the backward, which saves
-            one all-gather each and costs the memory of the weights; or `callable(name, module) -> bool` for each unit.
-            Stage 3 only.
-        group: the ranks to shard over, `None` is the default group; or a `DeviceMesh` with one dimension, or with two,
-            (replicate, shard): hybrid sharding. The model is then sharded within each group of the second dimension.
-        ignore: modules and parameters that are left alone: each rank trains its own, and nothing is averaged.
-        device: where shards and buffers are; by default where the parameters are, and if all of them are on the meta
-            device, on the current CUDA device if there is one that the group can use, else on the CPU.
-        init: gives values to what rank 0 has on the meta device too: what one would give to `nn.Module.apply`. It is
-            called on rank 0 with each module, children first, but for those whose own parameters and buffers all have
-            values, which they keep. It must write to all others of the module's own, and to nothing outside of its
-            unit: a unit's memory goes when its values are sent, so that the model is whole on no rank. `None` calls
-            the `reset_parameters()` of modules that own something. A tied parameter gets its values with the first
-            module that owns it. Rank 0's generator for `device` draws the same numbers at any stage, with any units
-            and any number of ranks; a model whose constructors draw in the order of registration, children first, as
-            those of `torch.nn` do, is born with the same weights on meta and off. Other ranks' generators stay as they
-            are.
-        prefetch: how many units are gathered ahead, each in a buffer of its own.
-        route: how messages travel and in which order gradients are added. `repr` shows what `"auto"` has chosen.
-        buffers: `"rank0"`: buffers that a forward has changed on some rank (running statistics) become rank 0's on all
-            when the next forward begins, as in `DistributedDataParallel`: after one that is not inside `no_sync()` or
-            `torch.no_grad()`. `"own"`: each rank keeps its own.
-        diagnose: warn of gradients that are not finite by parameter and rank. The host then waits in each backward.
-        memory_limit: bytes that a rank may hold, or a `MemoryLimit`, which names the optimizer and activations, too. A
-            model whose states and buffers need more is refused here, before memory is taken, with what would fit.
-        timeout: how long a rank waits for another one, from the first call on: to come to the same call, or for a
-            message. (Over NCCL the process group's own timeout counts for messages.)
+        module: the model. It is modified in place, and it and its submodules may still be called.
+        stage: what is sharded, by the stages of ZeRO (Rajbhandari et al. 2020): 0 nothing (plain data parallel), 1 the
+            optimizer state, 2 also gradients, 3 also parameters. All stages give the same bits.
+        units: the modules that are gathered as a whole: a module class, a tuple of classes, or `callable(name, module)
+            -> bool`. `None` selects the repeated blocks of the model, and large embeddings and heads.
+        precision: the dtypes of computation, reduction and optimizer, see `shardlite.Precision`.
+        reshard_after_forward: whether a unit's full parameters are freed after its forward. If `False`, they are kept
+            until the backward, which saves one all-gather per unit. `callable(name, module) -> bool` decides for each
+            unit. Stage 3 only.
+        group: the ranks to shard over. `None` is the default group. A `DeviceMesh` has one dimension, or two for hybrid
+            sharding: (replicate, shard). The model is then sharded within each group of the second dimension.
+        ignore: modules and parameters that are not sharded. Each rank trains its own, and their gradients are not
+            averaged.
+        device: the device of shards and buffers. Defaults to the device of the parameters. If all parameters are on the
+            meta device, it is the current CUDA device if the group can use one, else the CPU.
+        init: a function that initializes meta tensors, called on rank 0 as by `nn.Module.apply`: with each module,
+            children first, that has parameters or buffers on the meta device. It must write all of the module's own,
+            and nothing outside of the module's unit, because memory is allocated unit by unit. `None` calls
+            `reset_parameters()`. A tied parameter is initialized with the first module that owns it. The numbers drawn
+            do not depend on stage, units and ranks. If constructors draw in the order of registration, as those of
+            `torch.nn` do, the weights are those of a model that is built off the meta device. Generators of other ranks
+            are not advanced.
+        prefetch: the number of units that are gathered ahead of use. Each takes a buffer.
+        route: how messages travel and in which order gradients are added, see `shardlite.Route`. `repr` shows what
+            `"auto"` has selected.
+        buffers: `"rank0"`: rank 0's buffers (running statistics) are broadcast before a forward, as by
+            `DistributedDataParallel`, if a forward outside of `no_sync()` and `torch.no_grad()` has changed them on
+            some rank. `"own"`: each rank keeps its own buffers.
+        diagnose: whether to warn which parameter on which rank has a gradient that is not finite. The host then waits
+            in each backward.
+        memory_limit: the bytes that a rank may hold, or a `MemoryLimit`. A larger model is refused before memory is
+            allocated, with options that fit.
+        timeout: how long a rank waits for another rank to make the same call, or for a message. Over NCCL the process
+            group's timeout applies to messages.
 
     Raises:
-        LayoutError: there is no process group, nothing to shard, a wrapped model inside, another model on another
-            rank, more memory needed than the limit, or a parameter or buffer on the meta device that was not
-            initialised.
-        CommError: a peer failed or is late.
+        LayoutError: there is no process group, nothing to shard, another model on another rank, a wrapped model inside
+            `module`, an uninitialized parameter or buffer, or less memory than needed.
+        CommError: another rank failed or timed out.
         TypeError: an option has a wrong type, or is unknown.
         ValueError: an option has an invalid value.
 
     .. deprecated:: 0.2
         `transport`, `algorithm`, `reduce`, `order` and `parts` are fields of `Route`, and `quantized_gather` is one of
-        `Precision`. As keywords they warn, and are removed in 0.3.
+        `Precision`. As keywords they warn, and will be removed in 0.3.
+
+    Example:
+        >>> model = ShardLite(model, precision=Precision(compute=torch.bfloat16))
+        >>> optimizer = AdamW(model.parameters(), lr=3e-4)
     """
 
     _unwrapped = False
@@ -226,7 +231,7 @@ class ShardLite(nn.Module):
 
     @torch._disable_dynamo(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward, between the hooks that were registered on the wrapper: they may use weights, too."""
+        """Run the forward and the hooks that are registered on the wrapper. Hooks may use weights as well."""
         if not (self._forward_pre_hooks or self._forward_hooks):
             return super().__call__(*args, **kwargs)
         self._ready_for_forward()
@@ -236,7 +241,7 @@ class ShardLite(nn.Module):
     @_SignatureOfModule
     @torch._disable_dynamo(recursive=False)  # the module's own is compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module, with inputs and outputs cast as `precision` says."""
+        """Run the module. Inputs are cast to `precision.compute`, outputs to `precision.output`."""
         self._ready_for_forward()
         self._share_buffers()
         if self.precision.compute is not None:
@@ -248,13 +253,14 @@ class ShardLite(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's shards under the original names, as views of the arena.
+        """Yield this rank's shards under the original names.
 
-        A shard has the original shape if this rank has all of the parameter, else `[k, 1, ...]`; `k` may be 0.
-        Ignored parameters are yielded as they are.
+        A shard is a view of the memory that the optimizer steps. It has the original shape if this rank has the whole
+        parameter, else the shape `[k, 1, ...]` with the original number of dimensions; `k` may be 0. Ignored parameters
+        are yielded as they are.
 
         Raises:
-            LayoutError: the module has a parameter that it did not have when it was wrapped.
+            LayoutError: the module has a parameter that was added after wrapping.
         """
         for name, param in self.module.named_parameters(prefix, recurse, remove_duplicate):
             yield name, param if param in self._ignored else self._bridge.shards.of(name, param)
@@ -266,31 +272,28 @@ class ShardLite(nn.Module):
         yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """Yield the modules as ever. Raise where `torch.export` looks for them: it was given the wrapper."""
+        """Yield the modules. Raise under `torch.export`, which cannot record the wrapper."""
         if torch.compiler.is_exporting():
             raise LayoutError(NO_GRAPH)
         yield from super().named_modules(*args, **kwargs)
 
     def requires_grad_(self, requires_grad: bool = True) -> "ShardLite":
-        """Set it on the module's own parameters, which decide. It may change between steps."""
+        """Set `requires_grad` on the module's own parameters. It may change between steps."""
         self.module.requires_grad_(requires_grad)
         return self
 
     def numel(self) -> int:
-        """Return the number of elements of all parameters, of which `parameters()` has this rank's part."""
+        """Return the number of elements of all parameters on all ranks together."""
         return sum(param.numel() for param in self.module.parameters())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, and those that were accumulated under `no_sync()` and not yet reduced.
-
-        (`optimizer.zero_grad()` does not know of the latter.)
-        """
+        """Drop all gradients, including those accumulated in `no_sync()`, which `optimizer.zero_grad()` keeps."""
         self._recover()
         super().zero_grad(set_to_none)
         self._reducer.discard()
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the wrapped module where this one has none. Its methods may use weights."""
+        """Return an attribute of the wrapped module. Its methods may use weights."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -317,7 +320,7 @@ class ShardLite(nn.Module):
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Run the module: code inside may use its weights, by every rank alike."""
+        """Allow code inside to use the module's weights. Every rank must do the same."""
         self._forwards += 1
         try:
             with self._context.reporting_failures(), _Uncompiled(self._hooks.around()):
@@ -326,15 +329,15 @@ class ShardLite(nn.Module):
             self._forwards -= 1
 
     def __reduce_ex__(self, _: Any) -> Any:
-        """Raise, for `copy.copy` and `pickle`: connections to other ranks cannot be copied or written."""
+        """Raise for `copy.copy` and `pickle`: connections to other ranks cannot be copied."""
         raise LayoutError(NO_COPY)
 
     def __deepcopy__(self, _: Any) -> Any:
-        """Raise, even if the module itself has such a method: connections to other ranks cannot be copied."""
+        """Raise: connections to other ranks cannot be copied."""
         raise LayoutError(NO_COPY)
 
     def extra_repr(self) -> str:
-        """Say how the model is cut."""
+        """Return stage, ranks, route and units."""
         if self._unwrapped:
             return "unwrapped"
         algorithm = self._context.reducing[0].algorithm
@@ -344,31 +347,35 @@ class ShardLite(nn.Module):
 
     @property
     def unit_names(self) -> list[str]:
-        """The names of the units, in the order of registration; what no other unit holds is in `(root)`."""
+        """Names of the units in the order of registration. `(root)` holds what no other unit does."""
         return [unit.name for unit in self._units]
 
     # ---- training -----------------------------------------------------------------------------------------------
 
     def parts(self, step: int | None = None, *, seed: int = 0) -> Iterator[int]:
-        """Yield the numbers of this rank's parts of a global batch, in ascending order, for `order="tree"`.
+        """Iterate over this rank's parts of a global batch, with `Route(order="tree")`.
 
-        Each is to have one forward and one backward on that part; the last backward reduces. All parts have as many
-        samples, and gradients are the means over the parts:
+        Run one forward and one backward on each part. The last backward reduces. All parts must have the same number of
+        samples; gradients are means over the parts.
 
-            for part in model.parts():
-                loss = model(*batch_of(part))
-                loss.backward()
-
-        PyTorch's generators, those of the CPU and of the model's device, are seeded for each part by `seed`, `step` and
-        the part, so that dropout does not depend on the number of ranks. After the loop they are as they were before.
+        PyTorch's generators of the CPU and of the model's device are seeded for each part from `seed`, `step` and the
+        part, so dropout does not depend on the number of ranks. Their state is restored after the loop.
 
         Args:
-            step: number of the step; by default that of the loops that were finished, which `shardlite.save` keeps.
-            seed: of the run.
+            step: number of the step. Defaults to the number of finished loops, which `shardlite.save` stores.
+            seed: seed of the run.
+
+        Returns:
+            An iterator over the numbers of the parts, in ascending order.
 
         Raises:
             LayoutError: the model adds in the order of the ring.
-            PhaseError: while the loop runs: another one is running, or a part had no backward, or several.
+            PhaseError: in the loop, if another loop is running, or a part did not have exactly one backward.
+
+        Example:
+            >>> for part in model.parts():
+            ...     loss = model(*batch_of(part))
+            ...     loss.backward()
         """
         if self._parts is None:
             raise LayoutError(
@@ -391,10 +398,20 @@ class ShardLite(nn.Module):
             )
 
     def no_sync(self, *, sharded: bool = False) -> AbstractContextManager[None]:
-        """Accumulate: what backwards inside bring is added to what comes later.
+        """Accumulate gradients without reducing them.
 
-        Without `sharded` they keep their full gradients on this rank, and the next backward outside reduces the sum:
-        the fewest messages. With it each reduces its gradients into the shards: the least memory.
+        Args:
+            sharded: if `False`, this rank keeps full gradients, and the next backward outside reduces their sum: the
+                fewest messages. If `True`, each backward reduces its gradients into the shards: the least memory.
+
+        Raises:
+            LayoutError: the model was wrapped with `Route(order="tree")`.
+            PhaseError: `sharded` is set, and the optimizer steps in the backward.
+
+        Example:
+            >>> with model.no_sync():
+            ...     model(first).backward()
+            >>> model(second).backward()
         """
         self._refuse_with_parts("no_sync()")
         if sharded:
@@ -403,9 +420,9 @@ class ShardLite(nn.Module):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether backwards reduce their gradients. `False` is as `no_sync()`, until it is `True` again.
+        """Whether backwards reduce gradients, as in `DistributedDataParallel`.
 
-        It has the name and the meaning that it has in `DistributedDataParallel`.
+        Setting it to `False` is equivalent to entering `no_sync()`, setting it to `True` to leaving it.
         """
         return self._unsynced is None
 
@@ -426,14 +443,20 @@ class ShardLite(nn.Module):
             yield
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients of all ranks to a global norm of at most `max_norm`, and return what the norm was, [].
+        """Clip the global norm of all gradients. Collective. The host does not wait.
 
-        The factor is that of `torch.nn.utils.clip_grad_norm_`, which gives the same on `parameters()`. Norms are those
-        with a positive exponent, and `inf`. Ignored parameters are left out (PyTorch's function refuses them beside
-        others). The host does not wait. To be called by every rank.
+        `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` gives the same result. Ignored parameters are not
+        included.
+
+        Args:
+            max_norm: maximum norm.
+            norm_type: exponent of the norm: positive, or `inf`.
+
+        Returns:
+            The norm before clipping, [].
 
         Raises:
-            PhaseError: the optimizer has stepped in the backward.
+            PhaseError: the optimizer steps in the backward.
         """
         self._in_backward.refuse("clip_grad_norm_")
         clipper = self._bridge.clipper
@@ -469,40 +492,42 @@ class ShardLite(nn.Module):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were left out because a gradient on some rank had a NaN or an infinity. The host waits.
+        """Number of steps that were skipped because some rank had a NaN or Inf gradient. The host waits for the device.
 
-        Those that a gradient scaler leaves out are its own.
+        Steps that a gradient scaler skips are not counted.
         """
         return self._bridge.skips.total()
 
-    # ---- what it takes --------------------------------------------------------------------------------------------
+    # ---- memory and traffic -----------------------------------------------------------------------------------
 
     def memory(self, *, process: bool = False) -> dict[str, Held]:
-        """Return the bytes that this rank holds for the model, by purpose: now, and at most since the last reset.
+        """Return the bytes that this rank holds for the model, by purpose: now, and the peak since the last reset.
 
-        Each storage is counted once, whole, from its allocation to its end:
+        Each storage is counted once, from its allocation until it is freed:
 
-        - `parameters`: shards, and full weights that are always there
+        - `parameters`: shards, and full weights that are permanent
         - `gather buffers`: full weights while they are needed
         - `gradient buckets`: gradients of this rank before they are reduced
         - `gradients`: gradient shards, or full gradients at stages 0 and 1
-        - `optimizer state`: that of the optimizers that have stepped the model
-        - `averages`: those of `EMA`
-        - `buffers`: the module's
+        - `optimizer state`: of all optimizers that have stepped the model
+        - `averages`: of `EMA`
+        - `buffers`: of the module
         - `staging`: where partial sums, 8-bit codes and values for all ranks arrive
-        - `copies`: shards as they were before `gathered(writeback=True)`
+        - `copies`: shards before `gathered(writeback=True)`
         - `chunks of a step`: intermediate values of a CPU step; of all models in the process
-        - `messages`, `mailboxes`, `pinned memory`: what a transport takes; of all models over the same ranks
-        - `idle shared memory`: pages that are kept for the next block
+        - `messages`, `mailboxes`, `pinned memory`: of the transport; of all models over the same ranks
+        - `idle shared memory`: freed pages that the next allocation reuses
 
         `model.ledger.reset_peak()` resets the peaks, but not those of messages, mailboxes and pinned memory.
 
         Args:
-            process: also return `process`, what the operating system or the CUDA allocator says that this process
-                holds, and `unexplained`, the part of it that has no purpose above: the interpreter, libraries,
-                activations, memory that `malloc` keeps. On a CPU `process` is the proportional set size; its peak is
-                the largest resident set of the process so far, in which shared pages count in full. On CUDA both are
-                the bytes that PyTorch's allocator has reserved.
+            process: also return `process`, the memory of this process, and `unexplained`, the part of it without a
+                purpose above: interpreter, libraries, activations, memory that `malloc` caches. On a CPU `process` is
+                the proportional set size, and its peak is the largest resident set size, in which shared pages count in
+                full. On CUDA both are the bytes that PyTorch's allocator has reserved.
+
+        Example:
+            >>> model.memory()["gather buffers"].peak
         """
         for shard in self._bridge.shards:
             if shard.grad is not None:
@@ -519,68 +544,79 @@ class ShardLite(nn.Module):
         return held
 
     def traffic(self) -> Mapping[str, Mapping[str, Sent]]:
-        """Return what this rank has sent since it was wrapped: calls, messages and bytes by unit and purpose.
+        """Return what this rank has sent since the model was wrapped: calls, messages and bytes by unit and purpose.
 
-        Gathers and reductions also have how long they ran, and how long computation waited for them; on a GPU since the
-        first call of this method, because timing takes events. Purposes of a unit are `gather`, `take part` (a gather
-        that only other ranks need), `reduce`, `reduce over replicas` (hybrid sharding), `used` (in-backward steps) and
-        `full state`. `"(no unit)"` has those of the whole model: `order negotiation`, `gradient flags`, `norm` and
-        others. `across` counts bytes to other nodes, of reductions in two levels. Control messages, by which ranks
-        compare what they wrap, are not counted.
+        Gathers and reductions also have their duration, and how long computation waited for them (`exposed`). On a GPU
+        these are measured from the first call of this method on.
+
+        Purposes of a unit are `gather`, `take part` (a gather that only other ranks need), `reduce`, `reduce over
+        replicas` (hybrid sharding), `used` (in-backward steps) and `full state`. `"(no unit)"` has those of the whole
+        model, such as `order negotiation`, `gradient flags` and `norm`. `across` counts the bytes of two-level
+        reductions that leave a node. Control messages, by which ranks compare what they wrap, are not counted.
+
+        Example:
+            >>> model.traffic()["blocks.0"]["gather"].nbytes
         """
         return self._context.traffic.by_unit()
 
     # ---- full parameters ----------------------------------------------------------------------------------------
 
     def gathered(self, *names: str, writeback: bool = True) -> AbstractContextManager[None]:
-        """Unshard the module's own parameters inside: those of the units that have `names`, or all.
+        """Unshard the module's own parameters inside the context. Collective.
 
-        They can be read, used in computations with gradients and, with `writeback`, changed in place under
-        `torch.no_grad()`. Every rank must make the same changes: of the full parameters each writes its own shard back.
-        After an exception inside nothing is written. To be called by every rank.
+        Inside, they can be read, used in computations with gradients and, with `writeback`, changed in place under
+        `torch.no_grad()`. Every rank must make the same changes: each rank writes its own shard back. After an
+        exception inside nothing is written back.
 
-        `torch.export` and `torch.jit.trace` record the wrapped module here. Use and save what they return here, too:
-        its weights are those of the model.
+        `torch.export` and `torch.jit.trace` work on `model.module` inside. Use and save their results inside as well,
+        because these hold the model's weights.
+
+        Args:
+            names: names of parameters, whose units are unsharded. Defaults to all.
+            writeback: whether changes are kept.
 
         Raises:
-            LayoutError: there is no parameter of such a name.
+            LayoutError: there is no parameter of that name.
+
+        Example:
+            >>> with model.gathered("head.weight"), torch.no_grad():
+            ...     model.module.head.weight.zero_()
         """
         self._recover()
         self._backward.follow_requires_grad()
         return self._full.gathered(names, writeback=writeback)
 
     def full_state_dict(self, *, rank: int | None = None) -> dict[str, Tensor]:
-        """Return copies of all parameters and persistent buffers, with original names and shapes.
+        """Return copies of all parameters and persistent buffers, with original names and shapes. Collective.
 
-        They are on the CPU, and in the precision in which they are kept. Units are gathered one after the other.
-        Ignored parameters are this rank's. To be called by every rank.
+        The copies are on the CPU, in the precision in which the model stores them. Units are gathered one after the
+        other. Ignored parameters are this rank's.
 
         Args:
-            rank: the only rank that gets them; the others get an empty dict. `None`: every rank.
+            rank: the only rank that gets the copies. Other ranks get an empty dict. `None`: every rank gets them.
 
         Raises:
-            NonFiniteError: `AdamW(in_backward=True)` has left NaNs in a step.
+            NonFiniteError: an in-backward step had gradients that were not finite.
         """
         self._recover()
         self._in_backward.check()
         return self._full.state_dict(rank)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor] | None, strict: bool = True) -> Any:
-        """Load rank 0's `state_dict`, as `full_state_dict` or an unsharded model returns it.
+        """Load rank 0's `state_dict`, as `full_state_dict` or an unsharded model returns it. Collective.
 
-        What other ranks pass is not used. Ignored parameters, which are each rank's own, and the optimizer state stay
-        as they are. Collective: every rank must call it.
+        Ignored parameters and the optimizer state are not changed.
 
         Args:
-            state_dict: whole tensors by the names of the model.
-            strict: whether names must be those of the model. If `False`, what `state_dict` lacks keeps its values, and
-                unknown names are ignored.
+            state_dict: whole tensors by name. Used on rank 0 only.
+            strict: whether names must match those of the model. If `False`, missing entries keep their values, and
+                unexpected ones are ignored.
 
         Returns:
-            What `nn.Module.load_state_dict` returns, on every rank: the names that are missing and unexpected.
+            `missing_keys` and `unexpected_keys` on every rank, as `nn.Module.load_state_dict` does.
 
         Raises:
-            LayoutError: on every rank, if names or shapes do not fit; nothing is changed then.
+            LayoutError: on every rank, if names or shapes do not match. Nothing has changed then.
         """
         self._recover()
         given = state_dict or {}
@@ -604,7 +640,7 @@ class ShardLite(nn.Module):
         return _IncompatibleKeys(missing, unexpected)
 
     def _from_first_rank(self, names: tuple[list[str], list[str]]) -> tuple[list[str], list[str]]:
-        """Return what rank 0 passes. Collective."""
+        """Return rank 0's argument. Collective."""
         for group in self._groups.all:
             names = all_gather_json(group, names, "load_full_state_dict", self._context.timeout)[0]
         return names
@@ -612,9 +648,9 @@ class ShardLite(nn.Module):
     def unwrap(self) -> nn.Module:
         """Return the wrapped module as a plain one, with whole weights on every rank. Collective.
 
-        This is the way to another wrapper or trainer, `torch.optim.swa_utils.AveragedModel` or `save_pretrained()`.
-        The module and its parameters are those that were wrapped; weights have the precision in which they are kept,
-        and no gradients. Afterwards this model raises, as do steps of optimizers that were built from its parameters.
+        Use this for another wrapper or trainer, `torch.optim.swa_utils.AveragedModel` or `save_pretrained()`. The
+        parameters are the objects that were wrapped, in the precision in which the model stores them, without
+        gradients. Afterwards this model and its optimizers raise when they are used.
 
         Raises:
             PhaseError: on every rank, if some rank is inside a forward, a backward, `gathered()` or `EMA.swapped()`, or
@@ -654,16 +690,16 @@ class ShardLite(nn.Module):
     def state_dict(  # type: ignore[override]
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """Return the sharded state: original names and shapes, of which this rank holds a part. Nothing is gathered.
+        """Return the sharded state under the original names. Nothing is gathered.
 
-        Each parameter is a `ShardTensor`, which `torch.distributed.checkpoint` saves and loads at any world size; what
-        this rank keeps whole (buffers, all parameters at stage 0) is a plain tensor. As in PyTorch, they are no copies:
-        what DCP loads into them is in the model, and `load_state_dict()` makes it known. Pickling (`torch.save`) writes
-        this rank's elements only. For whole tensors call `full_state_dict()`; to save a run, `shardlite.save`.
+        Each parameter is a `ShardTensor`, which `torch.distributed.checkpoint` (DCP) saves and loads at any world size.
+        Buffers, and all parameters at stage 0, are plain tensors. The tensors share memory with the model, so DCP loads
+        into the model; call `load_state_dict()` afterwards. `torch.save` writes this rank's elements only. For whole
+        tensors call `full_state_dict()`, and to save a run `shardlite.save`.
 
         Args:
             destination, prefix: as in `nn.Module.state_dict`, which passes them if this model is inside another module.
-            keep_vars: has no effect, because shards have no history.
+            keep_vars: ignored, because shards have no history.
         """
         self._recover()
         entries = {f"{prefix}{name}": value for name, value in self._full.sharded_state_dict().items()}
@@ -673,24 +709,26 @@ class ShardLite(nn.Module):
         return destination
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a sharded state. To be called by every rank.
+        """Load a sharded state. Collective.
 
         Args:
-            state_dict: what `state_dict()` of a model with the same ranks, stage and units returned; or, on each rank,
-                whole tensors, of which the rank takes its part.
-            strict: whether names must be those of the model.
-            assign: must be `False`: shards are views of arenas.
+            state_dict: the `state_dict()` of a model with the same ranks, stage and units; or whole tensors, of which
+                each rank loads its part.
+            strict: whether names must match those of the model.
+            assign: must be `False`: shards are views of one block of memory.
 
         Returns:
-            What `nn.Module.load_state_dict` returns: the names that are missing and unexpected.
+            `missing_keys` and `unexpected_keys`, as `nn.Module.load_state_dict` does.
 
         Raises:
-            LayoutError: on every rank, if names, shapes or shards do not fit; nothing is changed then.
+            LayoutError: on every rank, if names, shapes or shards do not match. Nothing has changed then.
         """
         self._recover()
         problem = self._full.misfit(state_dict, strict=strict) or self._full.shard_misfit(state_dict)
         if assign:
-            problem = LayoutError("load_state_dict(assign=True): shards are views of arenas, which keep their place")
+            problem = LayoutError(
+                "load_state_dict(assign=True): shards are views of one block of memory: leave assign=False"
+            )
         agree(self._groups, [], problem, what="load_state_dict", timeout=self._context.timeout)
         self._bridge.gatherer.settle()
         self._full.take_sharded(state_dict)
@@ -698,7 +736,7 @@ class ShardLite(nn.Module):
         return _IncompatibleKeys(*self._full.other_names(state_dict))
 
     def _load_from_state_dict(self, _: Any, prefix: str, *__: Any) -> None:
-        """Raise: PyTorch calls this where the model is inside the module whose `load_state_dict()` was called."""
+        """Raise: PyTorch calls this if the model is inside a module whose `load_state_dict()` is called."""
         raise LayoutError(
             f"load_state_dict() of a module with a ShardLite model inside, {prefix.removesuffix('.')!r}: load the "
             "ShardLite model by its own load_state_dict() or load_full_state_dict(), and the rest by itself"
@@ -706,24 +744,24 @@ class ShardLite(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        """Raise: `DistributedDataParallel` looks here before it gives all ranks the first one's parameters."""
+        """Raise: `DistributedDataParallel` reads this before it broadcasts rank 0's parameters."""
         raise LayoutError(
             "a ShardLite model averages gradients itself, and DistributedDataParallel would overwrite the shards of "
             f"all ranks with the first rank's: call the model itself. If a tracer was given the model: {NO_GRAPH}"
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ShardLite":
-        """Refuse to move or convert the model, unless that changes nothing."""
+        """Refuse to move or convert the model, unless nothing changes."""
         self.module._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
     # ---- construction -------------------------------------------------------------------------------------------
 
     def _build(self, plan: Plan, init: Init) -> list[Unit]:
-        """Move the parameters into arenas, and let those on the meta device have values.
+        """Allocate shards, move the parameters' values into them, and initialize those on the meta device.
 
         Raises:
-            LayoutError: on every rank, if some have none; the module is of no more use then.
+            LayoutError: on every rank, if a parameter is not initialized. The module can no longer be used then.
         """
         context = self._context
         self.ledger, self.trace = context.ledger, context.trace
@@ -744,7 +782,7 @@ class ShardLite(nn.Module):
         return units
 
     def _connect(self, plan: Plan, options: Options) -> None:
-        """Build what drives the units from the bottom up: weights, gradients, hooks, and the bridge to optimizers."""
+        """Build what drives the units, from the bottom up: weights, gradients, hooks, and the bridge to optimizers."""
         context, units, single_rank = self._context, self._units, self._placement.single_rank
         diagnose, parts = options.diagnose, options.route.parts
         self._join = Join(context, self._groups)
@@ -787,7 +825,7 @@ class ShardLite(nn.Module):
         adopt(shards.by_param(), part_of(units))
 
     def _recover(self) -> None:
-        """End what an exception has left unfinished: other ranks may not have come to theirs, and wait in it."""
+        """Clean up after an exception. Other ranks may be waiting in the unfinished operation."""
         if self._forwards == 0:
             self._hooks.reset()
         self._backward.repair()
