@@ -103,7 +103,7 @@ def _keep(flat: Flat, piece: Tensor, start: int) -> None:
     first, stop = flat.own_range(flat.layout)
     begin, end = max(first, start), min(stop, start + piece.numel())
     if begin < end:
-        flat.keep(piece[begin - start : end - start], begin - first)
+        flat.write(piece[begin - start : end - start], begin - first)
 
 
 def broadcast_buffers(module: nn.Module, context: Context) -> None:

@@ -231,8 +231,7 @@ class ModuleHooks:
         self._depth[unit] -= 1
         if self._depth[unit]:
             return
-        if unit.writes() != self._written.pop(unit) or unit.touched:
-            unit.touched = False
+        if unit.was_touched() | (unit.writes() != self._written.pop(unit)):
             take_over_all(unit)
             if self._calls is not None:  # what this forward computes from now on, its backward computes with, too
                 self._calls.current[unit].version = unit.version()

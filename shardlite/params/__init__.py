@@ -3,7 +3,7 @@
 In: a module. Out: `Unit`s of `Flat`s, with layouts that every rank works out alike. Read `layout.py` first.
 """
 
-from shardlite.params.buffers import BUCKETS, Buffer, BufferPool, storage_key
+from shardlite.params.full_buffer import BUCKETS, Buffer, storage_key
 from shardlite.params.layout import (
     ALIGN,
     Empty,
@@ -40,5 +40,4 @@ from shardlite.params.partition import (
     scripts,
 )
 from shardlite.params.shard_tensor import ShardTensor, apart
-from shardlite.params.states import Gradients, Weights, check_move
-from shardlite.params.unit import Flat, Unit
+from shardlite.params.unit import Flat, Gradients, Unit, Weights, check_move

@@ -219,8 +219,7 @@ class Calls:
 def _is_viewed(unit: Unit) -> bool:
     """Whether anything but the module's own parameters views the full weights, and a release would let them go."""
     assert unit.buffer is not None, "a unit in use has a buffer"
-    params = len(unit.params()) if unit.bound else 0
-    return unit.users == 1 and torch._C._storage_Use_Count(unit.buffer.key) > unit.buffer._own_uses + params
+    return unit.users == 1 and unit.buffer.escaped(len(unit.params()) if unit.bound else 0)
 
 
 class SavedTensorHooks:

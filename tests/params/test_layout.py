@@ -7,8 +7,6 @@ from torch import nn
 from shardlite import LayoutError
 from shardlite.params.layout import ALIGN, Layout, allocate_arenas, lay_out, zeros_on
 from shardlite.params.partition import partition_module
-from shardlite.params.states import Gradients, Weights, check_move
-from shardlite.weights.gather_order import UseOrder
 
 
 def layout(shapes: dict[str, tuple[int, ...]], world_size: int) -> Layout:
@@ -143,31 +141,6 @@ def test_nested_units():
     model = nn.Sequential(nn.Sequential(Block(), Block()), Block())
     parts = {plan.name: len(plan.params) for plan in partition_module(model, lambda name, _: name in ("0", "0.1"))}
     assert parts == {"": 4, "0": 4, "0.1": 4}
-
-
-def test_order_predicts_only_on_the_recorded_path():
-    order = UseOrder()
-    order.begin("forward")
-    assert order.upcoming(1) == []
-    for unit in (0, 1, 2):
-        order.need(unit)
-    order.begin("backward")
-    order.need(2)
-    order.begin("forward")
-    order.need(0)
-    assert order.upcoming(2) == [1, 2]
-    order.need(2)  # leaves the path
-    assert order.upcoming(2) == []
-    order.begin("forward")  # one pass that left it is forgotten
-    order.need(0)
-    assert order.upcoming(2) == [1, 2]
-    order.need(1)  # it is shorter
-    order.begin("forward")  # after two in a row the last one is expected
-    order.need(0)
-    assert order.upcoming(2) == [1]
-    order.end()
-    order.need(1)  # outside of any pass
-    assert order.upcoming(1) == []
 
 
 def test_phases_move_only_as_the_table_says():

@@ -23,8 +23,9 @@ from shardlite.comm import Context, Transport
 from shardlite.comm.streams import ThreadQueue
 from shardlite.comm.transport.process_group import NcclTransport
 from shardlite.grads import Bucket
-from shardlite.params import ROOT, Buffer, BufferPool, Unit
+from shardlite.params import ROOT, Buffer, Unit
 from shardlite.weights.gather_order import MEMORY
+from shardlite.weights.policy import BufferPolicy, BufferPool
 from tests.comm.streams.programs import EVENTS, NOT_IN_BACKWARD, RUNS, WIDTH, WORLD_SIZE, Block, Training
 from tests.comm.streams.simulated_gpu import Gpu
 from tests.support.models.small import VOCABULARY, LanguageModel
@@ -70,8 +71,9 @@ def allocations() -> Iterator[list[int]]:
         yield noted
 
 
-def pools_of(model: ShardLite) -> set[BufferPool]:
-    return set(getattr(model._hooks._gatherer, "_pools", {}).values())
+def pools_of(model: ShardLite) -> set[BufferPool[Buffer]]:
+    policy = getattr(model._hooks._gatherer, "_policy", None)
+    return set() if policy is None else set(policy._pools)
 
 
 def held(model: ShardLite, purpose: str) -> int:
@@ -327,7 +329,7 @@ def test_a_model_that_is_deleted_frees_what_it_kept(stage):
         training = Training(stage=stage)
         training.step()
         ledger = training.model.ledger
-        memory = [weakref.ref(free.untyped_storage()) for pool in pools_of(training.model) for free in pool.spare()]
+        memory = [weakref.ref(free.bytes.untyped_storage()) for pool in pools_of(training.model) for free in pool.spare()]
         assert memory or stage < 3
         del training
         gc.collect()
@@ -341,7 +343,7 @@ def test_two_models_have_buffers_of_their_own():
         for training in (first, second, first, second):
             training.step()
         ours, theirs = (
-            {free.data_ptr() for pool in pools_of(each.model) for free in pool.spare()} for each in (first, second)
+            {free.bytes.data_ptr() for pool in pools_of(each.model) for free in pool.spare()} for each in (first, second)
         )
         assert ours
         assert not ours & theirs
@@ -370,14 +372,16 @@ def test_what_is_kept_is_memory_of_the_transport_that_sends_it():
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """Let pools keep buffers on a CPU, and gradients be copied on the queue. For transports that send any memory."""
-    init = BufferPool.__init__
+    init = BufferPolicy.__init__
 
-    def keeping(self: BufferPool, context: Context, purpose: str, *, most: int, carrier: object = None) -> None:
-        del carrier
-        on_gpu = SimpleNamespace(empty=context.empty, ledger=context.ledger, streams=SimpleNamespace(on_gpu=True))
-        init(self, on_gpu, purpose, most=most)  # type: ignore[arg-type]
+    def keeping(self: Any, units: Any, order: Any, make: Any, *, prefetch: int, keeps: bool) -> None:
+        del make, keeps
+        init(self, units, order, on_the_host, prefetch=prefetch, keeps=True)
 
-    with mock.patch.object(BufferPool, "__init__", keeping), mock.patch.object(ThreadQueue, "on_stream", True):
+    def on_the_host(nbytes: int, kept: bool) -> Buffer:
+        return Buffer(torch.empty(nbytes, dtype=torch.uint8), kept=kept)
+
+    with mock.patch.object(BufferPolicy, "__init__", keeping), mock.patch.object(ThreadQueue, "on_stream", True):
         yield
 
 
