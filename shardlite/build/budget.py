@@ -49,6 +49,11 @@ class Recipe:
 
     on_gpu: bool = False
 
+    @property
+    def saves_memory(self) -> bool:
+        """Whether a backward uses as little memory as possible, instead of gathers and reductions beside it."""
+        return self.in_backward and not self.on_gpu
+
 
 @dataclass(frozen=True, kw_only=True)
 class FlatBudget:

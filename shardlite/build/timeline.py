@@ -10,16 +10,19 @@ that follow the recorded orders. A program's events may be recorded by a trace; 
 units without activations.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from shardlite.build.budget import HELD, Budget, UnitBudget
+from shardlite.build.budget import HELD, Budget
 from shardlite.params import BUCKETS
+from shardlite.weights import BufferPolicy, GatherOrder, Space, UnitSize
 
 ACTIVATIONS = "activations"
 """The program's own tensors, gradients on their way included."""
+
+_KINDS = {False: "forward", True: "backward"}
 
 _STEPS = 3
 """Steps until the buffers that a GPU keeps are at rest, `docs/memory.md`."""
@@ -107,71 +110,44 @@ def plain_events(budget: Budget) -> Iterator[Event]:
     yield Event(Kind.END)
 
 
-class _Pool:
-    """The arithmetic of `params.BufferPool`: sizes of buffers, of which up to `most` are kept."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._free: list[int] = []
-        self._kept = 0
-
-    def take(self, nbytes: int) -> tuple[int, bool]:
-        """Return the size of the buffer that is used, and whether it is one of those to keep."""
-        fitting = [size for size in self._free if size >= nbytes]
-        if fitting:
-            self._free.remove(min(fitting))
-            return min(fitting), True
-        if self._free and self._kept >= self._most:
-            self._free.remove(min(self._free))
-            self._kept -= 1
-        keeps = self._kept < self._most
-        self._kept += keeps
-        return nbytes, keeps
-
-    def give_back(self, size: int) -> None:
-        self._free.append(size)
-
-    @property
-    def spare(self) -> int:
-        return sum(self._free)
-
-
 class _Weights:
-    """Which units have full weights at stage 3: the rules of `Gatherer`."""
+    """Which units have full weights at stage 3."""
 
-    def __init__(self, units: Sequence[UnitBudget], prefetch: int, uses: dict[bool, list[int]], on_gpu: bool) -> None:
-        self._units, self._prefetch, self._uses = units, prefetch, uses
-        keeping = 1 if on_gpu else 0
-        shared, none = _Pool(keeping * (1 + prefetch)), _Pool(0)
-        self._pools = [_Pool(keeping) if u.is_root else none if u.keep_unsharded else shared for u in units]
-        self.buffers: dict[int, tuple[int, bool]] = {}
-        self._users = [0] * len(units)
-        self._idle: dict[int, None] = {}
-        self.begin(backward=False)
+    def __init__(self, budget: Budget, uses: dict[bool, list[int]]) -> None:
+        recipe, order = budget.recipe, GatherOrder()
+        sizes = [UnitSize(unit.full, unit.is_root, unit.keep_unsharded) for unit in budget.units]
+        self._policy = BufferPolicy(sizes, order, Space, prefetch=recipe.prefetch, keeps=recipe.on_gpu)
+        self._order = order
+        self._saves_memory = recipe.saves_memory
+        self._users = [0] * len(sizes)
+        for backward, units in uses.items():  # a step before, in which the order is recorded
+            order.begin(_KINDS[backward])
+            for unit in units:
+                order.use(unit)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers, spare ones included."""
-        return sum(size for size, _ in self.buffers.values()) + sum(pool.spare for pool in set(self._pools))
+        return sum(buffer.nbytes for buffer in (*self._policy.buffers.values(), *self._policy.spare()))
 
-    def begin(self, *, backward: bool, ahead: int | None = None) -> None:
-        """Begin a pass."""
-        for unit in self.buffers:
+    def begin(self, *, backward: bool) -> None:
+        """Begin a pass. What was gathered ahead and never used is idle from here on."""
+        self._policy.begin_pass()
+        self._order.begin(_KINDS[backward], final=backward)
+        for unit in [each for each in self._policy.buffers if each not in self._policy.idle]:
             if self._users[unit] == 0:
-                self._idle.setdefault(unit)
-        self._place, self._order, self._final = 0, self._uses[backward], backward
-        self._ahead = self._prefetch if ahead is None else ahead
-        while ahead == 0 and self._held() > 1 and (idle := self._evictable()):
-            self._evict(idle[0])
+                self._evict_all(self._policy.end_use(unit))
+        if backward and self._saves_memory:
+            self._evict_all(self._policy.stop_prefetching())
 
     def enter(self, unit: int) -> list[int]:
         """Use a unit; return what is gathered for that and ahead."""
         gathered = []
         if self._users[unit] == 0:
-            gathered += self._prepare(unit)
-            self._idle.pop(unit, None)
-            self._place += 1
-            gathered += self._prefetch_next()
+            if unit not in self._policy.buffers:
+                gathered.append(self._gather(unit))
+            self._policy.begin_use(unit)
+            gathered += map(self._gather, self._policy.next_gathers(self._policy.buffers.__contains__, lambda _: True))
         self._users[unit] += 1
         return gathered
 
@@ -179,60 +155,22 @@ class _Weights:
         """End a use."""
         self._users[unit] -= 1
         if self._users[unit] == 0:
-            self._idle[unit] = None
-            last = self._final and unit not in self._order[self._place :]
-            if last and (self._units[unit].keep_unsharded or not self._buffers_are_awaited()):
-                self._evict(unit)
-            if self._held() > 1 + self._ahead and (victim := self._victim(unit)) is not None:
-                self._evict(victim)
+            self._evict_all(self._policy.end_use(unit))
 
     def end_backward(self) -> None:
-        """Give back all that is idle: the weights change."""
-        for unit in list(self.buffers):
-            self._evict(unit)
+        """Evict all units: the weights change."""
+        self._order.end_path()
+        self._evict_all(list(self._policy.buffers))
 
-    def _prepare(self, unit: int) -> list[int]:
-        if unit in self.buffers:
-            return []
-        kept = self._units[unit].keep_unsharded
-        if not kept and self._held() >= 1 + self._ahead and (victim := self._victim(unit)) is not None:
-            self._evict(victim)
-        self.buffers[unit] = self._pools[unit].take(self._units[unit].full)
-        return [unit]
+    def _gather(self, unit: int) -> int:
+        if (victim := self._policy.victim_for(unit)) is not None:
+            self._evict_all([victim])
+        self._policy.take(unit)
+        return unit
 
-    def _prefetch_next(self) -> list[int]:
-        upcoming = self._order[self._place : self._place + self._ahead]
-        for unit in upcoming:
-            if unit in self._idle:
-                del self._idle[unit]
-                self._idle[unit] = None
-        gathered = []
-        for unit in upcoming:
-            spare = self._held() <= self._ahead or self._victim(unit) not in [None, *upcoming]
-            if self._users[unit] == 0 and (unit in self.buffers or spare):
-                gathered += self._prepare(unit)
-        return gathered
-
-    def _buffers_are_awaited(self) -> bool:
-        return any(unit not in self.buffers for unit in self._order[self._place :])
-
-    def _held(self) -> int:
-        return sum(not self._units[unit].keep_unsharded for unit in self.buffers)
-
-    def _evictable(self) -> list[int]:
-        return [idle for idle in self._idle if not self._units[idle].keep_unsharded]
-
-    def _victim(self, unit: int) -> int | None:
-        candidates = self._evictable()
-        nbytes = self._units[unit].full
-        alike = [idle for idle in candidates if self.buffers[idle][0] == nbytes]
-        return next(iter(alike or candidates), None)
-
-    def _evict(self, unit: int) -> None:
-        size, keeps = self.buffers.pop(unit)
-        self._idle.pop(unit, None)
-        if keeps:
-            self._pools[unit].give_back(size)
+    def _evict_all(self, units: Iterable[int]) -> None:
+        for unit in units:
+            self._policy.give_back(unit, self._policy.evict(unit))
 
 
 class _Grads:
@@ -243,7 +181,7 @@ class _Grads:
         self._prompt = prompt
         self._units, self._order = budget.units, order
         self._on_gpu = recipe.on_gpu
-        self._saves_memory = recipe.in_backward and not recipe.on_gpu
+        self._saves_memory = recipe.saves_memory
         self._steps = recipe.in_backward
         self._beside_root = max((i for i, unit in enumerate(order, 1) if not self._units[unit].is_root), default=0)
         self.gradients = 0
@@ -349,10 +287,7 @@ class _Timeline:
     def __init__(self, budget: Budget, events: Sequence[Event], prompt: bool) -> None:
         self._budget, self._events = budget, events
         uses = {backward: list(_uses(events, backward)) for backward in (False, True)}
-        recipe = budget.recipe
-        self._weights = None
-        if not budget.permanent:
-            self._weights = _Weights(budget.units, recipe.prefetch, uses, recipe.on_gpu)
+        self._weights = None if budget.permanent else _Weights(budget, uses)
         self._grads = _Grads(budget, _order(budget, events), prompt)
         self._own_gradients = 0
         self.course = Course()
@@ -381,9 +316,7 @@ class _Timeline:
         elif event.kind is Kind.GRADIENT:
             self._take_gradient(event)
         elif event.kind is Kind.BACKWARD and self._weights is not None:
-            recipe = self._budget.recipe
-            saves = recipe.in_backward and not recipe.on_gpu
-            self._weights.begin(backward=True, ahead=0 if saves else None)
+            self._weights.begin(backward=True)
         elif event.kind is Kind.END:
             self._end(event)
 

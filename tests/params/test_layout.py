@@ -141,11 +141,3 @@ def test_nested_units():
     model = nn.Sequential(nn.Sequential(Block(), Block()), Block())
     parts = {plan.name: len(plan.params) for plan in partition_module(model, lambda name, _: name in ("0", "0.1"))}
     assert parts == {"": 4, "0": 4, "0.1": 4}
-
-
-def test_phases_move_only_as_the_table_says():
-    check_move("u", Weights.SHARDED, Weights.GATHERING)
-    with pytest.raises(Exception, match="unit 'u': cannot go from sharded to full; allowed: gathering"):
-        check_move("u", Weights.SHARDED, Weights.FULL)
-    with pytest.raises(Exception, match="cannot go from reducing to filling"):
-        check_move("u", Gradients.REDUCING, Gradients.FILLING)

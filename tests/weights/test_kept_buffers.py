@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlite import AdamW, EscapedViewWarning, ShardLite
-from shardlite.comm import Context, Transport
+from shardlite.comm import Transport
 from shardlite.comm.streams import ThreadQueue
 from shardlite.comm.transport.process_group import NcclTransport
 from shardlite.grads import Bucket
@@ -329,7 +328,9 @@ def test_a_model_that_is_deleted_frees_what_it_kept(stage):
         training = Training(stage=stage)
         training.step()
         ledger = training.model.ledger
-        memory = [weakref.ref(free.bytes.untyped_storage()) for pool in pools_of(training.model) for free in pool.spare()]
+        memory = [
+            weakref.ref(free.bytes.untyped_storage()) for pool in pools_of(training.model) for free in pool.spare()
+        ]
         assert memory or stage < 3
         del training
         gc.collect()
@@ -343,7 +344,8 @@ def test_two_models_have_buffers_of_their_own():
         for training in (first, second, first, second):
             training.step()
         ours, theirs = (
-            {free.bytes.data_ptr() for pool in pools_of(each.model) for free in pool.spare()} for each in (first, second)
+            {free.bytes.data_ptr() for pool in pools_of(each.model) for free in pool.spare()}
+            for each in (first, second)
         )
         assert ours
         assert not ours & theirs
