@@ -5,8 +5,8 @@
 
     row   | S codes | S/32 scales | padding |     R bytes, a multiple of 16
 
-Blocks of 32 lie within one parameter and within one shard, so the codes of a weight do not depend on `W`. A rank decodes
-its own weights too, so all ranks compute with the same values. The shard itself stays exact.
+Blocks of 32 lie within one parameter and within one shard, so the codes of a weight do not depend on `W`. A rank
+decodes its own weights too, so all ranks compute with the same values. The shard itself stays exact.
 
 A shard that is a part of the full weights is not copied. A single rank gathers nothing.
 
