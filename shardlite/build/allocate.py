@@ -17,8 +17,9 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from shardlite.build.partition import UnitPlan, UnitRule, applies
 from shardlite.build.plan import FlatPlan, Plan
-from shardlite.params import ROOT, Flat, Shard, ShardInfo, Unit, UnitPlan, UnitRule, allocate_arenas, applies, zeros_on
+from shardlite.params import ROOT, Flat, Shard, ShardInfo, Unit, allocate_arenas, zeros_on
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from shardlite_kernels import FORMATS, SCALE_BLOCK, chunk_nbytes, temporary_nbyt
 from torch import Tensor
 
 from shardlite.build.allocate import Placement, build_units, placement_of
+from shardlite.build.partition import UnitRule
 from shardlite.build.plan import Plan
 from shardlite.comm import BLOCK, rows_numel
-from shardlite.params import ALIGN, Flat, Unit, UnitRule, round_up, storage_key
+from shardlite.params import ALIGN, Flat, Unit, round_up, storage_key
 
 _META = torch.device("meta")
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from shardlite.build.budget import Recipe, budget_of
+from shardlite.build.partition import UnitRule
 from shardlite.build.plan import Options, Plan, plan_units
 from shardlite.build.timeline import ACTIVATIONS, Course, course_of, plain_events
 from shardlite.config import MemoryLimit, Precision
 from shardlite.errors import LayoutError
-from shardlite.params import UnitRule
 
 MOST_RANKS = 4096
 """Up to which more ranks are tried."""

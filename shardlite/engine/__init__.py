@@ -11,8 +11,7 @@ from shardlite.engine.full_params import NO_COPY, FullParameters
 from shardlite.engine.homes import attach_all
 from shardlite.engine.local_shards import Shards
 from shardlite.engine.module_buffers import Buffers
-from shardlite.engine.module_hooks import NO_GRAPH, ModuleHooks
-from shardlite.engine.module_map import needs, param_locations
+from shardlite.engine.module_hooks import NO_GRAPH, ModuleHooks, param_locations
 from shardlite.engine.optimizer_bridge import InBackwardOptimizer, OptimizerBridge
 from shardlite.engine.part_loop import PartLoop
 from shardlite.engine.state_dicts import NUMBERS

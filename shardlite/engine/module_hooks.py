@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardlite.engine.backward import Backward, in_backward
-from shardlite.engine.module_map import ParamLocation
 from shardlite.errors import LayoutError
-from shardlite.params import OTHER_SHAPES, ROOT, Shard, Unit
+from shardlite.params import OTHER_SHAPES, ROOT, Shard, Unit, scripts
 from shardlite.telemetry import profile_label
 from shardlite.weights import Call, Gathering, are_innermost, pop_hooks, push_hooks, take_over_all
 
@@ -26,6 +25,16 @@ NO_GRAPH = (
     "torch.export and torch.jit.trace record a graph with whole weights in it: call them with the module that was "
     "wrapped, `model.module`, inside `with model.gathered():`, on every rank"
 )
+
+
+@dataclass(frozen=True)
+class ParamLocation:
+    """Where the model keeps a parameter: `module._parameters[attribute]`."""
+
+    name: str
+    module: nn.Module
+    attribute: str
+    param: nn.Parameter
 
 
 @dataclass(eq=False)
@@ -253,6 +262,22 @@ class ModuleHooks:
                     "Write into it inside `gathered()` or with `load_full_state_dict()`, or change the module before "
                     f"wrapping it. For other shapes {OTHER_SHAPES}"
                 )
+
+
+def param_locations(module: nn.Module, units: Sequence[Unit]) -> dict[Unit, list[ParamLocation]]:
+    """Return where the model keeps each unit's parameters; a tied one is kept in several places.
+
+    What TorchScript modules keep is left out: it cannot be replaced.
+    """
+    never = scripts(module)
+    home = {param: unit for unit in units for param in unit.params()}
+    found: dict[Unit, list[ParamLocation]] = {unit: [] for unit in units}
+    for path, owner in module.named_modules():
+        for attribute, param in owner._parameters.items() if owner not in never else ():
+            if param is not None and param in home:
+                location = ParamLocation(f"{path}.{attribute}".lstrip("."), owner, attribute, param)
+                found[home[param]].append(location)
+    return found
 
 
 def _check_held(units: Iterable[Unit]) -> None:

@@ -6,7 +6,6 @@ In: a module. Out: `Unit`s of `Flat`s, with layouts that every rank works out al
 from shardlite.params.full_buffer import BUCKETS, Buffer, storage_key
 from shardlite.params.layout import (
     ALIGN,
-    Empty,
     Layout,
     ShardInfo,
     Slot,
@@ -27,17 +26,8 @@ from shardlite.params.parameters import (
     detach,
     is_dtensor,
     is_plain,
+    scripts,
     take_grad,
 )
-from shardlite.params.partition import (
-    NEVER_CALLED,
-    ROOT,
-    UnitPlan,
-    UnitPolicy,
-    UnitRule,
-    applies,
-    partition_module,
-    scripts,
-)
 from shardlite.params.shard_tensor import ShardTensor, apart
-from shardlite.params.unit import Flat, Gradients, Unit, Weights, check_move
+from shardlite.params.unit import ROOT, Flat, Gradients, Unit, Weights, check_move

@@ -221,10 +221,6 @@ def lay_out(
     return Layout(dtype=dtype, trainable=trainable, slots=tuple(slots), cuts=cuts, grain=grain)
 
 
-Empty: TypeAlias = Callable[[int, torch.dtype], Tensor]
-"""Allocate uninitialised memory: `(numel, dtype) -> Tensor`."""
-
-
 Zeros: TypeAlias = Callable[[int, torch.dtype], Tensor]
 """Allocate zeroed memory: `(numel, dtype) -> Tensor`. On a CPU, pages are taken on the first write."""
 

@@ -304,3 +304,9 @@ def _begins_in(memory: Tensor, tensor: Tensor) -> bool:
 def is_dtensor(value: object) -> bool:
     """Return whether a value is a DTensor. (Its class is found by name because importing it is slow.)"""
     return any(f"{each.__module__}.{each.__qualname__}".endswith(".DTensor") for each in type(value).__mro__)
+
+
+def scripts(model: nn.Module) -> set[nn.Module]:
+    """Return the TorchScript modules and all modules inside them. They accept no hooks."""
+    outer = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
+    return {inner for script in outer for inner in script.modules()}

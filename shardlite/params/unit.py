@@ -27,6 +27,9 @@ from shardlite.params.layout import Layout, Place, Slot, mark_padded, round_up, 
 from shardlite.params.parameters import as_they_are, to_full, to_placeholders
 from shardlite.params.shard_tensor import Gather, ShardTensor, apart
 
+ROOT = "(root)"
+"""Name of the root unit, which holds the parameters of no other unit."""
+
 _FLAT_ALIGN = 256
 """Bytes: where the flats start in a buffer, so that every access can be a wide one."""
 

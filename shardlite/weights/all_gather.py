@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from shardlite.comm import Context, Moment, Operation, ProgramStreams, StreamQueue, Work, all_gather
-from shardlite.params import ALIGN, Empty, Flat, Unit, as_they_are
+from shardlite.params import ALIGN, Flat, Unit, as_they_are
 
 TAKE_PART = "take part"
 """The purpose of a gather that only other ranks need."""
@@ -42,7 +42,7 @@ def place_own(flat: Flat, full: Tensor) -> None:
         cast(own, flat.local)
 
 
-def pack(flat: Flat, empty: Empty) -> Tensor:
+def pack(flat: Flat, empty: Callable[[int, torch.dtype], Tensor]) -> Tensor:
     """Return a payload [W*R] that `empty` makes, of which this rank's row has the codes of its shard."""
     assert flat.rank is not None, "who has all weights gathers none"
     payload = empty(flat.layout.world_size * flat.layout.codes_nbytes, torch.uint8)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardlite import ShardLite
-from shardlite.build.meta_init import children_first
+from shardlite.build.init import children_first
 from tests.support.models.hf import ARCHITECTURES, case
 from tests.support.twins.plain import RECIPES
 from tests.support.twins.sharded import Pair, Turn, same_bits

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from shardlite import LayoutError
+from shardlite.build.partition import partition_module
 from shardlite.params.layout import ALIGN, Layout, allocate_arenas, lay_out, zeros_on
-from shardlite.params.partition import partition_module
 
 
 def layout(shapes: dict[str, tuple[int, ...]], world_size: int) -> Layout:
