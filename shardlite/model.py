@@ -762,7 +762,7 @@ class ShardLite(nn.Module):
         initializer = Initializer(self.module, init, plan.device, first=context.rank == 0)
         broadcast_init(plan.units, units, self.module, context, initializer)
         validate.mark_wrapped(units)
-        agree(self._groups, [], initializer.trouble(), what="initial values", timeout=context.timeout)
+        agree(self._groups, [], initializer.error(), what="initial values", timeout=context.timeout)
         broadcast_buffers(self.module, context)
         for flat in flats_of(units):
             for memory in (flat.local, flat.low, flat.full):

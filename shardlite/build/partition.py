@@ -1,6 +1,6 @@
-"""Partition of a model into units: which modules start a unit, and to which unit each parameter belongs.
+"""Partition a model into units: which modules start a unit, and to which unit each parameter belongs.
 
-A unit is gathered at once, so it should be computed at once: one of the model's repeated blocks.
+A unit is gathered at once, so it should be computed at once. It is one of the model's repeated blocks.
 
 In: a module and the `units` option. Out: `UnitPlan`s, and the units that each module needs.
 """
@@ -20,7 +20,7 @@ UnitPolicy = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.M
 """A module class, a tuple of classes, a predicate of `(name, module)`, or `None` for automatic units."""
 
 UnitRule = bool | Callable[[str, nn.Module], bool]
-"""One value for all units, or a predicate of a unit's `(name, module)`."""
+"""A value for all units, or a predicate of a unit's `(name, module)`."""
 
 BLOCKS_SHARE = 0.1
 """Children of one class in a list are blocks if together they hold at least this share of the model's parameters."""
@@ -32,7 +32,7 @@ parameters. Otherwise it stays in the root.
 
 
 NEVER_CALLED = (nn.ParameterList, nn.ParameterDict, NonDynamicallyQuantizableLinear)
-"""Modules whose parameters are read by the enclosing module. (The last is the output layer in attention.)"""
+"""Modules whose parameters the enclosing module reads. The last is the output layer of attention."""
 
 
 @dataclass(eq=False)
@@ -75,9 +75,9 @@ def partition_module(model: nn.Module, policy: UnitPolicy, ignored: Collection[T
 
 
 def needs(module: nn.Module, plans: Sequence[UnitPlan], units: Sequence[Unit]) -> dict[nn.Module, list[Unit]]:
-    """Return which units each module's forward needs: the one that starts at it, and those of parameters that it reads.
+    """Return the units that each module's forward needs: the one that starts there, and those of parameters it reads.
 
-    The whole model is always among them: a pass starts with it.
+    The whole model is always among the modules, because a pass starts with it.
     """
     by_name = {unit.name: unit for unit in units}
     home = {param: unit for unit in units for param in unit.params()}
@@ -187,7 +187,7 @@ def _numel(params: Iterable[nn.Parameter]) -> int:
 def _read_by(module: nn.Module) -> Iterator[nn.Parameter]:
     """Yield a module's own parameters, and those of modules in it that are never called."""
     yield from (param for param in module._parameters.values() if param is not None)
-    if isinstance(module, nn.TransformerEncoder):  # chooses its path by what the weights of its first layer are
+    if isinstance(module, nn.TransformerEncoder):  # it chooses its path by the weights of its first layer
         yield from module.layers[0].parameters()
     for child in module.children():
         if isinstance(child, torch.jit.ScriptModule):

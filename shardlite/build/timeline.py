@@ -1,13 +1,15 @@
-"""What a step holds from moment to moment: full weights, gradient buckets and gradients beside a program's own tensors.
+"""Predict the memory of a step: full weights, gradient buckets, gradients and the program's own tensors.
 
-In: a `Budget`, and the events of one forward and backward (`Event`). Out: a `Course`: the most bytes and what they are
-for, and the operations in their order, with the computation between them. Nothing is allocated and no clock is asked.
-When reductions are over depends on a run's timing, which the caller settles: each when something has to wait for it, so
-that a run can hold no more, or `prompt`ly, before the next gradient, so that it can hold no less.
+In: a `Budget`, and the events of one forward and backward (`Event`). Out: a `Course`: the peak of memory by purpose,
+and the operations in their order, with the computation between them. Nothing is allocated and no clock is read.
 
-The rules are those of `weights/unshard.py`, `weights/resident.py`, `grads/order.py` and `grads/bucket.py`, for ranks
-that follow the recorded orders. A program's events may be recorded by a trace; `plain_events` are those of a chain of
-units without activations.
+When a reduction ends depends on the timing of a run. The caller chooses between two bounds. By default each ends when
+something must wait for it, so a run holds no more. With `prompt` each ends before the next gradient, so a run holds no
+less.
+
+Full weights follow the policy of the library itself. Buckets follow the rules of `grads/`, for ranks that have agreed
+on an order. A program's events may be recorded by a trace. `plain_events` are those of a chain of units without
+activations.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,10 +24,8 @@ from shardlite.weights import BufferPolicy, GatherOrder, Space, UnitSize
 ACTIVATIONS = "activations"
 """The program's own tensors, gradients on their way included."""
 
-_KINDS = {False: "forward", True: "backward"}
-
 _STEPS = 3
-"""Steps until the buffers that a GPU keeps are at rest, `docs/memory.md`."""
+"""Steps until orders are recorded and the buffers that a GPU keeps are at rest, see `docs/memory.md`."""
 
 
 class Kind(Enum):
@@ -39,7 +39,7 @@ class Kind(Enum):
 
 
 class Event(NamedTuple):
-    """One event, with the program's own tensors in bytes and its work since the event before."""
+    """One event, with the memory of the program's own tensors and its work since the event before."""
 
     kind: Kind
     unit: int = -1
@@ -47,7 +47,7 @@ class Event(NamedTuple):
     """Of the gradient, as autograd made it."""
 
     most: int = 0
-    """The most bytes since the event before."""
+    """Peak since the event before, in bytes."""
 
     now: int = 0
     """Bytes at this event, without the gradient."""
@@ -68,29 +68,29 @@ class Action(NamedTuple):
 
 @dataclass
 class Course:
-    """The course of one step."""
+    """Memory and operations of one step."""
 
     peak: dict[str, int] = field(default_factory=dict)
-    """Bytes by purpose at the moment of the most."""
+    """Bytes by purpose at the peak of all purposes together."""
 
     most: dict[str, int] = field(default_factory=dict)
-    """The most bytes of each purpose; moments differ."""
+    """Peak of each purpose by itself."""
 
     actions: list[Action] = field(default_factory=list)
 
     @property
     def total(self) -> int:
-        """The most bytes together."""
+        """Peak of all purposes together."""
         return sum(self.peak.values())
 
 
 def course_of(budget: Budget, events: Sequence[Event], *, prompt: bool = False) -> Course:
     """Replay the events of a step, and return its course once buffers are at rest.
 
-    With `prompt`, each reduction is over before the next gradient, else when something has to wait for it.
+    With `prompt`, each reduction ends before the next gradient, else when something must wait for it.
     """
     timeline = _Timeline(budget, events, prompt)
-    for _ in range(_STEPS if budget.recipe.on_gpu else 1):
+    for _ in range(_STEPS):
         timeline.run()
     return timeline.course
 
@@ -113,17 +113,13 @@ def plain_events(budget: Budget) -> Iterator[Event]:
 class _Weights:
     """Which units have full weights at stage 3."""
 
-    def __init__(self, budget: Budget, uses: dict[bool, list[int]]) -> None:
+    def __init__(self, budget: Budget) -> None:
         recipe, order = budget.recipe, GatherOrder()
         sizes = [UnitSize(unit.full, unit.is_root, unit.keep_unsharded) for unit in budget.units]
         self._policy = BufferPolicy(sizes, order, Space, prefetch=recipe.prefetch, keeps=recipe.on_gpu)
         self._order = order
         self._saves_memory = recipe.saves_memory
         self._users = [0] * len(sizes)
-        for backward, units in uses.items():  # a step before, in which the order is recorded
-            order.begin(_KINDS[backward])
-            for unit in units:
-                order.use(unit)
 
     @property
     def nbytes(self) -> int:
@@ -133,7 +129,7 @@ class _Weights:
     def begin(self, *, backward: bool) -> None:
         """Begin a pass. What was gathered ahead and never used is idle from here on."""
         self._policy.begin_pass()
-        self._order.begin(_KINDS[backward], final=backward)
+        self._order.begin("backward" if backward else "forward", final=backward)
         for unit in [each for each in self._policy.buffers if each not in self._policy.idle]:
             if self._users[unit] == 0:
                 self._evict_all(self._policy.end_use(unit))
@@ -174,7 +170,7 @@ class _Weights:
 
 
 class _Grads:
-    """Which buckets and gradients there are: the rules of `Reducer`."""
+    """Which buckets and gradients there are."""
 
     def __init__(self, budget: Budget, order: Sequence[int], prompt: bool) -> None:
         recipe = budget.recipe
@@ -282,12 +278,11 @@ class _Grads:
 
 
 class _Timeline:
-    """Replays events on the rules, and keeps the account."""
+    """Replays events and accounts for their memory."""
 
     def __init__(self, budget: Budget, events: Sequence[Event], prompt: bool) -> None:
         self._budget, self._events = budget, events
-        uses = {backward: list(_uses(events, backward)) for backward in (False, True)}
-        self._weights = None if budget.permanent else _Weights(budget, uses)
+        self._weights = None if budget.permanent else _Weights(budget)
         self._grads = _Grads(budget, _order(budget, events), prompt)
         self._own_gradients = 0
         self.course = Course()
@@ -355,7 +350,7 @@ class _Timeline:
             self.course.actions.append(action)
 
     def _note(self, activations: int) -> None:
-        """Compare this moment with the most so far."""
+        """Update the peaks."""
         now = self._held_now()
         now[ACTIVATIONS] = activations
         course = self.course
@@ -370,20 +365,6 @@ class _Timeline:
         held["gradient buckets"] = self._grads.nbytes
         held["gradients"] = self._grads.gradients + self._own_gradients
         return held
-
-
-def _uses(events: Sequence[Event], backward: bool) -> Iterator[int]:
-    """Yield the units whose uses begin in a pass while nothing else uses them."""
-    users: dict[int, int] = {}
-    in_backward = False
-    for event in events:
-        in_backward |= event.kind is Kind.BACKWARD
-        if event.kind is Kind.ENTER:
-            if in_backward is backward and not users.get(event.unit):
-                yield event.unit
-            users[event.unit] = users.get(event.unit, 0) + 1
-        elif event.kind is Kind.LEAVE:
-            users[event.unit] -= 1
 
 
 def _order(budget: Budget, events: Sequence[Event]) -> list[int]:

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -262,8 +262,7 @@ def _check_params(named: Sequence[tuple[str, nn.Parameter]], precision: Precisio
 # separate overlapping tensors silently.
 
 
-@dataclass(frozen=True)
-class _Extent:
+class _Extent(NamedTuple):
     """The range of a tensor in its storage, in bytes."""
 
     name: str
@@ -276,12 +275,6 @@ class _Extent:
         last: int = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         start = int(tensor.storage_offset()) * tensor.element_size()
         return _Extent(name, tensor, start, start + (last + 1) * tensor.element_size())
-
-    def overlaps(self, other: "_Extent") -> bool:
-        return self.start < other.stop and other.start < self.stop
-
-    def is_like(self, other: "_Extent") -> bool:
-        return self.tensor.dtype == other.tensor.dtype and self.tensor.is_set_to(other.tensor)
 
 
 def tie(module: nn.Module, ignored: Collection[Tensor]) -> None:
@@ -301,8 +294,9 @@ def tie(module: nn.Module, ignored: Collection[Tensor]) -> None:
             continue
         own = _Extent.of(name, param)
         for other in (*seen[storage_key(param)], *others[storage_key(param)]):
-            if own.overlaps(other):
-                if not isinstance(other.tensor, nn.Parameter) or not own.is_like(other):
+            if own.start < other.stop and other.start < own.stop:
+                same = param.dtype == other.tensor.dtype and param.is_set_to(other.tensor)
+                if not isinstance(other.tensor, nn.Parameter) or not same:
                     raise LayoutError(
                         f"parameter {name!r} and {other.name!r} share memory, but are not the same: they would part "
                         "when the parameter is sharded. Give one of them memory of its own (`.clone()`), or tie them "

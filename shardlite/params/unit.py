@@ -31,9 +31,9 @@ ROOT = "(root)"
 """Name of the root unit, which holds the parameters of no other unit."""
 
 _FLAT_ALIGN = 256
-"""Bytes: where the flats start in a buffer, so that every access can be a wide one."""
+"""Bytes: flats start at multiples of it in a buffer, so that every access can be a wide one."""
 
-_version_of = attrgetter("_version")  # by `map` it is read of many tensors without a call in Python
+_version_of = attrgetter("_version")  # `map` reads it of many tensors without a call in Python
 _requires_grad_of = attrgetter("requires_grad")
 _local_version_of = attrgetter("local._version")
 
@@ -43,46 +43,46 @@ class Flat:
     """The parameters of one kind (dtypes, trainable) in a unit."""
 
     layout: Layout
-    """Of the weights as this rank keeps them."""
+    """Layout of the weights as this rank keeps them."""
 
     compute: torch.dtype
-    """Of the full weights, which forward and backward use."""
+    """Dtype of the full weights, which forward and backward use."""
 
     reduce: torch.dtype
-    """In which gradients are summed."""
+    """Dtype in which gradients are summed."""
 
     quantized: bool
-    """Whether gathers send codes of 8 bits."""
+    """Whether gathers send 8-bit codes."""
 
     params: Sequence[nn.Parameter]
-    """The module's own, one per slot."""
+    """The module's own parameters, one per slot."""
 
     rank: int | None
-    """Whose shard of the layout this rank keeps; `None` if it keeps all of them."""
+    """Rank whose shard of the layout is kept here, or `None` if all shards are."""
 
     local: Tensor
-    """What this rank keeps: its shard [S] in the arena, or all [W*S]."""
+    """Weights that this rank keeps: its shard [S] in the arena, or all [W*S]."""
 
     low: Tensor | None = None
-    """The lower part, laid out like `local`, of weights that are split: `local` is the upper one then."""
+    """Lower part of split weights, laid out like `local`, which is then the upper part."""
 
     full: Tensor | None = None
-    """Memory for the full weights [W*S] where they always have some, of which `local` may be a part."""
+    """Permanent memory of the full weights [W*S], if they have any. `local` may be a part of it."""
 
     shards: Sequence[nn.Parameter] = ()
-    """The parts of `local` that belong to each slot, as the optimizer sees them."""
+    """Parts of `local` that belong to each slot, as the optimizer sees them."""
 
     placeholder: Tensor | None = None
-    """The one element that parameters show while they are not full: NaN where the dtype has it."""
+    """Memory of placeholders: one element, NaN if the dtype has it."""
 
     rows: tuple[int, ...] = field(init=False)
-    """The slots that have gradients."""
+    """Indices of the slots that have gradients."""
 
     gradients: Layout = field(init=False)
-    """Of the gradients: of those slots only."""
+    """Layout of the gradients: of those slots only."""
 
     _own_gradients: Sequence[Place] = field(init=False)
-    """What of each gradient lies in this rank's gradient shard."""
+    """Place of each gradient's elements in this rank's gradient shard."""
 
     _hidden: Sequence[Tensor] = field(init=False, default=())
     """The placeholder in the shape of each slot."""
@@ -91,23 +91,23 @@ class Flat:
         self.follow_requires_grad()
 
     def rows_now(self) -> tuple[int, ...]:
-        """Return the slots whose parameters require gradients."""
+        """Return the indices of the slots whose parameters require gradients."""
         with as_they_are():
             return tuple(compress(range(len(self.params)), map(_requires_grad_of, self.params)))
 
     def follow_requires_grad(self) -> None:
-        """Give gradients to the slots whose parameters require them now."""
+        """Update which slots have gradients: those whose parameters require them now."""
         self.rows = self.rows_now()
         self.gradients = self.layout.only(self.rows, self.reduce)
         self._own_gradients = _places(self.gradients, self.own_range(self.gradients))
 
     @property
     def master(self) -> torch.dtype:
-        """In which weights are stepped."""
+        """Dtype in which weights are stepped."""
         return self.local.dtype if self.low is None else torch.float32
 
     def weights(self) -> Tensor:
-        """Return what this rank keeps with all digits: `local` itself or, if it is split, a copy in fp32."""
+        """Return this rank's weights in full precision: `local` itself, or a copy in fp32 if they are split."""
         return self.local if self.low is None else _joined(self.local, self.low)
 
     def write(self, weights: Tensor, begin: int = 0) -> None:
@@ -119,52 +119,52 @@ class Flat:
             split(self.local[part], self.low[part], weights.to(self.local.device, torch.float32).contiguous())
             torch.autograd.graph.increment_version(self.local)  # kernels do not
 
-    def write_param(self, row: int, weights: Tensor) -> None:
+    def write_param(self, index: int, weights: Tensor) -> None:
         """Overwrite this rank's elements of the parameter of a slot (same numel, any float dtype)."""
-        self.write(weights.reshape(-1), self.layout.slots[row].within(*self.own_range(self.layout))[0])
+        self.write(weights.reshape(-1), self.layout.slots[index].within(*self.own_range(self.layout))[0])
 
-    def shard_tensor(self, row: int, gather: Gather) -> Tensor:
-        """Return this rank's elements of the parameter of a slot with all digits: a plain tensor if it keeps all.
+    def shard_tensor(self, index: int, gather: Gather) -> Tensor:
+        """Return this rank's elements of the parameter of a slot in full precision: a plain tensor if it keeps all.
 
-        `gather` makes the whole tensor of them.
+        `gather` gathers the whole tensor.
         """
-        slot, own = self.layout.slots[row], self.own_range(self.layout)
+        slot, own = self.layout.slots[index], self.own_range(self.layout)
         start, stop = slot.within(*own)
-        if slot.numel == 0:  # a shard of it would be on no rank
+        if slot.numel == 0:  # no rank has a shard of it
             return torch.empty(slot.shape, dtype=self.master, device=self.local.device)
         if self.low is None:
             (local,) = views(self.local, [_place(slot, start, stop)])
             if self.rank is None:
                 return apart(local)
-            return ShardTensor(local, slot.shape, self.range_of(row)[0], gather=gather)
-        high, low, shape = self.local[start:stop], self.low[start:stop], self.shards[row].shape
+            return ShardTensor(local, slot.shape, self.range_of(index)[0], gather=gather)
+        high, low, shape = self.local[start:stop], self.low[start:stop], self.shards[index].shape
         return ShardTensor(
             lambda high, low: _joined(high, low).view(shape),
             slot.shape,
-            self.range_of(row)[0],
+            self.range_of(index)[0],
             sources=(high, low),
             numel=stop - start,
             dtype=torch.float32,
             device=high.device,
-            encode=partial(self.write_param, row),
+            encode=partial(self.write_param, index),
             gather=gather,
         )
 
     @property
     def in_place(self) -> bool:
-        """Whether `local` is the memory of the full weights, or a part of it."""
+        """Whether `local` is the permanent memory of the full weights, or a part of it."""
         return self.full is not None and storage_key(self.full) == storage_key(self.local)
 
     def own_range(self, layout: Layout) -> tuple[int, int]:
-        """Return which elements of a full buffer in this layout this rank keeps."""
+        """Return the range of a full buffer in this layout that this rank keeps."""
         return (0, layout.full_numel) if self.rank is None else layout.shard_range(self.rank)
 
     def own_part(self, full: Tensor) -> Tensor:
-        """Return what of the full weights [W*S] this rank keeps: [S], or all of it."""
+        """Return the part of the full weights [W*S] that this rank keeps: [S], or all of it."""
         return full[slice(*self.own_range(self.layout))]
 
     def unbind(self) -> None:
-        """Turn the module's parameters into placeholders: their shape, the memory of one NaN."""
+        """Turn the module's parameters into placeholders: their shape over the memory of one NaN."""
         if self.placeholder is None:
             self.placeholder = _placeholder(self.compute, self.local.device)
             self._hidden = [self.placeholder.expand(slot.shape) for slot in self.layout.slots]
@@ -175,27 +175,27 @@ class Flat:
         return zip(self.params, self.layout.views(full), strict=True)
 
     def shard_views(self, local: Tensor) -> list[Tensor]:
-        """Cut something laid out like `local` into what belongs to each shard."""
+        """Cut a tensor laid out like `local` into the part of each shard."""
         return views(local, _places(self.layout, self.own_range(self.layout)))
 
-    def part_of(self, row: int, tensor: Tensor) -> Tensor:
-        """Cut a tensor like the parameter of a slot into what belongs to its shard."""
-        first, stop = self.range_of(row)
-        return tensor.reshape(-1)[first:stop].view(self.shards[row].shape)
+    def part_of(self, index: int, tensor: Tensor) -> Tensor:
+        """Return the part of a tensor, shaped like the parameter of a slot, that belongs to its shard."""
+        first, stop = self.range_of(index)
+        return tensor.reshape(-1)[first:stop].view(self.shards[index].shape)
 
-    def range_of(self, row: int) -> tuple[int, int]:
-        """Return which elements of the parameter of a slot this rank keeps, 0 to 0 if none."""
-        slot, own = self.layout.slots[row], self.own_range(self.layout)
+    def range_of(self, index: int) -> tuple[int, int]:
+        """Return the range of elements of the parameter of a slot that this rank keeps, `(0, 0)` if none."""
+        slot, own = self.layout.slots[index], self.own_range(self.layout)
         first, stop = slot.within(*own)
         return (own[0] + first - slot.start, own[0] + stop - slot.start) if first < stop else (0, 0)
 
-    def cuts_of(self, row: int) -> list[int]:
+    def cuts_of(self, index: int) -> list[int]:
         """Return the cuts between ranks inside the parameter of a slot, in its elements, [W + 1]."""
-        slot = self.layout.slots[row]
+        slot = self.layout.slots[index]
         return [min(max(cut - slot.start, 0), slot.numel) for cut in self.layout.cuts]
 
     def gradient_views(self, mean: Tensor) -> list[Tensor]:
-        """Cut a gradient shard into what belongs to each shard that has a gradient, in the order of `rows`."""
+        """Cut a gradient shard into the part of each shard that has a gradient, in the order of `rows`."""
         return mark_padded(views(mean, self._own_gradients))
 
 
@@ -207,7 +207,7 @@ def _joined(high: Tensor, low: Tensor) -> Tensor:
 
 
 def _places(layout: Layout, own: tuple[int, int]) -> list[Place]:
-    """Return where each slot's elements lie in the part `own` of a full buffer."""
+    """Return the place of each slot's elements in the part `own` of a full buffer."""
     return [_place(slot, *slot.within(*own)) for slot in layout.slots]
 
 
