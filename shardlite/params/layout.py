@@ -222,11 +222,11 @@ def lay_out(
 
 
 Zeros: TypeAlias = Callable[[int, torch.dtype], Tensor]
-"""Allocate zeroed memory: `(numel, dtype) -> Tensor`. On a CPU, pages are allocated on the first write."""
+"""Allocate zeroed memory: `(numel, dtype) -> Tensor`."""
 
 
 def zeros_on(device: torch.device) -> Zeros:
-    """Return the allocator of zeroed memory on `device`."""
+    """Return the allocator of zeroed memory on `device`. On a CPU, pages are allocated on the first write."""
     if device.type != "cpu":
         return lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=device)
     return lambda numel, dtype: lazy_zeros(numel * dtype.itemsize).view(dtype)

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 
 import torch
 from shardlite_kernels import cast, dequantize, quantize
@@ -139,33 +140,35 @@ class Gathering(ABC):
         return ()
 
 
+@dataclass
 class Gather:
     """One gather of a unit, run on a queue: into the unit's memory, or into memory that is dropped."""
 
-    def __init__(
-        self, context: Context, unit: Unit, fulls: Iterable[Tensor], *, purpose: str, during: str, by_hosts: bool
-    ) -> None:
-        """`by_hosts` says that messages go through the memory of the hosts, beside those of other gathers."""
-        self._context = context
-        self._by_hosts = by_hosts
-        self._unit = unit
-        self._fulls = deque(fulls)
-        self._purpose = purpose
-        self._during = during
+    context: Context
+    unit: Unit
+    fulls: deque[Tensor]
+    """The unit's memory, one tensor [W*S] per flat; empty if only other ranks need the gather."""
+
+    purpose: str
+    during: str
+    """Kind of the pass, for errors."""
+
+    by_hosts: bool
+    """Whether messages go through the memory of the hosts, beside those of other gathers."""
 
     def run(self) -> None:
         """Gather flat by flat. A flat that every rank has is not gathered."""
-        context, unit = self._context, self._unit
-        if self._purpose == TAKE_PART:
+        context, unit = self.context, self.unit
+        if self.purpose == TAKE_PART:
             context.trace.emit(TAKE_PART, unit.name)
         for i, flat in enumerate(unit.flats):
-            full = self._fulls.popleft() if self._fulls else None
+            full = self.fulls.popleft() if self.fulls else None
             sent = self._own_part(flat, full)
             if flat.quantized or (flat.rank is not None and context.transport.world_size > 1):
                 operation = self._name(i)
                 context.progress.joins()
-                with context.traffic.running(self._purpose, unit.name):
-                    if self._by_hosts:
+                with context.traffic.running(self.purpose, unit.name):
+                    if self.by_hosts:
                         _all_gather_by_hosts(sent, context, operation)
                     else:
                         all_gather(sent, context.transport, operation=operation)
@@ -175,20 +178,18 @@ class Gather:
 
     def _name(self, flat: int) -> Operation:
         """Name the gather of one flat. A negotiated gather is not named by the step: ranks have compared that."""
-        what = f"{'negotiated ' * self._by_hosts}all-gather of unit {self._unit.name!r}, flat {flat}"
-        return self._context.operation(
-            what, self._purpose, self._unit.name, at_any_step=self._by_hosts, during=self._during
-        )
+        what = f"{'negotiated ' * self.by_hosts}all-gather of unit {self.unit.name!r}, flat {flat}"
+        return self.context.operation(what, self.purpose, self.unit.name, at_any_step=self.by_hosts, during=self.during)
 
     def _own_part(self, flat: Flat, full: Tensor | None) -> Tensor:
         """Return the buffer to be gathered, with this rank's part in it."""
         if flat.quantized:
-            payload = pack(flat, self._context.empty)
-            self._context.ledger.track("staging", payload)
+            payload = pack(flat, self.context.empty)
+            self.context.ledger.track("staging", payload)
             return payload
         if full is None:
-            full = self._context.empty(flat.layout.full_numel, flat.compute)
-            self._context.ledger.track("gather buffers", full)
+            full = self.context.empty(flat.layout.full_numel, flat.compute)
+            self.context.ledger.track("gather buffers", full)
         place_own(flat, full)
         return full
 
@@ -230,7 +231,7 @@ class GatherQueue:
         return self._gather(unit, (), TAKE_PART, during)
 
     def _gather(self, unit: Unit, fulls: Iterable[Tensor], purpose: str, during: str) -> Gather:
-        return Gather(self._context, unit, fulls, purpose=purpose, during=during, by_hosts=self._by_hosts)
+        return Gather(self._context, unit, deque(fulls), purpose, during, self._by_hosts)
 
     def submit(self, *steps: Callable[[], None], behind: Moment | None = None) -> Work:
         """Run `steps` in order after all that was submitted before.
