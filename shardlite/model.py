@@ -20,6 +20,8 @@ from shardlite.build import (
     Initializer,
     Options,
     Plan,
+    UnitPolicy,
+    UnitRule,
     agree_on_plan,
     broadcast_buffers,
     broadcast_init,
@@ -27,6 +29,7 @@ from shardlite.build import (
     build_units,
     check_memory_limit,
     flats_of,
+    needs,
     part_of,
     placement_of,
     validate,
@@ -51,7 +54,6 @@ from shardlite.engine import (
     attach_all,
     cast_floats,
     in_backward,
-    needs,
     param_locations,
     refuse_conversions,
     torch_patches,
@@ -59,7 +61,7 @@ from shardlite.engine import (
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.grads import Clipper, Reducer, Skips, SoloGradientFlags
 from shardlite.optim import accumulating, adopt
-from shardlite.params import Unit, UnitPolicy, UnitRule
+from shardlite.params import Unit
 from shardlite.telemetry import Held, not_on, process_memory
 from shardlite.weights import Gatherer, ResidentWeights
 
@@ -769,7 +771,7 @@ class ShardLite(nn.Module):
         initializer = Initializer(self.module, init, plan.device, first=context.rank == 0)
         broadcast_init(plan.units, units, self.module, context, initializer)
         validate.mark_wrapped(units)
-        agree(self._groups, [], initializer.trouble(), what="initial values", timeout=context.timeout)
+        agree(self._groups, [], initializer.error(), what="initial values", timeout=context.timeout)
         broadcast_buffers(self.module, context)
         for flat in flats_of(units):
             for memory in (flat.local, flat.low, flat.full):

@@ -32,7 +32,7 @@ from bench.support.systems import Trainer, build_shardlite
 from bench.support.table import Row
 from bench.support.workloads import WORKLOADS, Batch, Workload
 from shardlite.apps.footprint.machine import machine
-from shardlite.weights.coordination import END, Negotiation, Round
+from shardlite.weights.negotiation import END, Negotiation, Round
 
 
 class Clocked:
@@ -68,7 +68,7 @@ class Silent(Trainer):
 
 def talks_of(trainer: Trainer) -> Negotiation:
     """Return the talks of a wrapped model."""
-    talks: Negotiation = trainer.model._bridge.gatherer._coordinator._negotiation  # type: ignore[union-attr,assignment]
+    talks: Negotiation = trainer.model._bridge.gatherer._negotiation  # type: ignore[union-attr,assignment]
     return talks
 
 

@@ -1,11 +1,11 @@
-"""Allocation of units from a plan: memory for shards, and for full weights that are permanent.
+"""Allocate units from a plan: memory for shards, and for permanent full weights.
 
     stage   what the optimizer steps          full weights
     0       all [W*S]                         the same memory, or cast from it
     1, 2    a shard [S], a part of the full   permanent
             weights if both have one dtype
     3       a shard [S] in an arena           in buffers, while they are needed
-    1 rank  all; each parameter is its own shard, unless something is cast
+    1 rank  all; each parameter is its own shard, unless weights are cast
 
 Legend: `W` ranks that share a model, `S` elements per shard; a full buffer has `W*S` elements.
 """
@@ -17,8 +17,9 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from shardlite.build.partition import UnitPlan, UnitRule, applies
 from shardlite.build.plan import FlatPlan, Plan
-from shardlite.params import ROOT, Flat, Shard, ShardInfo, Unit, UnitPlan, UnitRule, allocate_arenas, applies, zeros_on
+from shardlite.params import ROOT, Flat, Shard, ShardInfo, Unit, allocate_arenas, zeros_on
 
 
 @dataclass(frozen=True)
@@ -26,16 +27,16 @@ class Placement:
     """Which weights this rank stores."""
 
     rank: int | None
-    """The rank whose shard the optimizer steps here; `None` if it steps all shards."""
+    """Rank whose shard the optimizer steps here, or `None` if it steps all shards."""
 
     permanent: bool
     """Whether full weights have permanent memory."""
 
     single_rank: bool
-    """Whether there is one rank, nothing to cast and no sum over parts: parameters can be their own shards then."""
+    """Whether parameters are their own shards: one rank, nothing to cast and no sum over parts."""
 
     keep_unsharded: Callable[[UnitPlan], bool]
-    """Whether a unit stays unsharded from its forward to the end of the backward."""
+    """Return whether a unit stays unsharded from its forward to the end of the backward."""
 
 
 def placement_of(plan: Plan, stage: int, rank: int, world_size: int, reshard: UnitRule) -> Placement:
@@ -116,8 +117,8 @@ def _make_flat(plan: FlatPlan, local: Tensor, full: Tensor | None, low: Tensor |
         params=plan.params,
         rank=placement.rank,
         # `.data` gives this part of the arena its own version counter, which all its shards share. A counter per
-        # shard would differ between ranks: a shard may be empty, and code that skips empty tensors does not count
-        # it up, so ranks would disagree on whether a gather is stale.
+        # shard would differ between ranks, because code that skips empty shards does not increment it. Ranks would
+        # then disagree on whether a gather is stale.
         local=local.data,
         low=low,
         full=full,
@@ -127,7 +128,7 @@ def _make_flat(plan: FlatPlan, local: Tensor, full: Tensor | None, low: Tensor |
 
 
 def _make_shards(flat: Flat) -> Sequence[nn.Parameter]:
-    """Return the shards of a flat, which optimizers step."""
+    """Return the shards of a flat, which the optimizer steps."""
     views, own = flat.shard_views(flat.local), flat.own_range(flat.layout)
     shards = [Shard(view, requires_grad=flat.layout.trainable) for view in views]
     for row, (slot, shard) in enumerate(zip(flat.layout.slots, shards, strict=True)):
@@ -140,7 +141,7 @@ def _make_shards(flat: Flat) -> Sequence[nn.Parameter]:
 
 
 def part_of(units: Sequence[Unit]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return `part(param, tensor)`, which cuts the shard's part out of a tensor shaped like `param`."""
+    """Return `part(param, tensor)`, which returns the shard's part of a tensor shaped like `param`."""
     places = {param: (flat, row) for flat in flats_of(units) for row, param in enumerate(flat.params)}
 
     def part(param: Tensor, tensor: Tensor) -> Tensor:

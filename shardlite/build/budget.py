@@ -1,7 +1,7 @@
-"""Bytes of a wrapped model by purpose, from its plan alone: the same layouts and the same allocation, on meta.
+"""Compute the bytes of a wrapped model by purpose from its plan: the same layouts and allocation, on the meta device.
 
-In: a `Plan`, a `Placement` and a `Recipe`. Out: a `Budget`, exact for what is held from step to step, and the sizes of
-what comes and goes. `timeline.py` says when. Activations are the program's and not in it.
+In: a `Plan` and a `Recipe`. Out: a `Budget`, with the exact bytes of what is held from step to step and the sizes of
+what is temporary, which `timeline.py` places in time. Activations are not in it.
 
 Legend: `W` ranks that share a model, `S` elements per shard; a full buffer has `W*S` elements.
 """
@@ -15,39 +15,45 @@ from shardlite_kernels import FORMATS, SCALE_BLOCK, chunk_nbytes, temporary_nbyt
 from torch import Tensor
 
 from shardlite.build.allocate import Placement, build_units, placement_of
+from shardlite.build.partition import UnitRule
 from shardlite.build.plan import Plan
 from shardlite.comm import BLOCK, rows_numel
-from shardlite.params import ALIGN, Flat, Unit, UnitRule, round_up, storage_key
+from shardlite.params import ALIGN, Flat, Unit, round_up, storage_key
 
 _META = torch.device("meta")
 
-_NARROW_ROWS = torch.iinfo(torch.int16).max
-"""Parameters up to which the optimizer's table of rows has 2 bytes per group, else 4."""
+_NARROW_SLOTS = torch.iinfo(torch.int16).max
+"""Number of parameters up to which the optimizer's table has 2 bytes per group, else 4."""
 
 _GRAIN = 1024
-"""Elements: slices of a reduction are multiples of it."""
+"""Elements: a slice of a reduction is a multiple of it."""
 
-_SCALARS = 4
+_COUNT_NBYTES = 4
 """Bytes of a parameter's step count."""
 
 HELD = ("parameters", "optimizer state", "buffers", "staging", "chunks of a step")
-"""Purposes of what is held from step to step."""
+"""Purposes of memory that is held from step to step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What decides the bytes of a step beside the plan of the units."""
+    """What determines the bytes of a step beside the plan of the units."""
 
     stage: int = 3
     world_size: int = 1
     prefetch: int = 1
     state: str = "fp32"
-    """Format of the moments, as `AdamW(state=...)`."""
+    """Format of the moments, as in `AdamW(state=...)`."""
 
     in_backward: bool = False
     """Whether the optimizer steps in the backward."""
 
     on_gpu: bool = False
+
+    @property
+    def saves_memory(self) -> bool:
+        """Whether a backward uses as little memory as possible, instead of gathers and reductions beside it."""
+        return self.in_backward and not self.on_gpu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +62,10 @@ class FlatBudget:
 
     bucket: int
     mean: int
-    """Memory for the reduced gradient beside the bucket; 0 if it stays in the bucket."""
+    """Memory for the reduced gradient. 0 if it stays in the bucket."""
 
     sent: int
-    """By this rank in one reduction."""
+    """Bytes that this rank sends in one reduction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,46 +76,46 @@ class UnitBudget:
     is_root: bool
     keep_unsharded: bool
     full: int
-    """Of a buffer for the full weights."""
+    """Bytes of a buffer for the full weights."""
 
     codes: int
-    """Of the payloads of a quantized gather."""
+    """Bytes of the payloads of a quantized gather."""
 
     sent: int
-    """By this rank in one gather."""
+    """Bytes that this rank sends in one gather."""
 
     gathers: bool
-    """Whether full weights have to be made from shards or cast."""
+    """Whether full weights must be gathered or cast."""
 
     flats: Sequence[FlatBudget]
     params: int
     """Number of parameters that get gradients."""
 
     step: int
-    """Bytes that the step of this rank's part reads and writes."""
+    """Bytes that the step of this rank's shards reads and writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Bytes of one rank by purpose, and the sizes of what comes and goes."""
+    """Bytes of one rank by purpose, and the sizes of what is temporary."""
 
     recipe: Recipe
     held: dict[str, int]
-    """What is held from step to step, by purpose."""
+    """Bytes that are held from step to step, by purpose."""
 
     units: Sequence[UnitBudget]
     permanent: bool
     """Whether full weights have permanent memory."""
 
     single_rank: bool
-    """Whether gradients are autograd's own, with no buckets."""
+    """Whether gradients are autograd's own, without buckets."""
 
     temporaries: int
-    """Made and dropped in the optimizer's step."""
+    """Bytes that are allocated and freed in the optimizer's step."""
 
 
 def budget_of(plan: Plan, recipe: Recipe, *, reshard: UnitRule = True, rank: int = 0, buffers: int = 0) -> Budget:
-    """Return the budget of `rank`, given the module's own `buffers` in bytes. Allocates nothing."""
+    """Return the budget of `rank`, given the bytes of the module's own `buffers`. Allocates nothing."""
     placement = placement_of(plan, recipe.stage, rank, recipe.world_size, reshard)
     units = build_units(replace(plan, device=_META), placement)
     flats = list(chain.from_iterable(unit.flats for unit in units))
@@ -157,7 +163,7 @@ def _flat_budget(flat: Flat, recipe: Recipe) -> FlatBudget:
             bucket=bucket, mean=0 if same else layout.full_numel * flat.master.itemsize, sent=sent + gathered
         )
     if recipe.in_backward and world_size > 1:
-        return FlatBudget(bucket=bucket, mean=0, sent=sent)  # the last hop is the step
+        return FlatBudget(bucket=bucket, mean=0, sent=sent)  # the last hop steps the weights
     in_bucket = (recipe.stage == 1 or world_size == 1) and same
     return FlatBudget(bucket=bucket, mean=0 if in_bucket else shard * flat.master.itemsize, sent=sent)
 
@@ -170,9 +176,9 @@ def _sent_by_gather(flat: Flat) -> int:
 
 
 def _staging_nbytes(flat: Flat, recipe: Recipe) -> int:
-    """Return where messages of a reduction arrive: over collectives a row of each rank, over shared memory one block.
+    """Return the bytes in which messages of a reduction arrive: a row of each rank over collectives, else one block.
 
-    Two ranks have less to receive: over collectives one row, and over shared memory each reads the other's memory.
+    With two ranks this is one row over collectives. Over shared memory it is nothing, because each reads the other's.
     """
     shard, itemsize = flat.gradients.shard_numel, flat.reduce.itemsize
     if recipe.world_size == 1:
@@ -189,7 +195,7 @@ def _storage_nbytes(flats: Iterable[Flat]) -> int:
 
 
 def _own_numel(flat: Flat) -> int:
-    """Return the elements of this rank's moments: each slot's part, padded."""
+    """Return the number of elements of this rank's moments: each slot's part, padded."""
     own = flat.own_range(flat.layout)
     parts = (slot.within(*own) for slot in flat.layout.slots)
     return sum(round_up(stop - start, ALIGN) for start, stop in parts)
@@ -203,20 +209,20 @@ def _moment_nbytes(flat: Flat, numel: int, state: str) -> int:
 
 
 def _state_nbytes(flats: Sequence[Flat], recipe: Recipe) -> Iterable[int]:
-    """Yield the bytes of moments, of the table of rows that narrow moments and kernels need, and of step counts."""
+    """Yield the bytes of moments, of the table that narrow moments and kernels need, and of step counts."""
     trained = [flat for flat in flats if flat.layout.trainable]
-    rows = sum(len(flat.layout.slots) for flat in trained)
-    wide = torch.int16.itemsize if rows <= _NARROW_ROWS else torch.int32.itemsize
+    slots = sum(len(flat.layout.slots) for flat in trained)
+    wide = torch.int16.itemsize if slots <= _NARROW_SLOTS else torch.int32.itemsize
     for flat in trained:
         numel = _own_numel(flat)
         yield _moment_nbytes(flat, numel, recipe.state)
         if recipe.on_gpu or recipe.state != "fp32":
             yield numel // SCALE_BLOCK * wide
-    yield rows * _SCALARS
+    yield slots * _COUNT_NBYTES
 
 
 def _step_nbytes(flat: Flat, recipe: Recipe) -> int:
-    """Return what a step reads and writes: weights and moments both, the gradient once."""
+    """Return the bytes that a step moves: it reads and writes weights and moments, and reads the gradient."""
     numel = _own_numel(flat)
     weights = _nbytes([flat.local, flat.low])
     return 2 * (weights + _moment_nbytes(flat, numel, recipe.state)) + numel * flat.master.itemsize
@@ -231,11 +237,11 @@ def _chunk_nbytes(flats: Sequence[Flat], recipe: Recipe) -> int:
     sums = recipe.in_backward and recipe.world_size > 1 and recipe.stage > 0
     longest = _longest(flats)
     if sums and recipe.world_size > 2:
-        longest = min(longest, BLOCK)  # a sum of several messages is made block by block
+        longest = min(longest, BLOCK)  # several messages are added block by block
     split = any(flat.low is not None for flat in trained)
     return chunk_nbytes(longest, split=split, narrow=recipe.state != "fp32", sums=sums)
 
 
 def _longest(flats: Sequence[Flat]) -> int:
-    """Return the elements of the longest part that one call steps."""
+    """Return the number of elements of the longest part that one call steps."""
     return max((flat.local.numel() for flat in flats if flat.layout.trainable), default=0)

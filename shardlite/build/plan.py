@@ -14,11 +14,12 @@ import torch
 from shardlite_kernels import stats_block
 from torch import Tensor, nn
 
-from shardlite.build import aliases, meta_init, validate
-from shardlite.build.meta_init import Init
+from shardlite.build import init, validate
+from shardlite.build.init import Init
+from shardlite.build.partition import UnitPlan, UnitPolicy, UnitRule, applies, partition_module
 from shardlite.comm import Ranks, agree
 from shardlite.config import QUANTIZABLE, MemoryLimit, Precision, Route, check_timeout
-from shardlite.params import ALIGN, ROOT, Layout, UnitPlan, UnitPolicy, UnitRule, applies, lay_out, partition_module
+from shardlite.params import ALIGN, ROOT, Layout, lay_out
 
 _CPU = torch.device("cpu")
 
@@ -158,12 +159,12 @@ def _make(module: nn.Module, options: Options, groups: Ranks, wrapper: type[nn.M
     validate.check(module, options.stage, options.prefetch, options.precision, options.ignored, wrapper=wrapper)
     if not groups.single_rank:
         validate.check_embeddings(module, options.ignored)
-    aliases.tie(module, options.ignored)
+    validate.tie(module, options.ignored)
     validate.check_buffers(options.buffers)
     quantized = options.precision.quantized_gather is not False
     validate.check_quantized_gather(quantized, options.stage)
     validate.check_parts(options.route, groups, quantized=quantized)
-    meta_init.check(module, options.init, options.ignored, first=groups.is_first)
+    init.check(module, options.init, options.ignored, first=groups.is_first)
     on_gpu = torch.cuda.is_available() and groups.carry("cuda")
     device = validate.device_for(module, options.device, torch.device("cuda" if on_gpu else "cpu"))
     return plan_units(module, options, groups.shards, device)

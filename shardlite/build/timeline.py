@@ -1,28 +1,31 @@
-"""What a step holds from moment to moment: full weights, gradient buckets and gradients beside a program's own tensors.
+"""Predict the memory of a step: full weights, gradient buckets, gradients and the program's own tensors.
 
-In: a `Budget`, and the events of one forward and backward (`Event`). Out: a `Course`: the most bytes and what they are
-for, and the operations in their order, with the computation between them. Nothing is allocated and no clock is asked.
-When reductions are over depends on a run's timing, which the caller settles: each when something has to wait for it, so
-that a run can hold no more, or `prompt`ly, before the next gradient, so that it can hold no less.
+In: a `Budget`, and the events of one forward and backward (`Event`). Out: a `Course`: the peak of memory by purpose,
+and the operations in their order, with the computation between them. Nothing is allocated and no clock is read.
 
-The rules are those of `weights/unshard.py`, `weights/resident.py`, `grads/order.py` and `grads/bucket.py`, for ranks
-that follow the recorded orders. A program's events may be recorded by a trace; `plain_events` are those of a chain of
-units without activations.
+When a reduction ends depends on the timing of a run. The caller chooses between two bounds. By default each ends when
+something must wait for it, so a run holds no more. With `prompt` each ends before the next gradient, so a run holds no
+less.
+
+Full weights follow the policy of the library itself. Buckets follow the rules of `grads/`, for ranks that have agreed
+on an order. A program's events may be recorded by a trace. `plain_events` are those of a chain of units without
+activations.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from shardlite.build.budget import HELD, Budget, UnitBudget
+from shardlite.build.budget import HELD, Budget
 from shardlite.params import BUCKETS
+from shardlite.weights import BufferPolicy, GatherOrder, Space, UnitSize
 
 ACTIVATIONS = "activations"
 """The program's own tensors, gradients on their way included."""
 
 _STEPS = 3
-"""Steps until the buffers that a GPU keeps are at rest, `docs/memory.md`."""
+"""Steps until orders are recorded and the buffers that a GPU keeps are at rest, see `docs/memory.md`."""
 
 
 class Kind(Enum):
@@ -36,7 +39,7 @@ class Kind(Enum):
 
 
 class Event(NamedTuple):
-    """One event, with the program's own tensors in bytes and its work since the event before."""
+    """One event, with the memory of the program's own tensors and its work since the event before."""
 
     kind: Kind
     unit: int = -1
@@ -44,7 +47,7 @@ class Event(NamedTuple):
     """Of the gradient, as autograd made it."""
 
     most: int = 0
-    """The most bytes since the event before."""
+    """Peak since the event before, in bytes."""
 
     now: int = 0
     """Bytes at this event, without the gradient."""
@@ -65,29 +68,29 @@ class Action(NamedTuple):
 
 @dataclass
 class Course:
-    """The course of one step."""
+    """Memory and operations of one step."""
 
     peak: dict[str, int] = field(default_factory=dict)
-    """Bytes by purpose at the moment of the most."""
+    """Bytes by purpose at the peak of all purposes together."""
 
     most: dict[str, int] = field(default_factory=dict)
-    """The most bytes of each purpose; moments differ."""
+    """Peak of each purpose by itself."""
 
     actions: list[Action] = field(default_factory=list)
 
     @property
     def total(self) -> int:
-        """The most bytes together."""
+        """Peak of all purposes together."""
         return sum(self.peak.values())
 
 
 def course_of(budget: Budget, events: Sequence[Event], *, prompt: bool = False) -> Course:
     """Replay the events of a step, and return its course once buffers are at rest.
 
-    With `prompt`, each reduction is over before the next gradient, else when something has to wait for it.
+    With `prompt`, each reduction ends before the next gradient, else when something must wait for it.
     """
     timeline = _Timeline(budget, events, prompt)
-    for _ in range(_STEPS if budget.recipe.on_gpu else 1):
+    for _ in range(_STEPS):
         timeline.run()
     return timeline.course
 
@@ -107,71 +110,40 @@ def plain_events(budget: Budget) -> Iterator[Event]:
     yield Event(Kind.END)
 
 
-class _Pool:
-    """The arithmetic of `params.BufferPool`: sizes of buffers, of which up to `most` are kept."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._free: list[int] = []
-        self._kept = 0
-
-    def take(self, nbytes: int) -> tuple[int, bool]:
-        """Return the size of the buffer that is used, and whether it is one of those to keep."""
-        fitting = [size for size in self._free if size >= nbytes]
-        if fitting:
-            self._free.remove(min(fitting))
-            return min(fitting), True
-        if self._free and self._kept >= self._most:
-            self._free.remove(min(self._free))
-            self._kept -= 1
-        keeps = self._kept < self._most
-        self._kept += keeps
-        return nbytes, keeps
-
-    def give_back(self, size: int) -> None:
-        self._free.append(size)
-
-    @property
-    def spare(self) -> int:
-        return sum(self._free)
-
-
 class _Weights:
-    """Which units have full weights at stage 3: the rules of `Gatherer`."""
+    """Which units have full weights at stage 3."""
 
-    def __init__(self, units: Sequence[UnitBudget], prefetch: int, uses: dict[bool, list[int]], on_gpu: bool) -> None:
-        self._units, self._prefetch, self._uses = units, prefetch, uses
-        keeping = 1 if on_gpu else 0
-        shared, none = _Pool(keeping * (1 + prefetch)), _Pool(0)
-        self._pools = [_Pool(keeping) if u.is_root else none if u.keep_unsharded else shared for u in units]
-        self.buffers: dict[int, tuple[int, bool]] = {}
-        self._users = [0] * len(units)
-        self._idle: dict[int, None] = {}
-        self.begin(backward=False)
+    def __init__(self, budget: Budget) -> None:
+        recipe, order = budget.recipe, GatherOrder()
+        sizes = [UnitSize(unit.full, unit.is_root, unit.keep_unsharded) for unit in budget.units]
+        self._policy = BufferPolicy(sizes, order, Space, prefetch=recipe.prefetch, keeps=recipe.on_gpu)
+        self._order = order
+        self._saves_memory = recipe.saves_memory
+        self._users = [0] * len(sizes)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers, spare ones included."""
-        return sum(size for size, _ in self.buffers.values()) + sum(pool.spare for pool in set(self._pools))
+        return sum(buffer.nbytes for buffer in (*self._policy.buffers.values(), *self._policy.spare()))
 
-    def begin(self, *, backward: bool, ahead: int | None = None) -> None:
-        """Begin a pass."""
-        for unit in self.buffers:
+    def begin(self, *, backward: bool) -> None:
+        """Begin a pass. What was gathered ahead and never used is idle from here on."""
+        self._policy.begin_pass()
+        self._order.begin("backward" if backward else "forward", final=backward)
+        for unit in [each for each in self._policy.buffers if each not in self._policy.idle]:
             if self._users[unit] == 0:
-                self._idle.setdefault(unit)
-        self._place, self._order, self._final = 0, self._uses[backward], backward
-        self._ahead = self._prefetch if ahead is None else ahead
-        while ahead == 0 and self._held() > 1 and (idle := self._evictable()):
-            self._evict(idle[0])
+                self._evict_all(self._policy.end_use(unit))
+        if backward and self._saves_memory:
+            self._evict_all(self._policy.stop_prefetching())
 
     def enter(self, unit: int) -> list[int]:
         """Use a unit; return what is gathered for that and ahead."""
         gathered = []
         if self._users[unit] == 0:
-            gathered += self._prepare(unit)
-            self._idle.pop(unit, None)
-            self._place += 1
-            gathered += self._prefetch_next()
+            if unit not in self._policy.buffers:
+                gathered.append(self._gather(unit))
+            self._policy.begin_use(unit)
+            gathered += map(self._gather, self._policy.next_gathers(self._policy.buffers.__contains__, lambda _: True))
         self._users[unit] += 1
         return gathered
 
@@ -179,71 +151,33 @@ class _Weights:
         """End a use."""
         self._users[unit] -= 1
         if self._users[unit] == 0:
-            self._idle[unit] = None
-            last = self._final and unit not in self._order[self._place :]
-            if last and (self._units[unit].keep_unsharded or not self._buffers_are_awaited()):
-                self._evict(unit)
-            if self._held() > 1 + self._ahead and (victim := self._victim(unit)) is not None:
-                self._evict(victim)
+            self._evict_all(self._policy.end_use(unit))
 
     def end_backward(self) -> None:
-        """Give back all that is idle: the weights change."""
-        for unit in list(self.buffers):
-            self._evict(unit)
+        """Evict all units: the weights change."""
+        self._order.end_path()
+        self._evict_all(list(self._policy.buffers))
 
-    def _prepare(self, unit: int) -> list[int]:
-        if unit in self.buffers:
-            return []
-        kept = self._units[unit].keep_unsharded
-        if not kept and self._held() >= 1 + self._ahead and (victim := self._victim(unit)) is not None:
-            self._evict(victim)
-        self.buffers[unit] = self._pools[unit].take(self._units[unit].full)
-        return [unit]
+    def _gather(self, unit: int) -> int:
+        if (victim := self._policy.victim_for(unit)) is not None:
+            self._evict_all([victim])
+        self._policy.take(unit)
+        return unit
 
-    def _prefetch_next(self) -> list[int]:
-        upcoming = self._order[self._place : self._place + self._ahead]
-        for unit in upcoming:
-            if unit in self._idle:
-                del self._idle[unit]
-                self._idle[unit] = None
-        gathered = []
-        for unit in upcoming:
-            spare = self._held() <= self._ahead or self._victim(unit) not in [None, *upcoming]
-            if self._users[unit] == 0 and (unit in self.buffers or spare):
-                gathered += self._prepare(unit)
-        return gathered
-
-    def _buffers_are_awaited(self) -> bool:
-        return any(unit not in self.buffers for unit in self._order[self._place :])
-
-    def _held(self) -> int:
-        return sum(not self._units[unit].keep_unsharded for unit in self.buffers)
-
-    def _evictable(self) -> list[int]:
-        return [idle for idle in self._idle if not self._units[idle].keep_unsharded]
-
-    def _victim(self, unit: int) -> int | None:
-        candidates = self._evictable()
-        nbytes = self._units[unit].full
-        alike = [idle for idle in candidates if self.buffers[idle][0] == nbytes]
-        return next(iter(alike or candidates), None)
-
-    def _evict(self, unit: int) -> None:
-        size, keeps = self.buffers.pop(unit)
-        self._idle.pop(unit, None)
-        if keeps:
-            self._pools[unit].give_back(size)
+    def _evict_all(self, units: Iterable[int]) -> None:
+        for unit in units:
+            self._policy.give_back(unit, self._policy.evict(unit))
 
 
 class _Grads:
-    """Which buckets and gradients there are: the rules of `Reducer`."""
+    """Which buckets and gradients there are."""
 
     def __init__(self, budget: Budget, order: Sequence[int], prompt: bool) -> None:
         recipe = budget.recipe
         self._prompt = prompt
         self._units, self._order = budget.units, order
         self._on_gpu = recipe.on_gpu
-        self._saves_memory = recipe.in_backward and not recipe.on_gpu
+        self._saves_memory = recipe.saves_memory
         self._steps = recipe.in_backward
         self._beside_root = max((i for i, unit in enumerate(order, 1) if not self._units[unit].is_root), default=0)
         self.gradients = 0
@@ -344,15 +278,11 @@ class _Grads:
 
 
 class _Timeline:
-    """Replays events on the rules, and keeps the account."""
+    """Replays events and accounts for their memory."""
 
     def __init__(self, budget: Budget, events: Sequence[Event], prompt: bool) -> None:
         self._budget, self._events = budget, events
-        uses = {backward: list(_uses(events, backward)) for backward in (False, True)}
-        recipe = budget.recipe
-        self._weights = None
-        if not budget.permanent:
-            self._weights = _Weights(budget.units, recipe.prefetch, uses, recipe.on_gpu)
+        self._weights = None if budget.permanent else _Weights(budget)
         self._grads = _Grads(budget, _order(budget, events), prompt)
         self._own_gradients = 0
         self.course = Course()
@@ -381,9 +311,7 @@ class _Timeline:
         elif event.kind is Kind.GRADIENT:
             self._take_gradient(event)
         elif event.kind is Kind.BACKWARD and self._weights is not None:
-            recipe = self._budget.recipe
-            saves = recipe.in_backward and not recipe.on_gpu
-            self._weights.begin(backward=True, ahead=0 if saves else None)
+            self._weights.begin(backward=True)
         elif event.kind is Kind.END:
             self._end(event)
 
@@ -422,7 +350,7 @@ class _Timeline:
             self.course.actions.append(action)
 
     def _note(self, activations: int) -> None:
-        """Compare this moment with the most so far."""
+        """Update the peaks."""
         now = self._held_now()
         now[ACTIVATIONS] = activations
         course = self.course
@@ -437,20 +365,6 @@ class _Timeline:
         held["gradient buckets"] = self._grads.nbytes
         held["gradients"] = self._grads.gradients + self._own_gradients
         return held
-
-
-def _uses(events: Sequence[Event], backward: bool) -> Iterator[int]:
-    """Yield the units whose uses begin in a pass while nothing else uses them."""
-    users: dict[int, int] = {}
-    in_backward = False
-    for event in events:
-        in_backward |= event.kind is Kind.BACKWARD
-        if event.kind is Kind.ENTER:
-            if in_backward is backward and not users.get(event.unit):
-                yield event.unit
-            users[event.unit] = users.get(event.unit, 0) + 1
-        elif event.kind is Kind.LEAVE:
-            users[event.unit] -= 1
 
 
 def _order(budget: Budget, events: Sequence[Event]) -> list[int]:

@@ -6,13 +6,12 @@ In: forwards, backwards, and what programs do to parameters and optimizers betwe
 
 from shardlite.engine import torch_patches
 from shardlite.engine.backward import Backward, Mode, in_backward
-from shardlite.engine.buffers import Buffers
 from shardlite.engine.conversions import allow_conversions, cast_floats, refuse_conversions
 from shardlite.engine.full_params import NO_COPY, FullParameters
 from shardlite.engine.homes import attach_all
 from shardlite.engine.local_shards import Shards
-from shardlite.engine.module_hooks import NO_GRAPH, ModuleHooks
-from shardlite.engine.module_map import needs, param_locations
+from shardlite.engine.module_buffers import Buffers
+from shardlite.engine.module_hooks import NO_GRAPH, ModuleHooks, param_locations
 from shardlite.engine.optimizer_bridge import InBackwardOptimizer, OptimizerBridge
 from shardlite.engine.part_loop import PartLoop
 from shardlite.engine.state_dicts import NUMBERS

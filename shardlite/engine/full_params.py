@@ -159,7 +159,7 @@ class FullParameters:
             flat, row = rows[entry]
             given = value.read() if isinstance(value, ShardTensor) else flat.part_of(row, value.detach())
             if flat.low is not None or given.data_ptr() != flat.shards[row].data_ptr():
-                flat.keep_row(row, given)
+                flat.write_param(row, given)
 
     def _rows(self) -> Iterator[tuple[Flat, int, nn.Parameter]]:
         """Yield each parameter with its flat and its row there."""

@@ -57,7 +57,7 @@ class _Owner:
         if hooks is None or unit is None:
             return
         if hooks.running() or unit.users:
-            unit.touched = True
+            unit.touch()
         elif unit.copied:
             self.use()
         elif self._is_cut() and self.gradient() is not None:

@@ -1,8 +1,8 @@
 """Module hooks: entering a module's forward unshards the units whose weights it needs, leaving it reshards them.
 
-Every module that owns parameters has them, not only the roots of units. So a block that is called directly, a method
-other than `forward`, or a module recomputed by activation checkpointing finds its weights, and finds our saved-tensor
-hooks innermost even where a user's own (`save_on_cpu`, a checkpoint) were entered after ours.
+Every module that owns parameters has hooks, not only the roots of units. So a block that is called directly, a method
+other than `forward`, or a module recomputed by activation checkpointing finds its weights. The library's saved-tensor
+hooks are then the innermost ones, even if a user's (`save_on_cpu`, a checkpoint) were entered later.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardlite.engine.backward import Backward, in_backward
-from shardlite.engine.module_map import ParamLocation
 from shardlite.errors import LayoutError
-from shardlite.params import OTHER_SHAPES, ROOT, Shard, Unit
+from shardlite.params import OTHER_SHAPES, ROOT, Shard, Unit, scripts
 from shardlite.telemetry import profile_label
 from shardlite.weights import Call, Gathering, are_innermost, pop_hooks, push_hooks, take_over_all
 
@@ -26,6 +25,16 @@ NO_GRAPH = (
     "torch.export and torch.jit.trace record a graph with whole weights in it: call them with the module that was "
     "wrapped, `model.module`, inside `with model.gathered():`, on every rank"
 )
+
+
+@dataclass(frozen=True)
+class ParamLocation:
+    """Place of a parameter in the model: `module._parameters[attribute]`."""
+
+    name: str
+    module: nn.Module
+    attribute: str
+    param: nn.Parameter
 
 
 @dataclass(eq=False)
@@ -36,13 +45,13 @@ class _Frame:
     entered: list[Unit] = field(default_factory=list)
     pushed: bool = False
     outermost: bool = False
-    """Whether a pass began with it, and ends with it."""
+    """Whether a pass begins and ends with it."""
     label: AbstractContextManager[object] | None = None
     """Its label in a profile, if its module is a unit's."""
 
 
 class ModuleHooks:
-    """The hooks of one wrapped model; without calls the weights keep their memory, and autograd may save them."""
+    """The hooks of one wrapped model. Without calls the weights are permanent, and autograd may save them."""
 
     def __init__(self, backward: Backward, gatherer: Gathering) -> None:
         self._backward = backward
@@ -66,13 +75,16 @@ class ModuleHooks:
         roots: Sequence[nn.Module],
         keeps: object,
     ) -> None:
-        """Register the hooks: `needs` has the units that each module uses, `roots` the modules where a unit starts.
+        """Register the hooks.
 
-        The first of them is the whole model. What it `keeps` lives as long as the module, also where a program drops
-        the wrapped model.
+        A compiled function is traced through its modules' hooks. At the root of a unit the graph is broken, because the
+        gather must happen before what follows. Below it the unit is unsharded already and the hooks vanish.
 
-        A compiled function is traced through its modules' hooks. At the root of a unit the graph is broken, since the
-        gather must happen before what follows; below it the unit is unsharded already and the hooks vanish.
+        Args:
+            needs: units that each module uses.
+            param_locations: places of each unit's parameters.
+            roots: modules where a unit starts. The first is the whole model.
+            keeps: object that lives as long as the module, even if a program drops the wrapped model.
         """
         self._needs, self._locations, self._root, self._keeps = needs, param_locations, roots[0], keeps
         self._names = {module: name for root in roots[:1] for name, module in root.named_modules()}
@@ -92,7 +104,7 @@ class ModuleHooks:
         """Unshard a unit for code outside of the modules that own its weights, until the pass in progress ends.
 
         Returns:
-            Whether there is a pass.
+            Whether a pass is in progress.
         """
         if not self._frames and self._around and not in_backward():
             self._begin("what is around the forwards of the model", self._root)
@@ -107,7 +119,7 @@ class ModuleHooks:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Allow weights to be used inside, outside of any module's forward too: the first use begins a pass."""
+        """Allow weights to be used in this context outside of any module's forward. The first use begins a pass."""
         self._claim()
         pushed = self._calls is not None and not self._frames and push_hooks(self._calls)
         self._around += 1
@@ -122,11 +134,11 @@ class ModuleHooks:
                 pop_hooks()
 
     def running(self) -> bool:
-        """Whether a forward or a backward is running."""
+        """Return whether a forward or a backward is running."""
         return bool(self._frames or self._around) or in_backward()
 
     def reset(self) -> None:
-        """Forget frames that were left by something stronger than an exception (an interrupt)."""
+        """Leave frames whose hooks did not run because of an interrupt."""
         while self._frames and not in_backward():
             self._leave(self._frames[-1].module)
 
@@ -143,11 +155,11 @@ class ModuleHooks:
         if self._thread != get_ident():
             self._claim()
         if self._frames and self._has_entered(module, units):
-            return  # without a frame, so that `_leave` has nothing to do either
+            return  # without a frame, so `_leave` does nothing either
         if not self._frames and not in_backward():
             frame = self._begin(f"the forward of {self._names[module] or 'the model'}", module)
         else:
-            self._frames.append(frame := _Frame(module))  # before anything can fail: `_leave` runs in any case
+            self._frames.append(frame := _Frame(module))  # before anything can fail, because `_leave` always runs
         for unit in units:
             self._enter_unit(unit)
             frame.entered.append(unit)
@@ -157,7 +169,7 @@ class ModuleHooks:
             frame.label.__enter__()
 
     def _has_entered(self, module: nn.Module, units: Sequence[Unit]) -> bool:
-        """Whether a forward around that of `module` has done what its units need: a layer inside of a block."""
+        """Return whether an outer forward has unsharded the units of `module`, as for a layer inside of a block."""
         return (
             all(map(self._depth.get, units))
             and self._frames[-1].module is not module  # `_leave` finds the frame of a module by the module
@@ -166,9 +178,9 @@ class ModuleHooks:
         )
 
     def _leave(self, module: nn.Module, _: Any = None, outputs: Any = None) -> Any:
-        """Reshard the units of a module. Return what replaces its outputs, if those have parameters in them."""
+        """Reshard the units of a module. Return what replaces its outputs if they contain parameters."""
         if not self._frames or self._frames[-1].module is not module:
-            return None  # a forward around it has its units; or an earlier hook, not ours, failed, and ours never ran
+            return None  # an outer forward has its units, or another hook failed before ours ran
         replaced = _without_params(outputs) if self._frames[-1].outermost else None
         frame = self._frames.pop()
         if frame.label is not None:
@@ -186,22 +198,22 @@ class ModuleHooks:
         return replaced
 
     def _claim(self) -> None:
-        """Note the thread that runs the model. (A backward may run on threads of PyTorch's, one at a time.)
+        """Record the thread that runs the model. A backward may run on threads of PyTorch, one at a time.
 
         Raises:
-            LayoutError: another one does.
+            LayoutError: another thread runs it.
         """
         thread = get_ident()
         if self._thread != thread and not in_backward():
             if self._thread is not None:
                 raise LayoutError(
                     "two threads run one ShardLite model at once: its ranks gather weights in one order, which threads "
-                    "would mix up. Let one thread run it, or put a lock around its calls"
+                    "would mix up. Run it in one thread, or put a lock around its calls"
                 )
             self._thread = thread
 
     def _begin(self, kind: str, module: nn.Module) -> _Frame:
-        """Begin a pass with the forward of a module. Passes of one `kind` are expected to be alike."""
+        """Begin a pass with the forward of a module. Passes of one `kind` are expected to use the same units."""
         self._evaluating = not torch.is_grad_enabled()
         self._backward.begin_pass(evaluating=self._evaluating)
         mode = "" if module.training else " in eval mode"
@@ -231,10 +243,9 @@ class ModuleHooks:
         self._depth[unit] -= 1
         if self._depth[unit]:
             return
-        if unit.writes() != self._written.pop(unit) or unit.touched:
-            unit.touched = False
+        if unit.was_touched() | (unit.writes() != self._written.pop(unit)):
             take_over_all(unit)
-            if self._calls is not None:  # what this forward computes from now on, its backward computes with, too
+            if self._calls is not None:  # the backward of this forward computes with these weights
                 self._calls.current[unit].version = unit.version()
         if self._calls is not None:
             call = self._calls.current.pop(unit)
@@ -256,16 +267,32 @@ class ModuleHooks:
                 )
 
 
+def param_locations(module: nn.Module, units: Sequence[Unit]) -> dict[Unit, list[ParamLocation]]:
+    """Return the places of each unit's parameters in the model. A tied parameter has several.
+
+    Parameters of TorchScript modules are left out, because they cannot be replaced.
+    """
+    never = scripts(module)
+    home = {param: unit for unit in units for param in unit.params()}
+    found: dict[Unit, list[ParamLocation]] = {unit: [] for unit in units}
+    for path, owner in module.named_modules():
+        for attribute, param in owner._parameters.items() if owner not in never else ():
+            if param is not None and param in home:
+                location = ParamLocation(f"{path}.{attribute}".lstrip("."), owner, attribute, param)
+                found[home[param]].append(location)
+    return found
+
+
 def _check_held(units: Iterable[Unit]) -> None:
-    """Raise unless `gathered()` holds the units: a graph that is recorded has weights in it, and no gathers."""
+    """Raise unless `gathered()` holds the units: a recorded graph contains weights, and no gathers."""
     if not all(unit.users or not unit.needs_gather for unit in units):
         raise LayoutError(NO_GRAPH)
 
 
 def _of_shards(tensor: Tensor) -> bool:
-    """Whether a tensor, which takes the place of a parameter in `functional_call`, was computed from shards.
+    """Return whether a tensor that replaces a parameter in `functional_call` was computed from shards.
 
-    Those are not in the graph of the model: what came to them would not be reduced.
+    Shards are not in the graph of the model, so their gradients would not be reduced.
     """
     if isinstance(tensor, Shard):
         return True
@@ -282,7 +309,7 @@ def _of_shards(tensor: Tensor) -> bool:
 
 
 def _without_params(outputs: Any) -> Any:
-    """Return outputs with copies instead of parameters, or `None` if there are none: these are sharded again soon."""
+    """Return outputs with parameters replaced by copies, because these are resharded soon. `None` if there are none."""
     if isinstance(outputs, nn.Parameter):
         return outputs.clone()
     if outputs is None or type(outputs) is Tensor:
@@ -296,15 +323,16 @@ _Hook = Callable[..., Any]
 
 
 _KEY = -1
-"""Key of our hooks in the tables of every module, where PyTorch numbers hooks from 0 on. `torch.compile` guards on
-keys, and would compile equal blocks again if their hooks had different numbers.
+"""Key of our hooks in every module's tables. PyTorch numbers hooks from 0.
+
+`torch.compile` guards on keys, and would compile equal blocks again if their hooks had different numbers.
 """
 
 
 def _register(module: nn.Module, enter: _Hook, leave: _Hook) -> None:
     """Register the hooks of one module.
 
-    `leave` is called even if the forward raises: an early-stopped recomputation leaves its modules by an exception.
+    `leave` is also called if the forward raises, because an early-stopped recomputation leaves modules by an exception.
     """
     before = module.register_forward_pre_hook(enter, prepend=True)
     after = module.register_forward_hook(leave, always_call=True)
@@ -316,7 +344,7 @@ def _register(module: nn.Module, enter: _Hook, leave: _Hook) -> None:
 
 
 def _tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """Return where a module keeps hooks that run before, and twice those that run after its forward."""
+    """Return a module's tables of hooks: one for hooks before its forward, and two for hooks after it."""
     return module._forward_pre_hooks, module._forward_hooks, module._forward_hooks_always_called
 
 

@@ -248,8 +248,7 @@ class Bucket:
     def start_over(self) -> None:
         """Be ready for the next backward."""
         self.arrivals, self.reduced, self.moment = 0, False, None
-        self.unit.stepped.clear()
-        self.unit.overwritten.clear()
+        self.unit.begin_backward()
 
     def follow_requires_grad(self) -> None:
         """Update which parameters have gradients. Call it while the bucket is empty."""

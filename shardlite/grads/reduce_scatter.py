@@ -254,7 +254,7 @@ class Averager:
         if unit.work is not None:
             unit.work.wait(self._context.progress.publish)
         if flat.full is None:
-            unit.stepped.add(flat)
+            unit.mark_stepped(flat)
         else:
             torch.autograd.graph.increment_version([flat.params[row] for row in flat.rows])
         return self._stepper.step(flat)

@@ -3,10 +3,9 @@
 In: a module. Out: `Unit`s of `Flat`s, with layouts that every rank works out alike. Read `layout.py` first.
 """
 
-from shardlite.params.buffers import BUCKETS, Buffer, BufferPool, storage_key
+from shardlite.params.full_buffer import BUCKETS, Buffer, storage_key
 from shardlite.params.layout import (
     ALIGN,
-    Empty,
     Layout,
     ShardInfo,
     Slot,
@@ -27,18 +26,8 @@ from shardlite.params.parameters import (
     detach,
     is_dtensor,
     is_plain,
+    scripts,
     take_grad,
 )
-from shardlite.params.partition import (
-    NEVER_CALLED,
-    ROOT,
-    UnitPlan,
-    UnitPolicy,
-    UnitRule,
-    applies,
-    partition_module,
-    scripts,
-)
 from shardlite.params.shard_tensor import ShardTensor, apart
-from shardlite.params.states import Gradients, Weights, check_move
-from shardlite.params.unit import Flat, Unit
+from shardlite.params.unit import ROOT, Flat, Gradients, Unit, Weights, check_move

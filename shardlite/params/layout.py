@@ -1,4 +1,4 @@
-"""Layouts: the place of each parameter in a flat buffer, this rank's shard of it, and the arenas that hold shards.
+"""Layouts: the place of each parameter in a flat buffer, the cuts between shards, and the arenas that hold shards.
 
 A unit's parameters of one kind (dtype, trainable or not) lie one after the other in a full buffer of `W*S` elements,
 which is cut into `W` shards, equal in length for weights. A cut may fall inside a parameter:
@@ -35,8 +35,8 @@ ALIGN = 32
 Vector loops of the optimizer step round a tail of up to 16 elements differently, and low-bit formats keep one scale per
 32 elements. With cuts at multiples of 32 neither depends on the position of a cut, so no result depends on `W`.
 
-Weights in bf16 start at multiples of 64 bytes so. On an H200 matrix products of 2,048 to 8,192 rows took within 2 % of
-the same time with the weight 0, 64, 128 or 192 bytes behind a multiple of 256.
+Weights in bf16 therefore start at multiples of 64 bytes. On an H200 the time of matrix products of 2,048 to 8,192 rows
+differed by less than 2 % with the weight 0, 64, 128 or 192 bytes after a multiple of 256.
 """
 
 ARENA_ALIGN = 1024
@@ -44,7 +44,7 @@ ARENA_ALIGN = 1024
 
 
 _CODES_ALIGN = 16
-"""Bytes: where rows of codes start, so that every access can be a wide one."""
+"""Bytes: each rank's codes start at a multiple of it, so that every access can be a wide one."""
 
 
 def round_up(numel: int, multiple: int) -> int:
@@ -118,7 +118,7 @@ class Layout:
     """`W + 1` offsets in elements, multiples of `grain`: shard `k` is `[cuts[k], cuts[k + 1])`."""
 
     grain: int = ALIGN
-    """Elements that no cut divides. Above `ALIGN`, what is computed block by block does not depend on `W`."""
+    """Block size in elements that no cut divides. If it is above `ALIGN`, statistics of blocks do not depend on `W`."""
 
     @property
     def world_size(self) -> int:
@@ -145,12 +145,12 @@ class Layout:
 
     @cached_property
     def uneven_cuts(self) -> tuple[int, ...] | None:
-        """The cuts as collectives take them: `None` if all shards are equal, which saves hashing `W` numbers a call."""
+        """The cuts as collectives take them: `None` if all shards are equal, so that calls hash no `W` numbers."""
         return None if self.full_numel == self.world_size * self.shard_numel else self.cuts
 
     @property
     def codes_nbytes(self) -> int:
-        """Bytes of one rank's row of a quantized gather, `R`: codes, their scales, and padding to `_CODES_ALIGN`."""
+        """Bytes that one rank sends in a quantized gather, `R`: codes, their scales, and padding to `_CODES_ALIGN`."""
         return round_up(self.shard_numel + self.shard_numel // ALIGN, _CODES_ALIGN)
 
     def shard_range(self, rank: int) -> tuple[int, int]:
@@ -221,16 +221,12 @@ def lay_out(
     return Layout(dtype=dtype, trainable=trainable, slots=tuple(slots), cuts=cuts, grain=grain)
 
 
-Empty: TypeAlias = Callable[[int, torch.dtype], Tensor]
-"""Allocate uninitialised memory: `(numel, dtype) -> Tensor`."""
-
-
 Zeros: TypeAlias = Callable[[int, torch.dtype], Tensor]
-"""Allocate zeroed memory: `(numel, dtype) -> Tensor`. On a CPU, pages are taken on the first write."""
+"""Allocate zeroed memory: `(numel, dtype) -> Tensor`."""
 
 
 def zeros_on(device: torch.device) -> Zeros:
-    """Return the allocator of zeroed memory on `device`."""
+    """Return the allocator of zeroed memory on `device`. On a CPU, pages are allocated on the first write."""
     if device.type != "cpu":
         return lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=device)
     return lambda numel, dtype: lazy_zeros(numel * dtype.itemsize).view(dtype)
@@ -239,7 +235,7 @@ def zeros_on(device: torch.device) -> Zeros:
 def allocate_arenas(kinds: Sequence[tuple[torch.dtype, bool]], lengths: Sequence[int], zeros: Zeros) -> list[Tensor]:
     """Allocate one arena per kind `(dtype, trainable)` and return one zeroed view of each length.
 
-    Nothing is written to the arena: on a CPU it takes memory only as the weights move in.
+    Nothing is written to the arena: on a CPU, pages are allocated when the weights are copied into it.
     """
     parts: list[Tensor] = [torch.empty(0)] * len(kinds)
     for kind in dict.fromkeys(kinds):
@@ -268,7 +264,7 @@ def is_padded(grad: Tensor) -> bool:
 
 
 def joined(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Merge pairs of 1-D tensors, [n] each, that are adjacent in memory on both sides. Return the fewest pairs."""
+    """Merge pairs of 1-D tensors, [n] each, whose first and whose second tensors are adjacent in memory."""
     runs: list[list[tuple[Tensor, Tensor]]] = []
     for pair in sorted(pairs, key=lambda pair: pair[0].data_ptr()):
         if runs and all(_follows(*sides) for sides in zip(runs[-1][-1], pair, strict=True)):

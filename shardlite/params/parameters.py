@@ -1,19 +1,19 @@
 """Parameters of a wrapped model: placeholders without values, full parameters, and shards.
 
 While its unit is sharded, a parameter is a `Placeholder`: it has the parameter's shape, dtype and attributes. An
-operation that needs its values first asks the wrapped model for them: the model unshards the unit inside a forward or a
-backward, and raises otherwise. So no computation reads the memory of a placeholder, which is NaN.
+operation that needs its values first asks the wrapped model to unshard the unit. Outside of a forward or a backward the
+model raises. So no computation reads the memory of a placeholder, which is NaN.
 
 A parameter becomes a placeholder and back by assignment to `__class__`, as `torch.nn.parameter.UninitializedParameter`
 does. It stays the same object and keeps its hooks. While it is full, its operations run as usual.
 
-Knows a unit only as a `ParamOwner`.
+What happens to the parameter of a unit is passed on to its owner, a record of `engine/homes.py`.
 """
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 import torch
@@ -59,28 +59,8 @@ _harmless: frozenset[Any] = frozenset(
 """Functions that need no values."""
 
 
-class ParamOwner(Protocol):
-    """The owner of a sharded parameter."""
-
-    @property
-    def name(self) -> str:
-        """Name of the parameter."""
-
-    def use(self) -> None:
-        """Unshard the parameter's unit, or raise."""
-
-    def gradient(self) -> Tensor | None:
-        """Return the gradient of the shard or, before the reduction, of the whole parameter on this rank."""
-
-    def drop_gradient(self) -> None:
-        """Drop the gradient."""
-
-    def touch(self) -> None:
-        """Record that the memory of the values is handed out. Raise if writes to it would be lost."""
-
-
 _homes: Any = WeakTensorKeyDictionary()
-"""The `ParamOwner` of each parameter of a wrapped model."""
+"""The owner of each parameter of a wrapped model: it unshards the unit, and finds and drops the gradient."""
 
 
 _handed_out: Any = WeakTensorKeyDictionary()
@@ -102,7 +82,7 @@ class Sharded:
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         home = _homes.get(self)
-        if home is None:  # on one rank a parameter is its own shard
+        if home is None:  # a single rank: the parameter is its own shard
             _own_grad.__set__(self, value)
             return
         if value is not None:
@@ -114,7 +94,7 @@ class Sharded:
 
     @property
     def data(self) -> Tensor:
-        """The values, without their history. Writes are detected at the end of the forward in which they are made."""
+        """The values, detached. Writes are detected at the end of the forward in which they are made."""
         home = _homes.get(self)
         if home is not None:
             home.touch()
@@ -155,10 +135,10 @@ class Placeholder(Sharded):
 
 
 as_they_are: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
-"""Access placeholders without unsharding them. (The class itself: it is entered many times for each unit.)"""
+"""Access placeholders without unsharding them. This is PyTorch's class itself, because it is entered often."""
 
 
-def attach(param: nn.Parameter, home: ParamOwner) -> None:
+def attach(param: nn.Parameter, home: Any) -> None:
     """Make `param` a parameter of a wrapped model, owned by `home`."""
     _homes[param] = home
     kind = type(param)
@@ -167,7 +147,7 @@ def attach(param: nn.Parameter, home: ParamOwner) -> None:
 
 
 def to_placeholders(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-    """Turn parameters into placeholders, each with the memory that it shows."""
+    """Turn parameters into placeholders, each with its memory."""
     put = _own_data.__set__
     with as_they_are():
         for param, memory in pairs:
@@ -189,9 +169,9 @@ def to_full(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
 
 
 def detach(param: nn.Parameter, values: Tensor) -> None:
-    """Make a parameter of a wrapped model an ordinary one with `values`, of the class that it had: undo `attach`.
+    """Make a parameter of a wrapped model an ordinary one with `values` and its former class: undo `attach`.
 
-    Hooks of this library are removed from it, and marks; those of the program stay.
+    The library's hooks and attributes are removed from it. Those of the program stay.
     """
     _homes.pop(param, None)
     _handed_out.pop(param, None)
@@ -237,13 +217,13 @@ def _mixed(what: type, kind: type) -> type:
 class Shard(nn.Parameter):
     """A parameter that an optimizer steps: this rank's part of a parameter of the module.
 
-    Writes through `.data` of an ordinary parameter are not counted. Writes through `.data` of a shard are counted, so
-    that the next forward gathers it again.
+    Unlike those of an ordinary parameter, writes through `.data` of a shard are counted, so that the next forward
+    gathers it again.
     """
 
     @property
     def data(self) -> Tensor:
-        """The shard, without its history: a view that shares its version counter."""
+        """The shard, detached: a view that shares its version counter."""
         return _hand_out(self, self.detach())
 
     @data.setter
@@ -260,11 +240,11 @@ def _hand_out(param: Any, view: Tensor) -> Tensor:
 def _copy_into(param: Any, value: Tensor) -> None:
     """Copy `value` into `param` when `.data` is assigned. The memory of `param` is a part of a larger buffer.
 
-    A former `.data` that is alive gets memory of its own and keeps its values, as with an ordinary parameter. So does a
+    A former `.data` that is alive gets its own memory and keeps its values, as with an ordinary parameter. So does a
     `value` that is a view of `param` (`param.data.T`).
 
     Raises:
-        LayoutError: the shape differs, or views of a former `.data` are alive and would change, too.
+        LayoutError: the shape differs, or views of a former `.data` are alive and would change as well.
     """
     if value.shape != param.shape:
         raise LayoutError(
@@ -276,7 +256,7 @@ def _copy_into(param: Any, value: Tensor) -> None:
         if value.data_ptr() == there.data_ptr() and value.stride() == there.stride():
             return
         held = [each for former in _handed_out[param] if (each := former()) is not None and each is not there]
-        held = [each for each in held if each.data_ptr() == there.data_ptr()]  # others are of a buffer of before
+        held = [each for each in held if each.data_ptr() == there.data_ptr()]  # others view a former buffer
         for each in held:
             _check_unviewed(each, value)
         for each in (*held, value) if _begins_in(there, value) else held:
@@ -285,22 +265,28 @@ def _copy_into(param: Any, value: Tensor) -> None:
 
 
 def _check_unviewed(former: Tensor, value: Tensor) -> None:
-    """Raise if views of a former `.data` may be alive. What `value` was computed from is not looked at.
+    """Raise if views of a former `.data` may be alive, unless `value` was computed from it.
 
-    (A graph that saved it counts as a view, for PyTorch does not say which of both holds a tensor.)
+    A graph that saved it counts as a view, because PyTorch does not tell the two apart.
     """
     if former._use_count() > 1 and value.grad_fn is None and value._base is not former:  # type: ignore[attr-defined]
         raise LayoutError(
             "a parameter of a wrapped model was given other memory (`.data = ...`) while a view of its former `.data`, "
-            "or a computation with it, is kept somewhere, which would change with it: keep a copy, `.data.clone()`"
+            "or a computation with it, is kept somewhere and would change as well: keep a copy, `.data.clone()`"
         )
 
 
 def _begins_in(memory: Tensor, tensor: Tensor) -> bool:
-    """Whether a tensor begins inside the memory of another one, which is contiguous."""
+    """Return whether a tensor begins inside the memory of another, contiguous one."""
     return memory.data_ptr() <= tensor.data_ptr() < memory.data_ptr() + memory.nbytes
 
 
 def is_dtensor(value: object) -> bool:
     """Return whether a value is a DTensor. (Its class is found by name because importing it is slow.)"""
     return any(f"{each.__module__}.{each.__qualname__}".endswith(".DTensor") for each in type(value).__mro__)
+
+
+def scripts(model: nn.Module) -> set[nn.Module]:
+    """Return the TorchScript modules and all modules inside them. They accept no hooks."""
+    outer = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
+    return {inner for script in outer for inner in script.modules()}

@@ -60,8 +60,8 @@ def _in_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator
 def apart(view: Tensor) -> Tensor:
     """Return a view of the same memory that has a storage of its own.
 
-    Parameters are parts of one buffer. Tools that write files (safetensors, Accelerate) take tensors of one storage for
-    tied ones, and write one of them.
+    Parameters are parts of one buffer. Tools that write files (safetensors, Accelerate) treat tensors of one storage as
+    tied and write one of them.
     """
     return torch.from_dlpack(view.detach()) if view.numel() else view.detach()
 
@@ -71,20 +71,20 @@ class ShardTensor(Tensor):
 
     `state_dict()` of a wrapped model and of its optimizer holds such tensors. DCP saves and loads them at any world
     size, into plain tensors and DTensors and back. `to_local()` returns this rank's elements, `full_tensor()` gathers
-    those of all ranks; `torch.distributed.tensor.DTensor` has methods of the same names. Other computations raise, for
-    their result would be that of a shard.
+    those of all ranks, as in `torch.distributed.tensor.DTensor`. Other computations raise, because their result would
+    be that of a shard.
 
     Pickling writes this rank's elements as a plain tensor.
 
     Args:
-        local: this rank's elements where they are kept, in the shape in which `to_local()` shall return them; or, for
-            elements that are kept in another form (8-bit moments, split weights), a function that decodes `sources`.
-        shape: of the whole tensor.
+        local: this rank's elements, in the shape that `to_local()` returns; or a function that decodes `sources`, for
+            elements that are kept in another form (8-bit moments, split weights).
+        shape: shape of the whole tensor.
         start: index of the first element of this rank, in row-major order.
-        sources: what `local` decodes, if it is a function.
-        numel, dtype, device: of this rank's elements, if `local` is a function.
-        encode: keeps elements that were written into a decoded copy.
-        gather: makes the whole tensor of this rank's elements, [stop - start]. Collective.
+        sources: tensors that `local` decodes, if it is a function.
+        numel, dtype, device: facts of this rank's elements, if `local` is a function.
+        encode: function that stores elements that were written into a decoded copy.
+        gather: function that gathers the whole tensor from this rank's elements, [stop - start]. Collective.
     """
 
     start: int
@@ -109,7 +109,7 @@ class ShardTensor(Tensor):
         encode: Callable[[Tensor], object] | None = None,
         gather: Gather | None = None,
     ) -> ShardTensor:
-        """Make a tensor of `shape` that has no memory beside `local`."""
+        """Make a tensor of `shape` that has no memory but `local`."""
         if isinstance(local, Tensor):
             numel, dtype, device = local.numel(), local.dtype, local.device
         assert numel is not None, "what is decoded has a known length"
@@ -123,7 +123,7 @@ class ShardTensor(Tensor):
         return self
 
     def to_local(self) -> Tensor:
-        """Return this rank's elements: a view of where they are kept, or a decoded copy, which `commit()` drops."""
+        """Return this rank's elements: a view of them, or a decoded copy, which `commit()` drops."""
         if self._local is None:
             self._local = self._value()
         return self._local
@@ -137,14 +137,14 @@ class ShardTensor(Tensor):
 
         Raises:
             LayoutError: this is the copy that an asynchronous save writes.
-            CommError: a peer failed, is late or calls something else.
+            CommError: a peer failed, timed out or calls something else.
         """
         if self._gather is None:
             raise LayoutError("full_tensor(): this is a snapshot, which is not gathered: take the model's state_dict()")
         return self._gather(self.read())
 
     def commit(self) -> None:
-        """Keep what was written into `to_local()`. No-op for elements that are kept as they are."""
+        """Store what was written into `to_local()`, if that is a decoded copy."""
         if self._decode is not None and self._local is not None:
             if self._encode is not None:
                 self._encode(self._local)
@@ -152,11 +152,11 @@ class ShardTensor(Tensor):
 
     @property
     def kept(self) -> Sequence[Tensor]:
-        """What this rank's elements are kept in: one tensor, or those that are decoded."""
+        """The tensors that hold this rank's elements: one, or those that are decoded."""
         return [self.to_local().detach()] if self._decode is None else self._sources
 
     def snapshot(self, copy: Callable[[Tensor], Tensor]) -> ShardTensor:
-        """Return a tensor of the elements of now. `copy` copies them in the form in which they are kept."""
+        """Return a tensor of the current elements. `copy` copies them in the form in which they are kept."""
         copies = [*map(copy, self.kept)]
         if self._decode is None:
             return ShardTensor(copies[0], self.shape, self.start)
@@ -210,7 +210,7 @@ class ShardTensor(Tensor):
         assert index.offset is not None, "a shard is one of many"
         return self.box(index.offset, self.to_local().detach().reshape(-1))
 
-    # ---- what else may be done with it ------------------------------------------------------------------------------
+    # ---- other operations -------------------------------------------------------------------------------------------
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -218,7 +218,7 @@ class ShardTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Copy and convert; refuse all else."""
+        """Copy and convert. Refuse all other operations."""
         if func in _COPIES:
             whole: ShardTensor = args[0]
             return whole._like(func(whole._value(), *args[1:], **(kwargs or {})))

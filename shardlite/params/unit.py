@@ -1,4 +1,4 @@
-"""A unit: the parameters that are gathered together. It holds tensors and a phase; others decide when it moves.
+"""A unit: the parameters that are gathered together. It owns its state; others decide when it changes.
 
 Three things stand for one parameter. The module's own `nn.Parameter` is what forward and autograd see: a view of the
 full buffer while there is one, else a placeholder. The shard is what the optimizer sees: a view of the arena under the
@@ -11,6 +11,7 @@ shape if this rank has all of the parameter, else `[k, 1, ...]`.
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from itertools import accumulate, compress
 from operator import attrgetter
@@ -20,17 +21,19 @@ from shardlite_kernels import join, split
 from torch import Tensor, nn
 
 from shardlite.comm import Work
-from shardlite.errors import LayoutError
-from shardlite.params.buffers import Buffer, storage_key
+from shardlite.errors import LayoutError, PhaseError
+from shardlite.params.full_buffer import Buffer, storage_key
 from shardlite.params.layout import Layout, Place, Slot, mark_padded, round_up, views
 from shardlite.params.parameters import as_they_are, to_full, to_placeholders
 from shardlite.params.shard_tensor import Gather, ShardTensor, apart
-from shardlite.params.states import Weights, check_move
+
+ROOT = "(root)"
+"""Name of the root unit, which holds the parameters of no other unit."""
 
 _FLAT_ALIGN = 256
-"""Bytes: where the flats start in a buffer, so that every access can be a wide one."""
+"""Bytes: flats start at multiples of it in a buffer, so that every access can be a wide one."""
 
-_version_of = attrgetter("_version")  # by `map` it is read of many tensors without a call in Python
+_version_of = attrgetter("_version")  # `map` reads it of many tensors without a call in Python
 _requires_grad_of = attrgetter("requires_grad")
 _local_version_of = attrgetter("local._version")
 
@@ -40,46 +43,46 @@ class Flat:
     """The parameters of one kind (dtypes, trainable) in a unit."""
 
     layout: Layout
-    """Of the weights as this rank keeps them."""
+    """Layout of the weights as this rank keeps them."""
 
     compute: torch.dtype
-    """Of the full weights, which forward and backward use."""
+    """Dtype of the full weights, which forward and backward use."""
 
     reduce: torch.dtype
-    """In which gradients are summed."""
+    """Dtype in which gradients are summed."""
 
     quantized: bool
-    """Whether gathers send codes of 8 bits."""
+    """Whether gathers send 8-bit codes."""
 
     params: Sequence[nn.Parameter]
-    """The module's own, one per slot."""
+    """The module's own parameters, one per slot."""
 
     rank: int | None
-    """Whose shard of the layout this rank keeps; `None` if it keeps all of them."""
+    """Rank whose shard of the layout is kept here, or `None` if all shards are."""
 
     local: Tensor
-    """What this rank keeps: its shard [S] in the arena, or all [W*S]."""
+    """Weights that this rank keeps: its shard [S] in the arena, or all [W*S]."""
 
     low: Tensor | None = None
-    """The lower part, laid out like `local`, of weights that are split: `local` is the upper one then."""
+    """Lower part of split weights, laid out like `local`, which is then the upper part."""
 
     full: Tensor | None = None
-    """Memory for the full weights [W*S] where they always have some, of which `local` may be a part."""
+    """Permanent memory of the full weights [W*S], if they have any. `local` may be a part of it."""
 
     shards: Sequence[nn.Parameter] = ()
-    """The parts of `local` that belong to each slot, as the optimizer sees them."""
+    """Parts of `local` that belong to each slot, as the optimizer sees them."""
 
     placeholder: Tensor | None = None
-    """The one element that parameters show while they are not full: NaN where the dtype has it."""
+    """Memory of placeholders: one element, NaN if the dtype has it."""
 
     rows: tuple[int, ...] = field(init=False)
-    """The slots that have gradients."""
+    """Indices of the slots that have gradients."""
 
     gradients: Layout = field(init=False)
-    """Of the gradients: of those slots only."""
+    """Layout of the gradients: of those slots only."""
 
     _own_gradients: Sequence[Place] = field(init=False)
-    """What of each gradient lies in this rank's gradient shard."""
+    """Place of each gradient's elements in this rank's gradient shard."""
 
     _hidden: Sequence[Tensor] = field(init=False, default=())
     """The placeholder in the shape of each slot."""
@@ -88,26 +91,26 @@ class Flat:
         self.follow_requires_grad()
 
     def rows_now(self) -> tuple[int, ...]:
-        """Return the slots whose parameters require gradients."""
+        """Return the indices of the slots whose parameters require gradients."""
         with as_they_are():
             return tuple(compress(range(len(self.params)), map(_requires_grad_of, self.params)))
 
     def follow_requires_grad(self) -> None:
-        """Give gradients to the slots whose parameters require them now."""
+        """Update which slots have gradients: those whose parameters require them now."""
         self.rows = self.rows_now()
         self.gradients = self.layout.only(self.rows, self.reduce)
         self._own_gradients = _places(self.gradients, self.own_range(self.gradients))
 
     @property
     def master(self) -> torch.dtype:
-        """In which weights are stepped."""
+        """Dtype in which weights are stepped."""
         return self.local.dtype if self.low is None else torch.float32
 
     def weights(self) -> Tensor:
-        """Return what this rank keeps with all digits: `local` itself or, if it is split, a copy in fp32."""
+        """Return this rank's weights in full precision: `local` itself, or a copy in fp32 if they are split."""
         return self.local if self.low is None else _joined(self.local, self.low)
 
-    def keep(self, weights: Tensor, begin: int = 0) -> None:
+    def write(self, weights: Tensor, begin: int = 0) -> None:
         """Overwrite elements of `local` from `begin` on with `weights` [n] (any float dtype)."""
         part = slice(begin, begin + weights.numel())
         if self.low is None:
@@ -116,52 +119,52 @@ class Flat:
             split(self.local[part], self.low[part], weights.to(self.local.device, torch.float32).contiguous())
             torch.autograd.graph.increment_version(self.local)  # kernels do not
 
-    def keep_row(self, row: int, weights: Tensor) -> None:
+    def write_param(self, index: int, weights: Tensor) -> None:
         """Overwrite this rank's elements of the parameter of a slot (same numel, any float dtype)."""
-        self.keep(weights.reshape(-1), self.layout.slots[row].within(*self.own_range(self.layout))[0])
+        self.write(weights.reshape(-1), self.layout.slots[index].within(*self.own_range(self.layout))[0])
 
-    def shard_tensor(self, row: int, gather: Gather) -> Tensor:
-        """Return this rank's elements of the parameter of a slot with all digits: a plain tensor if it keeps all.
+    def shard_tensor(self, index: int, gather: Gather) -> Tensor:
+        """Return this rank's elements of the parameter of a slot in full precision: a plain tensor if it keeps all.
 
-        `gather` makes the whole tensor of them.
+        `gather` gathers the whole tensor.
         """
-        slot, own = self.layout.slots[row], self.own_range(self.layout)
+        slot, own = self.layout.slots[index], self.own_range(self.layout)
         start, stop = slot.within(*own)
-        if slot.numel == 0:  # a shard of it would be on no rank
+        if slot.numel == 0:  # no rank has a shard of it
             return torch.empty(slot.shape, dtype=self.master, device=self.local.device)
         if self.low is None:
             (local,) = views(self.local, [_place(slot, start, stop)])
             if self.rank is None:
                 return apart(local)
-            return ShardTensor(local, slot.shape, self.range_of(row)[0], gather=gather)
-        high, low, shape = self.local[start:stop], self.low[start:stop], self.shards[row].shape
+            return ShardTensor(local, slot.shape, self.range_of(index)[0], gather=gather)
+        high, low, shape = self.local[start:stop], self.low[start:stop], self.shards[index].shape
         return ShardTensor(
             lambda high, low: _joined(high, low).view(shape),
             slot.shape,
-            self.range_of(row)[0],
+            self.range_of(index)[0],
             sources=(high, low),
             numel=stop - start,
             dtype=torch.float32,
             device=high.device,
-            encode=partial(self.keep_row, row),
+            encode=partial(self.write_param, index),
             gather=gather,
         )
 
     @property
     def in_place(self) -> bool:
-        """Whether `local` is the memory of the full weights, or a part of it."""
+        """Whether `local` is the permanent memory of the full weights, or a part of it."""
         return self.full is not None and storage_key(self.full) == storage_key(self.local)
 
     def own_range(self, layout: Layout) -> tuple[int, int]:
-        """Return which elements of a full buffer in this layout this rank keeps."""
+        """Return the range of a full buffer in this layout that this rank keeps."""
         return (0, layout.full_numel) if self.rank is None else layout.shard_range(self.rank)
 
     def own_part(self, full: Tensor) -> Tensor:
-        """Return what of the full weights [W*S] this rank keeps: [S], or all of it."""
+        """Return the part of the full weights [W*S] that this rank keeps: [S], or all of it."""
         return full[slice(*self.own_range(self.layout))]
 
     def unbind(self) -> None:
-        """Turn the module's parameters into placeholders: their shape, the memory of one NaN."""
+        """Turn the module's parameters into placeholders: their shape over the memory of one NaN."""
         if self.placeholder is None:
             self.placeholder = _placeholder(self.compute, self.local.device)
             self._hidden = [self.placeholder.expand(slot.shape) for slot in self.layout.slots]
@@ -172,27 +175,27 @@ class Flat:
         return zip(self.params, self.layout.views(full), strict=True)
 
     def shard_views(self, local: Tensor) -> list[Tensor]:
-        """Cut something laid out like `local` into what belongs to each shard."""
+        """Cut a tensor laid out like `local` into the part of each shard."""
         return views(local, _places(self.layout, self.own_range(self.layout)))
 
-    def part_of(self, row: int, tensor: Tensor) -> Tensor:
-        """Cut a tensor like the parameter of a slot into what belongs to its shard."""
-        first, stop = self.range_of(row)
-        return tensor.reshape(-1)[first:stop].view(self.shards[row].shape)
+    def part_of(self, index: int, tensor: Tensor) -> Tensor:
+        """Return the part of a tensor, shaped like the parameter of a slot, that belongs to its shard."""
+        first, stop = self.range_of(index)
+        return tensor.reshape(-1)[first:stop].view(self.shards[index].shape)
 
-    def range_of(self, row: int) -> tuple[int, int]:
-        """Return which elements of the parameter of a slot this rank keeps, 0 to 0 if none."""
-        slot, own = self.layout.slots[row], self.own_range(self.layout)
+    def range_of(self, index: int) -> tuple[int, int]:
+        """Return the range of elements of the parameter of a slot that this rank keeps, `(0, 0)` if none."""
+        slot, own = self.layout.slots[index], self.own_range(self.layout)
         first, stop = slot.within(*own)
         return (own[0] + first - slot.start, own[0] + stop - slot.start) if first < stop else (0, 0)
 
-    def cuts_of(self, row: int) -> list[int]:
+    def cuts_of(self, index: int) -> list[int]:
         """Return the cuts between ranks inside the parameter of a slot, in its elements, [W + 1]."""
-        slot = self.layout.slots[row]
+        slot = self.layout.slots[index]
         return [min(max(cut - slot.start, 0), slot.numel) for cut in self.layout.cuts]
 
     def gradient_views(self, mean: Tensor) -> list[Tensor]:
-        """Cut a gradient shard into what belongs to each shard that has a gradient, in the order of `rows`."""
+        """Cut a gradient shard into the part of each shard that has a gradient, in the order of `rows`."""
         return mark_padded(views(mean, self._own_gradients))
 
 
@@ -204,7 +207,7 @@ def _joined(high: Tensor, low: Tensor) -> Tensor:
 
 
 def _places(layout: Layout, own: tuple[int, int]) -> list[Place]:
-    """Return where each slot's elements lie in the part `own` of a full buffer."""
+    """Return the place of each slot's elements in the part `own` of a full buffer."""
     return [_place(slot, *slot.within(*own)) for slot in layout.slots]
 
 
@@ -219,59 +222,111 @@ def _place(slot: Slot, first: int, stop: int) -> Place:
     return (stop - first, *ones[1:]), ones, first
 
 
+class Weights(Enum):
+    """State of a unit's full weights."""
+
+    SHARDED = "sharded"  # only this rank's shard is valid; the module's parameters are placeholders
+    GATHERING = "gathering"  # all-gather in flight: the full weights must not be read
+    FULL = "full"  # the full weights are in use. The parameters are views of them, or still placeholders if only
+    # handles in a graph use them
+    IDLE = "idle"  # the full weights are valid and not in use. Stage 3: parameters are placeholders, the buffer may be
+    # evicted. Stages 1, 2: parameters stay views of the full weights, which have permanent memory
+
+
+class Gradients(Enum):
+    """State of a unit's gradient bucket."""
+
+    EMPTY = "empty"  # nothing since the last reduction
+    FILLING = "filling"  # this rank's own gradients, of one or more backwards
+    REDUCING = "reducing"  # reduce-scatter in flight: bucket and gradient shard must not be touched
+
+
+_LEGAL: tuple[tuple[Enum, Enum], ...] = (  # a tuple, because a dictionary lookup by an `Enum` calls Python code
+    (Weights.SHARDED, Weights.GATHERING),
+    (Weights.GATHERING, Weights.FULL),
+    (Weights.FULL, Weights.IDLE),
+    (Weights.IDLE, Weights.FULL),
+    (Weights.IDLE, Weights.SHARDED),
+    (Gradients.EMPTY, Gradients.FILLING),
+    (Gradients.FILLING, Gradients.REDUCING),
+    (Gradients.FILLING, Gradients.EMPTY),
+    (Gradients.REDUCING, Gradients.EMPTY),
+)
+
+
+def check_move(unit: str, now: Enum, to: Enum) -> None:
+    """Raise `PhaseError` unless the transition of `unit` from `now` to `to` is legal."""
+    if (now, to) not in _LEGAL:
+        legal = ", ".join(str(end.value) for start, end in _LEGAL if start is now)
+        raise PhaseError(f"unit {unit!r}: cannot go from {now.value} to {to.value}; allowed: {legal}")
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """What the latest gather of a unit has made."""
+
+    version: int = -1
+    """Version of the shards that were gathered."""
+
+    work: Work | None = None
+    in_flight: bool = False
+    bound: bool = False
+    """Whether the module's parameters are views of the full weights."""
+
+    invalid: bool = False
+    """Whether the full weights may have been written to."""
+
+    streams: set[torch.cuda.Stream] = field(default_factory=set)
+    """Streams beside the home stream that read the full weights."""
+
+
 @dataclass(eq=False)
 class Unit:
-    """Parameters that are gathered together. Full weights stay while `users`, the number of their uses, is not 0."""
+    """Parameters that are gathered together, and the state of their full weights. Only its methods change it.
+
+    begin_gather -> landed -> use -> end_use -> hide (stage 3) -> evict
+                                             -> rest (stages 1, 2) -> expire
+    """
 
     index: int
     name: str
     flats: Sequence[Flat]
     is_root: bool = False
-    """Whether it holds what no other unit does, so that its gradients come first and last."""
+    """Whether this is the root unit, whose gradients come first and last."""
 
     keep_unsharded: bool = False
-    """Never evicted for the sake of another unit: the root, whose parameters are used all through a pass, and units
-    that are to stay gathered until their backward."""
+    """Whether no other unit may take its buffer: the root, which is used all through a pass, and units that stay
+    gathered until their backward."""
 
-    phase: Weights = Weights.SHARDED
-    users: int = 0
-    bound: bool = False
-    """Whether the module's parameters are views of the full weights."""
+    phase: Weights = field(init=False, default=Weights.SHARDED)
+    users: int = field(init=False, default=0)
+    """Number of uses of the full weights that have not ended."""
 
-    buffer: Buffer | None = None
-    work: Work | None = None
-    """The gather in flight."""
+    buffer: Buffer | None = field(init=False, default=None)
+    """Buffer of the full weights at stage 3."""
 
-    gathered: Work | None = None
-    """The latest gather that was waited for."""
+    overwritten: set[Flat] = field(init=False, default_factory=set)
+    """Flats that were stepped in the running backward and whose old weights no buffer holds any more."""
 
-    others: set[torch.cuda.Stream] = field(default_factory=set)
-    """Streams beside the home stream that use the full weights."""
-
-    gathered_version: int = -1
-    needs_regather: bool = False
-    """Whether the full weights may have been written to, so that the next use gathers them again."""
-
-    stepped: set[Flat] = field(default_factory=set)
-    """The flats that were stepped in the running backward: only a buffer still has their old weights."""
-
-    overwritten: set[Flat] = field(default_factory=set)
-    """Those of `stepped` whose old weights no buffer has any more."""
-
-    touched: bool = False
-    """Whether `.data` of a full weight was handed out, so that writes may go uncounted."""
-
-    escapes: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)
+    escapes: list[weakref.ref[torch.UntypedStorage]] = field(init=False, default_factory=list)
     """Buffers of this unit that tensors outside the library still view."""
 
     nbytes: int = field(init=False)
-    """Of a buffer for the full weights."""
+    """Bytes of a buffer for the full weights."""
 
     needs_gather: bool = field(init=False)
-    """Whether full weights have other memory than the shards, or are gathered, so that they must be made."""
+    """Whether full weights must be made from shards: by a gather, a cast or a copy."""
 
     copied: bool = field(init=False)
     """Whether some full weights are other memory than the shards."""
+
+    _stepped: set[Flat] = field(init=False, default_factory=set)
+    """Flats that were stepped in the running backward: only a buffer still has their old weights."""
+
+    _touched: bool = field(init=False, default=False)
+    """Whether `.data` of a full weight was handed out, so that a write may not be counted."""
+
+    _gathered: _Gathered = field(init=False, default_factory=_Gathered)
 
     def __post_init__(self) -> None:
         self._params = tuple(param for flat in self.flats for param in flat.params)
@@ -280,31 +335,176 @@ class Unit:
         lengths = (round_up(_full_nbytes(flat), _FLAT_ALIGN) for flat in self.flats)
         *self._starts, self.nbytes = accumulate(lengths, initial=0)
 
+    # ---- transitions ------------------------------------------------------------------------------------------------
+
+    def take_buffer(self, buffer: Buffer) -> None:
+        """Use `buffer` for the full weights of the next gather."""
+        self.buffer, self.overwritten = buffer, set(self._stepped)
+
+    def begin_gather(self, work: Work) -> None:
+        """Record that `work` gathers the current shards."""
+        self._move(Weights.GATHERING)
+        self._gathered = _Gathered(self.version(), work, in_flight=True)
+
+    def landed(self) -> None:
+        """Record that the gather in flight was waited for."""
+        self._gathered.in_flight = False
+        self._move(Weights.FULL)
+
+    def use(self) -> None:
+        """Begin a use of the full weights. Uses nest."""
+        if self.phase is Weights.IDLE:
+            self._move(Weights.FULL)
+        self.users += 1
+
+    def end_use(self) -> bool:
+        """End a use. Return whether it was the last one."""
+        self.users -= 1
+        return self.users == 0
+
+    def bind(self) -> None:
+        """Turn the module's parameters into views of the full weights."""
+        self._gathered.bound = True
+        fulls = self.fulls()
+
+        def cut(_: Tensor) -> list[Tensor]:
+            return [view for flat, full in zip(self.flats, fulls, strict=True) for view in flat.layout.views(full)]
+
+        if self.buffer is not None:
+            to_full(zip(self._params, self.buffer.views(self.index, cut), strict=True))
+            return
+        for flat, full in zip(self.flats, fulls, strict=True):
+            to_full(flat.views(full))
+
+    def rest(self) -> None:
+        """Become idle. The parameters stay views of the full weights."""
+        self._move(Weights.IDLE)
+
+    def hide(self) -> None:
+        """Become idle and turn the parameters into placeholders. The buffer keeps the full weights."""
+        assert self.buffer is not None
+        was_bound = self.bound
+        if was_bound:
+            self._unbind()
+        if self.buffer.escaped():
+            self.escapes.append(weakref.ref(self.buffer.bytes.untyped_storage()))
+        if was_bound:
+            self._outdate_hidden()
+        self._move(Weights.IDLE)
+
+    def evict(self) -> Buffer:
+        """Give up the full weights. Return their buffer."""
+        assert self.buffer is not None
+        buffer, self.buffer = self.buffer, None
+        if self.phase is not Weights.SHARDED:  # else its gather could not be queued
+            self._move(Weights.SHARDED)
+        return buffer
+
+    def expire(self) -> None:
+        """Turn the parameters into placeholders, because the shards have changed."""
+        self._unbind()
+        torch.autograd.graph.increment_version(self._params)  # what autograd has saved would read as NaN
+        self._move(Weights.SHARDED)
+
+    def share(self, stream: torch.cuda.Stream) -> None:
+        """Let another stream than the home stream read the full weights, behind their gather."""
+        if self._gathered.work is not None:
+            self._gathered.work.wait()
+            self._gathered.streams.add(stream)
+
+    def take_streams(self) -> set[torch.cuda.Stream]:
+        """Return the other streams that have read the full weights, and forget them."""
+        streams, self._gathered.streams = self._gathered.streams, set()
+        return streams
+
+    def invalidate(self) -> None:
+        """Gather anew at the next use, because the full weights may have been written to."""
+        self._gathered.invalid = True
+
+    def validate(self) -> None:
+        """Count the full weights as gathered from the current shards: both were written alike."""
+        self._gathered.version = self.version()
+
+    def touch(self) -> None:
+        """Record that `.data` of a full weight was handed out."""
+        self._touched = True
+
+    def was_touched(self) -> bool:
+        """Return whether `touch` was called since the last call of this method."""
+        touched, self._touched = self._touched, False
+        return touched
+
+    def begin_backward(self) -> None:
+        """Forget the steps of the backward before."""
+        self._stepped.clear()
+        self.overwritten.clear()
+
+    def mark_stepped(self, flat: Flat) -> None:
+        """Record that the running backward steps a flat."""
+        self._stepped.add(flat)
+
+    def reclaimed(self, buffer: Buffer) -> None:
+        """Record that no tensor outside the library views `buffer` any more."""
+        self.escapes = [each for each in self.escapes if each() is not buffer.bytes.untyped_storage()]
+
+    def _move(self, to: Weights) -> None:
+        check_move(self.name, self.phase, to)
+        self.phase = to
+
+    def _unbind(self) -> None:
+        self._gathered.bound = False
+        for flat in self.flats:
+            flat.unbind()
+
+    def _outdate_hidden(self) -> None:
+        """Increment versions, so that autograd's in-place check refuses parameters that were saved around our hooks.
+
+        Not while a view of them lives: autograd would take the view for modified and derive its gradient from the
+        strides of the placeholder, without an error. The view itself is right, because it keeps its buffer.
+        """
+        self.escapes = [each for each in self.escapes if each() is not None]
+        if not self.escapes:
+            torch.autograd.graph.increment_version(self._params)
+
+    # ---- what it holds ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the full weights are there, or being gathered, at the current version."""
+        state = self._gathered
+        return self.phase is not Weights.SHARDED and state.version == self.version() and not state.invalid
+
+    @property
+    def bound(self) -> bool:
+        """Whether the module's parameters are views of the full weights."""
+        return self._gathered.bound
+
+    @property
+    def work(self) -> Work | None:
+        """The gather in flight."""
+        return self._gathered.work if self._gathered.in_flight else None
+
+    @property
+    def gathered_version(self) -> int:
+        """Version of the shards that the full weights were gathered from."""
+        return self._gathered.version
+
     @property
     def trainable(self) -> list[Flat]:
         """The flats that have gradients now."""
         return [flat for flat in self.flats if flat.rows]
-
-    def move(self, to: Weights) -> None:
-        """Change the phase.
-
-        Raises:
-            PhaseError: the move is illegal.
-        """
-        check_move(self.name, self.phase, to)
-        self.phase = to
 
     def params(self) -> Sequence[nn.Parameter]:
         """Return the module's own parameters."""
         return self._params
 
     def writes(self) -> int:
-        """Return a number that grows with every write into the full parameters while they are there."""
+        """Return a number that grows with every counted write into the full parameters."""
         with as_they_are():
             return sum(map(_version_of, self._params))
 
     def version(self) -> int:
-        """Return a number that grows with every change of this rank's shards, however it is made."""
+        """Return a number that grows with every change of this rank's shards."""
         return sum(map(_local_version_of, self.flats))
 
     def fulls(self) -> list[Tensor]:
@@ -337,22 +537,8 @@ class Unit:
                     "Use AdamW without in_backward"
                 )
 
-    def bind(self) -> None:
-        """Turn the module's parameters into views of the full weights."""
-        self.bound = True
-        fulls = self.fulls()
-
-        def cut(_: Tensor) -> list[Tensor]:
-            return [view for flat, full in zip(self.flats, fulls, strict=True) for view in flat.layout.views(full)]
-
-        if self.buffer is not None:
-            to_full(zip(self._params, self.buffer.views(self.index, cut), strict=True))
-            return
-        for flat, full in zip(self.flats, fulls, strict=True):
-            to_full(flat.views(full))
-
     def check_memory(self) -> None:
-        """Check that the module's parameters are what they were made: full weights or placeholders.
+        """Check that the module's parameters still have the memory that they were given.
 
         Raises:
             LayoutError: a parameter was given other memory.
@@ -371,18 +557,8 @@ class Unit:
                 if address != placeholder and home not in (full, lent) and slot.numel:
                     raise LayoutError(
                         f"parameter {slot.name!r} was given other memory (`.data = ...`, `.half()`, `.to(...)`), so it "
-                        "is the sharded one no more. Write into it inside `gathered()`, and convert before wrapping"
+                        "is no longer the sharded one. Write into it inside `gathered()`, and convert before wrapping"
                     )
-
-    def unbind(self) -> None:
-        """Turn the module's parameters into placeholders."""
-        self.bound = False
-        for flat in self.flats:
-            flat.unbind()
-
-    def outdate(self) -> None:
-        """Increment versions, so that autograd's in-place check refuses parameters that were saved before."""
-        torch.autograd.graph.increment_version(self.params())
 
 
 def _full_nbytes(flat: Flat) -> int:

@@ -1,11 +1,12 @@
-"""Full weights while a module needs them (stage 3).
+"""Full weights while a module needs them.
 
 In: units, and when they are used. Out: the module's parameters as views of gathered buffers, or placeholders. All ranks
 gather in one order, whatever branches each of them takes. Read `unshard.py` first.
 """
 
-from shardlite.weights.all_gather import Gathering
+from shardlite.weights.all_gather import Gathering, differs, places, take_over, take_over_all
+from shardlite.weights.gather_order import GatherOrder
+from shardlite.weights.policy import BufferPolicy, Space, UnitSize
 from shardlite.weights.resident import ResidentWeights
 from shardlite.weights.saved_tensors import Call, Calls, are_innermost, pop_hooks, push_hooks
 from shardlite.weights.unshard import Gatherer
-from shardlite.weights.writeback import differs, places, take_over, take_over_all

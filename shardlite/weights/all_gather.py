@@ -5,18 +5,19 @@
 
     row   | S codes | S/32 scales | padding |     R bytes, a multiple of 16
 
-Blocks of 32 lie within one parameter and within one shard, so the codes of a weight do not depend on `W`. A rank reads
-its own weights from its own codes as well: all ranks compute with the same values. The shard itself stays exact.
+Blocks of 32 lie within one parameter and within one shard, so the codes of a weight do not depend on `W`. A rank
+decodes its own weights too, so all ranks compute with the same values. The shard itself stays exact.
 
-Where the shard is a part of the full weights nothing is copied, and one rank has nothing to gather.
+A shard that is a part of the full weights is not copied. A single rank gathers nothing.
 
 Legend: `W` ranks, `S` elements per shard, a multiple of 32, `R` bytes per row.
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 
 import torch
 from shardlite_kernels import cast, dequantize, quantize
@@ -25,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from shardlite.comm import Context, Moment, Operation, ProgramStreams, StreamQueue, Work, all_gather
-from shardlite.params import ALIGN, Empty, Flat, Unit, Weights, as_they_are
+from shardlite.params import ALIGN, Flat, Unit, as_they_are
 
 TAKE_PART = "take part"
 """The purpose of a gather that only other ranks need."""
@@ -42,7 +43,7 @@ def place_own(flat: Flat, full: Tensor) -> None:
         cast(own, flat.local)
 
 
-def pack(flat: Flat, empty: Empty) -> Tensor:
+def pack(flat: Flat, empty: Callable[[int, torch.dtype], Tensor]) -> Tensor:
     """Return a payload [W*R] that `empty` makes, of which this rank's row has the codes of its shard."""
     assert flat.rank is not None, "who has all weights gathers none"
     payload = empty(flat.layout.world_size * flat.layout.codes_nbytes, torch.uint8)
@@ -79,81 +80,95 @@ def _columns(flat: Flat, payload: Tensor) -> tuple[Tensor, Tensor]:
 _CHECKPOINT_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 
-class Gathering(Protocol):
-    """Has full weights ready when they are used: `Gatherer` gathers and evicts them, `ResidentWeights` keeps them."""
+class Gathering(ABC):
+    """Provides full weights when they are used: `Gatherer` gathers and evicts them, `ResidentWeights` keeps them.
 
+    What is not abstract here does nothing where full weights are permanent and every rank gathers every unit.
+    """
+
+    @abstractmethod
     def unshard(self, unit: Unit) -> None:
-        """Make the unit's full weights readable until `reshard`. Calls nest. Within a pass."""
+        """Make the unit's full weights readable until `reshard`. Calls nest. Call it within a pass."""
 
+    @abstractmethod
     def reshard(self, unit: Unit) -> None:
         """End one use."""
 
+    @abstractmethod
+    def begin_pass(self, kind: str) -> None:
+        """Start a forward pass. Passes of one kind are expected to need the same units."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait until no other rank needs this rank's part of the current weights."""
+
     def forget(self, units: Sequence[Unit]) -> None:
         """Gather each unit again at its next use, because its full weights may have been written to."""
+        for unit in units:
+            unit.invalidate()
+        self.expire()
 
-    def expire(self) -> None:
-        """Note that shards have changed."""
+    def expire(self) -> None:  # noqa: B027
+        """Record that shards have changed."""
 
-    def begin_pass(self, kind: str) -> None:
-        """Start a forward pass; those of one kind are expected to need the same units."""
+    def begin_backward(self, *, final: bool) -> None:  # noqa: B027
+        """Start the pass of a backward. A `final` one is followed by a step, after which all weights are stale."""
 
-    def begin_backward(self, *, final: bool) -> None:
-        """Start the pass of a backward; a `final` one is followed by a step, after which all weights are stale."""
+    def stop_prefetching(self) -> None:  # noqa: B027
+        """Gather nothing ahead in the rest of this pass, and keep at most one idle unit."""
 
-    def stop_prefetching(self) -> None:
-        """Gather nothing ahead in the rest of the pass in progress, and keep one idle unit at most."""
-
-    def end_pass(self) -> None:
+    def end_pass(self) -> None:  # noqa: B027
         """End the pass in progress, if there is one: this rank needs no more weights in it."""
 
     def inside_pass(self, kind: str) -> AbstractContextManager[None]:
         """Unshard in the pass in progress or, if there is none, in a new one."""
+        del kind
+        return nullcontext()
 
-    def after_backward(self, *, final: bool) -> None:
-        """Drop what a backward leaves that is of no more use."""
+    def after_backward(self, *, final: bool) -> None:  # noqa: B027
+        """Drop what is not used after a backward."""
 
-    def confirm_ends(self) -> None:
-        """Note that operations on the current stream are from now on behind the end of every pass, on all ranks."""
+    def confirm_ends(self) -> None:  # noqa: B027
+        """Record that the current stream is behind the end of every pass on all ranks."""
 
     def in_step(self) -> bool:
         """Return whether all ranks have needed the same units since the last step."""
-
-    def settle(self) -> None:
-        """Wait until no other rank needs this rank's part of the weights of now."""
+        return True
 
     def spare(self) -> Iterable[Tensor]:
         """Return memory that is kept for later gathers."""
+        return ()
 
 
+@dataclass
 class Gather:
-    """One gather of a unit, for a queue to run: into the unit's memory, or into memory that is dropped.
+    """One gather of a unit, run on a queue: into the unit's memory, or into memory that is dropped."""
 
-    `beside` says that it runs beside others, which may be of the same unit.
-    """
+    context: Context
+    unit: Unit
+    fulls: deque[Tensor]
+    """The unit's memory, one tensor [W*S] per flat; empty if only other ranks need the gather."""
 
-    def __init__(
-        self, context: Context, unit: Unit, fulls: Iterable[Tensor], *, purpose: str, during: str, beside: bool
-    ) -> None:
-        self._context = context
-        self._beside = beside
-        self._unit = unit
-        self._fulls = deque(fulls)
-        self._purpose = purpose
-        self._during = during
+    purpose: str
+    during: str
+    """Kind of the pass, for errors."""
+
+    by_hosts: bool
+    """Whether messages go through the memory of the hosts, beside those of other gathers."""
 
     def run(self) -> None:
-        """Gather flat by flat. What every rank has is not gathered."""
-        context, unit = self._context, self._unit
-        if self._purpose == TAKE_PART:
+        """Gather flat by flat. A flat that every rank has is not gathered."""
+        context, unit = self.context, self.unit
+        if self.purpose == TAKE_PART:
             context.trace.emit(TAKE_PART, unit.name)
         for i, flat in enumerate(unit.flats):
-            full = self._fulls.popleft() if self._fulls else None
+            full = self.fulls.popleft() if self.fulls else None
             sent = self._own_part(flat, full)
             if flat.quantized or (flat.rank is not None and context.transport.world_size > 1):
                 operation = self._name(i)
                 context.progress.joins()
-                with context.traffic.running(self._purpose, unit.name):
-                    if self._beside:
+                with context.traffic.running(self.purpose, unit.name):
+                    if self.by_hosts:
                         _all_gather_by_hosts(sent, context, operation)
                     else:
                         all_gather(sent, context.transport, operation=operation)
@@ -162,27 +177,25 @@ class Gather:
             del full, sent  # or they would view the unit's memory when the work is done
 
     def _name(self, flat: int) -> Operation:
-        """Name the gather of one flat. One that was negotiated says nothing of the step: that ranks have compared."""
-        what = f"{'negotiated ' * self._beside}all-gather of unit {self._unit.name!r}, flat {flat}"
-        return self._context.operation(
-            what, self._purpose, self._unit.name, at_any_step=self._beside, during=self._during
-        )
+        """Name the gather of one flat. A negotiated gather is not named by the step: ranks have compared that."""
+        what = f"{'negotiated ' * self.by_hosts}all-gather of unit {self.unit.name!r}, flat {flat}"
+        return self.context.operation(what, self.purpose, self.unit.name, at_any_step=self.by_hosts, during=self.during)
 
     def _own_part(self, flat: Flat, full: Tensor | None) -> Tensor:
         """Return the buffer to be gathered, with this rank's part in it."""
         if flat.quantized:
-            payload = pack(flat, self._context.empty)
-            self._context.ledger.track("staging", payload)
+            payload = pack(flat, self.context.empty)
+            self.context.ledger.track("staging", payload)
             return payload
         if full is None:
-            full = self._context.empty(flat.layout.full_numel, flat.compute)
-            self._context.ledger.track("gather buffers", full)
+            full = self.context.empty(flat.layout.full_numel, flat.compute)
+            self.context.ledger.track("gather buffers", full)
         place_own(flat, full)
         return full
 
 
 def _all_gather_by_hosts(full: Tensor, context: Context, operation: Operation) -> None:
-    """Fill `full` through the memory of the hosts, whose messages have tags: other gathers may be under way."""
+    """Fill `full` through the memory of the hosts, whose messages have tags: other gathers may be in flight."""
     hosts, _ = context.hosts
     if not full.is_cuda:
         all_gather(full, hosts, operation=operation)
@@ -196,31 +209,32 @@ def _all_gather_by_hosts(full: Tensor, context: Context, operation: Operation) -
 class GatherQueue:
     """Runs gathers one after the other on a queue of their own, beside the computation.
 
-    One that runs `beside` another queue has a thread of its own, and messages that go by the hosts.
+    With `by_hosts` it has a thread, and messages go through the memory of the hosts.
     """
 
-    def __init__(self, context: Context, *, beside: bool = False) -> None:
+    def __init__(self, context: Context, *, by_hosts: bool = False) -> None:
         self._context = context
-        self._beside = beside
+        self._by_hosts = by_hosts
         self._last: Work | None = None  # until it was waited for
         self._queue: StreamQueue | None = None  # made when needed: where weights are never gathered it never is
 
-    def gather(self, unit: Unit, *, during: str = "") -> Gather:
-        """Return the gather that fills the unit's memory with its current weights, which has to be submitted next."""
+    def gather(self, unit: Unit, *before: Callable[[], None], during: str = "") -> None:
+        """Start a gather of the unit's current weights into its memory, after the steps `before`."""
         self._context.trace.emit("gather", unit.name)
-        unit.gathered_version, unit.needs_regather = unit.version(), False
-        unit.move(Weights.GATHERING)
-        return self._gather(unit, unit.fulls(), "gather", during)
+        gather = self._gather(unit, unit.fulls(), "gather", during)
+        self._context.progress.asks()
+        self._last = self._made().submit(*before, gather.run, self._context.progress.served)
+        unit.begin_gather(self._last)
 
     def take_part(self, unit: Unit, *, during: str) -> Gather:
         """Return a gather that only other ranks need."""
         return self._gather(unit, (), TAKE_PART, during)
 
     def _gather(self, unit: Unit, fulls: Iterable[Tensor], purpose: str, during: str) -> Gather:
-        return Gather(self._context, unit, fulls, purpose=purpose, during=during, beside=self._beside)
+        return Gather(self._context, unit, deque(fulls), purpose, during, self._by_hosts)
 
     def submit(self, *steps: Callable[[], None], behind: Moment | None = None) -> Work:
-        """Run `steps` in order, gathers and what decides about them, after all that was submitted before.
+        """Run `steps` in order after all that was submitted before.
 
         They are behind the program's computation so far, or up to the moment `behind`.
         """
@@ -240,30 +254,25 @@ class GatherQueue:
 
     def _made(self) -> StreamQueue:
         if self._queue is None:
-            self._queue = self._context.queue("negotiation" if self._beside else "gather", blocking=self._beside)
+            self._queue = self._context.queue("negotiation" if self._by_hosts else "gather", blocking=self._by_hosts)
         return self._queue
 
     def wait(self, unit: Unit) -> None:
-        """Wait for the weights."""
-        if unit.work is not None:
-            self._context.trace.emit("wait", unit.name)
-            with self._context.traffic.waiting("gather", unit.name):
-                unit.work.wait(self._context.progress.publish)
-            unit.gathered, unit.work = unit.work, None
-
-
-def is_fresh(unit: Unit) -> bool:
-    """Whether the full weights are there, or being gathered, at the current version."""
-    return unit.phase is not Weights.SHARDED and unit.gathered_version == unit.version() and not unit.needs_regather
+        """Wait for the gather of a unit that is in flight."""
+        assert unit.work is not None
+        self._context.trace.emit("wait", unit.name)
+        with self._context.traffic.waiting("gather", unit.name):
+            unit.work.wait(self._context.progress.publish)
+        unit.landed()
 
 
 def isolated(streams: ProgramStreams | None = None) -> AbstractContextManager[object]:
     """Isolate the library's own tensor operations from modes that the program has entered.
 
-    Placeholders are not unsharded by them. `inference_mode` is left, because a tensor that is made in it could never be
-    saved for a backward. Selective checkpointing does not see them, because it would replay them with the forward.
-
-    With `streams`, the operations are on the home stream.
+    - They do not unshard placeholders.
+    - `inference_mode` is left, because a tensor that is made in it cannot be saved for a backward.
+    - Selective checkpointing does not see them, because it would replay them with the forward.
+    - With `streams`, they are on the home stream.
     """
     modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else None
     other = streams.other() if streams is not None and streams.on_gpu else None
@@ -277,3 +286,40 @@ def isolated(streams: ProgramStreams | None = None) -> AbstractContextManager[ob
     if modes is not None and any(isinstance(mode, _CHECKPOINT_MODES) for mode in modes):
         stack.enter_context(_disable_current_modes())
     return stack
+
+
+# ---- the way back ---------------------------------------------------------------------------------------------------
+
+
+def take_over_all(unit: Unit) -> None:
+    """Write the full weights of a unit in use back to its shards, and count them as gathered.
+
+    Every rank writes the same values into full weights, so each rank takes its own part.
+    """
+    with torch.no_grad():
+        for flat, full in places(unit):
+            if differs(flat, full):
+                take_over(flat, full)
+    unit.validate()
+
+
+def places(unit: Unit) -> Iterator[tuple[Flat, Tensor]]:
+    """Yield each flat of a unit in use with its full weights [W*S]."""
+    return zip(unit.flats, unit.fulls(), strict=True)
+
+
+def differs(flat: Flat, full: Tensor) -> bool:
+    """Return whether this rank's part of the full weights is not what a gather makes of its shard. The host waits."""
+    return not flat.in_place and not bool(_unchanged(flat, full).all())
+
+
+def take_over(flat: Flat, full: Tensor) -> None:
+    """Write changed elements back to the shard. The others keep all their digits: full weights may have fewer."""
+    own = flat.own_part(full)
+    flat.write(torch.where(_unchanged(flat, full), flat.weights(), own.to(flat.master)))
+
+
+def _unchanged(flat: Flat, full: Tensor) -> Tensor:
+    """Return which elements of this rank's part of the full weights are as they were gathered, [S], bool."""
+    own, gathered = flat.own_part(full), own_as_gathered(flat)
+    return (own == gathered) | ((own != own) & (gathered != gathered))  # NaN differs from itself

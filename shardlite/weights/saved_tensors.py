@@ -1,16 +1,16 @@
 """Handles: what the autograd graph holds in place of a gathered weight.
 
-A view of a full buffer must not be saved for backward, for the buffer will be another unit's by then. Saved-tensor
-hooks replace it by a `Handle`, a promise that the same view can be had again. The handles of one forward call of a unit
+A view of a full buffer must not be saved for backward, because the buffer will be another unit's by then. Saved-tensor
+hooks replace it by a `Handle`, from which the same view can be made again. The handles of one forward call of a unit
 belong to a `Call`:
 
     forward   pack: view -> Handle(call, size, stride, offset)
     backward  unpack: Handle -> the call unshards its unit (which gathers it, if need be) -> view
-              autograd drops the handle with its node; with the last handle the call lets its unit go
+              autograd drops the handle with its node; with the last handle the call reshards its unit
 
-So a unit is released when the last weight was used, which is neither when its gradients are complete (with frozen
-weights they are complete too early) nor when its backward ran once (it may have been called twice). A compiled function
-drops its handles before it computes with the views; where one is still looked at, the release waits for the next hold.
+So a unit is resharded when its last weight was used. That is not when its gradients are complete (with frozen weights
+they are complete too early), nor when its backward ran once (it may have been called twice). A compiled function drops
+its handles before it computes with the views. If a view is alive then, the unit is resharded at the next unshard.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class Call:
-    """One forward call of a unit, as seen by backward."""
+    """One forward call of a unit, as its backward sees it."""
 
     __slots__ = ("calls", "handles", "unit", "uses", "version")
 
@@ -41,7 +41,7 @@ class Call:
         self.uses = False
 
     def unshard(self) -> None:
-        """Hold the unit until the last handle is gone or the backward ends.
+        """Unshard the unit until the last handle is gone or the backward ends.
 
         Raises:
             RuntimeError: the weights have changed since the forward, in the words of PyTorch's own error.
@@ -70,7 +70,7 @@ class Call:
             self.calls.gatherer.reshard(self.unit)
 
     def forget_handles(self) -> None:
-        """Note that autograd has dropped the last handle."""
+        """Reshard the unit, because autograd has dropped the last handle."""
         self.calls.live[self.unit].remove(self)
         if self.uses and _is_viewed(self.unit):
             self.calls.lingering.append(self)
@@ -79,7 +79,7 @@ class Call:
 
 
 class Handle:
-    """A promise of one view of a unit's full weights."""
+    """A description of one view of a unit's full weights, from which it can be made again."""
 
     __slots__ = ("call", "dtype", "offset", "size", "stride")
 
@@ -95,13 +95,13 @@ class Handle:
 
     def __del__(self) -> None:
         if not hasattr(self, "call"):
-            return  # the view had no storage, so there is no promise
+            return  # the view had no storage
         self.call.handles -= 1
         if self.call.handles == 0:
             self.call.forget_handles()
 
     def view(self) -> Tensor:
-        """Return the view, of weights gathered again if need be.
+        """Return the view. The weights are gathered again if necessary.
 
         Raises:
             RuntimeError: the weights have changed since the forward.
@@ -115,13 +115,13 @@ class Handle:
         if call.unit.overwritten:
             call.unit.check_not_overwritten(int(self.offset) * self.dtype.itemsize)
         if torch.is_grad_enabled():
-            # `create_graph=True`: this node is recorded too, and what it saves must be handles again. No pop is due:
-            # the engine restores its thread's state, of which the hooks are part, after every node.
+            # `create_graph=True`: this node is recorded too, and must save handles again. The hooks need no pop: the
+            # engine restores its thread's state, which includes them, after every node.
             push_hooks(call.calls)
         return self._of_buffer()
 
     def copy(self) -> Tensor:
-        """Return the view's values for code that reads the graph outside a backward. Every rank must read it."""
+        """Return a copy of the view, for code that reads the graph outside a backward. Collective."""
         self.call.check_version()
         gatherer = self.call.calls.gatherer
         with gatherer.inside_pass(f"a look at unit {self.call.unit.name!r}"):
@@ -144,17 +144,17 @@ class Handle:
 
 @dataclass(slots=True)
 class Kept:
-    """Any other saved tensor, with the version that it must still have in backward.
+    """Any other saved tensor, with the version that it must still have in the backward.
 
-    Hooks switch PyTorch's own check off. The tensor is detached: packing the tensor itself would tie the graph to
-    itself, and it would never be freed.
+    PyTorch does not check versions if there are hooks. The tensor is detached, because a graph that packs the tensor
+    itself references itself and is never freed.
     """
 
     tensor: Tensor
     version: int
 
     def error(self) -> RuntimeError:
-        """Say that it was modified in place since it was saved, in the words of PyTorch's own error."""
+        """Return PyTorch's error for a tensor that was modified in place since it was saved."""
         return RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {self.tensor._version}; "
@@ -168,26 +168,26 @@ class Calls:
     def __init__(self, gatherer: Gatherer, units: Sequence[Unit], *, on_use: Callable[[Unit], None]) -> None:
         self.gatherer = gatherer
         self.on_use = on_use
-        """Called before a handle of a unit is used in a backward."""
+        """Function that is called before a handle of a unit is used in a backward."""
 
         self._sizes = {unit.nbytes for unit in units}
         self.live: dict[Unit, list[Call]] = {unit: [] for unit in units}
         """Calls with handles, oldest first."""
 
         self.using: list[Call] = []
-        """Calls whose units this backward uses."""
+        """Calls whose units this backward has unsharded."""
 
         self.lingering: list[Call] = []
-        """Those of `using` whose handles are gone while a view of the weights was still alive."""
+        """Those of `using` whose handles are gone although a view of the weights is alive."""
 
         self.current: dict[Unit, Call] = {}
         """The calls whose forward is running."""
 
     def expect_backward(self, call: Call) -> None:
-        """Keep a unit that was recomputed inside a backward until the nodes that asked for it have run.
+        """Keep a unit that was recomputed inside a backward unsharded until the nodes that asked for it have run.
 
-        Those are the nodes of this call or, if the recomputed graph is thrown away (non-reentrant checkpointing), those
-        of the last earlier call: last forward, first backward.
+        These are the nodes of this call. Non-reentrant checkpointing throws the recomputed graph away; then they are
+        the nodes of the last earlier call, whose backward comes first.
         """
         if call.handles:
             call.unshard()
@@ -196,20 +196,20 @@ class Calls:
             earlier[-1].unshard()
 
     def settle(self) -> None:
-        """Release calls whose release was deferred because a view was still alive. Call before a unit is unsharded."""
+        """Reshard units whose release was deferred because a view was alive. Call it before a unit is unsharded."""
         lingering, self.lingering = self.lingering, []
         for call in lingering:
             call.release()
 
     def end_backward(self) -> None:
-        """End the uses of handles that outlive the backward (`retain_graph=True`, or it died)."""
+        """End the uses of handles that outlive the backward (`retain_graph=True`, or an exception)."""
         for call in self.using:
             call.release()
         self.using.clear()
         self.lingering.clear()
 
     def has_given_up(self, tensor: Tensor) -> bool:
-        """Whether `tensor` views a buffer that was given up because a view of it was kept: it still has weights."""
+        """Return whether `tensor` views a buffer that was given up because a view of it was kept."""
         if tensor.untyped_storage().nbytes() not in self._sizes:
             return False
         kept = (each() for unit in self.live for each in unit.escapes)
@@ -217,17 +217,16 @@ class Calls:
 
 
 def _is_viewed(unit: Unit) -> bool:
-    """Whether anything but the module's own parameters views the full weights, and a release would let them go."""
+    """Return whether other tensors than the module's parameters view the full weights, and this is their last use."""
     assert unit.buffer is not None, "a unit in use has a buffer"
-    params = len(unit.params()) if unit.bound else 0
-    return unit.users == 1 and torch._C._storage_Use_Count(unit.buffer.key) > unit.buffer._own_uses + params
+    return unit.users == 1 and unit.buffer.escaped(len(unit.params()) if unit.bound else 0)
 
 
 class SavedTensorHooks:
-    """Saved-tensor hooks that take our weights, and leave every other tensor to the hooks in force before.
+    """Saved-tensor hooks that replace weights, and pass every other tensor to the hooks that were active before.
 
-    The latter must get the same tensors whenever a forward is run: checkpoints count what is saved in a recomputation.
-    So they do not get a weight that was kept elsewhere either.
+    Those must get the same tensors whenever a forward is run, because checkpoints count what a recomputation saves. So
+    they do not get a weight that a program has kept elsewhere either.
     """
 
     def __init__(self, calls: Calls) -> None:
@@ -237,12 +236,12 @@ class SavedTensorHooks:
     def pack(self, tensor: Tensor) -> Any:
         """Return what the graph keeps instead of `tensor`."""
         calls = self.calls
-        # Sparse tensors and many subclasses have no storage to look at. Our weights are neither.
+        # Sparse tensors and many subclasses have no storage. Gathered weights are neither.
         has_storage = (type(tensor) is Tensor or is_plain(tensor)) and tensor.layout is torch.strided
         if has_storage:
             unit = calls.gatherer.owners.get(tensor.untyped_storage()._cdata)  # its `storage_key`, without a call
             if unit is not None:
-                # A view saved outside of any forward is a call of its own.
+                # A view that is saved outside of any forward is a call by itself.
                 return Handle(calls.current.get(unit) or Call(unit, calls), tensor)
         if self._outer is not None and not (has_storage and calls.has_given_up(tensor)):
             return self._outer[0](tensor)
@@ -265,14 +264,14 @@ class SavedTensorHooks:
 
 
 def are_innermost(calls: Calls) -> bool:
-    """Whether our saved-tensor hooks are the innermost ones."""
+    """Return whether the library's saved-tensor hooks are the innermost ones."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     innermost = getattr(top[0], "__self__", None) if top is not None else None
     return isinstance(innermost, SavedTensorHooks) and innermost.calls is calls
 
 
 def push_hooks(calls: Calls) -> bool:
-    """Put our saved-tensor hooks innermost, unless they are; return whether `pop_hooks` is due."""
+    """Make the library's saved-tensor hooks the innermost ones. Return whether `pop_hooks` must be called."""
     if are_innermost(calls):
         return False
     ours = SavedTensorHooks(calls)
@@ -281,5 +280,5 @@ def push_hooks(calls: Calls) -> bool:
 
 
 def pop_hooks() -> None:
-    """Undo a `push_hooks` that returned true."""
+    """Undo a `push_hooks` that returned `True`."""
     torch._C._autograd._pop_saved_tensors_default_hooks()

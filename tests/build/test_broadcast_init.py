@@ -1,7 +1,6 @@
 """Rank 0's values reach all ranks piece by piece, through memory that is as long as a piece."""
 
 from functools import partial
-from importlib import import_module
 
 import pytest
 import torch
@@ -9,9 +8,9 @@ from torch import nn
 from torch.testing import assert_close
 
 from shardlite import Precision, ShardLite
+from shardlite.build import init
 from shardlite.comm.shm.rendezvous import rendezvous
 
-broadcast_init = import_module("shardlite.build.broadcast_init")  # the package has a function of that name
 ROWS = 250  # of a parameter that is longer than a piece
 PIECE = 4 * 1024  # bytes per rank
 SPLIT = Precision(compute=torch.bfloat16, master="split24")
@@ -54,7 +53,7 @@ def pieces_body(group, stage, precision):
     """Check what arrives. Return the peaks of memory if values are sent in pieces, and if they are not."""
     wanted, whole, most = states(group, stage, precision)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(broadcast_init, "CHUNK_BYTES", PIECE // broadcast_init._CHUNKS)
+        patch.setattr(init, "CHUNK_BYTES", PIECE // init._CHUNKS)
         _, pieces, most_in_pieces = states(group, stage, precision)
     for each, state, exact in zip(pieces, whole, wanted, strict=True):
         assert each.keys() == state.keys()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardlite import ShardLite
-from shardlite.build.meta_init import children_first
+from shardlite.build.init import children_first
 from tests.support.models.hf import ARCHITECTURES, case
 from tests.support.twins.plain import RECIPES
 from tests.support.twins.sharded import Pair, Turn, same_bits
@@ -28,8 +28,8 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
-def initialised(model: nn.Module) -> nn.Module:
-    """Apply a model's own initialisation, children first, but let each tensor keep what it has got first."""
+def initialized(model: nn.Module) -> nn.Module:
+    """Apply a model's own initialization, children first, but let each tensor keep what it has got first."""
     filled: set[torch.Tensor] = set()
     with torch.no_grad():
         for module in children_first(model):
@@ -52,7 +52,7 @@ def trains_like_one_with_memory(group: Any, name: str) -> None:
     assert model.unit_names == architecture.units
     usual = architecture.make()
     torch.manual_seed(7)
-    initialised(usual)
+    initialized(usual)
     born = model.full_state_dict() | dict(model.named_buffers())
     expected = usual.state_dict() | dict(usual.named_buffers())
     assert born.keys() == expected.keys()
@@ -74,7 +74,7 @@ def test_a_model_born_on_meta_is_one_born_with_memory(cluster, name, world_size)
 
 
 def weights_only(module: nn.Module) -> None:
-    """Initialise as many do it by hand."""
+    """Initialize as many do it by hand."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     elif "Norm" in type(module).__name__:
@@ -89,8 +89,8 @@ def wraps(group: Any, name: str, init: Callable[[nn.Module], None] | None) -> No
 @pytest.mark.parametrize(
     ("init", "message"),
     [
-        (weights_only, "left buffer 'model.rotary_emb.inv_freq' uninitialised"),
-        (None, "{first} has no reset_parameters() to initialise it: pass init="),
+        (weights_only, "left buffer 'model.rotary_emb.inv_freq' uninitialized"),
+        (None, "{first} has no reset_parameters() to initialize it: pass init="),
     ],
 )
 def test_what_has_no_values_is_named(cluster, name, first, init, message):

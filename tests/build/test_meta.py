@@ -276,11 +276,11 @@ def test_init_draws_what_apply_draws(cluster):
 
 
 def must_not_run(module: nn.Module) -> None:
-    raise AssertionError(f"{type(module).__name__} was initialised")
+    raise AssertionError(f"{type(module).__name__} was initialized")
 
 
 def received_body(group, stage, init):
-    """Rank 0 has values, the others have none: no rank initialises."""
+    """Rank 0 has values, the others have none: no rank initializes."""
     twin = seeded(Zoo)
     model = copy.deepcopy(twin) if dist.get_rank(group) == 0 else on_meta(Zoo)
     model = ShardLite(model, group=group, stage=stage, units=Block, init=init)
@@ -308,12 +308,12 @@ def received_without_reset_body(group):
     ShardLite(model if dist.get_rank(group) == 0 else model.to("meta"), group=group)
 
 
-def test_who_receives_need_not_know_how_to_initialise(cluster):
+def test_who_receives_need_not_know_how_to_initialize(cluster):
     cluster.check(received_without_reset_body, 2)
 
 
 def mixed_body(group):
-    """What has values on rank 0 keeps them, whatever initialises the rest of its module."""
+    """What has values on rank 0 keeps them, whatever initializes the rest of its module."""
     twin = seeded(Zoo)
     model = copy.deepcopy(twin)
     for block in model.blocks:
@@ -368,6 +368,6 @@ def test_no_rank_ever_has_the_full_model(cluster, ranks, real_on_0):
             continue
         shards = FULL // ranks
         assert shards <= after <= shards + SMALL
-        # All hold one unit while it is sent. Rank 0 also has it as it was initialised, and the root around it, of
+        # All hold one unit while it is sent. Rank 0 also has it as it was initialized, and the root around it, of
         # which only the embedding has values by then.
         assert shards + UNIT <= peak <= shards + (1 if rank else 3) * UNIT + SMALL

@@ -40,7 +40,7 @@ class Attribute(Bare):
 
 
 class Nest(nn.Sequential):
-    """A unit inside, which has been sent when the outer module is initialised."""
+    """A unit inside, which has been sent when the outer module is initialized."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(4, 4))
@@ -118,12 +118,12 @@ def ignore_body(group):
     ("body", "arguments", "words"),
     [
         (wrap_body, (Bare, None, {}), "parameter 'weight' is on meta, and Bare has no reset_parameters() to"),
-        (wrap_body, (Forgetful, None, {}), "left buffer 'inverse' uninitialised, 5 of 5 elements of it"),
+        (wrap_body, (Forgetful, None, {}), "left buffer 'inverse' uninitialized, 5 of 5 elements of it"),
         (wrap_body, (Forgetful, None, {"stage": 0}), "reset_parameters() of module '(the model itself)' (Forgetful)"),
-        (wrap_body, (Two, None, {}), "of module '0' (Forgetful) left buffer '0.inverse' uninitialised"),
-        (wrap_body, (Counting, None, {}), "left buffer 'inverse' uninitialised, 5 of 5 elements of it"),
+        (wrap_body, (Two, None, {}), "of module '0' (Forgetful) left buffer '0.inverse' uninitialized"),
+        (wrap_body, (Counting, None, {}), "left buffer 'inverse' uninitialized, 5 of 5 elements of it"),
         (wrap_body, (Attribute, None, {}), "'speeds' is on meta and neither a parameter nor a buffer of Attribute"),
-        (wrap_body, (Bare, write_half, {}), "left parameter 'weight' uninitialised, 8 of 16 elements of it"),
+        (wrap_body, (Bare, write_half, {}), "left parameter 'weight' uninitialized, 8 of 16 elements of it"),
         (wrap_body, (Bare, fail, {}), "(Bare) failed: OSError: no such file"),
         (wrap_body, (Bare, other_shape, {}), "'weight' as [3, 4] torch.float32, it was [4, 4] torch.float32"),
         (wrap_body, (Bare, other_dtype, {}), "'weight' as [4, 4] torch.float16, it was [4, 4] torch.float32"),
@@ -146,9 +146,9 @@ def test_every_rank_hears_what_is_wrong(cluster, body, arguments, words):
 
 
 def again_body(group):
-    """What was not initialised stays unusable."""
+    """What was not initialized stays unusable."""
     model = on_meta(Forgetful)
-    with pytest.raises(LayoutError, match="uninitialised"):
+    with pytest.raises(LayoutError, match="uninitialized"):
         ShardLite(model, group=group)
     with pytest.raises(LayoutError, match="belongs to a model that is wrapped already, or was"):
         ShardLite(model, group=group)

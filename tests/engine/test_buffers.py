@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from shardlite import LayoutError, ShardLite
-from shardlite.engine.buffers import LARGE
+from shardlite.engine.module_buffers import LARGE
 from tests.support.models.residual import WIDTH, Block
 from tests.support.twins.sharded import Turn, number_of, same_bits
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardlite import AdamW, ShardLite
 from shardlite.comm import context
-from shardlite.params.states import Weights
+from shardlite.params import Weights
 from shardlite.telemetry import clock
 from tests.support.patience import seconds, until
 from tests.support.transports.delays import Delayed

@@ -19,7 +19,7 @@ from torch import Tensor, nn, optim
 from shardlite import AdamW, ShardLite
 from shardlite.comm import streams
 from shardlite.grads.bucket import Bucket
-from shardlite.params.states import Gradients
+from shardlite.params import Gradients
 from tests.support.patience import seconds
 from tests.support.twins.sharded import number_of
 

@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from shardlite import ShardLite
-from shardlite.params.partition import UnitPolicy
+from shardlite.build.partition import UnitPolicy
 from tests.support.models.small import (
     MLP,
     VOCABULARY,

@@ -18,61 +18,6 @@ from tests.support.twins.sharded import Turn, same_bits, trained
 WORDS = 1000
 
 
-class SharedTable(nn.Module):
-    """The head is the table of the embedding, read by the parent (openai-whisper, OLMo)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, words: Tensor) -> Tensor:
-        x = self.table(words)
-        for block in self.blocks:
-            x = block(x)
-        return x @ self.table.weight.T
-
-
-class ReadsAnother(nn.Module):
-    """A block reads a weight of the one before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, words: Tensor) -> Tensor:
-        x = functional.one_hot(words % WIDTH, WIDTH).float()
-        for i, block in enumerate(self.blocks):
-            x = block(x) + functional.linear(x, self.blocks[i - 1].inner.weight)
-        return x
-
-
-class Penalty(nn.Module):
-    """A sum over all parameters, inside the forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = SharedTable()
-
-    def forward(self, words: Tensor) -> Tensor:
-        return self.inner(words) + sum((p**2).sum() for p in self.inner.parameters())
-
-
-def on_words(model: Any, turn: Turn) -> Tensor:
-    words = torch.randint(WORDS, (4, 3), generator=turn.generator())
-    return model(words).logsumexp(-1).mean()
-
-
-def follows(group: Any, make: Any, stage: int) -> None:
-    trained(make, on_words, group, stage=stage, units=(Block, nn.Embedding))
-
-
-@pytest.mark.every_stage
-@pytest.mark.parametrize("make", [SharedTable, ReadsAnother, Penalty])
-def test_weights_are_read_outside_of_their_modules(cluster, make, stage):
-    cluster.check(follows, 2, make, stage)
-
-
 class Methods(nn.Module):
     """Has methods beside its forward, and weights of its own that they read."""
 
@@ -114,7 +59,7 @@ def test_methods_and_outputs(cluster, loss, stage):
 
 
 def outside(group: Any) -> None:
-    model = ShardLite(SharedTable(), group=group)
+    model = ShardLite(nn.ModuleDict({"table": nn.Embedding(WORDS, WIDTH)}), group=group)
     assert "sharded" in repr(model.module.table.weight)
     assert model.module.table.weight.shape == (WORDS, WIDTH)
     for use in (lambda p: p.sum(), lambda p: p.T, lambda p: p.data, lambda p: nn.init.zeros_(p), lambda p: p * 2):

@@ -15,8 +15,8 @@ FLOORS = [
     ["errors", "config", "telemetry"],
     ["comm"],
     ["params"],
-    ["weights", "grads", "optim", "build"],
-    ["engine"],
+    ["weights", "grads", "optim"],
+    ["build", "engine"],
     ["model", "ema"],
     ["apps"],
 ]

@@ -24,4 +24,4 @@ def until(there: Callable[[], bool], what: str = "it") -> None:
 
 def passes_over(model: Any) -> None:
     """Wait for what ranks exchange beside the program at the end of each pass, so that it is counted. Collective."""
-    model._bridge.gatherer._coordinator._collect(lambda ended: True)
+    model._bridge.gatherer._collect(lambda ended: True)

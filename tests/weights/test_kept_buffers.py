@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from shardlite import AdamW, EscapedViewWarning, Route, ShardLite
-from shardlite.comm import Context, Transport
+from shardlite.comm import Transport
 from shardlite.comm.streams import ThreadQueue
 from shardlite.comm.transport.process_group import NcclTransport
 from shardlite.grads import Bucket
-from shardlite.params import ROOT, Buffer, BufferPool, Unit
+from shardlite.params import ROOT, Buffer, Unit
 from shardlite.weights.gather_order import MEMORY
+from shardlite.weights.policy import BufferPolicy, BufferPool
 from tests.comm.streams.programs import EVENTS, NOT_IN_BACKWARD, RUNS, WIDTH, WORLD_SIZE, Block, Training
 from tests.comm.streams.simulated_gpu import Gpu
 from tests.support.models.small import VOCABULARY, LanguageModel
@@ -70,8 +70,8 @@ def allocations() -> Iterator[list[int]]:
         yield noted
 
 
-def pools_of(model: ShardLite) -> set[BufferPool]:
-    return set(getattr(model._hooks._gatherer, "_pools", {}).values())
+def spare(model: ShardLite) -> list[Tensor]:
+    return list(model._hooks._gatherer.spare())
 
 
 def held(model: ShardLite, purpose: str) -> int:
@@ -327,7 +327,7 @@ def test_a_model_that_is_deleted_frees_what_it_kept(stage):
         training = Training(stage=stage)
         training.step()
         ledger = training.model.ledger
-        memory = [weakref.ref(free.untyped_storage()) for pool in pools_of(training.model) for free in pool.spare()]
+        memory = [weakref.ref(each.untyped_storage()) for each in spare(training.model)]
         assert memory or stage < 3
         del training
         gc.collect()
@@ -340,9 +340,7 @@ def test_two_models_have_buffers_of_their_own():
         first, second = Training(), Training()
         for training in (first, second, first, second):
             training.step()
-        ours, theirs = (
-            {free.data_ptr() for pool in pools_of(each.model) for free in pool.spare()} for each in (first, second)
-        )
+        ours, theirs = ({free.data_ptr() for free in spare(each.model)} for each in (first, second))
         assert ours
         assert not ours & theirs
 
@@ -370,14 +368,16 @@ def test_what_is_kept_is_memory_of_the_transport_that_sends_it():
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """Let pools keep buffers on a CPU, and gradients be copied on the queue. For transports that send any memory."""
-    init = BufferPool.__init__
+    init = BufferPolicy.__init__
 
-    def keeping(self: BufferPool, context: Context, purpose: str, *, most: int, carrier: object = None) -> None:
-        del carrier
-        on_gpu = SimpleNamespace(empty=context.empty, ledger=context.ledger, streams=SimpleNamespace(on_gpu=True))
-        init(self, on_gpu, purpose, most=most)  # type: ignore[arg-type]
+    def keeping(self: Any, units: Any, order: Any, make: Any, *, prefetch: int, keeps: bool) -> None:
+        del make, keeps
+        init(self, units, order, on_the_host, prefetch=prefetch, keeps=True)
 
-    with mock.patch.object(BufferPool, "__init__", keeping), mock.patch.object(ThreadQueue, "on_stream", True):
+    def on_the_host(nbytes: int, kept: bool) -> Buffer:
+        return Buffer(torch.empty(nbytes, dtype=torch.uint8), kept=kept)
+
+    with mock.patch.object(BufferPolicy, "__init__", keeping), mock.patch.object(ThreadQueue, "on_stream", True):
         yield
 
 
@@ -400,7 +400,6 @@ BITS: dict[str, dict[str, Any]] = {
 def bits_body(group: Any, name: str) -> None:
     with as_on_a_gpu():
         pair = Pair(untied, group, **BITS[name])
-    assert any(pool._most for pool in pools_of(pair.model)) or BITS[name].get("stage", 3) < 3
     assert pair.model._reducer._on_stream
     for step in range(4):
         pair.step(on_tokens, ("local", "step") if step == 2 else ("step",), clip=0.1 if step == 3 else None)
@@ -408,6 +407,7 @@ def bits_body(group: Any, name: str) -> None:
         pass
     pair.evaluate(on_tokens)
     pair.step(on_tokens)
+    assert spare(pair.model) or BITS[name].get("stage", 3) < 3
 
 
 @pytest.mark.parametrize("name", [slow(n) if n in ("stage 2", "no prefetch") else n for n in BITS])

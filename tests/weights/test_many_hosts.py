@@ -9,7 +9,7 @@ from torch import nn
 from shardlite import AdamW, Route, ShardLite
 from shardlite.comm import are_equal, context
 from shardlite.comm.transport.process_group import GlooTransport
-from shardlite.weights.coordination import Negotiation
+from shardlite.weights.negotiation import Negotiation
 
 WIDTH = 16
 

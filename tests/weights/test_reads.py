@@ -58,6 +58,23 @@ class AttentionPool(Trunk):
         return pooled
 
 
+class SharedTable(Trunk):
+    """The head is the table of the embedding, read by the parent (openai-whisper, OLMo)."""
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.body(words) @ self.table.weight.T
+
+
+class ReadsAnother(Trunk):
+    """A block reads a weight of the one before, and rows of the embedding are read instead of calling it."""
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.table.weight[words]
+        for i, block in enumerate(self.blocks):
+            x = block(x) + functional.linear(x, self.blocks[i - 1].inner.weight)
+        return x
+
+
 class WeightNormedHead(Trunk):
     """The weight of the head is computed from two parameters when its parent reads it."""
 
@@ -84,21 +101,6 @@ class Lists(Trunk):
         return torch.einsum("bsi,hoi->bsho", x, torch.stack([head.weight for head in self.heads]))
 
 
-class Prompts(Trunk):
-    """Learned vectors stand before rows of the embedding, which is not called but read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.learned = nn.Parameter(torch.randn(2, WIDTH))
-
-    def forward(self, words: Tensor) -> Tensor:
-        rows = self.table.weight[words]
-        x = torch.cat([self.learned.expand(len(words), -1, -1), rows], 1)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 class Orthogonal(Trunk):
     """AdaLoRA's: an outer forward adds a penalty on weights of inner layers, found by name."""
 
@@ -108,41 +110,6 @@ class Orthogonal(Trunk):
             (p @ p.T - torch.eye(len(p))).norm() for name, p in self.named_parameters() if "inner.weight" in name
         ]
         return x + 0.1 * torch.stack(penalties).mean()
-
-
-class Prototypes(Trunk):
-    """A weight outside all blocks, normalised in each forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.prototypes = nn.Linear(WIDTH, 30, bias=False)
-
-    def forward(self, words: Tensor) -> Tensor:
-        return functional.linear(functional.normalize(self.body(words)), functional.normalize(self.prototypes.weight))
-
-
-class _Kept(torch.autograd.Function):
-    """Keeps a weight as an attribute of its context."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.x, ctx.weight = x, weight
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad @ ctx.weight, grad.flatten(0, 1).T @ ctx.x.flatten(0, 1)
-
-
-class KeepsAnAttribute(Trunk):
-    """A custom function with the weight of a layer that is not called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, words: Tensor) -> Tensor:
-        return _Kept.apply(self.body(words), self.head.weight)
 
 
 class TensorHook(Trunk):
@@ -170,10 +137,7 @@ def on_words(model: Any, turn: Turn) -> Tensor:
     return model(words).logsumexp(-1).mean()
 
 
-MODELS = (
-    *(AttentionPool, WeightNormedHead, Lists, Prompts, Orthogonal, Prototypes, KeepsAnAttribute, TensorHook),
-    BackwardHook,
-)
+MODELS = (AttentionPool, WeightNormedHead, Lists, SharedTable, ReadsAnother, Orthogonal, TensorHook, BackwardHook)
 
 
 def follows(group: Any, make: Any, stage: int) -> None:

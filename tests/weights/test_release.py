@@ -82,7 +82,7 @@ def lora_body(group, span, reentrant):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("span", [1, 2])
+@pytest.mark.parametrize("span", [1, 2, 3])
 def test_lora_under_checkpointing_is_exact_and_holds_a_span(cluster, span, reentrant):
     """Trainable gradients are complete before the frozen weights were last used."""
     for buffers, _ in cluster.run(lora_body, 2, span, reentrant):
@@ -134,17 +134,6 @@ def test_two_forwards_and_one_backward_need_one_buffer(cluster):
     for buffers, counts in cluster.run(two_forwards_body, 2):
         assert buffers == 1
         assert all(count <= 4 for count in counts.values())
-
-
-def span_body(group, span, reentrant):
-    model, _ = compare(Deep(blocks(), span=span, reentrant=reentrant), square, group, prefetch=0)
-    return most_buffers(model)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("span", [1, 2, 3])
-def test_checkpointing_over_a_span_holds_that_many_units(cluster, span, reentrant):
-    assert cluster.run(span_body, 2, span, reentrant) == [span, span]
 
 
 def double_backward_body(group):

@@ -41,27 +41,9 @@ class Net(nn.Module):
             x = block(x)
         return self.head(x)
 
-    def generate(self, x: Tensor) -> Tensor:
-        """Not `forward`: calls the inner modules itself, as text generation does."""
-        return self.head(self.blocks[1](self.first(x)))
-
 
 def batch() -> Tensor:
     return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
-
-
-def direct_body(group):
-    compare(Net(), lambda m: inner(m).blocks[1](batch()).square().mean(), group)
-    compare(Net(), lambda m: inner(m).generate(batch()).square().mean(), group)
-    compare(Net(), lambda m: inner(m).first(batch()).square().mean(), group)
-
-
-def inner(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, ShardLite) else model
-
-
-def test_blocks_methods_and_layers_can_be_called_directly(cluster):
-    cluster.check(direct_body, 2)
 
 
 def outside_body(group):

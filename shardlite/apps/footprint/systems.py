@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from shardlite import AdamW, Precision, ShardLite
 from shardlite.apps.plan.plan import Setting
 from shardlite.apps.plan.source import Source
-from shardlite.params import partition_module
+from shardlite.build import partition_module
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 """Of AdamW. They do not change what is held."""

@@ -29,6 +29,7 @@ from shardlite.build import (
     Event,
     Options,
     Recipe,
+    UnitPlan,
     budget_of,
     build_units,
     course_of,
@@ -38,7 +39,6 @@ from shardlite.build import (
 )
 from shardlite.config import Precision
 from shardlite.errors import LayoutError
-from shardlite.params import UnitPlan
 
 _META = torch.device("meta")
 

@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from shardlite.build import Event, Kind
-from shardlite.engine import in_backward, needs
-from shardlite.params import Unit, UnitPlan, storage_key
+from shardlite.build import Event, Kind, UnitPlan, needs
+from shardlite.engine import in_backward
+from shardlite.params import Unit, storage_key
 from shardlite.telemetry import Ledger
 
 _LIVE = "activations"

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from shardlite.build import UnitPolicy
 from shardlite.config import Precision
-from shardlite.params import UnitPolicy
 
 Batch: TypeAlias = tuple[Any, ...]
 """The arguments of a model."""

@@ -28,11 +28,11 @@ from torch.optim import Optimizer
 
 from shardlite.apps.verify.masters import Masters
 from shardlite.apps.verify.task import Batch, Task, doubled, joined_batch, mean_loss
-from shardlite.build import plan_flats
+from shardlite.build import partition_module, plan_flats
 from shardlite.comm import all_gather_json
 from shardlite.model import ShardLite
 from shardlite.optim import AdamW
-from shardlite.params import ALIGN, as_they_are, partition_module, round_up
+from shardlite.params import ALIGN, as_they_are, round_up
 
 Gradients: TypeAlias = Mapping[str, Tensor | None]
 Mean: TypeAlias = Callable[[Sequence[Tensor], torch.dtype, str], Tensor]

@@ -21,11 +21,10 @@ from shardlite.apps.verify import elastic as elastic_runs
 from shardlite.apps.verify import twins
 from shardlite.apps.verify.bounds import SAME, Batching, Bounds, Judge, Sum, difference, in_ulps, same_bits, unlike
 from shardlite.apps.verify.task import Batch, Task, joins
-from shardlite.build import STAGES
+from shardlite.build import STAGES, UnitPolicy
 from shardlite.comm import all_gather_json
 from shardlite.config import Precision
 from shardlite.errors import LayoutError
-from shardlite.params import UnitPolicy
 
 _OURS = f"stage {STAGES[-1]}"
 

@@ -19,9 +19,8 @@ from shardlite.engine.backward import Backward
 from shardlite.grads.order import Reductions
 from shardlite.grads.reduce_scatter import Averager, Copies
 from shardlite.grads.reducer import Reducer
-from shardlite.params import Weights
 from shardlite.weights.all_gather import GatherQueue
-from shardlite.weights.coordination import PassCoordinator
+from shardlite.weights.negotiation import Passes
 from shardlite.weights.unshard import Gatherer
 from tests.comm.streams import simulated_gpu
 from tests.comm.streams.programs import (
@@ -85,13 +84,11 @@ def move_at_once(program):
 
 
 def bind_at_once(_, unit):
-    unit.gathered, unit.work = unit.work, None
-    unit.bind()
-    unit.move(Weights.FULL)
+    unit.landed()
 
 
 def forget_the_gather(_, unit):
-    unit.gathered, unit.work = unit.work, None
+    unit.landed()
 
 
 def clear_at_once(reductions, count):
@@ -100,13 +97,13 @@ def clear_at_once(reductions, count):
         reductions.landed += 1
 
 
-def end_passes_at_once(coordinator):
-    while coordinator._ended:
-        coordinator._ended.pop(0).revise()
+def end_passes_at_once(passes):
+    while passes._ended:
+        passes._ended.pop(0).revise()
 
 
 def step_at_once(averager, unit, flat):
-    unit.stepped.add(flat)
+    unit.mark_stepped(flat)
     return averager._stepper.step(flat)
 
 
@@ -167,7 +164,7 @@ MUTANTS = {
         Reductions, "land", clear_at_once, partial(training, name="stage 0")
     ),
     "a step does not wait for gathers": Mutant(
-        PassCoordinator, "settle", end_passes_at_once, partial(is_interrupted, event=NOT_NEEDED)
+        Passes, "settle", end_passes_at_once, partial(is_interrupted, event=NOT_NEEDED)
     ),
     "a step in the backward does not wait for a gather": Mutant(
         Averager, "_prepare_step", step_at_once, partial(is_interrupted, event=NOT_NEEDED, in_backward=True)

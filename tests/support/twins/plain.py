@@ -25,9 +25,9 @@ from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
 from shardlite import AdamW, Precision
+from shardlite.build.partition import UnitPolicy, partition_module
 from shardlite.build.plan import FlatPlan, plan_flats
 from shardlite.params.layout import Layout, Slot
-from shardlite.params.partition import UnitPolicy, partition_module
 
 
 @dataclass(frozen=True)

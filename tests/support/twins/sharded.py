@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlite import NonFiniteWarning, Precision, ShardLite
-from shardlite.params.partition import UnitPolicy
+from shardlite.build.partition import UnitPolicy
 from tests.support.twins.plain import RECIPES, Twin
 
 

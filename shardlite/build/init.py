@@ -1,21 +1,30 @@
-"""Initialization of tensors on the meta device, module by module. They have a shape and no memory.
+"""Initial values: rank 0 initializes tensors on the meta device, and its values are sent to all ranks, unit by unit.
 
-All ranks first move them to a real device as placeholders. Then rank 0 initializes one module after the other; between
-modules the caller broadcasts the values and frees the memory. Knows nothing of units or process groups.
+All ranks first move tensors on the meta device to a real device as placeholders. Then rank 0 initializes one module
+after the other. A unit's values are sent as soon as all modules inside it are initialized, and then the former memory
+of its parameters is freed. So at most one unit, and the units around it, have whole values at a time.
+
+Legend: `W` ranks that share a model, `S` elements per shard; a full buffer has `W*S` elements.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from shardlite.build.partition import UnitPlan
+from shardlite.comm import CHUNK_BYTES, Context, broadcast
 from shardlite.errors import LayoutError
+from shardlite.params import ROOT, Flat, Unit
 
 Init = Callable[[nn.Module], None] | None
 """A function that initializes the parameters and buffers of a module, as `nn.Module.apply` takes it. `None`: call
 `reset_parameters()` of every module that owns any.
 """
+
+_CHUNKS = 4
+"""Messages per rank in a piece of values. The last rank of the chain waits for one message per rank before it."""
 
 _METHODS = ("reset_parameters", "_reset_parameters")
 
@@ -23,7 +32,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check(module: nn.Module, init: Init, ignored: Collection[Tensor], *, first: bool) -> None:
-    """Check the model's tensors on meta. Only the `first` rank must be able to initialize them.
+    """Check the model's tensors on the meta device. Only the `first` rank must be able to initialize them.
 
     Raises:
         LayoutError: a tensor cannot leave meta, or nothing can initialize it.
@@ -41,8 +50,8 @@ def check(module: nn.Module, init: Init, ignored: Collection[Tensor], *, first: 
                 _check_tensor(what, tensor, ignored)
                 if first and init is None and _method(owner) is None:
                     raise LayoutError(
-                        f"{what}, and {_class(owner)} has no reset_parameters() to initialise it: pass init=, which "
-                        "takes a module and initialises the parameters and buffers that it owns"
+                        f"{what}, and {_class(owner)} has no reset_parameters() to initialize it: pass init=, which "
+                        "takes a module and initializes the parameters and buffers that it owns"
                     )
 
 
@@ -75,16 +84,16 @@ class Initializer:
         self._missing = {tensor for tensor in self._names if tensor.is_meta}
         self._for_all = bool(self._missing) and init is not None  # modules without tensors may write to their children
         self._sent: dict[nn.Parameter, int] = {}
-        self._trouble: LayoutError | None = None
+        self._error: LayoutError | None = None
         for tensor in self._missing:
             _leave_meta(tensor, device)
 
-    def initialise(self, module: nn.Module) -> None:
-        """Allocate and initialize those of the module's own tensors that were on meta. The others keep their values."""
+    def initialize(self, module: nn.Module) -> None:
+        """Allocate and initialize the module's own tensors that were on the meta device. Others keep their values."""
         own = _own(module)
         due = {tensor for _, tensor in own if tensor in self._missing}
         called = bool(due) or (not own and self._for_all)
-        if not called or not self._first or self._trouble is not None:
+        if not called or not self._first or self._error is not None:
             return
         self._missing -= due
         with torch.no_grad():
@@ -95,47 +104,148 @@ class Initializer:
                     tensor.copy_(value)
 
     def sent(self, params: Iterable[nn.Parameter]) -> None:
-        """Record that all ranks have the values of `params`: later writes to them are lost."""
+        """Record that all ranks have the values of `params`, so that later writes to them are lost."""
         self._sent.update((param, param._version) for param in params)
 
-    def trouble(self) -> LayoutError | None:
-        """Return the first error, or `None`."""
+    def error(self) -> LayoutError | None:
+        """Return the first error, if any."""
         late = [self._names[param] for param, version in self._sent.items() if param._version != version]
-        if self._trouble is None and late:
+        if self._error is None and late:
             return LayoutError(
-                f"the initialisation of a module outside of its unit wrote to parameter {late[0]!r}, whose values had "
+                f"the initialization of a module outside of its unit wrote to parameter {late[0]!r}, whose values had "
                 "been sent to all ranks by then: let it write only to what the module itself owns"
             )
-        return self._trouble
+        return self._error
 
     def _run(self, module: nn.Module, blanks: dict[Tensor, "_Blank"]) -> None:
         """Initialize a module. Check that its `blanks` were filled, and that nothing but values changed."""
-        own, roll = _own(module), _roll(module)
+        own, before = _own(module), _described(module)
         who = f"{self._called} of module {self._paths[module] or '(the model itself)'!r} ({_class(module)})"
         try:
             self._call(module)
         except Exception as error:
-            self._trouble = LayoutError(f"{who} failed: {type(error).__name__}: {error}")
-            self._trouble.__cause__ = error
+            self._error = LayoutError(f"{who} failed: {type(error).__name__}: {error}")
+            self._error.__cause__ = error
             return
-        if _roll(module) != roll:
-            self._trouble = LayoutError(
-                f"{who} changed what there is from {roll} to {_roll(module)}, which other ranks do not know: register "
-                "parameters and buffers in the constructor"
+        if _described(module) != before:
+            self._error = LayoutError(
+                f"{who} changed what there is from {before} to {_described(module)}, which other ranks do not know: "
+                "register parameters and buffers in the constructor"
             )
             return
         for (name, tensor), (_, now) in zip(own, _own(module), strict=True):
             wrong = blanks[tensor].wrong(tensor, now) if tensor in blanks else None
             if wrong is not None:
-                self._trouble = LayoutError(f"{who} left {_kind(tensor)} {self._names[tensor]!r} {wrong}")
+                self._error = LayoutError(f"{who} left {_kind(tensor)} {self._names[tensor]!r} {wrong}")
                 return
             if now is not tensor:
                 _put_back(module, name, tensor, now)
 
 
+def broadcast_init(
+    plans: Sequence[UnitPlan], units: Sequence[Unit], module: nn.Module, context: Context, initializer: Initializer
+) -> None:
+    """Set all ranks' parameters to rank 0's values, in their new memory."""
+    by_name = {unit.name: unit for unit in units}
+    ends = {plan.module: by_name[plan.name or ROOT] for plan in plans if plan.params}
+    for each in children_first(module):
+        initializer.initialize(each)
+        if each in ends:
+            broadcast_values(ends[each], context, lambda param: param.detach(), sent=Flat.unbind)
+            initializer.sent(ends[each].params())
+    for unit in units:
+        if not unit.needs_gather:
+            unit.bind()
+    for buffer in module.buffers():
+        if buffer.device != context.device:
+            buffer.data = buffer.to(context.device)
+
+
+def broadcast_values(
+    unit: Unit,
+    context: Context,
+    value: Callable[[nn.Parameter], Tensor],
+    *,
+    sent: Callable[[Flat], None] = lambda _: None,
+) -> None:
+    """Set a unit's shards on every rank to `value(param)` of rank 0, for each parameter of the module.
+
+    Values are sent piece by piece through the same memory, because the first write to a page takes longer than the rest
+    of the work. `sent` is called for each flat when `value` is no longer called for its parameters.
+    """
+    with torch.no_grad():
+        for i, flat in enumerate(unit.flats):
+            if context.rank != 0:
+                sent(flat)
+            _broadcast_flat(flat, context, value, f"the values of unit {unit.name!r}, flat {i}")
+            if context.rank == 0:
+                sent(flat)
+
+
+def _broadcast_flat(flat: Flat, context: Context, value: Callable[[nn.Parameter], Tensor], what: str) -> None:
+    numel, source = flat.layout.full_numel, _Source(flat, value)
+    length = _CHUNKS * context.world_size * CHUNK_BYTES // flat.master.itemsize
+    memory = context.empty(min(length, numel), flat.master)
+    context.ledger.track("staging", memory)
+    for start in range(0, numel, length):
+        piece = memory[: numel - start]
+        if context.rank == 0:
+            source.write(piece, start)
+        operation = context.operation(what, "values")
+        for transport in context.transports:
+            broadcast(piece, transport, operation=operation)
+        _store(flat, piece, start)
+
+
+class _Source:
+    """The values of a flat as a full buffer [W*S], of which pieces are written in ascending order."""
+
+    def __init__(self, flat: Flat, value: Callable[[nn.Parameter], Tensor]) -> None:
+        self._flat = flat
+        self._value = value
+        self._cut: tuple[int, Tensor] = (-1, torch.empty(0))
+        """Index and values of the latest parameter that did not fit into a piece."""
+
+    def write(self, piece: Tensor, start: int) -> None:
+        """Write elements `[start, start + n)` to `piece` [n], and zeros between parameters."""
+        piece.zero_()
+        for index, (param, slot) in enumerate(zip(self._flat.params, self._flat.layout.slots, strict=True)):
+            begin, end = slot.within(start, start + piece.numel())
+            if end - begin == slot.numel:
+                piece[begin:end].view(slot.shape).copy_(self._value(param))
+            elif begin < end:
+                if self._cut[0] != index:
+                    self._cut = index, self._value(param).reshape(-1)
+                offset = start - slot.start
+                piece[begin:end].copy_(self._cut[1][begin + offset : end + offset])
+
+
+def _store(flat: Flat, piece: Tensor, start: int) -> None:
+    """Store the part of elements `[start, start + n)` of a full buffer that this rank keeps."""
+    first, stop = flat.own_range(flat.layout)
+    begin, end = max(first, start), min(stop, start + piece.numel())
+    if begin < end:
+        flat.write(piece[begin - start : end - start], begin - first)
+
+
+def broadcast_buffers(module: nn.Module, context: Context) -> None:
+    """Copy rank 0's buffers (for example running statistics) to every rank.
+
+    Equal buffers are not written: a mask may be an expanded view, which does not allow writes.
+    """
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            flat = buffer.detach().reshape(-1).clone()
+            operation = context.operation(f"buffer {name!r}", "buffers")
+            for transport in context.transports:
+                broadcast(flat, transport, operation=operation)
+            if not torch.equal(flat.view(buffer.shape), buffer):
+                buffer.copy_(flat.view(buffer.shape))
+
+
 @dataclass(frozen=True)
 class _Blank:
-    """State of a tensor before its initialization: all bits are set, which is a NaN in floating dtypes."""
+    """State of a tensor before its initialization. All bits are set, which is a NaN in floating-point dtypes."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -155,7 +265,7 @@ class _Blank:
         if now.is_meta:
             return "on meta"
         unwritten = self._unwritten(now) if now is tensor else 0
-        return f"uninitialised, {unwritten} of {now.numel()} elements of it" if unwritten else None
+        return f"uninitialized, {unwritten} of {now.numel()} elements of it" if unwritten else None
 
     def _unwritten(self, tensor: Tensor) -> int:
         """Count the elements that were not written.
@@ -172,7 +282,7 @@ class _Blank:
 
 
 def _leave_meta(tensor: Tensor, device: torch.device) -> None:
-    """Turn a tensor on meta into a placeholder on `device` with the memory of one element, a buffer into a whole one.
+    """Move a tensor from the meta device to `device`: a parameter gets the memory of one element, a buffer all of it.
 
     The tensor stays the same object, so references to it stay valid: tied weights, `nn.LSTM`'s lists, an optimizer.
     `torch.utils.swap_tensors` refuses tensors with weak references, and would also swap what they refer to.
@@ -206,7 +316,7 @@ def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, tensor) for name, tensor in registered if tensor is not None]
 
 
-def _roll(module: nn.Module) -> list[str]:
+def _described(module: nn.Module) -> list[str]:
     """Return descriptions of the parameters and buffers that the module itself owns."""
     unsaved = module._non_persistent_buffers_set
     return [f"{_kind(tensor)} {name}{' (not saved)' * (name in unsaved)}" for name, tensor in _own(module)]

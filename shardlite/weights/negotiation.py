@@ -46,7 +46,7 @@ order has, on every rank.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import NoReturn
 from zlib import crc32
@@ -56,7 +56,7 @@ import torch
 from shardlite.comm import Context, Moment, Work, all_gather, are_equal
 from shardlite.errors import SAME_PASSES, CommError, DesyncError, PhaseError
 from shardlite.params import Unit
-from shardlite.weights.all_gather import GatherQueue
+from shardlite.weights.all_gather import Gathering, GatherQueue
 from shardlite.weights.gather_order import GatherOrder
 
 END = -1
@@ -68,19 +68,67 @@ class Proposal:
     """What a rank says in a round."""
 
     wants: int
-    """The unit that it wants to gather next, by its index, or `END`."""
+    """Index of the unit that it wants to gather next, or `END`."""
 
     kind: int
-    """A checksum of the kind of its pass."""
+    """Checksum of the kind of its pass."""
 
     step: int
-    """How many steps it has taken."""
+    """Number of steps that it has taken."""
 
     needed: int
-    """At the end of its pass: how many gathers it has needed."""
+    """At the end of its pass: number of gathers that it has needed."""
 
     uses: int
-    """At the end of its pass: a checksum of the units that it has used, in their order."""
+    """At the end of its pass: checksum of the units that it has used, in their order."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """Result of a round."""
+
+    choice: int
+    """The unit that all gather now, or `END`."""
+
+    needed: Sequence[int]
+    """Number of gathers that each rank has needed so far."""
+
+    alike: bool
+    """At the end of a pass: whether all ranks have used the same units in the same order."""
+
+
+@dataclass
+class Pass:
+    """One pass as the queues see it. Its end may still be running when later passes begin."""
+
+    kind: str
+    step: int
+    """Number of steps that the rank had taken when it began."""
+
+    prefer: Callable[[Sequence[int]], int]
+    """Choose among the units that ranks want."""
+
+    queue: GatherQueue
+    """Runs rounds, and gathers that are not in the gather order."""
+
+    began: Moment | None
+    """The program's computation before it, which made the current weights."""
+
+    uses: Sequence[int] = ()
+    """At its end: the units that this rank has used, in their order."""
+
+    exceeds: bool = False
+    """Whether any rank has needed more than the gather order has."""
+
+    diverged: bool = True
+    """Whether ranks have used different units, or more than the gather order has, as far as is known."""
+
+    confirmed: bool = False
+    """Whether the program is behind its end on all ranks in any case."""
+
+    ending: Work | None = None
+    revise: Callable[[], None] = lambda: None
+    """Revise the gather order by what all ranks have exchanged at the end."""
 
 
 class Negotiation:
@@ -90,34 +138,34 @@ class Negotiation:
         self._context = context
         self._names = names
 
-    def agree(self, wants: int, during: "Pass", needed: int = 0) -> "Round":
+    def agree(self, wants: int, during: Pass, needed: int = 0) -> Round:
         """Take part in one round. The pass chooses among what is wanted.
 
         Raises:
             DesyncError: ranks are in different passes, or have taken different numbers of steps.
-            CommError: a peer failed or is late.
+            CommError: a peer failed or timed out.
         """
         kind = during.kind
-        uses = during.uses if wants == END else []
+        uses = list(during.uses) if wants == END else []
         mine = Proposal(wants, _checksum(kind), during.step, needed, _checksum(str(uses)))
         here = f"{self._wish(mine, kind)}, at step {mine.step}"
         if self._all_say(mine, here):
             return Round(wants, [needed] * self._context.transport.world_size, alike=True)
-        rows = self._exchange(astuple(mine), "the next gather", here)
-        wishes, kinds, steps, needs, used = (list(column) for column in zip(*rows, strict=True))
+        said = self._exchange(astuple(mine), "the next gather", here)
+        wishes, kinds, steps, needs, used = (list(column) for column in zip(*said, strict=True))
         if {*kinds} != {mine.kind} or {*steps} != {mine.step}:
-            self._compare([Proposal(*row) for row in rows], kind)
+            self._compare([Proposal(*each) for each in said], kind)
         wanted = sorted({*wishes} - {END})
         return Round(during.prefer(wanted) if wanted else END, needs, alike=len({*used}) == 1)
 
     def lists(self, mine: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-        """Return the list of every rank; `lengths` are theirs."""
+        """Return the list of every rank, given their `lengths`."""
         padded = [*mine, *[0] * (max(lengths) - len(mine))]
-        rows = self._exchange(padded, "the gathers of a pass", "its end") if padded else [[] for _ in lengths]
-        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+        lists = self._exchange(padded, "the gathers of a pass", "its end") if padded else [[] for _ in lengths]
+        return [each[:length] for each, length in zip(lists, lengths, strict=True)]
 
     def _all_say(self, mine: Proposal, during: str) -> bool:
-        """Return whether all ranks are known to say the same: where they are many, it takes less to find out."""
+        """Return whether all of many ranks are known to say the same. To find that out costs less than an exchange."""
         rounds = self._context.rounds
         if rounds is None:
             return False
@@ -131,22 +179,23 @@ class Negotiation:
         return are_equal(astuple(mine), rounds, operation=operation)
 
     def _exchange(self, mine: Sequence[int], what: str, during: str) -> list[list[int]]:
+        """Return what every rank says, [W, n]."""
         hosts, _ = self._context.hosts
         full = torch.zeros(hosts.world_size, len(mine), dtype=torch.int32)
         full[hosts.rank] = torch.tensor(mine, dtype=torch.int32)
-        # The name says nothing of the step: ranks that differ in it are to meet here, and to be told apart.
+        # The name does not contain the step: ranks that differ in it must meet here, to be told apart.
         operation = self._context.operation(
             f"negotiation of {what}", "order negotiation", at_any_step=True, during=during
         )
         self._context.progress.joins()
         all_gather(full.view(-1), hosts, operation=operation)
-        rows: list[list[int]] = full.tolist()
-        return rows
+        said: list[list[int]] = full.tolist()
+        return said
 
-    def _compare(self, words: Sequence[Proposal], kind: str) -> None:
-        mine = words[self._context.transport.rank]
+    def _compare(self, said: Sequence[Proposal], kind: str) -> None:
+        mine = said[self._context.transport.rank]
         here = f"rank {self._context.transport.rank}, in {self._wish(mine, kind)},"
-        for rank, theirs in enumerate(words):
+        for rank, theirs in enumerate(said):
             if theirs.step != mine.step:
                 self._fail(
                     mine,
@@ -164,71 +213,27 @@ class Negotiation:
                 )
 
     def _fail(self, mine: Proposal, kind: str, why: str) -> NoReturn:
-        """Raise, with what the others are doing, and where in the program; each finds the same difference now.
+        """Raise, with what each rank does and where in its program. Each rank finds the same difference now.
 
-        The program may wait in another operation.
+        The program may wait in another operation, so the error is stored, too.
         """
         reports = self._context.reports
         others = reports.compare(f"{self._wish(mine, kind)}, at step {mine.step}", why)
         reports.verdict = DesyncError(f"{why}{others}")
         raise reports.verdict
 
-    def _wish(self, word: Proposal, kind: str) -> str:
-        return f"the end of {kind}" if word.wants == END else f"{kind}, for unit {self._names[word.wants]!r}"
+    def _wish(self, said: Proposal, kind: str) -> str:
+        return f"the end of {kind}" if said.wants == END else f"{kind}, for unit {self._names[said.wants]!r}"
 
 
-@dataclass(frozen=True)
-class Round:
-    """What a round came to."""
-
-    choice: int
-    """The unit that all gather now, or `END`."""
-
-    needed: Sequence[int]
-    """How many gathers each rank has needed so far."""
-
-    alike: bool
-    """At the end of a pass: whether all ranks have used the same units in the same order."""
-
-
-@dataclass
-class Pass:
-    """One pass as the queues see it. Its end may still be running when later passes begin."""
-
-    kind: str
-    step: int
-    """How many steps the rank had taken when it began."""
-
-    prefer: Callable[[Sequence[int]], int]
-    """Chooses among the units that ranks want."""
-
-    lane: GatherQueue
-    """Where rounds run, and gathers that are not in the gather order."""
-
-    began: Moment | None
-    """The program's computation before it, in which the weights became what they are."""
-
-    beyond: bool = False
-    """Whether any rank has needed more than the gather order has."""
-
-    uses: list[int] = field(default_factory=list)
-    """The units that this rank has used, in their order."""
-
-    strayed: bool = True
-    """Whether ranks have used different units, or more than the gather order has, as far as is known."""
-
-    confirmed: bool = False
-    """Whether the program is behind its end on all ranks in any case."""
-
-    ending: Work | None = None
-    revise: Callable[[], None] = lambda: None
-    """Revise the gather order by what all ranks have exchanged at the end."""
-
-
-class PassCoordinator:
-    """Decides for one wrapped model which unit all ranks gather when. One pass at a time."""
+class Passes(Gathering):
+    """The passes of one wrapped model, one at a time. Decides which unit all ranks gather when."""
 
     def __init__(self, units: Sequence[Unit], context: Context) -> None:
+        self.order = GatherOrder()
+        self.diverged = False
+        """Whether ranks have used different units in a pass since this was set to false."""
+
         self._units = units
         self._single_rank = context.transport.world_size == 1
         self._owner = context.owner
@@ -237,92 +242,33 @@ class PassCoordinator:
         self._version = context.version
         self._streams = context.streams
         self._queue = GatherQueue(context)
-        self._beside = GatherQueue(context, beside=True)
-        self._gather_order = GatherOrder()
+        self._negotiated = GatherQueue(context, by_hosts=True)
         self._negotiation = Negotiation(context, [unit.name for unit in units])
         self._now: Pass | None = None
         self._ended: list[Pass] = []  # until they are collected
-        self.strayed = False
-        """Whether ranks have parted in a pass since this was set to false."""
-
         self._failed = False
 
-    def begin(self, kind: str, *, backwards: bool = False) -> None:
-        """Start a pass. Those of one kind are expected to need the same units.
+    def begin(self, kind: str, *, backwards: bool = False, final: bool = False, repeats: bool = False) -> None:
+        """Start a pass. Passes of one kind are expected to need the same units.
 
-        Where ranks need different ones, those registered first come first or, `backwards`, last.
+        Args:
+            kind: name of the kind.
+            backwards: whether units that were registered last are gathered first if ranks need different ones.
+            final: whether a step follows, after which all weights are stale.
+            repeats: whether the units that this rank uses are expected to be those of the last pass of the kind.
 
         Raises:
-            CommError: the last pass of the kind could not be ended: a peer failed, is late, or does something else.
+            CommError: the last pass of the kind could not be ended: a peer failed, timed out or does something else.
         """
-        self.end()  # of one that an interrupt left
+        self.end_pass()  # of one that an interrupt left
         self._reports.raise_verdict()
-        lane = self._beside if self._gather_order.knows(kind) else self._queue
-        self._collect(lambda each: each.kind == kind or self._queue in (lane, each.lane))
-        began = None if self._single_rank else lane.moment()
-        self._now = Pass(kind, self._version.number, max if backwards else min, lane, began)
-        self._gather_order.begin(kind)
+        queue = self._negotiated if self.order.knows(kind) else self._queue
+        self._collect(lambda each: each.kind == kind or self._queue in (queue, each.queue))
+        began = None if self._single_rank else queue.moment()
+        self._now = Pass(kind, self._version.number, max if backwards else min, queue, began)
+        self.order.begin(kind, final=final, repeats=repeats)
 
-    @contextmanager
-    def inside(self, kind: str) -> Iterator[None]:
-        """Gather within the pass in progress or, if there is none, in one of its own."""
-        if self._now is not None:
-            yield
-            return
-        self.begin(kind)
-        try:
-            yield
-        finally:
-            self.end()
-
-    def comes_next(self, unit: Unit) -> bool:
-        """Whether all ranks gather `unit` next, so that it may be gathered before it is needed."""
-        return self._single_rank or (self._now is not None and self._gather_order.coming() == unit.index)
-
-    def gather(self, unit: Unit) -> None:
-        """Start gathering `unit` into its memory, when all ranks do."""
-        if self._now is None:
-            self.begin("what follows an inner pass")
-            assert self._now is not None
-        now = self._now
-        before = [] if self._single_rank else self._gather_order.turn(unit.index)
-        if before != []:
-            self._progress.publish()
-        if before is not None:
-            gather = self._queue.gather(unit, during=now.kind).run
-            unit.work = self._queue.submit(*self._taking_part(now, before), gather)
-            return
-        if self._streams.captures():
-            raise PhaseError(
-                f"unit {unit.name!r} is needed in {now.kind}, which a CUDA graph captures, but the last passes did "
-                "not need it at this place: take three steps like the one to capture before"
-            )
-        now.beyond = True
-        self._gather_order.add(unit.index)
-        self._take_part(now)
-        negotiate = partial(self._negotiate, now, unit)
-        unit.work = now.lane.submit(negotiate, now.lane.gather(unit, during=now.kind).run)
-
-    def wait(self, unit: Unit) -> None:
-        """Wait for the weights.
-
-        Raises:
-            CommError: a peer failed, is late, or does something else.
-        """
-        try:
-            self._queue.wait(unit)
-        except CommError:
-            self._fail()
-            self._reports.raise_verdict()
-            raise
-
-    def need(self, unit: Unit) -> None:
-        """Note that this pass uses the unit."""
-        self._gather_order.need(unit.index)
-        if self._now is not None:
-            self._now.uses.append(unit.index)
-
-    def end(self) -> None:
+    def end_pass(self) -> None:
         """Take part in what is left of the pass, and in what others need beyond it. The host does not wait.
 
         A forked child takes no part: its pass has used weights that it has, or has failed.
@@ -331,26 +277,64 @@ class PassCoordinator:
         if now is None or self._single_rank or self._failed or not self._owner.is_here:
             return
         self._progress.publish_at_end()
-        flags = self._gather_order.needed() if self._gather_order.is_due() else None
-        serve = partial(self._serve, now, flags, list(self._gather_order.wanted))
+        now.uses = list(self.order.uses)
+        flags = self.order.needed() if self.order.is_due() else None
+        serve = partial(self._serve, now, flags, list(self.order.wanted))
         self._take_part(now)
         if not self._streams.captures():
-            now.ending = now.lane.submit(serve, behind=now.began)
+            now.ending = now.queue.submit(serve, behind=now.began)
             self._ended.append(now)
 
+    @contextmanager
+    def inside_pass(self, kind: str) -> Iterator[None]:
+        """Gather within the pass in progress or, if there is none, in one of its own."""
+        if self._now is not None:
+            yield
+            return
+        self.begin(kind)
+        try:
+            yield
+        finally:
+            self.end_pass()
+
+    def comes_next(self, unit: int) -> bool:
+        """Return whether all ranks gather a unit next, so that it may be gathered before it is needed."""
+        return self._single_rank or (self._now is not None and self.order.next_gather() == unit)
+
+    def turn(self, unit: Unit) -> tuple[GatherQueue, Sequence[Callable[[], None]], str]:
+        """Return the queue on which all ranks gather `unit`, what runs there before, and the kind of the pass."""
+        if self._now is None:
+            self.begin("what follows an inner pass")
+            assert self._now is not None
+        now = self._now
+        before = [] if self._single_rank else self.order.turn(unit.index)
+        if before != []:
+            self._progress.publish()
+        if before is not None:
+            return self._queue, self._taking_part(now, before), now.kind
+        if self._streams.captures():
+            raise PhaseError(
+                f"unit {unit.name!r} is needed in {now.kind}, which a CUDA graph captures, but the last passes did "
+                "not need it at this place: take three steps like the one to capture before"
+            )
+        now.exceeds = True
+        self.order.add(unit.index)
+        self._take_part(now)
+        return now.queue, [partial(self._negotiate, now, unit)], now.kind
+
     def confirm_ends(self) -> None:
-        """Note that the program is from now on behind something that each rank does after the end of its passes."""
+        """Record that the program is from now on behind something that each rank does after the end of its passes."""
         for each in self._ended:
             each.confirmed = True
 
     def in_step(self) -> bool:
-        """Return whether no rank has strayed. The host waits until all have ended the passes that it has.
+        """Return whether all ranks have used the same units. The host waits until all have ended the last passes.
 
         Raises:
             CommError: a pass could not be ended.
         """
         self._collect(lambda _: True)
-        return self._streams.captures() or not self.strayed
+        return self._streams.captures() or not self.diverged
 
     def settle(self) -> None:
         """Wait until all passes are over for every rank: weights must not change before.
@@ -362,7 +346,7 @@ class PassCoordinator:
         try:
             self._queue.finish()
         except CommError:
-            self._fail()
+            self._stop_serving()
             raise
 
     def _collect(self, which: Callable[[Pass], bool]) -> None:
@@ -375,43 +359,43 @@ class PassCoordinator:
             try:
                 first.ending.wait()
             except CommError:
-                self._fail()
+                self._stop_serving()
                 raise
             del self._ended[0]  # after an interrupt it is waited for again: all ranks revise their orders
-            self.strayed |= first.strayed
+            self.diverged |= first.diverged
             first.revise()
 
-    def _fail(self) -> None:
+    def _stop_serving(self) -> None:
         """Serve no rank any more: ranks are out of step."""
         self._failed = True
         self._ended.clear()
 
     def _take_part(self, now: Pass) -> None:
         """Take part in what is left of the order."""
-        if jobs := self._taking_part(now, self._gather_order.rest()):
-            self._queue.submit(*jobs)
+        if steps := self._taking_part(now, self.order.rest()):
+            self._queue.submit(*steps)
 
     def _taking_part(self, now: Pass, indices: Sequence[int]) -> list[Callable[[], None]]:
         return [self._queue.take_part(self._units[index], during=now.kind).run for index in indices]
 
-    # ---- on the lane --------------------------------------------------------------------------------------------
+    # ---- on the queue -----------------------------------------------------------------------------------------------
 
     def _negotiate(self, now: Pass, unit: Unit) -> None:
         """Take part in what all ranks agree on, until that is `unit`."""
         while (choice := self._negotiation.agree(unit.index, now).choice) != unit.index:
-            now.lane.take_part(self._units[choice], during=now.kind).run()
+            now.queue.take_part(self._units[choice], during=now.kind).run()
 
     def _serve(self, now: Pass, flags: Sequence[int] | None, wanted: Sequence[int]) -> None:
         """Take part in gathers of other ranks until all are at the end; then revise the gather order with them."""
         while (round_ := self._negotiation.agree(END, now, len(wanted))).choice != END:
-            now.beyond = True
-            now.lane.take_part(self._units[round_.choice], during=now.kind).run()
-        now.strayed = now.beyond or not round_.alike
-        if now.beyond:
-            now.revise = partial(self._gather_order.extend, now.kind, self._negotiation.lists(wanted, round_.needed))
+            now.exceeds = True
+            now.queue.take_part(self._units[round_.choice], during=now.kind).run()
+        now.diverged = now.exceeds or not round_.alike
+        if now.exceeds:
+            now.revise = partial(self.order.extend, now.kind, self._negotiation.lists(wanted, round_.needed))
         elif flags is not None:
             ranks = self._negotiation.lists(flags, [len(flags)] * len(round_.needed))
-            now.revise = partial(self._gather_order.shorten, now.kind, ranks)
+            now.revise = partial(self.order.shorten, now.kind, ranks)
 
 
 def _checksum(text: str) -> int:

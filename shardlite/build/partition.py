@@ -1,8 +1,8 @@
-"""Partition of a model into units: which modules start a unit, and to which unit each parameter belongs.
+"""Partition a model into units: which modules start a unit, and to which unit each parameter belongs.
 
-A unit is gathered at once, so it should be computed at once: one of the model's repeated blocks.
+A unit is gathered at once, so it should be computed at once. It is one of the model's repeated blocks.
 
-In: a module and the `units` option. Out: `UnitPlan`s. Knows nothing of layouts, ranks or memory.
+In: a module and the `units` option. Out: `UnitPlan`s, and the units that each module needs.
 """
 
 from collections import Counter
@@ -14,15 +14,13 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from shardlite.errors import LayoutError
+from shardlite.params import ROOT, Unit, scripts
 
 UnitPolicy = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | None
 """A module class, a tuple of classes, a predicate of `(name, module)`, or `None` for automatic units."""
 
 UnitRule = bool | Callable[[str, nn.Module], bool]
-"""One value for all units, or a predicate of a unit's `(name, module)`."""
-
-ROOT = "(root)"
-"""Name of the root unit, which holds the parameters of no other unit."""
+"""A value for all units, or a predicate of a unit's `(name, module)`."""
 
 BLOCKS_SHARE = 0.1
 """Children of one class in a list are blocks if together they hold at least this share of the model's parameters."""
@@ -34,7 +32,7 @@ parameters. Otherwise it stays in the root.
 
 
 NEVER_CALLED = (nn.ParameterList, nn.ParameterDict, NonDynamicallyQuantizableLinear)
-"""Modules whose parameters are read by the enclosing module. (The last is the output layer in attention.)"""
+"""Modules whose parameters the enclosing module reads. The last is the output layer of attention."""
 
 
 @dataclass(eq=False)
@@ -76,10 +74,23 @@ def partition_module(model: nn.Module, policy: UnitPolicy, ignored: Collection[T
     return list(plans.values())
 
 
-def scripts(model: nn.Module) -> set[nn.Module]:
-    """Return the TorchScript modules and all modules inside them. They accept no hooks."""
-    outer = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
-    return {inner for script in outer for inner in script.modules()}
+def needs(module: nn.Module, plans: Sequence[UnitPlan], units: Sequence[Unit]) -> dict[nn.Module, list[Unit]]:
+    """Return the units that each module's forward needs: the one that starts there, and those of parameters it reads.
+
+    The whole model is always among the modules, because a pass starts with it.
+    """
+    by_name = {unit.name: unit for unit in units}
+    home = {param: unit for unit in units for param in unit.params()}
+    starts = {plan.module: by_name[plan.name or ROOT] for plan in plans if (plan.name or ROOT) in by_name}
+    wanted, never = {}, scripts(module)
+    for each in module.modules():
+        if each in never:
+            continue
+        own = [home[param] for param in _read_by(each) if param in home]
+        start = [starts[each]] if each in starts else []
+        if start or own or each is module:
+            wanted[each] = list(dict.fromkeys(start + own))
+    return wanted
 
 
 def _walk(
@@ -171,3 +182,15 @@ def _tables(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[nn.Module
 
 def _numel(params: Iterable[nn.Parameter]) -> int:
     return sum(param.numel() for param in params)
+
+
+def _read_by(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield a module's own parameters, and those of modules in it that are never called."""
+    yield from (param for param in module._parameters.values() if param is not None)
+    if isinstance(module, nn.TransformerEncoder):  # it chooses its path by the weights of its first layer
+        yield from module.layers[0].parameters()
+    for child in module.children():
+        if isinstance(child, torch.jit.ScriptModule):
+            yield from child.parameters()
+        elif isinstance(child, NEVER_CALLED) or type(child).forward is nn.Module.forward:
+            yield from _read_by(child)

@@ -1,0 +1,57 @@
+"""Memory for one unit's full weights, which detects tensors outside the library that still view it."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+BUCKETS = 2
+"""Maximum number of buckets on a CPU beside the root's: one is reduced while the other fills.
+
+It is 1 if shards are stepped in the backward on CPUs: such a program needs little memory, and reductions take the cores
+that would fill the next bucket. A backward waits for a reduction before it allocates another bucket, but not if a peer
+starts that reduction only after a gather that needs this rank: see `comm/control/progress.py`.
+"""
+
+
+class Buffer:
+    """Memory for one unit's full weights."""
+
+    def __init__(self, memory: Tensor, *, kept: bool = False) -> None:
+        self.bytes = memory
+        self.nbytes = memory.numel()
+        self.kept = kept
+        """Whether a pool keeps this buffer for later gathers."""
+
+        self.key = storage_key(self.bytes)
+        self._own_uses = torch._C._storage_Use_Count(self.key)
+        self._views: dict[object, list[Tensor]] = {}
+
+    def views(self, owner: object, make: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
+        """Return the views that `make` makes of the memory for `owner`. They are cached.
+
+        Views are not cached inside a dispatch mode or a `torch.func` transform, where they may have another type.
+        """
+        cached = self._views.get(owner)
+        if cached is not None:
+            return cached
+        if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+            return make(self.bytes)
+        before = torch._C._storage_Use_Count(self.key)
+        cached = self._views[owner] = make(self.bytes)
+        self._own_uses += torch._C._storage_Use_Count(self.key) - before
+        return cached
+
+    def escaped(self, params: int = 0) -> bool:
+        """Return whether a tensor outside the library views this buffer, beside `params` parameters that are bound."""
+        return bool(torch._C._storage_Use_Count(self.key) > self._own_uses + params)
+
+    def poison(self) -> None:
+        """Fill with NaN: all bits set is a NaN in every floating-point dtype."""
+        self.bytes.fill_(0xFF)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return a number that all views of one storage share, and no other tensor."""
+    key: int = tensor.untyped_storage()._cdata
+    return key

@@ -1,0 +1,204 @@
+"""Buffers for full weights: who views them, which are kept, and which unit has one when."""
+
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardlite.params import Buffer
+from shardlite.weights.gather_order import GatherOrder
+from shardlite.weights.policy import BufferPolicy, BufferPool, Space, UnitSize
+
+
+def test_own_views_are_made_once_and_are_no_escape():
+    buffer, made = Buffer(torch.empty(64, dtype=torch.uint8)), []
+
+    def halves(memory):
+        made.append(memory)
+        return [memory[:32], memory[32:]]
+
+    kept = buffer.views("a unit", halves)
+    assert buffer.views("a unit", halves) is kept
+    assert buffer.views("another unit", halves) is not kept
+    assert len(made) == 2
+    assert not buffer.escaped()
+    outside = kept[0].view(torch.float32)
+    assert buffer.escaped()
+    del outside
+    assert not buffer.escaped()
+
+
+class Mode(TorchDispatchMode):
+    """A mode of the program."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("what", ["a mode", "a transform"])
+def test_views_that_may_be_of_another_kind_are_not_kept(what):
+    buffer = Buffer(torch.zeros(64, dtype=torch.uint8))
+
+    def whole(memory):
+        return [memory.view(torch.float32)]
+
+    if what == "a mode":
+        with Mode():
+            inside = buffer.views("a unit", whole)
+    else:
+        inside = []
+        torch.func.vmap(lambda x: inside.extend(buffer.views("a unit", whole)) or x)(torch.zeros(2))
+    later = buffer.views("a unit", whole)
+    assert later is not inside
+    assert type(later[0]) is torch.Tensor
+    assert buffer.views("a unit", whole) is later
+
+
+def pool_of(most):
+    """A pool, and the sizes that it has allocated."""
+    allocated = []
+
+    def make(nbytes, kept):
+        allocated.append(nbytes)
+        return Space(nbytes, kept)
+
+    return BufferPool(make, most), allocated
+
+
+def test_an_owner_gets_the_buffer_that_it_had_last():
+    pool, allocated = pool_of(2)
+    first, second = pool.take("first", 64), pool.take("second", 64)
+    pool.give_back(first)
+    pool.give_back(second)
+    assert pool.take("second", 64) is second
+    assert pool.take("second", 64) is first  # it had the other one last, which is in use
+    pool.give_back(second)
+    assert pool.take("first", 64) is second
+    assert allocated == [64, 64]
+
+
+def test_a_new_owner_gets_the_smallest_that_is_large_enough():
+    pool, allocated = pool_of(3)
+    for buffer in [pool.take(size, size) for size in (96, 32, 64)]:
+        pool.give_back(buffer)
+    assert pool.take("new", 48).nbytes == 64
+    assert pool.take("newer", 48).nbytes == 96
+    assert allocated == [96, 32, 64]
+
+
+def test_the_smallest_gives_way_to_a_larger_one():
+    alive = weakref.WeakSet()
+
+    def make(nbytes, kept):
+        assert sum(each.nbytes for each in alive) + nbytes <= 64 + 128  # never all three
+        alive.add(space := Space(nbytes, kept))
+        return space
+
+    pool = BufferPool(make, 2)
+    for buffer in [pool.take(size, size) for size in (32, 64)]:
+        pool.give_back(buffer)
+    del buffer
+    pool.give_back(pool.take("large", 128))
+    assert pool.take(32, 32).nbytes == 64
+
+
+def test_more_than_are_kept_are_freed_when_they_are_given_back():
+    pool, _ = pool_of(1)
+    kept, more = pool.take("kept", 64), pool.take("more", 64)
+    assert pool.is_surplus(more)
+    assert not pool.is_surplus(kept)
+    for each in (kept, more):
+        pool.give_back(each)
+    assert pool.spare() == [kept]
+    assert pool.last("more") is None
+    assert pool.fits(kept, 32)
+
+
+def test_a_buffer_that_is_given_up_makes_place_for_another_one():
+    pool, allocated = pool_of(1)
+    buffer = pool.take("a unit", 64)
+    del buffer  # not given back, because others view it
+    assert pool.last("a unit") is None
+    assert pool.take("a unit", 64).kept
+    assert allocated == [64, 64]
+
+
+def test_nothing_is_kept_where_none_is_to_be():
+    pool, allocated = pool_of(0)
+    buffer = pool.take("a unit", 64)
+    assert pool.fits(buffer, 64)
+    assert not pool.fits(buffer, 32)
+    assert not pool.is_surplus(buffer)
+    pool.give_back(buffer)
+    pool.take("a unit", 64)
+    assert allocated == [64, 64]
+
+
+# ---- the policy -----------------------------------------------------------------------------------------------------
+
+
+def policy_of(*nbytes, prefetch=1, keeps=False, root=False):
+    """A policy over units of these sizes, the first of which may be the root, and the order that it follows."""
+    units = [UnitSize(size, root and i == 0, root and i == 0) for i, size in enumerate(nbytes)]
+    order = GatherOrder()
+    return BufferPolicy(units, order, Space, prefetch=prefetch, keeps=keeps), order
+
+
+def use(policy, unit):
+    """Use a unit, and return what is evicted for it, gathered for it or ahead, and evicted after it."""
+    done = []
+
+    def gather(unit):
+        if (victim := policy.victim_for(unit)) is not None:
+            done.append(("evict", victim))
+            policy.give_back(victim, policy.evict(victim))
+        done.append(("gather", unit))
+        policy.take(unit)
+
+    if unit not in policy.buffers:
+        gather(unit)
+    policy.begin_use(unit)
+    for ahead in policy.next_gathers(lambda unit: unit in policy.buffers, lambda _: True):
+        gather(ahead)
+    for victim in policy.end_use(unit):
+        done.append(("evict", victim))
+        policy.give_back(victim, policy.evict(victim))
+    return done
+
+
+def test_a_unit_is_gathered_ahead_on_the_recorded_path():
+    policy, order = policy_of(8, 8, 8)
+    order.begin("forward")
+    assert [use(policy, unit) for unit in (0, 1, 2)] == [  # nothing is expected yet
+        [("gather", 0)],
+        [("gather", 1)],
+        [("evict", 0), ("gather", 2)],
+    ]
+    order.begin("forward")
+    assert [use(policy, unit) for unit in (0, 1, 2)] == [
+        [("evict", 1), ("gather", 0), ("evict", 2), ("gather", 1)],
+        [("evict", 0), ("gather", 2)],
+        [],
+    ]
+
+
+def test_the_last_use_before_a_step_frees_the_buffer():
+    policy, order = policy_of(8, 8)
+    for _ in range(2):
+        order.begin("backward", final=True)
+        done = [use(policy, unit) for unit in (1, 0)]
+        order.end_path()
+    assert done[-1][-1] == ("evict", 0)
+    assert not policy.buffers
+
+
+def test_nothing_is_gathered_ahead_after_prefetching_stopped():
+    policy, order = policy_of(8, 8, 8)
+    for _ in range(2):
+        order.begin("forward")
+        for victim in policy.stop_prefetching():
+            policy.evict(victim)
+        assert len(policy.buffers) <= 1
+        gathered = [use(policy, unit) for unit in (0, 1, 2)]
+    assert all([name for name, _ in done].count("gather") == 1 for done in gathered)
