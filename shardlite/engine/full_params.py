@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from shardlite.comm import Context, all_gather
 from shardlite.engine.local_shards import gather_row
 from shardlite.errors import LayoutError, PhaseError, lacking, some_of
-from shardlite.params import Flat, ShardTensor, Unit, apart, detach, is_dtensor, scripts
+from shardlite.params import Flat, ShardInfo, ShardTensor, Unit, apart, detach, is_dtensor, scripts
 from shardlite.weights import Calls, Gathering, differs, places, pop_hooks, push_hooks, take_over
 
 NO_COPY = (
@@ -121,6 +121,7 @@ class FullParameters:
                     whole = self._whole(unit, i, flat)
                     for param, view in flat.views(whole):
                         detach(param, view.clone())
+                        ShardInfo.forget(param)
                     del whole  # before the next one is there
         self._context.trim(keep=0)
         while self._hooks:

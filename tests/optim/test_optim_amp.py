@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from shardlite.optim.adamw import AdamW
-from tests.support.optim_cases import HYPER, PaddedTwins, assert_same, make_arena, plain_params, set_grads
+from shardlite.params import ShardInfo
+from tests.support.optim_cases import HYPER, PaddedTwins, assert_same, make_arena, plain_params, set_grads, shard_params
 
 
 def scaled_grads(arena, scaler, seed, bad):
@@ -102,6 +103,7 @@ def test_narrow_gradients_are_divided_in_fp32():
     scale = 2.0**16
     flat = torch.randn(64)
     param, twin = nn.Parameter(flat.clone()), nn.Parameter(flat.clone())
+    ShardInfo(0, None).mark(param)
     grad = torch.linspace(0.01, 0.3, 64).to(torch.float16)
     param.grad_dtype = torch.float16
     param.grad, twin.grad = grad.clone(), grad.float() / scale
@@ -115,6 +117,7 @@ def test_narrow_gradients_are_divided_in_fp32():
 
 def test_a_gradient_with_gaps_is_divided_in_place():
     param, twin = (nn.Parameter(torch.ones(32, 2)) for _ in range(2))
+    ShardInfo(0, None).mark(param)
     memory = torch.randn(2, 32)
     param.grad, twin.grad = memory.t(), memory.t().contiguous()
     optimizer, twin_optimizer = AdamW([param], **HYPER), torch.optim.AdamW([twin], **HYPER, fused=True)
@@ -137,8 +140,9 @@ def test_gradients_that_lie_in_each_others_padding_are_divided_once(order):
     assert_same(memory, before / 2)
 
 
-def test_a_bad_step_of_plain_parameters_is_skipped_by_a_scaler():
-    params = plain_params()
+@pytest.mark.parametrize("make", [plain_params, shard_params])
+def test_a_bad_step_is_skipped_by_a_scaler(make):
+    params = make()
     before = [param.detach().clone() for param in params]
     optimizer, scaler = AdamW(params, **HYPER), torch.amp.GradScaler("cpu", init_scale=4.0)
     set_grads(params, 0)
