@@ -61,11 +61,15 @@ from shardlite.engine import (
     allow_conversions,
     attach_all,
     cast_floats,
+    give_shards,
     in_backward,
+    install_patches,
     needs,
+    optimizer_tensors,
     param_locations,
     refuse_conversions,
-    torch_patches,
+    register_model,
+    unregister_model,
 )
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.grads import Clipper, Reducer, Skips, SoloGradientFlags
@@ -214,6 +218,7 @@ class ShardLite(nn.Module):
         timeout: timedelta = timedelta(minutes=10),
     ) -> None:
         super().__init__()
+        install_patches()
         check_timeout(timeout)
         limit = memory_limit_of(memory_limit)
         self.stage = stage
@@ -342,7 +347,7 @@ class ShardLite(nn.Module):
                 results = method(*args, **kwargs)
             for each in tree_leaves(results):
                 if isinstance(each, Optimizer):  # it can know the module's own parameters only
-                    torch_patches.give_shards(each, self._bridge)
+                    give_shards(each, self._bridge)
             return results
 
         return call
@@ -537,7 +542,7 @@ class ShardLite(nn.Module):
         for shard in self._bridge.shards:
             if shard.grad is not None:
                 self.ledger.track("gradients", shard.grad)  # on one rank they are autograd's own
-        for tensor in torch_patches.state_of_optimizers(self._bridge):
+        for tensor in optimizer_tensors(self._bridge):
             self.ledger.track("optimizer state", tensor)
         for tensor in chunk_memory():
             self.ledger.track("chunks of a step", tensor)
@@ -663,7 +668,7 @@ class ShardLite(nn.Module):
         validate.unmark_wrapped(self._units)
         self._hooks.uninstall()
         allow_conversions(module)
-        torch_patches.retire(self._bridge)
+        unregister_model(self._bridge)
         for name in vars(self).keys() - vars(nn.Module()).keys():
             delattr(self, name)
         self._modules.clear()
@@ -808,7 +813,7 @@ class ShardLite(nn.Module):
             self._hooks.install(modules, param_locations(self.module, units), roots, keeps=self._bridge)
             attach_all(units, self._hooks, self._reducer)
         self._backward.catch_gradients()
-        torch_patches.watch(self._bridge)
+        register_model(self._bridge)
         adopt(shards.by_param(), part_of(units))
 
     def _recover(self) -> None:

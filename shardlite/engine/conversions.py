@@ -39,13 +39,15 @@ def allow_conversions(module: nn.Module) -> None:
     _wrapped.difference_update(module.modules())
 
 
-def _guarded(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+def refuse_if_wrapped(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """Return what replaces `nn.Module._apply`."""
+
     @wraps(original)
     def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
         """Convert a module as ever, unless it is wrapped.
 
         Raises:
-            LayoutError: it is, and `fn` changes a parameter or a buffer.
+            LayoutError: it is wrapped, and `fn` changes a parameter or a buffer.
         """
         if module not in _wrapped:
             return original(module, fn, *args, **kwargs)
@@ -81,9 +83,6 @@ def _changes(tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> bool:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
-
-
-setattr(nn.Module, "_apply", _guarded(nn.Module._apply))  # noqa: B010 (mypy refuses assignment)
 
 
 # ---- inputs and outputs ----------------------------------------------------------------------------------------------
