@@ -6,7 +6,7 @@ class, or what a function runs inside, never the name of a function. `docs/patch
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from importlib import import_module
@@ -179,15 +179,14 @@ def _misfit(optimizer: Optimizer, state_dict: Mapping[str, Any], own: Mapping[st
 
 def _misfit_of_unmarked(optimizer: Optimizer, state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
     """Return which tensor of a state that does not say what it is of is that of a whole parameter."""
-    entries = zip(params_of(optimizer), _positions(state_dict), own["parts"], strict=False)
-    for param, index, (name, start, stop, numel) in entries:
-        for key, value in state_dict["state"].get(index, {}).items():
-            tensor = getattr(value, "value", value)
-            if isinstance(tensor, Tensor) and tensor.numel() == numel != stop - start and tensor.ndim == param.ndim:
-                return (
-                    f"the state is of an unsharded model, this is {own['of']}: {key!r} of {name!r} has shape "
-                    f"{list(tensor.shape)}, and its shard here {list(param.shape)}"
-                )
+    parts = dict(zip(_positions(state_dict), own["parts"], strict=False))
+    for param, index, key, value in _tensors(optimizer, state_dict):
+        name, start, stop, numel = parts[index]
+        if value.numel() == numel != stop - start and value.ndim == param.ndim:
+            return (
+                f"the state is of an unsharded model, this is {own['of']}: {key!r} of {name!r} has shape "
+                f"{list(value.shape)}, and its shard here {list(param.shape)}"
+            )
     return None
 
 
@@ -199,15 +198,20 @@ def _misshapen(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> str | Non
     if hasattr(optimizer, "decoders"):
         return None  # it compares them itself, in all its formats
     known = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ not in WHOLE_MATRICES
-    for param, index in zip(params_of(optimizer), _positions(state_dict), strict=False):
-        held = optimizer.state.get(param, {})
-        for key, value in state_dict["state"].get(index, {}).items():
-            expected = held.get(key, param if known else None)
-            if not isinstance(value, Tensor) or not isinstance(expected, Tensor) or value.numel() <= 1:
-                continue
-            if value.shape != expected.shape:
-                return f"{key!r} of parameter {index} has shape {list(value.shape)}, here it has {list(expected.shape)}"
+    for param, index, key, value in _tensors(optimizer, state_dict):
+        expected = optimizer.state.get(param, {}).get(key, param if known else None)
+        if isinstance(expected, Tensor) and value.numel() > 1 and value.shape != expected.shape:
+            return f"{key!r} of parameter {index} has shape {list(value.shape)}, here it has {list(expected.shape)}"
     return None
+
+
+def _tensors(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator[tuple[Tensor, Any, str, Tensor]]:
+    """Yield the tensors of a state: the parameter, its key, and the name and the value of the tensor."""
+    for param, index in zip(params_of(optimizer), _positions(state_dict), strict=False):
+        for key, given in state_dict["state"].get(index, {}).items():
+            value = getattr(given, "value", given)  # our AdamW keeps values from conversion in records
+            if isinstance(value, Tensor):
+                yield param, index, key, value
 
 
 def _latest_step(state_dict: Mapping[str, Any]) -> int:
@@ -306,33 +310,103 @@ class Patch:
     target: str
     """What is changed."""
 
+    rests_on: str
+    """The private API of PyTorch that the change needs, or `none`."""
+
     why: str
     """What would happen without it."""
 
-    rests_on: str
-    """The private API of PyTorch that it needs, or `public` if it needs none."""
-
-    apply: Callable[[], object]
+    apply: Callable[[], None]
     """Make the change."""
 
 
+PATCHES: list[Patch] = []
+"""Everything that ShardLite changes in PyTorch."""
+
+
+def _patch(target: str, rests_on: str) -> Callable[[Callable[[], None]], None]:
+    """Add the function below to the list. Its docstring says what would happen without it."""
+    return lambda apply: PATCHES.append(Patch(target, rests_on, " ".join((apply.__doc__ or "").split()), apply))
+
+
+@_patch("steps of all optimizers (global pre-hook and post-hook)", "none")
+def _() -> None:
+    """A step of unsharded parameters would train nothing, and a model would not know that its weights have changed."""
+    # A compiled step must not be traced into the hooks, which look at parameters whose values are elsewhere.
+    register_optimizer_step_pre_hook(torch._disable_dynamo(before_step))
+    register_optimizer_step_post_hook(torch._disable_dynamo(after_step))
+
+
+@_patch("`torch.optim.Optimizer.state_dict`", "none")
+def _() -> None:
+    """A state of shards would not say which shards it is of, and DCP would save it as whole tensors."""
+    _replace_method(Optimizer, "state_dict", _state_dict)
+
+
+@_patch("`torch.optim.Optimizer.load_state_dict`", "none")
+def _() -> None:
+    """The state of another rank would be loaded: PyTorch compares no shapes."""
+    _replace_method(Optimizer, "load_state_dict", _load_state_dict)
+
+
+@_patch(
+    "classes of parameters that foreach and fused optimizers accept", "`torch.optim.optimizer._foreach_supported_types`"
+)
+def _() -> None:
+    """PyTorch's optimizers would step shards one by one, because they choose `foreach` and `fused` by exact classes."""
+    kinds: list[type] = getattr(import_module("torch.optim.optimizer"), "_foreach_supported_types", [])
+    kinds.extend((Shard, SeenShard))
+
+
+@_patch("`torch.amp.GradScaler`", "`GradScaler._unscale_grads_`")
+def _() -> None:
+    """Each rank would decide by itself whether to leave out a step."""
+    _replace_method(GradScaler, "_unscale_grads_", _unscale)
+
+
+@_patch("`torch.nn.utils.get_total_norm`, `clip_grad_norm_`", "`clip_grad._get_total_norm`, `clip_grad._no_grad`")
+def _() -> None:
+    """The norm of this rank's shards would be taken for the norm over all ranks."""
+    _replace_inside(clip_grad._get_total_norm, _total_norm)
+
+
+@_patch(
+    "`torch.nn.utils.clip_grads_with_norm_`, `clip_grad_norm_`",
+    "`clip_grad._clip_grads_with_norm_`, `clip_grad._no_grad`",
+)
+def _() -> None:
+    """Clipping parameters that have no gradients would have no effect, in silence."""
+    _replace_inside(clip_grad._clip_grads_with_norm_, _clip)
+
+
+@_patch("`torch.nn.Module.to` and other conversions", "`torch.nn.Module._apply`")
+def _() -> None:
+    """Parameters of a wrapped model would get other memory, and the shards would not follow."""
+    _replace_method(nn.Module, "_apply", refuse_if_wrapped)
+
+
+@_patch("`torch.distributed.checkpoint.state_dict`, when it is imported", "private functions of the module")
+def _() -> None:
+    """Its functions would save placeholders, and gather and cut only DTensors."""
+    name, room = "torch.distributed.checkpoint.state_dict", "shardlite.apps.checkpoint"  # which is above this one
+    if name in sys.modules:
+        import_module(room)
+    else:
+        sys.meta_path.insert(0, _AfterImport(name, partial(import_module, room)))
+
+
 def _replace_method(owner: type, name: str, change: Callable[[Any], Any]) -> None:
-    """Replace a method of a class. Objects that exist already have the new one, too."""
+    """Replace a method of a class, for existing objects too."""
     setattr(owner, name, change(getattr(owner, name)))
 
 
 def _replace_inside(function: FunctionType, change: Callable[[Any], Any]) -> None:
-    """Replace what a function runs under `torch.no_grad()`. Whoever has imported the function by name runs it, too.
+    """Replace what a function runs under `torch.no_grad()`, for programs that have imported it by name too.
 
     PyTorch's `_no_grad` keeps it in a closure variable, `func`.
     """
     cell = (function.__closure__ or ())[function.__code__.co_freevars.index("func")]
     cell.cell_contents = change(cell.cell_contents)
-
-
-def _support_foreach() -> None:
-    kinds: list[type] = getattr(import_module("torch.optim.optimizer"), "_foreach_supported_types", [])
-    kinds.extend(kind for kind in (Shard, SeenShard) if kind not in kinds)
 
 
 class _AfterImport:
@@ -346,92 +420,13 @@ class _AfterImport:
         if fullname != self._name:
             return None
         sys.meta_path.remove(self)
-        spec = find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            execute, loader = spec.loader.exec_module, spec.loader
+        spec: Any = find_spec(fullname)
+        if spec is not None:
+            sys.meta_path.insert(0, self)  # until it is executed: if it raises, the program may import it again
+            execute = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (execute(module), sys.meta_path.remove(self), self._then())
+        return spec  # type: ignore[no-any-return]
 
-            def exec_module(module: ModuleType) -> None:
-                sys.meta_path.insert(0, self)
-                execute(module)  # if it raises, the program may import the module again
-                sys.meta_path.remove(self)
-                self._then()
-
-            setattr(loader, "exec_module", exec_module)  # noqa: B010 (mypy refuses assignment)
-        return spec
-
-
-def _patch_checkpoints() -> None:
-    """Let the room of checkpoints, which is above this one, patch PyTorch's state dicts once they are imported."""
-    name, then = "torch.distributed.checkpoint.state_dict", partial(import_module, "shardlite.apps.checkpoint")
-    if name in sys.modules:
-        then()
-    else:
-        sys.meta_path.insert(0, _AfterImport(name, then))
-
-
-# A compiled step must not be traced into the hooks, which look at parameters whose values are elsewhere.
-PATCHES = (
-    Patch(
-        "steps of all optimizers (global pre-hook and post-hook)",
-        "A step of an optimizer that holds unsharded parameters would train nothing, and a model would not know that "
-        "its weights have changed.",
-        "public",
-        lambda: (
-            register_optimizer_step_pre_hook(torch._disable_dynamo(before_step)),
-            register_optimizer_step_post_hook(torch._disable_dynamo(after_step)),
-        ),
-    ),
-    Patch(
-        "torch.optim.Optimizer.state_dict",
-        "A state of shards would not say which shards it is of, and DCP would save it as whole tensors.",
-        "public",
-        lambda: _replace_method(Optimizer, "state_dict", _state_dict),
-    ),
-    Patch(
-        "torch.optim.Optimizer.load_state_dict",
-        "The state of another rank would be loaded: PyTorch compares no shapes.",
-        "public",
-        lambda: _replace_method(Optimizer, "load_state_dict", _load_state_dict),
-    ),
-    Patch(
-        "types that foreach and fused optimizers accept",
-        "PyTorch's optimizers would step shards one by one: they choose `foreach` and `fused` by exact types.",
-        "torch.optim.optimizer._foreach_supported_types",
-        _support_foreach,
-    ),
-    Patch(
-        "torch.amp.GradScaler",
-        "Each rank would decide by itself whether to leave out a step.",
-        "GradScaler._unscale_grads_",
-        lambda: _replace_method(GradScaler, "_unscale_grads_", _unscale),
-    ),
-    Patch(
-        "torch.nn.utils.get_total_norm",
-        "The norm of this rank's shards would be taken for that of all; `clip_grad_norm_` calls it, too.",
-        "clip_grad._get_total_norm, clip_grad._no_grad",
-        lambda: _replace_inside(clip_grad._get_total_norm, _total_norm),
-    ),
-    Patch(
-        "torch.nn.utils.clip_grads_with_norm_",
-        "Clipping parameters that have no gradients would do nothing in silence; `clip_grad_norm_` calls it, too.",
-        "clip_grad._clip_grads_with_norm_, clip_grad._no_grad",
-        lambda: _replace_inside(clip_grad._clip_grads_with_norm_, _clip),
-    ),
-    Patch(
-        "torch.nn.Module.to and other conversions",
-        "Parameters of a wrapped model would get other memory, and the shards would not follow.",
-        "torch.nn.Module._apply",
-        lambda: _replace_method(nn.Module, "_apply", refuse_if_wrapped),
-    ),
-    Patch(
-        "torch.distributed.checkpoint.state_dict",
-        "Its functions would save placeholders, and gather and cut nothing but DTensors. Applied when the program "
-        "imports the module.",
-        "private functions of the module",
-        _patch_checkpoints,
-    ),
-)
-"""Everything that ShardLite changes in PyTorch."""
 
 _lock = Lock()
 _installed = False
@@ -441,7 +436,6 @@ def install() -> None:
     """Apply all patches, once."""
     global _installed
     with _lock:
-        if not _installed:
-            for patch in PATCHES:
-                patch.apply()
-            _installed = True
+        for patch in () if _installed else PATCHES:
+            patch.apply()
+        _installed = True

@@ -1,9 +1,9 @@
 """Warn programs that use a shard, or its gradient, as if it were the whole parameter.
 
-A norm, a mean or a random fill of a shard is one of this rank's part: optimizers like LAMB, norms made by hand and
-`xavier_uniform_` would go on with it in silence. So in some steps a model's shards are of a class that sees what
-functions are called with them, and so are their gradients and views of both. In most steps they are not, because that
-costs time. A program that computes such a thing does so in its first steps, or where it logs: every 50 or 500 steps.
+A norm, a mean or a random fill of a shard covers only this rank's part: optimizers like LAMB, norms by hand and
+`xavier_uniform_` would silently give other results. So in some steps a model's shards have a class that sees the
+functions called with them, and so do their gradients and views of both. In most steps they do not, because that costs
+time. A program that computes such a value does so in its first steps, or where it logs: every 50 or 500 steps.
 """
 
 import copy
@@ -26,61 +26,42 @@ STEPS = 3
 EVERY = 50
 """Steps between two times in which it is watched."""
 
-_linalg: Any = torch.linalg
-_REDUCTIONS: frozenset[Any] = frozenset(
-    [
-        *(getattr(Tensor, name) for name in ("norm", "mean", "sum", "var", "std", "nansum", "nanmean", "dot")),
-        *(getattr(torch, name) for name in ("norm", "mean", "sum", "var", "std", "nansum", "nanmean", "dot")),
-        *(torch.var_mean, torch.std_mean, torch.dist, Tensor.dist, torch._foreach_norm),
-        *(_linalg.norm, _linalg.vector_norm, _linalg.matrix_norm),
-        *(nn.functional.cosine_similarity, torch.cosine_similarity, nn.functional.normalize),
-    ]
+
+def _functions(names: str, *owners: Any) -> frozenset[Any]:
+    """Return the functions of these names that the owners have."""
+    return frozenset(getattr(owner, name) for owner in owners for name in names.split() if hasattr(owner, name))
+
+
+_REDUCTIONS = (
+    _functions("norm mean sum var std nansum nanmean dot dist cosine_similarity", Tensor, torch)
+    | _functions("var_mean std_mean _foreach_norm", torch)
+    | _functions("norm vector_norm matrix_norm", torch.linalg)
+    | _functions("cosine_similarity normalize", nn.functional)
 )
-_FILLS: frozenset[Any] = frozenset(
-    [
-        *(Tensor.uniform_, Tensor.normal_, Tensor.random_, Tensor.bernoulli_, Tensor.exponential_, Tensor.log_normal_),
-        *(torch.randn_like, torch.rand_like),
-    ]
-)
-_EXTREMES: frozenset[Any] = frozenset(
-    getattr(where, name)
-    for where in (Tensor, torch)
-    for name in ("max", "min", "amax", "amin", "argmax", "argmin", "aminmax", "median", "mode")
-)
+_FILLS = _functions("uniform_ normal_ random_ bernoulli_ exponential_ log_normal_", Tensor)
+_FILLS |= _functions("randn_like rand_like", torch)
+
+_EXTREMES = _functions("max min amax amin argmax argmin aminmax median mode", Tensor, torch)
 """Functions that fail on a rank without elements."""
 
-_ELEMENTS: frozenset[Any] = frozenset([Tensor.__getitem__, Tensor.item])
+_ELEMENTS = _functions("__getitem__ item", Tensor)
 """Functions that also fail there, if they select single elements."""
 
-_NORMS: frozenset[Any] = frozenset([Tensor.norm, torch.norm, _linalg.norm, _linalg.vector_norm])
+_NORMS = _functions("norm", Tensor, torch, torch.linalg) | _functions("vector_norm", torch.linalg)
 """Functions that also fail there, if the exponent is infinite."""
 
-_PASSED_ON: frozenset[Any] = frozenset(
-    [
-        *(getattr(Tensor, name) for name in ("detach", "view", "reshape", "flatten", "ravel", "view_as", "squeeze")),
-        *(getattr(Tensor, name) for name in ("float", "double", "to", "cpu", "clone", "abs", "square", "pow")),
-        *(getattr(Tensor, name) for name in ("mul", "__mul__", "__rmul__", "div", "__truediv__", "__pow__")),
-        *(getattr(Tensor, name) for name in ("add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "neg")),
-        *(
-            getattr(torch, name)
-            for name in ("flatten", "reshape", "ravel", "squeeze", "detach", "clone", "cat", "concat")
-        ),
-        *(getattr(torch, name) for name in ("abs", "square", "pow", "mul", "div", "add", "sub")),
-        Tensor.data.__get__,  # type: ignore[attr-defined]
-    ]
+_PASSED_ON = (
+    _functions("detach view reshape flatten ravel view_as squeeze float double to cpu clone abs square pow neg", Tensor)
+    | _functions("mul __mul__ __rmul__ div __truediv__ __pow__ add __add__ __radd__ sub __sub__ __rsub__", Tensor)
+    | _functions("flatten reshape ravel squeeze detach clone cat concat abs square pow mul div add sub", torch)
+    | {Tensor.data.__get__}  # type: ignore[attr-defined]
 )
-"""Functions whose results have a wrong norm, too, given a shard."""
+"""Functions whose results, given a shard, have a wrong norm, too."""
 
-
-_ARITHMETIC: frozenset[Any] = frozenset(
-    getattr(where, name)
-    for operation in ("add", "sub", "mul", "div", "truediv", "lerp", "addcmul", "addcdiv", "copy", "where")
-    for where, name in (
-        *((Tensor, f"{operation}{end}") for end in ("", "_")),
-        *((Tensor, f"__{kind}{operation}__") for kind in ("", "r", "i")),
-        *((torch, f"{start}{operation}{end}") for start in ("", "_foreach_") for end in ("", "_")),
-    )
-    if hasattr(where, name)
+_OPERATIONS = ("add", "sub", "mul", "div", "truediv", "lerp", "addcmul", "addcdiv", "copy", "where")
+_ARITHMETIC: frozenset[Any] = frozenset().union(
+    *(_functions(f"{name} {name}_ __{name}__ __r{name}__ __i{name}__", Tensor) for name in _OPERATIONS),
+    *(_functions(f"{name} {name}_ _foreach_{name} _foreach_{name}_", torch) for name in _OPERATIONS),
 )
 """Elementwise functions of several tensors."""
 
