@@ -1,7 +1,8 @@
-"""Where autograd and PyTorch are hooked.
+"""Hooks in modules, autograd and optimizers.
 
-In: forwards, backwards, and what programs do to parameters and optimizers between them. Out: calls of `weights`,
-`grads` and `optim`, in the right order. Read `module_hooks.py` first, then `backward.py`.
+In: forwards, backwards, steps, and reads and writes of parameters between them. Out: calls of `weights`, `grads` and
+`optim`, in the right order. Read `module_hooks.py` first, then `backward.py` and `optimizer_hooks.py`. `patches.py`
+lists what is changed in PyTorch.
 """
 
 from shardlite.engine.backward import Backward, Mode, in_backward
