@@ -148,7 +148,7 @@ class FullParameters:
 
     @torch.no_grad()
     def take_sharded(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Overwrite this rank's part of the parameters, and buffers, with shards of the same ranges or whole tensors."""
+        """Overwrite this rank's part of the parameters, and buffers, by shards of the same ranges or whole tensors."""
         rows: dict[Tensor, tuple[Flat, int]] = {param: (flat, row) for flat, row, param in self._rows()}
         for name, entry in self.entries().items():
             if name not in state_dict:

@@ -254,7 +254,7 @@ def test_copies_of_plain_parameters_go_on_with_the_same_bits(how, in_backward):
     assert_same(list(twin.parameters()), list(model.parameters()))
 
 
-@narrow_states
+@by_state
 def test_a_moment_that_was_replaced_by_hand_counts(state):
     """In fp32, as a program that edits the state would."""
     params, optimizer = trained_plain(state)
