@@ -53,10 +53,14 @@ from shardlite.engine import (
     allow_conversions,
     attach_all,
     cast_floats,
+    give_shards,
     in_backward,
+    install_patches,
+    optimizer_tensors,
     param_locations,
     refuse_conversions,
-    torch_patches,
+    register_model,
+    unregister_model,
 )
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.grads import Clipper, Reducer, Skips, SoloGradientFlags
@@ -199,6 +203,7 @@ class ShardLite(nn.Module):
         **deprecated: Any,
     ) -> None:
         super().__init__()
+        install_patches()
         route, precision = take_deprecated(route, precision, deprecated)
         self.stage, self.precision, self.module = stage, precision, module
         self._ignored_modules, self._ignored = validate.split_ignored(ignore)
@@ -315,7 +320,7 @@ class ShardLite(nn.Module):
                 results = method(*args, **kwargs)
             for each in tree_leaves(results):
                 if isinstance(each, Optimizer):  # it can know the module's own parameters only
-                    torch_patches.give_shards(each, self._bridge)
+                    give_shards(each, self._bridge)
             return results
 
         return call
@@ -534,7 +539,7 @@ class ShardLite(nn.Module):
         for shard in self._bridge.shards:
             if shard.grad is not None:
                 self.ledger.track("gradients", shard.grad)  # on one rank they are autograd's own
-        for tensor in torch_patches.state_of_optimizers(self._bridge):
+        for tensor in optimizer_tensors(self._bridge):
             self.ledger.track("optimizer state", tensor)
         for tensor in chunk_memory():
             self.ledger.track("chunks of a step", tensor)
@@ -671,7 +676,7 @@ class ShardLite(nn.Module):
         validate.unmark_wrapped(self._units)
         self._hooks.uninstall()
         allow_conversions(module)
-        torch_patches.retire(self._bridge)
+        unregister_model(self._bridge)
         for name in vars(self).keys() - vars(nn.Module()).keys():
             delattr(self, name)
         self._modules.clear()
@@ -823,7 +828,7 @@ class ShardLite(nn.Module):
             self._hooks.install(modules, param_locations(self.module, units), roots, keeps=self._bridge)
             attach_all(units, self._hooks, self._reducer)
         self._backward.catch_gradients()
-        torch_patches.watch(self._bridge)
+        register_model(self._bridge)
         adopt(shards.by_param(), part_of(units))
 
     def _recover(self) -> None:

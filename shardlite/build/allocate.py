@@ -124,6 +124,9 @@ def _make_flat(plan: FlatPlan, local: Tensor, full: Tensor | None, low: Tensor |
         full=full,
     )
     flat.shards = plan.params if placement.single_rank else _make_shards(flat)
+    if placement.single_rank:
+        for param in plan.params:
+            ShardInfo(0, None).mark(param)
     return flat
 
 

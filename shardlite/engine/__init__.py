@@ -1,10 +1,10 @@
-"""Where autograd and PyTorch are hooked.
+"""Hooks in modules, autograd and optimizers.
 
-In: forwards, backwards, and what programs do to parameters and optimizers between them. Out: calls of `weights`,
-`grads` and `optim`, in the right order. Read `module_hooks.py` first, then `backward.py`.
+In: forwards, backwards, steps, and reads and writes of parameters between them. Out: calls of `weights`, `grads` and
+`optim`, in the right order. Read `module_hooks.py` first, then `backward.py` and `optimizer_hooks.py`. `patches.py`
+lists what is changed in PyTorch.
 """
 
-from shardlite.engine import torch_patches
 from shardlite.engine.backward import Backward, Mode, in_backward
 from shardlite.engine.conversions import allow_conversions, cast_floats, refuse_conversions
 from shardlite.engine.full_params import NO_COPY, FullParameters
@@ -12,7 +12,16 @@ from shardlite.engine.homes import attach_all
 from shardlite.engine.local_shards import Shards
 from shardlite.engine.module_buffers import Buffers
 from shardlite.engine.module_hooks import NO_GRAPH, ModuleHooks, param_locations
-from shardlite.engine.optimizer_bridge import InBackwardOptimizer, OptimizerBridge
+from shardlite.engine.optimizer_hooks import (
+    WHOLE_MATRICES,
+    InBackwardOptimizer,
+    OptimizerBridge,
+    give_shards,
+    optimizer_tensors,
+    register_model,
+    unregister_model,
+)
 from shardlite.engine.part_loop import PartLoop
-from shardlite.engine.state_dicts import NUMBERS
+from shardlite.engine.patches import NUMBERS, PATCHES
+from shardlite.engine.patches import install as install_patches
 from shardlite.engine.uneven_inputs import Batch, Join

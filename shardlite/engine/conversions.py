@@ -1,9 +1,9 @@
 """Conversions: refuse those of wrapped modules (`.to()`, `.half()`, `.cuda()`), and cast inputs and outputs.
 
 PyTorch converts a module by `nn.Module._apply`, which gives its parameters other memory. The shards would not follow.
-So a conversion raises before it has changed anything, whichever module of the model it begins at. One that changes
-nothing (`.to(device)` where the model is) does nothing. A conversion of a module around the model raises where it comes
-to the model, and has converted the modules before it by then.
+So a conversion of any module of the model raises before it changes anything, unless it would change nothing (`.to()`
+the model's device). A conversion of a module around the model raises when it reaches the model, after it has converted
+the modules before it.
 """
 
 from collections.abc import Callable, Collection, Iterable, MutableMapping
@@ -26,7 +26,7 @@ _wrapped: "WeakSet[nn.Module]" = WeakSet()
 
 
 def refuse_conversions(module: nn.Module, ignored: Iterable[nn.Module], params: Collection[Tensor]) -> None:
-    """Refuse conversions of `module` and the modules in it, except `ignored` ones and those with such `params` only."""
+    """Refuse conversions of `module` and the modules in it, except `ignored` ones and those that own only `params`."""
     own = set(module.modules()) - {inner for each in ignored for inner in each.modules()}
     for each in own:
         held = list(each.parameters())
@@ -39,13 +39,15 @@ def allow_conversions(module: nn.Module) -> None:
     _wrapped.difference_update(module.modules())
 
 
-def _guarded(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+def refuse_if_wrapped(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """Return what replaces `nn.Module._apply`."""
+
     @wraps(original)
     def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
         """Convert a module as ever, unless it is wrapped.
 
         Raises:
-            LayoutError: it is, and `fn` changes a parameter or a buffer.
+            LayoutError: it is wrapped, and `fn` changes a parameter or a buffer.
         """
         if module not in _wrapped:
             return original(module, fn, *args, **kwargs)
@@ -65,9 +67,9 @@ _numbers = count(1)
 
 
 def _changes(tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> bool:
-    """Return whether a conversion would change a tensor. It is tried on a small one of the same kind.
+    """Return whether a conversion would change a tensor, by a trial on a small tensor of the same kind.
 
-    A copy changes nothing: `.to("cpu:0")` makes one. Its values, which are new each time, tell it from `to_empty()`.
+    A copy, as `.to("cpu:0")` makes, is no change. Its values, which differ each time, distinguish it from `to_empty()`.
     """
     with as_they_are():
         small = torch.empty((2,) * tensor.ndim, dtype=tensor.dtype, device=tensor.device)
@@ -83,17 +85,14 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-setattr(nn.Module, "_apply", _guarded(nn.Module._apply))  # noqa: B010 (mypy refuses assignment)
-
-
 # ---- inputs and outputs ----------------------------------------------------------------------------------------------
 
 
 def cast_floats(container: Any, dtype: torch.dtype) -> Any:
-    """Return `container` with its floating-point tensors in `dtype`, wherever they are in it.
+    """Return `container` with its floating-point tensors in `dtype`.
 
-    They are looked for in what PyTorch knows as a tree (lists, tuples, dicts, named tuples, what was registered) and in
-    dataclasses and mappings of other classes. All of these are copied, all else is left as it is.
+    Containers are PyTorch's trees (lists, tuples, dicts, named tuples, registered classes), dataclasses and mappings of
+    other classes. All of these are copied, everything else is unchanged.
     """
 
     def cast(leaf: Any) -> Any:
@@ -109,7 +108,7 @@ def cast_floats(container: Any, dtype: torch.dtype) -> Any:
 
 
 def _cast_values(mapping: Any, dtype: torch.dtype) -> Any:
-    """Cast a mapping of a class of its own. One that is a dataclass as well has its values as fields too."""
+    """Cast a mapping of any class. If it is also a dataclass, its values are fields too."""
     converted = _cast_fields(mapping, dtype) if is_dataclass(mapping) else copy(mapping)
     for key, value in mapping.items():
         converted[key] = cast_floats(value, dtype)
@@ -117,7 +116,7 @@ def _cast_values(mapping: Any, dtype: torch.dtype) -> Any:
 
 
 def _cast_fields(instance: Any, dtype: torch.dtype) -> Any:
-    """Cast a dataclass, without its constructor: that may want or do anything."""
+    """Cast a dataclass without its constructor, which may require arguments or have effects."""
     kind: Any = type(instance)
     converted = kind.__new__(kind)
     for name, value in getattr(instance, "__dict__", {}).items():

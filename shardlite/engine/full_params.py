@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from shardlite.comm import Context, all_gather
 from shardlite.engine.local_shards import gather_row
 from shardlite.errors import LayoutError, PhaseError, lacking, some_of
-from shardlite.params import Flat, ShardTensor, Unit, apart, detach, is_dtensor, scripts
+from shardlite.params import Flat, ShardInfo, ShardTensor, Unit, apart, detach, is_dtensor, scripts
 from shardlite.weights import Calls, Gathering, differs, places, pop_hooks, push_hooks, take_over
 
 NO_COPY = (
@@ -30,7 +30,7 @@ NO_COPY = (
 
 
 class FullParameters:
-    """Access to the full parameters of one wrapped model; with calls, computations with them get handles."""
+    """Access to the full parameters of one wrapped model. With `calls`, what autograd saves of them are handles."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class FullParameters:
 
     @contextmanager
     def gathered(self, names: Sequence[str], *, writeback: bool) -> Iterator[None]:
-        """Hold the units of the named parameters, or all; in the end write this rank's part back, or undo the writes.
+        """Unshard the units of the named parameters, or all. At exit write this rank's part back, or undo the writes.
 
         Raises:
             LayoutError: there is no parameter of such a name.
@@ -93,9 +93,9 @@ class FullParameters:
             yield
 
     def state_dict(self, rank: int | None, names: Sequence[str] | None = None) -> dict[str, Tensor]:
-        """Return copies, on the CPU, of all parameters and persistent buffers on `rank` or all; elsewhere nothing.
+        """Return CPU copies of all parameters and persistent buffers, or of `names`, on `rank` or on all ranks.
 
-        With `names`, of those only.
+        Other ranks get an empty dict.
         """
         entries = {name: entry for name, entry in self.entries().items() if names is None or name in names}
         kept = set(entries.values())
@@ -107,7 +107,7 @@ class FullParameters:
                 if wanted:
                     views = ((param, view) for param, view in flat.views(whole) if param in kept)
                     full.update({param: view.to("cpu", copy=True) for param, view in views})
-                del whole  # before the next one is there
+                del whole  # before the next one is allocated
         self._context.trim(keep=0)
         if not wanted:
             return {}
@@ -121,7 +121,8 @@ class FullParameters:
                     whole = self._whole(unit, i, flat)
                     for param, view in flat.views(whole):
                         detach(param, view.clone())
-                    del whole  # before the next one is there
+                        ShardInfo.forget(param)
+                    del whole  # before the next one is allocated
         self._context.trim(keep=0)
         while self._hooks:
             self._hooks.pop().remove()
@@ -138,7 +139,7 @@ class FullParameters:
         return whole
 
     def sharded_state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's part of all parameters, and the persistent buffers, by all of their names. No copies."""
+        """Return this rank's part of each parameter, and persistent buffers, by all of their names, without copies."""
         mine: dict[Tensor, Tensor] = {
             param: flat.shard_tensor(row, partial(gather_row, self._context, flat, row))
             for flat, row, param in self._rows()
@@ -147,7 +148,7 @@ class FullParameters:
 
     @torch.no_grad()
     def take_sharded(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Overwrite this rank's part of the parameters, and buffers. Values are shards like ours, or whole tensors."""
+        """Overwrite this rank's part of the parameters, and buffers, by shards of the same ranges or whole tensors."""
         rows: dict[Tensor, tuple[Flat, int]] = {param: (flat, row) for flat, row, param in self._rows()}
         for name, entry in self.entries().items():
             if name not in state_dict:
@@ -183,7 +184,7 @@ class FullParameters:
     def misfit(
         self, state_dict: Mapping[str, Tensor], *, strict: bool = True, whole: bool = False
     ) -> LayoutError | None:
-        """Return what is wrong with a state dict for this model; if `strict`, names too; if `whole`, shards."""
+        """Return why a state dict does not fit the model. `strict`: check names. `whole`: refuse shards."""
         if not isinstance(state_dict, Mapping):
             return LayoutError(f"a state dict is a mapping from names to tensors, got {type(state_dict).__name__}")
         entries = self.entries()
@@ -191,12 +192,12 @@ class FullParameters:
         if strict and (missing or unknown):
             return LayoutError(
                 f"the state dict {lacking(missing, unknown)}: was it saved from another model, or from a wrapped one "
-                "by something else than full_state_dict()?"
+                "without full_state_dict()?"
             )
         part = next((name for name, value in state_dict.items() if isinstance(value, ShardTensor)), None)
         if whole and part is not None:
             return LayoutError(
-                f"{part!r} is a shard, and whole tensors are needed: give full_state_dict() of the other model, or "
+                f"{part!r} is a shard, but whole tensors are required: pass full_state_dict() of the other model, or "
                 "load shards by load_state_dict()"
             )
         shared = {name: entry for name, entry in entries.items() if name in state_dict}
@@ -204,13 +205,13 @@ class FullParameters:
         return next((LayoutError(why) for why in wrong if why), None)
 
     def other_names(self, state_dict: Mapping[str, object]) -> tuple[list[str], list[str]]:
-        """Return the names that a state dict lacks, and those that the model does not have, in their order."""
+        """Return the missing and the unexpected names of a state dict, in order."""
         entries = self.entries()
         missing = [name for name in entries if name not in state_dict]
         return missing, [name for name in state_dict if name not in entries]
 
     def shard_misfit(self, state_dict: Mapping[str, Tensor]) -> LayoutError | None:
-        """Return which shard of a state dict is not this rank's."""
+        """Return why a shard of a state dict is not this rank's, if one is not."""
         ranges: dict[Tensor, tuple[int, int]] = {param: flat.range_of(row) for flat, row, param in self._rows()}
         for name, entry in self.entries().items():
             value, own = state_dict.get(name), ranges.get(entry, (0, entry.numel()))
@@ -223,7 +224,7 @@ class FullParameters:
         return None
 
     def _refuse(self, module: nn.Module, *_: object) -> None:
-        """Make `state_dict()` of the module itself raise outside `gathered()`: it would hold placeholders."""
+        """Refuse `state_dict()` of the module itself outside `gathered()`: it would contain placeholders."""
         if not self._reading and self._is_sharded(module):
             raise LayoutError(
                 "the module's parameters are sharded: use full_state_dict() of the ShardLite model, or be inside "
@@ -231,7 +232,7 @@ class FullParameters:
             )
 
     def _refuse_to_load(self, module: nn.Module, *_: object) -> None:
-        """Make `load_state_dict()` of the module itself raise outside `gathered()`: nothing of it would be kept."""
+        """Refuse `load_state_dict()` of the module itself outside `gathered()`: it would have no effect."""
         if self._is_sharded(module):
             raise LayoutError(
                 "the module's parameters are sharded: use load_full_state_dict() of the ShardLite model, or load "
@@ -253,7 +254,7 @@ class FullParameters:
     def _write_back(self, units: Sequence[Unit], before: Sequence["_Before"]) -> None:
         """Copy this rank's part of changed full weights into its shards.
 
-        A unit counts as changed if it is on any rank: all must agree on whether it has to be gathered again.
+        A unit that has changed on any rank counts as changed on all: all must gather it again, or none.
 
         Raises:
             PhaseError: on every rank, if the shards were changed meanwhile; writing back would undo that.
@@ -266,8 +267,8 @@ class FullParameters:
         self._context.all_reduce_numbers(ranks, self._context.operation("what was written", "what was written"))
         if ranks[-1] > 0:
             raise PhaseError(
-                "gathered(): the shards were changed inside it (a step, a load), which writing back would undo. "
-                "Do that outside, or pass writeback=False"
+                "gathered(): shards were changed inside it (by a step or a load), which writing back would undo. "
+                "Change them outside, or pass writeback=False"
             )
         former = {id(each.flat): each for each in before}
         with torch.no_grad():
@@ -280,9 +281,9 @@ class FullParameters:
 
 
 def _separate(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object) -> None:
-    """Give parameters in a state dict of the module itself storages of their own: they are parts of one buffer.
+    """Copy parameters in a state dict of the module itself into storages of their own: they are parts of one buffer.
 
-    (A function that holds nothing, for copies of the module have it, too.)
+    It is a function without references, because copies of the module have it, too.
     """
     for name in module._parameters:
         value = state_dict.get(f"{prefix}{name}")
@@ -294,12 +295,12 @@ def _separate(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: obj
 
 @dataclass(frozen=True)
 class _Before:
-    """What a rank keeps of a flat whose full weights are the same memory, so that writes can be seen and undone."""
+    """A copy of a shard whose full weights share its memory, to detect and undo writes."""
 
     flat: Flat
     copy: Tensor
     version: int
-    """Of the shards. Writes into the full weights do not change it; a step does, and is not undone."""
+    """Version of the shards. A step changes it, and is not undone; writes into the full weights do not."""
 
     @staticmethod
     def of(flat: Flat) -> "_Before":
@@ -309,9 +310,9 @@ class _Before:
         return not torch.equal(self.flat.local, self.copy)
 
     def take_over(self) -> None:
-        """Take over what was written into the shard: increment the version, so that other ranks gather it again.
+        """Accept what was written into the shard: increment the version, so that other ranks gather it again.
 
-        Of weights that are split this was the upper part, and what was below counts no more.
+        Of split weights only the upper part was written; the lower part of changed elements becomes zero.
         """
         if self.flat.low is not None:
             self.flat.low.masked_fill_(self.flat.local != self.copy, 0)
@@ -324,15 +325,15 @@ class _Before:
 
 
 def _misfit(name: str, value: object, entry: Tensor) -> str:
-    """Say why `value` cannot be the values of an entry of the model, or nothing."""
+    """Return why `value` cannot be loaded into an entry of the model, or an empty string."""
     if not isinstance(value, Tensor):
         return f"{name!r} is a {type(value).__name__}, not a tensor"
     if is_dtensor(value):
-        return f"{name!r} is a DTensor, of which this rank has a part: give its full_tensor()"
+        return f"{name!r} is a DTensor, of which this rank has a part: pass its full_tensor()"
     if value.is_meta:
         return f"{name!r} is on the meta device and has no values"
     if value.layout != torch.strided:
-        return f"{name!r} has the layout {value.layout}: give it dense"
+        return f"{name!r} has the layout {value.layout}: pass a dense tensor"
     if value.shape != entry.shape:
         return f"{name!r} has shape {list(value.shape)}, the model's is {list(entry.shape)}"
     if _kind(value.dtype) != _kind(entry.dtype):
@@ -341,7 +342,7 @@ def _misfit(name: str, value: object, entry: Tensor) -> str:
 
 
 def _kind(dtype: torch.dtype) -> str:
-    """Name the numbers among which values are only rounded."""
+    """Return the kind of a dtype. Conversions within a kind only round."""
     if dtype.is_complex:
         return "complex"
     return "float" if dtype.is_floating_point else "bool" if dtype == torch.bool else "integer"

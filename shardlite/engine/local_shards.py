@@ -1,4 +1,4 @@
-"""The shards of one wrapped model, as optimizers see them, and what must not be done to them."""
+"""The shards of one wrapped model, as optimizers see them, and checks of what programs do to them."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from shardlite.params import Flat, Placeholder, ShardTensor, Unit, as_they_are
 from shardlite.telemetry import Trace
 
 ShardRange = tuple[str, int, int, int]
-"""A parameter's name, the first element that a shard has of it, the one after its last, and how many there are."""
+"""A parameter's name, the range of elements of a shard (first, one after the last), and the number of all elements."""
 
 
 @dataclass(eq=False, slots=True)
 class _Seen:
-    """A shard as it was when it was last looked at."""
+    """A shard at the latest check."""
 
     shard: nn.Parameter
     param: nn.Parameter
@@ -82,7 +82,7 @@ class Shards:
         return {shard: self._names[param] for shard, param in self._param.items()}
 
     def parts(self) -> dict[Tensor, ShardRange]:
-        """Return what part of which parameter each shard is."""
+        """Return the part of a parameter that each shard is."""
         return {
             shard: (slot.name, *flat.range_of(row), slot.numel)
             for flat in self._flats
@@ -112,11 +112,11 @@ class Shards:
         return [*self._of.values(), *self._of]
 
     def first_unsharded(self, params: Iterable[Tensor]) -> str | None:
-        """Return the name of the first of `params` that is the module's own and not its own shard, if there is one."""
+        """Return the name of the first of `params` that is the module's own and not a shard, if there is one."""
         return next((name for param in params if (name := self._unsharded.get(param)) is not None), None)
 
     def check(self) -> None:
-        """Raise if something was done to a shard that has no effect, and would be lost in silence.
+        """Raise if a change of a shard would have no effect.
 
         Raises:
             LayoutError: a shard was given other memory, a hook, or another `requires_grad`.
@@ -125,13 +125,13 @@ class Shards:
             for seen in self._seen.values():
                 shard, param = seen.shard, seen.param
                 if shard.data_ptr() != seen.address:
-                    raise LayoutError(f"{self._words(shard)} was given other memory (`.data = ...`): copy into it")
+                    raise LayoutError(f"{self._words(shard)} was assigned other memory (`.data = ...`): copy into it")
                 if param is shard:
                     continue
                 if shard._backward_hooks or shard._post_accumulate_grad_hooks:
                     raise LayoutError(
-                        f"{self._words(shard)} has a hook, which would never run: shards are not in autograd's "
-                        "graph. Register it on the module's own parameter"
+                        f"{self._words(shard)} has a hook, which would never run because shards are not in "
+                        "autograd's graph. Register it on the module's own parameter"
                     )
                 own, wanted = shard.requires_grad, param.requires_grad
                 if own is seen.trainable is wanted:
@@ -139,21 +139,21 @@ class Shards:
                 if own not in (seen.trainable, wanted):
                     raise LayoutError(
                         f"requires_grad of {self._words(shard)} was set, but the module's own parameters decide: set "
-                        "it on those, or call requires_grad_() of the model"
+                        "it on them, or call requires_grad_() of the model"
                     )
                 seen.follow()
 
     def after_step(self, stepped: Sequence[Tensor]) -> None:
-        """Increment versions of what an optimizer has changed: fused optimizers of PyTorch do not."""
+        """Increment the versions of stepped shards, which PyTorch's fused optimizers do not."""
         self._trace.emit("step")
         self._watch.after_step()
         self.mark_changed(stepped)
 
     def mark_changed(self, changed: Sequence[Tensor]) -> None:
-        """Raise the versions by which gathers and autograd recognise weights that are no longer what they were."""
+        """Increment the versions by which gathers and autograd detect changed weights."""
         ours = [shard for shard in changed if id(shard) in self._ids]
         torch.autograd.graph.increment_version(ours)
-        if self._permanent:  # autograd may have saved the full weights, which are changed with their shards or later
+        if self._permanent:  # autograd may have saved the full weights, which change with their shards or later
             params = [self._param[shard] for shard in ours]
             torch.autograd.graph.increment_version([param for param in params if self._shows_weights(param)])
 
@@ -166,7 +166,7 @@ class Shards:
 
 
 def gather_row(context: Context, flat: Flat, row: int, local: Tensor) -> Tensor:
-    """Return a whole tensor like the parameter of a slot, of which this rank has `local`, 1-D. Collective."""
+    """Gather a whole tensor like the parameter of a slot from the ranks' parts `local`, 1-D. Collective."""
     slot, cuts = flat.layout.slots[row], flat.cuts_of(row)
     if flat.rank is None or slot.numel == 0:
         return local.reshape(slot.shape).clone()

@@ -1,8 +1,8 @@
-"""Share buffers that change in forwards (running statistics): rank 0's are sent to all when the next forward begins.
+"""Buffers that change in forwards (running statistics): broadcast rank 0's when the next forward begins.
 
-`DistributedDataParallel` does the same by default. Without it each rank has statistics of its own batches, and an
-evaluation gives different results on each. Only buffers that some rank may have changed are sent, so masks and large
-tables are not.
+`DistributedDataParallel` does the same by default. Otherwise each rank has statistics of its own batches, and an
+evaluation gives other results on each rank. Only buffers that some rank may have changed are sent, not masks and large
+tables.
 """
 
 import weakref
@@ -22,7 +22,7 @@ LARGE = 65536
 
 @dataclass(eq=False)
 class _Place:
-    """The place of a buffer in its module, and its state when it was last recorded."""
+    """The place of a buffer in its module, and its state at the latest `record`."""
 
     name: str
     module: nn.Module
@@ -41,10 +41,10 @@ class _Place:
         return self.module._buffers.get(self.key)
 
     def changed(self) -> bool:
-        """Return whether it may have been written to or replaced since `record`.
+        """Whether the buffer may have been written to or replaced since `record`.
 
-        PyTorch counts neither the writes of batch normalization nor writes through `.data`. So floating-point buffers
-        of modules that train count as changed, except large ones, which are compared.
+        PyTorch counts neither writes of batch normalization nor writes through `.data`. So numeric buffers of modules
+        in training mode count as changed, except large ones, which are compared.
         """
         buffer = self.buffer
         if buffer is None:
@@ -54,7 +54,7 @@ class _Place:
         return unseen or self.seen is None or self.seen() is not buffer or buffer._version != self.version
 
     def record(self) -> None:
-        """Record the current state of the buffer. Changes count from here."""
+        """Record the state of the buffer, with which `changed` compares."""
         buffer = self.buffer
         self.seen = None if buffer is None else weakref.ref(buffer)
         self.version = -1 if buffer is None else buffer._version
@@ -66,7 +66,7 @@ class Buffers:
     """The buffers of one wrapped model that its ranks share."""
 
     def __init__(self, module: nn.Module, context: Context, ignored: Collection[nn.Module]) -> None:
-        """Buffers of `ignored` modules are not shared."""
+        """Leave out buffers of `ignored` modules."""
         self._context = context
         own = {id(buffer) for each in ignored for buffer in each.buffers()}
         places = {
@@ -81,7 +81,7 @@ class Buffers:
             place.record()
 
     def before_forward(self, *, trains: bool) -> None:
-        """Send what the last forward may have changed. `trains` says whether the next one may change something.
+        """Broadcast changed buffers, if the previous forward may have changed any. `trains`: whether the next one may.
 
         Raises:
             LayoutError: a buffer has another shape on another rank.
@@ -91,7 +91,7 @@ class Buffers:
         self._due = trains and self._context.world_size > 1 and bool(self._places)
 
     def _changed(self) -> list[_Place]:
-        """Return the buffers that have changed on any rank, found by one exchange."""
+        """Return the buffers that have changed on any rank, by one all-reduce."""
         numels = [0 if place.buffer is None else place.buffer.numel() for place in self._places]
         rows = [(place.changed(), n, n * n) for place, n in zip(self._places, numels, strict=True)]
         numbers = torch.tensor(rows, dtype=torch.int64)
@@ -101,8 +101,8 @@ class Buffers:
         for place, (ranks, total, squares) in zip(self._places, numbers.tolist(), strict=True):
             if ranks and squares * self._context.world_size != total * total:
                 raise LayoutError(
-                    f"buffer {place.name!r} has become one of another length on some rank: rank 0's would be that of "
-                    'all. Give it one length, or wrap with buffers="own"'
+                    f"buffer {place.name!r} has another length on some rank, and rank 0's would be copied to all. "
+                    'Give it the same length on all ranks, or wrap with buffers="own"'
                 )
             if ranks and total:
                 changed.append(place)
@@ -123,24 +123,24 @@ class Buffers:
             if self._context.rank > 0:
                 parts = torch.split(flat, [buffers[name].numel() for name in names])
                 for name, part in zip(names, parts, strict=True):
-                    # No backward reads statistics that autograd has saved. As in DDP, their version is not incremented.
+                    # Through `.data`: no backward reads statistics that autograd has saved. DDP does the same.
                     buffers[name].data.copy_(part.view(buffers[name].shape))
         for place in self._places:
             place.record()
 
 
 def _is_number(buffer: Tensor) -> bool:
-    """Return whether training may change it in place: not a mask, an index, or an expanded view."""
+    """Whether training may change it in place: it is no mask, index, or expanded view."""
     spread = any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
     return buffer.is_floating_point() and not spread
 
 
 def _is_compared(buffer: Tensor) -> bool:
-    """Return whether sending it costs more than comparing it."""
+    """Whether comparing it costs less than sending it."""
     return buffer.numel() > LARGE and buffer.device.type == "cpu" and _is_number(buffer)
 
 
 def _sums(buffer: Tensor) -> tuple[float, float]:
-    """Return a fingerprint of a buffer: the sums of all elements, and of every second one."""
-    flat = buffer.detach().reshape(-1)  # a view: it is not expanded
+    """Return a fingerprint of a buffer: the sums of all elements, and of every second."""
+    flat = buffer.detach().reshape(-1)  # a view, no copy
     return flat.sum(dtype=torch.float64).item(), flat[::2].sum(dtype=torch.float64).item()

@@ -1,9 +1,9 @@
 """Warn programs that use a shard, or its gradient, as if it were the whole parameter.
 
-A norm, a mean or a random fill of a shard is one of this rank's part: optimizers like LAMB, norms made by hand and
-`xavier_uniform_` would go on with it in silence. So in some steps a model's shards are of a class that sees what
-functions are called with them, and so are their gradients and views of both. In most steps they are not, because that
-costs time. A program that computes such a thing does so in its first steps, or where it logs: every 50 or 500 steps.
+A norm, a mean or a random fill of a shard covers only this rank's part: optimizers like LAMB, norms by hand and
+`xavier_uniform_` would silently give other results. So in some steps a model's shards have a class that sees the
+functions called with them, and so do their gradients and views of both. In most steps they do not, because that costs
+time. A program that computes such a value does so in its first steps, or where it logs: every 50 or 500 steps.
 """
 
 import copy
@@ -21,73 +21,54 @@ from shardlite.errors import LayoutError, ShardWarning
 from shardlite.params import Flat, Shard, Sharded, as_they_are
 
 STEPS = 3
-"""Number of steps in which a model is watched, at first and about each multiple of `EVERY`."""
+"""Number of steps in which a model is watched, at the beginning and around each multiple of `EVERY`."""
 
 EVERY = 50
 """Steps between two times in which it is watched."""
 
-_linalg: Any = torch.linalg
-_REDUCTIONS: frozenset[Any] = frozenset(
-    [
-        *(getattr(Tensor, name) for name in ("norm", "mean", "sum", "var", "std", "nansum", "nanmean", "dot")),
-        *(getattr(torch, name) for name in ("norm", "mean", "sum", "var", "std", "nansum", "nanmean", "dot")),
-        *(torch.var_mean, torch.std_mean, torch.dist, Tensor.dist, torch._foreach_norm),
-        *(_linalg.norm, _linalg.vector_norm, _linalg.matrix_norm),
-        *(nn.functional.cosine_similarity, torch.cosine_similarity, nn.functional.normalize),
-    ]
+
+def _functions(names: str, *owners: Any) -> frozenset[Any]:
+    """Return the functions of these names that the owners have."""
+    return frozenset(getattr(owner, name) for owner in owners for name in names.split() if hasattr(owner, name))
+
+
+_REDUCTIONS = (
+    _functions("norm mean sum var std nansum nanmean dot dist cosine_similarity", Tensor, torch)
+    | _functions("var_mean std_mean _foreach_norm", torch)
+    | _functions("norm vector_norm matrix_norm", torch.linalg)
+    | _functions("cosine_similarity normalize", nn.functional)
 )
-_FILLS: frozenset[Any] = frozenset(
-    [
-        *(Tensor.uniform_, Tensor.normal_, Tensor.random_, Tensor.bernoulli_, Tensor.exponential_, Tensor.log_normal_),
-        *(torch.randn_like, torch.rand_like),
-    ]
-)
-_EXTREMES: frozenset[Any] = frozenset(
-    getattr(where, name)
-    for where in (Tensor, torch)
-    for name in ("max", "min", "amax", "amin", "argmax", "argmin", "aminmax", "median", "mode")
-)
+_FILLS = _functions("uniform_ normal_ random_ bernoulli_ exponential_ log_normal_", Tensor)
+_FILLS |= _functions("randn_like rand_like", torch)
+
+_EXTREMES = _functions("max min amax amin argmax argmin aminmax median mode", Tensor, torch)
 """Functions that fail on a rank without elements."""
 
-_ELEMENTS: frozenset[Any] = frozenset([Tensor.__getitem__, Tensor.item])
+_ELEMENTS = _functions("__getitem__ item", Tensor)
 """Functions that also fail there, if they select single elements."""
 
-_NORMS: frozenset[Any] = frozenset([Tensor.norm, torch.norm, _linalg.norm, _linalg.vector_norm])
+_NORMS = _functions("norm", Tensor, torch, torch.linalg) | _functions("vector_norm", torch.linalg)
 """Functions that also fail there, if the exponent is infinite."""
 
-_PASSED_ON: frozenset[Any] = frozenset(
-    [
-        *(getattr(Tensor, name) for name in ("detach", "view", "reshape", "flatten", "ravel", "view_as", "squeeze")),
-        *(getattr(Tensor, name) for name in ("float", "double", "to", "cpu", "clone", "abs", "square", "pow")),
-        *(getattr(Tensor, name) for name in ("mul", "__mul__", "__rmul__", "div", "__truediv__", "__pow__")),
-        *(getattr(Tensor, name) for name in ("add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "neg")),
-        *(
-            getattr(torch, name)
-            for name in ("flatten", "reshape", "ravel", "squeeze", "detach", "clone", "cat", "concat")
-        ),
-        *(getattr(torch, name) for name in ("abs", "square", "pow", "mul", "div", "add", "sub")),
-        Tensor.data.__get__,  # type: ignore[attr-defined]
-    ]
+_PASSED_ON = (
+    _functions("detach view reshape flatten ravel view_as squeeze float double to cpu clone abs square pow neg", Tensor)
+    | _functions("mul __mul__ __rmul__ div __truediv__ __pow__ add __add__ __radd__ sub __sub__ __rsub__", Tensor)
+    | _functions("flatten reshape ravel squeeze detach clone cat concat abs square pow mul div add sub", torch)
+    | {Tensor.data.__get__}  # type: ignore[attr-defined]
 )
-"""Functions whose results have a wrong norm, too, given a shard."""
+"""Functions whose results, given a shard, have a wrong norm, too."""
 
-
-_ARITHMETIC: frozenset[Any] = frozenset(
-    getattr(where, name)
-    for operation in ("add", "sub", "mul", "div", "truediv", "lerp", "addcmul", "addcdiv", "copy", "where")
-    for where, name in (
-        *((Tensor, f"{operation}{end}") for end in ("", "_")),
-        *((Tensor, f"__{kind}{operation}__") for kind in ("", "r", "i")),
-        *((torch, f"{start}{operation}{end}") for start in ("", "_foreach_") for end in ("", "_")),
-    )
-    if hasattr(where, name)
+_OPERATIONS = ("add", "sub", "mul", "div", "truediv", "lerp", "addcmul", "addcdiv", "copy", "where")
+_ARITHMETIC: frozenset[Any] = frozenset().union(
+    *(_functions(f"{name} {name}_ __{name}__ __r{name}__ __i{name}__", Tensor) for name in _OPERATIONS),
+    *(_functions(f"{name} {name}_ _foreach_{name} _foreach_{name}_", torch) for name in _OPERATIONS),
 )
 """Elementwise functions of several tensors."""
 
 
 @dataclass(eq=False)
 class Watch:
-    """The watch over the shards of one wrapped model."""
+    """Watches the shards of one wrapped model."""
 
     warned: bool = False
     steps: int = 0
@@ -113,7 +94,7 @@ class Watch:
                 _see(shard, (self, part, "the shard"), SeenShard)
 
     def end(self) -> None:
-        """Give shards, gradients and tensors made of them their ordinary classes back."""
+        """Restore the ordinary classes of shards, gradients and tensors made of them."""
         for tensor in list(self.seen):
             _known.pop(tensor, None)
             tensor.__class__ = Shard if type(tensor) is SeenShard else Tensor
@@ -169,7 +150,7 @@ _Known = tuple[Watch, _Part, str]
 
 
 def _look(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> _Known | None:
-    """Return what the first argument is known as, after a warning or an error if `func` should not be given it."""
+    """Return the record of the first argument. Warn or raise if `func` must not be called with it."""
     found = _known_as(args[0] if args else kwargs.get("input", kwargs.get("self")))
     if found is None or func in _PASSED_ON:
         return found
@@ -182,28 +163,28 @@ def _look(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     if part.without and (single or func in _EXTREMES or (func in _NORMS and _infinite(args, kwargs))):
         raise LayoutError(
             f"{what}: ranks {list(part.without)} have no element of that parameter, and would fail alone. "
-            f"Compute it inside `gathered()`; for norms of gradients there is `clip_grad_norm_()` of the model"
+            f"Compute it inside `gathered()`; for norms of gradients call `clip_grad_norm_()` of the model"
         )
     if part.is_whole() or _flows(args, func):
         return None
     look.warn(
-        f"{what} is that of this rank's part: {part.range()}. For norms of gradients call `clip_grad_norm_()` of the "
-        "ShardLite model, for anything else about whole parameters be inside `gathered()`. Optimizers that need such "
-        "values (LAMB, LARS, NovoGrad, AdamP, adaptive clipping) compute others on shards: with stage=0 they get whole "
-        "parameters. (Said once for each model.)"
+        f"{what} covers only this rank's part: {part.range()}. For norms of gradients call `clip_grad_norm_()` of the "
+        "ShardLite model, for other values of whole parameters use `gathered()`. Optimizers that need such values "
+        "(LAMB, LARS, NovoGrad, AdamP, adaptive clipping) give other results on shards: use stage=0, which has whole "
+        "parameters. (This warning is given once per model.)"
     )
     return None
 
 
 def _flows(args: Sequence[Any], func: Callable[..., Any]) -> bool:
-    """Whether a gradient goes back through it: that is right for parts (a penalty that is added to the loss)."""
+    """Whether a gradient flows back through the call, which is right for parts (a penalty added to the loss)."""
     first = args[0] if args else None
     tensor = next(iter(first), None) if isinstance(first, list | tuple) else first
     return func not in _FILLS and torch.is_grad_enabled() and isinstance(tensor, Tensor) and tensor.requires_grad
 
 
 def _known_as(argument: Any) -> _Known | None:
-    """Return what an argument is known as; of a list of tensors the first that is a part, or the first."""
+    """Return the record of an argument; of a list of tensors that of the first part, or of the first tensor."""
     if isinstance(argument, list | tuple):
         all_known = [_known[each] for each in argument if isinstance(each, _Seen | SeenShard) and each in _known]
         return next((known for known in all_known if not known[1].is_whole()), next(iter(all_known), None))
@@ -211,9 +192,9 @@ def _known_as(argument: Any) -> _Known | None:
 
 
 def _refuse_mixtures(func: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Raise if a function is given a shard, or a gradient of one, beside something of the size of the parameter.
+    """Raise if a function is called with a shard, or its gradient, and a tensor of the size of the whole parameter.
 
-    It may be the parameter itself, in a step made by hand, or a copy from before wrapping, in a moving average.
+    It may be the parameter itself, in a step by hand, or a copy from before wrapping, in a moving average.
     """
     for together in _side_by_side(args):
         parts = [known[1] for known in map(_known_as, together) if known is not None and not known[1].is_whole()]
@@ -224,14 +205,14 @@ def _refuse_mixtures(func: Callable[..., Any], args: Sequence[Any]) -> None:
             if isinstance(each, Sharded) or copied:
                 of = f" of {parts[0].name!r}" if parts else ""
                 raise LayoutError(
-                    f"{getattr(func, '__name__', func)} of something of the size of a whole parameter and a shard{of}: "
-                    "gradients are of shards, which `parameters()` of the ShardLite model are. Compute with those, or "
-                    "inside `gathered()`; for moving averages there is `shardlite.EMA`"
+                    f"{getattr(func, '__name__', func)} of a tensor of the size of a whole parameter and a shard{of}: "
+                    "gradients belong to shards, the `parameters()` of the ShardLite model. Compute with those, or "
+                    "inside `gathered()`; for moving averages use `shardlite.EMA`"
                 )
 
 
 def _side_by_side(args: Sequence[Any]) -> Iterator[list[Tensor]]:
-    """Yield the tensors that a function is given together: of lists the first ones, the second ones, and so on."""
+    """Yield the tensors that a function combines: of lists the first ones, the second ones, and so on."""
     yield [each for each in args if isinstance(each, Tensor)]
     lists = [each for each in args if isinstance(each, list | tuple)]
     if len(lists) > 1:
@@ -240,7 +221,7 @@ def _side_by_side(args: Sequence[Any]) -> Iterator[list[Tensor]]:
 
 
 def _has_number(indices: Sequence[Any]) -> bool:
-    """Whether a single element is asked for."""
+    """Whether a single element is selected."""
     index = indices[0] if indices else 0
     return any(isinstance(each, int) for each in (index if isinstance(index, tuple) else (index,)))
 
@@ -251,20 +232,20 @@ def _infinite(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 class _Watched:
-    """Mixin class of tensors that see the functions called with them."""
+    """Mixin of tensors that see the functions called with them."""
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Look at what is called, and at its result, if that is a view."""
+        """Check the call, and watch its result if that is a view."""
         kwargs = kwargs or {}
         known = None
         if not torch.compiler.is_compiling():
             if func is torch.autograd.grad:
                 raise LayoutError(
-                    "torch.autograd.grad with respect to a shard: shards are not in the graph. Ask for the gradients "
-                    "of the module's own parameters (`model.module.parameters()`), which are this rank's and whole"
+                    "torch.autograd.grad with respect to a shard: shards are not in the graph. Use the module's own "
+                    "parameters (`model.module.parameters()`), whose gradients are whole and this rank's"
                 )
             if func in _ARITHMETIC:
                 _refuse_mixtures(func, args)
@@ -311,7 +292,7 @@ class SeenShard(_Watched, Shard):
         """The gradient."""
         with as_they_are():
             grad: Tensor | None = _own_grad.__get__(self)
-        known = _known.get(self)  # a copy is not looked at
+        known = _known.get(self)  # a copy is not watched
         if known is not None and type(grad) is Tensor:
             look, part, _ = known
             _see(grad, (look, part, "the gradient of the shard"))
@@ -327,7 +308,7 @@ _own_grad: Any = torch._C.TensorBase.grad
 
 
 def _copied(tensor: Any, memo: Any, ordinary: type) -> Any:
-    """Return a deep copy that is not looked at."""
+    """Return a deep copy that is not watched."""
     seen = type(tensor)
     tensor.__class__ = ordinary
     try:

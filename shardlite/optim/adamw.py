@@ -1,8 +1,8 @@
-"""AdamW for parameters in flat buffers: each contiguous run of parameters is stepped by one kernel call.
+"""AdamW for the shards of wrapped models: each contiguous run of shards is stepped by one kernel call.
 
-`arena_slots.py` places parameters and moments in memory, `plan.py` finds the contiguous runs that one call can step,
-`step_counts.py` counts steps and computes their scalars. With `in_backward`, `in_backward.py` steps each parameter as
-soon as its gradient is ready. Knows nothing of units, ranks or communication.
+`layout.py` places shards and moments in memory and finds the runs, `counts.py` counts steps and computes their scalars.
+With `in_backward`, `in_backward.py` steps each shard as soon as its gradient is ready. Parameters that are no shards
+are stepped by `torch._fused_adamw_`. Knows nothing of units, ranks or communication.
 """
 
 from __future__ import annotations
@@ -14,22 +14,37 @@ from typing import Any
 from weakref import WeakMethod, WeakValueDictionary
 
 import torch
-from shardlite_kernels import FORMATS
+from shardlite_kernels import FORMATS, Hyper
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.adamw import adamw as fused_adamw
 
 from shardlite.errors import LayoutError, PhaseError
-from shardlite.optim.arena_slots import Decoder, StateSlot, canonical, check_state, decoders
+from shardlite.optim.counts import Amp, Group, StepCounts
 from shardlite.optim.in_backward import InBackwardStep, InBackwardSteps
-from shardlite.optim.plan import OptimizerLayout, active, by_counts, update
-from shardlite.optim.step_counts import Amp, Group, StepCounts
-from shardlite.optim.validate import FOREIGN_OPTIONS, check_group, check_loaded, check_params
-from shardlite.params import ShardInfo
+from shardlite.optim.layout import (
+    Decoder,
+    OptimizerLayout,
+    StateSlot,
+    by_counts,
+    canonical,
+    check_dense,
+    check_state,
+    contiguous_runs,
+    decoders,
+)
+from shardlite.params import Shard, ShardInfo
 
 _living: WeakValueDictionary[int, AdamW] = WeakValueDictionary()
 """All optimizers of the process, by id. Ranks that are threads share the table; each finds its own optimizer by its
 parameters.
 """
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+# Options of torch.optim.AdamW: those that change the result, with the supported value, and those that do not.
+_FIXED_OPTIONS = {"amsgrad": False, "maximize": False, "differentiable": False, "decoupled_weight_decay": True}
+_FREE_OPTIONS = ("foreach", "fused", "capturable")
 
 
 class AdamW(Optimizer):
@@ -38,6 +53,10 @@ class AdamW(Optimizer):
     Parameter groups, schedulers and a tensor as `lr` work as in PyTorch. State has PyTorch's names and shapes, so a
     `state_dict` can be exchanged with `torch.optim.AdamW` in both directions. A parameter without a gradient, or a
     frozen one, is not stepped and keeps its own step count.
+
+    Parameters of wrapped models are stepped by ShardLite's kernels. Other parameters (ignored ones, those of models
+    that are not wrapped) are stepped by PyTorch's fused kernel: their moments have the parameter's dtype, and they
+    are stepped by `step()`, also with `in_backward`.
 
     Like PyTorch's fused optimizers it supports `torch.amp.GradScaler`, which sets two attributes for a step: a tensor
     `found_inf`, which disables the step unless it is zero, and a tensor `grad_scale` (or `None`), by which gradients
@@ -49,22 +68,22 @@ class AdamW(Optimizer):
         betas: decay rates of the first and the second moment.
         eps: term added to the root of the second moment.
         weight_decay: decoupled weight decay, multiplied by the learning rate.
-        state: format of the moments: `"fp32"` (the parameter's dtype) takes 8 bytes per element, `"bf16"` 4,
+        state: format of the moments of shards: `"fp32"` (the parameter's dtype) takes 8 bytes per element, `"bf16"` 4,
             `"int8"` 2.06. Arithmetic is fp32; `shardlite_kernels.moments` describes the rounding. A `state_dict` holds
             fp32 moments whatever the format, and every format loads it.
-        in_backward: step each parameter during the backward, as soon as its gradient is ready. For a wrapped model, one
-            kernel does the last addition of a reduction and the step, and no gradient is kept. See
-            `docs/precision.md` for the restrictions. Call `step()` after the backward as usual; it closes the step.
+        in_backward: step each shard during the backward, as soon as its gradient is ready. One kernel does the last
+            addition of a reduction and the step, and no gradient is kept. See `docs/precision.md` for the restrictions.
+            Call `step()` after the backward as usual; it closes the step.
         max_norm: clip gradients to this global norm inside the step, in registers. Gradients are not modified. If the
             norm comes with the reduction (see `ShardLite.clip_grad_norm_`), this needs no pass over them. `grad_norm`
             is the norm of the latest step. Not allowed with `in_backward`.
         max_update: clamp the magnitude of each element's update, before it is multiplied by the learning rate, to
             this value (updates are about 1 in steady training). `None`: no clamping. Unlike a norm it needs no pass
-            over gradients.
+            over gradients. Supported for shards only.
 
     Raises:
-        ValueError: a hyper-parameter is out of range, or a parameter is not contiguous, overlaps another one, or has a
-            dtype that is not floating or does not go with `state`.
+        ValueError: a hyper-parameter is out of range, or a parameter has a dtype that is not floating or does not go
+            with `state`.
 
     Example:
         >>> model = ShardLite(model)
@@ -75,7 +94,7 @@ class AdamW(Optimizer):
 
     _step_supports_amp_scaling = True
     steps_split_weights = True
-    _plan: OptimizerLayout | None = None  # built on first use, and again when parameters have moved
+    _layout: OptimizerLayout | None = None  # built on first use, and again when shards have moved
     _steps_in_backward: InBackwardSteps | None = None
     moments = "fp32"
     max_norm: float | None = None
@@ -102,8 +121,8 @@ class AdamW(Optimizer):
             raise ValueError(f"AdamW: state must be one of {', '.join(FORMATS)}, got {state!r}")
         if max_norm is not None and (in_backward or not max_norm > 0):
             raise ValueError(
-                f"AdamW: max_norm must be above 0 and goes without in_backward, got {max_norm}: the norm is that of "
-                "all gradients, known when the backward is over. max_update is a bound for steps in the backward"
+                f"AdamW: max_norm must be above 0 and cannot be combined with in_backward, got {max_norm}: the norm of "
+                "all gradients is known only after the backward. Use max_update to bound steps in the backward"
             )
         self.moments = state
         self.max_norm = max_norm
@@ -126,7 +145,7 @@ class AdamW(Optimizer):
         """Add a group. Missing hyper-parameters are those given to the constructor."""
         super().add_param_group(param_group)
         try:
-            check_group(self.param_groups[-1], self.moments)
+            _check_group(self.param_groups[-1], self.moments)
         except ValueError:
             del self.param_groups[-1]
             raise
@@ -155,28 +174,34 @@ class AdamW(Optimizer):
 
         Entries may be made one by one: each is copied before the next one is asked for.
         """
-        slots = self._current_plan().by_param
+        slots = self._current_layout().by_param
         for param, entry in entries:
             check_state(param, entry)
             self.state[param] = entry
             if param in slots:
                 slots[param].adopt(self.state)
+            else:
+                self.state[param] = _plain_state(param, entry, copy=True)
 
     def init_state(self) -> None:
         """Make the states that parameters do not have yet, as before a first step."""
-        for slot in self._current_plan().slots:
+        slots = self._current_layout().by_param
+        for slot in slots.values():
             if not slot.holds(self.state.get(slot.param)):
                 slot.adopt(self.state)
+        for param in self._params():
+            if param.requires_grad and param not in slots and not self.state.get(param):
+                self.state[param] = _plain_state(param, {})
 
     def tables(self) -> list[Tensor]:
-        """Return the tensors held beside the state: the row of scalars of each group of 32 elements."""
-        arenas = {id(slot.arena): slot.arena for slot in self._plan.slots} if self._plan is not None else {}
+        """Return the tensors held besides the state: the row of scalars of each group of 32 elements."""
+        arenas = {id(slot.arena): slot.arena for slot in self._layout.slots} if self._layout is not None else {}
         return [arena.rows for arena in arenas.values()]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of this optimizer or of PyTorch's AdamW, converted to this optimizer's format."""
         # PyTorch would round moments to the dtype of the parameter, the upper part of a split weight.
-        kept = {key: {name: _Stepped(value) for name, value in e.items()} for key, e in state_dict["state"].items()}
+        kept = {key: {name: _Unconverted(value) for name, value in e.items()} for key, e in state_dict["state"].items()}
         super().load_state_dict({**state_dict, "state": kept})
         if self._steps_in_backward is not None:
             self._steps_in_backward.forget()
@@ -187,21 +212,24 @@ class AdamW(Optimizer):
         return {**state, "moments": self.moments, "in_backward": self.in_backward, "max_norm": self.max_norm}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a loaded or unpickled state, and copy its values into the arenas."""
+        """Restore a loaded or unpickled state, and copy the values of shards into the arenas."""
         copied = state.pop("in_backward", False)
         for entry in state["state"].values():
-            entry.update({name: value.value for name, value in entry.items() if isinstance(value, _Stepped)})
+            entry.update({name: value.value for name, value in entry.items() if isinstance(value, _Unconverted)})
         check_loaded(state)
         super().__setstate__(state)
         for group in self.param_groups:
-            for option in FOREIGN_OPTIONS:
+            for option in (*_FIXED_OPTIONS, *_FREE_OPTIONS):
                 group.pop(option, None)
             group.setdefault("max_update", None)
         if copied:
             self._steps_in_backward = InBackwardSteps(WeakMethod(self._open_step))
-            for group in self.param_groups:
-                self._catch(group["params"])
-        self._current_plan().adopt(self.state)
+            self._catch(self._params())
+        shards = self._current_layout().by_param
+        self._current_layout().adopt(self.state)
+        for param, entry in self.state.items():
+            if isinstance(param, Tensor) and param not in shards and entry:
+                self.state[param] = _plain_state(param, entry, copy=True)
         _living[id(self)] = self
 
     @torch.no_grad()
@@ -209,51 +237,98 @@ class AdamW(Optimizer):
         """Step every parameter that has a gradient. `closure` recomputes the loss and returns it.
 
         Raises:
-            ValueError: a gradient is sparse. No parameter has been stepped then.
+            ValueError: a gradient is sparse, or `max_update` is set for a parameter that is no shard. No parameter has
+                been stepped then.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        layout = self._layout_of_step()
+        others = self._others(layout)
         if self._steps_in_backward is not None:
             self._step_the_rest()
             self._steps_in_backward.close(self.param_groups)
+            self._step_others(others, Amp())
             return loss
-        plan = self._current_plan()
-        stepped = active(plan.slots, self.state)
+        slots = layout.active(self.state)
         # The scaler deletes them after the step.
         grad_scale = getattr(self, "grad_scale", None)
-        amp = Amp(getattr(self, "found_inf", None), grad_scale, self._clip_factor(stepped, grad_scale))
-        counted = by_counts(stepped)
+        amp = Amp(getattr(self, "found_inf", None), grad_scale, self._clip_factor(grad_scale, bool(slots or others)))
+        counted = by_counts(slots)
         for counts, rows in counted.items():
             counts.begin(self.param_groups, rows, amp)
-        update(stepped, unscale=amp.grad_scale is not None)
+        _step_slots(slots, unscale=amp.grad_scale is not None)
         for counts in counted:
             counts.end()
-        # The kernels wrote through views that have version counters of their own.
-        torch.autograd.graph.increment_version([slot.param for slot in stepped])
+        self._step_others(others, amp)
         return loss
 
-    def _clip_factor(self, stepped: Sequence[StateSlot], grad_scale: Tensor | None) -> Tensor | None:
+    def _clip_factor(self, grad_scale: Tensor | None, has_gradients: bool) -> Tensor | None:
         """Return the factor [] for gradients: `min(1, max_norm / (norm + 1e-6))`, as PyTorch clips."""
         norm, self.norm = self.norm, None
-        if self.max_norm is None or not stepped:
+        if self.max_norm is None or not has_gradients:
             return None
         if norm is None:  # sum in the order of `param_groups`: the order of slots in memory differs between runs
-            params = [param for group in self.param_groups for param in group["params"] if param.requires_grad]
-            norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
+            grads = [param.grad for param in self._params() if param.requires_grad and param.grad is not None]
+            norm = torch.nn.utils.get_total_norm(grads)
         self.grad_norm = norm if grad_scale is None else norm / grad_scale.to(norm.device)
         return torch.clamp(self.max_norm / (self.grad_norm + 1e-6), max=1.0)
+
+    # ---- parameters that are no shards --------------------------------------------------------------------------
+
+    def _others(self, layout: OptimizerLayout) -> list[tuple[Group, list[Tensor]]]:
+        """Return each group with its trainable parameters that have a gradient and are no shards."""
+        found = []
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None and p.requires_grad and p not in layout.by_param]
+            for param in params:
+                check_state(param, self.state.get(param))
+                check_dense(param.grad)
+            if params and group["max_update"] is not None:
+                raise ValueError(
+                    f"AdamW: max_update={group['max_update']} is supported for parameters of ShardLite models only, "
+                    "and the group has others: give them a group with max_update=None"
+                )
+            if params:
+                found.append((group, params))
+        return found
+
+    def _step_others(self, others: Sequence[tuple[Group, Sequence[Tensor]]], amp: Amp) -> None:
+        """Step parameters that are no shards as `torch.optim.AdamW(fused=True)` does."""
+        for group, params in others:
+            for param in params:
+                self.state[param] = _plain_state(param, self.state.get(param) or {})
+            grads = [grad for param in params if (grad := param.grad) is not None]
+            if amp.factor is not None:
+                grads = [grad * amp.factor.to(grad.device) for grad in grads]
+            entries = [self.state[param] for param in params]
+            steps, avgs, sqs = ([entry[name] for entry in entries] for name in ("step", "exp_avg", "exp_avg_sq"))
+            beta1, beta2 = group["betas"]
+            fused_adamw(
+                *(params, grads, avgs, sqs, [], steps),
+                fused=True,
+                grad_scale=None if amp.grad_scale is None else torch.as_tensor(amp.grad_scale, dtype=torch.float32),
+                found_inf=None if amp.found_inf is None else (torch.as_tensor(amp.found_inf) != 0).float(),
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+            torch.autograd.graph.increment_version(params)  # PyTorch's fused optimizers do not
 
     # ---- in the backward ----------------------------------------------------------------------------------------
 
     def prepare_in_backward(self, places: Sequence[tuple[Tensor, int]]) -> InBackwardStep:
-        """Prepare the in-backward step of parameters whose gradients are still to be reduced into one buffer.
+        """Prepare the in-backward step of shards whose gradients are still to be reduced into one buffer.
 
-        `places` holds each parameter with the offset of its gradient in that buffer, in elements.
+        `places` holds each shard with the offset of its gradient in that buffer, in elements.
         """
         assert self._steps_in_backward is not None
-        slots = self._plan_of_now().by_param
+        slots = self._layout_of_step().by_param
         return self._steps_in_backward.prepare([(slots[param], start) for param, start in places])
 
     def check(self) -> None:
@@ -272,87 +347,125 @@ class AdamW(Optimizer):
             self._steps_in_backward.note(bad)
 
     def _open_step(self) -> list[StepCounts]:
-        """Open an in-backward step before its parameters are known."""
+        """Open an in-backward step before its shards are known."""
         self.init_state()
-        plan = self._current_plan()
-        for counts in plan.counts:
+        layout = self._current_layout()
+        for counts in layout.counts:
             counts.begin(self.param_groups, [], Amp())
-        return plan.counts
+        return layout.counts
 
     def _catch(self, params: Iterable[Tensor]) -> None:
-        """Step parameters that are not shards as soon as autograd has accumulated their gradients."""
+        """Step shards that are not reduced (of one rank) as soon as autograd has accumulated their gradients."""
         if self._steps_in_backward is not None:
             for param in params:
-                if param.requires_grad and not ShardInfo.is_of(param):
+                if param.requires_grad and _is_unreduced(param):
                     self._steps_in_backward.catch(param, WeakMethod(self._step_one))
 
     def _step_the_rest(self) -> None:
-        """Step parameters that still have a gradient because they were frozen and had no hook.
+        """Step shards that still have a gradient because they were frozen and had no hook.
 
         Raises:
             PhaseError: gradients were scaled, or a shard has a gradient that does not come from a backward.
         """
         if getattr(self, "grad_scale", None) is not None or getattr(self, "found_inf", None) is not None:
             raise PhaseError(
-                "AdamW(in_backward=True) has stepped by gradients as the backward brought them, scaled: a gradient "
-                "scaler needs an optimizer without it. (bf16 needs no scaler)"
+                "AdamW(in_backward=True) has stepped with gradients as the backward computed them, scaled: use an "
+                "optimizer without in_backward with a gradient scaler. (bf16 needs no scaler)"
             )
-        params = [param for group in self.param_groups for param in group["params"]]
-        for param in params:
-            if param.grad is not None and param.requires_grad:
-                if ShardInfo.is_of(param):
-                    raise PhaseError(
-                        "AdamW(in_backward=True) steps by what a backward brings, but a shard has a gradient that was "
-                        "put there otherwise: call zero_grad(), or step it by an optimizer without in_backward"
-                    )
-                self._step_one(param)
-                self._catch([param])
+        for param in self._params():
+            if param.grad is None or not param.requires_grad or not ShardInfo.is_of(param):
+                continue
+            if not _is_unreduced(param):
+                raise PhaseError(
+                    "AdamW(in_backward=True) steps with the gradients of a backward, but the gradient of a shard was "
+                    "set otherwise: call zero_grad(), or use an optimizer without in_backward"
+                )
+            self._step_one(param)
+            self._catch([param])
 
     @torch.no_grad()
     def _step_one(self, param: Tensor) -> None:
-        """Step `param` by its gradient, and drop the gradient."""
+        """Step `param` with its gradient, and drop the gradient."""
         assert self._steps_in_backward is not None
-        assert param.grad is not None
+        if not ShardInfo.is_of(param):
+            return  # its model was unwrapped
         step = self.prepare_in_backward([(param, 0)])
         step.activate(torch.ones(1, device=param.device))
-        update(active([self._plan_of_now().by_param[param]], self.state), unscale=False, bad=step.bad)
+        slot = self._layout_of_step().by_param[param]
+        if not slot.holds(self.state.get(param)):
+            slot.adopt(self.state)
+        check_dense(param.grad)
+        _step_slots([slot], unscale=False, bad=step.bad)
         self._steps_in_backward.note(step.bad)
-        torch.autograd.graph.increment_version([param])
         param.grad = None
+
+    # ---- layout -------------------------------------------------------------------------------------------------
 
     def _exchange(self, shards: Mapping[Tensor, nn.Parameter], part: Callable[[Tensor, Tensor], Tensor]) -> None:
         """Replace each `param` by `shards[param]`; see `adopt`."""
-        params = [param for group in self.param_groups for param in group["params"]]
+        params = self._params()
+        self._catch(params)
         held = {param: shards[param] for param in params if shards.get(param, param) is not param}
         if not held:
             return
         states: dict[Tensor, Any] = {}
         for param, shard in held.items():
-            if param in self.state:
+            if self.state.get(param):
                 states[shard] = _part_of_state(param, canonical(self.state[param]), part)
                 check_state(shard, states[shard])
         for group in self.param_groups:
             group["params"][:] = [held.get(param, param) for param in group["params"]]
         for param in held:
             self.state.pop(param, None)
-            if self._steps_in_backward is not None:
-                self._steps_in_backward.release(param)
         self.state.update(states)
-        self._plan = None
+        self._layout = None
 
-    def _plan_of_now(self) -> OptimizerLayout:
+    def _params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _layout_of_step(self) -> OptimizerLayout:
         """Return the layout of the open in-backward step or, without one, the current layout."""
-        if self._plan is not None and self._steps_in_backward is not None and self._steps_in_backward.is_open:
-            return self._plan
-        return self._current_plan()
+        if self._layout is not None and self._steps_in_backward is not None and self._steps_in_backward.is_open:
+            return self._layout
+        return self._current_layout()
 
-    def _current_plan(self) -> OptimizerLayout:
-        if self._plan is None or not self._plan.fits(self.param_groups):
+    def _current_layout(self) -> OptimizerLayout:
+        if self._layout is None or not self._layout.fits(self.param_groups):
             for group in self.param_groups:
-                check_params(group, self.moments)
-            self._plan = OptimizerLayout(self.param_groups, self.state, self.moments)
-            self._plan.adopt(self.state)
-        return self._plan
+                _check_params(group, self.moments)
+            self._layout = OptimizerLayout(self.param_groups, self.state, self.moments)
+            self._layout.adopt(self.state)
+        return self._layout
+
+
+def _step_slots(slots: Sequence[StateSlot], unscale: bool, bad: Tensor | None = None) -> None:
+    """Step the slots, run by run. `bad` [], int32, becomes 1 if a gradient is not finite."""
+    for run in contiguous_runs(slots):
+        for elements, grad in run.pieces():
+            run.first.counts.update(elements, grad, bad)
+        if unscale:
+            run.give_back()
+    # The kernels wrote through views that have version counters of their own.
+    torch.autograd.graph.increment_version([slot.param for slot in slots])
+
+
+def _plain_state(param: Tensor, entry: Mapping[str, Any], *, copy: bool = False) -> dict[str, Any]:
+    """Return `entry`, or zeros, as PyTorch's fused kernel needs the state of a parameter that is no shard."""
+    if not entry:
+        moments = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+        return {"step": torch.zeros((), device=param.device), **moments}
+    step = torch.as_tensor(entry["step"]).to(param.device, torch.float32, copy=copy)
+    values = canonical(entry) if entry["exp_avg"].dtype != param.dtype else entry
+    moments = {name: values[name].to(param.device, param.dtype, copy=copy) for name in ("exp_avg", "exp_avg_sq")}
+    return {"step": step, **moments}
+
+
+def _is_unreduced(param: Tensor) -> bool:
+    """Return whether `param` is a shard of a model on one rank, where autograd accumulates the gradients of shards."""
+    return ShardInfo.is_of(param) and not isinstance(param, Shard)
+
+
+# ---- all optimizers of the process ----------------------------------------------------------------------------------
 
 
 def adopt(shards: Mapping[Tensor, nn.Parameter], part: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -411,12 +524,72 @@ def _optimizers() -> list[AdamW]:
 
 
 @dataclass(frozen=True)
-class _Stepped:
+class _Unconverted:
     """A value that PyTorch's state loading must not convert."""
 
     value: Any
 
 
 def _part_of_state(param: Tensor, state: Mapping[str, Any], part: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Any]:
-    """Return the shard's part of a state, as copies, so that the arenas of the whole state can be freed."""
+    """Return the shard's part of a state, as copies, so that the memory of the whole state can be freed."""
     return {name: (part(param, value) if name != "step" else value).clone() for name, value in state.items()}
+
+
+# ---- checks ---------------------------------------------------------------------------------------------------------
+
+
+def _check_group(group: Group, moments: str) -> None:
+    """Check a parameter group for an optimizer with this format of moments.
+
+    Raises:
+        ValueError: a hyper-parameter is out of range, or a parameter is invalid.
+    """
+    lr, betas, eps, weight_decay = (group[name] for name in ("lr", "betas", "eps", "weight_decay"))
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"AdamW: lr must have one element, got shape {tuple(lr.shape)}")
+    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        if not value >= 0:
+            raise ValueError(f"AdamW: {name} must be at least 0, got {value}")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"AdamW: betas must be two numbers from 0 to below 1, got {betas}")
+    Hyper(0.0, betas[0], betas[1], 0.0, 0.0).check()
+    if group["max_update"] is not None and not group["max_update"] > 0:
+        raise ValueError(f"AdamW: max_update must be above 0, or None, got {group['max_update']}")
+    _check_params(group, moments)
+
+
+def _check_params(group: Group, moments: str) -> None:
+    """Check that the parameters of a group can be stepped.
+
+    Raises:
+        ValueError: one is a placeholder, or of an unsupported dtype.
+    """
+    for index, param in enumerate(group["params"]):
+        if not param.requires_grad:
+            continue
+        which = f"parameter {group.get('param_names', range(index + 1))[index]} of the group"
+        if param.numel() > 1 and not any(param.stride()):
+            raise ValueError(
+                f"AdamW: {which} is a placeholder in a wrapped model: build the optimizer from parameters() of the "
+                "ShardLite model"
+            )
+        if param.dtype not in _DTYPES:
+            raise ValueError(f"AdamW: {which} must be of a floating dtype, got {param.dtype}")
+        is_narrow = param.dtype != torch.float32 and ShardInfo.of(param).low is None
+        if moments != "fp32" and is_narrow and ShardInfo.is_of(param):
+            raise ValueError(f"AdamW: state={moments!r} requires fp32 or split weights, but {which} is {param.dtype}")
+
+
+def check_loaded(state: dict[str, Any]) -> None:
+    """Check a loaded state before anything is changed.
+
+    Raises:
+        ValueError: it was saved with an unsupported option, or an entry does not fit its parameter.
+    """
+    for group in state["param_groups"]:
+        for option, value in _FIXED_OPTIONS.items():
+            if group.get(option, value) != value:
+                raise ValueError(f"AdamW: the state was saved with {option}={group[option]}, only {value} is supported")
+    for param, entry in state["state"].items():
+        if isinstance(param, Tensor):
+            check_state(param, entry)

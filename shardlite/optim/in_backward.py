@@ -20,9 +20,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from shardlite.errors import NonFiniteError, PhaseError
-from shardlite.optim.arena_slots import StateSlot
-from shardlite.optim.plan import follows
-from shardlite.optim.step_counts import Group, RunSlice, StepCounts
+from shardlite.optim.counts import Group, StepCounts
+from shardlite.optim.layout import StateSlot, follows, slice_of
 
 LATER = 4
 """Steps after which all ranks raise for a gradient that was not finite, on a GPU: by then their hosts know of it."""
@@ -68,12 +67,6 @@ class InBackwardSteps:
         for param in params:
             if self._paused[param] == 0:
                 del self._paused[param]
-
-    def release(self, param: Tensor) -> None:
-        """Remove the hook of `param`."""
-        handle = self._handles.pop(param, None)
-        if handle is not None:
-            handle.remove()
 
     def ready(self) -> None:
         """Check that no step of an earlier backward is open.
@@ -176,7 +169,7 @@ class InBackwardStep:
         for slot, begin, end in self._stretches():
             low, high = max(begin, start), min(end, start + summand.shape[-1])
             if low < high:
-                stretch = _slice_of(slot, begin, low, high)
+                stretch = slice_of(slot, slot.start + low - begin, slot.start + high - begin)
                 here = slice(low - start, high - start)
                 if received is None:
                     slot.counts.update(stretch, summand[here], self.bad)
@@ -194,7 +187,7 @@ class InBackwardStep:
         if len(stretches) != 1 or stretches[0][1:] != (0, numel):
             return None
         slot, _, _ = stretches[0]
-        stretch = _slice_of(slot, 0, 0, numel)
+        stretch = slice_of(slot, slot.start, slot.start + numel)
         table = slot.counts.table_of(stretch)
         return None if table is None else (stretch.state, table, self.bad)
 
@@ -213,13 +206,6 @@ class InBackwardStep:
             last = slot
         if first is not None and last is not None:
             yield first, begin, begin + last.stop - first.start
-
-
-def _slice_of(slot: StateSlot, begin: int, low: int, high: int) -> RunSlice:
-    """Return elements `[low, high)` of a buffer in which the run that starts with `slot` begins at `begin`."""
-    mine = slot.start + low - begin
-    state, rows = slot.arena.run(slot, mine, mine + high - low)
-    return RunSlice(state, rows, slot.arena_offset + low - begin, slot.row)
 
 
 class _Alarm:

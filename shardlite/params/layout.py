@@ -22,10 +22,11 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
 from operator import mul
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardlite.comm import lazy_zeros
 
@@ -295,18 +296,24 @@ class ShardInfo(NamedTuple):
 
     @staticmethod
     def of(param: Tensor) -> ShardInfo:
-        """Return the record attached to `param`, or that of a whole parameter."""
-        part: ShardInfo = getattr(param, "shardlite_part", _WHOLE)
-        return part
+        """Return the record of `param`, or that of a whole parameter."""
+        info: ShardInfo = _infos.get(param, _WHOLE)
+        return info
 
     @staticmethod
     def is_of(param: Tensor) -> bool:
-        """Return whether `param` has a record, so is a shard."""
-        return ShardInfo.of(param) is not _WHOLE
+        """Return whether `param` has a record, so is a shard of a wrapped model."""
+        return param in _infos
+
+    @staticmethod
+    def forget(param: Tensor) -> None:
+        """Drop the record of `param`, if it has one: its model is unwrapped."""
+        _infos.pop(param, None)
 
     def mark(self, param: Tensor) -> None:
-        """Attach this record to `param`."""
-        param.shardlite_part = self  # type: ignore[attr-defined]
+        """Record `param` as a shard."""
+        _infos[param] = self
 
 
 _WHOLE = ShardInfo(0, None)
+_infos: Any = WeakTensorKeyDictionary()  # not an attribute, which copies and files of parameters would have

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardlite import EMA, AdamW, CheckpointError, LayoutError, Precision, ShardLite, load, save
 from shardlite.apps.checkpoint import latest
 from shardlite.apps.checkpoint.reading import Checkpoint, read_metadata
-from shardlite.optim.plan import OptimizerLayout
+from shardlite.optim.layout import OptimizerLayout
 from shardlite.telemetry import Meter
 from tests.apps.test_checkpoint_faults import names_in
 from tests.support.twins.sharded import same_bits, slow

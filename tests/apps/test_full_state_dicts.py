@@ -364,7 +364,7 @@ def foreign_body(group: Any, kind: str, stage: int) -> None:
                 set_optimizer_state_dict(model, optimizer, given, options=told)
     same(get_optimizer_state_dict(model, optimizer, options=options), before)
     if stage:
-        with pytest.raises(LayoutError, match="is a shard, and whole tensors are needed"):
+        with pytest.raises(LayoutError, match="is a shard, but whole tensors are required"):
             model.load_full_state_dict(model.state_dict())
 
 

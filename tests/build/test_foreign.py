@@ -75,7 +75,7 @@ VALUES = {
     "complex": (lambda value: value.to(torch.complex64), "has dtype torch.complex64, the model's is torch.float32"),
     "integer": (lambda value: value.long(), "has dtype torch.int64, the model's is torch.float32"),
     "bool": (lambda value: value.bool(), "has dtype torch.bool, the model's is torch.float32"),
-    "sparse": (lambda value: value.to_sparse(), "has the layout torch.sparse_coo: give it dense"),
+    "sparse": (lambda value: value.to_sparse(), "has the layout torch.sparse_coo: pass a dense tensor"),
     "shape": (lambda value: value.t(), "has shape [4, 2], the model's is [2, 4]"),
 }
 
@@ -106,7 +106,7 @@ def loading_body(group: Any, kind: str) -> str:
     ("kind", "words"),
     [
         *((kind, words) for kind, (_, words) in VALUES.items()),
-        ("DTensor", "'2.weight' is a DTensor, of which this rank has a part: give its full_tensor()"),
+        ("DTensor", "'2.weight' is a DTensor, of which this rank has a part: pass its full_tensor()"),
         ("not a mapping", "a state dict is a mapping from names to tensors, got list"),
         ("buffer", "'1.num_batches_tracked' has dtype torch.float32, the model's is torch.int64"),
     ],

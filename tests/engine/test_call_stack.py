@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ import shardlite
 from shardlite import CommError, ShardLite
 from shardlite.comm.executor import Channel
 from shardlite.comm.streams import ThreadQueue
+from shardlite.grads import Skips
+from shardlite.optim import counts
 from tests.support.patience import seconds
 
 HOUSE = f"{Path(shardlite.__file__).parent}/"
@@ -157,3 +160,46 @@ def test_a_traceback_of_a_failed_gather_is_its_story(cluster):
     """Down to where the host waits, then what the queue did: each name says what was done to the unit."""
     told = cluster.run(story_body, 2)[0]
     assert told == STORY
+
+
+# ---- a step ---------------------------------------------------------------------------------------------------------
+
+BEFORE_A_STEP = [
+    "engine/optimizer_hooks.py: before_step",  # PyTorch's hook of all optimizers
+    "engine/optimizer_hooks.py: _prepare",
+    "engine/optimizer_hooks.py: before_step",  # of the model
+]
+
+TO_THE_KERNEL = [
+    "optim/adamw.py: step",
+    "optim/adamw.py: _step_slots",
+    "optim/counts.py: update",
+]
+
+
+def step_body(group: Any, stage: int) -> dict[str, list[str]]:
+    model = ShardLite(net(), stage=stage, units=nn.Linear, group=group)
+    optimizer = shardlite.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    seen: dict[str, list[str]] = {}
+    check, kernel = Skips.before_step, counts.adamw_cpu
+
+    def checking(self: Any, *args: Any) -> None:
+        seen["before"] = calls()
+        check(self, *args)
+
+    def stepping(*args: Any, **options: Any) -> None:
+        seen["kernel"] = calls()
+        kernel(*args, **options)
+
+    with mock.patch.object(Skips, "before_step", checking), mock.patch.object(counts, "adamw_cpu", stepping):
+        optimizer.step()
+    return seen
+
+
+@pytest.mark.every_stage
+def test_from_a_step_to_the_kernel_are_six_calls_in_three_files(cluster, stage):
+    for seen in cluster.run(step_body, 2, stage):
+        assert seen == {"before": BEFORE_A_STEP, "kernel": TO_THE_KERNEL}
+    assert len(BEFORE_A_STEP + TO_THE_KERNEL) <= 6
+    assert len({call.split(":")[0] for call in BEFORE_A_STEP + TO_THE_KERNEL}) <= 3

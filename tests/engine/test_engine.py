@@ -107,7 +107,7 @@ def sparse_body(group: Any, stage: int) -> None:
     model = ShardLite(nn.Sequential(nn.Embedding(WORDS, WIDTH, sparse=True), Block()), group=group, stage=stage)
     optimizer = optim.SparseAdam([next(model.parameters())])
     model(torch.arange(4)).sum().backward()
-    with pytest.raises(LayoutError, match=r"SparseAdam steps by sparse gradients.*use AdamW"):
+    with pytest.raises(LayoutError, match=r"SparseAdam requires sparse gradients.*use AdamW"):
         optimizer.step()
     model.zero_grad()
     optimizer = AdamW(model.parameters())

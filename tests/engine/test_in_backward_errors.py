@@ -134,7 +134,7 @@ def refuses(group: Any, stage: int) -> None:
         lambda: scaler.step(optimizer),
         lambda: optim.SGD(model.parameters(), lr=0.1).step(),
     ):
-        with pytest.raises(PhaseError, match=r"AdamW\(in_backward=True\) has stepped by each gradient"):
+        with pytest.raises(PhaseError, match=r"AdamW\(in_backward=True\) has stepped with each gradient"):
             call()
     optimizer.step()
     loss(model).backward()

@@ -130,7 +130,7 @@ def refused_body(group: Any, take: Any, kind: str, stage: int) -> None:
     foreign, words = take(group, make, stage)
     model, optimizer = trained(group, make, stage=stage)
     before = copy.deepcopy(optimizer.state_dict())
-    right = r"load_state_dict of \w+: the state that rank 1 was given is not of it" if dist.get_rank() == 0 else words
+    right = r"load_state_dict of \w+: the state given to rank 1 does not fit" if dist.get_rank() == 0 else words
     with pytest.raises(LayoutError, match=right if take is of_another_rank else words):
         optimizer.load_state_dict(foreign)
     after = optimizer.state_dict()

@@ -216,7 +216,7 @@ def seldom_body(group: Any, stage: int) -> None:
     assert heard(lambda: train(EVERY - 2, logs=False)) == []
     assert kinds == set(range(STEPS))
     (said,) = heard(lambda: train(2, logs=True))
-    assert "is that of this rank's part" in said
+    assert "covers only this rank's part" in said
     assert heard(lambda: train(2 * EVERY, logs=True)) == [], "it is said once"
 
 

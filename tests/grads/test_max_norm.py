@@ -117,5 +117,5 @@ def test_plain_parameters():
 
 @pytest.mark.parametrize("options", [{"max_norm": 0.0}, {"max_norm": 1.0, "in_backward": True}])
 def test_norms_that_cannot_be(options):
-    with pytest.raises(ValueError, match="max_norm must be above 0 and goes without in_backward"):
+    with pytest.raises(ValueError, match="max_norm must be above 0 and cannot be combined with in_backward"):
         AdamW(make().parameters(), **options)

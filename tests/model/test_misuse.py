@@ -87,9 +87,9 @@ def repointed_body(group):
     square(model).backward()
     first = next(model.parameters())
     nn.Parameter.data.__set__(first, first.detach().clone())  # as C++ code may do
-    with pytest.raises(LayoutError, match=r"'0\.inner\.weight' was given other memory"):
+    with pytest.raises(LayoutError, match=r"'0\.inner\.weight' was assigned other memory"):
         optimizer.step()
-    with pytest.raises(LayoutError, match="was given other memory"):
+    with pytest.raises(LayoutError, match="was assigned other memory"):
         square(model)
 
 
@@ -101,7 +101,7 @@ def repointed_weight_body(group):
     plain = net()
     model = ShardLite(plain, group=group, stage=0)
     nn.Parameter.data.__set__(plain[1].inner.weight, torch.zeros(WIDTH, WIDTH))  # as C++ code may do
-    with pytest.raises(LayoutError, match=r"'1\.inner\.weight' was given other memory"):
+    with pytest.raises(LayoutError, match=r"'1\.inner\.weight' was assigned other memory"):
         square(model)
 
 

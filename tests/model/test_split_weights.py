@@ -269,7 +269,7 @@ def refuses(group: Any, stage: int) -> None:
         optimizer = make(model.parameters(), lr=0.1)
         before = model.full_state_dict()
         on_rows(model, Turn(0, 0, 0)).backward()
-        with pytest.raises(LayoutError, match=rf"{make.__name__} would step the upper part of weights that are split"):
+        with pytest.raises(LayoutError, match=rf"{make.__name__} would step only the upper part of split weights"):
             optimizer.step()
         model.zero_grad()
         for name, value in model.full_state_dict().items():

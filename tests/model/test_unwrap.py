@@ -14,7 +14,7 @@ from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 from shardlite import EMA, AdamW, PhaseError, Precision, ShardLite
-from shardlite.params import Sharded
+from shardlite.params import Sharded, ShardInfo
 from tests.support.twins.sharded import same_bits
 
 
@@ -236,7 +236,7 @@ def same_objects_body(group: Any, stage: int) -> None:
     assert seen == ["bias"]
     optimizer.step()
     same_bits("masked", before["layer.weight"].detach(), weight)
-    assert not any(hasattr(param, "shardlite_part") for param in module.parameters())
+    assert not any(ShardInfo.is_of(param) for param in module.parameters())
 
 
 @pytest.mark.parametrize("stage", [3, 2, 0])

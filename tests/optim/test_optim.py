@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from shardlite.optim.adamw import AdamW
+from shardlite.params import ShardInfo
 from tests.support.optim_cases import (
     HYPER,
     NUMELS,
@@ -15,9 +16,7 @@ from tests.support.optim_cases import (
     assert_same,
     fused_twin,
     make_arena,
-    plain_params,
     run,
-    set_grads,
 )
 from tests.support.twins.sharded import WIDE
 
@@ -25,15 +24,15 @@ from tests.support.twins.sharded import WIDE
 @pytest.fixture
 def launches(monkeypatch):
     """The number of elements of each kernel call."""
-    import shardlite.optim.step_counts
+    import shardlite.optim.counts
 
-    numels, kernel = [], shardlite.optim.step_counts.adamw_cpu
+    numels, kernel = [], shardlite.optim.counts.adamw_cpu
 
     def counting(state, *args, **kwargs):
         numels.append(state.param.numel())
         kernel(state, *args, **kwargs)
 
-    monkeypatch.setattr(shardlite.optim.step_counts, "adamw_cpu", counting)
+    monkeypatch.setattr(shardlite.optim.counts, "adamw_cpu", counting)
     return numels
 
 
@@ -52,27 +51,6 @@ def test_one_kernel_call_steps_a_whole_arena(launches):
     arena = make_arena()
     run(arena, AdamW(reversed(arena.params), **HYPER), 2)
     assert launches == [sum(-(-numel // 32) * 32 for numel in NUMELS)] * 2
-
-
-def test_plain_parameters_have_the_bits_of_torch_fused():
-    ours, theirs = plain_params(), plain_params()
-    mine, torchs = AdamW(ours, **HYPER), torch.optim.AdamW(theirs, **HYPER, fused=True)
-    for seed in range(5):
-        for params, optimizer in ((ours, mine), (theirs, torchs)):
-            set_grads(params, seed)
-            optimizer.step()
-    assert_same(ours, theirs)
-
-
-def test_the_default_of_torch_is_close():
-    """Each of the 5 steps moves a weight by about `lr`, computed with a handful of roundings in both."""
-    ours, theirs = plain_params(), plain_params()
-    mine, torchs = AdamW(ours, **HYPER), torch.optim.AdamW(theirs, **HYPER)
-    for seed in range(5):
-        for params, optimizer in ((ours, mine), (theirs, torchs)):
-            set_grads(params, seed)
-            optimizer.step()
-    torch.testing.assert_close(ours, theirs, rtol=5 * 2**-23, atol=5 * 10 * 2**-23 * HYPER["lr"])
 
 
 @pytest.mark.parametrize("world_size", [2, WIDE])
@@ -127,15 +105,6 @@ def test_padding_stays_zero():
 
 
 # What does not belong together
-
-
-def test_what_lies_behind_a_parameter_is_left_alone_if_it_is_not_zero():
-    flat, flat_grad = torch.ones(64), torch.ones(64)
-    param = nn.Parameter(flat[:10])
-    param.grad = flat_grad[:10]
-    AdamW([param], **HYPER).step()
-    assert not (flat[:10] == 1).any()
-    assert (flat[10:] == 1).all()
 
 
 def test_gradients_that_are_not_laid_out_alike_end_a_run(launches):
@@ -201,13 +170,15 @@ def test_a_parameter_without_a_gradient_is_left_alone_and_keeps_its_step_count(u
     torch.testing.assert_close(got, torch.cat([t.data for t in twins]), rtol=1e-6, atol=1e-6)
 
 
-def test_a_frozen_parameter_is_left_alone_and_continues_later():
+@pytest.mark.parametrize("steps", [(2, 3), (0, 1)])
+def test_a_frozen_parameter_is_left_alone_and_continues_later(steps):
+    """Frozen from the start, or once it has a state, which then keeps its place."""
     arena = make_arena([100, 33, 64])
     optimizer, twins = AdamW(arena.params, **HYPER), PaddedTwins(arena.params)
-    frozen = arena.params[1]
+    frozen, addresses = arena.params[1], set()
     for seed in range(6):
         arena.new_grads(seed)
-        frozen.requires_grad_(seed not in (2, 3))
+        frozen.requires_grad_(seed not in steps)
         twins.take_grads()
         if not frozen.requires_grad:
             twins.flats[1].grad = None  # a gradient from before it was frozen is not a reason to step
@@ -215,18 +186,10 @@ def test_a_frozen_parameter_is_left_alone_and_continues_later():
         twins.optimizer.step()
         twins.assert_same()
         twins.assert_same_states(optimizer)
+        if frozen in optimizer.state:
+            addresses.add(optimizer.state[frozen]["exp_avg"].data_ptr())
     assert [optimizer.state[param]["step"].item() for param in arena.params] == [6, 4, 6]
-
-
-def test_freezing_moves_no_state():
-    arena = make_arena([100, 33])
-    optimizer = AdamW(arena.params, **HYPER)
-    run(arena, optimizer, 1)
-    addresses = [optimizer.state[param]["exp_avg"].data_ptr() for param in arena.params]
-    for trainable in (False, True):
-        arena.params[0].requires_grad_(trainable)
-        run(arena, optimizer, 1)
-        assert [optimizer.state[param]["exp_avg"].data_ptr() for param in arena.params] == addresses
+    assert len(addresses) == 1
 
 
 def test_the_state_of_a_frozen_parameter_moves_along():
@@ -251,22 +214,6 @@ def test_the_state_of_a_frozen_parameter_moves_along():
     twins.assert_same_states(optimizer)
 
 
-def test_a_parameter_that_was_frozen_from_the_start_can_be_trained_later():
-    arena = make_arena([64, 33])
-    optimizer, twins = AdamW(arena.params, **HYPER), PaddedTwins(arena.params)
-    arena.params[0].requires_grad_(False)
-    for seed in range(3):
-        arena.new_grads(seed)
-        arena.params[0].requires_grad_(seed > 0)
-        twins.take_grads()
-        if seed == 0:
-            twins.flats[0].grad = None
-        optimizer.step()
-        twins.optimizer.step()
-    twins.assert_same()
-    twins.assert_same_states(optimizer)
-
-
 def test_no_gradient_at_all_is_no_step():
     arena = make_arena()
     before = arena.flat.clone()
@@ -287,15 +234,6 @@ def test_versions_tell_that_a_parameter_was_stepped():
     AdamW(arena.params, **HYPER).step()
     grown = [param._version - version for param, version in zip(arena.params, before, strict=True)]
     assert grown == [0 if index == 1 else 1 for index in range(len(NUMELS))]
-
-
-def test_backward_through_a_stepped_weight_is_pytorchs_error():
-    weight = nn.Parameter(torch.ones(3))
-    loss = (weight * weight).sum()
-    weight.grad = torch.ones(3)
-    AdamW([weight]).step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
@@ -349,39 +287,25 @@ def test_bad_hyper_parameters(hyper, message):
         AdamW([nn.Parameter(torch.ones(1))], **hyper)
 
 
-@pytest.mark.parametrize("bad", [torch.ones(3, 4).t(), torch.ones(3, dtype=torch.complex64)])
-def test_bad_parameters(bad):
-    good, bad = nn.Parameter(torch.ones(1)), nn.Parameter(bad)
-    with pytest.raises(ValueError, match="parameter 1 of the group must be contiguous"):
+def test_bad_parameters():
+    good, bad = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    with pytest.raises(ValueError, match="parameter 1 of the group must be of a floating dtype"):
         AdamW([good, bad])
     optimizer = AdamW([good])
     with pytest.raises(ValueError, match="parameter named of the group"):
         AdamW([("named", bad)])
-    with pytest.raises(ValueError, match="must be contiguous"):
+    with pytest.raises(ValueError, match="must be of a floating dtype"):
         optimizer.add_param_group({"params": [bad]})
     assert len(optimizer.param_groups) == 1
 
 
-def test_a_bad_parameter_is_refused_when_it_becomes_trainable():
-    param = nn.Parameter(torch.ones(3, 4).t(), requires_grad=False)
-    optimizer = AdamW([param])
-    param.requires_grad_(True)
-    param.grad = torch.ones(4, 3)
-    with pytest.raises(ValueError, match="must be contiguous"):
-        optimizer.step()
-
-
-def test_parameters_that_share_memory():
-    flat = torch.zeros(64)
-    optimizer = AdamW([nn.Parameter(flat), nn.Parameter(flat[32:])])
-    with pytest.raises(ValueError, match=r"shapes \(64,\) and \(32,\) share memory"):
-        optimizer.step()
-
-
-def test_a_sparse_gradient_is_refused_before_anything_is_updated():
-    arena, sparse = make_arena(), nn.Parameter(torch.ones(4, 4))
+@pytest.mark.parametrize("is_shard", [False, True])
+def test_a_sparse_gradient_is_refused_before_anything_is_updated(is_shard):
+    arena, sparse = make_arena(), nn.Parameter(torch.ones(32, 1))
+    if is_shard:
+        ShardInfo(0, None).mark(sparse)
     before = arena.flat.clone()
-    sparse.grad = torch.eye(4).to_sparse()
+    sparse.grad = torch.ones(32, 1).to_sparse()
     with pytest.raises(ValueError, match="gradients must be dense"):
         AdamW([*arena.params, sparse]).step()
     assert_same(arena.flat, before)

@@ -130,12 +130,12 @@ def test_what_is_not_of_the_model_stays():
     step(optimizer, [extra, *params], 0)
     stranger.step()
     moment = optimizer.state[extra]["exp_avg"].clone()
-    plan = stranger._plan
+    plan = stranger._layout
     shards, part = shards_of(params)
     adopt(shards, part)
     assert optimizer.param_groups[0]["params"] == [extra, *shards.values()]
     assert stranger.param_groups[0]["params"] == [extra]
-    assert stranger._plan is plan
+    assert stranger._layout is plan
     assert_same(optimizer.state[extra]["exp_avg"], moment)
 
 
@@ -158,7 +158,7 @@ def test_the_whole_state_is_not_kept():
     step(optimizer, params, 0)
     shards, part = shards_of(params)
     adopt(shards, part)
-    assert optimizer._plan is None
+    assert optimizer._layout is None
     for shard, state in optimizer.state.items():
         assert state["exp_avg"].untyped_storage().nbytes() == 4 * shard.numel()
 
@@ -189,14 +189,3 @@ def test_copies_are_adopted_and_optimizers_can_die():
     del optimizer, twin
     gc.collect()
     assert len(adamw._living) <= known - 2
-
-
-def test_one_that_steps_in_backwards_lets_the_whole_parameters_go():
-    """Their hooks would step them beside their shards."""
-    params = whole_params()
-    optimizer = AdamW(params, in_backward=True)
-    shards, part = shards_of(params)
-    assert all(param._post_accumulate_grad_hooks for param in params if param.requires_grad)
-    adopt(shards, part)
-    assert not any(param._post_accumulate_grad_hooks for param in params)
-    assert optimizer.in_backward

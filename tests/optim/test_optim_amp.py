@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from shardlite.optim.adamw import AdamW
-from tests.support.optim_cases import HYPER, PaddedTwins, assert_same, make_arena, plain_params, set_grads
+from shardlite.params import ShardInfo
+from tests.support.optim_cases import HYPER, PaddedTwins, assert_same, make_arena, plain_params, set_grads, shard_params
 
 
 def scaled_grads(arena, scaler, seed, bad):
@@ -81,27 +82,12 @@ def test_with_the_flag_nothing_changes(flag):
     assert_same(everything, before)
 
 
-def test_a_step_that_is_skipped_is_no_step_of_a_parameter_that_took_part():
-    """Counts, and with them runs, follow what was done, not what was tried."""
-    arena = make_arena([64, 64, 64])
-    optimizer, twins = AdamW(arena.params, **HYPER), PaddedTwins(arena.params)
-    for seed, (flag, unused) in enumerate([(1.0, 0), (0.0, 1), (1.0, 2), (0.0, None), (0.0, None)]):
-        arena.new_grads(seed)
-        if unused is not None:
-            arena.params[unused].grad = None
-        twins.take_grads()
-        for each in (optimizer, twins.optimizer):
-            each.found_inf = torch.tensor(flag)
-            each.step()
-        twins.assert_same()
-    assert [optimizer.state[param]["step"].item() for param in arena.params] == [3, 2, 3]
-
-
 def test_narrow_gradients_are_divided_in_fp32():
     """1 / 2^16 is no normal number of fp16: dividing there would lose most of the gradient."""
     scale = 2.0**16
     flat = torch.randn(64)
     param, twin = nn.Parameter(flat.clone()), nn.Parameter(flat.clone())
+    ShardInfo(0, None).mark(param)
     grad = torch.linspace(0.01, 0.3, 64).to(torch.float16)
     param.grad_dtype = torch.float16
     param.grad, twin.grad = grad.clone(), grad.float() / scale
@@ -115,6 +101,7 @@ def test_narrow_gradients_are_divided_in_fp32():
 
 def test_a_gradient_with_gaps_is_divided_in_place():
     param, twin = (nn.Parameter(torch.ones(32, 2)) for _ in range(2))
+    ShardInfo(0, None).mark(param)
     memory = torch.randn(2, 32)
     param.grad, twin.grad = memory.t(), memory.t().contiguous()
     optimizer, twin_optimizer = AdamW([param], **HYPER), torch.optim.AdamW([twin], **HYPER, fused=True)
@@ -137,8 +124,9 @@ def test_gradients_that_lie_in_each_others_padding_are_divided_once(order):
     assert_same(memory, before / 2)
 
 
-def test_a_bad_step_of_plain_parameters_is_skipped_by_a_scaler():
-    params = plain_params()
+@pytest.mark.parametrize("make", [plain_params, shard_params])
+def test_a_bad_step_is_skipped_by_a_scaler(make):
+    params = make()
     before = [param.detach().clone() for param in params]
     optimizer, scaler = AdamW(params, **HYPER), torch.amp.GradScaler("cpu", init_scale=4.0)
     set_grads(params, 0)

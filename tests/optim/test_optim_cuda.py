@@ -10,6 +10,7 @@ from torch import nn
 from shardlite import NonFiniteWarning
 from shardlite.grads.skip_step import Skips
 from shardlite.optim.adamw import AdamW
+from shardlite.params import ShardInfo
 from tests.support.optim_cases import HYPER, NUMELS, assert_same, padded_numel
 
 pytestmark = [
@@ -37,6 +38,7 @@ def make_params():
     for numel in NUMELS:
         flat[offset : offset + numel].normal_()
         params.append(nn.Parameter(flat.data[offset : offset + numel]))
+        ShardInfo(0, None).mark(params[-1])
         offset += padded_numel(numel)
     return flat, params
 

@@ -1,4 +1,4 @@
-"""`AdamW(in_backward=True)` on plain parameters: the same steps, taken as soon as a gradient is there."""
+"""`AdamW(in_backward=True)` on shards of one rank: the same steps, taken as soon as a gradient is there."""
 
 import copy
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from shardlite.errors import NonFiniteError, PhaseError
 from shardlite.optim.adamw import AdamW, accumulating
-from tests.support.optim_cases import HYPER, assert_same, loss_of, make_arena, small_model, train
+from tests.support.optim_cases import HYPER, assert_same, loss_of, make_arena, place_shards, small_model, train
 
 by_state = pytest.mark.parametrize("state", FORMATS)
 
@@ -193,6 +193,8 @@ class Tied(nn.Module):
 @by_state
 def test_a_parameter_that_is_used_twice_is_stepped_once_by_the_sum(state):
     models = Tied(), Tied()
+    for model in models:
+        place_shards(list(model.parameters()))
     for model, in_backward in zip(models, (False, True), strict=True):
         optimizer = AdamW(model.parameters(), **HYPER, state=state, in_backward=in_backward)
         train(model, optimizer, range(3))

@@ -3,8 +3,6 @@
 import ast
 import pickle
 import re
-import sys
-from importlib import import_module
 from inspect import getsource, signature
 
 import pytest
@@ -58,16 +56,6 @@ def test_without_pytorch_nothing_is_imported():
     assert loaded_by("import shardlite", "torch", "numpy", "shardlite.model") == []
 
 
-@pytest.mark.parametrize(
-    "program",
-    [pytest.param("import torch; import shardlite", marks=pytest.mark.slow), "import shardlite; import torch"],
-)
-def test_pytorchs_tools_are_patched_once_both_are_imported(program):
-    """Before the program can import by name what is replaced."""
-    program += "\nfrom torch.nn.utils import get_total_norm\nprint(get_total_norm.__code__.co_filename)"
-    assert run(program) == [str(ROOT / "shardlite" / "engine" / "torch_patches.py")]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "first", ["shardlite.config", "shardlite.optim", "shardlite.comm", "shardlite_kernels", "shardlite.apps.demo.gpt"]
@@ -75,49 +63,6 @@ def test_pytorchs_tools_are_patched_once_both_are_imported(program):
 def test_any_of_our_modules_may_be_the_first_to_import_pytorch(first):
     words = run(f"import shardlite, {first}\nprint(shardlite.Precision.__module__)\nfrom shardlite import ShardLite")
     assert words == ["shardlite.config"]
-
-
-TAUGHT = """
-from torch.distributed.checkpoint import state_dict
-print(*{f.__code__.co_filename for f in vars(state_dict).values() if hasattr(f, "__code__")})
-"""
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        "import torch.distributed.checkpoint.state_dict; import shardlite",
-        "import shardlite; import torch.distributed.checkpoint.state_dict",
-        *(
-            pytest.param(program, marks=pytest.mark.slow)
-            for program in (
-                "import torch.distributed.checkpoint; import shardlite",
-                "from shardlite import ShardLite",
-                "from shardlite import save",
-                "import shardlite.apps.checkpoint.distributed_state_dict",
-            )
-        ),
-    ],
-)
-def test_functions_for_state_dicts_know_wrapped_models_whoever_imports_them_first(program):
-    assert str(ROOT / "shardlite" / "apps" / "checkpoint" / "distributed_state_dict.py") in run(program + TAUGHT)
-
-
-def test_an_import_that_fails_is_followed_when_it_is_tried_again(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    module, calls = tmp_path / "late_module.py", []
-    shardlite._after_import("late_module", lambda: calls.append(sys.modules["late_module"].VALUE))
-    module.write_text("VALUE = 1 / 0")
-    with pytest.raises(ZeroDivisionError):
-        import_module("late_module")
-    assert calls == []
-    module.write_text("VALUE = 7  # now")
-    import_module("late_module")
-    assert calls == [7]
-    assert not any(isinstance(finder, shardlite._Watcher) and finder._name == "late_module" for finder in sys.meta_path)
-    shardlite._after_import("late_module", lambda: calls.append(8))
-    assert calls == [7, 8]
 
 
 def test_the_library_may_be_imported_again():
@@ -154,7 +99,6 @@ def test_late_names_are_the_functions_themselves():
 
 COMMANDS = ["train", "verify", "doctor", "plan", "footprint", "memory", "ring", "report", "inspect", "export", "import"]
 REPORT = """
-import sys
 from shardlite.apps.cli import main
 try:
     main(sys.argv[1:])

@@ -1,11 +1,11 @@
-"""What the optimizer tests share: parameters as `ShardLite` lays them out, plain ones, and their gradients."""
+"""What the optimizer tests share: shards as `ShardLite` lays them out, plain parameters, and their gradients."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from shardlite.params.layout import mark_padded
+from shardlite.params.layout import ShardInfo, mark_padded
 
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 NUMELS = [100, 32, 1, 0, 500, 33]
@@ -45,6 +45,7 @@ def make_arena(numels=NUMELS, dtype=torch.float32, gaps=()) -> Arena:
         flat[offset + padded_numel(numel) :][:gap] = float("nan")
         # Through `.data` each parameter gets a version counter of its own.
         params.append(nn.Parameter(flat.data[offset : offset + numel].view(numel, 1)))
+        ShardInfo(0, None).mark(params[-1])
     arena = Arena(flat, flat, params)
     arena.new_grads(seed=0)
     return arena
@@ -107,6 +108,21 @@ def plain_params():
     return [nn.Parameter(torch.randn(shape)) for shape in [(5, 7), (33,), (), (0, 3), (4, 4, 4)]]
 
 
+def place_shards(params):
+    """Move parameters into one padded buffer and mark them, as wrapping does on one rank."""
+    flat, offset = torch.zeros(sum(padded_numel(param.numel()) for param in params)), 0
+    for param in params:
+        flat[offset : offset + param.numel()] = param.detach().flatten()
+        param.data = flat.data[offset : offset + param.numel()].view(param.shape)
+        ShardInfo(0, None).mark(param)
+        offset += padded_numel(param.numel())
+    return params
+
+
+def shard_params():
+    return place_shards(plain_params())
+
+
 def set_grads(params, seed):
     generator = torch.Generator().manual_seed(seed)
     for param in params:
@@ -114,8 +130,11 @@ def set_grads(params, seed):
 
 
 def small_model():
+    """A model as it is wrapped on one rank."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 3))
+    model = nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 3))
+    place_shards(list(model.parameters()))
+    return model
 
 
 def loss_of(model, seed):

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardlite import AdamW, CommError, ShardLite
 from shardlite.optim.adamw import accumulating, adopt
 from tests.support.models.small import MLP, VOCABULARY, LanguageModel
+from tests.support.optim_cases import place_shards
 from tests.support.ranks import in_process
 from tests.support.ranks.in_process import RankError, check_in_process, failures_in_process, run_in_process
 from tests.support.twins.sharded import Pair, Turn
@@ -251,7 +252,7 @@ def test_optimizers_come_and_go_while_other_threads_look_for_theirs():
         kept = []  # a long table takes long to walk
         try:
             for _ in range(30):
-                param = nn.Parameter(torch.ones(8))
+                (param,) = place_shards([nn.Parameter(torch.ones(8))])
                 optimizer = AdamW([param], in_backward=True)
                 kept.append(optimizer)
                 with accumulating([param]):

@@ -348,9 +348,8 @@ def test_keywords_of_before_are_fields_of_records():
 def wrap_by_keywords(group):
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", DeprecationWarning)
-        model = ShardLite(
-            torch.nn.Linear(4, 4), group=group, route=Route(transport="p2p"), precision=Precision(quantized_gather=True)
-        )
+        options = {"transport": "p2p", "quantized_gather": True}
+        model = ShardLite(torch.nn.Linear(4, 4), group=group, **options)
     told = [each for each in warned if each.category is DeprecationWarning]
     assert [each.filename for each in told] == [__file__, __file__]
     return repr(model)

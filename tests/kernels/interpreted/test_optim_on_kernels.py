@@ -5,11 +5,11 @@ import torch
 from shardlite_kernels import FORMATS, Hyper, adamw_reference, adamw_scalars_reference
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardlite.optim import step_counts
+from shardlite.optim import counts
 from shardlite.optim.adamw import AdamW
 from tests.kernels.adamw_cases import one_row, state_of
 from tests.kernels.bits import assert_same_bits
-from tests.support.optim_cases import HYPER, make_arena, padded
+from tests.support.optim_cases import HYPER, make_arena, padded, small_model
 
 # The interpreter computes with numpy, which warns where a GPU just makes an infinity or a NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")
@@ -61,13 +61,13 @@ class Reference:
 @pytest.fixture
 def launches(monkeypatch):
     """The number of elements of each kernel launch."""
-    numels, kernel = [], step_counts.adamw
+    numels, kernel = [], counts.adamw
 
     def counting(state, *args, **kwargs):
         numels.append(state.param.numel())
         kernel(state, *args, **kwargs)
 
-    monkeypatch.setattr(step_counts, "adamw", counting)
+    monkeypatch.setattr(counts, "adamw", counting)
     return numels
 
 
@@ -280,9 +280,9 @@ def test_a_step_asks_the_device_for_nothing(monkeypatch, moments):
     arena.new_grads(2)
     optimizer.step()
     tables = []
-    monkeypatch.setattr(step_counts, "adamw", lambda state, grad, table, unscale, bad: tables.append(table))
-    monkeypatch.setattr(step_counts, "send", lambda *_: pytest.fail("something was sent"))
-    monkeypatch.setattr(step_counts, "hyper_table", lambda *_: pytest.fail("something was sent"))
+    monkeypatch.setattr(counts, "adamw", lambda state, grad, table, unscale, bad: tables.append(table))
+    monkeypatch.setattr(counts, "send", lambda *_: pytest.fail("something was sent"))
+    monkeypatch.setattr(counts, "hyper_table", lambda *_: pytest.fail("something was sent"))
     for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__"):
         monkeypatch.setattr(torch.Tensor, name, lambda *_, name=name: pytest.fail(f"{name} waits for the device"))
     with _NoWaiting():
@@ -308,9 +308,9 @@ def test_numbers_are_sent_when_they_have_changed_and_only_then(monkeypatch):
     optimizer = AdamW(arena.params, **HYPER)
     optimizer.step()
     for name in ("send", "hyper_table"):
-        original = getattr(step_counts, name)
+        original = getattr(counts, name)
         monkeypatch.setattr(
-            step_counts,
+            counts,
             name,
             lambda *args, name=name, original=original: (sent.append(name), original(*args))[1],
         )
@@ -334,7 +334,7 @@ def test_steps_in_the_backward_have_the_same_bits(moments):
     outcomes = []
     for in_backward in (False, True):
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(7, 33), torch.nn.Tanh(), torch.nn.Linear(33, 3))
+        model = small_model()
         optimizer = AdamW(model.parameters(), **HYPER, state=moments, in_backward=in_backward, max_update=0.7)
         for _ in range(3):
             model(torch.randn(5, 7)).square().sum().backward()

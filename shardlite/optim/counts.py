@@ -1,17 +1,14 @@
-"""Step counts of parameters, and the scalars of a step computed from them, on the CPU and on a device.
+"""Step counts of shards and the scalars of a step, on the CPU (`HostCounts`) and on a device (`DeviceCounts`).
 
-A parameter without a gradient keeps its count, and a step that found an infinity is not counted. On the CPU, counts are
+A shard without a gradient keeps its count, and a step that found an infinity is not counted. On the CPU, counts are
 read where they are needed. On a device they are computed in stream order without synchronization, so the host does not
 know them.
 
-Flag and scale are those that `torch.amp.GradScaler` passes to a fused optimizer; other callers may set them, too.
-
-Legend: `R` rows, one per parameter on the device; `S` elements that one call steps, `G` groups of 32 of them.
+Legend: `R` rows, one per shard on the device; `S` elements that one call steps, `G` groups of 32 of them.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -41,10 +38,10 @@ Group: TypeAlias = dict[str, Any]
 
 
 class CountRow(NamedTuple):
-    """Constants of one parameter."""
+    """Constants of one shard."""
 
     group: int
-    """Index of its parameter group."""
+    """Index of the parameter group."""
 
     number: int
     """Index among all parameters of the optimizer."""
@@ -81,8 +78,8 @@ class RunSlice(NamedTuple):
     """Row of the first parameter."""
 
 
-class StepCounts(ABC):
-    """Step counts of the parameters on one device."""
+class _Counts:
+    """Step counts of the shards on one device."""
 
     def __init__(self, rows: Sequence[CountRow], device: torch.device) -> None:
         self._rows = rows
@@ -92,59 +89,19 @@ class StepCounts(ABC):
         self._numbers = send([row.number for row in rows], torch.int64, device)
         self._starts = send([row.start for row in rows], torch.int64, device)
 
-    @abstractmethod
-    def together(self, last: int, row: int, *, adjacent: bool) -> bool:
-        """Return whether one call may step the parameters in these rows, and what is between them unless `adjacent`."""
-
-    @abstractmethod
-    def is_active(self, row: int) -> bool:
-        """Return whether a row may be stepped."""
-
-    @abstractmethod
-    def begin(self, groups: Sequence[Group], active: Sequence[int], amp: Amp) -> None:
-        """Prepare a step of the rows in `active`."""
-
-    @abstractmethod
-    def outdated(self, groups: Sequence[Group]) -> bool:
-        """Return whether hyper-parameters on the host have changed since `begin`."""
-
-    @abstractmethod
-    def activate(self, rows: Sequence[int], users: Tensor) -> None:
-        """Add those of `rows` to the step whose entry in `users` [len(rows)] is above 0."""
-
-    @abstractmethod
-    def update(self, stretch: RunSlice, grad: Tensor, bad: Tensor | None = None) -> None:
-        """Step by a gradient [S]. `bad` [], int32, becomes 1 if it is not finite."""
-
-    @abstractmethod
-    def reduce(self, stretch: RunSlice, received: Tensor, own: Tensor, divisor: int, bad: Tensor) -> None:
-        """Step by `(received + own) / divisor`, [S] each. `bad` [], int32, becomes 1 if it is not finite."""
-
-    @abstractmethod
-    def add_rows(self, stretch: RunSlice, rows: Tensor, first: int | None, divisor: int, bad: Tensor) -> None:
-        """Step by the sum of `rows` [W, S] as `add_rows` makes it, divided. `bad` [], int32, as in `reduce`."""
-
-    def table_of(self, stretch: RunSlice) -> Table | None:
-        """Return the table by which kernels step, or `None` if PyTorch's operator steps."""
-        return None
-
-    @abstractmethod
-    def end(self) -> None:
-        """Count the step."""
-
     def _keys(self) -> Tensor:
         return keys(self.steps + 1, self._numbers, self._starts)
 
 
-class HostCounts(StepCounts):
-    """Step counts of parameters in CPU memory."""
+class HostCounts(_Counts):
+    """Step counts of shards in CPU memory."""
 
     def together(self, last: int, row: int, *, adjacent: bool) -> bool:
-        """Require adjacent parameters of one group with one count."""
+        """Return whether one call can step the shards in these rows: adjacent ones of one group with one count."""
         return adjacent and self._rows[last].group == self._rows[row].group and self._done[last] == self._done[row]
 
     def begin(self, groups: Sequence[Group], active: Sequence[int], amp: Amp) -> None:
-        """Read all values on the host."""
+        """Prepare a step of the rows in `active`: read all values on the host."""
         self._done: list[float] = self.steps.tolist()
         self._active = set(active)
         self._hypers = _hypers_here(groups)
@@ -155,29 +112,29 @@ class HostCounts(StepCounts):
         self._table = Table(torch.empty(0, dtype=torch.int16), self._keys(), torch.empty(0))
 
     def outdated(self, groups: Sequence[Group]) -> bool:
-        """Compare all hyper-parameters."""
+        """Return whether hyper-parameters have changed since `begin`."""
         return self._hypers != _hypers_here(groups)
 
     def activate(self, rows: Sequence[int], users: Tensor) -> None:
-        """Add the rows on the host."""
+        """Add those of `rows` to the step whose entry in `users` [len(rows)] is above 0."""
         self._active |= {row for row, count in zip(rows, users.tolist(), strict=True) if count > 0}
 
     def is_active(self, row: int) -> bool:
-        """Return whether the row is stepped."""
+        """Return whether a row is stepped."""
         return row in self._active
 
-    def update(self, stretch: RunSlice, grad: Tensor, bad: Tensor | None = None) -> None:
-        """Step with PyTorch's operator."""
+    def update(self, elements: RunSlice, grad: Tensor, bad: Tensor | None = None) -> None:
+        """Step by a gradient [S] with PyTorch's operator. `bad` [], int32, becomes 1 if it is not finite."""
         if not self._skip:
-            adamw_cpu(stretch.state, grad, self._step(stretch), bad=bad)
+            adamw_cpu(elements.state, grad, self._step(elements), bad=bad)
 
-    def reduce(self, stretch: RunSlice, received: Tensor, own: Tensor, divisor: int, bad: Tensor) -> None:
-        """Step with PyTorch's operator, chunk by chunk."""
-        reduce_adamw_cpu(stretch.state, received, own, self._step(stretch), divisor=divisor, bad=bad)
+    def reduce(self, elements: RunSlice, received: Tensor, own: Tensor, divisor: int, bad: Tensor) -> None:
+        """Step by `(received + own) / divisor`, [S] each. `bad` [], int32, becomes 1 if it is not finite."""
+        reduce_adamw_cpu(elements.state, received, own, self._step(elements), divisor=divisor, bad=bad)
 
-    def add_rows(self, stretch: RunSlice, rows: Tensor, first: int | None, divisor: int, bad: Tensor) -> None:
-        """Step with PyTorch's operator, chunk by chunk."""
-        add_rows_adamw_cpu(stretch.state, rows, self._step(stretch), first=first, divisor=divisor, bad=bad)
+    def add_rows(self, elements: RunSlice, rows: Tensor, first: int | None, divisor: int, bad: Tensor) -> None:
+        """Step by the sum of `rows` [W, S], added as by `add_rows` of the kernels and divided. `bad` as in `reduce`."""
+        add_rows_adamw_cpu(elements.state, rows, self._step(elements), first=first, divisor=divisor, bad=bad)
 
     def end(self) -> None:
         """Count the step."""
@@ -187,19 +144,23 @@ class HostCounts(StepCounts):
             else:
                 self.steps[list(self._active)] += 1
 
-    def _step(self, stretch: RunSlice) -> CpuStep:
-        key = done, group = self._done[stretch.row], self._rows[stretch.row].group
+    def _step(self, elements: RunSlice) -> CpuStep:
+        key = done, group = self._done[elements.row], self._rows[elements.row].group
         step = self._constants.get(key)
         if step is None:
             step = CpuStep(number=done + 1, hyper=self._hypers[group], grad_scale=self._scale, factor=self._factor)
             self._constants[key] = step
-        if not stretch.rows.numel():  # exact moments, which need no table
+        if not elements.rows.numel():  # exact moments, which need no table
             return step
-        return replace(step, table=self._table._replace(rows=stretch.rows, first=stretch.arena_offset))
+        return replace(step, table=self._table._replace(rows=elements.rows, first=elements.arena_offset))
+
+    def table_of(self, elements: RunSlice) -> Table | None:
+        """Return `None`: PyTorch's operator steps without a table."""
+        return None
 
 
-class DeviceCounts(StepCounts):
-    """Step counts of parameters that kernels step. Counts and scalars stay on the device.
+class DeviceCounts(_Counts):
+    """Step counts of shards that kernels step. Counts and scalars stay on the device.
 
     Host values are sent only when they have changed, by `send`, which does not synchronize; single numbers are
     arguments of a fill. So each step has the same launches with the same arguments, and can be captured in a CUDA graph
@@ -214,15 +175,15 @@ class DeviceCounts(StepCounts):
         self._row_numbers: dict[tuple[int, ...], Tensor] = {}
 
     def together(self, last: int, row: int, *, adjacent: bool) -> bool:
-        """Always true: each group of 32 elements finds its own row, which says whether it is stepped."""
+        """Return true: each group of 32 elements has a row of its own, which says whether it is stepped."""
         return True
 
     def is_active(self, row: int) -> bool:
-        """Always true."""
+        """Return true: a kernel call may cover any row."""
         return True
 
     def begin(self, groups: Sequence[Group], active: Sequence[int], amp: Amp) -> None:
-        """Compute the scalars of all rows."""
+        """Prepare a step of the rows in `active`: compute the scalars of all rows."""
         device = self.steps.device
         wanted = set(active)
         if wanted != self._wanted:
@@ -240,27 +201,27 @@ class DeviceCounts(StepCounts):
         self._keys_now = self._keys()
 
     def outdated(self, groups: Sequence[Group]) -> bool:
-        """Compare all hyper-parameters except a learning rate on a device."""
+        """Return whether hyper-parameters have changed since `begin`, except a learning rate on a device."""
         return self._sent != self._hypers_sent(groups)[1]
 
     def activate(self, rows: Sequence[int], users: Tensor) -> None:
-        """Add the rows on the device."""
+        """Add those of `rows` to the step whose entry in `users` [len(rows)] is above 0."""
         key = tuple(rows)
         if key not in self._row_numbers:
             self._row_numbers[key] = send(rows, torch.int64, self.steps.device)
         self._active.index_copy_(0, self._row_numbers[key], (users > 0).to(torch.float32))
 
-    def update(self, stretch: RunSlice, grad: Tensor, bad: Tensor | None = None) -> None:
-        """Step with the kernel."""
-        adamw(stretch.state, grad, self.table_of(stretch), unscale=self._unscale, bad=bad)
+    def update(self, elements: RunSlice, grad: Tensor, bad: Tensor | None = None) -> None:
+        """Step with the kernel, as `HostCounts` does with the operator."""
+        adamw(elements.state, grad, self.table_of(elements), unscale=self._unscale, bad=bad)
 
-    def reduce(self, stretch: RunSlice, received: Tensor, own: Tensor, divisor: int, bad: Tensor) -> None:
-        """Step with the kernel."""
-        reduce_adamw(stretch.state, received, own, self.table_of(stretch), divisor=divisor, bad=bad)
+    def reduce(self, elements: RunSlice, received: Tensor, own: Tensor, divisor: int, bad: Tensor) -> None:
+        """Step with the kernel, as `HostCounts` does with the operator."""
+        reduce_adamw(elements.state, received, own, self.table_of(elements), divisor=divisor, bad=bad)
 
-    def add_rows(self, stretch: RunSlice, rows: Tensor, first: int | None, divisor: int, bad: Tensor) -> None:
-        """Step with the kernel."""
-        add_rows_adamw(stretch.state, rows, self.table_of(stretch), first=first, divisor=divisor, bad=bad)
+    def add_rows(self, elements: RunSlice, rows: Tensor, first: int | None, divisor: int, bad: Tensor) -> None:
+        """Step with the kernel, as `HostCounts` does with the operator."""
+        add_rows_adamw(elements.state, rows, self.table_of(elements), first=first, divisor=divisor, bad=bad)
 
     def end(self) -> None:
         """Count the step for the rows that were stepped."""
@@ -271,9 +232,9 @@ class DeviceCounts(StepCounts):
         """Whether each row is stepped: a view [R]."""
         return self._scalars[:, -1]
 
-    def table_of(self, stretch: RunSlice) -> Table:
+    def table_of(self, elements: RunSlice) -> Table:
         """Return the rows of scalars of this step."""
-        return Table(stretch.rows, self._keys_now, self._scalars, stretch.arena_offset)
+        return Table(elements.rows, self._keys_now, self._scalars, elements.arena_offset)
 
     def _hyper(self, groups: Sequence[Group]) -> Tensor:
         """Return the hyper-parameters of the groups [G, 6]. A learning rate on the device is copied on the device."""
@@ -291,8 +252,11 @@ class DeviceCounts(StepCounts):
         return here, [_hyper(g, 0.0 if is_here else float(g["lr"])) for g, is_here in zip(groups, here, strict=True)]
 
 
-def counts_for(param: Tensor) -> type[StepCounts]:
-    """Return the class of step counts for parameters like `param`."""
+StepCounts: TypeAlias = HostCounts | DeviceCounts
+
+
+def counts_for(param: Tensor) -> type[HostCounts] | type[DeviceCounts]:
+    """Return the class of step counts for shards like `param`."""
     return DeviceCounts if use_triton(param) else HostCounts
 
 
