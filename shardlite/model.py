@@ -53,7 +53,6 @@ from shardlite.engine import (
     FullParameters,
     InBackwardOptimizer,
     Join,
-    Mode,
     ModuleHooks,
     OptimizerBridge,
     PartLoop,
@@ -68,7 +67,7 @@ from shardlite.engine import (
     torch_patches,
 )
 from shardlite.errors import LayoutError, PhaseError
-from shardlite.grads import Clipper, Reducer, Skips, SoloGradientFlags
+from shardlite.grads import Clipper, Mode, Reducer, Skips, SoloGradientFlags
 from shardlite.optim import accumulating, adopt
 from shardlite.params import Unit, UnitPolicy, UnitRule
 from shardlite.telemetry import Held, not_on, process_memory
@@ -785,8 +784,9 @@ class ShardLite(nn.Module):
         self._in_backward = InBackwardOptimizer(shards, gatherer)
         reduced = [] if single_rank else units
         total = None if self._parts is None else self._parts.total
-        self._reducer = Reducer(reduced, context, self._in_backward, stage=self.stage, diagnose=diagnose, parts=total)
-        self._backward = Backward(self._reducer, gatherer, units, context.streams, self._parts)
+        self._reducer = Reducer(reduced, context, stage=self.stage, diagnose=diagnose, parts=total)
+        begin_steps = self._in_backward.begin
+        self._backward = Backward(self._reducer, gatherer, units, context.streams, begin_steps, self._parts)
         self._full = FullParameters(self.module, units, context, gatherer, self._backward.calls)
         self._hooks = ModuleHooks(self._backward, gatherer)
         solo = SoloGradientFlags(flats, context.device, diagnose=diagnose) if single_rank else None
@@ -806,7 +806,7 @@ class ShardLite(nn.Module):
             modules = needs(self.module, plan.units, units)
             roots = [unit.module for unit in plan.units]
             self._hooks.install(modules, param_locations(self.module, units), roots, keeps=self._bridge)
-            attach_all(units, self._hooks, self._reducer)
+            attach_all(units, self._hooks, self._backward)
         self._backward.catch_gradients()
         torch_patches.watch(self._bridge)
         adopt(shards.by_param(), part_of(units))

@@ -5,7 +5,7 @@ In: forwards, backwards, and what programs do to parameters and optimizers betwe
 """
 
 from shardlite.engine import torch_patches
-from shardlite.engine.backward import Backward, Mode, in_backward
+from shardlite.engine.backward import Backward, in_backward
 from shardlite.engine.buffers import Buffers
 from shardlite.engine.conversions import allow_conversions, cast_floats, refuse_conversions
 from shardlite.engine.full_params import NO_COPY, FullParameters

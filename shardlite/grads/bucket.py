@@ -13,15 +13,71 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from shardlite_kernels import hop
 from torch import Tensor, nn
 
-from shardlite.comm import Context, Moment, Transport
+from shardlite.comm import Context, Transport
 from shardlite.errors import PhaseError
-from shardlite.grads.part_sums import PartSums
 from shardlite.params import Flat, Gradients, Slot, Unit, check_move
 
 PURPOSE = "gradient buckets"
 """How the ledger names the memory of buckets, and of gradients that wait for it."""
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """The gradients of some consecutive parts, added up: one full buffer [W*S] per flat."""
+
+    parts: int
+    full: Sequence[Tensor]
+
+
+@dataclass(eq=False)
+class PartSums:
+    """What a unit's earlier parts have brought, and not been reduced."""
+
+    most: int
+    """Sums of so many parts are not added to any more."""
+
+    used: set[int] = field(default_factory=set)
+    """The ids of the parameters that an earlier part has used."""
+
+    _sums: list[_Sum] = field(default_factory=list)
+    """In the order of parts, so in falling order of size."""
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._sums)
+
+    @property
+    def parts(self) -> int:
+        """Number of parts that are summed here."""
+        return sum(each.parts for each in self._sums)
+
+    def add_to(self, full: Sequence[Tensor]) -> int:
+        """Add to the gradients of the next part, in place, the sums that count as many parts, one after the other.
+
+        Return how many parts are in `full` then.
+        """
+        parts = 1
+        while self._sums and self._sums[-1].parts == parts < self.most:
+            _add(full, self._sums.pop().full)
+            parts *= 2
+        return parts
+
+    def keep(self, full: Sequence[Tensor], used: set[int]) -> None:
+        """Add to the gradients of the next part, in place, and keep the sum until later ones come."""
+        self._sums.append(_Sum(self.add_to(full), full))
+        self.used |= used
+
+    def summands(self) -> Iterator[Sequence[Tensor]]:
+        """Yield the sums, in the order of their parts: one full buffer per flat."""
+        return (each.full for each in self._sums)
+
+    def clear(self) -> None:
+        """Forget all parts."""
+        self._sums.clear()
+        self.used.clear()
 
 
 @dataclass(eq=False)
@@ -52,17 +108,8 @@ class Bucket:
     used: set[int] = field(default_factory=set)
     """The ids of the module's parameters whose gradients the bucket holds."""
 
-    reduced: bool = False
-    """Whether the gradients of the current backward are reduced, or added to those of earlier parts."""
-
     expected: int = field(init=False)
     """Number of parameters that have gradients."""
-
-    moment: Moment | None = None
-    """Event after the last gradient of this backward, `None` if that is now. See `Reducer.enter`."""
-
-    arrivals: int = 0
-    """Number of gradients that arrived in the current backward. A reentrant backward brings several per parameter."""
 
     def __post_init__(self) -> None:
         self.follow_requires_grad()
@@ -75,17 +122,6 @@ class Bucket:
         """
         check_move(self.unit.name, self.phase, to)
         self.phase = to
-
-    def complete(self, rounds: int) -> bool:
-        """Return whether every parameter has received `rounds` gradients in the current backward."""
-        return self.arrivals == rounds * self.expected
-
-    def needs_memory(self, param: nn.Parameter, *, waits: bool) -> bool:
-        """Return whether the buffers must be allocated before the next gradient of `param` is stored.
-
-        With `waits`, the first gradient of a parameter can wait for them.
-        """
-        return not waits or id(param) in self.early
 
     def fill(self) -> None:
         """Take memory for the full buffers, and copy early gradients into them."""
@@ -140,12 +176,12 @@ class Bucket:
                 f"parameter {self._name_of(param)!r} got a gradient, but did not require one at the latest forward: "
                 "change requires_grad after the backward"
             )
-        self.arrivals += 1
         if grad is None:
             return
         dense = grad.to_dense() if grad.is_sparse else grad
         if not self.full:
-            self.early[key] = dense.clone() if is_watched else dense
+            self.early[key] = early = dense.clone() if is_watched else dense
+            self.context.ledger.track(PURPOSE, early)
             if self.phase is Gradients.EMPTY:
                 self.move(Gradients.FILLING)
         elif key in self.used:
@@ -230,7 +266,6 @@ class Bucket:
         self.earlier.keep(self.full, self.used)
         self.full, self.places, self.used = [], {}, set()
         self.move(Gradients.EMPTY)
-        self.reduced = True
 
     def add_earlier_parts(self) -> int:
         """Add the gradients of earlier parts, but for sums that are kept apart. Return the number of all parts."""
@@ -243,13 +278,6 @@ class Bucket:
         if self.phase is Gradients.EMPTY:
             self.move(Gradients.FILLING)
         self.move(Gradients.REDUCING)
-        self.reduced = True
-
-    def start_over(self) -> None:
-        """Be ready for the next backward."""
-        self.arrivals, self.reduced, self.moment = 0, False, None
-        self.unit.stepped.clear()
-        self.unit.overwritten.clear()
 
     def follow_requires_grad(self) -> None:
         """Update which parameters have gradients. Call it while the bucket is empty."""
@@ -273,10 +301,11 @@ class Bucket:
             self.move(Gradients.EMPTY)
 
 
-def make_buckets(units: Sequence[Unit], context: Context, most_parts: int) -> dict[Unit, Bucket]:
-    """Make a bucket for each unit of a model. Sums of `most_parts` parts of a global batch are kept apart."""
-    return {unit: Bucket(unit, context, PartSums(most_parts)) for unit in units}
-
-
 def _slots(flat: Flat) -> Iterator[tuple[int, Slot]]:
     return zip(flat.rows, flat.gradients.slots, strict=True)
+
+
+def _add(full: Sequence[Tensor], earlier: Sequence[Tensor]) -> None:
+    """Add earlier gradients to later ones, in place."""
+    for own, before in zip(full, earlier, strict=True):
+        hop(own, before, own)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardlite.comm import Context
 from shardlite.grads.flags import GradientFlags, any_bad, warn_of
 from shardlite.grads.norm import ReducedNorm, Squares
-from shardlite.grads.reduce_scatter import Reduction
+from shardlite.grads.reduce import Reduction
 from shardlite.params import Unit
 
 
@@ -36,7 +36,7 @@ class GradientShards:
         self._by_blocks = by_blocks
         self._diagnose = diagnose
 
-    def take(self, reductions: Sequence[Reduction]) -> None:
+    def store(self, reductions: Sequence[Reduction]) -> None:
         """Give the shards their gradients, as far as any rank has used their parameters.
 
         Of what was reduced just now the statistics are known. Sums with what was accumulated before are checked by a
@@ -70,7 +70,7 @@ class GradientShards:
         if self._diagnose and self._nonfinite.item():
             self._name_bad(reductions)
 
-    def take_none(self, reductions: Sequence[Reduction]) -> Tensor:
+    def after_steps(self, reductions: Sequence[Reduction]) -> Tensor:
         """Note that shards were stepped instead; return above 0 if any rank has found a NaN or an infinity, [].
 
         Raises:

@@ -22,7 +22,7 @@ from shardlite import AdamW, EscapedViewWarning, ShardLite
 from shardlite.comm import Context, Transport
 from shardlite.comm.streams import ThreadQueue
 from shardlite.comm.transport.process_group import NcclTransport
-from shardlite.grads import Bucket
+from shardlite.grads.bucket import Bucket
 from shardlite.params import ROOT, Buffer, BufferPool, Unit
 from shardlite.weights.gather_order import MEMORY
 from tests.comm.streams.programs import EVENTS, NOT_IN_BACKWARD, RUNS, WIDTH, WORLD_SIZE, Block, Training
@@ -401,7 +401,7 @@ def bits_body(group: Any, name: str) -> None:
     with as_on_a_gpu():
         pair = Pair(untied, group, **BITS[name])
     assert any(pool._most for pool in pools_of(pair.model)) or BITS[name].get("stage", 3) < 3
-    assert pair.model._reducer._on_stream
+    assert pair.model._reducer.on_stream
     for step in range(4):
         pair.step(on_tokens, ("local", "step") if step == 2 else ("step",), clip=0.1 if step == 3 else None)
     with pair.model.gathered():
