@@ -243,7 +243,7 @@ class ShardLite(nn.Module):
         check_memory_limit(module, plan, options, self._groups.shards, reshard_after_forward)
         self._context = context = share(self._groups, plan.device, timeout, options.route)
         self.ledger, self.trace = context.ledger, context.trace
-        self._join = Join(context, self._groups)
+        self._join = Join(context)
         self._parts = None if parts is None else PartLoop(parts, context)
         self._placement = placement_of(plan, stage, context.transport.rank, context.world_size, reshard_after_forward)
         self.module = module
@@ -475,16 +475,15 @@ class ShardLite(nn.Module):
 
         So ranks with different numbers of batches finish together: `for batch in model.join(loader)`. A rank that has
         run out (`model.joined`) computes with the others, but its gradients do not count: means are those of the ranks
-        that have a batch. Its running statistics (batch norm) see the last batch again. A rank that had none at all is
-        lent one: tensors, numbers and strings in lists, tuples and dicts. Every rank calls this, and none leaves the
-        loop alone. The host waits once per batch.
+        that have a batch. Its running statistics (batch norm) see the last batch again. Every rank calls this with at
+        least one batch, and none leaves the loop alone. The host waits once per batch.
 
         Args:
             batches: this rank's.
             also: further wrapped models over the same ranks that are trained in the loop.
 
         Raises:
-            LayoutError: a rank has no batch at all, and cannot be lent one; on every rank.
+            LayoutError: a rank has no batch at all; on every rank.
         """
         models = [self, *also]
         for model in models:

@@ -23,6 +23,7 @@ from shardlite.errors import NonFiniteError, PhaseError
 from shardlite.optim.arena_slots import StateSlot
 from shardlite.optim.plan import follows
 from shardlite.optim.step_counts import Group, RunSlice, StepCounts
+from shardlite.telemetry import LaggedNumbers
 
 LATER = 4
 """Steps after which all ranks raise for a gradient that was not finite, on a GPU: by then their hosts know of it."""
@@ -223,17 +224,17 @@ def _slice_of(slot: StateSlot, begin: int, low: int, high: int) -> RunSlice:
 
 
 class _Alarm:
-    """A flag that the host reads at once on a CPU. It does not wait for a GPU: there it raises some steps later.
+    """Raises if a gradient of a step had a NaN or an infinity: at once on a CPU, some steps later on a GPU.
 
-    It is the same step on every rank, unless a host is further ahead of its GPU than `LATER` steps. The flag is equal
-    on all ranks, and the device notes in which step it was set first.
+    The host does not wait for a GPU. The flag is equal on all ranks, and the device notes the step in which it was set
+    first. So all ranks raise in the same step, unless a host is further ahead of its GPU than `LATER` steps.
     """
 
     def __init__(self) -> None:
         self._steps = 0
         self._flag: Tensor | None = None
-        self._first: Tensor | None = None  # the step in which the flag was set first, on the device, [], or 0
-        self._seen: Tensor | None = None  # the same in memory of the host, as of the last copy that has arrived
+        self._first: Tensor | None = None  # the step in which the flag was set first, on the device, [1], or 0
+        self._lagged: LaggedNumbers | None = None  # of `_first`
 
     def note(self, bad: Tensor) -> None:
         """Set the flag if `bad` [] is above 0."""
@@ -253,16 +254,13 @@ class _Alarm:
         if is_here(flag):
             self._raise_if(int(flag))
             return
-        if (
-            not torch.cuda.is_current_stream_capturing()
-            and self._seen is not None
-            and (first := int(self._seen.numpy()))
-        ):
-            self._raise_if(self._steps >= first + LATER)
+        seen = None if self._lagged is None else self._lagged.read()
+        if seen and seen[0]:
+            self._raise_if(self._steps >= seen[0] + LATER)
         self._send(flag)
 
     def wait(self) -> None:
-        """Wait for the GPU, and raise if the flag was set in any step so far: weights are going to be kept.
+        """Wait for the GPU, and raise if the flag was set in any step so far: weights are about to be saved.
 
         Raises:
             NonFiniteError: it was set.
@@ -271,18 +269,17 @@ class _Alarm:
             self._raise_if(int(self._first))
 
     def _send(self, flag: Tensor) -> None:
-        """Start copying to the host in which step the flag was set first. These few bytes arrive at once."""
-        if self._first is None or self._seen is None:
-            self._first = torch.zeros_like(flag)
-            self._seen = torch.zeros((), dtype=torch.int32, pin_memory=flag.is_cuda)
-        self._first.copy_(
-            torch.where(self._first > 0, self._first, flag * self._steps)
-        )  # in place: a graph is replayed
-        self._seen.copy_(self._first, non_blocking=True)
+        """Start copying to the host in which step the flag was set first."""
+        if self._first is None or self._lagged is None:
+            self._first = torch.zeros_like(flag).reshape(1)
+            self._lagged = LaggedNumbers(self._first)
+        first = torch.where(self._first > 0, self._first, flag * self._steps)
+        self._first.copy_(first)  # in place: a graph is replayed
+        self._lagged.send()
 
     def _raise_if(self, bad: bool | int) -> None:
         if bad:
-            self._first = self._seen = None
+            self._first = self._lagged = None
             raise NonFiniteError(
                 "a gradient had a NaN or an infinity in a step that was taken in the backward, so weights and moments "
                 "are NaN now: go on from a checkpoint. AdamW without in_backward leaves such steps out"
