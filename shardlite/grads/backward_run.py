@@ -397,7 +397,7 @@ class StreamRun(BackwardRun):
         """
         if not bucket.full:
             with self._queue.operations.beside() if is_queues or behind is not None else nullcontext():
-                bucket.take_memory(self._context.reducing[0] if is_queues else None)
+                bucket.allocate(self._context.reducing[0] if is_queues else None)
         copy_in, gradients = bucket.copy_in()
         work = self._queue.operations.submit(copy_in, behind=behind)
         self.copying.append(_Copies(gradients, work, len(self.started) - 1))

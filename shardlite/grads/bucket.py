@@ -1,8 +1,19 @@
-"""Buckets: the buffer in which one unit's gradients are collected until they are reduced.
+"""Buckets: the buffers that collect one unit's gradients until they are reduced.
 
 The root's gradients arrive first and last in a backward (for example those of a head and of an embedding). So the
-root's bucket has no memory until its last gradient: until then it keeps the tensors that autograd made. On a GPU every
+root's bucket allocates memory only at its last gradient, and keeps the tensors of autograd until then. On a GPU every
 bucket does.
+
+With order="tree" a bucket also sums earlier parts of the global batch, as a binary counter counts:
+
+    part   kept before        addition               kept after
+    0                                                [0]
+    1      [0]                0 + 1                  [0+1]
+    2      [0+1]                                     [0+1] [2]
+    3      [0+1] [2]          2 + 3, then with 0+1   [(0+1)+(2+3)]
+
+So consecutive parts, a power of two of them, are summed as a balanced binary tree. It is a branch of the tree over all
+parts, wherever a rank begins. Of `n` parts at most `log2(n)` sums are kept between backwards.
 
 In: gradients of single parameters. Out: full buffers to reduce. Starts no communication.
 
@@ -11,6 +22,7 @@ Legend: `W` ranks, `S` elements per shard.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from shardlite_kernels import hop
@@ -21,12 +33,12 @@ from shardlite.errors import PhaseError
 from shardlite.params import Flat, Gradients, Slot, Unit, check_move
 
 PURPOSE = "gradient buckets"
-"""How the ledger names the memory of buckets, and of gradients that wait for it."""
+"""The ledger's name for the memory of buckets, and of gradients that are not copied to them yet."""
 
 
 @dataclass(frozen=True)
 class _Sum:
-    """The gradients of some consecutive parts, added up: one full buffer [W*S] per flat."""
+    """The sum of the gradients of consecutive parts: one full buffer [W*S] per flat."""
 
     parts: int
     full: Sequence[Tensor]
@@ -34,48 +46,46 @@ class _Sum:
 
 @dataclass(eq=False)
 class PartSums:
-    """What a unit's earlier parts have brought, and not been reduced."""
+    """Sums of the gradients of a unit's earlier parts, which are not reduced yet."""
 
     most: int
-    """Sums of so many parts are not added to any more."""
+    """Maximum number of parts in a sum."""
 
     used: set[int] = field(default_factory=set)
-    """The ids of the parameters that an earlier part has used."""
+    """The ids of the parameters that an earlier part used."""
 
     _sums: list[_Sum] = field(default_factory=list)
-    """In the order of parts, so in falling order of size."""
+    """In the order of parts, so in decreasing order of size."""
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Return whether there are any."""
         return bool(self._sums)
 
     @property
     def parts(self) -> int:
-        """Number of parts that are summed here."""
+        """Number of parts in all sums."""
         return sum(each.parts for each in self._sums)
 
     def add_to(self, full: Sequence[Tensor]) -> int:
-        """Add to the gradients of the next part, in place, the sums that count as many parts, one after the other.
-
-        Return how many parts are in `full` then.
-        """
+        """Add sums of as many parts as `full` has to it, in place, until none is left. Return the parts in `full`."""
         parts = 1
         while self._sums and self._sums[-1].parts == parts < self.most:
-            _add(full, self._sums.pop().full)
+            for own, earlier in zip(full, self._sums.pop().full, strict=True):
+                hop(own, earlier, own)
             parts *= 2
         return parts
 
-    def keep(self, full: Sequence[Tensor], used: set[int]) -> None:
-        """Add to the gradients of the next part, in place, and keep the sum until later ones come."""
+    def append(self, full: Sequence[Tensor], used: set[int]) -> None:
+        """Add the gradients of the next part, in place."""
         self._sums.append(_Sum(self.add_to(full), full))
         self.used |= used
 
     def summands(self) -> Iterator[Sequence[Tensor]]:
-        """Yield the sums, in the order of their parts: one full buffer per flat."""
+        """Yield the sums in the order of their parts: one full buffer per flat."""
         return (each.full for each in self._sums)
 
     def clear(self) -> None:
-        """Forget all parts."""
+        """Drop all sums."""
         self._sums.clear()
         self.used.clear()
 
@@ -97,13 +107,13 @@ class Bucket:
     """One full buffer per flat, in the layout and dtype of its gradients."""
 
     early: dict[int, Tensor] = field(default_factory=dict)
-    """Gradients that arrived before `full` was allocated, as autograd made them, by `id` of their parameters.
+    """Autograd's tensors that arrived before `full` was allocated, by `id` of their parameters.
 
-    The bucket looks parameters up by `id` because the hash of a tensor is computed in Python.
+    Lookups are by `id` because the hash of a tensor is computed in Python.
     """
 
     places: dict[int, Tensor] = field(default_factory=dict)
-    """Views of `full` for the gradient of each parameter, in its shape, by its `id`."""
+    """Views of `full` for the gradient of each parameter, in its shape, by `id` of the parameter."""
 
     used: set[int] = field(default_factory=set)
     """The ids of the module's parameters whose gradients the bucket holds."""
@@ -124,14 +134,14 @@ class Bucket:
         self.phase = to
 
     def fill(self) -> None:
-        """Take memory for the full buffers, and copy early gradients into them."""
-        self.take_memory()
+        """Allocate the full buffers, and copy early gradients into them."""
+        self.allocate()
         while self.early:
             self.places[(early := self.early.popitem())[0]].copy_(early[1])
             del early  # frees each gradient before the next is copied
 
-    def take_memory(self, carrier: Transport | None = None) -> None:
-        """Take memory for the full buffers: of `carrier`, the transport that sends them, if it is given."""
+    def allocate(self, carrier: Transport | None = None) -> None:
+        """Allocate the full buffers, in memory of `carrier`, the transport that sends them, if given."""
         for flat in self.flats:
             numel = flat.gradients.full_numel
             if carrier is None:
@@ -146,26 +156,21 @@ class Bucket:
             self.move(Gradients.FILLING)
 
     def copy_in(self) -> tuple[Callable[[], None], list[Tensor]]:
-        """Return what copies early gradients into the full buffers and zeroes the rest, and the gradients it reads.
+        """Return a function that copies early gradients into the full buffers and zeroes the rest, and its inputs.
 
-        It is to be run on a stream, and touches nothing of the bucket but memory.
+        It runs on a stream, and uses only memory of the bucket.
         """
-        places, early, gaps = [self.places[key] for key in self.early], [*self.early.values()], self._gaps()
+        places, early = [self.places[key] for key in self.early], [*self.early.values()]
         self.early.clear()
-
-        def run() -> None:
-            if early:
-                torch._foreach_copy_(places, early)
-            if gaps:
-                torch._foreach_zero_(gaps)
-
-        return run, early
+        return partial(_copy_and_zero, places, early, self._gaps()), early
 
     def add(self, param: nn.Parameter, grad: Tensor | None, *, is_watched: bool) -> None:
         """Store a gradient, cast to the dtype of the reduction, or add it to the stored one.
 
-        Pass `None` for a gradient excluded by `join`: it counts as arrived and contributes zero. `is_watched` says that
-        other code may write to the tensor, so that it must be copied.
+        Args:
+            param: the module's parameter.
+            grad: its gradient. `None`: it is excluded by `join` and contributes zero.
+            is_watched: whether other code may write to `grad`, so that it must be copied.
 
         Raises:
             PhaseError: the parameter was frozen between its forward and this backward.
@@ -191,7 +196,7 @@ class Bucket:
         self.used.add(key)
 
     def gradient(self, param: nn.Parameter) -> Tensor | None:
-        """Return the gradient collected for `param`, or `None`."""
+        """Return the collected gradient of `param`, or `None`."""
         key = id(param)
         if self.phase is not Gradients.FILLING or key not in self.used:
             return None
@@ -205,7 +210,7 @@ class Bucket:
             self.early[key] = grad.to(self._flat_of[key].reduce) * factor
 
     def drop(self, param: nn.Parameter) -> None:
-        """Drop the gradient of `param`, that of earlier parts, too."""
+        """Drop the gradient of `param`, also that of earlier parts."""
         if id(param) in self.earlier.used:
             rows = ((i, flat.params[row], slot) for i, flat in enumerate(self.flats) for row, slot in _slots(flat))
             place, slot = next((i, slot) for i, each, slot in rows if each is param)
@@ -223,10 +228,7 @@ class Bucket:
         return next(slot.name for each, slot in zip(flat.params, flat.layout.slots, strict=True) if each is param)
 
     def zero_the_rest(self) -> None:
-        """Zero the padding and the places of missing gradients. The buffers were allocated uninitialised.
-
-        Padding stays zero: a reduction writes sums of zeros there.
-        """
+        """Zero the padding and missing gradients, which are uninitialized. A reduction leaves padding zero."""
         if gaps := self._gaps():
             torch._foreach_zero_(gaps)
 
@@ -246,7 +248,7 @@ class Bucket:
         return [int(id(flat.params[row]) in self.used) for row in flat.rows]
 
     def first_bad(self) -> int | None:
-        """Return the flag index of the first gradient with a NaN or an infinity, or `None`. Synchronizes the host."""
+        """Return the index in `flags` of the first gradient with a NaN or an infinity, or `None`. The host waits."""
         rows = [(flat.params[row], slot, i) for i, flat in enumerate(self.flats) for row, slot in _slots(flat)]
         for place, (param, slot, i) in enumerate(rows):
             own = self.early.get(id(param))
@@ -262,25 +264,25 @@ class Bucket:
         return self.phase is Gradients.FILLING or bool(self.earlier)
 
     def keep_part(self) -> None:
-        """Add the gradients to those of earlier parts, and be empty for the next part. Nothing may be missing."""
-        self.earlier.keep(self.full, self.used)
+        """Move the gradients, with all gaps filled, to the sums over earlier parts."""
+        self.earlier.append(self.full, self.used)
         self.full, self.places, self.used = [], {}, set()
         self.move(Gradients.EMPTY)
 
     def add_earlier_parts(self) -> int:
-        """Add the gradients of earlier parts, but for sums that are kept apart. Return the number of all parts."""
+        """Add the gradients of earlier parts, except sums that stay separate. Return the number of all parts."""
         parts = self.earlier.add_to(self.full)
         self.used |= self.earlier.used
         return parts + self.earlier.parts
 
     def begin_reduction(self) -> None:
-        """Note that the gradients are on their way, so that no more may come in this backward; maybe there are none."""
+        """Accept no more gradients until `clear`. The bucket may have received none."""
         if self.phase is Gradients.EMPTY:
             self.move(Gradients.FILLING)
         self.move(Gradients.REDUCING)
 
     def follow_requires_grad(self) -> None:
-        """Update which parameters have gradients. Call it while the bucket is empty."""
+        """Expect gradients of the parameters that require them now. Call it while the bucket is empty."""
         for flat in self.unit.flats:
             flat.follow_requires_grad()
         self.flats = self.unit.trainable
@@ -288,7 +290,7 @@ class Bucket:
         self.expected = len(self._flat_of)
 
     def release(self) -> None:
-        """Give up the memory, in which a gradient may lie now."""
+        """Release the full buffers. They may be the memory of gradients now."""
         self.full, self.places = [], {}
 
     def clear(self) -> None:
@@ -305,7 +307,8 @@ def _slots(flat: Flat) -> Iterator[tuple[int, Slot]]:
     return zip(flat.rows, flat.gradients.slots, strict=True)
 
 
-def _add(full: Sequence[Tensor], earlier: Sequence[Tensor]) -> None:
-    """Add earlier gradients to later ones, in place."""
-    for own, before in zip(full, earlier, strict=True):
-        hop(own, before, own)
+def _copy_and_zero(places: Sequence[Tensor], grads: Sequence[Tensor], gaps: Sequence[Tensor]) -> None:
+    if grads:
+        torch._foreach_copy_(places, grads)
+    if gaps:
+        torch._foreach_zero_(gaps)

@@ -53,7 +53,7 @@ def places() -> Iterator[list[Place]]:
 def allocations() -> Iterator[list[int]]:
     """Note the bytes of memory for buffers and buckets. To be entered before a model is wrapped."""
     noted: list[int] = []
-    allocate, take = BufferPool._allocate, Bucket.take_memory
+    allocate, take = BufferPool._allocate, Bucket.allocate
 
     def allocating(pool: BufferPool, nbytes: int) -> Buffer:
         noted.append(nbytes)
@@ -65,7 +65,7 @@ def allocations() -> Iterator[list[int]]:
 
     with (
         mock.patch.object(BufferPool, "_allocate", allocating),
-        mock.patch.object(Bucket, "take_memory", taking),
+        mock.patch.object(Bucket, "allocate", taking),
     ):
         yield noted
 
@@ -164,7 +164,7 @@ def dirty_buckets() -> Iterator[Counter[str]]:
     Counts by unit the elements that are.
     """
     noted: Counter[str] = Counter()
-    take, copy_in = Bucket.take_memory, Bucket.copy_in
+    take, copy_in = Bucket.allocate, Bucket.copy_in
 
     def taking(bucket: Bucket, carrier: Transport | None = None) -> None:
         take(bucket, carrier)
@@ -183,7 +183,7 @@ def dirty_buckets() -> Iterator[Counter[str]]:
 
         return checked, gradients
 
-    with mock.patch.object(Bucket, "take_memory", taking), mock.patch.object(Bucket, "copy_in", copying):
+    with mock.patch.object(Bucket, "allocate", taking), mock.patch.object(Bucket, "copy_in", copying):
         yield noted
 
 

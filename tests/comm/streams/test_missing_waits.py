@@ -115,7 +115,7 @@ def free_at_once(run):
 def copy_at_once(run, bucket, behind, *, is_queues):
     """Copy on the program's stream, into memory of the queue's."""
     with run._queue.operations.beside():
-        bucket.take_memory()
+        bucket.allocate()
     copy_in, _ = bucket.copy_in()
     copy_in()
 

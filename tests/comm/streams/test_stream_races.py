@@ -183,7 +183,7 @@ LAUNCHES = {
 def counted_memory():
     """Note the buckets, and the units whose gradients are kept beside them, each time that a unit is reduced."""
     live, buckets, lent = WeakSet(), [], []
-    take, free = Bucket.take_memory, StreamRun.free_copied
+    take, free = Bucket.allocate, StreamRun.free_copied
 
     def taking(bucket, carrier=None):
         take(bucket, carrier)
@@ -195,7 +195,7 @@ def counted_memory():
         lent.append(len(run.copying))
 
     with (
-        mock.patch.object(Bucket, "take_memory", taking),
+        mock.patch.object(Bucket, "allocate", taking),
         mock.patch.object(StreamRun, "free_copied", freeing),
     ):
         yield buckets, lent
