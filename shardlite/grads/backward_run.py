@@ -146,6 +146,7 @@ class BackwardRun:
         """Record that a unit's gradients are complete, and start every reduction whose turn has come."""
         self._reducer.order.observe(unit)
         self._ready.add(unit)
+        self._land_finished()
         while (turn := self._next_unit()) is not None and turn in self._ready:
             self._start(turn)
         self._publish()
@@ -264,6 +265,11 @@ class BackwardRun:
             if self._is_root_left():
                 self._context.trim(keep=0 if self.saves_memory else SPARE)  # here may be the peak of a step
 
+    def _land_finished(self) -> None:
+        """Free the buckets whose reductions are over. On a GPU that is not polled: a graph may be captured."""
+        while not self._on_gpu and self.landed < len(self.started) and self.started[self.landed].work.done():
+            self._land(self.landed + 1)
+
     def _filled(self) -> int:
         """Return the number of buckets in use, without the root's."""
         buckets = self._reducer.buckets_without_root
@@ -276,11 +282,6 @@ class BackwardRun:
 
 class HostRun(BackwardRun):
     """A backward whose gradients are copied to buckets as they arrive."""
-
-    def complete(self, unit: Unit) -> None:
-        """Record that a unit's gradients are complete, and start every reduction whose turn has come."""
-        self._land_finished()
-        super().complete(unit)
 
     def _before_gradient(self, bucket: Bucket, param: nn.Parameter) -> None:
         # The first gradients of the root stay as autograd made them until its last one.
@@ -298,11 +299,6 @@ class HostRun(BackwardRun):
         reduction = queue.prepare(bucket, self._reducer.divisor, self.stepping, first_bad, died=died)
         reduction.work = queue.operations.submit(partial(queue.run, unit.name, reduction.inputs))
         self._record(reduction)
-
-    def _land_finished(self) -> None:
-        """Free the buckets whose reductions are over. On a GPU that is not polled: a graph may be captured."""
-        while not self._on_gpu and self.landed < len(self.started) and self.started[self.landed].work.done():
-            self._land(self.landed + 1)
 
 
 class _Copies(NamedTuple):

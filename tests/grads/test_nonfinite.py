@@ -500,5 +500,5 @@ def sums_body(group: Any) -> list[str]:
 
 
 def test_a_bad_sum_of_good_gradients_has_no_culprit(cluster):
-    words = "gradients are not finite: in sums and accumulated ones only. The step is skipped"
+    words = "gradients are not finite: only in sums and accumulated gradients. The step is skipped"
     assert cluster.run(sums_body, 2) == [[words], [words]]
