@@ -1,11 +1,11 @@
-"""In-backward steps: each parameter is stepped as soon as its gradient is ready, or by the last hop of its reduction.
+"""Step in the backward: each parameter as soon as its gradient is ready, or in the last hop of its reduction.
 
     open: the first gradient of a backward is ready -> hyper-parameters of the step are read
     steps, in any order and on any thread
     close: `step()` of the optimizer -> the step is counted, and the next backward may open another one
 
-Between the first gradient and `step()` nothing can be undone: some weights are stepped, others are not yet. Knows
-nothing of units or communication.
+Between the first gradient and `step()` nothing can be undone: some weights are stepped, and others are not. Does not
+know units or communication.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardlite.optim.step_counts import Group, RunSlice, StepCounts
 from shardlite.telemetry import LaggedNumbers
 
 LATER = 4
-"""Steps after which all ranks raise for a gradient that was not finite, on a GPU: by then their hosts know of it."""
+"""Steps after which all ranks raise for a gradient that was not finite on a GPU: their hosts have read it by then."""
 
 
 class InBackwardSteps:
@@ -52,7 +52,7 @@ class InBackwardSteps:
             if (now := step()) is None or self._paused[param]:
                 return
             if param in self._done:
-                param.grad = None  # it belongs to a backward that is refused below
+                param.grad = None  # of a backward that is refused below
             self.ready_for(param)
             now(param)
 
@@ -113,11 +113,11 @@ class InBackwardSteps:
         return InBackwardStep(members)
 
     def note(self, bad: Tensor) -> None:
-        """Record whether gradients of the step contained a NaN or an infinity: `bad` [] is above 0 if so."""
+        """Record whether a gradient of the step contained a NaN or an infinity: `bad` [] is above 0 if so."""
         self._alarm.note(bad)
 
     def forget(self) -> None:
-        """Forget that a gradient contained a NaN or an infinity: other weights are loaded."""
+        """Clear the alarm after other weights were loaded."""
         self._alarm = _Alarm()
 
     def check(self) -> None:
@@ -144,7 +144,7 @@ class InBackwardSteps:
         if outdated:
             raise PhaseError(
                 "hyper-parameters were changed between the backward and step(), but AdamW(in_backward=True) has "
-                "stepped in the backward, with those of before: change them before the backward, or after step()"
+                "stepped in the backward with the former ones: change them before the backward, or after step()"
             )
 
 
