@@ -6,8 +6,8 @@ When reductions are over depends on a run's timing, which the caller settles: ea
 that a run can hold no more, or `prompt`ly, before the next gradient, so that it can hold no less.
 
 The rules are those of `weights/unshard.py`, `weights/resident.py`, `grads/backward_run.py` and `grads/bucket.py`, for
-ranks that follow the recorded orders. A program's events may be recorded by a trace; `plain_events` are those of a chain of
-units without activations.
+ranks that follow the recorded orders. A program's events may be recorded by a trace; `plain_events` are those of a
+chain of units without activations.
 """
 
 from collections.abc import Iterator, Sequence
