@@ -24,7 +24,7 @@ from shardlite.weights import Calls, Gatherer, Gathering
 
 
 def in_backward() -> bool:
-    """Whether this code runs inside a backward."""
+    """Return whether this code runs inside a backward."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -93,10 +93,10 @@ class Backward:
         self.open().unsharded.append(unit)
 
     def begin_pass(self, *, evaluating: bool) -> None:
-        """Get ready for a forward: the parameters' `requires_grad` may have changed since the last one.
+        """Prepare for a forward: `requires_grad` of parameters may have changed since the last one.
 
-        One without gradients may still be the first half of reentrant checkpointing. But if it is an evaluation, it may
-        well come while gradients are accumulated, and freezing everything for its time must do no harm.
+        A forward without gradients may be the first half of reentrant checkpointing. An evaluation may also run while
+        gradients are accumulated. Then freezing everything during it must have no effect.
         """
         self.repair()
         if (stream := self._streams.move_home()) is not None:
@@ -106,7 +106,7 @@ class Backward:
             self.follow_requires_grad()
 
     def _kept(self) -> Iterator[Tensor]:
-        """Yield the memory that passes leave to later ones: cached weights, accumulated gradients, spare buffers."""
+        """Yield the memory that later passes use: cached weights, accumulated gradients, spare buffers."""
         for unit in self._units:
             if unit.buffer is not None:
                 yield unit.buffer.bytes
@@ -114,14 +114,14 @@ class Backward:
         yield from self._reducer.kept()
 
     def follow_requires_grad(self) -> None:
-        """Expect gradients of those parameters that require them now."""
+        """Expect gradients of the parameters that require them now."""
         if self._reducer.follow_requires_grad():
             self.catch_gradients()
 
     def catch_gradients(self) -> None:
-        """Have the gradients of all parameters that require them sent here.
+        """Register a hook on each parameter that requires a gradient, to receive it.
 
-        The hooks hold everything weakly: the garbage collector does not traverse the hooks of a tensor.
+        Hooks hold weak references only: the garbage collector does not traverse the hooks of a tensor.
         """
         me = weakref.ref(self)
         for unit in self._reducer.units:
@@ -167,7 +167,7 @@ class Backward:
         self._reducer.buckets[unit].drop(param)
 
     def expect_gradients(self, unit: Unit, *, recorded: bool) -> None:
-        """Note a forward of a unit. One that autograd has not recorded is run again by reentrant checkpointing."""
+        """Record a forward of a unit. Reentrant checkpointing recomputes those that autograd has not `recorded`."""
         if recorded:
             self._recorded.add(unit)
         else:
@@ -175,10 +175,10 @@ class Backward:
             self._outstanding[unit] += 1
 
     def recomputed(self, unit: Unit) -> None:
-        """Note that a forward of a unit is run again, in the backward.
+        """Record that a forward of a unit is recomputed in the backward.
 
         Raises:
-            PhaseError: its weights are others now.
+            PhaseError: its weights have changed.
         """
         run = self.open()
         run.check_recomputation(unit)
@@ -187,14 +187,14 @@ class Backward:
             run.recomputed[unit] += 1
 
     def forget_forwards(self) -> None:
-        """Expect no gradients of earlier forwards: a step has replaced their weights."""
+        """Expect no gradients of earlier forwards, because a step has changed their weights."""
         self._recorded.clear()
         self._hidden.clear()
         self._outstanding.clear()
 
     @contextmanager
     def accumulating(self, mode: Mode) -> Iterator[None]:
-        """Let backwards inside treat gradients as `mode` says."""
+        """Set the mode of backwards inside the block."""
         before, self._mode = self._mode, mode
         try:
             yield
@@ -202,25 +202,25 @@ class Backward:
             self._mode = before
 
     def accumulates(self) -> bool:
-        """Whether backwards leave something to reduce to a later one, or to add up."""
+        """Return whether a later backward has to reduce gradients of those that run now, or adds to them."""
         return self._mode is not Mode.STEP
 
     def died(self) -> bool:
-        """Whether the last backward ended in an exception: the engine never called back."""
+        """Return whether the last backward ended in an exception, so that autograd never called back."""
         return self._run is not None and not in_backward()
 
     def check_step(self, *, graded: bool, inside: bool) -> None:
-        """Raise if gradients are not what a step needs. Forwards before it are over.
+        """Raise if a step must not follow now, and expect no more gradients of forwards before it.
 
         Args:
             graded: whether any shard has a gradient.
-            inside: whether steps are taken inside the backward, and only closed now.
+            inside: whether the optimizer has stepped inside the backward.
 
         Raises:
-            PhaseError: the last backward has died, or gradients are accumulated only.
+            PhaseError: the last backward died, or gradients are only accumulated.
         """
         if self._run is not None and self.died() and inside and not self._run.has_gradients:
-            self.repair()  # it was refused, because the step of the one before it was to be closed first
+            self.repair()  # it was refused, because step() was missing after the one before it
         if self.died() and inside:
             raise PhaseError(
                 "the last backward ended in an exception, and AdamW(in_backward=True) has stepped some weights in it, "

@@ -1,4 +1,4 @@
-"""Records that link the parameters of a wrapped model to it: who gathers their values, where their gradients are."""
+"""Link the parameters of a wrapped model to it: what gathers their values, and where their gradients are."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -151,7 +151,7 @@ class Bucket:
             self.full.append(full)
             self.context.ledger.track(PURPOSE, full)
         cut = [view for flat, full in zip(self.flats, self.full, strict=True) for view in flat.gradients.views(full)]
-        self.places = dict(zip(self._flat_of, cut, strict=True))
+        self.places = dict(zip(self._slots, cut, strict=True))
         if self.phase is Gradients.EMPTY:
             self.move(Gradients.FILLING)
 
@@ -176,7 +176,7 @@ class Bucket:
             PhaseError: the parameter was frozen between its forward and this backward.
         """
         key = id(param)
-        if key not in self._flat_of:
+        if key not in self._slots:
             raise PhaseError(
                 f"parameter {self._name_of(param)!r} got a gradient, but did not require one at the latest forward: "
                 "change requires_grad after the backward"
@@ -207,15 +207,14 @@ class Bucket:
         for full in self.full:
             full.mul_(factor)
         for key, grad in self.early.items():
-            self.early[key] = grad.to(self._flat_of[key].reduce) * factor
+            self.early[key] = grad.to(self.flats[self._slots[key][0]].reduce) * factor
 
     def drop(self, param: nn.Parameter) -> None:
         """Drop the gradient of `param`, also that of earlier parts."""
         if id(param) in self.earlier.used:
-            rows = ((i, flat.params[row], slot) for i, flat in enumerate(self.flats) for row, slot in _slots(flat))
-            place, slot = next((i, slot) for i, each, slot in rows if each is param)
+            i, slot = self._slots[id(param)]
             for full in self.earlier.summands():
-                slot.view(full[place]).zero_()
+                slot.view(full[i]).zero_()
             self.earlier.used.discard(id(param))
         if self.phase is Gradients.FILLING:
             self.used.discard(id(param))
@@ -236,12 +235,13 @@ class Bucket:
         gaps: list[Tensor] = []
         complete = len(self.used) == self.expected
         for flat, full in zip(self.flats, self.full, strict=True):
-            unwritten = flat.gradients.padding if complete else flat.gradients.gaps(self._used_slots(flat))
+            unwritten = (
+                flat.gradients.padding
+                if complete
+                else flat.gradients.gaps({i for i, used in enumerate(self.flags(flat)) if used})
+            )
             gaps += [full[start:stop] for start, stop in unwritten]
         return gaps
-
-    def _used_slots(self, flat: Flat) -> set[int]:
-        return {i for i, row in enumerate(flat.rows) if id(flat.params[row]) in self.used}
 
     def flags(self, flat: Flat) -> list[int]:
         """Return one flag per parameter of `flat` that may have a gradient: 1 if the bucket holds one, else 0."""
@@ -249,12 +249,11 @@ class Bucket:
 
     def first_bad(self) -> int | None:
         """Return the index in `flags` of the first gradient with a NaN or an infinity, or `None`. The host waits."""
-        rows = [(flat.params[row], slot, i) for i, flat in enumerate(self.flats) for row, slot in _slots(flat)]
-        for place, (param, slot, i) in enumerate(rows):
-            own = self.early.get(id(param))
+        for place, (key, (i, slot)) in enumerate(self._slots.items()):
+            own = self.early.get(key)
             grads = [own.to(self.flats[i].reduce)] if own is not None else []
             grads += [full[i][slot.start : slot.stop] for full in (self.full, *self.earlier.summands()) if full]
-            if id(param) in self.used and not all(grad.isfinite().all() for grad in grads):
+            if key in self.used and not all(grad.isfinite().all() for grad in grads):
                 return place
         return None
 
@@ -286,8 +285,12 @@ class Bucket:
         for flat in self.unit.flats:
             flat.follow_requires_grad()
         self.flats = self.unit.trainable
-        self._flat_of = {id(flat.params[row]): flat for flat in self.flats for row in flat.rows}
-        self.expected = len(self._flat_of)
+        self._slots: dict[int, tuple[int, Slot]] = {  # by `id` of the parameter: the index of its flat, and its slot
+            id(flat.params[row]): (i, slot)
+            for i, flat in enumerate(self.flats)
+            for row, slot in zip(flat.rows, flat.gradients.slots, strict=True)
+        }
+        self.expected = len(self._slots)
 
     def release(self) -> None:
         """Release the full buffers. They may be the memory of gradients now."""
@@ -303,11 +306,7 @@ class Bucket:
             self.move(Gradients.EMPTY)
 
 
-def _slots(flat: Flat) -> Iterator[tuple[int, Slot]]:
-    return zip(flat.rows, flat.gradients.slots, strict=True)
-
-
-def _copy_and_zero(places: Sequence[Tensor], grads: Sequence[Tensor], gaps: Sequence[Tensor]) -> None:
+def _copy_and_zero(places: list[Tensor], grads: list[Tensor], gaps: list[Tensor]) -> None:
     if grads:
         torch._foreach_copy_(places, grads)
     if gaps:

@@ -154,7 +154,7 @@ class Clipper:
         """Return the norm of this rank's part of the gradients."""
         if (reduced_norm := self._known(norm_type, only)) is not None:
             return reduced_norm.squares(self._flats).sqrt()
-        pieces = [piece for flat in self._flats for piece in _pieces(flat, self._context.transport.rank, only)]
+        pieces = [piece for flat in self._flats for _, piece in _pieces(flat, self._context.transport.rank, only)]
         if not pieces:
             return 0.0
         norms = torch.stack([norm.to(dtype) for norm in _norms(pieces, norm_type)])
@@ -248,14 +248,10 @@ def _norms(pieces: Sequence[Tensor], norm_type: float) -> Sequence[Tensor]:
 
 def _own_part(flat: Flat, rank: int, only: Collection[Tensor] | None) -> Tensor | None:
     """Return a copy of a rank's part of a flat's gradients, [S], with zeros between them; `None` if it has none."""
-    start, stop = flat.layout.shard_range(rank)
     own = None
-    for slot, shard in zip(flat.layout.slots, flat.shards, strict=True):
-        if shard.grad is not None and (only is None or shard in only):
-            own = shard.grad.new_zeros(stop - start) if own is None else own
-            first, last = slot.within(start, stop)
-            grad = shard.grad.reshape(-1)
-            own[first:last] = grad if flat.rank is not None else grad[start + first - slot.start :][: last - first]
+    for first, piece in _pieces(flat, rank, only):
+        own = piece.new_zeros(flat.layout.shard_numel) if own is None else own
+        own[first : first + piece.numel()] = piece
     return own
 
 
@@ -280,14 +276,14 @@ def _norm_of_all(norms: Tensor, norm_type: float) -> Tensor:
     return total
 
 
-def _pieces(flat: Flat, rank: int, only: Collection[Tensor] | None) -> Iterator[Tensor]:
-    """Yield the gradients in a rank's part of the full buffer, as 1-D tensors that are not empty."""
+def _pieces(flat: Flat, rank: int, only: Collection[Tensor] | None) -> Iterator[tuple[int, Tensor]]:
+    """Yield the gradients in a rank's part of the full buffer, 1-D and not empty, each after its start in that part."""
     start, stop = flat.layout.shard_range(rank)
     for slot, shard in zip(flat.layout.slots, flat.shards, strict=True):
         if shard.grad is not None and (only is None or shard in only):
-            grad = shard.grad.view(-1)
+            grad = shard.grad.reshape(-1)
             first, last = slot.within(start, stop)
             if flat.rank is None:
                 grad = grad[start + first - slot.start : start + last - slot.start]
             if last > first:
-                yield grad
+                yield first, grad
