@@ -45,7 +45,6 @@ from shardlite.engine import (
     FullParameters,
     InBackwardOptimizer,
     Join,
-    Mode,
     ModuleHooks,
     OptimizerBridge,
     PartLoop,
@@ -63,7 +62,7 @@ from shardlite.engine import (
     unregister_model,
 )
 from shardlite.errors import LayoutError, PhaseError
-from shardlite.grads import Clipper, Reducer, Skips, SoloGradientFlags
+from shardlite.grads import Clipper, Mode, Reducer, Skips, SoloGradientFlags
 from shardlite.optim import accumulating, adopt
 from shardlite.params import Unit
 from shardlite.telemetry import Held, not_on, process_memory
@@ -476,16 +475,15 @@ class ShardLite(nn.Module):
 
         So ranks with different numbers of batches finish together: `for batch in model.join(loader)`. A rank that has
         run out (`model.joined`) computes with the others, but its gradients do not count: means are those of the ranks
-        that have a batch. Its running statistics (batch norm) see the last batch again. A rank that had none at all is
-        lent one: tensors, numbers and strings in lists, tuples and dicts. Every rank calls this, and none leaves the
-        loop alone. The host waits once per batch.
+        that have a batch. Its running statistics (batch norm) see the last batch again. Every rank calls this with at
+        least one batch, and none leaves the loop alone. The host waits once per batch.
 
         Args:
             batches: this rank's.
             also: further wrapped models over the same ranks that are trained in the loop.
 
         Raises:
-            LayoutError: a rank has no batch at all, and cannot be lent one; on every rank.
+            LayoutError: a rank has no batch at all; on every rank.
         """
         models = [self, *also]
         for model in models:
@@ -792,7 +790,7 @@ class ShardLite(nn.Module):
         """Build what drives the units, from the bottom up: weights, gradients, hooks, and the bridge to optimizers."""
         context, units, single_rank = self._context, self._units, self._placement.single_rank
         diagnose, parts = options.diagnose, options.route.parts
-        self._join = Join(context, self._groups)
+        self._join = Join(context)
         self._parts = None if parts is None else PartLoop(parts, context)
         self._first_ranks = Buffers(self.module, context, self._ignored_modules) if options.buffers == "rank0" else None
         refuse_conversions(self.module, self._ignored_modules, self._ignored)
@@ -805,8 +803,9 @@ class ShardLite(nn.Module):
         shards = Shards(units, self.trace)
         self._in_backward = InBackwardOptimizer(shards, gatherer)
         reduced = [] if single_rank else units
-        self._reducer = Reducer(reduced, context, self._in_backward, stage=self.stage, diagnose=diagnose, parts=parts)
-        self._backward = Backward(self._reducer, gatherer, units, context.streams, self._parts)
+        self._reducer = Reducer(reduced, context, stage=self.stage, diagnose=diagnose, parts=parts)
+        begin_steps = self._in_backward.begin
+        self._backward = Backward(self._reducer, gatherer, units, context.streams, begin_steps, self._parts)
         self._full = FullParameters(self.module, units, context, gatherer, self._backward.calls)
         self._hooks = ModuleHooks(self._backward, gatherer)
         solo = SoloGradientFlags(flats, context.device, diagnose=diagnose) if single_rank else None
@@ -826,7 +825,7 @@ class ShardLite(nn.Module):
             modules = needs(self.module, plan.units, units)
             roots = [unit.module for unit in plan.units]
             self._hooks.install(modules, param_locations(self.module, units), roots, keeps=self._bridge)
-            attach_all(units, self._hooks, self._reducer)
+            attach_all(units, self._hooks, self._backward)
         self._backward.catch_gradients()
         register_model(self._bridge)
         adopt(shards.by_param(), part_of(units))

@@ -152,7 +152,7 @@ def _unit_budget(unit: Unit, recipe: Recipe, placement: Placement) -> UnitBudget
 
 
 def _flat_budget(flat: Flat, recipe: Recipe) -> FlatBudget:
-    """Place the mean as `grads/reduce_scatter.py` does."""
+    """Place the mean as `grads/reduce.py` does."""
     layout, same = flat.gradients, flat.reduce == flat.master
     bucket, world_size = layout.full_numel * flat.reduce.itemsize, recipe.world_size
     shard = layout.full_numel // world_size

@@ -5,7 +5,7 @@ In: forwards, backwards, steps, and reads and writes of parameters between them.
 lists what is changed in PyTorch.
 """
 
-from shardlite.engine.backward import Backward, Mode, in_backward
+from shardlite.engine.backward import Backward, in_backward
 from shardlite.engine.conversions import allow_conversions, cast_floats, refuse_conversions
 from shardlite.engine.full_params import NO_COPY, FullParameters
 from shardlite.engine.homes import attach_all

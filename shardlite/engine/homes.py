@@ -1,4 +1,4 @@
-"""Records that link the parameters of a wrapped model to it: who gathers their values, where their gradients are."""
+"""Link the parameters of a wrapped model to it: what gathers their values, and where their gradients are."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,9 +6,9 @@ from weakref import ref
 
 from torch import Tensor, nn
 
+from shardlite.engine.backward import Backward
 from shardlite.engine.module_hooks import ModuleHooks
 from shardlite.errors import LayoutError
-from shardlite.grads import Reducer
 from shardlite.params import Unit, attach
 
 
@@ -18,7 +18,7 @@ class _Owner:
 
     name: str
     hooks: "ref[ModuleHooks]"
-    reducer: "ref[Reducer]"
+    backward: "ref[Backward]"
     unit: "ref[Unit]"
     param: "ref[nn.Parameter]"
     shard: "ref[nn.Parameter]"
@@ -41,8 +41,8 @@ class _Owner:
 
     def gradient(self) -> Tensor | None:
         """Return the gradient: this rank's own one until it is reduced, then that of the shard."""
-        reducer, unit, param, shard = self.reducer(), self.unit(), self.param(), self.shard()
-        waiting = None if reducer is None or unit is None or param is None else reducer.waiting(unit, param)
+        backward, unit, param, shard = self.backward(), self.unit(), self.param(), self.shard()
+        waiting = None if backward is None or unit is None or param is None else backward.gradient(unit, param)
         if waiting is not None or shard is None:
             return waiting
         return shard.grad
@@ -73,16 +73,16 @@ class _Owner:
 
     def drop_gradient(self) -> None:
         """Drop the gradient."""
-        reducer, unit, param, shard = self.reducer(), self.unit(), self.param(), self.shard()
-        if reducer is not None and unit is not None and param is not None:
-            reducer.drop(unit, param)
+        backward, unit, param, shard = self.backward(), self.unit(), self.param(), self.shard()
+        if backward is not None and unit is not None and param is not None:
+            backward.drop_gradient(unit, param)
         if shard is not None:
             shard.grad = None
 
 
-def attach_all(units: Iterable[Unit], hooks: ModuleHooks, reducer: Reducer) -> None:
+def attach_all(units: Iterable[Unit], hooks: ModuleHooks, backward: Backward) -> None:
     """Attach its record to every parameter."""
     for unit in units:
         for flat in unit.flats:
             for slot, param, shard in zip(flat.layout.slots, flat.params, flat.shards, strict=True):
-                attach(param, _Owner(slot.name, ref(hooks), ref(reducer), ref(unit), ref(param), ref(shard)))
+                attach(param, _Owner(slot.name, ref(hooks), ref(backward), ref(unit), ref(param), ref(shard)))

@@ -21,7 +21,7 @@ from shardlite.engine.backward import Backward
 from shardlite.engine.local_shards import Shards
 from shardlite.engine.module_hooks import ModuleHooks
 from shardlite.errors import LayoutError, PhaseError, ShardWarning
-from shardlite.grads import Clipper, ShardStep, Skips
+from shardlite.grads import Clipper, Skips, Step, Stepping
 from shardlite.optim import AdamW, steps_in_backward
 from shardlite.params import Flat
 from shardlite.weights import Gathering
@@ -61,22 +61,22 @@ class InBackwardOptimizer:
         """
         return steps_in_backward(self._shards.names)
 
-    def begin(self, *, steps: bool) -> bool:
-        """Prepare for the first gradient of a backward. Return whether the backward steps; `steps` if it may.
+    def begin(self, *, steps: bool) -> Stepping | None:
+        """Prepare for the first gradient of a backward. Return what steps in it, if anything; `steps` if it may.
 
         Raises:
             PhaseError: an earlier backward has stepped, and its step is not closed.
         """
         optimizer = self.optimizer()
         if optimizer is None:
-            return False
+            return None
         self._now = ref(optimizer)  # an optimizer that the program drops is gone
         optimizer.ready()
         if steps:
             self.announce_change()
             self._shards.check()
             self._check_gradients()
-        return steps
+        return Stepping(self._prepare, self._end) if steps else None
 
     def _check_gradients(self) -> None:
         for shard, name in self._shards.names().items():
@@ -86,15 +86,16 @@ class InBackwardOptimizer:
                     "a gradient already, which it would ignore: call zero_grad() first, and accumulate in no_sync()"
                 )
 
-    def step(self, flat: Flat) -> ShardStep:
+    def _prepare(self, flat: Flat) -> Step:
         """Prepare the step of one flat."""
         own = flat.own_range(flat.gradients)
         starts = [slot.within(*own)[0] for slot in flat.gradients.slots]
-        return self._optimizer().prepare_in_backward(
+        step = self._optimizer().prepare_in_backward(
             [(flat.shards[row], start) for row, start in zip(flat.rows, starts, strict=True)]
         )
+        return Step(step.activate, step, step.fused, step.bad)
 
-    def end(self, bad: Tensor) -> None:
+    def _end(self, bad: Tensor) -> None:
         """Record that shards have changed. `bad` [] is above 0 if any rank has found a NaN or an infinity."""
         self._optimizer().note(bad)
         self.mark_stepped()

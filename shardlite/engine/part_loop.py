@@ -1,10 +1,10 @@
-"""Loops over the parts of a global batch, of which each rank runs some consecutive ones (order="tree").
+"""Loop over the parts of a global batch, of which each rank runs consecutive ones (order="tree").
 
-    2 ranks, 8 parts    rank 0    0  1  2  3*        * its backward reduces what all of them have brought
+    2 ranks, 8 parts    rank 0    0  1  2  3*        * its backward reduces the gradients of all
                         rank 1    4  5  6  7*
 
-All that a part computes must depend on the part alone. So each starts from its own state of the random number
-generators, which follows from the seed, the step and the part: dropout is the same on any number of ranks.
+The results of a part must depend on the part alone. So each starts from its own state of the random number
+generators, derived from the seed, the step and the part: dropout is the same on any number of ranks.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from shardlite.errors import PhaseError
 
 
 class PartLoop:
-    """The loops of one wrapped model."""
+    """Runs the loops of one wrapped model."""
 
     def __init__(self, total: int, context: Context) -> None:
         """`total` parts are divided among the ranks of `context`."""
@@ -28,14 +28,14 @@ class PartLoop:
         """The parts of this rank."""
 
         self.finished = 0
-        """Number of loops that were run to their end, and so of the step of the next one. Checkpoints keep it."""
+        """Number of completed loops, and so the step of the next one. Checkpoints save it."""
 
         self._device = context.device
         self._now: int | None = None
         self._had_backward = False
 
     def over(self, step: int | None, seed: int) -> Iterator[int]:
-        """Yield this rank's parts, each from its own random state. The states of before come back at the end.
+        """Yield this rank's parts, each with its own random state. The former states are restored at the end.
 
         Raises:
             PhaseError: a loop is running, or a part had no backward.
@@ -67,10 +67,10 @@ class PartLoop:
             self._now = None
 
     def begin_backward(self) -> None:
-        """Note the first gradient of a backward.
+        """Record the first gradient of a backward.
 
         Raises:
-            PhaseError: it is not the only backward of a part.
+            PhaseError: there is no part, or it has had a backward.
         """
         if self._now is None:
             raise PhaseError(
@@ -83,5 +83,5 @@ class PartLoop:
             )
 
     def end_backward(self) -> None:
-        """Note that the backward of the part is over."""
+        """Record the end of the part's backward."""
         self._had_backward = True

@@ -1,12 +1,12 @@
-"""Gradients on their way to the shards.
+"""Reduce gradients to the shards.
 
 In: gradients as autograd delivers them. Out: gradient shards, divided, with their norm and whether all are finite.
-Read `reducer.py` first.
+Read `reducer.py` first, then `backward_run.py`.
 """
 
-from shardlite.grads.bucket import Bucket
+from shardlite.grads.backward_run import BackwardRun, Mode, open_run
 from shardlite.grads.flags import SoloGradientFlags
 from shardlite.grads.norm import Clipper
-from shardlite.grads.reduce_scatter import ShardStep
+from shardlite.grads.reduce import Step, Stepping
 from shardlite.grads.reducer import Reducer
 from shardlite.grads.skip_step import Skips

@@ -1,8 +1,19 @@
-"""Buckets: the buffer in which one unit's gradients are collected until they are reduced.
+"""Buckets: the buffers that collect one unit's gradients until they are reduced.
 
 The root's gradients arrive first and last in a backward (for example those of a head and of an embedding). So the
-root's bucket has no memory until its last gradient: until then it keeps the tensors that autograd made. On a GPU every
+root's bucket allocates memory only at its last gradient, and keeps the tensors of autograd until then. On a GPU every
 bucket does.
+
+With order="tree" a bucket also sums earlier parts of the global batch, as a binary counter counts:
+
+    part   kept before        addition               kept after
+    0                                                [0]
+    1      [0]                0 + 1                  [0+1]
+    2      [0+1]                                     [0+1] [2]
+    3      [0+1] [2]          2 + 3, then with 0+1   [(0+1)+(2+3)]
+
+So consecutive parts, a power of two of them, are summed as a balanced binary tree. It is a branch of the tree over all
+parts, wherever a rank begins. Of `n` parts at most `log2(n)` sums are kept between backwards.
 
 In: gradients of single parameters. Out: full buffers to reduce. Starts no communication.
 
@@ -11,17 +22,72 @@ Legend: `W` ranks, `S` elements per shard.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
+from shardlite_kernels import hop
 from torch import Tensor, nn
 
-from shardlite.comm import Context, Moment, Transport
+from shardlite.comm import Context, Transport
 from shardlite.errors import PhaseError
-from shardlite.grads.part_sums import PartSums
 from shardlite.params import Flat, Gradients, Slot, Unit, check_move
 
 PURPOSE = "gradient buckets"
-"""How the ledger names the memory of buckets, and of gradients that wait for it."""
+"""The ledger's name for the memory of buckets, and of gradients that are not copied to them yet."""
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """The sum of the gradients of consecutive parts: one full buffer [W*S] per flat."""
+
+    parts: int
+    full: Sequence[Tensor]
+
+
+@dataclass(eq=False)
+class PartSums:
+    """Sums of the gradients of a unit's earlier parts, which are not reduced yet."""
+
+    most: int
+    """Maximum number of parts in a sum."""
+
+    used: set[int] = field(default_factory=set)
+    """The ids of the parameters that an earlier part used."""
+
+    _sums: list[_Sum] = field(default_factory=list)
+    """In the order of parts, so in decreasing order of size."""
+
+    def __bool__(self) -> bool:
+        """Return whether there are any."""
+        return bool(self._sums)
+
+    @property
+    def parts(self) -> int:
+        """Number of parts in all sums."""
+        return sum(each.parts for each in self._sums)
+
+    def add_to(self, full: Sequence[Tensor]) -> int:
+        """Add sums of as many parts as `full` has to it, in place, until none is left. Return the parts in `full`."""
+        parts = 1
+        while self._sums and self._sums[-1].parts == parts < self.most:
+            for own, earlier in zip(full, self._sums.pop().full, strict=True):
+                hop(own, earlier, own)
+            parts *= 2
+        return parts
+
+    def append(self, full: Sequence[Tensor], used: set[int]) -> None:
+        """Add the gradients of the next part, in place."""
+        self._sums.append(_Sum(self.add_to(full), full))
+        self.used |= used
+
+    def summands(self) -> Iterator[Sequence[Tensor]]:
+        """Yield the sums in the order of their parts: one full buffer per flat."""
+        return (each.full for each in self._sums)
+
+    def clear(self) -> None:
+        """Drop all sums."""
+        self._sums.clear()
+        self.used.clear()
 
 
 @dataclass(eq=False)
@@ -41,28 +107,19 @@ class Bucket:
     """One full buffer per flat, in the layout and dtype of its gradients."""
 
     early: dict[int, Tensor] = field(default_factory=dict)
-    """Gradients that arrived before `full` was allocated, as autograd made them, by `id` of their parameters.
+    """Autograd's tensors that arrived before `full` was allocated, by `id` of their parameters.
 
-    The bucket looks parameters up by `id` because the hash of a tensor is computed in Python.
+    Lookups are by `id` because the hash of a tensor is computed in Python.
     """
 
     places: dict[int, Tensor] = field(default_factory=dict)
-    """Views of `full` for the gradient of each parameter, in its shape, by its `id`."""
+    """Views of `full` for the gradient of each parameter, in its shape, by `id` of the parameter."""
 
     used: set[int] = field(default_factory=set)
     """The ids of the module's parameters whose gradients the bucket holds."""
 
-    reduced: bool = False
-    """Whether the gradients of the current backward are reduced, or added to those of earlier parts."""
-
     expected: int = field(init=False)
     """Number of parameters that have gradients."""
-
-    moment: Moment | None = None
-    """Event after the last gradient of this backward, `None` if that is now. See `Reducer.enter`."""
-
-    arrivals: int = 0
-    """Number of gradients that arrived in the current backward. A reentrant backward brings several per parameter."""
 
     def __post_init__(self) -> None:
         self.follow_requires_grad()
@@ -76,26 +133,15 @@ class Bucket:
         check_move(self.unit.name, self.phase, to)
         self.phase = to
 
-    def complete(self, rounds: int) -> bool:
-        """Return whether every parameter has received `rounds` gradients in the current backward."""
-        return self.arrivals == rounds * self.expected
-
-    def needs_memory(self, param: nn.Parameter, *, waits: bool) -> bool:
-        """Return whether the buffers must be allocated before the next gradient of `param` is stored.
-
-        With `waits`, the first gradient of a parameter can wait for them.
-        """
-        return not waits or id(param) in self.early
-
     def fill(self) -> None:
-        """Take memory for the full buffers, and copy early gradients into them."""
-        self.take_memory()
+        """Allocate the full buffers, and copy early gradients into them."""
+        self.allocate()
         while self.early:
             self.places[(early := self.early.popitem())[0]].copy_(early[1])
             del early  # frees each gradient before the next is copied
 
-    def take_memory(self, carrier: Transport | None = None) -> None:
-        """Take memory for the full buffers: of `carrier`, the transport that sends them, if it is given."""
+    def allocate(self, carrier: Transport | None = None) -> None:
+        """Allocate the full buffers, in memory of `carrier`, the transport that sends them, if given."""
         for flat in self.flats:
             numel = flat.gradients.full_numel
             if carrier is None:
@@ -105,47 +151,42 @@ class Bucket:
             self.full.append(full)
             self.context.ledger.track(PURPOSE, full)
         cut = [view for flat, full in zip(self.flats, self.full, strict=True) for view in flat.gradients.views(full)]
-        self.places = dict(zip(self._flat_of, cut, strict=True))
+        self.places = dict(zip(self._slots, cut, strict=True))
         if self.phase is Gradients.EMPTY:
             self.move(Gradients.FILLING)
 
     def copy_in(self) -> tuple[Callable[[], None], list[Tensor]]:
-        """Return what copies early gradients into the full buffers and zeroes the rest, and the gradients it reads.
+        """Return a function that copies early gradients into the full buffers and zeroes the rest, and its inputs.
 
-        It is to be run on a stream, and touches nothing of the bucket but memory.
+        It runs on a stream, and uses only memory of the bucket.
         """
-        places, early, gaps = [self.places[key] for key in self.early], [*self.early.values()], self._gaps()
+        places, early = [self.places[key] for key in self.early], [*self.early.values()]
         self.early.clear()
-
-        def run() -> None:
-            if early:
-                torch._foreach_copy_(places, early)
-            if gaps:
-                torch._foreach_zero_(gaps)
-
-        return run, early
+        return partial(_copy_and_zero, places, early, self._gaps()), early
 
     def add(self, param: nn.Parameter, grad: Tensor | None, *, is_watched: bool) -> None:
         """Store a gradient, cast to the dtype of the reduction, or add it to the stored one.
 
-        Pass `None` for a gradient excluded by `join`: it counts as arrived and contributes zero. `is_watched` says that
-        other code may write to the tensor, so that it must be copied.
+        Args:
+            param: the module's parameter.
+            grad: its gradient. `None`: it is excluded by `join` and contributes zero.
+            is_watched: whether other code may write to `grad`, so that it must be copied.
 
         Raises:
             PhaseError: the parameter was frozen between its forward and this backward.
         """
         key = id(param)
-        if key not in self._flat_of:
+        if key not in self._slots:
             raise PhaseError(
                 f"parameter {self._name_of(param)!r} got a gradient, but did not require one at the latest forward: "
                 "change requires_grad after the backward"
             )
-        self.arrivals += 1
         if grad is None:
             return
         dense = grad.to_dense() if grad.is_sparse else grad
         if not self.full:
-            self.early[key] = dense.clone() if is_watched else dense
+            self.early[key] = early = dense.clone() if is_watched else dense
+            self.context.ledger.track(PURPOSE, early)
             if self.phase is Gradients.EMPTY:
                 self.move(Gradients.FILLING)
         elif key in self.used:
@@ -155,7 +196,7 @@ class Bucket:
         self.used.add(key)
 
     def gradient(self, param: nn.Parameter) -> Tensor | None:
-        """Return the gradient collected for `param`, or `None`."""
+        """Return the collected gradient of `param`, or `None`."""
         key = id(param)
         if self.phase is not Gradients.FILLING or key not in self.used:
             return None
@@ -166,15 +207,14 @@ class Bucket:
         for full in self.full:
             full.mul_(factor)
         for key, grad in self.early.items():
-            self.early[key] = grad.to(self._flat_of[key].reduce) * factor
+            self.early[key] = grad.to(self.flats[self._slots[key][0]].reduce) * factor
 
     def drop(self, param: nn.Parameter) -> None:
-        """Drop the gradient of `param`, that of earlier parts, too."""
+        """Drop the gradient of `param`, also that of earlier parts."""
         if id(param) in self.earlier.used:
-            rows = ((i, flat.params[row], slot) for i, flat in enumerate(self.flats) for row, slot in _slots(flat))
-            place, slot = next((i, slot) for i, each, slot in rows if each is param)
+            i, slot = self._slots[id(param)]
             for full in self.earlier.summands():
-                slot.view(full[place]).zero_()
+                slot.view(full[i]).zero_()
             self.earlier.used.discard(id(param))
         if self.phase is Gradients.FILLING:
             self.used.discard(id(param))
@@ -187,10 +227,7 @@ class Bucket:
         return next(slot.name for each, slot in zip(flat.params, flat.layout.slots, strict=True) if each is param)
 
     def zero_the_rest(self) -> None:
-        """Zero the padding and the places of missing gradients. The buffers were allocated uninitialised.
-
-        Padding stays zero: a reduction writes sums of zeros there.
-        """
+        """Zero the padding and missing gradients, which are uninitialized. A reduction leaves padding zero."""
         if gaps := self._gaps():
             torch._foreach_zero_(gaps)
 
@@ -198,25 +235,25 @@ class Bucket:
         gaps: list[Tensor] = []
         complete = len(self.used) == self.expected
         for flat, full in zip(self.flats, self.full, strict=True):
-            unwritten = flat.gradients.padding if complete else flat.gradients.gaps(self._used_slots(flat))
+            unwritten = (
+                flat.gradients.padding
+                if complete
+                else flat.gradients.gaps({i for i, used in enumerate(self.flags(flat)) if used})
+            )
             gaps += [full[start:stop] for start, stop in unwritten]
         return gaps
-
-    def _used_slots(self, flat: Flat) -> set[int]:
-        return {i for i, row in enumerate(flat.rows) if id(flat.params[row]) in self.used}
 
     def flags(self, flat: Flat) -> list[int]:
         """Return one flag per parameter of `flat` that may have a gradient: 1 if the bucket holds one, else 0."""
         return [int(id(flat.params[row]) in self.used) for row in flat.rows]
 
     def first_bad(self) -> int | None:
-        """Return the flag index of the first gradient with a NaN or an infinity, or `None`. Synchronizes the host."""
-        rows = [(flat.params[row], slot, i) for i, flat in enumerate(self.flats) for row, slot in _slots(flat)]
-        for place, (param, slot, i) in enumerate(rows):
-            own = self.early.get(id(param))
+        """Return the index in `flags` of the first gradient with a NaN or an infinity, or `None`. The host waits."""
+        for place, (key, (i, slot)) in enumerate(self._slots.items()):
+            own = self.early.get(key)
             grads = [own.to(self.flats[i].reduce)] if own is not None else []
             grads += [full[i][slot.start : slot.stop] for full in (self.full, *self.earlier.summands()) if full]
-            if id(param) in self.used and not all(grad.isfinite().all() for grad in grads):
+            if key in self.used and not all(grad.isfinite().all() for grad in grads):
                 return place
         return None
 
@@ -226,40 +263,37 @@ class Bucket:
         return self.phase is Gradients.FILLING or bool(self.earlier)
 
     def keep_part(self) -> None:
-        """Add the gradients to those of earlier parts, and be empty for the next part. Nothing may be missing."""
-        self.earlier.keep(self.full, self.used)
+        """Move the gradients, with all gaps filled, to the sums over earlier parts."""
+        self.earlier.append(self.full, self.used)
         self.full, self.places, self.used = [], {}, set()
         self.move(Gradients.EMPTY)
-        self.reduced = True
 
     def add_earlier_parts(self) -> int:
-        """Add the gradients of earlier parts, but for sums that are kept apart. Return the number of all parts."""
+        """Add the gradients of earlier parts, except sums that stay separate. Return the number of all parts."""
         parts = self.earlier.add_to(self.full)
         self.used |= self.earlier.used
         return parts + self.earlier.parts
 
     def begin_reduction(self) -> None:
-        """Note that the gradients are on their way, so that no more may come in this backward; maybe there are none."""
+        """Accept no more gradients until `clear`. The bucket may have received none."""
         if self.phase is Gradients.EMPTY:
             self.move(Gradients.FILLING)
         self.move(Gradients.REDUCING)
-        self.reduced = True
-
-    def start_over(self) -> None:
-        """Be ready for the next backward."""
-        self.arrivals, self.reduced, self.moment = 0, False, None
-        self.unit.begin_backward()
 
     def follow_requires_grad(self) -> None:
-        """Update which parameters have gradients. Call it while the bucket is empty."""
+        """Expect gradients of the parameters that require them now. Call it while the bucket is empty."""
         for flat in self.unit.flats:
             flat.follow_requires_grad()
         self.flats = self.unit.trainable
-        self._flat_of = {id(flat.params[row]): flat for flat in self.flats for row in flat.rows}
-        self.expected = len(self._flat_of)
+        self._slots: dict[int, tuple[int, Slot]] = {  # by `id` of the parameter: the index of its flat, and its slot
+            id(flat.params[row]): (i, slot)
+            for i, flat in enumerate(self.flats)
+            for row, slot in zip(flat.rows, flat.gradients.slots, strict=True)
+        }
+        self.expected = len(self._slots)
 
     def release(self) -> None:
-        """Give up the memory, in which a gradient may lie now."""
+        """Release the full buffers. They may be the memory of gradients now."""
         self.full, self.places = [], {}
 
     def clear(self) -> None:
@@ -272,10 +306,8 @@ class Bucket:
             self.move(Gradients.EMPTY)
 
 
-def make_buckets(units: Sequence[Unit], context: Context, most_parts: int) -> dict[Unit, Bucket]:
-    """Make a bucket for each unit of a model. Sums of `most_parts` parts of a global batch are kept apart."""
-    return {unit: Bucket(unit, context, PartSums(most_parts)) for unit in units}
-
-
-def _slots(flat: Flat) -> Iterator[tuple[int, Slot]]:
-    return zip(flat.rows, flat.gradients.slots, strict=True)
+def _copy_and_zero(places: list[Tensor], grads: list[Tensor], gaps: list[Tensor]) -> None:
+    if grads:
+        torch._foreach_copy_(places, grads)
+    if gaps:
+        torch._foreach_zero_(gaps)

@@ -1,7 +1,7 @@
-"""Which parameters were used by any rank in a backward, and whether any gradient is not finite.
+"""Exchange which parameters any rank used in a backward, and whether any gradient is not finite.
 
-Each rank contributes a row of flags, and one all-reduce adds them up. The host does not wait for the sums: it looks at
-them only for parameters that this rank has not used. The others have one user at least.
+Each rank contributes one flag per parameter, and one all-reduce sums them. The host reads the sums, and so waits, only
+for parameters that this rank has not used: the others have at least one user.
 """
 
 import warnings
@@ -19,14 +19,14 @@ _MOST_SENT = 64
 
 
 class SentNumbers:
-    """Numbers on a device, which are mostly those of an earlier call, and then need no copy from the host."""
+    """Cache of numbers on a device. A repeated call needs no copy from the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._sent: dict[tuple[int, ...], Tensor] = {}
 
     def __call__(self, numbers: Sequence[int]) -> Tensor:
-        """Return `numbers` [n], int32. They are not to be written to."""
+        """Return `numbers` [n], int32. Do not write to them."""
         key = tuple(numbers)
         if key not in self._sent:
             if len(self._sent) > _MOST_SENT:
@@ -42,20 +42,23 @@ class GradientFlags:
         self._context = context
         self._rows = SentNumbers(context.device)
 
-    def take(self, used: Sequence[int], bad: Sequence[Tensor]) -> tuple[Sequence[int], Tensor]:
-        """Return how many ranks used each parameter (or any number above 0), and whether anything is bad anywhere.
+    def exchange(self, used: Sequence[int], bad: Sequence[Tensor]) -> tuple[Sequence[int], Tensor]:
+        """Exchange flags of all ranks.
 
         Args:
-            used: 1 for each parameter that this rank has used, else 0.
-            bad: flags of this rank's means, each [] and above 0 if it has a NaN or an infinity, else 0.
+            used: 1 for each parameter that this rank used, else 0.
+            bad: for each mean of this rank [], above 0 if it has a NaN or an infinity, else 0.
+
+        Returns:
+            A number above 0 for each parameter that any rank used; and [], 1 if anything is bad on any rank, else 0.
 
         Raises:
-            PhaseError: this rank has not used a parameter, so the host has to look, and a CUDA graph is captured.
+            PhaseError: this rank has not used a parameter while a CUDA graph is captured, when the host cannot wait.
         """
         if not all(used) and self._context.streams.captures():
             raise PhaseError(
-                f"{list(used).count(0)} parameters got no gradient on rank {self._context.rank} in a step that "
-                "a CUDA graph captures, and the host cannot look whether other ranks have used them: freeze them with "
+                f"{list(used).count(0)} parameters got no gradient on rank {self._context.rank} while a CUDA graph is "
+                "captured, and the host cannot read whether other ranks used them: freeze them with "
                 "requires_grad_(False), or use them in every step"
             )
         flags = torch.cat([self._rows(used), torch.stack(list(bad)).sum(0, keepdim=True, dtype=torch.int32)])
@@ -64,7 +67,7 @@ class GradientFlags:
         return (used if all(used) else flags[:-1].tolist()), anything
 
     def first_bad(self, index: int | None) -> list[tuple[int, int]]:
-        """Exchange the index of each rank's first own gradient that is not finite; return (rank, index) of those."""
+        """Exchange `index`, of this rank's first bad gradient. Return (rank, index) of the ranks that have one."""
         context = self._context
         ranks = torch.zeros(context.world_size, dtype=torch.int32, device=context.device)
         ranks[context.rank] = 0 if index is None else index + 1
@@ -73,7 +76,7 @@ class GradientFlags:
 
 
 class SoloGradientFlags:
-    """The gradient flags of the only rank, whose gradients are autograd's own: read when a step comes."""
+    """Gradient flag of a single rank, whose gradients are autograd's own. It is computed at the step."""
 
     def __init__(self, flats: Iterable[Flat], device: torch.device, *, diagnose: bool) -> None:
         self._device = device
@@ -82,11 +85,14 @@ class SoloGradientFlags:
             shard: slot.name for flat in flats for shard, slot in zip(flat.shards, flat.layout.slots, strict=True)
         }
         self._watched: set[Tensor] = set()
-        # The flag, until a gradient comes. The hooks hold nothing else: the garbage collector cannot look into them.
+        # The flag, until a gradient arrives. Hooks hold nothing else: the garbage collector cannot traverse them.
         self._known: list[Tensor] = []
 
     def nonfinite(self) -> Tensor | None:
-        """Return whether a gradient is not finite, [], the same tensor until another backward; `None` without any."""
+        """Return [], 1 if a gradient is not finite, else 0; `None` without gradients.
+
+        It is the same tensor until the next backward.
+        """
         self._watch()
         grads = {name: shard.grad for shard, name in self._names.items() if shard.grad is not None}
         if not grads:
@@ -100,7 +106,7 @@ class SoloGradientFlags:
         return self._known[0] if self._known else None
 
     def _watch(self) -> None:
-        """Have gradients announce themselves, those of parameters that were unfrozen too."""
+        """Register hooks that invalidate the cached flag, also on newly unfrozen parameters."""
         known = self._known
         for shard in self._names:
             if shard.requires_grad and shard not in self._watched:
@@ -110,18 +116,18 @@ class SoloGradientFlags:
 
 
 def warn_of(found: Sequence[tuple[int, str]]) -> None:
-    """Warn of gradients that are not finite, each by rank and name of its parameter."""
+    """Warn of gradients that are not finite, given rank and parameter name of each."""
     where = ", ".join(f"of {name!r} on rank {rank}" for rank, name in found)
     warnings.warn(
-        f"gradients are not finite: {where or 'in sums and accumulated ones only'}. The step is skipped",
+        f"gradients are not finite: {where or 'only in sums and accumulated gradients'}. The step is skipped",
         NonFiniteWarning,
         stacklevel=3,
     )
 
 
 def largest(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the largest magnitude in each tensor, [], NaN where there is one. None of them may be empty."""
-    with as_they_are():  # tensors may be parts of others, and that is known here
+    """Return the largest magnitude of each tensor, [], or NaN if it has one. No tensor may be empty."""
+    with as_they_are():  # tensors may be parts of others, which is intended here
         if tensors and tensors[0].is_cuda:
             return list(torch._foreach_norm(list(tensors), float("inf")))
         # On a CPU that one is slow in torch 2.13.
@@ -129,7 +135,7 @@ def largest(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def any_bad(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return whether there is a NaN or an infinity in any of the tensors, [], int32."""
+    """Return [], int32, 1 if any of the tensors has a NaN or an infinity, else 0."""
     found = largest([tensor for tensor in tensors if tensor.numel()])
     if not found:
         return torch.zeros((), dtype=torch.int32, device=device)

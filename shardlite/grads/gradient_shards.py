@@ -1,9 +1,9 @@
-"""Gradient shards: what a backward leaves in the `.grad` of the shards, and what is known of it.
+"""Gradient shards: what a backward leaves in the `.grad` of the shards.
 
-A parameter that no rank has used keeps its `.grad`. All ranks know whether any gradient is not finite, and of what was
-reduced just now the norm is known, too.
+A parameter that no rank used keeps its `.grad`. All ranks know whether any gradient is not finite, and the norm of what
+was just reduced.
 
-In: reductions that are over. Out: gradients, a flag for the skipping of steps, squares for clipping.
+In: finished reductions. Out: gradients, a flag for skipped steps, squares for clipping.
 """
 
 import weakref
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardlite.comm import Context
 from shardlite.grads.flags import GradientFlags, any_bad, warn_of
 from shardlite.grads.norm import ReducedNorm, Squares
-from shardlite.grads.reduce_scatter import Reduction
+from shardlite.grads.reduce import Reduction
 from shardlite.params import Unit
 
 
@@ -24,26 +24,26 @@ class GradientShards:
 
     _nonfinite: Tensor | None = None
     _judged: Sequence["weakref.ref[Tensor]"] = ()
-    """The gradients that `_nonfinite` is about."""
+    """The gradients that `_nonfinite` describes."""
 
     _reduced_norm: ReducedNorm | None = None
 
     def __init__(self, units: Sequence[Unit], context: Context, *, by_blocks: bool, diagnose: bool) -> None:
-        """Norms are made of those of blocks if `by_blocks`; `diagnose` names gradients that are not finite."""
+        """With `by_blocks`, keep the norms of blocks; with `diagnose`, name gradients that are not finite."""
         self._shards = [shard for unit in units for flat in unit.flats for shard in flat.shards]
         self._device = context.device
         self._flags = GradientFlags(context)
         self._by_blocks = by_blocks
         self._diagnose = diagnose
 
-    def take(self, reductions: Sequence[Reduction]) -> None:
-        """Give the shards their gradients, as far as any rank has used their parameters.
+    def store(self, reductions: Sequence[Reduction]) -> None:
+        """Store means in the `.grad` of shards whose parameters any rank used.
 
-        Of what was reduced just now the statistics are known. Sums with what was accumulated before are checked by a
-        pass, and so are gradients that this backward has not touched.
+        Statistics of new means are known. A pass over memory checks sums with accumulated gradients, and gradients that
+        this backward has not changed.
 
         Raises:
-            CommError: a peer failed, is late or does another operation.
+            CommError: a peer failed, is late or runs another operation.
         """
         parts = [part for reduction in reductions for part in reduction.parts()]
         if not parts:
@@ -59,7 +59,7 @@ class GradientShards:
         means = [mean for reduction in reductions for mean in reduction.means]
         bad = torch.stack([mean.total for mean in means])[:, 1]
         flags = [*bad.unbind(), any_bad(sums, self._device).double()]
-        users, self._nonfinite = self._flags.take([used for _, _, used in parts], flags)
+        users, self._nonfinite = self._flags.exchange([used for _, _, used in parts], flags)
         for (shard, grad, used), count in zip(parts, users, strict=True):
             if count and not used:
                 shard.grad = grad if shard.grad is None else shard.grad.add_(grad)
@@ -70,24 +70,24 @@ class GradientShards:
         if self._diagnose and self._nonfinite.item():
             self._name_bad(reductions)
 
-    def take_none(self, reductions: Sequence[Reduction]) -> Tensor:
-        """Note that shards were stepped instead; return above 0 if any rank has found a NaN or an infinity, [].
+    def after_steps(self, reductions: Sequence[Reduction]) -> Tensor:
+        """Forget earlier results, because shards were stepped. Return [], above 0 if any rank found a NaN or infinity.
 
         Raises:
-            CommError: a peer failed, is late or does another operation.
+            CommError: a peer failed, is late or runs another operation.
         """
         bad = [step.bad for reduction in reductions for step in reduction.steps]
         self._reduced_norm, self._judged = None, []
-        return self._flags.take([], bad)[1]
+        return self._flags.exchange([], bad)[1]
 
     def reduced_norm(self) -> ReducedNorm | None:
-        """Return what the last backward left in `.grad`, and its squares; `None` if some of it was there before."""
+        """Return the gradients of the last backward and their squares, or `None` if some accumulated before it."""
         return self._reduced_norm
 
     def nonfinite(self) -> Tensor | None:
-        """Return whether what the last backward left in `.grad` has a NaN or an infinity on any rank, [], 1 or 0.
+        """Return [], 1 if a gradient of the last backward has a NaN or an infinity on any rank, else 0.
 
-        `None` if none of those gradients is there any more.
+        `None` if none of these gradients exists any more.
         """
         now = {id(grad) for _, grad in self._graded()}
         return self._nonfinite if any(id(each()) in now for each in self._judged) else None
@@ -96,7 +96,7 @@ class GradientShards:
         return [(shard, shard.grad) for shard in self._shards if shard.grad is not None]
 
     def _name_bad(self, reductions: Sequence[Reduction]) -> None:
-        """Warn of the first gradient that is not finite, of each rank that has one."""
+        """Warn of the first gradient of each rank that is not finite."""
         flats = [mean.flat for each in reductions for mean in each.means]
         names = [flat.layout.slots[row].name for flat in flats for row in flat.rows]
         is_first = [i == each.first_bad for each in reductions for i in range(len(each.used))]

@@ -1,14 +1,14 @@
-"""The global norm of sharded gradients, and clipping by it, without a host synchronisation.
+"""Compute the global norm of sharded gradients, and clip by it, without host synchronization.
 
-The norm is made of one partial per rank, combined in the order of ranks. A rank's partial comes from the statistics
-that the reduction took in its last hop, if the gradients are still what it left, or else from a pass over its part of
-the gradients. At every stage these are the same parts, so all stages get the same bits.
+The norm combines one partial per rank, in the order of ranks. A rank's partial comes from the statistics of the
+reduction's last hop if the gradients are unchanged since, otherwise from a pass over its part of the gradients. These
+parts are the same at every stage, so all stages get the same bits.
 
-With order="tree" it is made of the norms of blocks of `B` elements, which no cut divides: all ranks gather those of all
-blocks, and combine the same numbers in the same order, whatever `W` is. They come from where partials come from.
+With order="tree" the norm combines the norms of blocks of `B` elements, which no cut divides. All ranks gather those of
+all blocks, and combine the same numbers in the same order for any `W`.
 
-PyTorch counts writes to a tensor: gradients that are the same tensors at the same version have the same values. It does
-not count writes through `.data`, by NumPy, or by collectives of `torch.distributed`.
+PyTorch counts writes to a tensor: the same tensors at the same version have the same values. It does not count writes
+through `.data`, by NumPy, or by collectives of `torch.distributed`.
 
 Legend: `W` ranks that share a model, `S` elements per shard, `B` elements of a block of statistics.
 """
@@ -47,8 +47,8 @@ class ReducedNorm:
         """Record gradients.
 
         Args:
-            squares: those of each flat. Parameters that no rank has used count as zeros.
-            graded: all shards that the reduction has given a gradient, each with that.
+            squares: of each flat. Parameters that no rank used count as zeros.
+            graded: all shards that have a gradient from the reduction, each with that gradient.
         """
         self._squares = squares
         # By `id`, because the hash of a tensor is computed in Python.
@@ -56,23 +56,23 @@ class ReducedNorm:
         self._written = False
 
     def forget(self) -> None:
-        """Forget the norm after a write that PyTorch does not count."""
+        """Invalidate the norm after a write that PyTorch does not count."""
         self._written = True
 
     def are_all(self, shards: Collection[nn.Parameter]) -> bool:
-        """Whether the gradients of `shards` are all that were handed over, and no others, whatever is in them now."""
+        """Return whether the gradients of `shards` are exactly the recorded tensors, whatever their values are now."""
         marks = self._marks
         same = all(id(shard) in marks and marks[id(shard)][0]() is shard.grad for shard in shards)
         return same and len(shards) == len(marks)
 
     def describes(self, shards: Collection[nn.Parameter]) -> bool:
-        """Whether `squares` are those of the gradients of `shards` as they are now."""
+        """Return whether `squares` describe the gradients of `shards` as they are now."""
         if self._written or not self.are_all(shards):
             return False
         return all((now := grad()) is not None and now._version == was for grad, was in self._marks.values())
 
     def squares(self, flats: Iterable[Flat]) -> Tensor:
-        """Add up the squares in this rank's parts of all these flats, in their order: [] in fp64."""
+        """Sum the squares of this rank's parts of the flats, in their order: [] in fp64."""
         return torch.stack([self._squares[flat].total for flat in flats if flat in self._squares]).sum()
 
     def norm_of_blocks(self, flat: Flat) -> Tensor | None:
@@ -80,11 +80,11 @@ class ReducedNorm:
         if flat not in self._squares:
             return None
         blocks = self._squares[flat].blocks
-        assert blocks is not None, "they are kept where norms are made of them"
+        assert blocks is not None, "they are kept if norms combine them"
         return blocks.double().sqrt()
 
     def runs(self) -> Iterable[Tensor]:
-        """Yield the memory of the gradients, if they are all there still: one [n] for each flat, with its padding."""
+        """Yield the memory of the gradients: one [n] for each flat, with its padding. All must exist."""
         for flat in self._squares:
             grads = [shard.grad for shard in flat.shards if id(shard) in self._marks and shard.grad is not None]
             if parts := [grad for grad in grads if grad.numel()]:
@@ -92,9 +92,9 @@ class ReducedNorm:
 
 
 def _span(parts: Sequence[Tensor]) -> Tensor:
-    """Return everything from the first to the last of these parts of a gradient shard, which are in ascending order.
+    """Return the memory from the first to the last of these parts of a gradient shard, in ascending order.
 
-    What is between them is padding, or belongs to parameters that no rank has used: zeros that are never read.
+    Between them are zeros that are never read: padding, and parameters that no rank used.
     """
     start = parts[0].storage_offset()
     stop = parts[-1].storage_offset() + round_up(parts[-1].numel(), ALIGN)
@@ -108,7 +108,7 @@ _SCALABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Clipper:
-    """The norm of the gradients of one wrapped model, and clipping by it."""
+    """Computes the norm of one wrapped model's gradients, and clips by it."""
 
     def __init__(
         self,
@@ -118,9 +118,13 @@ class Clipper:
         *,
         by_blocks: bool,
     ) -> None:
-        """`reduced_norm` returns the norm of what the last reduction left in `.grad`, if it is known.
+        """Compute nothing yet.
 
-        With `by_blocks` norms do not depend on the number of ranks. Shards are whole blocks then.
+        Args:
+            flats: all flats of the model.
+            context: the ranks.
+            reduced_norm: returns the norm of what the last reduction left in `.grad`, if known.
+            by_blocks: whether norms do not depend on the number of ranks. Shards are whole blocks then.
         """
         self._by_blocks = by_blocks
         self._flats = [flat for flat in flats if flat.layout.dtype.is_floating_point]
@@ -128,12 +132,10 @@ class Clipper:
         self._reduced_norm = reduced_norm
 
     def norm(self, norm_type: float, only: Collection[Tensor] | None = None) -> Tensor:
-        """Return the norm of the gradients of all ranks, [], or of those of the shards in `only`.
-
-        To be called by every rank.
+        """Return the norm of the gradients of all ranks, [], or only of those of the shards in `only`. Collective.
 
         Raises:
-            LayoutError: there is no such norm.
+            LayoutError: the exponent is not positive.
         """
         if not norm_type > 0:
             raise LayoutError(f"the norm of gradients has a positive exponent or is inf, got {norm_type!r}")
@@ -152,7 +154,7 @@ class Clipper:
         """Return the norm of this rank's part of the gradients."""
         if (reduced_norm := self._known(norm_type, only)) is not None:
             return reduced_norm.squares(self._flats).sqrt()
-        pieces = [piece for flat in self._flats for piece in _pieces(flat, self._context.transport.rank, only)]
+        pieces = [piece for flat in self._flats for _, piece in _pieces(flat, self._context.transport.rank, only)]
         if not pieces:
             return 0.0
         norms = torch.stack([norm.to(dtype) for norm in _norms(pieces, norm_type)])
@@ -160,14 +162,14 @@ class Clipper:
         return partial
 
     def _known(self, norm_type: float, only: Collection[Tensor] | None) -> ReducedNorm | None:
-        """Return the norm that a reduction has measured, if it is that of these gradients as they are now."""
+        """Return the norm that a reduction measured, if it describes these gradients as they are now."""
         graded = _graded(shard for flat in self._flats for shard in flat.shards if only is None or shard in only)
         reduced_norm = self._reduced_norm()
         known = norm_type == 2 and reduced_norm is not None and reduced_norm.describes(graded)
         return reduced_norm if known else None
 
     def _norm_of_blocks(self, norm_type: float, only: Collection[Tensor] | None) -> Tensor:
-        """Return the norm of the gradients of all ranks, [] in fp64, by way of the norms of all blocks."""
+        """Return the norm of the gradients of all ranks, [] in fp64, combined from the norms of all blocks."""
         context, transport = self._context, self._context.inline[0]
         reduced_norm = self._known(norm_type, only)
         own = []
@@ -188,9 +190,9 @@ class Clipper:
 
     @cached_property
     def _blocks_in_order(self) -> Tensor:
-        """Where, among the blocks of all ranks, those that hold parameters are: flat by flat, as in the full buffer.
+        """The places, among the blocks of all ranks, of those with parameters: flat by flat, as in the full buffer.
 
-        What follows them is padding, whose length depends on the number of ranks.
+        Blocks after them are padding. Their number depends on the number of ranks.
         """
         counts = [flat.layout.shard_numel // flat.layout.grain for flat in self._flats]
         places, before = [], 0
@@ -203,7 +205,7 @@ class Clipper:
     def clip(self, shards: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
         """Scale gradients by `min(1, max_norm / (norm + 1e-6))`, as `torch.nn.utils.clip_grad_norm_` does.
 
-        Where that is 1 no gradient is read: the device finds it out, or the host on the CPU, where it need not wait.
+        If the factor is 1, no gradient is read. The device checks this; on the CPU the host does.
         """
         factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
         if not use_triton(factor) and factor == 1:
@@ -219,7 +221,7 @@ class Clipper:
         torch.autograd.graph.increment_version(runs)  # a kernel does not count its writes
 
     def gradients_written(self) -> None:
-        """Forget the norm after gradients were written to in a way that PyTorch does not count."""
+        """Invalidate the norm after writes that PyTorch does not count."""
         reduced_norm = self._reduced_norm()
         if reduced_norm is not None:
             reduced_norm.forget()
@@ -230,7 +232,7 @@ def _graded(shards: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def _run_or_scaled(grad: Tensor, factor: Tensor) -> Tensor | None:
-    """Return the memory of a gradient, [n], or scale it here if it is not what `scale` takes."""
+    """Return the memory of a gradient, [n]. If `scale` does not take it, scale it and return `None`."""
     if grad.layout is torch.strided and grad.is_contiguous() and grad.dtype in _SCALABLE:
         return grad.view(-1)
     grad.mul_(factor.to(grad.dtype))
@@ -240,20 +242,16 @@ def _run_or_scaled(grad: Tensor, factor: Tensor) -> Tensor | None:
 def _norms(pieces: Sequence[Tensor], norm_type: float) -> Sequence[Tensor]:
     if norm_type == inf:
         return largest(pieces)
-    with as_they_are():  # pieces are parts of others, and that is known here
+    with as_they_are():  # pieces are parts of others, which is intended here
         return torch._foreach_norm(list(pieces), norm_type)
 
 
 def _own_part(flat: Flat, rank: int, only: Collection[Tensor] | None) -> Tensor | None:
-    """Return a copy of what of a flat's gradients lies in a rank's part, zeros between them, [S]. `None`: nothing."""
-    start, stop = flat.layout.shard_range(rank)
+    """Return a copy of a rank's part of a flat's gradients, [S], with zeros between them; `None` if it has none."""
     own = None
-    for slot, shard in zip(flat.layout.slots, flat.shards, strict=True):
-        if shard.grad is not None and (only is None or shard in only):
-            own = shard.grad.new_zeros(stop - start) if own is None else own
-            first, last = slot.within(start, stop)
-            grad = shard.grad.reshape(-1)
-            own[first:last] = grad if flat.rank is not None else grad[start + first - slot.start :][: last - first]
+    for first, piece in _pieces(flat, rank, only):
+        own = piece.new_zeros(flat.layout.shard_numel) if own is None else own
+        own[first : first + piece.numel()] = piece
     return own
 
 
@@ -268,7 +266,7 @@ def _norm_of_each_block(part: Tensor, norm_type: float) -> Tensor:
 
 
 _TOGETHER = 1024
-"""Norms that are combined in one row, so that no sum is divided among threads, whose number would change its bits."""
+"""Number of norms combined in one row, so that no sum is split among threads, whose number would change its bits."""
 
 
 def _norm_of_all(norms: Tensor, norm_type: float) -> Tensor:
@@ -278,14 +276,14 @@ def _norm_of_all(norms: Tensor, norm_type: float) -> Tensor:
     return total
 
 
-def _pieces(flat: Flat, rank: int, only: Collection[Tensor] | None) -> Iterator[Tensor]:
-    """Yield what of the gradients lies in a rank's part of the full buffer, as 1-D tensors that are not empty."""
+def _pieces(flat: Flat, rank: int, only: Collection[Tensor] | None) -> Iterator[tuple[int, Tensor]]:
+    """Yield the gradients in a rank's part of the full buffer, 1-D and not empty, each after its start in that part."""
     start, stop = flat.layout.shard_range(rank)
     for slot, shard in zip(flat.layout.slots, flat.shards, strict=True):
         if shard.grad is not None and (only is None or shard in only):
-            grad = shard.grad.view(-1)
+            grad = shard.grad.reshape(-1)
             first, last = slot.within(start, stop)
             if flat.rank is None:
                 grad = grad[start + first - slot.start : start + last - slot.start]
             if last > first:
-                yield grad
+                yield first, grad

@@ -1,12 +1,12 @@
-"""Steps that are left out because a gradient, on any rank, has a NaN or an infinity.
+"""Skip steps if a gradient has a NaN or an infinity on any rank.
 
-On the CPU the gradients are hidden from the optimizer, any optimizer. On a GPU the host must not wait for the flag, so
-it is handed over as `found_inf`, PyTorch's own protocol for fused optimizers: their kernels then change nothing. Other
-optimizers there step as in plain PyTorch, and nothing is counted.
+On the CPU the gradients are hidden from the optimizer, whichever it is. On a GPU the host must not wait for the flag,
+so it is passed on as `found_inf`, PyTorch's own protocol for fused optimizers: their kernels then change nothing. Other
+optimizers on a GPU step as in plain PyTorch, and nothing is counted.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from shardlite_kernels import is_here
@@ -14,39 +14,45 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardlite.errors import NonFiniteError, NonFiniteWarning
+from shardlite.telemetry import LaggedNumbers
 
 LIMIT = 20
-"""Steps left out in a row that are an error."""
+"""Number of steps skipped in a row that is an error."""
 
 
 class Skips:
-    """Leaves out steps of one wrapped model, counts them, and warns of the first."""
+    """Skips steps of one wrapped model, counts them, and warns of the first."""
 
     def __init__(
         self, flag: Callable[[], Tensor | None], device: torch.device, rank: int, *, warns: bool = True
     ) -> None:
-        """`flag` returns [], 1 where gradients are bad, else 0; the warning names `rank`."""
+        """Skip nothing yet.
+
+        Args:
+            flag: returns [], 1 if gradients are bad, else 0.
+            device: where the flag is.
+            rank: named by the warning.
+            warns: whether to warn of the first skipped step.
+        """
         self.flag = flag
         self._rank = rank
         self._warns = warns
-        self._seen_until = 0  # the last of them whose count the host has seen
-        self._counts = torch.zeros(3, device=device)  # left out: all, in a row; and the step as of which
+        self._seen_until = 0  # the last step whose count the host has seen
+        self._counts = torch.zeros(3, device=device)  # skipped: all, in a row; and the step as of which
+        self._lagged: LaggedNumbers | None = None
         self._counted: Tensor | None = None
-        self._seen = torch.zeros(3, pin_memory=device.type == "cuda")
-        self._here = self._seen.numpy()  # the same memory, which the host reads as it is
-        self._on_its_way: torch.cuda.Event | None = None
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._lent: Optimizer | None = None
 
     def total(self) -> int:
-        """Return how many steps were left out. The host waits."""
+        """Return the number of skipped steps. The host waits."""
         return int(self._counts[0].item())
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Make the coming step change nothing, if gradients are not finite.
 
         Raises:
-            NonFiniteError: too many in a row were left out.
+            NonFiniteError: too many in a row were skipped.
         """
         if getattr(optimizer, "in_backward", False):
             return  # it has stepped already
@@ -89,28 +95,29 @@ class Skips:
         self._counts[1] *= flag
         self._counts[2] += 1
         if is_here(flag):
-            self._seen.copy_(self._counts)
-            self._check()
+            self._check(self._counts.tolist())
         else:
-            self._look_later(flag.device)
+            self._check_later()
 
-    def _look_later(self, device: torch.device) -> None:
-        """Look at the counts that have arrived at the host, of some earlier step, and send those of now.
+    def _check_later(self) -> None:
+        """Check the counts that have arrived at the host, of some earlier step, and send those of now.
 
-        The host does not wait for them, until many steps have been left out: then it does, so that all ranks find the
-        limit reached in the same step. These few bytes arrive at once.
+        The host waits for them only after many steps in a row were skipped, so that all ranks reach the limit in the
+        same step.
         """
-        if torch.cuda.is_current_stream_capturing():
-            return  # a replay does not come here, and while it is recorded nothing may be asked
-        if self._on_its_way is not None and self._here[1] > LIMIT // 2:
-            self._on_its_way.synchronize()
-        self._check()
-        self._seen.copy_(self._counts, non_blocking=True)
-        self._on_its_way = torch.cuda.current_stream(device).record_event()
+        if self._lagged is None:
+            self._lagged = LaggedNumbers(self._counts)
+        seen = self._lagged.read()
+        if seen is None:
+            return
+        if seen[1] > LIMIT // 2:
+            seen = self._lagged.read(wait=True) or seen
+        self._check(seen)
+        self._lagged.send()
 
-    def _check(self) -> None:
-        """Warn of the first step that was left out, and raise after too many, by what the host has seen."""
-        total, in_a_row, step = map(int, self._here)
+    def _check(self, counts: Sequence[float]) -> None:
+        """Warn of the first step that was skipped, and raise after too many."""
+        total, in_a_row, step = map(int, counts)
         first, self._seen_until = self._seen_until + 1, step
         if total and self._warns:
             self._warns = False

@@ -1,11 +1,11 @@
-"""In-backward steps: each parameter is stepped as soon as its gradient is ready, or by the last hop of its reduction.
+"""Step in the backward: each parameter as soon as its gradient is ready, or in the last hop of its reduction.
 
     open: the first gradient of a backward is ready -> hyper-parameters of the step are read
     steps, in any order and on any thread
     close: `step()` of the optimizer -> the step is counted, and the next backward may open another one
 
-Between the first gradient and `step()` nothing can be undone: some weights are stepped, others are not yet. Knows
-nothing of units or communication.
+Between the first gradient and `step()` nothing can be undone: some weights are stepped, and others are not. Does not
+know units or communication.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from torch.utils.hooks import RemovableHandle
 from shardlite.errors import NonFiniteError, PhaseError
 from shardlite.optim.counts import Group, StepCounts
 from shardlite.optim.layout import StateSlot, follows, slice_of
+from shardlite.telemetry import LaggedNumbers
 
 LATER = 4
-"""Steps after which all ranks raise for a gradient that was not finite, on a GPU: by then their hosts know of it."""
+"""Steps after which all ranks raise for a gradient that was not finite on a GPU: their hosts have read it by then."""
 
 
 class InBackwardSteps:
@@ -50,7 +51,7 @@ class InBackwardSteps:
             if (now := step()) is None or self._paused[param]:
                 return
             if param in self._done:
-                param.grad = None  # it belongs to a backward that is refused below
+                param.grad = None  # of a backward that is refused below
             self.ready_for(param)
             now(param)
 
@@ -105,11 +106,11 @@ class InBackwardSteps:
         return InBackwardStep(members)
 
     def note(self, bad: Tensor) -> None:
-        """Record whether gradients of the step contained a NaN or an infinity: `bad` [] is above 0 if so."""
+        """Record whether a gradient of the step contained a NaN or an infinity: `bad` [] is above 0 if so."""
         self._alarm.note(bad)
 
     def forget(self) -> None:
-        """Forget that a gradient contained a NaN or an infinity: other weights are loaded."""
+        """Clear the alarm after other weights were loaded."""
         self._alarm = _Alarm()
 
     def check(self) -> None:
@@ -136,7 +137,7 @@ class InBackwardSteps:
         if outdated:
             raise PhaseError(
                 "hyper-parameters were changed between the backward and step(), but AdamW(in_backward=True) has "
-                "stepped in the backward, with those of before: change them before the backward, or after step()"
+                "stepped in the backward with the former ones: change them before the backward, or after step()"
             )
 
 
@@ -209,17 +210,17 @@ class InBackwardStep:
 
 
 class _Alarm:
-    """A flag that the host reads at once on a CPU. It does not wait for a GPU: there it raises some steps later.
+    """Raises if a gradient of a step had a NaN or an infinity: at once on a CPU, some steps later on a GPU.
 
-    It is the same step on every rank, unless a host is further ahead of its GPU than `LATER` steps. The flag is equal
-    on all ranks, and the device notes in which step it was set first.
+    The host does not wait for a GPU. The flag is equal on all ranks, and the device notes the step in which it was set
+    first. So all ranks raise in the same step, unless a host is further ahead of its GPU than `LATER` steps.
     """
 
     def __init__(self) -> None:
         self._steps = 0
         self._flag: Tensor | None = None
-        self._first: Tensor | None = None  # the step in which the flag was set first, on the device, [], or 0
-        self._seen: Tensor | None = None  # the same in memory of the host, as of the last copy that has arrived
+        self._first: Tensor | None = None  # the step in which the flag was set first, on the device, [1], or 0
+        self._lagged: LaggedNumbers | None = None  # of `_first`
 
     def note(self, bad: Tensor) -> None:
         """Set the flag if `bad` [] is above 0."""
@@ -239,16 +240,13 @@ class _Alarm:
         if is_here(flag):
             self._raise_if(int(flag))
             return
-        if (
-            not torch.cuda.is_current_stream_capturing()
-            and self._seen is not None
-            and (first := int(self._seen.numpy()))
-        ):
-            self._raise_if(self._steps >= first + LATER)
+        seen = None if self._lagged is None else self._lagged.read()
+        if seen and seen[0]:
+            self._raise_if(self._steps >= seen[0] + LATER)
         self._send(flag)
 
     def wait(self) -> None:
-        """Wait for the GPU, and raise if the flag was set in any step so far: weights are going to be kept.
+        """Wait for the GPU, and raise if the flag was set in any step so far: weights are about to be saved.
 
         Raises:
             NonFiniteError: it was set.
@@ -257,18 +255,17 @@ class _Alarm:
             self._raise_if(int(self._first))
 
     def _send(self, flag: Tensor) -> None:
-        """Start copying to the host in which step the flag was set first. These few bytes arrive at once."""
-        if self._first is None or self._seen is None:
-            self._first = torch.zeros_like(flag)
-            self._seen = torch.zeros((), dtype=torch.int32, pin_memory=flag.is_cuda)
-        self._first.copy_(
-            torch.where(self._first > 0, self._first, flag * self._steps)
-        )  # in place: a graph is replayed
-        self._seen.copy_(self._first, non_blocking=True)
+        """Start copying to the host in which step the flag was set first."""
+        if self._first is None or self._lagged is None:
+            self._first = torch.zeros_like(flag).reshape(1)
+            self._lagged = LaggedNumbers(self._first)
+        first = torch.where(self._first > 0, self._first, flag * self._steps)
+        self._first.copy_(first)  # in place: a graph is replayed
+        self._lagged.send()
 
     def _raise_if(self, bad: bool | int) -> None:
         if bad:
-            self._first = self._seen = None
+            self._first = self._lagged = None
             raise NonFiniteError(
                 "a gradient had a NaN or an infinity in a step that was taken in the backward, so weights and moments "
                 "are NaN now: go on from a checkpoint. AdamW without in_backward leaves such steps out"

@@ -4,6 +4,7 @@ In: reports of the other rooms. Out: what `model.trace`, `memory()` and `traffic
 """
 
 from shardlite.telemetry.clock import Clock
+from shardlite.telemetry.lagged import LaggedNumbers
 from shardlite.telemetry.ledger import Held, Ledger, format_bytes, not_on, process_memory
 from shardlite.telemetry.meter import Meter
 from shardlite.telemetry.profile_label import labelled, profile_label

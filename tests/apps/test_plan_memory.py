@@ -21,8 +21,7 @@ from shardlite.apps.plan.plan import Planner, Setting
 from shardlite.apps.plan.presets import Shape
 from shardlite.apps.plan.source import Source
 from shardlite.build import STAGES
-from shardlite.grads.order import Reductions
-from shardlite.grads.reduce_scatter import Averager
+from shardlite.grads.backward_run import HostRun
 from shardlite.telemetry import Meter
 from tests.kernels.all_pairs import all_pairs
 
@@ -96,17 +95,16 @@ def tensors() -> int:
 
 def pin_reductions(monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
     """Let every reduction end as late as it can, or before the next gradient."""
-    start = Averager.start
+    start = HostRun._start
 
-    def wait(self, *bucket, **how):
-        reduction, copies = start(self, *bucket, **how)
-        reduction.work.wait()
-        return reduction, copies
+    def wait(self, *unit, **how):
+        start(self, *unit, **how)
+        self.started[-1].work.wait()
 
     if ends == LATE:
-        monkeypatch.setattr(Reductions, "land_what_is_done", lambda self: None)
+        monkeypatch.setattr(HostRun, "_land_finished", lambda self: None)
     else:
-        monkeypatch.setattr(Averager, "start", wait)
+        monkeypatch.setattr(HostRun, "_start", wait)
 
 
 def train(group, name: str, setting: Setting, ends: str) -> tuple[int, dict[str, int], dict[str, int], dict[str, int]]:

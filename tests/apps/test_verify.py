@@ -18,7 +18,7 @@ from shardlite.apps import cli, launch
 from shardlite.apps.verify import twins
 from shardlite.apps.verify.task import Task
 from shardlite.apps.verify.verify import Report, _compare_elastic
-from shardlite.grads import reduce_scatter
+from shardlite.grads import reduce
 from tests.support.models.small import MLP, VOCABULARY, Branches, Branching, Context, LanguageModel, MixedDtypes
 from tests.support.ranks.scripts import run_command, run_process
 from tests.support.twins.sharded import slow, without_warnings
@@ -302,8 +302,8 @@ def test_a_gradient_of_ours_that_is_off_by_a_millionth_is_off_from_everything(cl
 
 def forgets_to_divide(group: Any) -> Report:
     """Body of a rank: sums instead of means, at all stages."""
-    collective = reduce_scatter.reduce_scatter
-    with mock.patch.object(reduce_scatter, "reduce_scatter", lambda *args, divisor, **more: collective(*args, **more)):
+    collective = reduce.reduce_scatter
+    with mock.patch.object(reduce, "reduce_scatter", lambda *args, divisor, **more: collective(*args, **more)):
         return verified(group, "language-model", 1)
 
 

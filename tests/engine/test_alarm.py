@@ -1,91 +1,61 @@
-"""The alarm of steps inside a backward, with a GPU that is played: its copies arrive when the test says so."""
+"""The alarm of steps inside a backward on a GPU whose copies to the host arrive when the test says so."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 from shardlite.errors import NonFiniteError
 from shardlite.optim import in_backward
+from shardlite.telemetry import lagged
 
 
 class Gpu:
-    """Stands in for `torch` in the file under test. Copies to the host are under way until they `arrive`."""
+    """Copies to the host are in flight until they `arrive`."""
 
     def __init__(self):
         self.capturing = False
-        self.int32 = torch.int32
-        self.cuda = SimpleNamespace(is_current_stream_capturing=lambda: self.capturing)
-        self.under_way = []
+        self.in_flight = []
 
-    def zeros(self, shape, *, dtype, pin_memory):
-        assert (shape, dtype, pin_memory) == ((), torch.int32, True)
-        return Pinned(self)
-
-    def zeros_like(self, flag):
-        return type(flag)(0)
-
-    def maximum(self, left, right):
-        return Flag(max(left.value, right.value))
-
-    def where(self, condition, left, right):
-        return left if condition.value else right
+    def copy(self, seen, numbers, non_blocking):
+        assert non_blocking, "the host must not wait"
+        value = numbers.as_subclass(Tensor).clone()
+        self.in_flight.append(lambda: seen.as_subclass(Tensor).copy_(value))
 
     def arrive(self):
-        while self.under_way:
-            self.under_way.pop(0)()
+        while self.in_flight:
+            self.in_flight.pop(0)()
 
 
-class Pinned:
-    def __init__(self, gpu):
-        self.gpu, self.value = gpu, 0
-
-    def copy_(self, first, *, non_blocking):
-        assert non_blocking, "the host must not wait"
-        value = first.value
-        self.gpu.under_way.append(lambda: setattr(self, "value", value))
-
-    def numpy(self):
-        return self.value
-
-
-class Flag:
-    is_cuda, device = True, SimpleNamespace(type="cuda")
-
-    def __init__(self, value):
-        self.value = value
-
-    def __gt__(self, other):
-        return type(self)(int(self.value > other))
-
-    def __mul__(self, number):
-        return type(self)(self.value * number)
-
-    def copy_(self, other):
-        self.value = other.value
-
-    def to(self, dtype):
-        return self
+class Flag(Tensor):
+    """A number on the GPU. The host must not wait for it."""
 
     def __int__(self):
         raise AssertionError("the host has waited for the device")
 
 
-class Waited(Flag):
-    def __int__(self):
-        return self.value
-
-
 @pytest.fixture
 def gpu(monkeypatch):
     gpu = Gpu()
-    monkeypatch.setattr(in_backward, "torch", gpu)
+    stream = SimpleNamespace(record_event=lambda: None)
+    cuda = SimpleNamespace(is_current_stream_capturing=lambda: gpu.capturing, current_stream=lambda _: stream)
+
+    class Pinned(Tensor):
+        def copy_(self, numbers, *, non_blocking):
+            gpu.copy(self, numbers, non_blocking)
+
+    def zeros(shape, *, dtype, pin_memory):
+        return torch.zeros(shape, dtype=dtype).as_subclass(Pinned)
+
+    monkeypatch.setattr(lagged, "torch", SimpleNamespace(cuda=cuda, zeros=zeros))
+    monkeypatch.setattr(in_backward, "is_here", lambda _: False)
     return gpu
 
 
 def step(alarm, *flags, kind=Flag):
     for flag in flags:
-        alarm.note(kind(flag))
+        alarm.note(torch.tensor(flag).as_subclass(kind))
     alarm.look()
 
 
@@ -153,21 +123,21 @@ def test_steps_that_noted_nothing_count(gpu):
 
 def test_a_load_makes_it_forget(gpu):
     steps = in_backward.InBackwardSteps(lambda: None)
-    steps.note(Flag(1))
+    steps.note(torch.tensor(1))
     steps.close([])
     steps.forget()
     gpu.arrive()
     for _ in range(10):
-        steps.note(Flag(0))
+        steps.note(torch.tensor(0))
         steps.close([])
-    assert steps._alarm._first.value == 0
+    assert steps._alarm._first == 0
 
 
 def test_who_keeps_weights_waits(gpu):
     alarm = in_backward._Alarm()
     alarm.wait()
-    step(alarm, 0, kind=Waited)
+    step(alarm, 0, kind=Tensor)
     alarm.wait()
-    step(alarm, 1, kind=Waited)
+    step(alarm, 1, kind=Tensor)
     with pytest.raises(NonFiniteError):
         alarm.wait()

@@ -20,6 +20,7 @@ from shardlite import CommError, ShardLite
 from shardlite.comm.executor import Channel
 from shardlite.comm.streams import ThreadQueue
 from shardlite.grads import Skips
+from shardlite.grads.reduce import ReduceQueue
 from shardlite.optim import counts
 from tests.support.patience import seconds
 
@@ -203,3 +204,96 @@ def test_from_a_step_to_the_kernel_are_six_calls_in_three_files(cluster, stage):
         assert seen == {"before": BEFORE_A_STEP, "kernel": TO_THE_KERNEL}
     assert len(BEFORE_A_STEP + TO_THE_KERNEL) <= 6
     assert len({call.split(":")[0] for call in BEFORE_A_STEP + TO_THE_KERNEL}) <= 3
+
+
+# ---- a gradient, from autograd's hook to the shard ------------------------------------------------------------------
+
+TO_THE_BUCKET = [
+    "engine/backward.py: _deliver",
+    "engine/backward.py: add_gradient",
+    "grads/backward_run.py: add",
+    "grads/bucket.py: add",
+]
+TO_THE_QUEUE_OF_REDUCTIONS = [
+    "engine/backward.py: _deliver",
+    "engine/backward.py: add_gradient",
+    "grads/backward_run.py: complete",
+    "grads/backward_run.py: _start",
+    "comm/streams.py: submit",
+]
+TO_THE_COLLECTIVE = [
+    "comm/streams.py: _work_off",
+    "grads/reduce.py: run",
+    "grads/reduce.py: reduce_flat",
+    "grads/reduce.py: _average",
+    "comm/collectives.py: reduce_scatter",
+]
+TO_THE_SHARD = [
+    "engine/backward.py: _close",
+    "grads/backward_run.py: finish",
+    "grads/gradient_shards.py: store",
+]
+
+
+@contextmanager
+def profiled(stacks: dict[str, list[str]], moments: dict[str, str]) -> Iterator[None]:
+    """Record the calls that lead to the first call of each function in `moments`, by its name, on this thread."""
+
+    def look(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and (moment := moments.get(frame.f_code.co_name)) and moment in frame.f_code.co_filename:
+            stacks.setdefault(frame.f_code.co_name, [])
+            if not stacks[frame.f_code.co_name]:
+                stacks[frame.f_code.co_name] = library_frames(frame)
+
+    sys.setprofile(look)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def library_frames(frame: Any) -> list[str]:
+    """Return the functions of the library that run in `frame` and around it, the innermost last."""
+    names: list[str] = []
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith(HOUSE):
+            names.append(f"{code.co_filename.removeprefix(HOUSE)}: {code.co_name}")
+        frame = frame.f_back
+    return names[::-1]
+
+
+def gradient_body(group: Any, stage: int) -> dict[str, list[str]]:
+    model = ShardLite(net(), stage=stage, units=nn.Linear, group=group)
+    stacks: dict[str, list[str]] = {}
+    for _ in range(2):  # in the first backward the ranks agree on an order
+        model(torch.ones(2, 4)).sum().backward()
+        model.zero_grad()
+    run = ReduceQueue.run
+
+    def profiled_run(*arguments: Any) -> None:
+        with profiled(stacks, {"hop": "shardlite_kernels"}):
+            run(*arguments)
+
+    loss = model(torch.ones(2, 4)).sum()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ReduceQueue, "run", profiled_run)
+        moments = {"add": "grads/bucket", "submit": "comm/streams", "store": "grads/gradient_shards"}
+        with profiled(stacks, moments):
+            loss.backward()
+    return stacks
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_from_a_gradients_hook_to_the_shard_are_twelve_calls_and_four_of_collectives(cluster, stage):
+    for seen in cluster.run(gradient_body, 2, stage):
+        collective = seen["hop"][len(TO_THE_COLLECTIVE) - 1 :]
+        assert seen["add"] == TO_THE_BUCKET
+        assert seen["submit"] == TO_THE_QUEUE_OF_REDUCTIONS
+        assert seen["hop"][: len(TO_THE_COLLECTIVE)] == TO_THE_COLLECTIVE
+        assert seen["store"] == TO_THE_SHARD
+        assert len(collective) <= 4
+    ours = {*TO_THE_BUCKET, *TO_THE_QUEUE_OF_REDUCTIONS, *TO_THE_COLLECTIVE, *TO_THE_SHARD}
+    ours = {each for each in ours if not each.startswith("comm/")}
+    assert len(ours) <= 12
+    assert len({each.split(":")[0] for each in ours}) <= 5

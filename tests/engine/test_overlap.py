@@ -125,7 +125,7 @@ def reduced_meanwhile(group):
     passed = []
 
     def wait():
-        until(lambda: (started := model._reducer._reductions.started) and started[0].work.done())
+        until(lambda: (started := model._backward._run.started) and started[0].work.done())
         passed.append("the last block")
 
     model.module.blocks[0].back = wait

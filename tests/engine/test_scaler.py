@@ -163,12 +163,6 @@ def test_all_ranks_make_the_steps_of_the_twin(cluster, way):
     cluster.check(all_stages, 2, way)
 
 
-@pytest.mark.parametrize("way", WAYS[::5], ids=str)
-@pytest.mark.slow
-def test_four_ranks_make_the_steps_of_the_twin(cluster, way):
-    cluster.check(agrees_body, 4, way, 3)
-
-
 @pytest.mark.parametrize("way", WAYS[1::5], ids=str)
 def test_one_rank_makes_the_steps_of_the_twin(cluster, way):
     cluster.check(agrees_body, 1, way, 3)

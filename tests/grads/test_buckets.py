@@ -68,7 +68,7 @@ def reductions_that_wait(*, for_anything: bool = False) -> Iterator[None]:
     order: list[int] = []
 
     def gated(self: Any, operation: Callable[[], None], *others: Callable[[], None], **options: Any) -> Any:
-        if getattr(operation, "func", None) is None or operation.func.__qualname__ != "Averager._run":
+        if getattr(operation, "func", None) is None or operation.func.__qualname__ != "ReduceQueue.run":
             return submit(self, operation, *others, **options)
         gate = threading.Event()
         work = submit(self, lambda: (gate.wait(seconds(60)), operation())[1])
@@ -104,7 +104,7 @@ def counted(model: ShardLite) -> Iterator[list[int]]:
 
     def counting(self: Bucket) -> None:
         fill(self)
-        buckets = model._reducer._buckets.values()
+        buckets = model._reducer.buckets.values()
         if not self.unit.is_root:
             counts.append(sum(b.phase is not Gradients.EMPTY for b in buckets if not b.unit.is_root))
 

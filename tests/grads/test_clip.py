@@ -2,11 +2,7 @@
 
 import copy
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +13,6 @@ from torch.nn.utils import clip_grad, clip_grad_norm_
 
 from shardlite import LayoutError, ShardLite
 from tests.support.models.small import LanguageModel, MixedDtypes, frozen
-from tests.support.patience import seconds
 from tests.support.twins.sharded import WIDE, Turn, same_bits, some_stages
 
 STAGES = (0, 1, 2, 3)
@@ -289,31 +284,3 @@ def plain_body(group: Any) -> None:
 
 def test_other_models_are_clipped_as_ever(cluster):
     cluster.check(plain_body, 2)
-
-
-EARLY = """
-from torch.nn.utils import clip_grad_norm_
-import torch.distributed as dist, torch
-from torch import nn
-from shardlite import LayoutError, ShardLite
-
-dist.init_process_group("gloo", init_method="file://{store}", rank=0, world_size=1)
-model, plain = ShardLite(nn.Linear(2, 2)), nn.Linear(2, 2)
-(model(torch.ones(1, 2)).sum() + plain(torch.ones(1, 2)).sum()).backward()
-try:
-    clip_grad_norm_([*model.parameters(), *plain.parameters()], 1.0)
-except LayoutError:
-    print("it knows")
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_who_imported_it_before_is_reached_too(tmp_path):
-    script = tmp_path / "early.py"
-    script.write_text(EARLY.format(store=tmp_path / "store"))
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'kernels'}"}
-    command = [sys.executable, str(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds(90), check=False)
-    assert "it knows" in done.stdout, done.stderr

@@ -214,21 +214,6 @@ def test_ranks_may_differ_in_whether_theirs_still_hold(cluster):
     cluster.check(one_rank_body, 3)
 
 
-def some_body(group: Any) -> None:
-    """The norm of some is that of some."""
-    for stage in some_stages("some_body"):
-        model = made(group, stage)
-        first, second = model.parameters()
-        norms = [clip_grad_norm_([shard], math.inf) for shard in (first, second)]
-        total = clip_grad_norm_([first, second], math.inf)
-        torch.testing.assert_close(torch.stack(norms).norm(), total, rtol=1e-4, atol=0)
-        assert min(norms) > 0
-
-
-def test_the_norm_of_some_of_the_parameters(cluster):
-    cluster.check(some_body, 2)
-
-
 class Branches(nn.Module):
     """Only the first layer is used."""
 

@@ -21,8 +21,7 @@ from shardlite import AdamW, EscapedViewWarning, Route, ShardLite
 from shardlite.comm import Transport
 from shardlite.comm.streams import ThreadQueue
 from shardlite.comm.transport.process_group import NcclTransport
-from shardlite.grads import Bucket
-from shardlite.params import ROOT, Buffer, Unit
+from shardlite.grads.bucket import Bucket
 from shardlite.weights.gather_order import MEMORY
 from shardlite.weights.policy import BufferPolicy, BufferPool
 from tests.comm.streams.programs import EVENTS, NOT_IN_BACKWARD, RUNS, WIDTH, WORLD_SIZE, Block, Training
@@ -53,7 +52,7 @@ def places() -> Iterator[list[Place]]:
 def allocations() -> Iterator[list[int]]:
     """Note the bytes of memory for buffers and buckets. To be entered before a model is wrapped."""
     noted: list[int] = []
-    allocate, take = BufferPool._allocate, Bucket.take_memory
+    allocate, take = BufferPool._allocate, Bucket.allocate
 
     def allocating(pool: BufferPool, nbytes: int) -> Buffer:
         noted.append(nbytes)
@@ -65,7 +64,7 @@ def allocations() -> Iterator[list[int]]:
 
     with (
         mock.patch.object(BufferPool, "_allocate", allocating),
-        mock.patch.object(Bucket, "take_memory", taking),
+        mock.patch.object(Bucket, "allocate", taking),
     ):
         yield noted
 
@@ -164,7 +163,7 @@ def dirty_buckets() -> Iterator[Counter[str]]:
     Counts by unit the elements that are.
     """
     noted: Counter[str] = Counter()
-    take, copy_in = Bucket.take_memory, Bucket.copy_in
+    take, copy_in = Bucket.allocate, Bucket.copy_in
 
     def taking(bucket: Bucket, carrier: Transport | None = None) -> None:
         take(bucket, carrier)
@@ -183,7 +182,7 @@ def dirty_buckets() -> Iterator[Counter[str]]:
 
         return checked, gradients
 
-    with mock.patch.object(Bucket, "take_memory", taking), mock.patch.object(Bucket, "copy_in", copying):
+    with mock.patch.object(Bucket, "allocate", taking), mock.patch.object(Bucket, "copy_in", copying):
         yield noted
 
 
@@ -400,7 +399,7 @@ BITS: dict[str, dict[str, Any]] = {
 def bits_body(group: Any, name: str) -> None:
     with as_on_a_gpu():
         pair = Pair(untied, group, **BITS[name])
-    assert pair.model._reducer._on_stream
+    assert pair.model._reducer.on_stream
     for step in range(4):
         pair.step(on_tokens, ("local", "step") if step == 2 else ("step",), clip=0.1 if step == 3 else None)
     with pair.model.gathered():

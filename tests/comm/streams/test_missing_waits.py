@@ -16,9 +16,8 @@ from shardlite.comm.transport import group_collectives
 from shardlite.comm.transport.communicators import Communicator
 from shardlite.comm.transport.group_collectives import GroupCollectives
 from shardlite.engine.backward import Backward
-from shardlite.grads.order import Reductions
-from shardlite.grads.reduce_scatter import Averager, Copies
-from shardlite.grads.reducer import Reducer
+from shardlite.grads.backward_run import BackwardRun, StreamRun
+from shardlite.grads.reduce import ReduceQueue
 from shardlite.weights.all_gather import GatherQueue
 from shardlite.weights.negotiation import Passes
 from shardlite.weights.unshard import Gatherer
@@ -91,10 +90,10 @@ def forget_the_gather(_, unit):
     unit.landed()
 
 
-def clear_at_once(reductions, count):
-    for reduction in reductions.started[reductions.landed : count]:
+def clear_at_once(run, count):
+    for reduction in run.started[run.landed : count]:
         reduction.bucket.clear()
-        reductions.landed += 1
+        run.landed += 1
 
 
 def end_passes_at_once(passes):
@@ -102,28 +101,26 @@ def end_passes_at_once(passes):
         passes._ended.pop(0).revise()
 
 
-def step_at_once(averager, unit, flat):
+def step_at_once(queue, unit, flat):
     unit.mark_stepped(flat)
-    return averager._stepper.step(flat)
 
 
-def free_at_once(reductions):
-    reductions.copying.clear()
+def free_at_once(run):
+    run.copying.clear()
 
 
-def copy_at_once(averager, bucket, behind, *, apart):
+def copy_at_once(run, bucket, behind, *, is_queues):
     """Copy on the program's stream, into memory of the queue's."""
-    with averager._queue.beside():
-        bucket.take_memory()
-    copy_in, gradients = bucket.copy_in()
+    with run._queue.operations.beside():
+        bucket.allocate()
+    copy_in, _ = bucket.copy_in()
     copy_in()
-    return Copies(gradients, averager._queue.submit(nothing))
 
 
-def start_behind_the_first_gradient(reducer, unit):
-    bucket = reducer._last
-    if bucket is not None and bucket.unit is not unit and not bucket.reduced:
-        bucket.moment = reducer._reductions.began
+def start_behind_the_first_gradient(run, unit):
+    last = run._last
+    if last is not None and last is not unit and last not in run.reduced:
+        run._moments[last] = run._began
 
 
 def land_at_once(exchanges):
@@ -158,16 +155,16 @@ MUTANTS = {
         GatherQueue, "wait", forget_the_gather, partial(training, name="stage 2")
     ),
     "a bucket is freed before it is reduced": Mutant(
-        Reductions, "land", clear_at_once, partial(training, name="stage 3")
+        BackwardRun, "_land", clear_at_once, partial(training, name="stage 3")
     ),
     "gradients are used before they are reduced": Mutant(
-        Reductions, "land", clear_at_once, partial(training, name="stage 0")
+        BackwardRun, "_land", clear_at_once, partial(training, name="stage 0")
     ),
     "a step does not wait for gathers": Mutant(
         Passes, "settle", end_passes_at_once, partial(is_interrupted, event=NOT_NEEDED)
     ),
     "a step in the backward does not wait for a gather": Mutant(
-        Averager, "_prepare_step", step_at_once, partial(is_interrupted, event=NOT_NEEDED, in_backward=True)
+        ReduceQueue, "_before_step", step_at_once, partial(is_interrupted, event=NOT_NEEDED, in_backward=True)
     ),
     "messages are not waited for": Mutant(
         simulated_gpu._Sent, "wait", nothing, partial(training, name="stage 3, ring")
@@ -206,20 +203,20 @@ MUTANTS = {
         ProgramStreams, "move_home", move_at_once, alternates
     ),
     "gradients are freed before they are copied": Mutant(
-        Reductions, "free_what_is_copied", free_at_once, partial(training, name="stage 3")
+        StreamRun, "free_copied", free_at_once, partial(training, name="stage 3")
     ),
     "gradients are copied before the last bucket is reduced": Mutant(
-        Averager, "_copy_in", copy_at_once, partial(training, name="stage 3")
+        StreamRun, "_copy_in", copy_at_once, partial(training, name="stage 3")
     ),
     "a late reduction is not behind its gradients": Mutant(
-        Reducer, "enter", start_behind_the_first_gradient, partial(is_interrupted, event="a bias that is left out")
+        StreamRun, "enter", start_behind_the_first_gradient, partial(is_interrupted, event="a bias that is left out")
     ),
     "what a late reduction leaves is freed while the program reads it": Mutant(
-        Averager, "_hand_over", nothing, partial(is_interrupted, event="a unit that is left out")
+        StreamRun, "_hand_over", nothing, partial(is_interrupted, event="a unit that is left out")
     ),
     "a communicator of a former model is used at once": Mutant(Communicator, "turn", nothing, is_replaced),
     "a bucket is used again before it is reduced": Mutant(
-        Reductions, "land", clear_at_once, partial(training, name="in_backward, stage 3")
+        BackwardRun, "_land", clear_at_once, partial(training, name="in_backward, stage 3")
     ),
 }
 

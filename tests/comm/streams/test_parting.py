@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from shardlite.grads.reduce_scatter import Averager
-from shardlite.grads.reducer import Reducer
+from shardlite.grads.backward_run import StreamRun
 from tests.comm.streams.programs import WIDTH, WORLD_SIZE, Training, loss
 from tests.comm.streams.simulated_gpu import Gpu
 
@@ -158,13 +157,13 @@ def test_ranks_that_leave_out_different_units_do_not_hang(whole):
 
 def test_they_would_if_late_reductions_were_behind_the_whole_backward(whole, monkeypatch):
     """The way of how-it-works.md: rank 0 waits for a reduction that rank 1 starts last, and rank 1 for a gather."""
-    start, expected = Averager.start, whole({})
-    monkeypatch.setattr(Averager, "start", lambda *each, behind=None, **options: start(*each, **options))
+    start, expected = StreamRun._start, whole({})
+    monkeypatch.setattr(StreamRun, "_start", lambda *each, late=False, **options: start(*each, **options))
     assert [name for name, left_out in PARTINGS.items() if hangs(expected, collectives(left_out))]
 
 
 def test_they_would_if_a_unit_were_behind_what_follows_it(whole, monkeypatch):
     """The rest of a unit is not known to come: its gradients are behind the moment at which the backward went on."""
     expected = whole({})
-    monkeypatch.setattr(Reducer, "enter", lambda self, unit: None)
+    monkeypatch.setattr(StreamRun, "enter", lambda self, unit: None)
     assert hangs(expected, collectives(PARTINGS["a bias, then more"]))

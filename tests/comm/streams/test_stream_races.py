@@ -11,8 +11,8 @@ import torch
 from shardlite import PhaseError, Precision, Route
 from shardlite.comm import collectives
 from shardlite.grads import norm, skip_step
+from shardlite.grads.backward_run import StreamRun
 from shardlite.grads.bucket import Bucket
-from shardlite.grads.order import Reductions
 from shardlite.optim import in_backward
 from tests.comm.streams import programs, simulated_gpu
 from tests.comm.streams.programs import (
@@ -183,20 +183,20 @@ LAUNCHES = {
 def counted_memory():
     """Note the buckets, and the units whose gradients are kept beside them, each time that a unit is reduced."""
     live, buckets, lent = WeakSet(), [], []
-    take, free = Bucket.take_memory, Reductions.free_what_is_copied
+    take, free = Bucket.allocate, StreamRun.free_copied
 
     def taking(bucket, carrier=None):
         take(bucket, carrier)
         live.update(full.untyped_storage() for full in bucket.full)
         buckets.append(len(live))
 
-    def freeing(reductions):
-        free(reductions)
-        lent.append(len(reductions.copying))
+    def freeing(run):
+        free(run)
+        lent.append(len(run.copying))
 
     with (
-        mock.patch.object(Bucket, "take_memory", taking),
-        mock.patch.object(Reductions, "free_what_is_copied", freeing),
+        mock.patch.object(Bucket, "allocate", taking),
+        mock.patch.object(StreamRun, "free_copied", freeing),
     ):
         yield buckets, lent
 

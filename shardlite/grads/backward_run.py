@@ -1,0 +1,409 @@
+"""One backward of a wrapped model, from its first event to its end: everything that is true of this backward only.
+
+Gradients are copied to buckets, and units are reduced in the order of `ReductionOrder`. A reduction starts when its
+turn has come, and lands when it is over and its bucket is free.
+
+    HostRun     each gradient is copied to its bucket as it arrives. Before another bucket is filled than there may be,
+                the host waits for the earliest reductions.
+    StreamRun   (GPUs) a unit's gradients are copied together on the stream of reductions, which owns the bucket's
+                memory and reuses it in stream order. Before the gradients of the next unit arrive, the program's stream
+                waits for the copies, and so for the reduction before, on all ranks.
+
+`docs/how-it-works.md` explains why streams that wait do not deadlock. If ranks used different units in a forward, the
+host waits instead.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from enum import Enum
+from functools import partial
+from operator import attrgetter
+from time import monotonic
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from shardlite.comm import SPARE, Moment, Work
+from shardlite.errors import PhaseError
+from shardlite.grads.bucket import Bucket
+from shardlite.grads.reduce import Reduction, Stepping
+from shardlite.grads.reducer import Reducer
+from shardlite.params import BUCKETS, Gradients, Unit
+
+_phase_of = attrgetter("phase")  # `map` reads it from all buckets without a Python call for each
+
+
+class Mode(Enum):
+    """What a backward does with its gradients."""
+
+    STEP = "step"  # reduce them, with all that were accumulated before; a step follows
+    SHARDED = "sharded"  # reduce them and add them to the gradient shards; another backward follows
+    LOCAL = "local"  # keep them on this rank, whole, in the buckets
+    PART = "part"  # keep those of one part of a global batch; later parts are added in a tree
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the backward reduces its gradients."""
+        return self is Mode.STEP or self is Mode.SHARDED
+
+
+class BackwardRun:
+    """One backward. See `HostRun` and `StreamRun`."""
+
+    stepping: Stepping | None = None
+    """Steps by the means of this backward; `None` stores them."""
+
+    has_gradients = False
+    latest: tuple[nn.Parameter, Tensor] | None = None
+    """Latest gradient, kept for user hooks because its bucket may already be in flight."""
+
+    def __init__(self, reducer: Reducer, mode: Mode) -> None:
+        self.mode = mode
+        self.unsharded: list[Unit] = []
+        """Units that hooks of the program have unsharded until the end of the backward."""
+
+        self.recomputed: Counter[Unit] = Counter()
+        """How many forwards of each unit this backward has run again."""
+
+        self.arrivals: Counter[Unit] = Counter()
+        """Number of gradients that arrived. A reentrant backward brings several per parameter."""
+
+        self.reduced: set[Unit] = set()
+        """Units whose gradients are reduced, or added to those of earlier parts."""
+
+        self.started: list[Reduction] = []
+        """In the fixed order, so that their number is the index of the next unit."""
+
+        self.landed = 0
+        """Number of reductions that are over and whose buckets are free."""
+
+        self._reducer = reducer
+        self._context = reducer.context
+        self._buckets = reducer.buckets
+        self._queue = reducer.queue
+        self._on_gpu = self._context.streams.on_gpu
+        self._ready: set[Unit] = set()  # units whose gradients are complete, before their turn
+
+    @property
+    def saves_memory(self) -> bool:
+        """Whether low memory matters more than reductions that overlap the backward, or pages kept for later."""
+        return self.stepping is not None and self._context.transport.blocking
+
+    def begin(self, stepping: Stepping | None, in_step: Callable[[], bool]) -> None:
+        """Record the first gradient of the backward.
+
+        Args:
+            stepping: steps by the means; `None` stores them.
+            in_step: returns whether all ranks have used the same units since the last step.
+        """
+        del in_step
+        self.stepping = stepping
+        self.has_gradients = True
+
+    def enter(self, unit: Unit) -> None:
+        """Record that the backward continues with a unit."""
+
+    def add(self, unit: Unit, param: nn.Parameter, grad: Tensor, *, is_watched: bool) -> bool:
+        """Store the gradient of one parameter in its bucket. `is_watched`: hooks of the program see it.
+
+        Returns:
+            Whether each parameter of the unit may have as many gradients as all others.
+
+        Raises:
+            PhaseError: the unit was already reduced in this backward.
+        """
+        self.latest = (param, grad) if is_watched else None
+        bucket = self._buckets[unit]
+        if unit in self.reduced:
+            raise PhaseError(
+                f"unit {unit.name!r}: a gradient came after the unit had been reduced in this backward. "
+                "A reentrant backward reached the unit outside the wrapped model's forward; use "
+                "`checkpoint(..., use_reentrant=False)`"
+            )
+        self._before_gradient(bucket, param)
+        bucket.add(param, grad if self._reducer.counts else None, is_watched=is_watched)
+        self.arrivals[unit] += 1
+        return self.arrivals[unit] % bucket.expected == 0
+
+    def has_all(self, unit: Unit, rounds: int) -> bool:
+        """Return whether every parameter of a unit has received `rounds` gradients."""
+        return self.arrivals[unit] == rounds * self._buckets[unit].expected
+
+    def check_recomputation(self, unit: Unit) -> None:
+        """Raise if a recomputed forward would use weights that were stepped since the first time.
+
+        Raises:
+            PhaseError: it would.
+        """
+        if self.stepping is not None and unit in self.reduced:
+            raise PhaseError(
+                f"unit {unit.name!r} is recomputed after AdamW(in_backward=True) has stepped it in this backward, "
+                "because its gradients were complete: use AdamW without it, or no checkpointing there"
+            )
+
+    def complete(self, unit: Unit) -> None:
+        """Record that a unit's gradients are complete, and start every reduction whose turn has come."""
+        self._reducer.order.observe(unit)
+        self._ready.add(unit)
+        self._land_finished()
+        while (turn := self._next_unit()) is not None and turn in self._ready:
+            self._start(turn)
+        self._publish()
+
+    def keep_part(self, unit: Unit) -> None:
+        """Add a unit's gradients of a part to those of earlier parts."""
+        bucket = self._buckets[unit]
+        self.fill_gaps(bucket)
+        bucket.keep_part()
+        self.reduced.add(unit)
+
+    def end_part(self) -> None:
+        """Add what is left of a part."""
+        for unit in self._reducer.order.units:
+            if unit not in self.reduced:
+                self.keep_part(unit)
+
+    def fill_gaps(self, bucket: Bucket) -> None:
+        """Fill what no gradient has filled with zeros: peers expect this rank's part of the sum."""
+        if not bucket.full:
+            self._fill(bucket)
+        bucket.zero_the_rest()
+
+    def finish(self) -> None:
+        """Start the reductions that are left, wait for all, and give the gradients to the shards.
+
+        Raises:
+            CommError: a peer failed, is late or runs another operation.
+        """
+        while (turn := self._next_unit()) is not None:
+            self._start(turn, late=True)
+        self._publish()
+        self._land(len(self.started))
+        if self.stepping is None:
+            self._reducer.results.store(self.started)
+        else:
+            self.stepping.end(self._reducer.results.after_steps(self.started))
+        self._reducer.order.agree()
+        self.started.clear()  # results that no shard has taken are free
+        self._context.trim()
+        if self.saves_memory:
+            self._context.trim(keep=0)  # including what peers still read, once they have
+
+    def abandon(self) -> None:
+        """Clean up after a backward that died, and drop its gradients and those accumulated before it.
+
+        Other ranks may have started more reductions: all ranks start all of them.
+        """
+        reducing = self.has_gradients and self.mode.reduces
+        while reducing and (turn := self._next_unit()) is not None:
+            self._start(turn, late=True, died=True)
+        self._land(len(self.started))
+        if reducing and self.stepping is not None:  # units that all ranks had reduced before are stepped
+            self.stepping.end(self._reducer.results.after_steps(self.started))
+        self._reducer.discard()
+
+    def _next_unit(self) -> Unit | None:
+        """Return the unit whose turn it is."""
+        place, units = len(self.started), self._reducer.order.units
+        return units[place] if place < len(units) else None
+
+    def _publish(self) -> None:
+        """Publish the number of started reductions if a peer may wait for it."""
+        started = len(self.started)
+        left = len(self._reducer.order.units) - started
+        self._context.progress.started(started, left=left, out_of_turn=bool(self._ready))
+
+    def _before_gradient(self, bucket: Bucket, param: nn.Parameter) -> None:
+        """Allocate memory for a gradient of `param`, if it needs some now."""
+        raise NotImplementedError
+
+    def _start(self, unit: Unit, *, late: bool = False, died: bool = False) -> None:
+        """Start the reduction of a unit; `late`: at the end of the backward, `died`: after an exception."""
+        raise NotImplementedError
+
+    def _wait(self, work: Work, reduction: int) -> bool:
+        """Wait for work behind a reduction. Return whether it is over: not if a peer needs this rank to continue."""
+        return work.wait_unless(partial(self._context.progress.ends_wait, reduction, monotonic()))
+
+    def _begin_reduction(self, bucket: Bucket) -> int | None:
+        """Record that a bucket takes no more gradients. Return the index of its first bad one, with `diagnose`."""
+        bucket.begin_reduction()
+        self.reduced.add(bucket.unit)
+        self._context.trace.emit("reduce", bucket.unit.name)
+        return bucket.first_bad() if self._reducer.diagnose else None
+
+    def _record(self, reduction: Reduction) -> None:
+        """Record that the reduction of the next unit has started."""
+        self.started.append(reduction)
+        self._ready.discard(reduction.bucket.unit)
+        if self.saves_memory and (len(self.started) == 1 or self._is_root_left()):
+            # The backward needs less than the forward did and, from the root on, nothing more.
+            self._context.trim(keep=0)
+
+    def _fill(self, bucket: Bucket) -> None:
+        """Allocate the bucket's memory, once fewer than `BUCKETS` others but the root's are in use."""
+        progress, root = self._context.progress, bucket.unit.is_root
+        # After the last unit before the root no computation is left that a reduction could overlap.
+        waits_for_all = self._is_root_left() if root else self.saves_memory
+        while self.landed < len(self.started) and (waits_for_all or (not root and self._filled() >= BUCKETS)):
+            first = self.started[self.landed]
+            with self._context.traffic.waiting("reduce", first.bucket.unit.name):
+                if not self._wait(first.work, self.landed):
+                    break
+            self._land(self.landed + 1)
+        progress.filled(beyond=not root and self._filled() >= BUCKETS and self.mode.reduces)
+        bucket.fill()
+
+    def _land(self, count: int) -> None:
+        """Wait until the first `count` reductions are over, and free their buckets."""
+        for reduction in self.started[self.landed : count]:
+            with self._context.traffic.waiting("reduce", reduction.bucket.unit.name):
+                reduction.work.wait()
+            reduction.bucket.clear()
+            self.landed += 1
+            if self._is_root_left():
+                self._context.trim(keep=0 if self.saves_memory else SPARE)  # here may be the peak of a step
+
+    def _land_finished(self) -> None:
+        """Free the buckets whose reductions are over. On a GPU that is not polled: a graph may be captured."""
+        while not self._on_gpu and self.landed < len(self.started) and self.started[self.landed].work.done():
+            self._land(self.landed + 1)
+
+    def _filled(self) -> int:
+        """Return the number of buckets in use, without the root's."""
+        buckets = self._reducer.buckets_without_root
+        return len(buckets) - list(map(_phase_of, buckets)).count(Gradients.EMPTY)
+
+    def _is_root_left(self) -> bool:
+        """Return whether all units but the root have started their reductions."""
+        return len(self.started) >= self._reducer.order.before_root
+
+
+class HostRun(BackwardRun):
+    """A backward whose gradients are copied to buckets as they arrive."""
+
+    def _before_gradient(self, bucket: Bucket, param: nn.Parameter) -> None:
+        # The first gradients of the root stay as autograd made them until its last one.
+        can_stay = self.mode.reduces and bucket.unit.is_root and id(param) not in bucket.early
+        if not bucket.full and not can_stay:
+            self._land_finished()
+            self._fill(bucket)
+
+    def _start(self, unit: Unit, *, late: bool = False, died: bool = False) -> None:
+        del late
+        bucket, queue = self._buckets[unit], self._queue
+        self.fill_gaps(bucket)
+        self._reducer.add_earlier_parts(bucket, check=not died)
+        first_bad = self._begin_reduction(bucket)
+        reduction = queue.prepare(bucket, self._reducer.divisor, self.stepping, first_bad, died=died)
+        reduction.work = queue.operations.submit(partial(queue.run, unit.name, reduction.inputs))
+        self._record(reduction)
+
+
+class _Copies(NamedTuple):
+    """Gradients that are being copied to a bucket, and must be kept until that is over."""
+
+    gradients: Sequence[Tensor]
+    work: Work
+    reduction: int
+    """Index of the reduction before, which they are queued behind."""
+
+
+class StreamRun(BackwardRun):
+    """A backward whose gradients are copied to buckets on the stream of reductions."""
+
+    def __init__(self, reducer: Reducer, mode: Mode) -> None:
+        super().__init__(reducer, mode)
+        self.copying: deque[_Copies] = deque()
+        self._in_step: Callable[[], bool] = lambda: False
+        self._began: Moment | None = None
+        self._last: Unit | None = None  # the unit that received a gradient last
+        self._moments: dict[Unit, Moment | None] = {}  # after the last gradient of a unit; absent: now
+
+    def begin(self, stepping: Stepping | None, in_step: Callable[[], bool]) -> None:
+        """Record the first gradient of the backward."""
+        super().begin(stepping, in_step)
+        self._began = self._queue.operations.moment()
+        if not self._context.transport.blocking:  # otherwise a wait of the stream is a wait of the host
+            self._in_step = in_step
+
+    def enter(self, unit: Unit) -> None:
+        """Record where the gradients of the last unit end, in case the rest of them never arrives.
+
+        It is then reduced at the end of the backward, but behind this moment: ranks that wait for its reduction must
+        not wait for everything that this backward does meanwhile.
+        """
+        last = self._last
+        if last is not None and last is not unit:
+            self._last = None
+            if last not in self.reduced:
+                self._moments[last] = self._queue.operations.moment()
+
+    def complete(self, unit: Unit) -> None:
+        """Record that a unit's gradients are complete, and start every reduction whose turn has come."""
+        super().complete(unit)
+        if unit not in self.reduced:
+            self._moments[unit] = self._queue.operations.moment()
+
+    def _before_gradient(self, bucket: Bucket, param: nn.Parameter) -> None:
+        self.enter(bucket.unit)
+        if bucket.unit is not self._last:
+            self.free_copied()
+        self._last = bucket.unit
+        self._moments.pop(bucket.unit, None)
+        # Gradients stay as autograd made them until the last one; but they are accumulated in the bucket.
+        if not bucket.full and (not self.mode.reduces or id(param) in bucket.early):
+            self._fill(bucket)
+
+    def free_copied(self) -> None:
+        """Free gradients that are copied to buckets, stream-ordered after the copies, before others take memory."""
+        while self.copying and self._wait(self.copying[0].work, self.copying[0].reduction):
+            self.copying.popleft()
+        self._context.progress.filled(beyond=bool(self.copying))
+
+    def _wait(self, work: Work, reduction: int) -> bool:
+        if not self._in_step():
+            return super()._wait(work, reduction)
+        work.wait()
+        return True
+
+    def _start(self, unit: Unit, *, late: bool = False, died: bool = False) -> None:
+        bucket, queue = self._buckets[unit], self._queue
+        behind = None
+        if late:
+            behind = self._moments.get(unit) if self.arrivals[unit] else self._began
+        first_bad = self._begin_reduction(bucket)
+        is_queues = not bucket.full and not queue.keeps_bucket(self.stepping)
+        self._copy_in(bucket, behind, is_queues=is_queues)
+        with nullcontext() if behind is None else queue.operations.beside(behind):
+            reduction = queue.prepare(bucket, self._reducer.divisor, self.stepping, first_bad, died=died)
+        reduction.work = queue.operations.submit(partial(queue.run, unit.name, reduction.inputs), behind=behind)
+        if behind is not None:
+            self._hand_over(reduction)
+        if is_queues:
+            bucket.release()
+        self._record(reduction)
+
+    def _copy_in(self, bucket: Bucket, behind: Moment | None, *, is_queues: bool) -> None:
+        """Start copying gradients into a bucket.
+
+        Memory that only the queue uses (`is_queues`) belongs to the queue's stream: the bucket can be released once the
+        reduction is queued, and the next one uses the same memory.
+        """
+        if not bucket.full:
+            with self._queue.operations.beside() if is_queues or behind is not None else nullcontext():
+                bucket.allocate(self._context.reducing[0] if is_queues else None)
+        copy_in, gradients = bucket.copy_in()
+        work = self._queue.operations.submit(copy_in, behind=behind)
+        self.copying.append(_Copies(gradients, work, len(self.started) - 1))
+
+    def _hand_over(self, reduction: Reduction) -> None:
+        """Let the program use memory that was allocated on the queue's stream."""
+        for tensor in reduction.results():
+            self._context.streams.take(tensor)
+
+
+def open_run(reducer: Reducer, mode: Mode) -> BackwardRun:
+    """Open a backward."""
+    return StreamRun(reducer, mode) if reducer.on_stream else HostRun(reducer, mode)
