@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from .hop import check_hop, divided_reference, dtype_of_sums, hop_cpu, hop_is_native, write_mean
-from .launch import INTERPRET, block_size, jit, launch, tl, use_triton
-from .rounding import load_fp32, rounded, widened
+from .launch import block_size, jit, launch, tl, use_triton
+from .rounding import as_stored, load_wide
 from .stats import stats_block, stats_cpu, stats_reference
 
 _MOST_UNROLLED = 64
@@ -42,25 +42,25 @@ def sum_rows(
     count: tl.tensor,
     stride: tl.tensor,
     UNROLL: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    NATIVE: tl.constexpr,
 ) -> tl.tensor:
-    """Add `count` rows of fp32, bf16 or fp16, from row `begin` on, and return the sum in fp32.
+    """Add `count` rows from row `begin` on, and return the sum.
 
-    `UNROLL` is `count`, or 0 for a loop.
+    `UNROLL` is `count`, or 0 for a loop. `NATIVE`: in the dtype of the rows; otherwise in fp32, where partial sums are
+    rounded to the dtype of the rows.
     """
     row = begin.to(tl.int64)
-    total = load_fp32(rows_ptr + row * stride, offsets, mask, INTERPRET)
+    total = load_wide(rows_ptr + row * stride, offsets, mask, NATIVE)
     for i in tl.static_range(1, UNROLL):
         if i > 1:
-            total = widened(rounded(rows_ptr, total, INTERPRET), INTERPRET)
+            total = as_stored(rows_ptr, total, NATIVE)
         row = tl.where(row + 1 < UNROLL, row + 1, 0)
-        total += load_fp32(rows_ptr + row * stride, offsets, mask, INTERPRET)
+        total += load_wide(rows_ptr + row * stride, offsets, mask, NATIVE)
     if UNROLL == 0:
         for _ in tl.range(1, count):
             row = tl.where(row + 1 < count, row + 1, 0)
-            # The first row is its own rounding.
-            total = widened(rounded(rows_ptr, total, INTERPRET), INTERPRET)
-            total += load_fp32(rows_ptr + row * stride, offsets, mask, INTERPRET)
+            total = as_stored(rows_ptr, total, NATIVE)  # rounding the first row changes nothing
+            total += load_wide(rows_ptr + row * stride, offsets, mask, NATIVE)
     return total
 
 
@@ -73,7 +73,6 @@ def sum_tree(
     FIRST: tl.constexpr,
     COUNT: tl.constexpr,
     NATIVE: tl.constexpr,
-    INTERPRET: tl.constexpr,
 ) -> tl.tensor:
     """Add `COUNT` rows from row `FIRST` on as a balanced binary tree, and return the sum.
 
@@ -81,25 +80,22 @@ def sum_tree(
     """
     if COUNT == 1:
         row = tl.full((), FIRST, tl.int64)
-        if NATIVE:
-            total = tl.load(rows_ptr + row * stride + offsets, mask=mask)
-        else:
-            total = load_fp32(rows_ptr + row * stride, offsets, mask, INTERPRET)
+        total = load_wide(rows_ptr + row * stride, offsets, mask, NATIVE)
     else:
-        total = sum_tree(rows_ptr, offsets, mask, stride, FIRST, COUNT // 2, NATIVE, INTERPRET)
-        other = sum_tree(rows_ptr, offsets, mask, stride, FIRST + COUNT // 2, COUNT // 2, NATIVE, INTERPRET)
-        if COUNT > 2 and not NATIVE:  # a row is its own rounding
-            total = widened(rounded(rows_ptr, total, INTERPRET), INTERPRET)
-            other = widened(rounded(rows_ptr, other, INTERPRET), INTERPRET)
+        total = sum_tree(rows_ptr, offsets, mask, stride, FIRST, COUNT // 2, NATIVE)
+        other = sum_tree(rows_ptr, offsets, mask, stride, FIRST + COUNT // 2, COUNT // 2, NATIVE)
+        if COUNT > 2:  # rounding a row changes nothing
+            total = as_stored(rows_ptr, total, NATIVE)
+            other = as_stored(rows_ptr, other, NATIVE)
         total += other
     return total
 
 
-UNSPECIALISED = ("begin",)
+UNSPECIALIZED = ("begin",)
 """Argument of the kernels that add rows in which ranks differ: otherwise they would compile different code."""
 
 
-@partial(jit, unspecialised=UNSPECIALISED)
+@partial(jit, unspecialized=UNSPECIALIZED)
 def _add_rows_kernel(
     out_ptr: tl.tensor,
     rows_ptr: tl.tensor,
@@ -114,26 +110,15 @@ def _add_rows_kernel(
     NATIVE: tl.constexpr,
     DIVIDE: tl.constexpr,
     STATS: tl.constexpr,
-    INTERPRET: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n
     if TREE:
-        total = sum_tree(rows_ptr, offsets, mask, stride, 0, UNROLL, NATIVE, INTERPRET)
-    elif NATIVE:
-        row = begin.to(tl.int64)
-        total = tl.load(rows_ptr + row * stride + offsets, mask=mask)
-        for _ in tl.static_range(1, UNROLL):
-            row = tl.where(row + 1 < UNROLL, row + 1, 0)
-            total += tl.load(rows_ptr + row * stride + offsets, mask=mask)
-        if UNROLL == 0:
-            for _ in tl.range(1, count):
-                row = tl.where(row + 1 < count, row + 1, 0)
-                total += tl.load(rows_ptr + row * stride + offsets, mask=mask)
+        total = sum_tree(rows_ptr, offsets, mask, stride, 0, UNROLL, NATIVE)
     else:
-        total = sum_rows(rows_ptr, offsets, mask, begin, count, stride, UNROLL, INTERPRET)
-    write_mean(out_ptr, stats_ptr, total, divisor, offsets, mask, NATIVE, DIVIDE, STATS, INTERPRET)
+        total = sum_rows(rows_ptr, offsets, mask, begin, count, stride, UNROLL, NATIVE)
+    write_mean(out_ptr, stats_ptr, total, divisor, offsets, mask, NATIVE, DIVIDE, STATS)
 
 
 def add_rows(out: Tensor, rows: Tensor, first: int | None = 0, divisor: int = 1, stats: Tensor | None = None) -> None:
@@ -164,7 +149,6 @@ def add_rows(out: Tensor, rows: Tensor, first: int | None = 0, divisor: int = 1,
         NATIVE=hop_is_native(out),
         DIVIDE=divisor > 1,
         STATS=stats is not None,
-        INTERPRET=INTERPRET,
     )
 
 

@@ -48,7 +48,8 @@ DEPTH = 4
 SLOT_NBYTES = 1 << 16  # holds a block of the interpreter in fp32
 LIMIT = 1 << 26
 LARGEST_EPOCH = 2**31 - 1
-FREED = constexpr(16)  # int64 numbers from flag to flag: 128 bytes, so that no two share a cache line
+_FLAG_STRIDE = 16  # int64 numbers from flag to flag: 128 bytes, so that no two share a cache line
+FREED = constexpr(_FLAG_STRIDE)
 
 NOTHING_ARRIVED = constexpr(1)
 NOTHING_FREED = constexpr(2)
@@ -209,7 +210,7 @@ class Peers:
 
 def flag_numel(programs: int = PROGRAMS) -> int:
     """Return the number of int64 values in the flags of a rank."""
-    return programs * 2 * 16
+    return programs * 2 * _FLAG_STRIDE
 
 
 def slots_nbytes(programs: int = PROGRAMS, depth: int = DEPTH, slot_nbytes: int = SLOT_NBYTES) -> int:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .launch import SCALE_BLOCK
+from .launch import SCALE_BLOCK, check_flat
 from .moments import FORMATS, decode
 from .split import join
 
@@ -113,23 +113,8 @@ class State(NamedTuple):
         )
         for name, tensor, length, dtype in zip(self._fields, self, lengths, dtypes, strict=True):
             if tensor is not None:
-                check_flat(who, name, tensor, length, dtype, device)
+                check_flat(who, name, tensor, (dtype,), numel=length, device=device)
         if moments not in (weights, *FORMATS.values()):
             raise ValueError(f"{who}: moments in {moments} do not go with a param in {weights}")
         if codes != (self.avg_exponent is not None) or codes != (self.sq_exponent is not None):
             raise ValueError(f"{who}: exponents go with moments in int8 codes, and only with those")
-
-
-def check_flat(who: str, name: str, tensor: Tensor, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Check that a tensor is 1-D and contiguous and has this length, dtype and device.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if tensor.dim() != 1 or not tensor.is_contiguous():
-        raise ValueError(f"{who}: {name} must be 1-D and contiguous, got {tuple(tensor.shape)}, {tensor.stride()}")
-    if (tensor.numel(), tensor.dtype, tensor.device) != (numel, dtype, device):
-        raise ValueError(
-            f"{who}: {name} must have {numel} elements of {dtype} on {device}, "
-            f"got {tensor.numel()} of {tensor.dtype} on {tensor.device}"
-        )

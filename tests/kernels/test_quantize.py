@@ -150,9 +150,9 @@ X, Q, S = torch.zeros(64), torch.zeros(64, dtype=torch.int8), torch.zeros(2, dty
     ],
 )
 def test_errors_name_what_does_not_fit(floats, codes, scales, message):
-    with pytest.raises(ValueError, match=f"^quantise: .*{message}"):
+    with pytest.raises(ValueError, match=f"^quantize: .*{message}"):
         quantize(codes, scales, floats)
-    with pytest.raises(ValueError, match=f"^dequantise: .*{message}"):
+    with pytest.raises(ValueError, match=f"^dequantize: .*{message}"):
         dequantize(floats, codes, scales)
 
 
