@@ -219,7 +219,9 @@ def same_compiler(version: str) -> bool:
     """Whether this is the Triton that is pinned: another one may compile to other figures."""
     same = f"triton=={version}" in CONSTRAINTS.read_text().splitlines()
     if not same:
-        print(f"not compared: the table there was made by the Triton in constraints.txt, not {version}", file=sys.stderr)
+        print(
+            f"not compared: the table there was made by the Triton in constraints.txt, not {version}", file=sys.stderr
+        )
     return same
 
 

@@ -85,12 +85,12 @@ X = torch.zeros(8)
 @pytest.mark.parametrize(
     ("out", "source", "message"),
     [
-        (X, torch.zeros(9), "source has 9 elements on cpu, out has 8"),
+        (X, torch.zeros(9), "source must have 8 elements on cpu, got 9"),
         (X, torch.zeros(2, 4), "source must be 1-D and contiguous"),
         (torch.zeros(16)[::2], X, "out must be 1-D and contiguous"),
         (X.int(), X, "out must be fp32, bf16, fp16 or fp64, got torch.int32"),
         (X, X.bool(), "source must be fp32, bf16, fp16 or fp64, got torch.bool"),
-        (X, X.to("meta"), "source has 8 elements on meta, out has 8 on cpu"),
+        (X, X.to("meta"), "source must have 8 elements on cpu, got 8 on meta"),
     ],
 )
 def test_errors_name_what_does_not_fit(out, source, message):

@@ -210,13 +210,13 @@ X, HIGH, LOW = torch.zeros(8), torch.zeros(8, dtype=torch.bfloat16), torch.zeros
 @pytest.mark.parametrize(
     ("whole", "high", "low", "message"),
     [
-        (X.double(), HIGH, LOW, r"the fp32 part must be 1-D, contiguous and torch\.float32"),
-        (X, X, LOW, r"the high part must be 1-D, contiguous and torch\.bfloat16"),
-        (X, HIGH, LOW.to(torch.uint8), r"the low part must be 1-D, contiguous and torch\.int8, .*torch\.uint8"),
+        (X.double(), HIGH, LOW, "the fp32 part must be fp32, got torch.float64"),
+        (X, X, LOW, "the high part must be bf16, got torch.float32"),
+        (X, HIGH, LOW.to(torch.uint8), "the low part must be int8, got torch.uint8"),
         (X, HIGH.view(2, 4), LOW, r"the high part must be 1-D.*\(2, 4\)"),
-        (X, HIGH, torch.zeros(16, dtype=torch.int8)[::2], r"the low part must be 1-D, contiguous .*\(2,\)"),
-        (X, HIGH[:7], LOW, "the high part has 7 elements on cpu, the fp32 one 8 on cpu"),
-        (X, HIGH, LOW.to("meta"), "the low part has 8 elements on meta"),
+        (X, HIGH, torch.zeros(16, dtype=torch.int8)[::2], r"the low part must be 1-D and contiguous, .*\(2,\)"),
+        (X, HIGH[:7], LOW, "the high part must have 8 elements on cpu, got 7 on cpu"),
+        (X, HIGH, LOW.to("meta"), "the low part must have 8 elements on cpu, got 8 on meta"),
     ],
 )
 def test_errors_name_what_does_not_fit(whole, high, low, message):

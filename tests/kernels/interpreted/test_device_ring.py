@@ -200,8 +200,8 @@ def test_peers_that_do_not_go_together(alone, changed, said):
     ("changed", "said"),
     [
         ({"full": torch.empty(99)}, "full must have 100 elements"),
-        ({"full": torch.empty(100, dtype=torch.int32)}, "full and wire must be fp32, bf16 or fp16, got torch.int32"),
-        ({"wire": torch.float64}, "full and wire must be fp32, bf16 or fp16, got torch.float32 and torch.float64"),
+        ({"full": torch.empty(100, dtype=torch.int32)}, "full must be fp32, bf16 or fp16, got torch.int32"),
+        ({"wire": torch.float64}, "wire must be fp32, bf16 or fp16, got torch.float64"),
         ({"out": torch.empty(50, dtype=torch.float64)}, "out must be fp32, bf16 or fp16, got torch.float64"),
         ({"out": torch.empty(100)[::2]}, "out must be 1-D and contiguous"),
         ({"divisor": 0}, "divisor must be from 1 to 16777216, got 0"),
