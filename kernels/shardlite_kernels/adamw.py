@@ -39,27 +39,14 @@ import torch
 from torch import Tensor
 
 from . import moments
+from . import scalars as column
 from .hop import check_divisor, divided_reference
 from .launch import GROUP, SCALE_BLOCK, block_size, check_flat, jit, launch, tl, use_triton
 from .moments import load_moments, store_avg, store_sq
 from .noise import random_bits
 from .rounding import fma_reference, load_fp32, ratio, store_rounded
 from .rows import UNSPECIALIZED, add_rows_reference, arguments_of, check_rows, sum_rows, sum_tree
-from .scalars import (
-    ACTIVE,
-    BETA1,
-    BETA2,
-    COLUMNS,
-    DECAY,
-    EPS,
-    FACTOR,
-    GRAD_SCALE,
-    LIMIT,
-    ROOT_BIAS2,
-    STEP_SIZE,
-    WIDTH,
-    Table,
-)
+from .scalars import COLUMNS, WIDTH, Table
 from .split import load_weight, split_reference, store_weight
 from .state import State
 
@@ -123,20 +110,20 @@ def step_block(
     gradient back.
     """
     scalar = table.scalars + row * WIDTH
-    beta1 = tl.load(scalar + BETA1)
-    beta2 = tl.load(scalar + BETA2)
-    eps = tl.load(scalar + EPS)
-    decay = tl.load(scalar + DECAY)
-    step_size = tl.load(scalar + STEP_SIZE)
-    root_bias2 = tl.load(scalar + ROOT_BIAS2)
-    limit = tl.load(scalar + LIMIT)
-    factor = tl.load(scalar + FACTOR)
-    active = tl.load(scalar + ACTIVE)
+    beta1 = tl.load(scalar + column.BETA1)
+    beta2 = tl.load(scalar + column.BETA2)
+    eps = tl.load(scalar + column.EPS)
+    decay = tl.load(scalar + column.DECAY)
+    step_size = tl.load(scalar + column.STEP_SIZE)
+    root_bias2 = tl.load(scalar + column.ROOT_BIAS2)
+    limit = tl.load(scalar + column.LIMIT)
+    factor = tl.load(scalar + column.FACTOR)
+    active = tl.load(scalar + column.ACTIVE)
 
     # The gradient.
     g = total
     if UNSCALE:
-        g = tl.div_rn(g, tl.load(scalar + GRAD_SCALE))
+        g = tl.div_rn(g, tl.load(scalar + column.GRAD_SCALE))
         unscaled = g
     g *= factor
 
@@ -331,9 +318,9 @@ def check_step(who: str, state: State, table: Table, *grads: Tensor) -> None:
     for grad in grads:
         check_flat(who, "grad", grad, GRADIENTS, numel=param.numel(), device=param.device)
     groups = -(-param.numel() // SCALE_BLOCK)
-    if table.rows.dtype not in (torch.int16, torch.int32) or table.first % SCALE_BLOCK:
-        raise ValueError(f"{who}: rows must be int16 or int32, got {table.rows.dtype}; first {table.first}")
-    check_flat(who, "rows", table.rows, numel=groups, device=param.device)
+    if table.first % SCALE_BLOCK:
+        raise ValueError(f"{who}: first must be a multiple of {SCALE_BLOCK}, got {table.first}")
+    check_flat(who, "rows", table.rows, (torch.int16, torch.int32), numel=groups, device=param.device)
     check_flat(who, "keys", table.keys, (torch.int32,), numel=len(table.scalars), device=param.device)
     if table.scalars.shape != (len(table.keys), COLUMNS) or not table.scalars.is_contiguous():
         raise ValueError(f"{who}: scalars must be [{len(table.keys)}, {COLUMNS}], got {tuple(table.scalars.shape)}")

@@ -11,12 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .launch import block_size, check_flat, jit, launch, tl, use_triton
+from .launch import block_size, check_flat, chunks, jit, launch, tl, use_triton
 from .rounding import fp32_by_odd, fp32_by_odd_reference, load_fp32, store_rounded
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NARROW = (torch.bfloat16, torch.float16)
-_CPU_CHUNK = 1 << 16  # elements: temporaries stay in the cache of a core
 
 
 @jit
@@ -80,5 +79,5 @@ def _cast_cpu(out: Tensor, source: Tensor) -> None:
     if not _takes_two(out, source):
         out.copy_(source)
         return
-    for out_chunk, x in zip(torch.split(out, _CPU_CHUNK), torch.split(source, _CPU_CHUNK), strict=True):
+    for out_chunk, x in chunks(out, source):
         out_chunk.copy_(fp32_by_odd_reference(x))

@@ -42,9 +42,10 @@ from .scalars import Table
 from .signals import (
     FREED,
     LARGEST_EPOCH,
+    NOTHING_ARRIVED,
+    NOTHING_FREED,
     Peers,
-    await_message,
-    await_room,
+    await_flag,
     begin,
     finish,
     flags_of,
@@ -138,9 +139,10 @@ def _ring_reduce_scatter_kernel(
         message, step, sent, received = place_of(action, messages, world, DEPTH)
         segment = wrapped(rank - 1 - step, world).to(tl.int64) * n
         if step > 0:
-            patience = await_message(flags_ptr, zero + received + 1, step, patience)
+            patience = await_flag(flags_ptr, zero + received + 1, step, NOTHING_ARRIVED, patience)
         if step < last:
-            patience = await_room(flags_ptr + FREED, zero, sent, step, patience, DEPTH)
+            freed = zero + tl.maximum(sent - DEPTH + 1, 0)  # when message `sent` may be written
+            patience = await_flag(flags_ptr + FREED, freed, step, NOTHING_FREED, patience)
         end = tl.where(patience > 0, n, 0)  # nothing is touched once something went wrong
         start = (message * programs + program).to(tl.int64) * numel
         for block in tl.range(0, tl.cdiv(tl.minimum(n - start, numel), BLOCK), disable_licm=True):

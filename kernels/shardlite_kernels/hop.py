@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .launch import block_size, check_flat, jit, launch, tl, use_triton
+from .launch import block_size, check_flat, chunks, jit, launch, tl, use_triton
 from .rounding import as_stored, load_wide, store_rounded
 from .stats import check_stats, stats_block, stats_cpu, stats_reference, store_row
 
@@ -20,7 +20,6 @@ _NARROW = (torch.float32, torch.bfloat16, torch.float16)  # added in fp32, in an
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 _NATIVE = (torch.float64, *_INTEGERS)  # added in their own dtype
 LARGEST_DIVISOR = 2**24  # every smaller integer is exact in fp32
-_CPU_CHUNK = 1 << 16  # elements: a temporary of 256 KB stays in the cache of a core
 
 
 @jit
@@ -160,6 +159,5 @@ def hop_cpu(out: Tensor, received: Tensor, own: Tensor, divisor: int = 1) -> Non
         torch.add(received, own, out=out)
         out.div_(divisor)
     else:
-        chunks = (torch.split(tensor, _CPU_CHUNK) for tensor in (out, received, own))
-        for out_chunk, received_chunk, own_chunk in zip(*chunks, strict=True):
+        for out_chunk, received_chunk, own_chunk in chunks(out, received, own):
             hop_reference(out_chunk, received_chunk, own_chunk, divisor)

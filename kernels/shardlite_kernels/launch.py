@@ -8,7 +8,7 @@ CPU tensors: slowly, but with the bits of the compiled kernel, so kernels are te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,9 @@ SCALE_BLOCK = 32
 
 INTERPRET: bool = triton is not None and bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter."""
+
+CPU_CHUNK = 1 << 16
+"""Elements that a CPU path works on at a time: temporaries of 256 KB stay in the cache of a core."""
 
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 _THREADS = 256  # per program
@@ -80,6 +83,11 @@ def check_flat(
         raise ValueError(
             f"{who}: {name} must have {numel} elements on {device}, got {tensor.numel()} on {tensor.device}"
         )
+
+
+def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the same `CPU_CHUNK` elements of each tensor [S], chunk by chunk."""
+    return zip(*(torch.split(tensor, CPU_CHUNK) for tensor in tensors), strict=True)
 
 
 def block_size(*tensors: Tensor) -> int:

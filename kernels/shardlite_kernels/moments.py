@@ -159,8 +159,8 @@ def decode(avg: Tensor, sq: Tensor, avg_exponent: Tensor | None, sq_exponent: Te
     if avg_exponent is None or sq_exponent is None:
         narrow = avg.dtype == torch.bfloat16
         return (avg.float(), sq.float()) if narrow else (avg, sq)
-    root = avg.float() * _fp32(1 / 127)
-    sq_root = sq.float() * _fp32(1 / 255) * _each(_powers(sq_exponent), sq.numel())
+    root = avg.float() * (1 / 127)
+    sq_root = sq.float() * (1 / 255) * _each(_powers(sq_exponent), sq.numel())
     return root * root.abs() * _each(_powers(avg_exponent), avg.numel()), sq_root * sq_root
 
 
@@ -244,7 +244,3 @@ def _inverses(exponent: Tensor) -> Tensor:
 def _each(groups: Tensor, numel: int) -> Tensor:
     """Repeat a value per group [G] for each element [S]."""
     return groups.repeat_interleave(SCALE_BLOCK)[:numel]
-
-
-def _fp32(x: float) -> float:
-    return torch.tensor(x, dtype=torch.float32).item()

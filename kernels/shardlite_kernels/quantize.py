@@ -26,12 +26,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .launch import GROUP, SCALE_BLOCK, block_size, check_flat, jit, launch, tl, use_triton
+from .launch import CPU_CHUNK, GROUP, SCALE_BLOCK, block_size, check_flat, jit, launch, tl, use_triton
 from .rounding import load_fp32, store_rounded
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _POISON = 255  # as a scale
-_CPU_CHUNK = 1 << 16  # elements: temporaries stay in the cache of a core
 
 
 @jit
@@ -185,4 +184,4 @@ def _step_cpu(scales: Tensor) -> Tensor:
 
 def _chunks(tensor: Tensor, shared: int = 1) -> tuple[Tensor, ...]:
     """Split a tensor whose elements stand for `shared` numbers each."""
-    return torch.split(tensor, _CPU_CHUNK // shared)
+    return torch.split(tensor, CPU_CHUNK // shared)

@@ -16,21 +16,18 @@ Legend: `W` ranks and rows, `S` elements, `P` rows of statistics (`stats.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from .hop import check_hop, divided_reference, dtype_of_sums, hop_cpu, hop_is_native, write_mean
-from .launch import block_size, jit, launch, tl, use_triton
+from .launch import CPU_CHUNK, block_size, jit, launch, tl, use_triton
 from .rounding import as_stored, load_wide
 from .stats import stats_block, stats_cpu, stats_reference
 
 _MOST_UNROLLED = 64
 """Up to so many rows the kernel has a load for each, so that all are under way at once. More are added in a loop."""
-
-_CPU_CHUNK = 1 << 16  # elements: the partial sum stays in the cache of a core
 
 
 @jit
@@ -207,24 +204,24 @@ def _add_rows_cpu(out: Tensor, rows: Tensor, first: int | None, divisor: int) ->
     if len(rows) == 1:
         out.copy_(rows[0] if divisor == 1 else rows[0].to(dtype_of_sums(out)) / divisor)
         return
-    if first is not None:
-        order = [*range(first, len(rows)), *range(first)]
-        _ring_cpu(out, [rows[k] for k in order], divisor)
-        return
-    half = len(rows) // 2
-    for start in range(0, out.numel(), _CPU_CHUNK):
-        here = slice(start, start + _CPU_CHUNK)
-        hop_cpu(out[here], _tree_cpu(rows[:half, here]), _tree_cpu(rows[half:, here]), divisor)
+    memory = torch.empty_like(rows[0, :CPU_CHUNK])
+    for start in range(0, out.numel(), CPU_CHUNK):
+        part = rows[:, start : start + CPU_CHUNK]
+        if first is None:
+            half = len(part) // 2
+            received, own = _tree_cpu(part[:half]), _tree_cpu(part[half:])
+        else:
+            received, own = _ring_cpu(part, first, memory[: part.shape[1]])
+        hop_cpu(out[start : start + CPU_CHUNK], received, own, divisor)
 
 
-def _ring_cpu(out: Tensor, rows: Sequence[Tensor], divisor: int) -> None:
-    """Add two rows or more in their order."""
-    room = torch.empty_like(rows[0][:_CPU_CHUNK])
-    for out_chunk, total, *others, last in zip(*(torch.split(each, _CPU_CHUNK) for each in (out, *rows)), strict=True):
-        for other in others:
-            hop_cpu(partial_sum := room[: other.numel()], total, other)
-            total = partial_sum
-        hop_cpu(out_chunk, total, last, divisor)
+def _ring_cpu(rows: Tensor, first: int, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of all rows but the last, in `memory` if there are more than two, and the last row."""
+    total, *others, last = [*rows[first:], *rows[:first]]
+    for other in others:
+        hop_cpu(memory, total, other)
+        total = memory
+    return total, last
 
 
 def _tree_cpu(rows: Tensor) -> Tensor:

@@ -23,9 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .launch import block_size, check_flat, jit, launch, tl, use_triton
-
-_CPU_CHUNK = 1 << 16  # elements: temporaries of 256 KB stay in the cache of a core
+from .launch import block_size, check_flat, chunks, jit, launch, tl, use_triton
 
 
 @jit
@@ -97,7 +95,7 @@ def split(high: Tensor, low: Tensor, source: Tensor) -> None:
     if use_triton(source):
         _launch(_split_kernel, (high, low, source))
         return
-    for parts in zip(*(torch.split(tensor, _CPU_CHUNK) for tensor in (high, low, source)), strict=True):
+    for parts in chunks(high, low, source):
         split_reference(*parts)
 
 

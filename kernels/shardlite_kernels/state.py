@@ -11,7 +11,6 @@ Legend: `S` elements, `G = ceil(S / 32)` groups.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import repeat, starmap
 from typing import NamedTuple
 
 import torch
@@ -50,26 +49,15 @@ class State(NamedTuple):
 
     def part(self, start: int, stop: int) -> State:
         """Return the state of elements `[start, stop)`; `start` is a multiple of 32."""
-        groups = slice(start // SCALE_BLOCK, -(-stop // SCALE_BLOCK))
-        here = slice(start, stop)
-        return State(
-            self.param[here],
-            self.exp_avg[here],
-            self.exp_avg_sq[here],
-            None if self.low is None else self.low[here],
-            None if self.avg_exponent is None else self.avg_exponent[groups],
-            None if self.sq_exponent is None else self.sq_exponent[groups],
-        )
+        here, groups = slice(start, stop), slice(start // SCALE_BLOCK, -(-stop // SCALE_BLOCK))
+        param, exp_avg, exp_avg_sq, low, *exponents = self
+        avg, sq = (None if each is None else each[groups] for each in exponents)
+        return State(param[here], exp_avg[here], exp_avg_sq[here], None if low is None else low[here], avg, sq)
 
     def split(self, numel: int) -> Iterator[State]:
-        """Split into parts of `numel` elements, a multiple of 32; the last may be shorter."""
-        count = max(1, -(-self.param.numel() // numel))  # an empty state has one part, as with torch.split
-        sizes = (numel, numel, numel, numel, numel // SCALE_BLOCK, numel // SCALE_BLOCK)
-        columns = [
-            repeat(None, count) if tensor is None else torch.split(tensor, size)
-            for tensor, size in zip(self, sizes, strict=True)
-        ]
-        return starmap(State, zip(*columns, strict=True))
+        """Yield parts of `numel` elements, a multiple of 32; the last may be shorter. An empty state has one part."""
+        for start in range(0, max(1, self.param.numel()), numel):
+            yield self.part(start, start + numel)
 
     def weight(self) -> Tensor:
         """Return the weights [S] in the dtype of the computation: `param`, or the joined fp32 numbers."""
@@ -91,8 +79,7 @@ class State(NamedTuple):
 
     def clone(self) -> State:
         """Return a copy."""
-        low, avg, sq = (None if each is None else each.clone() for each in (self.low, *self.codes()[2:]))
-        return State(self.param.clone(), self.exp_avg.clone(), self.exp_avg_sq.clone(), low, avg, sq)
+        return State(*(None if each is None else each.clone() for each in self))  # type: ignore[arg-type]
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that are not `None`."""
