@@ -298,7 +298,7 @@ INT8 = state_of(("split", "int8"), X, X, X)
         (INT8._replace(param=X), X, ROW, "param must be bf16, got torch.float32"),
         (State(X, X, X), X, ROW._replace(rows=torch.zeros(1, dtype=torch.int16)), "rows must have 2 elements"),
         (State(X, X, X), X, ROW._replace(rows=torch.zeros(2)), r"rows must be int16 or int32, got torch\.float32"),
-        (State(X, X, X), X, ROW._replace(first=16), "first 16"),
+        (State(X, X, X), X, ROW._replace(first=16), "first must be a multiple of 32, got 16"),
         (State(X, X, X), X, ROW._replace(keys=torch.zeros(1)), "keys must be int32, got torch.float32"),
         (State(X, X, X), X, ROW._replace(scalars=torch.zeros(1, 7)), r"scalars must be \[1, 10\]"),
         (State(X, X, X), X, ROW._replace(scalars=ROW.scalars.double()), "scalars must be fp32, got torch.float64"),
