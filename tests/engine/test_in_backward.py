@@ -20,9 +20,9 @@ from tests.comm.test_races import on_rows as on_wide_rows
 from tests.engine.test_compile import recorded_graphs
 from tests.grads.test_unused import Model as Experts
 from tests.grads.test_unused import loss as on_routes
-from tests.model.test_composition import Nested
-from tests.model.test_composition import on_rows as on_residual_rows
-from tests.model.test_precision import MODELS, on_rows, on_tokens
+from tests.support.models.losses import MODELS, on_rows, on_tokens
+from tests.support.models.residual import Nested
+from tests.support.models.residual import on_rows as on_residual_rows
 from tests.support.models.small import MLP, LanguageModel, Residual, frozen, with_lora
 from tests.support.models.small import Context as CalledTwice
 from tests.support.twins.duos import Duo, alike

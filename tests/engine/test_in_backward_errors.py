@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlite import AdamW, LayoutError, NonFiniteError, PhaseError, Precision, ShardLite
 from tests.engine.test_recovery import AnyError, Trapped, loss_of
-from tests.model.test_precision import on_rows, on_tokens
+from tests.support.models.losses import on_rows, on_tokens
 from tests.support.models.small import MLP, LanguageModel
 from tests.support.models.small import Context as CalledTwice
 from tests.support.twins.duos import Duo

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from shardlite import EMA, AdamW, PhaseError, ShardLite
-from tests.model.test_precision import on_rows, on_tokens
-from tests.model.test_split_weights import SPLIT, cut, parts, trained
+from tests.support.models.losses import on_rows, on_tokens
 from tests.support.models.small import MLP, LanguageModel
 from tests.support.twins.sharded import Turn, _seeded, same_bits, some_stages
+from tests.support.twins.split import SPLIT, cut, parts, trained
 
 # ---- whole weights --------------------------------------------------------------------------------------------------
 

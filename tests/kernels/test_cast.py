@@ -12,20 +12,7 @@ from shardlite_kernels import cast, cast_reference
 from torch import Tensor
 
 from tests.kernels.bits import assert_same_bits, pairs
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-NARROW = (torch.bfloat16, torch.float16)
-
-
-def near_ties(dtype: torch.dtype) -> Tensor:
-    """The middle of every two neighbours of bf16 or fp16, and what is just beside it, in fp64.
-
-    Some is nearer to the next number of fp32 than to the middle.
-    """
-    bits = torch.arange(-(2**15), 2**15 - 1).to(torch.int16)
-    lower, upper = bits.view(dtype).double(), (bits + 1).view(dtype).double()
-    middle = (lower + upper) / 2
-    return torch.cat([middle * (1 + beside) for beside in (0, 2**-40, -(2**-40), 0.75 * 2**-23, -0.75 * 2**-23)])
+from tests.kernels.pack_cases import DTYPES, NARROW, near_ties
 
 
 def sources(dtype: torch.dtype) -> Tensor:

@@ -24,19 +24,12 @@ from torch.utils.checkpoint import (
 )
 
 from shardlite import EscapedViewWarning
-from tests.support.models.residual import WIDTH, Block, net
+from tests.support.inspect import users
+from tests.support.models.residual import WIDTH, Block, Nested, net, on_rows, rows
 from tests.support.models.small import VOCABULARY, LanguageModel, run_all
 from tests.support.twins.sharded import Pair, Turn, accumulating, gathers, trained
 
 Model = Callable[..., Any]
-
-
-def rows(turn: Turn, count: int = 3) -> Tensor:
-    return torch.randn(count, WIDTH, generator=turn.generator())
-
-
-def on_rows(model: Model, turn: Turn) -> Tensor:
-    return model(rows(turn)).square().mean()
 
 
 def inner(model: Any) -> nn.Module:
@@ -63,22 +56,6 @@ class Sequence(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint_sequential(list(self), 2, x.requires_grad_(), use_reentrant=self.reentrant)
-
-
-class Nested(nn.Module):
-    """Checkpoints all blocks together, and in it each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = net(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self._run, x, use_reentrant=False)
-
-    def _run(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return x
 
 
 def wrapped(reentrant: bool) -> nn.Module:
@@ -367,7 +344,7 @@ def shares_a_graph(group: Any, first_mode: str, stage: int) -> None:
         y = pair.model(rows(Turn(step, pair.rank, 0)))
         with accumulating(pair.model, first_mode):
             first(y).backward(retain_graph=True)
-        assert {unit.users for unit in pair.model._units} == {0}
+        assert set(users(pair.model)) == {0}
         second(y).backward()
         pair.finish(clip=0.01)
 
@@ -426,7 +403,7 @@ def differentiates(group: Any, name: str, stage: int) -> None:
     pair.step(LOSSES_BY_HAND[name])
     reductions = [event for event in pair.model.trace.take() if event.startswith("reduce ")]
     assert sorted(reductions) == ["reduce (root)", *(f"reduce blocks.{i}" for i in range(3))]
-    assert {unit.users for unit in pair.model._units} == {0}
+    assert set(users(pair.model)) == {0}
 
 
 @pytest.mark.parametrize("name", LOSSES_BY_HAND)
@@ -462,7 +439,7 @@ def penalised(model: Model, turn: Turn) -> Tensor:
 def penalises(group: Any, recomputed: bool, stage: int) -> None:
     """Body of a rank."""
     pair = trained(partial(Critic, recomputed), penalised, group, stage=stage)
-    assert {unit.users for unit in pair.model._units} == {0}
+    assert set(users(pair.model)) == {0}
 
 
 @pytest.mark.parametrize("recomputed", [False, True], ids=["plain", "nonreentrant"])

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from shardlite import EMA, AdamW, LayoutError, NonFiniteWarning, PhaseError, Precision, ShardLite, load, save
 from shardlite.telemetry import Held
+from tests.support.inspect import flats
 from tests.support.models.small import VOCABULARY, LanguageModel
 from tests.support.patience import until
 from tests.support.ranks.in_process import run_in_process
@@ -363,7 +364,7 @@ def keeps_few_sums(group: Any, most: int) -> None:
     """Body of a rank: before the backward of a part there are as many sums as its number has ones."""
     torch.manual_seed(0)
     model = ShardLite(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), group=group, order="tree", parts=16)
-    nbytes = sum(flat.gradients.full_numel * 4 for unit in model._units for flat in unit.flats)
+    nbytes = sum(flat.gradients.full_numel * 4 for flat in flats(model))
     first = next(iter(model.parts()))
     for part in model.parts():
         assert held(model).now == nbytes * (part - first).bit_count()

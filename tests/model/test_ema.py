@@ -16,19 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlite import EMA, AdamW, LayoutError, PhaseError, Precision, ShardLite, ema
 from shardlite.telemetry.meter import Meter
+from tests.support.inspect import context
+from tests.support.models.losses import on_rows, on_tokens
 from tests.support.models.residual import WIDTH, net, square
-from tests.support.models.small import VOCABULARY, LanguageModel, MixedDtypes, with_lora
+from tests.support.models.small import LanguageModel, MixedDtypes, with_lora
 from tests.support.twins.sharded import Loss, Pair, Turn, local_parts, same_bits, slow, some_stages
 
 BF16 = Precision(compute=torch.bfloat16)
-
-
-def on_tokens(model: Callable[..., Any], turn: Turn) -> Tensor:
-    return model(torch.randint(0, VOCABULARY, (2, 5), generator=turn.generator())).float().square().mean()
-
-
-def on_rows(model: Callable[..., Any], turn: Turn) -> Tensor:
-    return model(torch.randn(3, 7, generator=turn.generator())).float().square().mean()
 
 
 def language_model() -> LanguageModel:
@@ -394,7 +388,7 @@ def test_a_backward_across_is_an_error(cluster, world_size, stage):
 def one_rank_body(group):
     """Ranks of which one has averaged weights must not hear each other's messages."""
     model = ShardLite(net(), group=group)
-    average, version = EMA(model), model._bridge.context.version
+    average, version = EMA(model), context(model).version
     changes = [version.number]
     with average.swapped():
         changes.append(version.number)

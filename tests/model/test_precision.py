@@ -10,46 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from shardlite import LayoutError, Precision, ShardLite
-from tests.support.models.small import MLP, VOCABULARY, LanguageModel, MixedDtypes, frozen
+from tests.support.models.losses import BF16, MODELS, on_rows, on_tokens
+from tests.support.models.small import MLP, LanguageModel, MixedDtypes
 from tests.support.twins.sharded import Pair, Turn, local_parts, same_bits, some_stages
 
-BF16 = Precision(compute=torch.bfloat16)
 BF16_WIRE = Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
-
-
-def on_tokens(model: Callable[..., Any], turn: Turn) -> Tensor:
-    """Predict the next token."""
-    tokens = torch.randint(0, VOCABULARY, (2, 8), generator=turn.generator())
-    return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
-
-
-def on_rows(model: Callable[..., Any], turn: Turn) -> Tensor:
-    return model(torch.randn(5, 7, generator=turn.generator())).float().square().mean()
-
-
-def partly_frozen() -> nn.Module:
-    return frozen(LanguageModel(), lambda name: "qkv" in name or "blocks.1" in name)
-
-
-def mostly_bf16() -> nn.Module:
-    """A model as it is often loaded, with norms in fp32."""
-    model = LanguageModel(reentrant=False).bfloat16()
-    for module in model.modules():
-        if isinstance(module, nn.LayerNorm):
-            module.float()
-    return model
-
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
-    "plain": (LanguageModel, on_tokens),
-    "checkpointed": (lambda: LanguageModel(blocks=3, reentrant=True, span=2), on_tokens),
-    "frozen": (partly_frozen, on_tokens),
-    "bf16": (mostly_bf16, on_tokens),
-    "mixed": (MixedDtypes, on_rows),
-}
 
 CASES: Sequence[Any] = [
     ("plain", BF16, 2),

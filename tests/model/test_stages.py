@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from shardlite import AdamW, LayoutError, Precision, ShardLite
-from tests.support.models.small import MLP, VOCABULARY, WIDTH, LanguageModel, Residual
+from tests.support.models.losses import on_tokens
+from tests.support.models.small import MLP, WIDTH, LanguageModel, Residual
 from tests.support.twins.sharded import WIDE, Loss, Pair, Turn, gathers, same_bits
 
 WORLDS = (2, WIDE)
@@ -27,10 +28,6 @@ BF16 = Precision(compute=torch.bfloat16)
 def on_rows(width: int) -> Loss:
     """Make the output small, for random rows."""
     return lambda model, turn: model(torch.randn(3, width, generator=turn.generator())).float().square().mean()
-
-
-def on_tokens(model: Callable[..., Any], turn: Turn) -> Tensor:
-    return model(torch.randint(0, VOCABULARY, (2, 8), generator=turn.generator())).float().square().mean()
 
 
 # ---- bytes ----------------------------------------------------------------------------------------------------------

@@ -17,18 +17,10 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 
 from shardlite import EscapedViewWarning, LayoutError, ShardLite
-from tests.support.models.residual import WIDTH, Block, net
+from tests.support.models.residual import WIDTH, Block, net, on_rows, rows
 from tests.support.twins.sharded import Pair, Turn, same_bits, trained
 
 Model = Callable[..., Any]
-
-
-def rows(turn: Turn) -> Tensor:
-    return torch.randn(3, WIDTH, generator=turn.generator())
-
-
-def on_rows(model: Model, turn: Turn) -> Tensor:
-    return model(rows(turn)).square().mean()
 
 
 # ---- hooks of modules ---------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from shardlite.comm.traffic import Tally
 from shardlite.comm.transport.group_collectives import GlooCollectives, GroupCollectives
 from shardlite.comm.transport.select import connect, connect_hosts
 from shardlite.config import Route
-from tests.model.test_precision import MODELS, on_tokens
+from tests.support.models.losses import MODELS, on_tokens
 from tests.support.models.small import LanguageModel
 from tests.support.patience import seconds
 from tests.support.ranks.cluster import Cluster

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shardlite import NonFiniteWarning, Precision, ShardLite
 from shardlite.params.partition import UnitPolicy
+from tests.support.inspect import flats, units
 from tests.support.twins.plain import RECIPES, Twin
 
 
@@ -91,11 +92,10 @@ def same_bits(what: str, got: Tensor, expected: Tensor) -> None:
 def local_parts(model: ShardLite, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Cut whole tensors, named like the model's parameters, into what this rank's shards hold."""
     parts = {}
-    for unit in model._units:
-        for flat in unit.flats:
-            for row, slot in enumerate(flat.layout.slots):
-                if slot.name in full:
-                    parts[slot.name] = flat.part_of(row, full[slot.name].detach())
+    for flat in flats(model):
+        for row, slot in enumerate(flat.layout.slots):
+            if slot.name in full:
+                parts[slot.name] = flat.part_of(row, full[slot.name].detach())
     return parts
 
 
@@ -112,8 +112,8 @@ def assert_gradients_equal(model: ShardLite, twin: nn.Module) -> None:
 
 def most_buffers(model: ShardLite) -> int:
     """Return how many buffers of the (equal) blocks there were at most at once, since the last `reset_peak`."""
-    block = next(unit for unit in model._units if not unit.keep_unsharded)
-    kept = sum(unit.nbytes for unit in model._units if unit.keep_unsharded)
+    block = next(unit for unit in units(model) if not unit.keep_unsharded)
+    kept = sum(unit.nbytes for unit in units(model) if unit.keep_unsharded)
     return (model.ledger.peak()["gather buffers"] - kept) // block.nbytes
 
 
