@@ -105,7 +105,7 @@ def recomputes(group: Any, name: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("name", CHECKPOINTED)
-@pytest.mark.everywhere
+@pytest.mark.ways((2, 3))
 def test_ways_of_activation_checkpointing(cluster, name, world_size, stage):
     cluster.check(recomputes, world_size, name, stage)
 
@@ -160,7 +160,8 @@ def selects(group: Any, span: int, saved: str, stage: int) -> None:
 
 @pytest.mark.parametrize("span", [1, 2])
 @pytest.mark.parametrize("saved", SAVED)
-@pytest.mark.everywhere
+@pytest.mark.ways((2, 3))
+@pytest.mark.sample(2)
 def test_selective_checkpointing(cluster, span, saved, world_size, stage):
     cluster.check(selects, world_size, span, saved, stage)
 
@@ -223,7 +224,7 @@ def offloads(group: Any, stage: int) -> None:
             assert (3, WIDTH) in shapes
 
 
-@pytest.mark.everywhere
+@pytest.mark.ways((4, 3), (2, 2))
 def test_save_on_cpu_inside_and_around(cluster, world_size, stage):
     cluster.check(offloads, world_size, stage)
 
@@ -254,7 +255,7 @@ def costs_of_two_forwards(group: Any, stage: int) -> tuple[dict[str, int], dict[
     return counts[0], counts[1]
 
 
-@pytest.mark.everywhere
+@pytest.mark.ways((2, 3), (2, 2))
 def test_two_forwards_before_one_backward(cluster, world_size, stage):
     """Each forward and each backward gathers, but the last unit is still there when the backward begins.
 
@@ -314,7 +315,7 @@ def prefers(group: Any, reentrant: bool | None, stage: int) -> dict[str, int]:
     [None, False, pytest.param(True, marks=pytest.mark.slow)],
     ids=["plain", "nonreentrant", "reentrant"],
 )
-@pytest.mark.everywhere
+@pytest.mark.ways((2, 3))
 def test_dpo_with_a_frozen_reference(cluster, reentrant, world_size, stage):
     for counts in cluster.run(prefers, world_size, reentrant, stage):
         if stage == 3:
@@ -360,7 +361,7 @@ class LayersThenHead(nn.Module):
 
 
 @pytest.mark.parametrize("first_mode", ["local", "sharded", "step"])
-@pytest.mark.everywhere
+@pytest.mark.ways((2, 3))
 def test_two_losses_with_retain_graph(cluster, first_mode, world_size, stage):
     cluster.check(shares_a_graph, world_size, first_mode, stage)
 
@@ -407,7 +408,7 @@ def differentiates(group: Any, name: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES_BY_HAND)
-@pytest.mark.everywhere
+@pytest.mark.ways((2, 3))
 def test_autograd_grad_of_inputs_within_a_step(cluster, name, world_size, stage):
     cluster.check(differentiates, world_size, name, stage)
 
@@ -443,6 +444,6 @@ def penalises(group: Any, recomputed: bool, stage: int) -> None:
 
 
 @pytest.mark.parametrize("recomputed", [False, True], ids=["plain", "nonreentrant"])
-@pytest.mark.everywhere
+@pytest.mark.ways((2, 3))
 def test_gradient_penalty_with_create_graph(cluster, recomputed, world_size, stage):
     cluster.check(penalises, world_size, recomputed, stage)

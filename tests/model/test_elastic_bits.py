@@ -160,7 +160,7 @@ def assert_alike(cluster: Any, names: Sequence[str], stage: int = 3) -> None:
             assert_equal(f"{name}, {world_size} ranks", got, expected)
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(0, 3)
 def test_any_number_of_ranks_has_the_same_bits(cluster, stage):
     assert_alike(cluster, ["adamw", "sgd"], stage)
 
@@ -175,6 +175,7 @@ def test_any_number_of_ranks_has_the_same_bits(cluster, stage):
     ],
     ids="-".join,
 )
+@pytest.mark.sample(4)
 def test_optimizers_formats_and_transports(cluster, names):
     assert_alike(cluster, names)
 
@@ -269,6 +270,7 @@ def adds_a_tree(group: Any, parts: int, precision: Precision, stage: int) -> Non
 
 
 @pytest.mark.parametrize(("world_size", "parts"), [(1, 1), (1, 2), (1, 8), (2, 2), (2, 8), (4, 4), (4, 8)])
+@pytest.mark.sample(2)
 def test_gradients_are_those_of_the_tree_written_out(cluster, world_size, parts):
     for reduce in (torch.float32, torch.bfloat16):
         cluster.check(adds_a_tree, world_size, parts, Precision(reduce=reduce), 3)

@@ -187,7 +187,7 @@ def cost_body(group, stage):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.every_stage
+@pytest.mark.stages(0, 3)
 def test_an_update_is_one_call_on_the_arena(cluster, world_size, stage):
     parts = stage in (1, 2) and world_size > 1
     for calls, units, averages, parameters in cluster.run(cost_body, world_size, stage):
@@ -260,7 +260,7 @@ def uses_body(group, stage):
     same_bits("forward outside", model(tokens).detach(), twin(tokens).detach())
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(2, 3)
 def test_whatever_is_done_inside_has_the_averages(cluster, stage):
     cluster.check(uses_body, 2, stage)
 
@@ -293,7 +293,7 @@ def exception_body(group, stage):
         pass
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
 def test_trained_weights_are_back_after_an_exception(cluster, stage):
     cluster.check(exception_body, 2, stage)
 
@@ -379,7 +379,7 @@ def across_body(group, stage):
     assert all(shard.grad is not None for shard in model.parameters())
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(0, 3)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_backward_across_is_an_error(cluster, world_size, stage):
     cluster.check(across_body, world_size, stage)
@@ -528,7 +528,7 @@ def save(optimizer: optim.Optimizer, average: EMA) -> dict[str, Any]:
     return {"optimizer": optimizer.state_dict(), "ema": average.state_dict()}
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
 def test_a_run_that_is_resumed_has_the_same_averages(cluster, stage):
     cluster.check(resume_body, 2, stage)
 
@@ -608,7 +608,7 @@ def inside_body(group):
 
 
 def in_use_body(group):
-    for stage in some_stages("in_use_body"):
+    for stage in some_stages(2, 3):
         model = ShardLite(net(), group=group, stage=stage)
         average = EMA(model)
         with model.gathered(), pytest.raises(PhaseError, match="the weights are in use: enter swapped"):

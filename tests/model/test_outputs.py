@@ -151,7 +151,8 @@ def carries(group: Any, name: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=FOREIGN if n == "ModelOutput" else ()) for n in KINDS])
-@pytest.mark.everywhere
+@pytest.mark.ways((2, 3))
+@pytest.mark.sample(2)
 def test_containers_of_inputs_and_outputs(cluster, name, world_size, stage):
     cluster.check(carries, world_size, name, stage)
 

@@ -40,7 +40,7 @@ CASES: Sequence[Any] = [
 def follows(group: Any, name: str, precision: Precision) -> None:
     """Body of a rank: with clipping and accumulation, whose sums have the dtype of the wire."""
     make, loss = MODELS[name]
-    for stage in some_stages(name, precision):
+    for stage in some_stages(1, 3):
         pair = Pair(make, group, stage=stage, precision=precision)
         pair.step(loss)
         pair.step(loss, ("local", "local", "step"), clip=0.01)
@@ -51,13 +51,14 @@ def follows(group: Any, name: str, precision: Precision) -> None:
 
 
 @pytest.mark.parametrize(("name", "precision", "world_size"), CASES, ids=lambda x: x if isinstance(x, str) else None)
+@pytest.mark.sample(5)
 def test_training_follows_the_twin_of_its_precision(cluster, name, precision, world_size):
     cluster.check(follows, world_size, name, precision)
 
 
 def trains(group: Any, precision: Precision) -> None:
     """Body of a rank: SGD, so that a wrong scale shows."""
-    for stage in some_stages(precision):
+    for stage in some_stages(0, 3):
         pair = Pair(lambda: MLP([7, 33, 5]), group, stage=stage, recipe="sgd", precision=precision)
         assert {p.dtype for p in pair.model.module.parameters()} == {precision.compute or torch.float32}
         for _ in range(3):
@@ -211,7 +212,7 @@ def keeps_frozen(group: Any, stage: int) -> None:
 
 
 @pytest.mark.parametrize("body", [keeps_masters, writes_some, keeps_frozen])
-@pytest.mark.every_stage
+@pytest.mark.stages(1, 3)
 def test_masters_keep_all_their_digits(cluster, body, stage):
     cluster.check(body, 3, stage)
 
@@ -259,7 +260,7 @@ def follows_under_autocast(group: Any, dtype: torch.dtype, reentrant: bool | Non
         with torch.autocast("cpu", dtype):
             return on_tokens(model, turn)
 
-    for stage in some_stages("follows_under_autocast"):
+    for stage in some_stages(0, 3):
         pair = Pair(lambda: LanguageModel(reentrant=reentrant), group, stage=stage)
         pair.step(cast, ("local", "step"))
         pair.step(cast, clip=0.01)

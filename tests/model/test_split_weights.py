@@ -33,7 +33,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
 def follows(group: Any, name: str) -> None:
     """Body of a rank: with clipping and both kinds of accumulation."""
     make, loss = MODELS[name]
-    for stage in some_stages("follows"):
+    for stage in some_stages(1, 3):
         pair = SplitPair(make, group, stage=stage)
         pair.step(loss)
         pair.step(loss, ("local", "local", "step"), clip=0.01)
@@ -49,6 +49,7 @@ def follows(group: Any, name: str) -> None:
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("plain", 4), ("reentrant", 3), ("mlp", 4))),
     ],
 )
+@pytest.mark.sample(2)
 def test_training_follows_a_twin_in_24_bits(cluster, name, world_size):
     cluster.check(follows, world_size, name)
 
@@ -58,7 +59,7 @@ def alike(group: Any, kind: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2)) if kind == "hybrid" else group
     for state in ("fp32", "bf16", "int8"):
         weights = [
-            trained(mesh, stage=stage, options={"state": state})[0].full_state_dict() for stage in some_stages("alike")
+            trained(mesh, stage=stage, options={"state": state})[0].full_state_dict() for stage in some_stages(0, 3)
         ]
         for other in weights[1:]:
             for name, value in weights[0].items():
@@ -134,7 +135,7 @@ def bytes_of(group: Any, stage: int) -> None:
     assert held["optimizer state"].now == mine * (2 + 2 / 32) + rows + counts
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(0, 3)
 def test_weights_take_three_bytes_and_with_a_narrow_state_five(cluster, stage):
     cluster.check(bytes_of, 2, stage)
 
@@ -171,7 +172,7 @@ def scaled(group: Any, stage: int) -> None:
     assert scaler.get_scale() == 2.0**7
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(2, 3)
 def test_gradient_scalers_and_steps_that_are_left_out(cluster, stage):
     cluster.check(scaled, 2, stage)
 
@@ -195,7 +196,7 @@ def refuses(group: Any, stage: int) -> None:
         ShardLite(MixedDtypes(), group=group, stage=stage, precision=SPLIT)
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(0, 3)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_optimizers_that_know_nothing_of_it_are_refused(cluster, world_size, stage):
     cluster.check(refuses, world_size, stage)

@@ -70,6 +70,7 @@ def keeps(group: Any, stage: int, precision: Precision) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("stage", "sharded"), [(0, ""), (1, "moments"), (2, "moments gradients"), (3, "moments gradients parameters")]
 )
+@pytest.mark.sample(2)
 def test_a_rank_keeps_what_zero_says(cluster, world_size, compute, stage, sharded):
     def share(what: str, nbytes: int) -> int:
         return nbytes // world_size if what in sharded else nbytes
@@ -134,7 +135,7 @@ def follows_over_replicas(group: Any, stage: int) -> None:
         pair.step(on_tokens, ("local", "step") if step > 1 else ("sharded", "step"), 0.01 if step else None)
 
 
-@pytest.mark.every_stage
+@pytest.mark.stages(0, 3)
 def test_replicas_add_up_after_the_ranks_that_share_a_model(cluster, stage):
     cluster.check(follows_over_replicas, 4, stage)
 

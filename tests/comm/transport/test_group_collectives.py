@@ -94,6 +94,7 @@ def train_over_both(group, stage, in_backward, optimizer, options):
         slow(4, 1, {"max_update": 0.5}, {}),
     ],
 )
+@pytest.mark.sample(3)
 def test_every_format_has_the_bits_of_messages(cluster, size, stage, in_backward, optimizer, options):
     cluster.check(train_over_both, size, stage, in_backward, optimizer, options)
 

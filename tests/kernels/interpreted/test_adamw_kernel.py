@@ -80,6 +80,7 @@ def assert_changed_where_active(after, before, table):
 
 @pytest.mark.usefixtures("fused")
 @by_pairs(["unscale", "grad_dtype"], [False, True], GRADIENTS)
+@pytest.mark.sample(2)
 def test_adamw(weights, moments, unscale, grad_dtype):
     form = weights, moments
     state, grad, table = random_state(form, NUMEL, 0), random_grad(NUMEL, 0, grad_dtype), mixed_table(NUMEL)
