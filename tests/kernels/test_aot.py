@@ -140,7 +140,8 @@ def side_bits_of_adamw(row):
     the row and whether it is active are read once more.
     """
     coded, unscale = "int8" in row["format"], row["kernel"] == "adamw unscale"
-    bits = {"rows": 16 + 16 * coded, "scalars": 32 * (9 + unscale + coded)}
+    twice = coded and row["kernel"] == "adamw"  # its threads step twice as many elements
+    bits = {"rows": 16 + 16 * coded + 32 * twice, "scalars": 32 * (9 + unscale + coded + 2 * twice)}
     if "fp32 moments" not in row["format"]:
         bits["keys"] = 32
     if coded:
@@ -155,7 +156,8 @@ def test_shared_memory_is_where_the_threads_of_a_program_meet(rows):
     for row in rows.parsed:
         meets = row["kernel"] in rendezvous or "int8" in row["format"]
         flags = 8 if row["kernel"].startswith("ring") else 0  # what one thread has seen, for all
-        assert row["shared"] <= (1024 if meets else flags), row
+        twice = row["kernel"] == "adamw" and "int8" in row["format"]  # codes change places between threads
+        assert row["shared"] <= (8192 if twice else 1024 if meets else flags), row
 
 
 @pytest.mark.parametrize("line", ["add_rows: 8 rows of bf16 to fp32", "add_rows_adamw: fp32 weights, fp32 moments"])
