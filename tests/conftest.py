@@ -23,7 +23,16 @@ torch.set_num_threads(1)  # the workers use one thread: a matmul has the same bi
 WAYS = {(2, 3): "2-ranks-stage-3", (4, 3): "4-ranks-stage-3", (2, 2): "2-ranks-stage-2"}
 """Stage 3 at two world sizes, and that of the others which shards most, with their names."""
 
-LONGEST = ("test_faults", "test_parity", "interpreter", "aot", "test_readme", "test_doctor", "test_races", "test_soak")
+LONGEST = (
+    "test_faults",
+    "test_parity",
+    "test_interpreter",
+    "aot",
+    "test_readme",
+    "test_doctor",
+    "test_races",
+    "test_soak",
+)
 """Groups of tests that take long altogether. They begin first, so that no worker ends with one of them alone."""
 
 
